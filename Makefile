@@ -62,7 +62,7 @@ $(VLLM_STAMP): pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM_STAMP)
-	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -m vllm -W default -p no:cacheprovider tests/contract/test_engine.py tests/contract/test_engine_scoring.py tests/contract/test_vllm_map.py tests/contract/test_vllm_adapter.py
+	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -m vllm -W default -p no:cacheprovider tests/contract/test_engine.py tests/contract/test_engine_scoring.py tests/contract/test_vllm_map.py tests/contract/test_vllm_adapter.py tests/contract/test_vllm_rounded.py
 
 # Shared out by file (pytest-xdist, tests/conftest.py); of what starts whole runs two stand side by side.
 QUICK := not soak and not gpu and not vllm

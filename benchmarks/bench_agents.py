@@ -83,7 +83,8 @@ class PlainClient:
 
     async def post(self, path: str, key: str, body: Any) -> Any:
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(data)}\r\n\r\n"
         self._writer.write(head.encode() + data)
         answer = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
         length = int(answer.partition("content-length: ")[2].partition("\r\n")[0])
@@ -110,7 +111,7 @@ async def measured() -> list[AgentRow]:
     reading = ChatReading(ChatFormat(tokenizer))
     fleet = InstantFleet(tuple(tokenizer.encode("abc the 12 " * 40, add_special_tokens=False)[:TOKENS]))
     keys = iter(range(1 << 30))
-    sessions = Sessions(GatewayLimits(8192, 128), reading, lambda: f"{next(keys):032x}", has_harness=False)
+    sessions = Sessions(GatewayLimits(8192, 128, len(tokenizer), 32), reading, lambda: f"{next(keys):032x}", has_harness=False)
     fleet.desk = desk = GatewayDesk(sessions, fleet, time.monotonic)
     port = GatewayPort("")
     serving = asyncio.create_task(port.run(GatewayApp(desk, "m", "master", reading.token_text).application()))

@@ -92,7 +92,7 @@ class Found:
 def needed_by(model: str, way: Way) -> Needed:
     size = model_size(config_of(model))
     keeps = checkpointing_of(way.is_checkpointed, size, way.budget, 4)
-    found = learner_memory(size, way.budget, keeps, gpu_count=0, checkpoints_kept=1)
+    found = learner_memory(size, way.budget, keeps, gpu_count=0)
     # Of a base beneath an adapter: its weights in float32 and, while they are read, in bf16.
     state = 6 * size.parameters if way.rank else found.state_bytes
     learner = state + found.activation_bytes + PROCESS_BYTES

@@ -35,6 +35,7 @@ def _log_as_before() -> Iterator[None]:
     log.setLevel(level)
 
 
+@pytest.hookimpl(optionalhook=True)  # vLLM's environment has no pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
     """One process more than there are cores, four at most: a third of what the tests take is waiting."""
     return min((os.cpu_count() or 1) + 1, 4)

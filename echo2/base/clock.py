@@ -1,4 +1,4 @@
-"""The clock protocol. Core code never reads a clock: it is handed `now`. Runtimes and the simulator own one (outside)."""
+"""The clock protocol. Core code never reads a clock: it gets `now` as an argument. Runtimes and the simulator own one."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ class Clock(Protocol):
     """Monotonic time."""
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back; its zero means nothing."""
+        """Seconds on a clock that never goes back; its zero is arbitrary."""
         ...

@@ -25,7 +25,7 @@
     │   └── RunFinished        the run is over: there is no work left to do
     └── Unreachable            a peer did not answer within its stated time
 
-A message says what was expected, what came, and whose it was. The command line prints it as one line and
+A message says what was expected, what came, and from whom. The command line prints it as one line and
 exits with `exit_code`.
 """
 
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 
 class EchoError(Exception):
-    """Root of all errors that echo2 raises on purpose. `exit_code` is what a command ends with."""
+    """Root of all errors that echo2 raises on purpose. `exit_code`: exit status of the command."""
 
     exit_code = 1
 

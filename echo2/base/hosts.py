@@ -1,4 +1,4 @@
-"""Host and port as one text."""
+"""Host and port as one string."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from echo2.base.errors import ConfigError
 
 
 def joined(host: str, port: int) -> str:
-    """`host:port`; IPv6 addresses in brackets, whether they came in them or not."""
+    """`host:port`; IPv6 addresses get brackets if they have none."""
     bare = host.strip("[]")
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def mapped_address(text: str, option: str) -> tuple[str, int]:
-    """The public address and port that an option names. ConfigError: not those of an IP address, or of a system's service."""
+    """Parses an option's public address and port. ConfigError unless it is an IP address with a port of 1024 or above."""
     host, _, port = text.rpartition(":")
     try:
         address = ipaddress.ip_address(host.strip("[]"))
@@ -24,6 +24,6 @@ def mapped_address(text: str, option: str) -> tuple[str, int]:
     if address is None or address.is_unspecified or not is_port:
         raise ConfigError(
             f"{option}: expected the public IP address and the mapped port, 1024 or above, as in 203.0.113.5:41873 or "
-            f"[2001:db8::5]:41873, got {text!r}; peers dial no name, for it may stand for another address by then"
+            f"[2001:db8::5]:41873, got {text!r}; peers do not dial names, because a name may resolve to another address later"
         )
     return str(address), int(port)

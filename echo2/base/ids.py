@@ -24,7 +24,7 @@ LeaseId = NewType("LeaseId", str)
 
 
 def warm_groups(group_id: GroupId) -> tuple[GroupId, ...]:
-    """The groups with whose tokens the prompt of a later turn, `GROUP.INDEX.TURN`, begins, the nearest first; none of others."""
+    """The groups whose tokens the prompt of a later turn `GROUP.INDEX.TURN` extends, nearest first; empty for a first turn."""
     root, *rest = group_id.split(".")
     if len(rest) != 2 or not rest[1].isdigit():
         return ()

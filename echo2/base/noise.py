@@ -1,8 +1,8 @@
-"""The random numbers that tokens are drawn with: one for each position of a rollout, a function of its seed alone.
+"""The random numbers that tokens are sampled with: one per position of a rollout, a function of the seed alone.
 
-Guarantees: a number does not depend on batch, slot, engine, worker or what was drawn before it, so a continuation elsewhere
-goes on in the same stream, and whoever knows the seed computes all of them. Leaves to others: the token that a number
-picks (worker/runtime/engines/sampling), whether a worker's tokens are those (learner/suspicion).
+Guarantees: a number does not depend on batch, slot, engine, worker or earlier draws, so a continuation on another worker
+uses the same stream, and anyone who knows the seed can recompute it. Leaves to others: the token that a number
+picks (worker/runtime/engines/sampling), checking a worker's tokens against it (learner/suspicion).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MASK = (1 << 64) - 1
 
 
 def rollout_seed(group_seed: int, index: int) -> int:
-    """Of rollout `index` of a group whose sampling has this seed."""
+    """The seed of rollout `index` of a group whose sampling has this seed."""
     return derived_seed(group_seed, "rollout", index)
 
 
 def turn_seed(group_seed: int, index: int, turn: int) -> int:
-    """The seed of the group that a later turn of rollout `index` is leased as."""
+    """The seed of the group that leases a later turn of rollout `index`."""
     return derived_seed(group_seed, "turn", index, turn)
 
 
@@ -36,7 +36,7 @@ def uniform(stream_seed: int, position: int) -> float:
 
 
 def uniforms(stream_seed: int, count: int) -> npt.NDArray[np.float64]:
-    """The numbers of the positions below `count`."""
+    """The numbers of positions 0..count-1."""
     positions = np.arange(1, count + 1, dtype=np.uint64)
     x = np.uint64(stream_seed & _MASK) + positions * np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)

@@ -1,6 +1,6 @@
-"""What a rollout is, on every plane: sampling parameters, tokens with log-probabilities and versions, finish reasons.
+"""The types of rollouts, shared by all planes: sampling parameters, tokens with log-probabilities and versions, finish reasons.
 
-Guarantees: a `Rollout` is consistent with itself (lengths agree, spans cover the tokens). Leaves to others: whether
+Guarantees: a `Rollout` is self-consistent (lengths agree, spans cover the tokens). Leaves to others: whether
 it may be trained on (staleness/), whether its sender may be believed (learner/).
 """
 
@@ -40,7 +40,7 @@ class SamplingParams:
     """How tokens are drawn. `temperature` 0 is greedy; `top_p` 1.0 and `top_k` 0 switch the filters off.
 
     A completion ends with the token that completes one of `stop_strings` (UTF-8); `stop_pieces` are the texts of the tokens
-    `stop_piece_ids`, which are all that can be part of one (base/stops).
+    `stop_piece_ids`, the only tokens that can be part of one (base/stops).
     """
 
     temperature: float = 1.0
@@ -66,11 +66,11 @@ class SamplingParams:
             raise MalformedMessage(f"max_new_tokens: expected 1 to {1 << 20}, got {self.max_new_tokens}")
 
     def without_seed(self) -> SamplingParams:
-        """The same distribution, without the numbers that picked from it, and without what ends a text."""
+        """The same distribution, without the seed and the stop strings."""
         return replace(self, seed=0, stop_strings=(), stop_piece_ids=(), stop_pieces=())
 
     def string_stop(self, token_ids: Sequence[int], begin: int = 0) -> int | None:
-        """Index of the first of a completion's tokens from `begin` on that completes a stop string."""
+        """Index of the first token, from `begin` on, that completes a stop string; None if none does."""
         return stop_place(self.stop_strings, self.stop_piece_ids, self.stop_pieces, token_ids, begin)
 
     @property
@@ -78,12 +78,12 @@ class SamplingParams:
         return self.top_p < 1.0 or self.top_k > 0
 
     def trained_logprobs(self, logprobs: tuple[float, ...], raw_logprobs: tuple[float, ...]) -> tuple[float, ...]:
-        """The one of a rollout's two numbers a token that counts: training compares its own with it, audits check it.
+        """Chooses which of the two log-probabilities per token counts in training and audits.
 
-        At temperature 1 the learner computes the raw model's, so the raw ones count, whatever filter was on; at another
-        temperature the sampling distribution's, in which a filter's renormalisation stays as a mismatch that the
-        correction sees. Of greedy completions, which are audited and never trained on, the raw ones: no number of a draw
-        says anything.
+        At temperature 1 the learner computes the raw model's, so the raw ones count, whatever filter was on; at other
+        temperatures the sampling distribution's count, in which a filter's renormalisation remains as a mismatch that the
+        correction sees. For greedy completions, which are audited but never trained on, the raw ones count: log-probabilities
+        of a draw mean nothing there.
         """
         return raw_logprobs if self.temperature in (0.0, 1.0) else logprobs
 
@@ -97,7 +97,7 @@ class VersionSpan:
 
 
 def spans_of(versions: Iterable[Version]) -> tuple[VersionSpan, ...]:
-    """Run-length form of a version per token."""
+    """Run-length encoding of one version per token."""
     return tuple(VersionSpan(version, len(list(run))) for version, run in itertools.groupby(versions))
 
 
@@ -160,16 +160,16 @@ class Rollout:
 
     @property
     def oldest_version(self) -> Version | None:
-        """The oldest version that sampled a token of it; None while it has no token."""
+        """The oldest version that sampled one of its tokens; None without tokens."""
         return min((span.version for span in self.version_spans), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSegment:
-    """Tokens `offset`.. of one rollout, as a worker reports them; a whole rollout is the segment at offset 0.
+    """Tokens from `offset` on of one rollout, as a worker reports them; a whole rollout is the segment at offset 0.
 
-    The finish reason is that of the rollout and stands on its last segment; UNFINISHED and ABORTED leave it open.
-    `expected_remaining_tokens` is the worker's guess of how many more will come; 0 when it has none.
+    The finish reason is the rollout's and is set on its last segment; UNFINISHED and ABORTED leave the rollout open.
+    `expected_remaining_tokens`: the worker's estimate of how many tokens will follow; 0 if it has none.
     """
 
     group_id: GroupId
@@ -189,30 +189,30 @@ class RolloutSegment:
 
     @property
     def end(self) -> int:
-        """The offset of the token after its last."""
+        """The offset after its last token."""
         return self.offset + len(self.token_ids)
 
     @property
     def is_final(self) -> bool:
-        """Whether the rollout ends with it."""
+        """Whether it ends the rollout."""
         return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Verdict(enum.Enum):
     """What the learner did with a segment."""
 
-    HELD = "held"  # a partial, kept
+    HELD = "held"  # a partial rollout, kept
     ADMITTED = "admitted"  # the rollout is finished and kept durably
     DUPLICATE = "duplicate"  # the rollout was finished before; nothing changed
     STALE = "stale"  # its oldest token is over the bound
-    REFUSED = "refused"  # broken, or not this worker's
+    REFUSED = "refused"  # malformed, or not leased to this worker
     RESEND = "resend"  # tokens before the segment are missing: send again from `held_tokens`
-    CLOSED = "closed"  # the group is closed: stop it
+    CLOSED = "closed"  # the group is closed: stop generating
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentVerdict:
-    """The learner's answer to one segment; `held_tokens` is how many of the rollout's tokens it holds now."""
+    """The learner's answer to one segment; `held_tokens`: how many of the rollout's tokens it now holds."""
 
     group_id: GroupId
     index: int
@@ -224,16 +224,16 @@ class SegmentVerdict:
 class Work(enum.Enum):
     """What a group is leased for."""
 
-    TRAIN = "train"  # by whatever versions are live meanwhile, within the staleness bound
-    EVALUATE = "evaluate"  # held-out, by one version from the first token to the last, and never trained on
+    TRAIN = "train"  # sampled by any live versions within the staleness bound
+    EVALUATE = "evaluate"  # held-out: sampled by one version from first to last token, never trained on
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One prompt to be completed `rollout_count` times: all that a worker needs to know of it.
+    """One prompt to be completed `rollout_count` times: everything that a worker needs to know about it.
 
-    `consume_step` is the learner's estimate of the step that will train on it; a worker whose version is older than
-    `consume_step - S` should not begin it. `exact_version`: the only version that may work on it; None for training.
+    `consume_step`: the learner's estimate of the step that will train on it; a worker whose version is older than
+    `consume_step - S` should not begin it. `exact_version`: the only version that may sample it; None for training.
     """
 
     group_id: GroupId

@@ -1,11 +1,11 @@
-"""Which experts of a mixture of experts computed each token of a rollout: packed, optional, bounded.
+"""Expert routing of a rollout in a mixture of experts: which experts computed each token. Packed, optional, bounded.
 
-Guarantees: `unpacked(packed(x))` is x; a `Routing` is consistent with the number of its rollout's tokens; one that is not
-known for every token is none at all. Leaves to others: where it is recorded and replayed (scoring/routers), whether its
-sender may be believed: a learner that replays it still weighs the experts by its own router.
+Guarantees: `unpacked(packed(x))` is x; a `Routing` matches the number of its rollout's tokens; it is dropped entirely unless
+known for every token. Leaves to others: recording and replaying it (scoring/routers), whether its sender may be
+believed: a learner that replays it still weighs the experts with its own router.
 
-A row says, for one position, each router's chosen experts, `bits_of(experts)` bits each. The row of a sampled token is that of
-the position which predicts it: of the first one the prompt's last position. `prompt` holds the positions before that.
+A row holds each router's chosen experts for one position, `bits_of(experts)` bits each. The row of a sampled token is the row of
+the position that predicts it: for the first token, the prompt's last position. `prompt` holds the positions before that.
 
 Shapes: N rows, L routers, K experts chosen.
 """
@@ -20,20 +20,20 @@ import numpy.typing as npt
 from echo2.base.errors import MalformedMessage
 
 CONFIG_KEY = "echo2_routing"
-"""Where the learner's model config asks workers for routing."""
+"""Key in the learner's model config that asks workers to record routing."""
 ROW_BYTES_MAX = 1 << 11
-"""48 routers that choose 8 of 128 experts take 336."""
+"""Limit per row; 48 routers that choose 8 of 128 experts take 336 bytes."""
 PROMPT_ROUTING_BYTES_MAX = 2 << 20
-"""A longer prompt's rows stay behind: the trainer's own router chooses there."""
+"""The rows of a longer prompt are not sent: the trainer's own router chooses there."""
 REPORT_ROUTING_BYTES_MAX = 3 << 20
-"""Of the tokens of one report; with a prompt's it stays below what one message may hold."""
+"""Limit for the tokens of one report; together with a prompt's rows it fits into one message."""
 ROLLOUT_ROUTING_BYTES_MAX = 16 << 20
-"""Of the tokens of one rollout; a longer one is trained on without."""
+"""Limit for the tokens of one rollout; a longer one is trained on without routing."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingShape:
-    """`routers` of a model, each of which chooses `chosen` of `experts`."""
+    """A model's number of `routers`, each of which chooses `chosen` of `experts`."""
 
     routers: int
     chosen: int
@@ -41,7 +41,7 @@ class RoutingShape:
 
     @property
     def bits(self) -> int:
-        """Of one expert's number."""
+        """Bits of one expert's index."""
         return max(1, (self.experts - 1).bit_length())
 
     @property
@@ -51,7 +51,7 @@ class RoutingShape:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """`tokens`: a row for each token; `prompt`: one for each position before the prompt's last; either may be empty."""
+    """`tokens`: one row per token; `prompt`: one row per position before the prompt's last. Either may be empty."""
 
     prompt: bytes = b""
     tokens: bytes = b""
@@ -60,7 +60,7 @@ class Routing:
         return bool(self.tokens)
 
     def check(self, count: int, whose: str) -> None:
-        """MalformedMessage unless it may belong to so many tokens."""
+        """MalformedMessage unless it fits `count` tokens."""
         if not self.tokens:
             if self.prompt:
                 raise MalformedMessage(f"routing of {whose}: expected that of its tokens with that of its prompt")
@@ -77,13 +77,13 @@ class Routing:
             )
 
     def after(self, skipped: int, count: int) -> Routing:
-        """Of the tokens behind the first `skipped` of `count`."""
+        """The routing of the tokens after the first `skipped` of `count`."""
         if not skipped or not self.tokens:
             return self
         return Routing(b"", self.tokens[skipped * (len(self.tokens) // count) :])
 
     def up_to(self, kept: int, count: int) -> Routing:
-        """Of the first `kept` of `count` tokens, the prompt's with it."""
+        """The routing of the prompt and of the first `kept` of `count` tokens."""
         return Routing(self.prompt, self.tokens[: kept * (len(self.tokens) // count)]) if self.tokens else self
 
 
@@ -91,7 +91,7 @@ NO_ROUTING = Routing()
 
 
 def joined_routing(first: Routing, first_count: int, second: Routing, second_count: int) -> Routing:
-    """Of `first_count` tokens followed by `second_count`; none where either part's is not known."""
+    """The routing of `first_count` tokens followed by `second_count`; none if either part is unknown or both are too long."""
     if not first_count:
         return second
     if not second_count:
@@ -104,7 +104,7 @@ def joined_routing(first: Routing, first_count: int, second: Routing, second_cou
 
 
 def packed(experts_NLK: npt.NDArray[np.integer], shape: RoutingShape) -> bytes:
-    """Rows of experts, each row beginning at a byte."""
+    """Packs rows of experts; each row starts at a byte boundary."""
     count = len(experts_NLK)
     flat = experts_NLK.reshape(count, shape.routers * shape.chosen).astype(np.uint32)
     places = np.arange(shape.bits, dtype=np.uint32)
@@ -113,7 +113,7 @@ def packed(experts_NLK: npt.NDArray[np.integer], shape: RoutingShape) -> bytes:
 
 
 def unpacked(rows: bytes, shape: RoutingShape) -> npt.NDArray[np.int16]:
-    """Experts [N, L, K] of packed rows. MalformedMessage where they are not of this shape or name an expert that is not there."""
+    """Experts [N, L, K] of packed rows. MalformedMessage if they have another shape or an expert index is out of range."""
     if len(rows) % shape.row_bytes:
         raise MalformedMessage(f"routing: expected rows of {shape.row_bytes} bytes, got {len(rows)} bytes")
     count, width = len(rows) // shape.row_bytes, shape.routers * shape.chosen * shape.bits

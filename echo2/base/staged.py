@@ -1,7 +1,7 @@
-"""What a decoded version looks like to those who apply it: raw bits per tensor, whole or at positions.
+"""A decoded version as those who apply it see it: raw bits per tensor, whole or at positions.
 
-Guarantees asked of an implementation: its updates were verified against the version's fingerprint before it is
-handed out. Leaves to others: when and where the bits go (worker engines).
+Every implementation guarantees: its updates were verified against the version's fingerprint before it is
+handed out. Leaves to others: when and where the bits are written (worker engines).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echo2.base.ids import Version
 class TensorUpdate:
     """New raw bits of one tensor, by its Hugging Face name.
 
-    `indices`: flat int64 positions, strictly rising; None when `bits` is the whole tensor.
+    `indices`: flat int64 positions, strictly ascending; None if `bits` is the whole tensor.
     `bits` is the little-endian bit pattern as unsigned integers of the element's width (bf16 -> uint16), 1-D.
     """
 
@@ -31,7 +31,7 @@ class TensorUpdate:
 
 
 class StagedVersion(Protocol):
-    """A version that is verified and waits in host memory. `parent` None: `updates` holds every tensor whole."""
+    """A verified version in host memory. `parent` None: `updates` yields every tensor whole."""
 
     @property
     def version(self) -> Version: ...

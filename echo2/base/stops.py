@@ -1,7 +1,7 @@
-"""Stop strings: at which token a completion ends because its text holds one of them.
+"""Stop strings: finds the token at which a completion ends because its text contains one of them.
 
-Guarantees: learner and worker find the same token, without a tokenizer: a lease carries the text of every token that can be part
-of a stop string, and any other token breaks one that has begun. Leaves to others: the texts of tokens (tasks/runtime/token_text).
+Guarantees: learner and worker find the same token without a tokenizer: a lease carries the text of every token that can be part
+of a stop string; any other token breaks a partial match. Leaves to others: the texts of tokens (tasks/runtime/token_text).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from echo2.base.errors import MalformedMessage
 STOP_STRINGS_MAX = 16
 STOP_STRING_BYTES_MAX = 64
 STOP_PIECES_MAX = 16_384
-"""How many tokens may be part of a stop string; a string that more of them are part of is refused as too common."""
+"""The most tokens that may be part of a stop string; a string in more tokens than this is refused as too common."""
 STOP_PIECE_BYTES_MAX = 2 * STOP_STRING_BYTES_MAX + 1
 
 
 def check_stops(strings: Sequence[bytes], piece_ids: Sequence[int], pieces: Sequence[bytes]) -> None:
-    """Raises `MalformedMessage` unless they are within the limits and belong together."""
+    """Raises `MalformedMessage` unless they are within the limits and consistent."""
     if len(strings) > STOP_STRINGS_MAX or not all(1 <= len(text) <= STOP_STRING_BYTES_MAX for text in strings):
         raise MalformedMessage(
             f"stop strings: expected at most {STOP_STRINGS_MAX} of 1 to {STOP_STRING_BYTES_MAX} bytes, got "
@@ -46,9 +46,9 @@ def stop_place(
     token_ids: Sequence[int],
     begin: int,
 ) -> int | None:
-    """Index of the first of `token_ids` from `begin` on with which a stop string is complete; None if there is none.
+    """Index of the first of `token_ids`, from `begin` on, that completes a stop string; None if none does.
 
-    Tokens before `begin` may hold a string's beginning.
+    A match may start in tokens before `begin`.
     """
     if not strings:
         return None
@@ -71,13 +71,19 @@ def stop_place(
 
 
 def piece_of(text: bytes, strings: Sequence[bytes]) -> bytes:
-    """What a lease must know of a token of this `text`; empty: it is part of no stop string, wherever it stands."""
-    longest = max(map(len, strings))
+    """The piece of a token's `text` that a lease must carry; empty if the token can be part of no stop string. For many tokens
+    there is an index with the same results (tasks/runtime/token_text)."""
+    if not text or not any(string in text or _may_be_part(text, string) for string in strings):
+        return b""
+    return piece_of_part(text, strings)
+
+
+def piece_of_part(text: bytes, strings: Sequence[bytes]) -> bytes:
+    """`piece_of` for a token that is known to be part of a stop string."""
     for string in strings:
         if string in text:
             return string
-    if not text or not any(_may_be_part(text, string) for string in strings):
-        return b""
+    longest = max(map(len, strings))
     return text if len(text) <= 2 * longest else text[:longest] + b"\0" + text[-longest:]
 
 

@@ -81,7 +81,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """For people, to about three figures: `12.5 ms`, `208 s`, `11.6 h`."""
+    """Human-readable, to about three significant digits: `12.5 ms`, `208 s`, `11.6 h`."""
     for limit, scale, unit in ((1.0, 1e-3, "ms"), (300.0, 1.0, "s"), (7200.0, 60.0, "min"), (172_800.0, 3600.0, "h")):
         if seconds < limit:
             return f"{seconds / scale:.3g} {unit}"

@@ -41,7 +41,8 @@ class FrameCutter:
         """Of the frame that has begun; 0 where none has, or where its length is not known yet."""
         if self.held_bytes < HEAD.size:
             return 0
-        return HEAD.unpack_from(self._buffer, self._begin)[0] + HEAD.size - self.held_bytes
+        size: int = HEAD.unpack_from(self._buffer, self._begin)[0]
+        return size + HEAD.size - self.held_bytes
 
     def room(self) -> memoryview:
         """Where the next bytes go; never empty. Of a frame that has begun, no further than its end: so it is never moved."""

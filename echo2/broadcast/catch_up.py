@@ -1,9 +1,9 @@
-"""Which artifacts lead to the newest version: finish, skip or drop what is in flight, by when it is expected to end.
+"""Which artifacts lead to the newest version soonest: whether to finish, skip or drop what is in flight.
 
-Guarantees: of all ways from the live version, or from a keyframe, to the newest version that can be reached, the one
-expected to arrive first over the node's link (delta/policy); what comes by itself is left for what must be asked for
-only where that is clearly sooner. A way over what has stopped coming (stalls) is left for one that leads as far, where
-there is one. Leaves to others: fetching (session), handing out (runtime/reader).
+Guarantees: of all ways from the live version, or from a keyframe, to the newest reachable version, chooses the one
+expected to arrive first over the node's link (weights/policy); gives up artifacts that are pushed anyway for ones that
+must be requested only if that is clearly faster. A way through a stalled artifact (stalls) is replaced if another one
+leads as far. Leaves to others: fetching (session), handing blocks out (runtime/reader).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from echo2.weights.container import CodecSetting
 from echo2.weights.policy import BaseCheckpoint, CatchUp, Edge, WorkerLink, newest_reachable, plan_catch_up
 
 SWITCH_SHARE = 0.8
-"""What is asked for must be expected in less than this share of the time of what comes by itself: it is paid twice."""
+"""Requested artifacts must arrive in less than this share of the time of pushed ones, because their bytes are paid for twice."""
 
 DELTA_BYTES_PER_S, KEYFRAME_BYTES_PER_S = 1e9, 3.5e8
-"""Full weights decoded per second where nothing was measured yet: about those of one core (make bench-delta)."""
+"""Assumed decoding speed in bytes of full weights per second, until measured: about one core's (make bench-delta)."""
 DOWNLINK_BYTES_PER_S = 2e6
 ROUND_TRIP_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ArtifactOffer:
-    """An artifact that can be fetched, and the bytes of it that are still missing here."""
+    """An artifact that can be fetched, and how many of its bytes are still missing here."""
 
     key: ArtifactKey
     artifact: ArtifactId
@@ -38,13 +38,13 @@ class ArtifactOffer:
 
     @property
     def is_coming(self) -> bool:
-        """Whether no round trip is needed to ask for it. Whoever has no weights was not there when a keyframe left."""
+        """Whether it arrives without a request. A keyframe not begun yet was pushed before this node joined."""
         return self.is_begun or (self.is_pushed and not self.artifact.is_keyframe)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The artifacts to apply, in order. `kind` is CatchUp's, or `delta`: one that is pushed to all."""
+    """The artifacts to apply, in order. `kind`: one of CatchUp's kinds, or `delta` for a delta that is pushed to all."""
 
     kind: str
     keys: tuple[ArtifactKey, ...]
@@ -55,7 +55,7 @@ class Way:
 def link_of(
     downlink_bytes_per_s: float, round_trip_s: float, delta_bytes_per_s: float = 0.0, keyframe_bytes_per_s: float = 0.0
 ) -> WorkerLink:
-    """A node's link and speed; 0: not known."""
+    """A node's link and decoding speed; 0 (unknown) becomes the default."""
     decoding = dict.fromkeys(CodecSetting, delta_bytes_per_s or DELTA_BYTES_PER_S)
     return WorkerLink(
         downlink_bytes_per_s or DOWNLINK_BYTES_PER_S,
@@ -75,9 +75,9 @@ def plan_way(
     stalled: Collection[ArtifactKey] = (),
     base: BaseCheckpoint | None = None,
 ) -> Way | None:
-    """The way from `start` (or from nothing) to the newest version that can be reached; None: nothing newer is there.
+    """The way from `start` (or from nothing) to the newest reachable version; None: no newer version is reachable.
 
-    `base`: a version that the node has from elsewhere, on which deltas may begin where `start` is None.
+    `base`: a version that the node got elsewhere (a checkpoint); deltas may start from it if `start` is None.
     """
     way = _quickest(offers, start, link, base)
     if way is None or not set(way.keys) & set(stalled):
@@ -86,7 +86,7 @@ def plan_way(
     target_of = {offer.key: offer.artifact.version for offer in offers}
     if around is None or target_of[around.keys[-1]] < target_of[way.keys[-1]]:
         return way
-    return replace(around, reason=f"{around.reason}; a part of the quicker way has stopped coming")
+    return replace(around, reason=f"{around.reason}; part of a faster way has stalled")
 
 
 def _quickest(
@@ -102,7 +102,7 @@ def _quickest(
             of_edge[edge] = offer
     base = base if start is None else None
     newest = newest_reachable(start, list(of_edge), base)
-    if base is not None and newest == base.version:  # a keyframe says whether the base is that version
+    if base is not None and newest == base.version:  # only a keyframe can confirm that the base really is that version
         base, newest = None, newest_reachable(start, list(of_edge))
     if newest is None or newest == start:
         return None
@@ -118,8 +118,8 @@ def _quickest(
 
 
 def _way(plan: CatchUp, of_edge: dict[Edge, ArtifactOffer]) -> Way:
-    found = [of_edge[piece] for piece in plan.pieces]
-    is_plain = plan.kind == "merged" and found[0].is_pushed
+    offers = [of_edge[piece] for piece in plan.pieces]
+    is_plain = plan.kind == "merged" and offers[0].is_pushed
     return Way(
-        "delta" if is_plain else plan.kind, tuple(offer.key for offer in found), plan.expected_s, plan.reason
+        "delta" if is_plain else plan.kind, tuple(offer.key for offer in offers), plan.expected_s, plan.reason
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Blocks of the publisher <-> chunks of the broadcast, and sets of chunks as bitmaps.
+"""Cuts the publisher's blocks into chunks and joins them again; handles sets of chunks as bitmaps.
 
-Guarantees: whoever receives all chunks gets the very blocks that were published, in order. A block of any size is cut
-into chunks of at most `chunk_bytes`; a chunk never spans two blocks, so a block can be decoded once its last chunk is
-there. Leaves to others: sending (session).
+Guarantees: a node that receives all chunks gets exactly the published blocks, in order. A block of any size is cut
+into chunks of at most `chunk_bytes`; a chunk never spans two blocks, so a block can be decoded once its last chunk has
+arrived. Leaves to others: sending (session).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def signed_chunks(
 
 
 class BlockAssembler:
-    """Joins chunks, handed in in order, to blocks again."""
+    """Joins chunks, added in order, back into blocks."""
 
     __slots__ = ("_bytes", "_parts")
 
@@ -69,7 +69,7 @@ def bitmap_from_bytes(data: bytes) -> int:
 
 
 def indices_of(bitmap: int) -> Iterator[int]:
-    """The chunks in a bitmap, rising. Linear in its bits, whoever sent them."""
+    """The chunks in a bitmap, ascending. Linear in its length, so a peer's bitmap cannot make it slow."""
     data = bitmap_to_bytes(bitmap)
     count = -(-len(data) // 8)
     for at, word in enumerate(struct.unpack(f"<{count}Q", data.ljust(8 * count, b"\0"))):
@@ -90,7 +90,7 @@ def bitmap_of(indices: Iterable[int]) -> int:
 
 
 def those_in(bitmap: int, indices: Collection[int]) -> list[int]:
-    """Those of the chunks that a bitmap holds, as they come. One pass over the bitmap, however many are asked for."""
+    """The given chunks that are in a bitmap, in the given order. Converts the bitmap only once."""
     data = bitmap_to_bytes(bitmap & all_of(max(indices, default=-1) + 1))
     return [index for index in indices if index >> 3 < len(data) and data[index >> 3] >> (index & 7) & 1]
 

@@ -1,13 +1,13 @@
-"""Which congestion control this node's connections use: one that finds its rate fast, or the one that they came with. Pure.
+"""Which congestion control this node's connections use: BBR, or the one that they came with. Pure.
 
-The governor paces below the uplink's rate, so a connection's own control has two duties left: not to be the limit when a
-version begins, and not to take a random loss for a full queue. The usual ones (CUBIC, Reno) fail at both: after a pause
-they begin with ten segments and leave slow start at the first delay; each loss takes a third of their window. BBR does
-both well, but every ten seconds it all but stops each connection for 0.2 s, all of them at about the same time.
+The governor paces below the uplink's rate, so a connection's own congestion control has two duties left: not to be the
+limit when a version begins, and not to mistake random loss for a full queue. CUBIC and Reno fail at both: after an idle
+time they restart with ten segments and leave slow start at the first delay, and each loss costs a third of their window.
+BBR does both well, but every ten seconds it nearly stops each connection for 0.2 s, all of them at about the same time.
 
-So: BBR when sending begins after a pause, for START_S; then what the connection came with; BBR as long as looks at the
-connections show losses while the uplink's queue is short. Overflowing queues lose many packets within few looks, random
-loss few within many; so looks are counted, not packets.
+So: BBR for START_S when sending begins after a pause; then the connection's original control; BBR again while samples
+show losses although the uplink's queue is short. An overflowing queue loses many packets within few samples, random loss
+few packets within many; so samples with losses are counted, not packets.
 
 Leaves to others: whether the kernel offers BBR, and setting it (runtime/sockets.py).
 """
@@ -21,18 +21,18 @@ PAUSE_S = 1.0  # connections idle for this long begin anew
 START_S = 8.0
 SHORT_QUEUE_S = 0.045
 LOOKS = 50
-LOSSY_LOOKS, CLEAN_LOOKS = 6, 1  # of LOOKS: from so many on a path is lossy, until it is down to so few
+LOSSY_LOOKS, CLEAN_LOOKS = 6, 1  # of LOOKS: a path becomes lossy at the first count and stops being lossy at the second
 
 
 class Control(Enum):
-    """FAST: BBR, where there is one."""
+    """FAST: BBR, if the kernel offers it."""
 
     FAST = "bbr"
     USUAL = "usual"
 
 
 class CongestionChooser:
-    """Told of every look at the connections."""
+    """Chooses from samples of the connections."""
 
     def __init__(self) -> None:
         self._begun_at = float("-inf")
@@ -41,12 +41,12 @@ class CongestionChooser:
         self.is_lossy = False
 
     def sent(self, retransmitted: int, queue_s: float, now: float) -> None:
-        """Something was sent since the last look, so many segments of it again; `queue_s` is the uplink's queue."""
+        """Data was sent since the last sample; `retransmitted`: segments of it; `queue_s`: seconds of queue at the uplink."""
         if now - self._last_sent_at > PAUSE_S:
             self._begun_at = now
         self._last_sent_at = now
         if now - self._begun_at < START_S and not self.is_lossy:
-            return  # finding its rate, BBR overflows queues itself
+            return  # while BBR probes for its rate it overflows queues itself
         self._was_lossy_look.append(retransmitted > 0 and queue_s < SHORT_QUEUE_S)
         lossy_looks = sum(self._was_lossy_look)
         if lossy_looks >= LOSSY_LOOKS:

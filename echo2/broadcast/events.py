@@ -1,4 +1,4 @@
-"""What goes into the session and what comes out. Payload bytes never pass: the runtime keeps and checks them."""
+"""The session's events and actions. They carry no payload bytes: the runtime stores and checks those."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PeerDown:
 
 @dataclass(frozen=True, slots=True)
 class LinkWidened:
-    """The link to the peer is made of so many connections now."""
+    """The link to the peer now has this many connections."""
 
     peer: PeerId
     connections: int
@@ -45,7 +45,7 @@ class LinkWidened:
 
 @dataclass(frozen=True, slots=True)
 class WidthWished:
-    """The peer would like the link to be made of so many."""
+    """The peer asks for a link of this many connections."""
 
     peer: PeerId
     connections: int
@@ -53,7 +53,7 @@ class WidthWished:
 
 @dataclass(frozen=True, slots=True)
 class HeaderSeen:
-    """A verified header; `peer` None: it is our own or was kept on disk."""
+    """A verified header; `peer` None: our own, or read back from disk."""
 
     peer: PeerId | None
     key: ArtifactKey
@@ -62,7 +62,7 @@ class HeaderSeen:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSeen:
-    """A verified chunk that the store now holds. `is_fresh`: we publish it and nobody has it yet."""
+    """A verified chunk that the store now holds. `is_fresh`: we publish it and no peer has it yet."""
 
     peer: PeerId | None
     key: ArtifactKey
@@ -75,7 +75,7 @@ class ChunkSeen:
 
 @dataclass(frozen=True, slots=True)
 class ChunksKept:
-    """Verified chunks that the store still holds from an earlier run, all at once: a bitmap, and the bytes of each."""
+    """All verified chunks of an artifact that the store kept from an earlier run: a bitmap, and each chunk's size in bytes."""
 
     key: ArtifactKey
     bitmap: int
@@ -113,7 +113,7 @@ class CancelSeen:
 
 @dataclass(frozen=True, slots=True)
 class RelayAckSeen:
-    """The peer has passed the chunk on to all that it relays to; it has `backlog` more of ours."""
+    """The peer has relayed the chunk to all its children; `backlog` more of our chunks wait there."""
 
     peer: PeerId
     key: ArtifactKey
@@ -123,7 +123,7 @@ class RelayAckSeen:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSent:
-    """The transport took a chunk that we asked it to send; `is_lost`: the store no longer had it."""
+    """The transport took a chunk that we asked it to send; `is_lost`: not sent, because the store no longer had it."""
 
     peer: PeerId
     key: ArtifactKey
@@ -133,7 +133,7 @@ class ChunkSent:
 
 @dataclass(frozen=True, slots=True)
 class UplinkSeen:
-    """How our connections fare, several times a second while any sends; see governor.UplinkSample."""
+    """A sample of our connections, several times a second while any of them sends; see governor.UplinkSample."""
 
     delivered_bytes: int
     queue_s: float
@@ -141,14 +141,14 @@ class UplinkSeen:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactWanted:
-    """Fetch this artifact even though nobody pushes it."""
+    """Fetch this artifact even though no peer pushes it."""
 
     key: ArtifactKey
 
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """Ask for this artifact no more: it has stopped coming, and requests for it take the place of others."""
+    """Stop requesting this artifact: it has stalled, and its requests take the place of others."""
 
     key: ArtifactKey
 
@@ -162,14 +162,14 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class Emptied:
-    """The store held this artifact, but it was no good and is gone; it is fetched anew from whoever has it."""
+    """The store discarded this artifact because its bytes were bad; fetch it again from peers that have it."""
 
     key: ArtifactKey
 
 
 @dataclass(frozen=True, slots=True)
 class Woken:
-    """A timer that was asked for."""
+    """The timer set by Wake has fired."""
 
 
 Event = (
@@ -188,7 +188,7 @@ class SendHeader:
 
 @dataclass(frozen=True, slots=True)
 class SendChunk:
-    """Answered by ChunkSent once the transport has taken it."""
+    """The runtime answers with ChunkSent once the transport has taken the chunk."""
 
     peer: PeerId
     key: ArtifactKey
@@ -235,7 +235,7 @@ class SendRelayAck:
 
 @dataclass(frozen=True, slots=True)
 class Accuse:
-    """The peer broke the protocol: drop the connection, ban it, say so."""
+    """The peer broke the protocol: drop the connection, ban the peer and log the reason."""
 
     peer: PeerId
     reason: str
@@ -243,7 +243,7 @@ class Accuse:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Send Woken at `at` (a later Wake replaces it)."""
+    """Send Woken at `at` (monotonic seconds); a later Wake replaces this one."""
 
     at: float
 

@@ -1,10 +1,10 @@
-"""What peers are told of what this node holds: headers, seals, have-maps.
+"""What this node announces to peers: headers, seals, and have-maps of the chunks it holds.
 
-    a header or a seal: told to a peer once, and before anything that it is needed for
-    a have-map:  changed --at most once an interval, rarer among many peers--> told to those whose last one differs
+    a header or a seal: sent to a peer once, before anything that needs it
+    a have-map:  changed --at most once per interval, less often with many peers--> sent to peers whose last one differs
 
-Guarantees: what is about to be pushed is left out of a have-map, or peers would ask for what is on its way; the last few chunks are
-told of at once, for many wait for few. Leaves to others: the node's bytes on the wire (runtime/outbox).
+Guarantees: have-maps leave out chunks that are about to be pushed, or peers would request what is on its way; the last few
+chunks of an artifact are announced quickly, because many peers wait for them. Leaves to others: sending (runtime/outbox).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echo2.broadcast.swarm import Artifact, Peer
 
 
 class Gossip:
-    """Of one node; `peers` and `artifacts` are the session's."""
+    """The announcements of one node; shares `peers` and `artifacts` with the session."""
 
     def __init__(
         self, peers: Mapping[PeerId, Peer], artifacts: Mapping[ArtifactKey, Artifact], seeding: Seeding
@@ -35,11 +35,11 @@ class Gossip:
         return self._next_at if self._is_untold else None
 
     def changed(self) -> None:
-        """What is shown of some artifact."""
+        """Some artifact's have-map changed."""
         self._is_untold = True
 
     def greeting(self, peer: Peer) -> list[Action]:
-        """All of it, to a peer that has just come."""
+        """Announces everything to a peer that has just connected."""
         actions: list[Action] = []
         for key, artifact in self._artifacts.items():
             actions += self.header(peer, key)
@@ -50,21 +50,21 @@ class Gossip:
         return actions
 
     def header(self, peer: Peer, key: ArtifactKey) -> list[Action]:
-        """Nothing, where the peer knows it."""
+        """Sends the header unless the peer knows it."""
         if key in peer.knows:
             return []
         peer.knows.add(key)
         return [SendHeader(peer.peer_id, key)]
 
     def seal(self, peer: Peer, key: ArtifactKey) -> list[Action]:
-        """Likewise, behind its header."""
+        """Sends the seal, after its header, unless the peer knows it."""
         if key in peer.sealed:
             return []
         peer.sealed.add(key)
         return [*self.header(peer, key), SendSeal(peer.peer_id, key)]
 
     def due(self, now: float) -> list[Action]:
-        """Have-maps that changed, to everyone, at most once an interval: rarer among many, until little is missing."""
+        """Changed have-maps for all peers, at most once per interval. The interval grows with the peers, except near completion."""
         if not self._is_untold or now < self._next_at:
             return []
         self._is_untold = False

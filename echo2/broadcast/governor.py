@@ -1,31 +1,34 @@
-"""How fast this node may send: its uplink's rate, learned from how its TCP connections fare. Pure.
+"""How fast this node may send: learns the uplink's rate from how its TCP connections fare. Pure.
 
-A full drop-tail queue loses packets of all connections at once, and each takes round trips to recover while the uplink
-idles. So chunks are paced just under the uplink's rate: queues stay short, little is lost, and other traffic of the
-machine (rollouts on their way to the learner) finds room. The rate follows the queue: while chunks wait and round trips
-are hardly longer than their least, it rises; when they grow on all connections at once, which only our own uplink can
-do, it falls.
+A full drop-tail queue loses packets of all connections at once, and each needs round trips to recover while the uplink
+idles. So chunks are paced just below the uplink's rate: queues stay short, little is lost, and other traffic of the
+machine (rollouts on their way to the learner) still gets through. The rate follows the queue: it rises while chunks are
+waiting and round trips are hardly longer than their minimum; it falls when round trips grow on all connections at once,
+which only our own uplink can cause.
 
-Guarantees: never above the user's limit; never below FLOOR_SHARE of the highest rate that was held; no rate (0: do not
-pace) until there was a reason to hold back. Leaves to others: reading the connections (runtime/sockets.py).
+Guarantees: never above the user's limit; never below FLOOR_SHARE of the highest rate so far; no pacing (rate 0) before
+there was a reason to hold back. Leaves to others: reading the connections (runtime/sockets.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-QUEUE_S, QUEUE_MAX_S = 0.020, 0.045  # aimed at, beside one chunk; routers' queues are often no longer than 60 ms
-GAIN_PER_S = 0.6  # share of the rate, per second of queue over or under the aim, each sample
+QUEUE_S, QUEUE_MAX_S = (
+    0.020,
+    0.045,
+)  # target queue in addition to one chunk; routers' queues are often no longer than 60 ms
+GAIN_PER_S = 0.6  # change of the rate per sample, as a share, per second of queue above or below the target
 RAISE_MAX, LOWER_MAX = 0.02, 0.03
-FIRST_SHARE = 0.96  # of a planned rate, which counts headers too
+FIRST_SHARE = 0.96  # of a planned rate, which includes packet headers
 FLOOR_SHARE = 0.25
 SPAN_S = 0.8  # over which delivery is averaged
 
 
 @dataclass(frozen=True, slots=True)
 class UplinkSample:
-    """One look at all connections that sent something since the last: bytes that peers confirmed, and by how much the
-    least delayed connection's round trip is over its own least."""
+    """All connections that sent something since the last sample: bytes confirmed by peers, and `queue_s`, by how much the
+    least delayed connection's round trip exceeds its own minimum."""
 
     delivered_bytes: int
     queue_s: float
@@ -50,7 +53,7 @@ class UplinkGovernor:
         return self._rate
 
     def planned(self, uplink_bytes_per_s: float) -> None:
-        """What the plan says of our uplink: where to begin while nothing better is known."""
+        """Starts from the plan's estimate of our uplink, unless a rate is already known."""
         if self._rate == 0.0 and uplink_bytes_per_s > 0:
             self._hold(FIRST_SHARE * uplink_bytes_per_s)
 

@@ -1,4 +1,4 @@
-"""A WAN link to pretend, for trials on one machine."""
+"""A simulated WAN link, for experiments on one machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LinkShape:
-    """0 leaves that side as it is. A node delays what it sends by half of `rtt_s`."""
+    """Limits of the link; 0: not limited. A node delays everything that it sends by half of `rtt_s`."""
 
     uplink_bytes_per_s: float = 0.0
     downlink_bytes_per_s: float = 0.0

@@ -1,7 +1,7 @@
-"""What the broadcast moves: an artifact is a signed header, signed chunks, and a signed seal that ends it.
+"""The parts of an artifact: a signed header, signed chunks, and a signed seal that ends it.
 
-Guarantees: every part is signed by the publisher on its own, so a chunk can be believed and forwarded before the next
-one exists. Two publications of the same version have different keys. Leaves to others: what the bytes mean (delta/).
+Guarantees: the publisher signs every part on its own, so a chunk can be verified and forwarded before the next
+one exists. Two publications of the same version have different keys. Leaves to others: what the bytes mean (weights/).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SEAL_DOMAIN = b"echo2/artifact-seal/1"
 
 @dataclass(frozen=True, slots=True, order=True)
 class ArtifactId:
-    """What an artifact gives: `version`, from `parent` (a delta) or from nothing (a keyframe)."""
+    """The `version` that an artifact produces, and the `parent` version it starts from (delta) or None (keyframe)."""
 
     version: Version
     parent: Version | None = None
@@ -60,7 +60,7 @@ def _text(value: str, characters_max: int, what: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Announces an artifact. `is_pushed`: it goes to everyone by the plan; else only to those who ask for it."""
+    """Announces an artifact. `is_pushed`: the plan's trees push it to everyone; otherwise only peers that request it get it."""
 
     artifact: ArtifactId
     run_id: RunId
@@ -96,14 +96,14 @@ class Header:
         )  # fmt: skip
 
     def verify(self) -> None:
-        """BadSignature unless the publisher that it names signed it."""
+        """Raises BadSignature unless the publisher named in it signed it."""
         _verified(self.publisher, self.body(), self.signature, f"header of {self.artifact}")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part `index` of an artifact. `ends_block`: a block of the publisher's ends with it. The payload may be a view of the
-    frame that it came in: a copy would cost more than its hash does."""
+    """Part `index` of an artifact. `ends_block`: it is the last chunk of one of the publisher's blocks. The payload may be a
+    view of the received frame: copying it would cost more than hashing it."""
 
     key: ArtifactKey
     index: int
@@ -133,7 +133,7 @@ class Chunk:
         return cls(key, index, ends_block, payload, signature), digest
 
     def verify(self, publisher: PeerId) -> bytes:
-        """The payload's sha256; CorruptChunk unless the publisher signed exactly this payload at this place."""
+        """Returns the payload's sha256; CorruptChunk unless the publisher signed exactly this payload at this index."""
         digest = hashlib.sha256(self.payload).digest()
         try:
             verify_signature(publisher, _chunk_body(self.key, self.index, self.ends_block, digest), self.signature)
@@ -151,7 +151,7 @@ def _chunk_body(key: ArtifactKey, index: int, ends_block: bool, digest: bytes) -
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Ends an artifact: how many chunks it has, the hash over their hashes, the weights' fingerprint."""
+    """Ends an artifact: the chunk count, the hash over the chunks' hashes, and the weights' fingerprint."""
 
     key: ArtifactKey
     chunk_count: int

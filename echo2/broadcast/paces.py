@@ -1,13 +1,13 @@
-"""Who comes first where not all need come at once: the fluid schedule, and trees that keep to it.
+"""Which workers get an artifact first when not all need it at once: the fluid schedule, and trees that follow it.
 
     prompt       trees wait for it: it takes every chunk at the trees' rate, and is done after the first stage
-    own pace     no tree waits for it: so much of each chunk's spread that it is still done in time is pushed to it at once, the
-                 rest is deferred: pushed when nothing else waits, to those of the lower turn first
+    own pace     no tree waits for it: as much of the artifact as it needs to finish in time is pushed to it at once; the rest is
+                 deferred, that is, pushed when nothing else is queued, to workers with a lower turn first
 
-The slowest time comes first: nobody is given less at any time than lets all be done by `SLOWEST_WITHIN` of the fluid bound. Of
-what is left the prompt ones get all, so that the mean time, weighted by what workers give the pool, is least: where slow downlinks
-are the bound, nobody else waits for them. Guarantees: pure, deterministic. Leaves to others: the choice between this and trees
-for all alike (trees), keeping to it (session), fleets in which not all are connected to all.
+The slowest time has priority: every worker gets enough at any time to finish within `SLOWEST_WITHIN` of the fluid bound. The prompt
+workers get all that is left, which minimises the mean time (weighted by what each worker contributes to the pool): where slow
+downlinks set the bound, the others do not wait for them. Guarantees: pure, deterministic. Leaves to others: choosing between
+this and trees that treat all alike (trees), following the schedule (session), fleets that are not fully connected.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from echo2.broadcast.topology import NodeLink, Tree, fluid_bound
 
 SLOWEST_WITHIN = 1.02
 PREFIXES_MAX = 16
-OWN_RELAY_SHARE = 0.9  # of the downlink of one with its own pace, that chunks may take which it is to pass on
+OWN_RELAY_SHARE = 0.9  # of the downlink of a worker with its own pace: the most that chunks it relays may take
 SEED_SPARE = 0.98
-LEAST_SENT = 0.75  # of the copies at once, that a relay is taken to send: its uplink is for later stages, too
+LEAST_SENT = 0.75  # of the first stage's copies: what a relay sends at least, as its uplink serves later stages, too
 BISECTIONS = 40
 ALIKE = 1.001
-FEWER_PROMPT_GAIN = 0.95  # of the mean, that makes it worth to have fewer of them
-LEAST_WEIGHT = 2e-3  # a tree with less is not worth its window
+FEWER_PROMPT_GAIN = 0.95  # of the mean: fewer prompt workers must bring it below this
+LEAST_WEIGHT = 2e-3  # a tree with less weight is not worth a relay window
 Parents = Callable[[Sequence[NodeLink], int], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Of an artifact of one byte. `prompt`: numbers of the nodes done after `first_s`; `deferred`: per worker, the share of
-    chunks that is; `turns`: per worker; `worker_s`: when each is done in the fluid."""
+    """A schedule for an artifact of one byte. `prompt`: numbers of the nodes done after `first_s`; per worker: `deferred`, the
+    share of its chunks that is deferred; `turns`, its rank for deferred chunks; `worker_s`, when it is done by the fluid model."""
 
     prompt: frozenset[int]
     first_s: float
@@ -42,8 +42,8 @@ class Stages:
 
 
 def own_earliest(nodes: Sequence[NodeLink]) -> tuple[float, ...]:
-    """Per worker, seconds a byte: by when it could have all while those that can be slower only take what their own downlinks
-    allow. All uplinks shared alike, nobody gets more than its downlink, nor than the seed sends."""
+    """Per worker, the earliest time (s per byte) at which it could have everything while workers with slower downlinks take only
+    what those allow. All uplinks are shared equally; no worker gets more than its downlink or the seed's uplink."""
     workers, uplinks = nodes[1:], sum(node.up for node in nodes)
     level, left = nodes[0].up, len(nodes) - 1
     for worker in sorted(workers, key=lambda node: node.down):
@@ -63,7 +63,7 @@ def stages(nodes: Sequence[NodeLink], weights: Sequence[float], within: float = 
     best: Stages | None = None
     best_mean = float("inf")
     step = max(1, (len(order) - least) // PREFIXES_MAX)
-    for count in range(len(order) - 1, least - 1, -step):  # the more are prompt, the less is left to turns
+    for count in range(len(order) - 1, least - 1, -step):  # most prompt workers first
         made = _staged(nodes, order, count, limit_s)
         mean = sum(w * s for w, s in zip(weights, made.worker_s, strict=True)) if made else float("inf")
         if made is not None and mean < best_mean * FEWER_PROMPT_GAIN:
@@ -72,12 +72,12 @@ def stages(nodes: Sequence[NodeLink], weights: Sequence[float], within: float = 
 
 
 def _staged(nodes: Sequence[NodeLink], order: Sequence[int], count: int, limit_s: float) -> Stages | None:
-    """The first `count` of `order` as early as can be, the others in turn behind them."""
+    """Finishes the first `count` of `order` as early as possible, the others in turn after them; None if the limit is missed."""
     prompt, others = order[:count], order[count:]
     uplinks = sum(node.up for node in nodes)
 
     def needs(first_s: float) -> list[float]:
-        """What the others must have after the first stage to be done in time with their own downlinks."""
+        """The share that each other worker must have after the first stage, to finish in time with its own downlink."""
         return [max(0.0, 1.0 - nodes[i].down * (limit_s - first_s)) for i in others]
 
     least_s = 1 / min(nodes[0].up, *(nodes[i].down for i in prompt))
@@ -113,7 +113,7 @@ def _staged(nodes: Sequence[NodeLink], order: Sequence[int], count: int, limit_s
 
 
 def _in_turn(downs: Sequence[float], lacking: Sequence[float], uplinks: float, begun_s: float) -> list[float]:
-    """When each is done that is served from `begun_s` on, the first of them with all that it can take."""
+    """When each worker is done, served from `begun_s` on in order, each as fast as its downlink and the remaining uplinks allow."""
     left, done, now = list(lacking), [begun_s] * len(lacking), begun_s
     waiting = [at for at, size in enumerate(left) if size > 1e-12]
     while waiting:
@@ -131,23 +131,23 @@ def _in_turn(downs: Sequence[float], lacking: Sequence[float], uplinks: float, b
 
 
 def marked(nodes: Sequence[NodeLink], made: Stages, own_relay: Sequence[float]) -> tuple[NodeLink, ...]:
-    """The nodes with what is deferred for each. `own_relay`: per node, the share of the chunks that come to it first."""
-    found = [nodes[0]]
+    """The nodes with their deferred share and turn. `own_relay`: per node, the share of chunks that it is the first to get."""
+    result = [nodes[0]]
     for number, node in enumerate(nodes[1:], start=1):
         if number in made.prompt:
-            found.append(node)
+            result.append(node)
             continue
         own = own_relay[number]
         at_once = max(0.0, 1.0 - made.deferred[number - 1] - own) / max(1e-9, 1.0 - own)
-        found.append(replace(node, deferred_share=max(1e-6, 1.0 - at_once), turn=made.turns[number - 1]))
-    return tuple(found)
+        result.append(replace(node, deferred_share=max(1e-6, 1.0 - at_once), turn=made.turns[number - 1]))
+    return tuple(result)
 
 
 def paced_trees(
     nodes: Sequence[NodeLink], made: Stages, relayed_by: Parents
 ) -> tuple[tuple[NodeLink, ...], tuple[Tree, ...]]:
-    """Trees in which each worker relays what its uplink carries in the first stage; what the workers cannot, the seed sends:
-    to those whom trees wait for by one of them, to the others itself, later."""
+    """Trees in which each worker relays what its uplink can carry in the first stage. The seed sends the rest: to prompt workers
+    through one of them, to the others directly, later."""
     count, rate = len(nodes) - 1, 1 / made.first_s
     at_once = [0.0, *(1.0 - share for share in made.deferred)]  # copies of a chunk, per worker
     copies = sum(at_once)
@@ -159,11 +159,11 @@ def paced_trees(
             most[number] = min(most[number], OWN_RELAY_SHARE * nodes[number].down / rate)
     uplinks, last_s = sum(node.up for node in nodes[1:]), max(made.worker_s)
     behind = count - len(made.prompt)
-    by_seed = max(0.0, (count - 1 - uplinks * last_s) / behind)  # deferred by the seed, of all chunks
+    by_seed = max(0.0, (count - 1 - uplinks * last_s) / behind)  # share of all chunks that the seed defers
     by_seed = min(by_seed, max(0.0, (SEED_SPARE * nodes[0].up * last_s - 1) / behind), 0.5)
     strength = sum(nodes[root].up for root in made.prompt)
     seeds = [by_seed * nodes[root].up / strength if root in made.prompt else 0.0 for root in range(len(nodes))]
-    if by_seed > LEAST_WEIGHT:  # until the last is done every uplink is full: the stages are one behind the other
+    if by_seed > LEAST_WEIGHT:  # every uplink stays full until the last worker is done, stage after stage
         others = len(made.prompt) - 1
         full = (uplinks * last_s - by_seed * others) / (count - 1)
         for number in range(1, len(nodes)):
@@ -174,7 +174,7 @@ def paced_trees(
     relayed, seed_up = sum(most) * rate, nodes[0].up  # bytes a second
     if (
         relayed < (1.0 - by_seed) * rate
-    ):  # the seed sends the rest to all, so that its uplink and theirs are full at once
+    ):  # the seed sends the rest to everyone, at the rate that fills its uplink and theirs
         rate = (seed_up - relayed + relayed * copies) / (by_seed + (1.0 - by_seed) * copies)
     direct = max(0.0, 1.0 - by_seed - relayed / rate)
     weights = [share * (1.0 - by_seed - direct) / sum(most) for share in most]
@@ -192,12 +192,12 @@ def paced_trees(
 
 
 def _with_seeds_own(parents: Sequence[int], prompt: frozenset[int]) -> tuple[int, ...]:
-    """The seed itself sends to those that nobody waits for."""
+    """The same tree, except that workers with their own pace hang directly below the seed."""
     return tuple(parent if child in prompt else 0 for child, parent in enumerate(parents, start=1))
 
 
 def first_stage_s(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> float:
-    """Seconds a byte until all that trees wait for are done, by what every uplink then sends at once."""
+    """Seconds per byte until all prompt workers are done: the slowest downlink or the most loaded uplink."""
     load = [0.0] * len(nodes)
     for tree in trees:
         relays = set(tree.parents)
@@ -210,8 +210,8 @@ def first_stage_s(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> float:
 
 
 def paced_s(nodes: Sequence[NodeLink], made: Stages, trees: Sequence[Tree]) -> tuple[float, ...]:
-    """Per worker, seconds a byte: the fluid's, as far as these trees keep to it. The first stage takes what the trees let it;
-    no later one ends before every uplink can have sent all that it is to send."""
+    """Per worker, seconds per byte that these trees achieve. The first stage takes as long as the trees need for it; no later
+    stage ends before every uplink can have sent its whole load."""
     first_s = first_stage_s(nodes, trees)
     load = [0.0] * len(nodes)
     for tree in trees:

@@ -1,11 +1,11 @@
-"""Who of those that want a link with a node gets one of its places. A pure rule.
+"""Which peers get one of a node's connection slots ("places"). A pure rule.
 
-Guarantees: a peer of the plan finds a place as long as any is held by one that is not; a proven peer, that has delivered work,
-gives way to none but those. The others are newcomers: NEWCOMERS_MAX together, PER_HOST_MAX of one address and PER_TOKEN_MAX of
-one join token; of those of its address, of its token or of all, the first of the token that holds most gives way to the next.
-So however many identities and addresses a link brings, a newcomer of another link is let in and stays. Before there is a plan
-the newcomers may hold all places, and no address or token is counted until they do. Leaves to others: what is done with a link
-(node), who is proven (learner).
+Guarantees: a peer of the plan gets a place as long as any is held by a peer outside the plan; a proven peer (one that has
+delivered work) yields only to those. All others are newcomers: at most NEWCOMERS_MAX in total, PER_HOST_MAX per address and
+PER_TOKEN_MAX per join token. At a limit, the next newcomer evicts the oldest connection of the token that holds most places
+among those that count towards that limit. So however many identities and addresses one join link brings, a newcomer with another
+link gets in and stays. Before there is a plan, newcomers may hold all places, and nothing is counted per address or token
+until they do. Leaves to others: acting on the answer (node), who is proven (learner).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PER_TOKEN_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`host`: where the peer comes from; empty: through a relay. `token`: the id of the one that let it into the run."""
+    """`host`: the address that the peer connects from; empty: through a relay. `token`: id of the join token that admitted it."""
 
     peer: PeerId
     host: str
@@ -35,7 +35,7 @@ class Place:
 
 
 def giving_way(new: Place, held: Sequence[Place], *, has_plan: bool) -> PeerId | None:
-    """Who of `held` (first come first) makes room for `new`; None: nobody has to. Unreachable where there is no room."""
+    """Which of `held` (oldest first) to evict for `new`; None: no need. Raises Unreachable if there is no room."""
     newcomers = [place for place in held if not (place.is_planned or place.is_proven)]
     if has_plan and not (new.is_planned or new.is_proven):
         of_its_host = [place for place in newcomers if place.host == new.host]
@@ -60,11 +60,11 @@ def giving_way(new: Place, held: Sequence[Place], *, has_plan: bool) -> PeerId |
 
 
 def _of_the_largest(newcomers: Sequence[Place]) -> Place:
-    """Of the token that holds most, the first that came."""
+    """The oldest newcomer of the token that holds most places."""
     counts = Counter(place.token for place in newcomers)
     return max(newcomers, key=lambda place: counts[place.token])
 
 
 def _share(whose: Place, newcomers: Sequence[Place]) -> int:
-    """Places that its token holds."""
+    """Number of places that its token holds."""
     return sum(place.token == whose.token for place in newcomers)

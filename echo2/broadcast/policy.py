@@ -1,24 +1,24 @@
-"""The numbers by which a session decides: pacing, windows of relays, rates of peers, timeouts. No IO, no clock.
+"""Constants and small estimators behind the session's decisions: pacing, relay windows, peer rates, timeouts. No IO, no clock.
 
-Guarantees: every object here is small, is told `now`, and keeps within its stated limits.
+Guarantees: every object here is small, takes the time as `now`, and keeps within its stated limits.
 """
 
 from __future__ import annotations
 
 SLOTS_PER_PEER = 2
 HAVE_INTERVAL_S = 0.5
-HAVE_PEERS = 5  # with more than these have-maps go out less often
+HAVE_PEERS = 5  # with more peers than this, have-maps go out less often
 RELAY_SLACK_S = 0.15
 RELAY_TIMEOUT_S = 2.0
 RELAYS_FULL_S = 0.3
 STALL_S = 1.2
-OWN_PACE_STALL_S = 6.0  # of a peer that no tree waits for
+OWN_PACE_STALL_S = 6.0  # for a peer with its own pace
 PULL_AFTER_S = 1.5
 PULL_AFTER_MAX_S = 6.0
 PULL_LAST_AFTER_S = 0.75
 PUSH_SILENCE_S = 1.0
 FIRST_PUSH_S = 0.4
-FRESH_PAUSE_S = 0.2  # without a fresh chunk: an artifact's first stage is over
+FRESH_PAUSE_S = 0.2  # this long without a fresh chunk ends an artifact's first stage
 PUBLISHER_AFTER_S = 4.0
 PUBLISHER_ALONE_AFTER_S = 0.5
 PULL_WINDOW_S = 0.5
@@ -27,12 +27,12 @@ PULL_CHUNKS_MAX = 32
 REQUESTS_HELD_MAX = 256
 REPLAYS_MAX = 16
 ANSWERED_AGAIN_AFTER_S = 30.0
-"""A link loses nothing while it stands: who asks for the same chunk again has waited for a full uplink. Those who ask anew every
-ten seconds had it send the same chunks over and over, and nothing else."""
+"""A link loses nothing while it stands, so a repeated request means that our uplink is full. With an interval of ten
+seconds, impatient peers made a full uplink send the same chunks over and over, and nothing else."""
 
 
 class Pacer:
-    """A token bucket. `ready_at` is when the next chunk may leave."""
+    """A token bucket with a burst of `burst_s` seconds. Rate 0: unpaced."""
 
     __slots__ = ("_free_at", "burst_s", "rate_bytes_per_s")
 
@@ -42,7 +42,7 @@ class Pacer:
         self._free_at = float("-inf")
 
     def ready_at(self, now: float) -> float:
-        """`now` when a chunk may leave, else the time at which one may."""
+        """The earliest time at which the next chunk may leave, at least `now`."""
         if self.rate_bytes_per_s <= 0:
             return now
         return max(now, self._free_at - self.burst_s)
@@ -53,11 +53,11 @@ class Pacer:
 
 
 class RelayWindow:
-    """How many chunks the seed keeps with one tree's relay: as few as keep its uplink busy.
+    """How many unacknowledged chunks the seed keeps with one tree's relays: just enough to keep their uplinks busy.
 
-    With each acknowledgement the relay says how many more it has to pass on. While that is under what it passes on in
-    `slack_s` (and under two), the window grows; over twice that, it shrinks. So neither the relay's uplink nor its
-    distance has to be known, and what queues at a relay stays near `slack_s`.
+    Each acknowledgement carries the relay's backlog. If the backlog is less than what the relay forwards in `slack_s`
+    (or less than two chunks), the window grows; above twice that, it shrinks. So neither the relay's uplink nor its
+    round trip has to be known, and a relay's queue stays near `slack_s`.
     """
 
     __slots__ = (
@@ -80,7 +80,7 @@ class RelayWindow:
         self._suspensions = 0
 
     def given(self, ref: tuple[bytes, int], size_bytes: int, is_owed: bool, now: float) -> None:
-        """The tree has been given a chunk; `is_owed`: its relays will say when they are through."""
+        """A chunk was assigned to the tree; `is_owed`: its relays will acknowledge it."""
         if self._first_bytes:
             self._window = min(self.LARGEST, max(self._window, self._first_bytes / size_bytes))
             self._first_bytes = 0.0
@@ -95,11 +95,11 @@ class RelayWindow:
         return not self.is_suspended(now) and len(self.outstanding) < int(self._window)
 
     def resume(self) -> None:
-        """The relay was heard of."""
+        """The relay was heard from: ends the suspension and resets the backoff."""
         self.retry_at, self._suspensions = float("-inf"), 0
 
     def passed_on(self, ref: tuple[bytes, int], backlog: int, now: float) -> None:
-        """The relay is through with a chunk and has `backlog` more."""
+        """The relay has forwarded a chunk to all its children and has `backlog` more."""
         begun = self.outstanding.pop(ref, None)
         self.resume()
         if begun is None:
@@ -119,7 +119,7 @@ class RelayWindow:
         return now - next(iter(self.outstanding.values())) if self.outstanding else 0.0
 
     def suspend(self, now: float) -> list[tuple[bytes, int]]:
-        """Stops using the relay until it is heard of, or for a while that doubles; returns what it still owed."""
+        """Stops using the relay until it is heard from, or for a backoff that doubles; returns the chunks it still owed."""
         self.retry_at = now + min(self.PAUSE_MAX_S, 2.0 * 2**self._suspensions)
         self._suspensions = min(self._suspensions + 1, 10)
         owed = list(self.outstanding)
@@ -129,7 +129,7 @@ class RelayWindow:
 
 
 class RateEstimate:
-    """Bytes per second over busy time, smoothed; learned from transfers."""
+    """Smoothed bytes per second while busy, measured from transfers."""
 
     __slots__ = ("_bytes", "_since", "bytes_per_s")
     WINDOW_S = 0.5
@@ -140,7 +140,7 @@ class RateEstimate:
         self._bytes = 0
 
     def begin(self, now: float) -> None:
-        """A transfer starts after a pause."""
+        """A transfer starts after an idle time, which does not count."""
         self._since, self._bytes = now, 0
 
     def add(self, size_bytes: int, now: float) -> None:
@@ -154,5 +154,5 @@ class RateEstimate:
             self._since, self._bytes = now, 0
 
     def punish(self) -> None:
-        """A request timed out."""
+        """Halves the rate, because a request timed out."""
         self.bytes_per_s = max(1e3, self.bytes_per_s / 2)

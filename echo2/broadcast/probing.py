@@ -1,8 +1,8 @@
-"""What a machine can find out about its own link before it joins: the limits, the rate, the verdict. Pure.
+"""What a machine can find out about its own link before it joins: limits, rate, verdict. Pure.
 
-Guarantees: a transfer to measure by has at most TRANSFER_BYTES and takes about TRANSFER_S; the rate leaves out the first
-half of the time, in which a connection only gets going; the verdict carries its reason. Leaves to others: calls
-(runtime/probing), serving them (coordinator), what becomes of a pair of nodes (reachability).
+Guarantees: a measuring transfer has at most TRANSFER_BYTES and takes about TRANSFER_S; the rate ignores the first
+half of the time, while a connection speeds up; the verdict carries its reason. Leaves to others: the calls
+(runtime/probing), serving them (coordinator), the link between a pair of nodes (reachability).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ TRANSFER_BYTES = 64 << 20
 TRANSFER_S = 4.0
 DIAL_BACK_S = 4.0
 TURN_S = 30.0
-"""How long a machine waits while others are measured: one transfer at a time, or they would measure each other."""
+"""How long a machine waits for its turn: one transfer at a time, or concurrent ones would distort each other."""
 NONCE_BYTES = 16
 SETTLED_SHARE = 0.5
 
 
 @dataclass(slots=True)
 class Throughput:
-    """Bytes of one transfer as they come."""
+    """Measures the rate of one transfer as its bytes arrive."""
 
     total_bytes: int = 0
     _seen: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=TRANSFER_BYTES // BLOCK_BYTES + 1))
@@ -34,12 +34,12 @@ class Throughput:
         self._seen.append((now, self.total_bytes))
 
     def is_enough(self, now: float) -> bool:
-        """Whether the transfer has taken its time or has its bytes."""
+        """Whether the transfer has reached TRANSFER_S or TRANSFER_BYTES."""
         return self.total_bytes >= TRANSFER_BYTES or (bool(self._seen) and now - self._seen[0][0] >= TRANSFER_S)
 
     @property
     def bytes_per_s(self) -> float:
-        """0.0 while fewer than two moments have been seen."""
+        """0.0 before the second sample."""
         if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
             return 0.0
         (began, _), (ended, total) = self._seen[0], self._seen[-1]
@@ -50,7 +50,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One connection at both of its ends. `local` None: this end could not be told. `dialled_port` 0: nobody could dial it."""
+    """One connection at both of its ends. `local` None: this end's address is unknown. `dialled_port` 0: dialling back failed."""
 
     local: tuple[str, int] | None
     observed: tuple[str, int]

@@ -1,7 +1,7 @@
-"""What to ask of whom: the chunks that no push brought, rarest first, from whoever holds them. Pure functions.
+"""Which chunks to request from which peers: those that no push brought, rarest first. Pure functions.
 
-Guarantees: a chunk is asked of one peer at a time; a peer is never asked for more than its window, which follows its
-measured rate; a request that is not answered in its time goes to another holder.
+Guarantees: a chunk is requested from one peer at a time; a peer never has more open requests than its window, which
+follows its measured rate; a request that times out goes to another holder.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ CANDIDATES_MAX = 256
 
 
 def patience_s(artifact: Artifact) -> float:
-    """How long a chunk that a neighbour holds may still be on its way to us by a push.
+    """How long to wait for a push of a chunk that a neighbour already holds, before requesting it.
 
-    Of the last few there is little to lose by having one twice, and much by waiting for one slow connection.
+    Shorter for the last few chunks: a duplicate costs little, waiting for one slow connection costs much.
     """
     if artifact.is_nearly_complete:
         return PULL_LAST_AFTER_S
     if artifact.is_deferred:
-        return float("inf")  # while pushes come at all
+        return float("inf")  # as long as pushes keep coming
     return min(PULL_AFTER_MAX_S, PULL_AFTER_S + 1.5 * artifact.push_lag_s)
 
 
 def due_chunks(artifact: Artifact, now: float) -> list[int]:
-    """Missing chunks that have been available long enough that no push is to be expected."""
+    """Missing chunks that neighbours have offered for so long that no push is to be expected."""
     if not artifact.is_wanted or not artifact.missing_since:
         return []
     is_pushed_to = now - artifact.pushed_at < PUSH_SILENCE_S
@@ -56,7 +56,7 @@ def due_chunks(artifact: Artifact, now: float) -> list[int]:
 
 
 def window_chunks(peer: Peer, artifact: Artifact) -> int:
-    """How many chunks may be on request from a peer at once."""
+    """How many open requests a peer may have at once."""
     by_rate = int(peer.rate.bytes_per_s * PULL_WINDOW_S / artifact.mean_chunk_bytes)
     return max(2, min(PULL_CHUNKS_MAX, by_rate))
 
@@ -68,7 +68,7 @@ def choose(
     rng: random.Random,
     now: float,
 ) -> dict[PeerId, list[int]]:
-    """Which chunks to ask of which peers now. The publisher is asked only for what nobody else can give."""
+    """Which chunks to ask of which peers now. The publisher is asked only for chunks that no other peer can send."""
     due = due_chunks(artifact, now)
     if not due:
         return {}
@@ -91,7 +91,7 @@ def choose(
         others = [p for p in holders[index] if p != publisher and not peers[p].is_stuck]
         age_s = now - artifact.missing_since[index]
         if not others and len(peers) > 1 and age_s < PUBLISHER_ALONE_AFTER_S:
-            continue  # others may be about to say that they hold it
+            continue  # other peers may be about to announce it
         is_urgent = age_s > PUBLISHER_AFTER_S
         pool = [p for p in (holders[index] if is_urgent or not others else others) if room.get(p, 0) > 0]
         if not pool:
@@ -103,7 +103,7 @@ def choose(
 
 
 def note_requests(artifact: Artifact, peer: Peer, indices: list[int], now: float) -> tuple[int, ...]:
-    """Remembers them with the deadline that the peer's rate gives."""
+    """Records the requests with a deadline that follows from the peer's rate."""
     if not peer.requests:
         peer.rate.begin(now)
     for index in indices:

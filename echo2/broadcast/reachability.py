@@ -1,7 +1,7 @@
-"""How two nodes get a link: dialled, the other way round, hole-punched or relayed. A pure rule over facts.
+"""How two nodes get a link: direct, reverse, hole-punched or relayed. A pure rule over known facts.
 
-Guarantees: both ends come to the same kind; every answer carries its reason, in words for the operator. Leaves to
-others: finding the facts (runtime/p2p), dialling (runtime/dialling), what a link is good for (topology).
+Guarantees: both ends arrive at the same kind; every answer carries its reason, in words for the operator. Leaves to
+others: finding the facts (runtime/p2p), dialling (runtime/dialling), what a link is used for (topology).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from echo2.base.ids import PeerId
 
 RELAYED_NEIGHBOURS = 4
-"""On each side in the order of peer IDs: a node keeps links through relays to at most twice as many."""
+"""Per side, in the order of peer IDs: a node keeps relayed links to at most twice as many peers."""
 
 
 class LinkKind(enum.StrEnum):
-    """Best first."""
+    """Kinds of link, best first."""
 
     DIRECT = "direct"
     REVERSE = "reverse"
@@ -28,7 +28,7 @@ class LinkKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkWay:
-    """The kind of a link and why it is of that kind."""
+    """The kind of a link, and the reason for it."""
 
     kind: LinkKind
     reason: str
@@ -39,9 +39,9 @@ class LinkWay:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a node can be met. `addresses`: any peer can dial them. `lan_addresses`: only peers of the same
-    `public_host` can. `relays`: it holds a place at these (their peer IDs). `met`: hidden peers that it has a connection
-    to which no relay carries.
+    """How a node can be reached. `addresses`: any peer can dial them. `lan_addresses`: only peers with the same
+    `public_host` can. `relays`: peer IDs of the relays where it has a reservation. `met`: hidden peers to which it has an
+    unrelayed connection.
     """
 
     addresses: tuple[str, ...] = ()
@@ -53,9 +53,9 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The rule's answer for an ordered pair: where the first dials the second; empty where it only waits.
+    """The rule's answer for an ordered pair: where the first dials the second; no addresses: it waits to be dialled.
 
-    `is_fit_for_trees`: the link is known to work and costs no third party anything, so bulk may be planned over it.
+    `is_fit_for_trees`: the link is known to work and loads no third party, so trees may use it.
     """
 
     way: LinkWay
@@ -64,7 +64,7 @@ class Meeting:
 
 
 def meeting(me: PeerId, mine: Access, other: PeerId, theirs: Access) -> Meeting:
-    """How `me` and `other` come to a link, and where `me` dials for it."""
+    """How `me` and `other` get a link, and which addresses `me` dials."""
     if theirs.addresses:
         return Meeting(LinkWay(LinkKind.DIRECT, "the peer can be dialled"), theirs.addresses, is_fit_for_trees=True)
     if mine.addresses:
@@ -78,12 +78,12 @@ def meeting(me: PeerId, mine: Access, other: PeerId, theirs: Access) -> Meeting:
         way = LinkWay(LinkKind.HOLE_PUNCHED, "neither can be dialled; both opened their NAT at once")
         return Meeting(way, circuits, is_fit_for_trees=True)
     if circuits:
-        return Meeting(LinkWay(LinkKind.RELAYED, "neither can be dialled, and no hole is punched"), circuits)
+        return Meeting(LinkWay(LinkKind.RELAYED, "neither can be dialled, and no hole has been punched"), circuits)
     return Meeting(LinkWay(LinkKind.NONE, "neither can be dialled, and they share no relay"))
 
 
 def circuit_address(relay: PeerId) -> str:
-    """Where a peer is met that holds a place at `relay`."""
+    """The address of a peer that has a reservation at `relay`."""
     return f"/p2p/{relay}/p2p-circuit"
 
 
@@ -94,7 +94,7 @@ def relay_of(address: str) -> PeerId | None:
 
 
 def is_relayed_neighbour(first: PeerId, second: PeerId, hidden: Sequence[PeerId]) -> bool:
-    """Whether two nodes that need a relay keep a link: their places in the ring of `hidden` peers are close."""
+    """Whether two nodes that need a relay keep a link: their positions in the ring of `hidden` peers are close."""
     ring = sorted(hidden)
     if first not in ring or second not in ring:
         return False

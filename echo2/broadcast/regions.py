@@ -1,13 +1,13 @@
-"""Fleets in regions: what a set of trees costs in traffic, and trees that cross into each region about once.
+"""Fleets in several regions: what a set of trees costs in traffic, and trees that send about one copy into each region.
 
-A byte from one region to another is what slow paths and providers' bills are about; inside a region it is fast and free. So one
-worker of each region, its gateway, takes everything from outside, and the others have it from each other.
+Traffic between regions crosses slow paths and is billed by providers; inside a region it is fast and free. So one worker
+per region, its gateway, receives everything from outside, and the region's other workers get it from each other.
 
     seed --one copy--> gateway of region A --stripes inside A--> all others of A
-      '----one copy--> gateway of region B --stripes inside B--> all others of B       or A's gateway passes on to B's
+      '----one copy--> gateway of region B --stripes inside B--> all others of B       or A's gateway forwards to B's
 
-Guarantees: pure; `regional` gives trees that reach everybody, or none; workers of no known region are a group of their own.
-Leaves to others: which set of trees is taken and how stripes are made (trees), prices (coordinator).
+Guarantees: pure; `regional` returns trees that reach every worker, or none; workers of unknown region form a group.
+Leaves to others: choosing a set of trees and building stripes (trees), prices (coordinator).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Callable, Sequence
 from echo2.broadcast.topology import NodeLink, Tree, can_connect, is_sound
 
 GIB = float(1 << 30)
-GATEWAYS_MAX = 8  # neighbours of a gateway in other regions
+GATEWAYS_MAX = 8  # a gateway's neighbours in other regions, at most
 STRIPES = (16, 8, 4, 2, 1)
 Striped = Callable[[Sequence[NodeLink], int, int], tuple[Tree, ...]]
-"""Of nodes, the first of which has everything, so many equal stripes within a degree; empty: there are none."""
+"""(nodes with the source first, stripe count, degree limit) -> that many equal stripes; empty if impossible."""
 
 
 def is_crossing(parent: NodeLink, child: NodeLink) -> bool:
-    """Whether bytes between the two leave a region; one that is not known is nobody's own."""
+    """Whether bytes between the two leave a region; an unknown region counts as always left."""
     return not parent.region or parent.region != child.region
 
 
 def egress_usd(nodes: Sequence[NodeLink], trees: Sequence[Tree], artifact_bytes: int) -> float:
-    """What providers charge for one artifact: each byte that leaves the sender's region, at the sender's price."""
+    """What providers charge for one artifact in USD: every byte that leaves the sender's region, at the sender's price."""
     total = 0.0
     for tree in trees:
         for child, parent in enumerate(tree.parents, start=1):
@@ -40,20 +40,20 @@ def egress_usd(nodes: Sequence[NodeLink], trees: Sequence[Tree], artifact_bytes:
 
 
 def crossings(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> dict[str, float]:
-    """By region, how many copies of an artifact come into it from outside."""
-    found: dict[str, float] = defaultdict(float)
+    """Per region, how many copies of an artifact enter it from outside."""
+    copies: dict[str, float] = defaultdict(float)
     for tree in trees:
         for child, parent in enumerate(tree.parents, start=1):
             if is_crossing(nodes[parent], nodes[child]):
-                found[nodes[child].region] += tree.weight
-    return dict(found)
+                copies[nodes[child].region] += tree.weight
+    return dict(copies)
 
 
 def regional(
     nodes: Sequence[NodeLink], degree_max: int, striped: Striped, *, is_chain: bool = False
 ) -> tuple[Tree, ...]:
-    """Equal stripes; `is_chain`: gateways pass on to one another, strongest uplink first, where the seed's own cannot feed them
-    all. Empty where there are not two regions, or no stripes within the degree."""
+    """Trees of equal stripes. `is_chain`: gateways forward to one another, strongest uplink first, for when the seed's uplink
+    cannot feed them all. Empty if there are fewer than two regions, or no stripes fit the degree limit."""
     groups = _groups(nodes)
     if not 2 <= len({nodes[0].region, *groups}) <= GATEWAYS_MAX:
         return ()
@@ -66,22 +66,22 @@ def regional(
 
 
 def _groups(nodes: Sequence[NodeLink]) -> dict[str, list[int]]:
-    """Workers by region, each region's gateway first: the strongest uplink among those that can be dialled, or the seed in its
-    own."""
-    found: dict[str, list[int]] = defaultdict(list)
+    """Workers by region, the gateway first: the strongest uplink among dialable workers; the seed itself in the seed's
+    region."""
+    groups: dict[str, list[int]] = defaultdict(list)
     for number, node in enumerate(nodes[1:], start=1):
-        found[node.region].append(number)
-    for region, members in found.items():
+        groups[node.region].append(number)
+    for region, members in groups.items():
         members.sort(key=lambda number: (not nodes[number].addresses, -nodes[number].up, number))
         if region == nodes[0].region:
             members.insert(0, 0)
-    return dict(found)
+    return dict(groups)
 
 
 def _inside(
     nodes: Sequence[NodeLink], members: Sequence[int], stripes: int, degree_max: int, striped: Striped
 ) -> list[tuple[int, ...]]:
-    """For each stripe the parents of all members but the gateway, by their place among the members; empty: there are none."""
+    """For each stripe, the parents of all members but the gateway, as positions in `members`; empty if impossible."""
     local = [nodes[number] for number in members]
     if len(local) < 2:
         return [()] * stripes
@@ -112,11 +112,11 @@ def _joined(
 
 
 def _gateways_above(nodes: Sequence[NodeLink], gateways: Sequence[int], *, is_chain: bool) -> dict[int, int]:
-    """Of each gateway the node that it has everything from."""
+    """Maps each gateway to the node that feeds it."""
     if not is_chain:
         return dict.fromkeys(gateways, 0)
-    found, before = dict[int, int](), 0
+    feeders, before = dict[int, int](), 0
     for gateway in sorted(gateways, key=lambda number: (not nodes[number].addresses, -nodes[number].up, number)):
-        found[gateway] = before if can_connect(nodes[before], nodes[gateway]) else 0
+        feeders[gateway] = before if can_connect(nodes[before], nodes[gateway]) else 0
         before = gateway
-    return found
+    return feeders

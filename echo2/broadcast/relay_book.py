@@ -1,8 +1,8 @@
-"""What a relay gives to whom: places, circuits, bytes and time. A pure ledger; the relay acts on its answers.
+"""What a relay grants its members: reservations, circuits, bytes and time. A pure ledger; the relay acts on its answers.
 
-Guarantees: no more circuits, bytes or seconds than `RelayLimits` says, for the relay, for a member and for a circuit;
-bytes are counted per member and hour, so that opening another circuit evades nothing; a refusal says which limit.
-Leaves to others: who is a member (runtime/membership), moving bytes (runtime/relay).
+Guarantees: no more circuits, bytes or seconds than `RelayLimits` allows, for the relay, per member and per circuit;
+bytes are counted per member and hour, so opening another circuit does not evade the limit; a refusal names the limit.
+Leaves to others: who is a member (runtime/p2p/membership), moving bytes (runtime/p2p/relay).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
-    """One relay's. A member is charged for the circuits that it opens and for those opened to it."""
+    """The limits of one relay. Both ends of a circuit are charged for it."""
 
     reservations_max: int = 1024
     reservation_s: float = 3600.0
@@ -29,13 +29,13 @@ class RelayLimits:
 
 
 PIPES = RelayLimits(circuits_max=1024, circuits_per_member_max=64)
-"""Of byte pipes: a pipe costs no CPU to speak of, and a link may have several."""
+"""Limits for byte pipes: a pipe costs hardly any CPU, and a link may use several."""
 _WITHOUT_END = 1 << 60
 PIPES_OF_LEARNER = RelayLimits(
     circuits_max=4096, circuits_per_member_max=4096, circuit_bytes_max=_WITHOUT_END, circuit_s_max=float(_WITHOUT_END),
     member_bytes_per_hour=_WITHOUT_END,
 )  # fmt: skip
-"""All workers reach it so where it is behind a NAT: rollouts, and what of the weights other workers do not carry."""
+"""If the learner is behind a NAT, all workers reach it through these: rollouts, and weights that no other worker carries."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class RelayBook:
     _next: int = 0
 
     def reserve(self, member: PeerId, now: float) -> float:
-        """Gives or renews a place; returns until when. LimitExceeded when all are taken."""
+        """Grants or renews a reservation; returns its end. Raises LimitExceeded if all are taken."""
         self.reserved_until = {peer: until for peer, until in self.reserved_until.items() if until > now}
         if member not in self.reserved_until and len(self.reserved_until) >= self.limits.reservations_max:
             raise self._refusal(f"all {self.limits.reservations_max} places are taken")
@@ -72,13 +72,13 @@ class RelayBook:
         return self.reserved_until[member]
 
     def open(self, source: PeerId, target: PeerId, now: float) -> Circuit:
-        """A circuit from `source` to `target`, or LimitExceeded."""
+        """Opens a circuit from `source` to `target`, or raises LimitExceeded."""
         if self.reserved_until.get(target, now) <= now:
             raise self._refusal(f"peer {target} holds no place here")
         if len(self.circuits) >= self.limits.circuits_max:
             raise self._refusal(f"all {self.limits.circuits_max} circuits are in use")
         for member in (source, target):
-            held = sum(member in (one.source, one.target) for one in self.circuits.values())
+            held = sum(member in (other.source, other.target) for other in self.circuits.values())
             if held >= self.limits.circuits_per_member_max:
                 raise self._refusal(f"peer {member} has {held} circuits, the most allowed")
             if self._used(member, now).moved_bytes >= self.limits.member_bytes_per_hour:
@@ -89,9 +89,9 @@ class RelayBook:
         return circuit
 
     def move(self, circuit: Circuit, count: int, now: float) -> None:
-        """Charges `count` bytes; LimitExceeded when they may not pass."""
+        """Charges `count` bytes; raises LimitExceeded if a limit forbids them."""
         if now >= circuit.ends_at:
-            raise self._refusal(f"circuit {circuit.number} is {self.limits.circuit_s_max:.0f} s old, the most allowed")
+            raise self.too_old(circuit)
         if circuit.moved_bytes + count > self.limits.circuit_bytes_max:
             raise self._refusal(f"circuit {circuit.number} has moved {circuit.moved_bytes} bytes, the most allowed")
         uses = [self._used(member, now) for member in {circuit.source, circuit.target}]
@@ -103,11 +103,15 @@ class RelayBook:
         circuit.moved_bytes += count
         self.moved_bytes += count
 
+    def too_old(self, circuit: Circuit) -> LimitExceeded:
+        """What to raise once `ends_at` has come."""
+        return self._refusal(f"circuit {circuit.number} is {self.limits.circuit_s_max:.0f} s old, the most allowed")
+
     def close(self, circuit: Circuit) -> None:
         self.circuits.pop(circuit.number, None)
 
     def _used(self, member: PeerId, now: float) -> _Usage:
-        """This hour's usage; members of past hours are forgotten."""
+        """The member's usage in its current hour; drops members whose hour is over."""
         usage = self._usage.get(member)
         if usage is None or now - usage.hour_from >= HOUR_S:
             self._usage = {peer: use for peer, use in self._usage.items() if now - use.hour_from < HOUR_S}

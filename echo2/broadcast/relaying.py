@@ -1,7 +1,7 @@
-"""A relay's duties: whom it passes a chunk on to by the plan, and when the chunk's giver hears that all have it.
+"""A relay's duties: which children get a chunk by the plan, and when to acknowledge it to the parent.
 
-Guarantees: routes of the last PLANS_KEPT plans are known; a giver is told once per chunk. Leaves to others: queues and
-sending (session).
+Guarantees: routes of the last PLANS_KEPT plans are known; each chunk is acknowledged to its parent once. Leaves to
+others: queues and sending (session).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from echo2.broadcast.swarm import Ref, RelayJob
 from echo2.broadcast.topology import BroadcastPlan, NodeLink
 
 PLANS_KEPT = 3
-GOLDEN = 0x9E3779B1  # of 2^32: multiples of it spread evenly
+GOLDEN = 0x9E3779B1  # golden ratio of 2^32: its multiples spread evenly
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """Of a node in a tree; `relays_on`: it has children itself."""
+    """A node's child in a tree; `relays_on`: it has children of its own."""
 
     peer_id: PeerId
     relays_on: bool
@@ -28,18 +28,18 @@ class Child:
     deferred_share: float = 0.0
 
     def is_deferred(self, index: int) -> bool:
-        """Whether this chunk is sent to it only when nothing else waits. Those that are not lie evenly between."""
+        """Whether this chunk is sent to it only when nothing else is queued. The others are spread evenly over the artifact."""
         return not self.relays_on and (index * GOLDEN & 0xFFFFFFFF) < self.deferred_share * 2**32
 
 
 def child_of(node: NodeLink, relays_on: bool, by_seed: bool) -> Child:
-    """The seed defers all for those of an own pace: its uplink is for fresh chunks."""
+    """The child's role. The seed defers every chunk for workers with their own pace: its uplink is for fresh chunks."""
     has_own_pace = node.deferred_share > 0
     return Child(node.peer_id, relays_on, has_own_pace, 1.0 if by_seed and has_own_pace else node.deferred_share)
 
 
 class Relaying:
-    """Of the node `me`."""
+    """The relay state of node `me`."""
 
     def __init__(self, me: PeerId) -> None:
         self._me = me
@@ -60,22 +60,22 @@ class Relaying:
             return known
         plan = self._plans.get(route.epoch)
         mine = plan.index_of(self._me) if plan is not None else None
-        found: tuple[Child, ...] = ()
+        ours: tuple[Child, ...] = ()
         if plan is not None and mine is not None and 0 <= route.tree < len(plan.trees):
             children = plan.pushed_to(route.tree)
-            found = tuple(child_of(plan.nodes[child], child in children, mine == 0) for child in children.get(mine, ()))
-            self._children[route] = found
-        return found
+            ours = tuple(child_of(plan.nodes[child], child in children, mine == 0) for child in children.get(mine, ()))
+            self._children[route] = ours
+        return ours
 
     def begin(self, ref: Ref, parent: PeerId | None, waiting: set[PeerId], has_children: bool) -> list[SendRelayAck]:
-        """`waiting` are the children that are to be sent the chunk."""
+        """Starts relaying a chunk to `waiting`, the children that still need it; with none, acknowledges at once."""
         if waiting:
             self._jobs[ref] = RelayJob(parent, waiting, len(waiting))
             return []
         return self._acknowledgement(parent, ref) if has_children else []
 
     def done(self, ref: Ref, child: PeerId) -> list[SendRelayAck]:
-        """The child has the chunk, or will not get it from us."""
+        """The child has the chunk, or will not get it from us: acknowledges to the parent after the last child."""
         job = self._jobs.get(ref)
         if job is None:
             return []
@@ -86,7 +86,7 @@ class Relaying:
         return self._acknowledgement(job.parent, ref)
 
     def give_up(self, child: PeerId) -> list[SendRelayAck]:
-        """The child gets nothing more from us."""
+        """Stops waiting for a child; returns the acknowledgements that this completes."""
         return [ack for ref in self._owed_to(child) for ack in self.done(ref, child)]
 
     def forget(self, key: ArtifactKey) -> None:
@@ -97,7 +97,7 @@ class Relaying:
         return [ref for ref, job in self._jobs.items() if child in job.waiting]
 
     def _acknowledgement(self, parent: PeerId | None, ref: Ref) -> list[SendRelayAck]:
-        """The backlog counts sends to come per child, so that one slow child does not hide that the others idle."""
+        """The backlog is the mean of pending sends per child, so that one slow child does not hide that the others idle."""
         if parent is None:
             return []
         jobs = [job for job in self._jobs.values() if job.parent == parent]

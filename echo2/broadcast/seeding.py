@@ -1,8 +1,8 @@
-"""The publisher's choice: which tree carries the next fresh chunk.
+"""The publisher's scheduler: which tree carries the next fresh chunk.
 
-Guarantees: a tree gets chunks in proportion to its weight while its relays keep up; a relay that does not is passed
-over; what no relay can take, the seed sends itself when its uplink would else be idle; what a lost relay owed goes to
-another tree. Leaves to others: queues and sending (session).
+Guarantees: a tree gets chunks in proportion to its weight while its relays keep up; a relay that falls behind is skipped;
+chunks that no relay can take, the seed sends itself when its uplink would otherwise idle; chunks that a lost relay
+still owed go to another tree. Leaves to others: queues and sending (session).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echo2.broadcast.topology import BroadcastPlan, fluid_bound
 
 @dataclass(slots=True)
 class SeedTree:
-    """A tree as the seed sees it: its own children there, and those of them that relay."""
+    """A tree as the seed sees it: the seed's children in it, and which of them relay."""
 
     route: Route
     weight: float
@@ -33,11 +33,11 @@ class SeedTree:
 
 
 class Seeding:
-    """Fresh chunks and the trees that they may take."""
+    """Fresh chunks (published, not yet assigned) and the trees that can carry them."""
 
     def __init__(self) -> None:
         self.fresh: deque[Ref] = deque()
-        self.waiting: dict[ArtifactKey, int] = {}  # the fresh ones as bitmaps
+        self.waiting: dict[ArtifactKey, int] = {}  # fresh chunks per artifact, as bitmaps
         self.trees: list[SeedTree] = []
         self._retiring: list[SeedTree] = []
         self._relays_full_since: float | None = None
@@ -48,7 +48,7 @@ class Seeding:
         return [*self.trees, *self._retiring]
 
     def set_plan(self, plan: BroadcastPlan, me: PeerId) -> None:
-        """Fresh chunks go to the plan's trees from now on; old trees stay until their relays have passed on theirs."""
+        """Fresh chunks go to the plan's trees from now on; old trees stay until their relays have acknowledged all their chunks."""
         self._retiring = [tree for tree in [*self._retiring, *self.trees] if tree.window.outstanding]
         self.trees = []
         if plan.seed is None or plan.seed.peer_id != me:
@@ -61,7 +61,7 @@ class Seeding:
             self.trees.append(SeedTree(Route(plan.epoch, number), planned.weight, mine, relays, window))
 
     def _first_window(self, plan: BroadcastPlan, number: int, children: Mapping[int, Sequence[int]]) -> float:
-        """Bytes that keep a tree busy from the start, by the plan: its rate times a lap and the slack."""
+        """Bytes in flight that keep a tree busy from the start: its planned rate times (round trip to the relay + slack)."""
         tree, seed = plan.trees[number], plan.nodes[0]
         lap_s = max((seed.rtt_s + plan.nodes[child].rtt_s for child in children.get(0, ())), default=0.0)
         return tree.weight * fluid_bound(plan.prompt_nodes).rate_bytes_per_s * (lap_s + RELAY_SLACK_S)
@@ -81,7 +81,7 @@ class Seeding:
                 tree.window.outstanding.pop(ref, None)
 
     def next_assignment(self, peers: Mapping[PeerId, Peer], is_idle: bool, now: float) -> tuple[Ref, SeedTree] | None:
-        """The next fresh chunk and its tree; None while there is no room. `is_idle`: nothing else waits to be sent."""
+        """The next fresh chunk and its tree; None while no tree has room. `is_idle`: nothing else is queued."""
         if not self.fresh:
             return None
         ref = self.fresh[0]
@@ -114,7 +114,7 @@ class Seeding:
         return best
 
     def _direct_tree(self, now: float) -> SeedTree | None:
-        """The tree in which the seed sends to all itself: up to its share, or when the relays have long been full."""
+        """The tree in which the seed sends to everyone itself: up to its share, or once all relays were full for RELAYS_FULL_S."""
         if self._relays_full_since is None:
             self._relays_full_since = now
         direct = next((tree for tree in self.trees if not tree.relays), None)
@@ -152,7 +152,7 @@ class Seeding:
                 tree.window.resume()
 
     def check_timeouts(self, now: float) -> None:
-        """A relay that owes a chunk for too long is replaced until it is heard of again."""
+        """Suspends relays that have owed a chunk for too long, until they are heard from again."""
         for tree in self._all_trees:
             if tree.window.oldest_age_s(now) > RELAY_TIMEOUT_S + 4 * tree.window.lap_s:
                 self._suspend(tree, now)

@@ -1,16 +1,16 @@
-"""The broadcast protocol of one node: one door, `handle(event, now) -> actions`. No IO, no clock, no payload bytes.
+"""The broadcast protocol of one node as a state machine: `handle(event, now) -> actions`. No IO, no clock, no payload bytes.
 
-    an artifact:  unknown --header--> announced --chunks--> held in part --last chunk and seal--> complete --forgotten--> unknown
-                                          ^------------------ emptied (the disk lost it) ------------'
-    a chunk that we lack:  unheard of --a neighbour has it--> missing --patience (a push may be on its way)--> asked for --> held
-                                          ^------------------------------ late, refused, that peer went -------------'
-    a chunk that we hold, for one peer:  relayed (our child in its tree) | asked for | seeded (we publish it)
-                                         --> queued --pacer and slots--> in transport --> sent;  stuck: left for the peer to pull
+    an artifact:  unknown --header--> announced --chunks--> partly held --last chunk and seal--> complete --forgotten--> unknown
+                                          ^------------------ emptied (the disk lost it) -----------'
+    a chunk that we lack:  unknown --a neighbour has it--> missing --patience (a push may be on its way)--> requested --> held
+                                      ^------------------ timed out, cancelled, or the peer disconnected -------'
+    a chunk that we hold, per peer:  relayed (our child in its tree) | requested by the peer | seeded (we publish it)
+                                     --> queued --pacer and slots--> in transport --> sent;  stuck: the peer has to pull it
 
 Guarantees: a chunk is forwarded along its tree as soon as it is seen (cut-through), at most once to a peer that is
-not known to hold it; at most `slots_per_peer` chunks to a peer are in the transport and the uplink is paced, so what
-waits, waits here; what no push brings is pulled; every wait has a timer. Leaves to others: checking signatures,
-keeping bytes, connections (runtime/node.py).
+not known to hold it; at most `SLOTS_PER_PEER` chunks per connection are in the transport and the uplink is paced, so
+the backlog stays here, where it can be reordered; what no push brings is pulled; every wait has a timer. Leaves to
+others: checking signatures, keeping bytes, connections (runtime/node.py).
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ from echo2.broadcast.seeding import Seeding
 from echo2.broadcast.swarm import Artifact, Outgoing, Peer, Ref, service_order
 from echo2.broadcast.topology import BroadcastPlan
 
-HOUSEKEEPING_S = 0.05  # the flood of what peers send does not look at every peer each time
+HOUSEKEEPING_S = 0.05  # peers' messages and timers trigger the checks over all peers at most this often
 OFTEN = (ChunkSeen, ChunkSent, RelayAckSeen, HaveSeen, RequestSeen, CancelSeen, WidthWished, Woken)
 
 
 class BroadcastSession:
-    """One node's part in the broadcast of all artifacts."""
+    """One node's state in the broadcast of all artifacts."""
 
     def __init__(self, me: PeerId, seed: int = 0, uplink_bytes_per_s: float = 0.0) -> None:
         self.me = me
@@ -86,7 +86,7 @@ class BroadcastSession:
         self._gossip = Gossip(self.peers, self.artifacts, self._seeding)
         self._rng: random.Random = derived_rng(seed, "session", me)
         self._served = 0
-        self._fresh_at = float("-inf")  # when a chunk last came that was to be passed on at once
+        self._fresh_at = float("-inf")  # when a chunk to relay at once last came
         self._narrow: frozenset[PeerId] = frozenset()
         self._actions: list[Action] = []
         self._wake_at = float("inf")
@@ -94,16 +94,16 @@ class BroadcastSession:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether chunks wait to be sent."""
+        """Whether any chunk is queued to be sent."""
         return bool(self._seeding.fresh) or any(peer.is_queued for peer in self.peers.values())
 
-    # ---- the door
+    # ---- entry point
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What is to be done because `event` happened at `now`."""
+        """Updates the state for an event that happened at `now`; returns the actions to carry out."""
         self._actions = []
         self._dispatch(event, now)
-        # What peers send comes by the thousand a second, and each of these looks goes over all of them: a timer does the rest.
+        # Thousands of messages and timers a second would each visit every peer below, so between checks only a timer is set.
         is_due = now >= self._housekeeping_at or not isinstance(event, OFTEN)
         if is_due:
             self._seeding.check_timeouts(now)
@@ -146,7 +146,7 @@ class BroadcastSession:
             case CancelSeen():
                 self._cancel_seen(event)
             case RelayAckSeen():
-                peer = self.peers.get(event.peer)  # what its downlink has not taken yet is before it, too
+                peer = self.peers.get(event.peer)  # chunks that we have queued for it are backlog, too
                 backlog = max(event.backlog, len(peer.relay_queue)) if peer is not None else event.backlog
                 self._seeding.acknowledged(event.peer, (event.key, event.index), backlog, now)
             case ChunkSent():
@@ -181,7 +181,7 @@ class BroadcastSession:
         self._seeding.set_plan(plan, self.me)
 
     def _place(self, peer: Peer) -> None:
-        """What the plan says of it."""
+        """Copies what the plan says about a peer into its state."""
         number = self.plan.index_of(peer.peer_id) if self.plan is not None else None
         if self.plan is None or number is None:
             peer.is_late, peer.turn, peer.has_own_pace, peer.is_narrow = False, 0, False, False
@@ -199,7 +199,7 @@ class BroadcastSession:
             artifact.offered_by_none(self._offered(artifact.key))
 
     def _offered(self, key: ArtifactKey) -> int:
-        """What neighbours hold."""
+        """The chunks of the artifact that any neighbour holds, as a bitmap."""
         return functools.reduce(operator.or_, (peer.haves.get(key, 0) for peer in self.peers.values()), 0)
 
     def _header_seen(self, event: HeaderSeen, now: float) -> None:
@@ -207,7 +207,7 @@ class BroadcastSession:
             self.peers[event.peer].knows.add(event.key)
         if event.key in self.artifacts:
             return
-        # As if a push had come lately: the first chunks are on their way, and would be asked for though they come anyway.
+        # Counts as a recent push: the first chunks are probably on their way, so do not request them for FIRST_PUSH_S.
         grace_from = now - policy.PUSH_SILENCE_S + policy.FIRST_PUSH_S
         is_deferred = self.plan is not None and self.plan.has_own_pace(self.me)
         self.artifacts[event.key] = Artifact(event.key, event.is_wanted, pushed_at=grace_from, is_deferred=is_deferred)
@@ -236,12 +236,12 @@ class BroadcastSession:
 
     def _came_from(self, peer: Peer, event: ChunkSeen, now: float) -> None:
         bit = 1 << event.index
-        # Twice by one peer, unasked: links and trees that change may do it now and then, a peer that wastes our downlink does more.
+        # Changing links and trees repeat a chunk now and then; a peer that keeps doing so wastes our downlink.
         was_given = peer.given.get(event.key, 0) & bit
         if was_given and not peer.asked.get(event.key, 0) & bit:
             peer.replays += 1
             if peer.replays >= policy.REPLAYS_MAX:
-                self._actions.append(Accuse(peer.peer_id, f"sent {peer.replays} chunks twice without being asked"))
+                self._actions.append(Accuse(peer.peer_id, f"sent {peer.replays} chunks twice without a request"))
         peer.given[event.key] = peer.given.get(event.key, 0) | bit
         peer.note(event.key, event.index)
         peer.rate.add(event.size_bytes, now)
@@ -336,7 +336,7 @@ class BroadcastSession:
     # ---- relaying
 
     def _relay(self, ref: Ref, parent: PeerId | None, route: Route, now: float) -> None:
-        """Queues the chunk for our children in its tree; the parent hears once all have it."""
+        """Queues the chunk for our children in its tree; acknowledges to the parent once all of them have it."""
         waiting: set[PeerId] = set()
         self._fresh_at = now
         children = self._relaying.children_in(route)
@@ -346,7 +346,7 @@ class BroadcastSession:
         self._acknowledge(self._relaying.begin(ref, parent, waiting, bool(children)))
 
     def _queue(self, ref: Ref, child: Child, route: Route, now: float) -> bool:
-        """Whether the child is to be sent the chunk."""
+        """Queues the chunk for a child; False if it has the chunk, is stuck or is not connected."""
         peer = self.peers.get(child.peer_id)
         if peer is None or peer.is_stuck or peer.has(ArtifactKey(ref[0]), ref[1]):
             return False
@@ -365,7 +365,7 @@ class BroadcastSession:
             late = pulling.expired(peer, now)
             if not late:
                 continue
-            peer.rate.punish()  # its window shrinks, so that the next are asked of others
+            peer.rate.punish()  # its window shrinks, so the next requests go to others
             for ref in late:
                 del peer.requests[ref]
                 self._actions.append(SendCancel(peer.peer_id, ArtifactKey(ref[0]), (ref[1],)))
@@ -395,11 +395,11 @@ class BroadcastSession:
             peer, outgoing = picked
             peer.taken_at = (
                 peer.taken_at if peer.in_transport else now
-            )  # a transport that is full is not blamed for its pause
+            )  # time with an empty transport does not count towards a stall
             peer.in_transport += 1
             self._served += 1
             peer.served_at = self._served
-            peer.note(outgoing.key, outgoing.index)  # from now on nobody else's plan brings it there
+            peer.note(outgoing.key, outgoing.index)  # so no other route sends it there again
             peer.remember_sent((outgoing.key, outgoing.index), now, outgoing.is_answer)
             self._pacer.spend(self.artifacts[outgoing.key].sizes.get(outgoing.index, 0), now)
             self._actions += self._gossip.header(peer, outgoing.key)
@@ -408,7 +408,7 @@ class BroadcastSession:
             )
 
     def _assign_fresh(self, now: float) -> None:
-        """Gives fresh chunks to trees while relays have room; to all directly when nothing else is to be sent."""
+        """Assigns fresh chunks to trees while relays have room; sends them to all directly when nothing else is queued."""
         while self._seeding.fresh:
             queued = sum(peer.queued for peer in self.peers.values() if not (peer.is_late or peer.has_own_pace))
             waiting_relays = sum(len(peer.relay_queue) for peer in self.peers.values())
@@ -425,7 +425,7 @@ class BroadcastSession:
                 self._queue((key, index), child, tree.route, now)
 
     def _all_as_children(self) -> tuple[Child, ...]:
-        """Where no tree of the plan is to be had."""
+        """Every peer as a leaf: used when no tree of the plan is available."""
         return tuple(
             Child(peer.peer_id, False, peer.has_own_pace, float(peer.has_own_pace)) for peer in self.peers.values()
         )
@@ -440,7 +440,7 @@ class BroadcastSession:
         return None
 
     def _is_kept_back(self, peer: Peer, queue: deque[Outgoing], now: float) -> bool:
-        """Whether deferred chunks would be in the way of those that the peer is to pass on."""
+        """Whether deferred chunks would compete for the peer's downlink with chunks that it has to relay."""
         return queue is peer.deferred_queue and peer.is_narrow and now - self._fresh_at < policy.FRESH_PAUSE_S
 
     def _is_still_due(self, peer: Peer, outgoing: Outgoing, now: float) -> bool:
@@ -454,7 +454,7 @@ class BroadcastSession:
     # ---- time
 
     def _shed_stuck(self, now: float) -> float | None:
-        """A peer whose transport takes nothing holds up no tree: what waits for it is left for it to pull.
+        """Drops the queues of peers whose transport takes nothing, so that they block no tree; such a peer has to pull.
 
         Returns when the next peer would count as stuck.
         """
@@ -490,7 +490,7 @@ class BroadcastSession:
             self._actions.append(Wake(wake_at))
 
     def _next_pull(self, now: float) -> float | None:
-        """When the next missing chunk is due to be asked for; soon again when windows were full."""
+        """When to request the next missing chunk; at least 0.1 s from now, in case the request windows are full."""
         times: list[float] = []
         for artifact in self.artifacts.values():
             if artifact.is_wanted and artifact.missing_since:

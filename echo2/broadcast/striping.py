@@ -1,13 +1,17 @@
-"""How many TCP connections one link is made of: more where losses hold one back, fewer where more do not help. Pure.
+"""How many TCP connections one link uses: more if losses limit one connection, fewer if more do not help. Pure.
 
-Where the kernel lets us choose BBR, one connection fills a long path that loses packets. Where it does not, a control that
-takes each loss for a full queue gives one connection at most about 1.22 segments / (round trip * sqrt(loss)); k
-connections carry k times that. So a link whose own transport is what its chunks wait for, while segments are lost though
-its queue is short, is doubled; then it is seen whether that helped. If not (the peer reads slowly, its downlink is full),
-the link goes back to what it was and is left alone for a while that doubles.
+With BBR, one connection fills a long path that loses packets. Where the kernel does not let us choose BBR, a congestion
+control that takes each loss for a full queue gives one connection at most about 1.22 segments / (round trip * sqrt(loss));
+k connections carry k times that. So a link is doubled if its own transport is what its chunks wait for, and segments are lost
+although its queue is short. Then its rate is compared: if it did not help (the peer reads slowly, its downlink is full), the
+link returns to its previous width and is left alone for a backoff that doubles.
 
-Guarantees: never more than `connections_max` for a link, so that all links of a node have NODE_FURTHER connections beside
-their first ones, however many links there are. Leaves to others: looking (runtime/sockets), opening and closing (runtime/stripes).
+    steady --held back by losses--> opening --opened--> trial --faster--> steady (wider)
+      ^  '--CLEAN_S without loss: half as wide  '--OPENING_S--.  '--no faster--.
+      '----------------- previous width, backoff -------------'----------------'
+
+Guarantees: at most `connections_max` per link, so that all links of a node together have at most NODE_FURTHER connections beside
+their first ones. Leaves to others: sampling (runtime/sockets), opening and closing (runtime/stripes).
 """
 
 from __future__ import annotations
@@ -17,23 +21,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 LINK_CONNECTIONS = 8
-NODE_FURTHER = 28  # of all links, beside the first of each: a node's buffers and descriptors, not its links, bound it
-SPAN_S = 2.0  # over which looks are judged
-SETTLE_S = 0.5  # in which new connections come up to speed
-PAUSE_S = 1.0  # without anything to send: what was seen before it counts no more
-HELD_BACK_SHARE = 0.2  # of looks: links wait for each other, so one that waits a fifth of the time holds up others
-LOSSES_SPAN_S = 6.0  # one loss in a few seconds is all that a slow connection shows of them
-BETTER_RATE, BETTER_HELD_BACK = 1.1, 0.6  # what a doubling must bring: one of them
+NODE_FURTHER = 28  # over all links, beside the first of each: the limit is a node's buffers and descriptors
+SPAN_S = 2.0  # window of samples that is judged
+SETTLE_S = 0.5  # for new connections to come up to speed
+PAUSE_S = 1.0  # samples before a pause this long are discarded
+HELD_BACK_SHARE = 0.2  # of samples: links wait for each other, so one held back a fifth of the time delays others
+LOSSES_SPAN_S = 6.0  # a slow connection shows only one loss in a few seconds
+BETTER_RATE, BETTER_HELD_BACK = 1.1, 0.6  # a doubling must achieve one of them
 OPENING_S = 10.0
 LEFT_ALONE_S, LEFT_ALONE_MAX_S = 30.0, 600.0
-CLEAN_S = 120.0  # of sending without a loss: one connection fills the path
+CLEAN_S = 120.0  # of sending without a loss: fewer connections suffice
 
 
 def connections_max(own: int, others: Iterable[tuple[int, bool]]) -> int:
-    """Of one link that has `own` now, beside other links: (how many each has, whether it is short of them).
+    """The most connections that a link with `own` now may have, beside other links: (connections, whether it is short of them).
 
-    Links that need no more than one leave their part to those that do, which share alike. Where fewer further connections
-    are left than links that want one, the first keep theirs.
+    Links that need only one leave their share to the others, which share equally. If fewer further connections
+    are left than links that want one, those that have some keep them.
     """
     widths = list(others)
     wanting = 1 + sum(width > 1 or is_short for width, is_short in widths)
@@ -44,7 +48,7 @@ def connections_max(own: int, others: Iterable[tuple[int, bool]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LinkLook:
-    """What became of a link since the last look: bytes that the peer confirmed, segments that were lost while its queue
+    """A sample of a link since the last one: bytes that the peer confirmed, segments lost while its queue
     was short, and whether chunks wait for its transport."""
 
     delivered_bytes: int
@@ -60,7 +64,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A doubling that has yet to show what it brings."""
+    """A doubling whose effect is still being measured."""
 
     begun_at: float
     count_before: int
@@ -69,8 +73,8 @@ class _Trial:
 
 
 class Striping:
-    """Of one link and of what this side sends over it. `count`: how many connections it should have; `reason` says why.
-    `is_short`: losses hold it back, and more were tried if more were allowed."""
+    """The width of one link, for what this side sends. `count`: how many connections it should have; `reason`: why.
+    `is_short`: losses limit it, and it would use more connections if it were allowed to."""
 
     def __init__(self) -> None:
         self.count = 1
@@ -86,7 +90,7 @@ class Striping:
         self._failures = 0
 
     def look(self, seen: LinkLook, open_count: int, limit: int, now: float) -> None:
-        """Several times a second while the node sends. `open_count`: connections that the link has; `limit`: and may have."""
+        """Takes a sample; call it several times a second while sending. `open_count`: open connections; `limit`: allowed ones."""
         self.count = min(self.count, limit)
         if not (seen.delivered_bytes or seen.is_held_back):
             self.is_short = self.is_short and now - self._active_at <= PAUSE_S

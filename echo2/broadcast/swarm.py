@@ -1,4 +1,4 @@
-"""What a session remembers of artifacts and peers. Plain state; the rules are in session.py and pulling.py."""
+"""The session's state per artifact and per peer. Plain data; the rules are in session.py and pulling.py."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from echo2.broadcast.policy import ANSWERED_AGAIN_AFTER_S, PULL_AFTER_S, RateEst
 Ref = tuple[bytes, int]
 SENT_REMEMBERED_MAX = 512
 MISSING_MAX = 4096
-"""Of one artifact, what is remembered of the chunks that others hold: what is asked for next, and then the next."""
-LAST_SHARE = 0.04  # of an artifact's chunks: too few to be worth waiting for
-PUSH_LAG_KEPT = 0.995  # per chunk that is pushed to us
+"""Missing chunks remembered per artifact. The lowest indices are kept; the list is refilled when it runs low."""
+LAST_SHARE = 0.04  # of an artifact's chunks: once only so few are missing, they are requested early
+PUSH_LAG_KEPT = 0.995  # factor per pushed chunk
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """One chunk that waits to be sent to one peer."""
+    """One chunk queued for one peer."""
 
     key: ArtifactKey
     index: int
@@ -40,17 +40,19 @@ class Artifact:
     sizes: dict[int, int] = field(default_factory=dict)
     held_bytes: int = 0
     chunk_count: int | None = None  # None until sealed
-    missing_since: dict[int, float] = field(default_factory=dict)  # held by a neighbour, not by us: the first of them
-    has_more_missing: bool = False  # than `missing_since` names
+    missing_since: dict[int, float] = field(
+        default_factory=dict
+    )  # chunks a neighbour holds and we do not (up to MISSING_MAX)
+    has_more_missing: bool = False  # more are missing than `missing_since` lists
     pushed_at: float = float("-inf")
-    is_deferred: bool = False  # pushes of it come at our own pace, some of them long after neighbours have it
-    push_lag_s: float = 0.0  # how much later than to a neighbour a push came to us; falls slowly
+    is_deferred: bool = False  # we have our own pace: some chunks are pushed to us long after neighbours have them
+    push_lag_s: float = 0.0  # how much later a push reaches us than a neighbour: slowly decaying maximum
 
     def offered(self, bitmap: int, now: float) -> None:
         """A neighbour says that it holds these chunks.
 
-        Of those that are missing the first MISSING_MAX are remembered. Chunks are numbered from 0 without a gap, so those
-        that somebody made up, behind the last, keep no others out.
+        Remembers the first MISSING_MAX of those that we lack. Chunks are numbered from 0 without gaps, so invented
+        indices beyond the last chunk cannot crowd out real ones.
         """
         lacking = bitmap & ~self.held
         if self.chunk_count is not None:
@@ -65,28 +67,28 @@ class Artifact:
 
     @property
     def is_short_of_missing(self) -> bool:
-        """Whether more are missing than are remembered, of which few are left."""
+        """Whether `missing_since` should be refilled: it has run low, and more chunks are missing than it lists."""
         return self.has_more_missing and len(self.missing_since) < MISSING_MAX // 2
 
     def offered_by_none(self, offered: int) -> None:
-        """Nothing but what is `offered` can be asked for any more."""
+        """Only chunks in `offered` can still be requested from a connected peer; forgets the others."""
         kept = set(those_in(offered, self.missing_since))
         self.missing_since = {index: since for index, since in self.missing_since.items() if index in kept}
 
     def sealed(self, chunk_count: int) -> None:
-        """Whoever spoke of chunks behind the last one made them up."""
+        """Sets the chunk count; drops missing chunks beyond it, which a peer invented."""
         self.chunk_count = chunk_count
         self.missing_since = {index: since for index, since in self.missing_since.items() if index < chunk_count}
 
     def holds(self, index: int, size_bytes: int) -> None:
-        """A chunk is here, whose size counts once."""
+        """We hold the chunk; its size is counted once."""
         self.held |= 1 << index
         if index not in self.sizes:
             self.sizes[index] = size_bytes
             self.held_bytes += size_bytes
 
     def kept(self, bitmap: int, sizes: Mapping[int, int]) -> None:
-        """These chunks have been here since an earlier run."""
+        """Adds chunks that the store kept from an earlier run."""
         new = {index: size for index, size in sizes.items() if index not in self.sizes}
         self.held |= bitmap
         self.sizes.update(new)
@@ -94,13 +96,13 @@ class Artifact:
         self.missing_since = {index: since for index, since in self.missing_since.items() if index not in self.sizes}
 
     def came(self, index: int, is_answer: bool, now: float) -> None:
-        """The chunk is missing no more."""
+        """The chunk is no longer missing; a push updates `push_lag_s`."""
         since = self.missing_since.pop(index, None)
         if not is_answer:
             self.push_lag_s = max(PUSH_LAG_KEPT * self.push_lag_s, now - since if since is not None else 0.0)
 
     def emptied(self, offered: int, now: float) -> None:
-        """Nothing of it is held any more; what neighbours hold of it is asked for at once."""
+        """We hold none of its chunks any more; those that neighbours offer are requested at once."""
         self.held, self.held_bytes, self.is_wanted, self.pushed_at = 0, 0, True, float("-inf")
         self.sizes.clear()
         self.missing_since.clear()
@@ -130,11 +132,11 @@ class Request:
 @dataclass(slots=True)
 class Peer:
     peer_id: PeerId
-    is_late: bool = False  # by the plan: served when nothing waits for others
-    turn: int = 0  # by the plan: among those who wait for deferred chunks
-    has_own_pace: bool = False  # by the plan: no tree waits for it
+    is_late: bool = False  # by the plan: served only when nothing is queued for other peers
+    turn: int = 0  # by the plan: its rank among peers that get deferred chunks
+    has_own_pace: bool = False  # by the plan: no tree waits for its acknowledgement
     is_narrow: bool = (
-        False  # by the plan: what it is to pass on fills its downlink while anything of an artifact is fresh
+        False  # by the plan: chunks that it relays fill its downlink while any chunk of an artifact is fresh
     )
     haves: dict[ArtifactKey, int] = field(default_factory=dict)
     sealed: set[ArtifactKey] = field(default_factory=set)  # it knows the seal
@@ -144,18 +146,18 @@ class Peer:
     pull_queue: deque[Outgoing] = field(default_factory=deque)
     leaf_queue: deque[Outgoing] = field(default_factory=deque)
     deferred_queue: deque[Outgoing] = field(default_factory=deque)
-    connections: int = 1  # that the link to it is made of
-    wished_connections: int = 1  # that it would like
+    connections: int = 1  # of the link to it
+    wished_connections: int = 1  # that it asks for
     in_transport: int = 0
     taken_at: float = 0.0  # when the transport last took a chunk, or was first handed one
-    send_s: float = 0.0  # smoothed time in which it takes one
+    send_s: float = 0.0  # smoothed time that it needs to take one chunk
     is_stuck: bool = False
     served_at: int = 0
     requests: dict[Ref, Request] = field(default_factory=dict)
-    asked: dict[ArtifactKey, int] = field(default_factory=dict)  # ever asked for
-    given: dict[ArtifactKey, int] = field(default_factory=dict)  # ever sent to us
-    sent: dict[Ref, float] = field(default_factory=dict)  # to it, lately
-    answered: dict[Ref, float] = field(default_factory=dict)  # of these, what it had asked for
+    asked: dict[ArtifactKey, int] = field(default_factory=dict)  # chunks that we ever requested from it
+    given: dict[ArtifactKey, int] = field(default_factory=dict)  # chunks that it ever sent us
+    sent: dict[Ref, float] = field(default_factory=dict)  # chunks sent to it recently, and when
+    answered: dict[Ref, float] = field(default_factory=dict)  # those of them that answered its request
     replays: int = 0
     rate: RateEstimate = field(default_factory=RateEstimate)
 
@@ -170,13 +172,13 @@ class Peer:
         self.knows.add(key)
 
     def cancelled(self, key: ArtifactKey, indices: Collection[int]) -> None:
-        """It has these from elsewhere."""
+        """It got these chunks from another peer and cancels its requests."""
         gone = set(indices)
         self.pull_queue = deque(o for o in self.pull_queue if o.key != key or o.index not in gone)
         self.note_all(key, bitmap_of(gone))
 
     def withdraw(self, key: ArtifactKey) -> tuple[int, ...]:
-        """Nothing of it is on request any more; returns what was."""
+        """Drops all open requests for an artifact; returns their indices."""
         asked = tuple(index for of, index in self.requests if of == key)
         for index in asked:
             del self.requests[key, index]
@@ -188,7 +190,7 @@ class Peer:
         self.withdraw(key)
 
     def needs(self, wholes: Mapping[ArtifactKey, int]) -> bool:
-        """Whether something waits for it here, or it has told of none of these have-maps that it has it all."""
+        """Whether chunks are queued or in transport for it, or it holds none of the artifacts in full. `wholes`: full have-maps."""
         has_one = any(self.haves.get(key, 0) & whole == whole for key, whole in wholes.items())
         return self.is_queued or self.in_transport > 0 or (bool(wholes) and not has_one)
 
@@ -200,7 +202,7 @@ class Peer:
                 del table[next(iter(table))]
 
     def may_be_answered(self, ref: Ref, now: float) -> bool:
-        """Not while an answer is on its way: a second one only makes the queue longer that holds it up."""
+        """Whether to answer a request. Not while an earlier answer is in transit: a second one only lengthens the queue."""
         never = float("-inf")
         if now - self.answered.get(ref, never) <= ANSWERED_AGAIN_AFTER_S:
             return False
@@ -213,15 +215,15 @@ class Peer:
             self.wished_connections = event.connections
 
     def slots(self, per_connection: int) -> int:
-        """How many chunks to it may be in the transport at once."""
+        """How many chunks for this peer may be in the transport at once."""
         return 1 if self.is_late else per_connection * self.connections
 
     def is_held_back(self, slots_per_connection: int) -> bool:
-        """Whether chunks for it wait because the transport holds all that it may."""
+        """Whether chunks are queued for it because all its transport slots are in use."""
         return not self.is_late and self.is_queued and self.in_transport >= self.slots(slots_per_connection)
 
     def shed(self) -> None:
-        """What waits for it is left for it to pull."""
+        """Clears its queues; it has to pull those chunks."""
         for queue in (self.relay_queue, self.leaf_queue, self.pull_queue, self.deferred_queue):
             queue.clear()
 
@@ -231,14 +233,14 @@ class Peer:
 
     @property
     def queued(self) -> int:
-        """Chunks that wait for it, without those that are deferred."""
+        """Number of chunks queued for it, without deferred ones."""
         return len(self.relay_queue) + len(self.pull_queue) + len(self.leaf_queue)
 
 
 def service_order(peers: Iterable[Peer], slots: int) -> Iterator[tuple[Peer, deque[Outgoing]]]:
-    """Queues of peers with a free slot: chunks that others will pass on first, then what was asked for, then the rest;
-    of each kind the longest unserved peer. Where none of these can be sent, chunks that were deferred, by turn. Late peers have one
-    slot, and that while nothing waits for others."""
+    """Queues of peers with a free slot, in the order of service: chunks to relay, then requested ones, then those for
+    leaves; within each kind the peer that has waited longest first. Deferred chunks come last, ordered by turn. Late peers have one
+    slot, and are served only when nothing is queued for other peers."""
     waiting = [peer for peer in peers if peer.is_queued]
     if not waiting:
         return
@@ -254,7 +256,7 @@ def service_order(peers: Iterable[Peer], slots: int) -> Iterator[tuple[Peer, deq
 
 @dataclass(slots=True)
 class RelayJob:
-    """A chunk that we pass on: to whom still, and who waits to hear of it."""
+    """A chunk that we relay: which children still wait for it, and the parent to acknowledge it to."""
 
     parent: PeerId | None
     waiting: set[PeerId]

@@ -1,6 +1,6 @@
-"""TreeChoice trees and the choice among them: `plan(nodes, epoch)`.
+"""Candidate trees and the choice among them: `plan(nodes, epoch)`.
 
-Guarantees: deterministic; a candidate is only returned when it is sound and within the degree limit.
+Guarantees: deterministic; a candidate is returned only if it is sound and within the degree limit.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from echo2.broadcast.topology import (
 PLAN_ARTIFACT_BYTES = 64 << 20
 PLAN_CHUNK_BYTES = 256 << 10
 BALANCE_ROUNDS, BALANCE_STEP = 80, 0.1
-SEED_SPARED_SHARE = 1.1  # of what the seed must send, that it may send so that no uplink is quite full
-SLOWEST_NEAR = 1.05  # of the fastest candidate's slowest time: among these the mean decides
-MEAN_GAIN_MIN = 1.05  # under which all alike are simpler
-WEIGHT_MIN = 2e-3  # a tree with less is not worth its window
+SEED_SPARED_SHARE = 1.1  # of what the seed must send: it may send this much, so that no uplink is completely full
+SLOWEST_NEAR = 1.05  # of the fastest candidate's time for all: among candidates within it, the mean decides
+MEAN_GAIN_MIN = 1.05  # a smaller gain is not worth a plan that does not treat all alike
+WEIGHT_MIN = 2e-3  # a tree with less weight is not worth a relay window
 
 
 def star(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
@@ -43,7 +43,7 @@ def star(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
 
 
 def chain(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
-    """Everything passes along one line, fastest uplink first."""
+    """Each worker passes everything on to the next, fastest uplink first."""
     order = sorted(range(1, len(nodes)), key=lambda i: (not nodes[i].addresses, -nodes[i].up, i))
     parents = [0] * (len(nodes) - 1)
     for before, after in itertools.pairwise(order):
@@ -52,7 +52,7 @@ def chain(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
 
 
 def weighted_multi_tree(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
-    """Each worker relays its share to all others; what their uplinks cannot carry, the seed sends itself."""
+    """Each worker relays its share to all others; the seed sends directly what their uplinks cannot carry."""
     count = len(nodes) - 1
     if count < 2:
         return star(nodes)
@@ -68,8 +68,8 @@ def weighted_multi_tree(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
 
 
 def _direct_share(nodes: Sequence[NodeLink]) -> float:
-    """What the seed sends to all itself. Where not all uplinks together are the limit, what they can spare is spread
-    evenly over them, as far as the seed then sends not much more than it must."""
+    """The share that the seed sends to everyone directly. If the workers' uplinks are not the limit, their spare capacity is
+    spread evenly, as long as the seed then sends not much more than it must."""
     count = len(nodes) - 1
     rate = fluid_bound(nodes).rate_bytes_per_s
     uplinks = sum(node.up for node in nodes[1:])
@@ -80,7 +80,7 @@ def _direct_share(nodes: Sequence[NodeLink]) -> float:
 
 
 def _balanced(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> tuple[Tree, ...]:
-    """The same trees with weights that relieve the tightest uplink: those that pass chunks to nodes which others cannot
+    """The same trees with weights that relieve the most loaded uplink: workers that relay to nodes which others cannot
     reach carry more than their own share."""
     edges = [Counter(tree.parents) for tree in trees]
     weights = best = [tree.weight for tree in trees]
@@ -104,7 +104,7 @@ def _balanced(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> tuple[Tree, .
 
 
 def _relayed_by(nodes: Sequence[NodeLink], root: int) -> tuple[int, ...]:
-    """Seed -> root -> the others; those that the root cannot reach hang below the strongest that can."""
+    """Seed -> root -> the others; nodes that the root cannot reach hang below the strongest node that can reach both."""
     parents = [root] * (len(nodes) - 1)
     parents[root - 1] = 0
     for child in range(1, len(nodes)):
@@ -119,10 +119,10 @@ def _relayed_by(nodes: Sequence[NodeLink], root: int) -> tuple[int, ...]:
 
 
 def striped(nodes: Sequence[NodeLink], stripes: int, degree_max: int = DEGREE_MAX) -> tuple[Tree, ...]:
-    """`stripes` equal trees; a worker has children in one of them (rarely two), in proportion to its uplink.
+    """`stripes` equal trees; each worker has children in one of them (rarely two), in proportion to its uplink.
 
     An edge carries 1/stripes of the rate r, so a node with uplink u has room for floor(stripes*u/r) children; r is the
-    largest rate for which that is enough for all workers in all trees. Empty when there is none within the degree.
+    largest rate at which that suffices for all workers in all trees. Empty if no rate fits the degree limit.
     """
     fanout = _fanout(nodes, stripes, degree_max)
     if fanout is None:
@@ -135,7 +135,7 @@ def striped(nodes: Sequence[NodeLink], stripes: int, degree_max: int = DEGREE_MA
 
 
 def _fanout(nodes: Sequence[NodeLink], stripes: int, degree_max: int) -> list[int] | None:
-    """Children per node at the best rate; nodes that cannot be dialled have none."""
+    """Number of children per node at the best rate; nodes that cannot be dialled have none."""
     needed = stripes * (len(nodes) - 1)
     low, high = 0.0, fluid_bound(nodes).rate_bytes_per_s
     best: list[int] | None = None
@@ -153,10 +153,10 @@ def _fanout(nodes: Sequence[NodeLink], stripes: int, degree_max: int) -> list[in
 
 
 def _dealt(nodes: Sequence[NodeLink], fanout: Sequence[int], stripes: int) -> list[dict[int, int]]:
-    """Room for children per stripe and node: the seed's evenly, then workers until a stripe has enough."""
+    """Room for children per stripe and node: the seed's is spread evenly, then workers are added until a stripe has enough."""
     room = [{0: fanout[0] // stripes + (1 if t < fanout[0] % stripes else 0)} for t in range(stripes)]
     ranked = sorted(range(1, len(nodes)), key=lambda i: (-fanout[i], i))
-    mixed = [i for first in range(stripes) for i in ranked[first::stripes]]  # each stripe gets fast and slow ones
+    mixed = [i for first in range(stripes) for i in ranked[first::stripes]]  # so each stripe gets fast and slow workers
     left = {i: fanout[i] for i in mixed if fanout[i] > 0}
     queue = list(left)
     at = 0
@@ -174,7 +174,7 @@ def _dealt(nodes: Sequence[NodeLink], fanout: Sequence[int], stripes: int) -> li
 
 
 def _stripe(nodes: Sequence[NodeLink], room: dict[int, int]) -> tuple[int, ...] | None:
-    """Breadth first, widest nodes first, so that the tree is shallow; leaves take the places left."""
+    """Fills the tree breadth first, widest nodes first, so that it is shallow; leaves take the remaining slots."""
     parents = [0] * (len(nodes) - 1)
     interior = sorted((i for i in room if i != 0), key=lambda i: (-room[i], i))
     inner = set(interior)
@@ -198,7 +198,7 @@ STRIPES_OF_LARGE_FLEETS, LARGE_FLEET = (8,), 200  # one candidate keeps a plan f
 
 
 def interior_disjoint(nodes: Sequence[NodeLink], degree_max: int = DEGREE_MAX) -> tuple[Tree, ...]:
-    """The number of stripes that is predicted best."""
+    """Stripes in the number that is predicted fastest."""
     tried = STRIPES_OF_LARGE_FLEETS if len(nodes) > LARGE_FLEET else STRIPES_TRIED
     candidates = [trees for stripes in tried if (trees := striped(nodes, stripes, degree_max))]
     candidates = [trees for trees in candidates if degree_of(trees, len(nodes)) <= degree_max]
@@ -211,22 +211,22 @@ def interior_disjoint(nodes: Sequence[NodeLink], degree_max: int = DEGREE_MAX) -
 def _builders(
     nodes: Sequence[NodeLink], degree_max: int
 ) -> dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]]:
-    """Of candidates: all are connected to all where that is within the degree; where traffic is charged, by regions too."""
+    """Builders of candidates: a full mesh if the degree limit allows it; trees by region if traffic is charged."""
     count = len(nodes)
-    found: dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]] = {"star": star, "chain": chain}
+    builders: dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]] = {"star": star, "chain": chain}
     if count <= degree_max + 1:
-        found["multi_tree"] = weighted_multi_tree
+        builders["multi_tree"] = weighted_multi_tree
     else:
-        found["interior_disjoint_trees"] = functools.partial(interior_disjoint, degree_max=degree_max)
+        builders["interior_disjoint_trees"] = functools.partial(interior_disjoint, degree_max=degree_max)
     if any(node.egress_usd_per_gib for node in nodes):
         by_region = functools.partial(regional, degree_max=degree_max, striped=striped)
-        found |= {"regional": by_region, "regional_chain": functools.partial(by_region, is_chain=True)}
-    return found
+        builders |= {"regional": by_region, "regional_chain": functools.partial(by_region, is_chain=True)}
+    return builders
 
 
 @dataclass(frozen=True, slots=True)
 class TreeChoice:
-    """Trees, and when each worker is expected to hold the artifact. `nodes`: with what is deferred for each."""
+    """Trees, and when each worker is expected to hold the artifact. `nodes`: with their deferred shares."""
 
     name: str
     nodes: tuple[NodeLink, ...]
@@ -239,7 +239,7 @@ class TreeChoice:
         return max(self.worker_s)
 
     def mean_s(self, weights: Sequence[float]) -> float:
-        """Weighted over the workers."""
+        """The workers' mean time, weighted."""
         return sum(w * s for w, s in zip(weights, self.worker_s, strict=True)) / sum(weights)
 
 
@@ -253,24 +253,24 @@ def plan(
     is_paced: bool = True,
     usd_per_s: float = 0.0,
 ) -> BroadcastPlan:
-    """The candidate with the least predicted time until every worker holds an artifact; of those within a few per cent of it, the
-    one with the least mean time of the workers, by `weights` (alike where none is given); not
-    `is_paced`: only by the first. Where traffic is charged, the one with the least charge and price of
-    its time, `usd_per_s` a second. `nodes[0]` is the seed."""
+    """Chooses the candidate with the least predicted time until every worker holds an artifact; among those within a few per
+    cent of it, the one with the least mean time, weighted by `weights` (equal if none are given). `is_paced` False: only the
+    former. Where traffic is charged, chooses the least sum of traffic and time, with time worth `usd_per_s`. `nodes[0]` is
+    the seed."""
     if len(nodes) < 2:
         return BroadcastPlan(epoch, tuple(nodes), (), "none", (), artifact_bytes, "no worker to send to")
     weighed = tuple(weights) if sum(weights) > 0 else (1.0,) * (len(nodes) - 1)
-    found: list[TreeChoice] = []
+    candidates: list[TreeChoice] = []
     for name, build in _builders(nodes, degree_max).items():
         trees = build(nodes)
         if is_sound(nodes, trees) and (degree_of(trees, len(nodes)) <= degree_max or name == "star"):
             size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
             guess = predict(nodes, trees, artifact_bytes, size)
             usd = egress_usd(nodes, trees, artifact_bytes)
-            found.append(TreeChoice(name, tuple(nodes), trees, guess.worker_s, usd))
+            candidates.append(TreeChoice(name, tuple(nodes), trees, guess.worker_s, usd))
     paced = _paced(nodes, weighed, artifact_bytes, chunk_bytes, degree_max) if is_paced else None
-    found += [paced] if paced is not None else []
-    in_limit = [f for f in found if degree_of(f.trees, len(nodes)) <= degree_max] or found
+    candidates += [paced] if paced is not None else []
+    in_limit = [f for f in candidates if degree_of(f.trees, len(nodes)) <= degree_max] or candidates
     fastest = min(in_limit, key=lambda candidate: candidate.all_s)
     chosen = min((f for f in in_limit if f.nodes == tuple(nodes)), key=lambda candidate: candidate.all_s)
     for candidate in in_limit:
@@ -279,7 +279,7 @@ def plan(
         if is_near and (is_first or candidate.mean_s(weighed) < chosen.mean_s(weighed) / MEAN_GAIN_MIN):
             chosen = candidate
     chosen = _worth_its_price(chosen, in_limit, fastest, usd_per_s)
-    reason = _reason(chosen, found, nodes, weighed, artifact_bytes)
+    reason = _reason(chosen, candidates, nodes, weighed, artifact_bytes)
     return BroadcastPlan(
         epoch, chosen.nodes, chosen.trees, chosen.name, chosen.worker_s, artifact_bytes, reason, chosen.usd
     )
@@ -288,12 +288,12 @@ def plan(
 def _worth_its_price(
     chosen: TreeChoice, in_limit: Sequence[TreeChoice], fastest: TreeChoice, usd_per_s: float
 ) -> TreeChoice:
-    """The least of charge and time's price; of those near the fastest alone where time has no price. What is chosen stays unless
-    another is cheaper by more than predictions are good for."""
-    if not any(one.usd for one in in_limit):
+    """The candidate with the least sum of traffic and time costs; if time has no price, only those near the fastest compete. The
+    first choice stays unless another is cheaper by more than the predictions' error."""
+    if not any(candidate.usd for candidate in in_limit):
         return chosen
-    near = [one for one in in_limit if usd_per_s > 0 or one.all_s <= SLOWEST_NEAR * fastest.all_s]
-    cheapest = min(near, key=lambda one: one.usd + usd_per_s * one.all_s)
+    near = [candidate for candidate in in_limit if usd_per_s > 0 or candidate.all_s <= SLOWEST_NEAR * fastest.all_s]
+    cheapest = min(near, key=lambda candidate: candidate.usd + usd_per_s * candidate.all_s)
     is_cheaper = (cheapest.usd + usd_per_s * cheapest.all_s) * MEAN_GAIN_MIN < chosen.usd + usd_per_s * chosen.all_s
     return cheapest if is_cheaper else chosen
 
@@ -301,7 +301,7 @@ def _worth_its_price(
 def _paced(
     nodes: Sequence[NodeLink], weights: Sequence[float], artifact_bytes: int, chunk_bytes: int, degree_max: int
 ) -> TreeChoice | None:
-    """Some first and the others at their own pace; None where that gains nothing, or not all are connected to all."""
+    """Some workers first, the others at their own pace; None if that gains nothing or the fleet is not fully connected."""
     if not 3 <= len(nodes) <= degree_max + 1:
         return None
     made = stages(nodes, weights)
@@ -318,18 +318,18 @@ def _paced(
 
 
 def _reason(
-    chosen: TreeChoice, found: Sequence[TreeChoice], nodes: Sequence[NodeLink], weights: Sequence[float], size: int
+    chosen: TreeChoice, candidates: Sequence[TreeChoice], nodes: Sequence[NodeLink], weights: Sequence[float], size: int
 ) -> str:
     bound, earliest = fluid_bound(nodes), own_earliest(nodes)
-    is_charged = any(other.usd for other in found)
+    is_charged = any(other.usd for other in candidates)
     times = ", ".join(
         f"{other.name} {other.all_s:.2f} s, mean {other.mean_s(weights):.2f} s"
         + (f", {other.usd:.2f} USD of traffic" if is_charged else "")
-        for other in found
+        for other in candidates
     )
-    if is_charged and chosen.all_s > SLOWEST_NEAR * min(other.all_s for other in found):
+    if is_charged and chosen.all_s > SLOWEST_NEAR * min(other.all_s for other in candidates):
         whom = f"{size / 1e6:.1f} MB to {len(nodes) - 1} workers"
-        return f"{chosen.name} costs least, time and traffic together, for {whom} ({times})"
+        return f"{chosen.name} has the least cost of time and traffic for {whom} ({times})"
     by_mean = ", with the least mean time of those near the fastest," if chosen.name.startswith("paced") else ""
     return (
         f"{chosen.name} is predicted fastest{by_mean} for {size / 1e6:.1f} MB to {len(nodes) - 1} workers ({times}); "

@@ -1,11 +1,11 @@
-"""Whose version matters first: the plan by the time until the part of the pool that is needed holds it.
+"""Which workers matter first: plans for the time until the needed part of the pool holds a version.
 
-`weighted_plan(nodes, needs, epoch)` is `trees.plan` where all matter alike. Else it makes some workers late, those without
-which the pool still has the rate that it needs and the others are done sooner: the trees are built for the others, and a
-late worker hangs below some of them only to have peers to pull from, which serve it when nothing else waits. Guarantees:
-pure, deterministic; late workers hold at most the rate that can be spared; nobody is late where that does not bring the
-needed part forward by `GAIN_MIN`; the reason says when weighting decided. Leaves to others: what a late worker is
-served when (session), weights (the coordinator).
+`weighted_plan(nodes, needs, epoch)` is `trees.plan` if all workers weigh the same. Otherwise it makes some workers late: those
+without which the pool still reaches its needed rate and the others finish sooner. Trees are built for the others; a late worker
+hangs below some of them only to have peers to pull from, which serve it when nothing else is queued. Guarantees: pure,
+deterministic; late workers hold at most the rate that can be spared; no worker is late unless that brings the needed
+part forward by `GAIN_MIN`; the reason says when weighting decided. Leaves to others: when a late worker is
+served (session), weights (the coordinator).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from echo2.broadcast.topology import DEGREE_MAX, BroadcastPlan, NodeLink, Tree, 
 from echo2.broadcast.trees import PLAN_ARTIFACT_BYTES, PLAN_CHUNK_BYTES, plan
 
 GAIN_MIN = 1.01
-HOSTS = 4  # of a late worker, where not all are connected to all; the others' trees leave room for so many
-KEPT_WITHIN = 1.05  # a plan stays while another choice of late workers would not be faster by more
+HOSTS = 4  # peers that serve a late worker if the fleet is not fully connected; the others' trees leave that much room
+KEPT_WITHIN = 1.05  # a plan stays unless another choice of late workers is faster by more than this
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """`weights`: what each worker, in the order of the nodes after the seed, gives the pool, in rollouts/s; 0: it gives
-    nothing now. `share` of their sum is needed."""
+    """`weights`: what each worker, in the order of the nodes after the seed, contributes to the pool in rollouts/s; 0: nothing
+    now. `share`: how much of their sum is needed."""
 
     weights: tuple[float, ...]
     share: float = 1.0
@@ -43,7 +43,7 @@ class Needs:
         return max(0.0, 1.0 - self.share) * total + 1e-9 * total
 
     def needed_s(self, worker_s: Sequence[float]) -> float:
-        """When workers of the needed share of the weight hold what each holds at its time; all, where all weigh alike."""
+        """When the needed share of the weight holds the version, given each worker's time; with equal weights, when all do."""
         if self.are_alike:
             return max(worker_s, default=0.0)
         missing, at_s = sum(self.weights) - self.spare, 0.0
@@ -56,7 +56,7 @@ class Needs:
 
 
 def late_of(nodes: Sequence[NodeLink], needs: Needs) -> frozenset[int]:
-    """Numbers of the nodes without which the others could be fastest, by the fluid bound; empty if by hardly more."""
+    """Numbers of the nodes whose removal speeds up the others most, by the fluid bound; empty if the gain is below GAIN_MIN."""
     best, best_rate = frozenset[int](), fluid_bound(nodes).rate_bytes_per_s * GAIN_MIN
     if needs.are_alike:
         return best
@@ -69,7 +69,7 @@ def late_of(nodes: Sequence[NodeLink], needs: Needs) -> frozenset[int]:
 
 
 def _removals(nodes: Sequence[NodeLink], needs: Needs) -> Iterator[tuple[int, float]]:
-    """One worker after the other that limits the rest and can be spared; with the bound of those then left."""
+    """Yields spareable workers that limit the rest, one at a time, each with the bound for those then left."""
     spare, weight_of = needs.spare, (0.0, *needs.weights)
     by_down = deque(sorted(range(1, len(nodes)), key=lambda i: (nodes[i].down, weight_of[i], i)))
     by_up = deque(sorted(range(1, len(nodes)), key=lambda i: (nodes[i].up, weight_of[i], i)))
@@ -90,7 +90,7 @@ def _removals(nodes: Sequence[NodeLink], needs: Needs) -> Iterator[tuple[int, fl
 
 
 def is_fit(known: BroadcastPlan, nodes: Sequence[NodeLink], needs: Needs) -> bool:
-    """Whether a plan for the same nodes may stay: its late workers can be spared, and others would hardly be better."""
+    """Whether a plan for the same nodes may stay: its late workers can be spared, and no other choice is much better."""
     if [replace(node, is_late=False, deferred_share=0.0, turn=0) for node in known.nodes] != list(nodes):
         return False
     late = frozenset(number for number, node in enumerate(known.nodes) if node.is_late)
@@ -111,8 +111,8 @@ def weighted_plan(
     chunk_bytes: int = PLAN_CHUNK_BYTES,
     usd_per_s: float = 0.0,
 ) -> BroadcastPlan:
-    """The plan with which the needed part is predicted to be done first; of such, with which all are. `nodes[0]` is the
-    seed; `usd_per_s`: what a second is worth where traffic is charged (trees.plan)."""
+    """The plan that is predicted to finish the needed part first; among such, the one that finishes all first. `nodes[0]` is
+    the seed; `usd_per_s`: what a second is worth where traffic is charged (trees.plan)."""
     weights = () if needs.are_alike else needs.weights  # a mean by equal weights would differ in its last digit
     for_all = plan(nodes, epoch, artifact_bytes, chunk_bytes, weights=weights, usd_per_s=usd_per_s)
     late = late_of(nodes, needs)
@@ -126,14 +126,14 @@ def weighted_plan(
     trees = _with_late(nodes, late, first)
     assert is_sound(nodes, trees), "late workers hang where they can connect"
     times = _times(nodes, late, first)
-    # Who can be spared need not have a pace kept for it: a version counts as spread when all others have it.
+    # Spareable workers need no paced schedule: a version counts as spread when all others have it.
     rival = plan(nodes, epoch, artifact_bytes, chunk_bytes, is_paced=False)
     needed_s, alike_s = needs.needed_s(times), needs.needed_s(rival.predicted_s)
     if needed_s * GAIN_MIN > alike_s:
-        return for_all  # all are done sooner
+        return for_all  # weighting would gain too little
     reason = (
-        f"{first.reason}; weighting decided: {len(late)} of {len(nodes) - 1} workers come later ({max(times):.2f} s), "
-        f"because the pool needs {needs.share:.0%} of its rate and with all alike that would take {alike_s:.2f} s"
+        f"{first.reason}; weighting decided: {len(late)} of {len(nodes) - 1} workers are served later ({max(times):.2f} s), "
+        f"because the pool needs {needs.share:.0%} of its rate and treating all alike would take {alike_s:.2f} s"
     )
     paced = iter(first.nodes)
     marked = tuple(replace(node, is_late=True) if number in late else next(paced) for number, node in enumerate(nodes))
@@ -142,7 +142,7 @@ def weighted_plan(
 
 
 def _with_late(nodes: Sequence[NodeLink], late: frozenset[int], first: BroadcastPlan) -> tuple[Tree, ...]:
-    """The trees with each late worker below some others, whose turn it is; below the seed if none can meet it."""
+    """The trees with each late worker below some others, in round-robin order; below the seed if none can connect to it."""
     needed = [number for number in range(len(nodes)) if number not in late]
     neighbours: list[set[int]] = [set() for _ in nodes]
     found: list[list[int]] = []
@@ -163,7 +163,7 @@ def _with_late(nodes: Sequence[NodeLink], late: frozenset[int], first: Broadcast
 
 
 def _host_for(nodes: Sequence[NodeLink], number: int, hosts: deque[int], neighbours: Sequence[set[int]]) -> int:
-    """The next in turn that can meet this one, neighbours from now on; those with all that they may have leave the turn."""
+    """The next host in rotation that can connect to this worker; records them as neighbours and drops hosts at the degree limit."""
     for _ in range(len(hosts)):
         host = hosts.popleft()
         if len(neighbours[host]) >= DEGREE_MAX:
@@ -177,8 +177,8 @@ def _host_for(nodes: Sequence[NodeLink], number: int, hosts: deque[int], neighbo
 
 
 def _times(nodes: Sequence[NodeLink], late: frozenset[int], first: BroadcastPlan) -> tuple[float, ...]:
-    """Per worker: those needed as their trees say; a late one not before all of them, nor before all uplinks can have
-    sent a copy to everybody, nor than its downlink allows."""
+    """Per worker: needed ones as their trees predict; a late one not before all of those, nor before all uplinks can have
+    sent a copy to everyone, nor faster than its downlink allows."""
     size, needed_s = first.predicted_bytes, iter(first.predicted_s)
     spread_s = (len(nodes) - 1) * size / sum(node.up for node in nodes)
     after_s = max(first.predicted_all_s, spread_s)

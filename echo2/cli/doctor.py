@@ -26,11 +26,12 @@ from echo2.base.errors import ResourceError
 from echo2.base.units import format_bytes
 from echo2.cli.doctor_network import coordinator_findings, no_link_findings, ports_finding, worker_findings
 from echo2.cli.extras import MODULES
+from echo2.cli.learner_room import LearnerMachine, shortages
 from echo2.cli.link_text import link_text
 from echo2.cli.run_shape import fit_rows, guessed_model_of, learner_line, lengths_of
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_catalogue
-from echo2.cost_model.sizing import CpuWeights, worker_fit
+from echo2.cost_model.sizing import ModelSize, worker_fit
 from echo2.trust.identity import JoinLink
 from echo2.worker.findings import Finding, disk_finding, gpu_finding, memory_finding
 from echo2.worker.options import EngineChoice
@@ -107,7 +108,8 @@ def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
 
 
 def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Finding]:
-    """How the run's model goes on this machine as a worker, and on the kinds of machine that the catalogue knows."""
+    """How the run's model goes on this machine as a worker and as its learner, and on the kinds of machine that the catalogue
+    knows."""
     from echo2.worker.runtime.machine import chosen_engine
 
     size, origin = guessed_model_of(config.model.path)
@@ -115,18 +117,35 @@ def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Findin
     shape = f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths.of(size)} tokens"
     is_vllm = chosen_engine(EngineChoice(config.worker.engine), machine) is EngineChoice.VLLM
     gpus = [gpu.memory_bytes for gpu in machine.gpus] if is_vllm else []
-    weights = CpuWeights.INT8 if config.worker.quantisation == "int8" else CpuWeights.FLOAT32
     try:
-        here = worker_fit(size, gpus, machine.memory_bytes, lengths, weights).reason
+        here = worker_fit(size, gpus, machine.memory_bytes, lengths).reason
     except ResourceError as error:
         here = f"no worker: {error}"
     yield Finding("model", f"{shape}; here: {here}")
-    memory_bytes = min((gpu.memory_bytes for gpu in machine.gpus), default=machine.memory_bytes)
-    needed = learner_line(config, size, len(machine.gpus), memory_bytes)
-    yield Finding("learner of it here", needed.removeprefix("learner: "))
+    yield learner_finding(machine, config, size)
     for name, gpu_count, sequences, *_, instead in fit_rows(size, lengths, built_in_catalogue().values()):
         kind = f"{gpu_count} x {name}" if gpu_count else name
         yield Finding(f"a worker on {kind}", f"{sequences} sequences" if sequences else f"would fit: {instead}")
+
+
+def learner_finding(machine: WorkerMachine, config: RunConfig, size: ModelSize) -> Finding:
+    """What the learner needs, and whether it is there. Started by torchrun, it has the GPUs of all ranks (`WORLD_SIZE`)."""
+    here = [] if config.learner.device == "cpu" else [gpu.memory_bytes for gpu in machine.gpus]
+    ranks = os.environ.get("WORLD_SIZE", "")
+    count = max(len(here), int(ranks)) if here and ranks.isdigit() else len(here)
+    room = LearnerMachine(
+        count, min(here, default=0), machine.memory_bytes, machine.free_disk_bytes, min(count, len(here))
+    )
+    needed = learner_line(config, size, count, min(here, default=machine.memory_bytes)).removeprefix("learner: ")
+    short = shortages(config, size, room)
+    if not short:
+        return Finding("learner of it here", needed, is_good=count % config.learner.replicas == 0)
+    told = "; ".join(f"{one.what}: {one.text}" for one in short)
+    instead = "; ".join(f"for {one.what}: {one.would_fit}" for one in short)
+    advice = (
+        f"what would fit, {instead}. Only the learner's machine needs it; for a learner of several machines ask with "
+    )
+    return Finding("learner of it here", f"{needed}. Too little here: {told}", False, advice + "WORLD_SIZE=RANKS set")
 
 
 def _existing(folder: Path) -> Path:

@@ -6,32 +6,44 @@ import argparse
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from echo2.base.errors import ConfigError
 from echo2.base.units import parse_bytes, parse_duration_s, parse_rate_bytes_per_s
+from echo2.cli.learner_room import LEARNER_GPU, LearnerMachine, gpus_needed, verdict
 from echo2.cli.options import make_importable
-from echo2.cli.run_shape import audit_costs, audit_line, learner_line, lengths_of, model_of
+from echo2.cli.run_shape import (
+    MEAN_SHARE,
+    TAIL_SHARE,
+    ForeseenAudit,
+    audit_costs,
+    audit_line,
+    learner_line,
+    learner_run,
+    lengths_of,
+    model_of,
+)
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime import experience_file
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.coordinator.runtime.quiet import quiet_solver
-from echo2.cost_model.catalogue import GpuType, gpu_of, parse_catalogue, train_s_prior
+from echo2.cost_model.catalogue import CPU, GpuType, gpu_of, parse_catalogue, train_s_prior
 from echo2.cost_model.experience import JOIN_S
-from echo2.cost_model.memory import TOKEN_BUDGET_MAX, fewest_gpus
+from echo2.cost_model.memory import checkpoint_bytes
 from echo2.cost_model.offers import EGRESS_USD_PER_GIB
+from echo2.cost_model.plan import Plan
+from echo2.cost_model.prefill import PrefillWork
 from echo2.cost_model.question import WHAT_IF, PlanQuestion, PoolOffer, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import ModelSize, size_by_billions
 from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
 
 MARKET_COUNT = 48
-LEARNER_GPU = "H100"  # of a learner of which nothing else is said
-CHECKPOINT_BYTES_PER_PARAMETER = 14  # float32 masters, two moments of Adam, the bf16 weights last published
 CHECKPOINT_BYTES_PER_S = 5e9  # of one GPU or CPU, into host memory that is not pinned
+DROPPED_GROUPS = 0.25
+"""Of the groups, what dynamic sampling is assumed to throw away where it is on: those that the model always or never solves."""
 DELTA_SHARE = 0.01  # of all bf16 bytes, a step; between the 0.7 % and 0.9 % measured, with the container
-MEAN_SHARE, TAIL_SHARE = 0.35, 0.85  # of the longest completion, where no lengths are given
 
 
 def add_plan_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,7 +90,8 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     make_importable(own.files)
     config = load_config(own.files, own.preset, parse_overrides(rest))
     catalogue = load_catalogue(own.catalogue)
-    question, origin = question_of(config, read_toml(own.fleet) if own.fleet else {}, catalogue, own.billions)
+    fleet = read_toml(own.fleet) if own.fleet else {}
+    question, origin = question_of(config, fleet, catalogue, own.billions)
     for name, value in [pair for text in own.what_if for pair in parse_what_if(text)]:
         question = question.what_if(name, value)
     from echo2.cli.plan_answer import (  # loads the planner: only this command pays for it
@@ -88,24 +101,68 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
         print_answer,
         print_fits,
     )
-    from echo2.cost_model.egress import plan_with_egress
 
     with quiet_solver():
-        answer = plan_with_egress(question.snapshot(), question.wishes)
+        question, answer, audited = _planned(config, question)
         if own.plot:
             plot(question, own.plot)
         told = as_json(question, answer, PlannedRun(config.learner.steps, origin)) if own.json else {}
-    prompt = config.sampling.max_prompt_tokens / 2  # of usual length
-    audited = audit_costs(config, prompt, question.tokens.mean, question.learner.train_s)
     if own.json:
         print(json.dumps(told | {"audit": asdict(audited) if audited else None}, indent=2))
     else:
         print_answer(question, answer, PlannedRun(config.learner.steps, origin), own.explain)
         print_fits(question)
-        gpu_count = learner_gpus(config, question.model, catalogue)
-        print(learner_line(config, question.model, gpu_count, _learner_gpu(catalogue).memory_bytes))
+        gpu, gpu_count = learner_gpus(config, fleet, question.model, catalogue)
+        here = LearnerMachine(gpu_count, gpu.memory_bytes)
+        if gpu.name == CPU:
+            here = LearnerMachine(0, memory_bytes=gpu.memory_bytes)
+        print(
+            learner_line(config, question.model, here.gpu_count, gpu.memory_bytes)
+            + verdict(config, question.model, here)
+        )
         print(audit_line(audited))
     return 0
+
+
+def _planned(config: RunConfig, question: PlanQuestion) -> tuple[PlanQuestion, Plan, ForeseenAudit | None]:
+    """The question, its answer and what the audit takes. Where caches are kept, which rollouts workers may score follows from
+    the period and the pool: then it is planned twice."""
+    from echo2.cost_model.egress import plan_with_egress
+
+    audited = _audit(config, question, 0.0)
+    question = replace(question, prefill=_prefill_work(config, question, audited))
+    answer = plan_with_egress(question.snapshot(), question.wishes)
+    if audited is None or config.worker.swap_mode != "keep_kv":
+        return question, answer, audited
+    audited = _audit(config, question, _kept_share(question, answer))
+    question = replace(question, prefill=_prefill_work(config, question, audited))
+    answer = plan_with_egress(question.snapshot(), question.wishes)
+    return question, answer, _audit(config, question, _kept_share(question, answer))
+
+
+def _audit(config: RunConfig, question: PlanQuestion, kept_share: float) -> ForeseenAudit | None:
+    prompt = config.sampling.max_prompt_tokens / 2  # of usual length
+    return audit_costs(config, prompt, question.tokens.mean, question.learner.train_s, kept_share)
+
+
+def _prefill_work(config: RunConfig, question: PlanQuestion, audited: ForeseenAudit | None) -> PrefillWork:
+    """Audits read of what is trained on alone; workers sample for evaluations and for groups that are thrown away too."""
+    learner = question.learner
+    trained = learner.trained_rollouts / learner.rollouts_per_step
+    share = audited.fleet_share * trained if audited else 0.0
+    return PrefillWork(config.worker.swap_mode == "recompute_kv", share)
+
+
+def _kept_share(question: PlanQuestion, answer: Plan) -> float:
+    """Of the tokens, those of rollouts that a version meets while they run, on the pool's machines."""
+    from echo2.cost_model.prefill import kept_cache_share
+
+    workers = {worker.worker_id: worker for worker in question.snapshot().workers}
+    pool = [workers[one] for one in answer.pool] or list(workers.values())
+    rate = sum(worker.rollouts_per_s for worker in pool)
+    mean_s = sum(worker.rollouts_per_s * worker.rollout_s_mean for worker in pool) / rate
+    tokens, period_s = question.tokens, answer.kappa * question.learner.train_s
+    return kept_cache_share(tokens.mean, tokens.tail, tokens.longest, mean_s / tokens.mean, period_s)
 
 
 # ---- reading
@@ -184,8 +241,8 @@ class Fields:
             raise ConfigError(f"{self.whose}: no such field: {', '.join(sorted(self.table))}")
 
 
-def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType]) -> PoolOffer:
-    """One `[[worker]]` table."""
+def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType], gpus: int = 1) -> PoolOffer:
+    """One `[[worker]]` table: `count` machines of `gpus` GPUs each, where the table names no other number."""
     fields = Fields(f"worker {index}", table)
     gpu = gpu_of(catalogue, fields.text("gpu", "RTX4090"))
     provider = fields.text("provider", "")
@@ -202,6 +259,7 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType]) -> Poo
         slots=int(fields.number("slots", 0)),
         tokens_per_s=fields.number("tokens_per_s", 0.0),
         egress_usd_per_gib=fields.number("egress_usd_per_gib", EGRESS_USD_PER_GIB.get(provider.lower(), 0.0)),
+        gpus=int(fields.number("gpus", gpus)),
     )
     fields.text("origin", "")
     fields.done()
@@ -227,7 +285,8 @@ def question_of(
     if tables is not None and not isinstance(tables, list):
         raise ConfigError(f"fleet: worker: expected [[worker]] tables, got {tables!r}")
     offers = _market(catalogue) if tables is None else [offer_of(one, i, catalogue) for i, one in enumerate(tables)]
-    learner = _learner(config, Fields("learner", fleet.get("learner", {})), size, tokens.mean, catalogue)
+    machine = learner_gpus(config, fleet, size, catalogue)
+    learner = _learner(config, Fields("learner", fleet.get("learner", {})), size, tokens.mean, machine)
     for fields in (model, lengths):
         fields.done()
     known = experience_file.known(experience_file.place(config.coordinator.machines_file))
@@ -248,16 +307,17 @@ def _market(catalogue: Mapping[str, GpuType]) -> list[PoolOffer]:
 
 
 def _learner(
-    config: RunConfig, fields: Fields, size: ModelSize, mean_tokens: float, catalogue: Mapping[str, GpuType]
+    config: RunConfig, fields: Fields, size: ModelSize, mean_tokens: float, machine: tuple[GpuType, int]
 ) -> LearnerEstimate:
+    gpu, gpu_count = machine
     group = config.learner.rollouts_per_prompt
     batch = int(fields.number("rollouts_per_step", config.learner.prompts_per_step * group))
     evaluation = round(evaluation_rollouts(config))
-    gpu = gpu_of(catalogue, fields.text("gpu", LEARNER_GPU))
-    gpu_count = int(fields.number("gpu_count", learner_gpus(config, size, {gpu.name: gpu})))
     whole = float(size.gpu_weight_bytes)
     train_s = fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * mean_tokens))
-    copied_s = CHECKPOINT_BYTES_PER_PARAMETER * size.billions * 1e9 / (CHECKPOINT_BYTES_PER_S * gpu_count)
+    run = learner_run(config, size)
+    copied = checkpoint_bytes(run.trained_parameters(size), run.published_bytes(size))
+    copied_s = copied / (CHECKPOINT_BYTES_PER_S * gpu_count)
     idle_s = fields.seconds("checkpoint", copied_s) / config.learner.checkpoint_every_steps
     made = LearnerEstimate(
         rollouts_per_step=batch + evaluation,
@@ -271,9 +331,11 @@ def _learner(
         encode_s=fields.seconds("encode", 1.0),
         price_usd_per_hour=fields.number("price_usd_per_hour", gpu.usd_per_hour * gpu_count),
     )
-    fields.text("origin", "")
+    dropped = fields.number("dropped_groups", DROPPED_GROUPS if config.learner.drop_equal_groups else 0.0)
+    for name in ("gpu", "gpu_count", "origin"):
+        fields.table.pop(name, None)
     fields.done()
-    return made
+    return made.dropping(dropped)
 
 
 def evaluation_rollouts(config: RunConfig) -> float:
@@ -285,14 +347,17 @@ def evaluation_rollouts(config: RunConfig) -> float:
     return asked / task.eval_every_steps
 
 
-def learner_gpus(config: RunConfig, size: ModelSize, catalogue: Mapping[str, GpuType]) -> int:
-    """Of a learner of which nothing is said: the fewest on which it fits."""
-    budget = config.learner.token_budget or TOKEN_BUDGET_MAX
-    return fewest_gpus(size, budget, _learner_gpu(catalogue).memory_bytes, config.learner.replicas)
-
-
-def _learner_gpu(catalogue: Mapping[str, GpuType]) -> GpuType:
-    return catalogue.get(LEARNER_GPU) or next(iter(catalogue.values()))
+def learner_gpus(
+    config: RunConfig, fleet: Mapping[str, object], size: ModelSize, catalogue: Mapping[str, GpuType]
+) -> tuple[GpuType, int]:
+    """By `[learner]` of the fleet file: which GPU and how many. Where it says nothing, the fewest on which the learner fits."""
+    fields = Fields("learner", fleet.get("learner", {}))
+    usual = LEARNER_GPU if LEARNER_GPU in catalogue else next(iter(catalogue))
+    gpu = gpu_of(catalogue, fields.text("gpu", usual))
+    count = int(fields.number("gpu_count", 0 if gpu.name == CPU else gpus_needed(config, size, gpu.memory_bytes)))
+    if count < 0 or (count == 0 and gpu.name != CPU):
+        raise ConfigError(f"learner: gpu_count: expected a number above 0, got {count}")
+    return gpu, max(1, count)
 
 
 def _wishes(config: RunConfig) -> PlanConfig:

@@ -18,7 +18,7 @@ from echo2.cost_model.advice import advise
 from echo2.cost_model.egress import plan_with_egress as plan
 from echo2.cost_model.egress import sent_gib_per_hour
 from echo2.cost_model.plan import Limit, Plan, Term
-from echo2.cost_model.question import PlanQuestion
+from echo2.cost_model.question import PlanQuestion, PoolOffer
 from echo2.cost_model.snapshot import LearnerEstimate
 
 
@@ -85,6 +85,11 @@ def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, 
         dict(zip(FIT_COLUMNS, row, strict=True))
         for row in fit_rows(question.model, question.lengths, question.catalogue.values())
     ]
+    told["prefill"] = {
+        offer.key: {"is_measured": question.is_measured(offer), **dataclasses.asdict(question.prefill_cost(offer))}
+        for offer in pool_offers(question, answer)
+    }
+    told["left_out"] = {offer.machine: would for offer, would in question.refused.items()}
     told["staleness_bound"] = question.wishes.staleness_bound
     told["learner"] = dataclasses.asdict(question.learner)
     hours, usd_per_hour = hours_of(question, answer, run), answer.usd_per_hour + question.learner.price_usd_per_hour
@@ -126,6 +131,14 @@ def print_answer(question: PlanQuestion, answer: Plan, run: PlannedRun, with_sum
         f"S = {question.wishes.staleness_bound}",
         soft_wrap=True,
     )
+    if learner.dropped_rollouts:
+        console.print(
+            f"dropped  {learner.dropped_share:.0%} of the groups are assumed to have equal rewards, which dynamic sampling throws "
+            f"away: workers make {learner.rollouts_per_step} rollouts a step (--what-if dropped=0.4 takes another share)",
+            soft_wrap=True,
+        )
+    for offer, would in question.refused.items():
+        console.print(f"left out {offer.machine}: the model does not fit; what would fit: {would}", soft_wrap=True)
     if answer.is_feasible:
         _print_price(console, question, answer, run)
     else:
@@ -150,12 +163,20 @@ def _step_text(learner: LearnerEstimate) -> str:
 
 def _pool(question: PlanQuestion, answer: Plan) -> str:
     """A worker may take several GPUs."""
-    gpus = {offer.key: question.prior(offer).gpu_count for offer in question.offers}
-    parts = (
-        f"{count} x {kind}" if gpus.get(kind, 1) == 1 else f"{count} workers of {gpus[kind]} x {kind}"
-        for kind, count in pool_by_kind(answer).items()
-    )
-    return ", ".join(parts) or "no worker"
+    offers, kinds = {offer.key: offer for offer in question.offers}, pool_by_kind(answer)
+    return ", ".join(_machines(question, offers[kind], count) for kind, count in kinds.items()) or "no worker"
+
+
+def pool_offers(question: PlanQuestion, answer: Plan) -> list[PoolOffer]:
+    """The machines on offer of which the pool has some, one of each kind."""
+    offers = {offer.key: offer for offer in question.offers}
+    return [offers[kind] for kind in pool_by_kind(answer)]
+
+
+def _machines(question: PlanQuestion, offer: PoolOffer, count: int) -> str:
+    gpus = question.prior(offer).gpu_count
+    kind = f"{offer.provider}/{offer.gpu}" if offer.provider else offer.gpu
+    return f"{count} x {kind}" if gpus == 1 else f"{count} workers of {gpus} x {kind}"
 
 
 def _publishes(kappa: int) -> str:
@@ -253,6 +274,7 @@ def _print_sums(console: Console, question: PlanQuestion, answer: Plan) -> None:
         f"transfer    fluid bound of {format_bytes(size)} over {format_bytes(learner.link.uplink_bytes_per_s)}/s and "
         f"the pool's links / {question.wishes.broadcast_efficiency:g} = {answer.transfer_s:.2f} s",
         f"T_bcast     transfer + encode + round trips + apply = {answer.broadcast_s:.2f} s",
+        *_prefill_lines(question, answer),
         f"(2) rate    mu_pool = {rate:.4g} against R/T_train = {batch}/{train_s:.4g} = {batch / train_s:.4g} /s",
         f"(2) links   transfer = {answer.transfer_s:.2f} against kappa*T_train = {kappa}*{train_s:.4g} = "
         f"{kappa * train_s:.4g} s",
@@ -266,6 +288,38 @@ def _print_sums(console: Console, question: PlanQuestion, answer: Plan) -> None:
         f"{answer.usd_per_useful_rollout:.5f} USD",
     ]
     console.print("\n".join(lines), soft_wrap=True)
+
+
+def _prefill_lines(question: PlanQuestion, answer: Plan) -> list[str]:
+    """What the pool's machines prefill beside what they sample, and what is left of their rate."""
+    return [
+        f"prefill     {offer.key}: {_prefill_text(question, offer, answer.kappa)}"
+        for offer in pool_offers(question, answer)
+    ]
+
+
+def _prefill_text(question: PlanQuestion, offer: PoolOffer, kappa: int) -> str:
+    cost, worker = question.prefill_cost(offer), question.worker(offer, 0)
+    if question.is_measured(offer):
+        return "in its measured rate"
+    sampled = worker.tokens_per_s / cost.rate_share
+    period_s = kappa * question.learner.train_s
+    audit_s = question.learner.train_s * (1.0 - cost.rate_share)
+    again = (
+        f"caches of {cost.recompute_tokens:.0f} tokens again at each version, {format_seconds(cost.recompute_s)}"
+        if cost.recompute_tokens
+        else "no cache is recomputed"
+    )
+    read = (
+        f"audits read {question.prefill.audit_share:.0%} of what is sampled, {format_seconds(audit_s)} a step"
+        if question.prefill.audit_share
+        else "no audit reads"
+    )
+    left = cost.rate_share * max(0.0, 1.0 - worker.swap_s / period_s)
+    return (
+        f"{cost.tokens_per_s:.0f} tokens/s read, {sampled:.0f} sampled; {again}; {read}: {left:.1%} of the sampling is left, "
+        f"{left * sampled / question.tokens.mean:.4g} rollouts/s each"
+    )
 
 
 def _egress_lines(question: PlanQuestion, kappa: int) -> list[str]:

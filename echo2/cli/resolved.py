@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from echo2.base.units import format_bytes
 from echo2.broadcast.topology import CHUNKS_AIM, chunk_bytes_for
-from echo2.cli.run_shape import guessed_model_of, lengths_of
+from echo2.cli.run_shape import guessed_model_of, learner_run, lengths_of
 from echo2.config.run import RunConfig
 from echo2.cost_model.memory import (
     CHECKPOINTING_FROM_BYTES,
@@ -136,13 +136,11 @@ def token_budget(config: RunConfig) -> Resolved[int]:
     gpu_count = int(os.environ.get("WORLD_SIZE", "1")) if gpus else 0
     memory_bytes = min((gpu.memory_bytes for gpu in gpus), default=memory_total_bytes())
     longest = lengths_of(config).of(size)
-    replicas = config.learner.replicas
-    budget = token_budget_for(size, longest, memory_bytes, gpu_count, replicas)
+    run = learner_run(config, size)
+    budget = token_budget_for(size, longest, memory_bytes, gpu_count, run)
     where = f"each of {gpu_count} GPUs" if gpu_count else "memory"
     keeps = checkpointing_of(config.learner.gradient_checkpointing, size, budget, 2 if gpu_count else 4)
-    needed = learner_memory(
-        size, budget, keeps, gpu_count=gpu_count, checkpoints_kept=0, replicas=replicas
-    ).device_bytes
+    needed = learner_memory(size, budget, keeps, gpu_count=gpu_count, run=run).device_bytes
     why = (
         f"the learner then takes {format_bytes(needed)} of {format_bytes(memory_bytes)} on {where}, sequences of up to "
         f"{longest} tokens"

@@ -8,22 +8,39 @@ Guarantees: opens no connection, loads no torch. Leaves to others: what fits (co
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.units import format_bytes, format_seconds
+from echo2.broadcast.room import store_bytes_for
 from echo2.config.run import RunConfig
 from echo2.coordinator.runtime.catalogue import built_in_models
-from echo2.cost_model.catalogue import CPU, GpuType, worker_prior
-from echo2.cost_model.memory import Checkpointing, checkpointing_of, learner_memory, token_budget_for
+from echo2.cost_model.catalogue import CPU, GpuType, WorkerPrior, worker_prior
+from echo2.cost_model.memory import (
+    Checkpointing,
+    LearnerMemory,
+    LearnerRun,
+    checkpointing_of,
+    learner_memory,
+    token_budget_for,
+)
 from echo2.cost_model.question import billions_in
-from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence, model_size, size_by_billions
+from echo2.cost_model.sizing import (
+    ModelSize,
+    Quantisation,
+    RunLengths,
+    longest_sequence,
+    model_size,
+    size_by_billions,
+)
 
 DEFAULT_BILLIONS = 8.0
+MEAN_SHARE, TAIL_SHARE = 0.35, 0.85  # of the longest completion, where no lengths are given
 SCORED_VERSIONS = 2  # each rollout, under its version and an older one
 CHECKPOINTING_WORDS = {
     Checkpointing.OFF: "", Checkpointing.FULL: ", checkpointed", Checkpointing.SELECTIVE: ", selectively checkpointed",
@@ -33,12 +50,14 @@ FIT_COLUMNS = ("machine", "GPUs a worker", "sequences", "at full length", "token
 
 @dataclass(frozen=True, slots=True)
 class ForeseenAudit:
-    """`fleet_share`: tokens that workers read, of those trained on. `own_s_per_step`: the learner's, for known answers;
-    `alone_s_per_step`: where it scores everything."""
+    """`fleet_share`: tokens that workers read, of those trained on. `own_s_per_step`: the learner's, for known answers and for
+    rollouts that no worker may score; `alone_s_per_step`: where it scores everything. `kept_share`: of the tokens, those of
+    rollouts that keep their cache across versions, which the learner scores itself; 0 where caches are recomputed."""
 
     fleet_share: float
     own_s_per_step: float
     alone_s_per_step: float
+    kept_share: float = 0.0
 
 
 def model_of(path: str) -> tuple[ModelSize, str]:
@@ -97,11 +116,12 @@ def lengths_of(config: RunConfig) -> RunLengths:
     """The run's longest sequence, and what its workers are told to stay below."""
     sampling, worker = config.sampling, config.worker
     longest = longest_sequence(sampling.max_prompt_tokens, sampling.max_new_tokens, turns_max(config))
-    return RunLengths(longest, worker.slots, worker.context_tokens)
+    return RunLengths(longest, worker.slots, worker.context_tokens, Quantisation(worker.quantisation))
 
 
 def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[GpuType]) -> Iterator[tuple[str, ...]]:
-    """How the model goes on each kind of machine, as FIT_COLUMNS."""
+    """How the model goes on each kind of machine, as FIT_COLUMNS: by the number of GPUs that makes most tokens for its price,
+    behind a row of one GPU where the model fits one too."""
     for gpu in gpus:
         name = f"{gpu.name} ({format_bytes(gpu.memory_bytes)})"
         try:
@@ -109,25 +129,67 @@ def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[GpuType]) -> 
         except ResourceError as error:
             yield name, "", "", "", "", str(error).rpartition("what would fit: ")[2]
             continue
-        fit = prior.fit
-        yield (
-            name, "" if gpu.name == CPU else str(prior.gpu_count), str(prior.slots),
-            str(fit.engine_count * fit.whole_sequences), str(fit.engine_count * fit.cache_tokens), "",
-        )  # fmt: skip
+        if prior.gpu_count > 1:
+            with contextlib.suppress(ResourceError):
+                yield _fit_row(gpu, worker_prior(gpu, model, lengths, gpu_count=1))
+        yield _fit_row(gpu, prior)
+
+
+def _fit_row(gpu: GpuType, prior: WorkerPrior) -> tuple[str, ...]:
+    fit = prior.fit
+    return (
+        f"{gpu.name} ({format_bytes(gpu.memory_bytes)})", "" if gpu.name == CPU else str(prior.gpu_count), str(prior.slots),
+        str(fit.engine_count * fit.whole_sequences), str(fit.engine_count * fit.cache_tokens), "",
+    )  # fmt: skip
+
+
+def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
+    """What the run has its learner keep. Rollouts: at most those of S + 1 steps are open or wait for theirs."""
+    learner, bound = config.learner, config.staleness.bound
+    rollouts = learner.prompts_per_step * learner.rollouts_per_prompt * (bound + 1)
+    made = LearnerRun(
+        staleness_bound=bound,
+        checkpoints_kept=learner.checkpoints_kept,
+        published_value_bytes=2 if config.model.weights_dtype == "bfloat16" else 4,
+        rollout_tokens=rollouts * turns_max(config) * MEAN_SHARE * config.sampling.max_new_tokens,
+        replicas=learner.replicas,
+        adapter_rank=config.model.lora_rank,
+        is_audited=learner.audit_share > 0,
+        has_reference=learner.kl_coefficient > 0,
+    )
+    return replace(made, store_bytes=learner.store_bytes or store_bytes_for(made.published_bytes(model)))
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerNeeds:
+    """Of a learner on `gpu_count` GPUs, or on the CPU for 0, with micro-batches of `budget` tokens."""
+
+    gpu_count: int
+    budget: int
+    checkpointing: Checkpointing
+    memory: LearnerMemory
+
+
+def learner_needs(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> LearnerNeeds:
+    """Of a learner on so many GPUs of so much memory each, or on the CPU for 0: the sum that plan and doctor tell."""
+    run = learner_run(config, model)
+    budget = config.learner.token_budget or token_budget_for(
+        model, lengths_of(config).of(model), memory_bytes, gpu_count, run
+    )
+    keeps = checkpointing_of(config.learner.gradient_checkpointing, model, budget, 2 if gpu_count else 4)
+    return LearnerNeeds(gpu_count, budget, keeps, learner_memory(model, budget, keeps, gpu_count=gpu_count, run=run))
+
+
+def gpus_text(count: int) -> str:
+    """As the place of something that is there once on each."""
+    return "one GPU" if count == 1 else f"each of {count} GPUs"
 
 
 def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> str:
-    """What the learner needs, on so many GPUs of so much memory each, or on the CPU for 0."""
-    given, replicas = config.learner, config.learner.replicas
-    budget = given.token_budget or token_budget_for(
-        model, lengths_of(config).of(model), memory_bytes, gpu_count, replicas
-    )
-    value_bytes = 2 if gpu_count else 4
-    keeps = checkpointing_of(given.gradient_checkpointing, model, budget, value_bytes)
-    found = learner_memory(
-        model, budget, keeps, gpu_count=gpu_count, checkpoints_kept=given.checkpoints_kept, replicas=replicas
-    )  # fmt: skip
-    where = f"each of {gpu_count} GPUs" if gpu_count else "memory"
+    """What the learner needs, in words."""
+    needs, replicas = learner_needs(config, model, gpu_count, memory_bytes), config.learner.replicas
+    found = needs.memory
+    where = gpus_text(gpu_count) if gpu_count else "the CPU, in memory"
     if replicas > 1:
         where += f", {replicas} copies" + (f" of {gpu_count // replicas} each" if gpu_count >= replicas else "")
     if gpu_count % replicas:
@@ -136,17 +198,17 @@ def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_byt
         f"{format_bytes(found.state_bytes)} of state and about {format_bytes(found.activation_bytes)} of activations"
     )
     return (
-        f"learner: {format_bytes(found.device_bytes)} on {where} ({parts} for {budget} tokens"
-        f"{CHECKPOINTING_WORDS[keeps]}), {format_bytes(found.host_bytes)} of host memory beside it, "
-        f"{format_bytes(found.disk_bytes)} of disk for checkpoints"
+        f"learner: {format_bytes(found.device_bytes)} on {where} ({parts} for {needs.budget} tokens"
+        f"{CHECKPOINTING_WORDS[needs.checkpointing]}), {format_bytes(found.host_bytes)} of host memory beside it, "
+        f"{format_bytes(found.disk_bytes)} of disk for checkpoints and chunks"
     )
 
 
 def audit_costs(
-    config: RunConfig, prompt_tokens: float, completion_tokens: float, train_s: float
+    config: RunConfig, prompt_tokens: float, completion_tokens: float, train_s: float, kept_share: float = 0.0
 ) -> ForeseenAudit | None:
     """What the audit takes; None where it is off, as with an adapter. `train_s`: of a step. A token that is trained on takes three
-    forward passes, one that is scored takes one."""
+    forward passes, one that is scored takes one. `kept_share`: see ForeseenAudit."""
     from echo2.learner.scorings import VERIFIED_SHARE  # loads numpy: only who asks pays for it
 
     given = config.learner
@@ -155,8 +217,12 @@ def audit_costs(
     read = (prompt_tokens + completion_tokens) / completion_tokens
     wanted = given.audit_share * SCORED_VERSIONS * read
     own_s = wanted * train_s / 3
-    share = min(wanted, given.audit_fleet_share)
-    return ForeseenAudit(share, VERIFIED_SHARE * share / wanted * own_s, own_s)
+    for_workers = wanted * (1.0 - kept_share)
+    share = min(for_workers, given.audit_fleet_share)
+    # Where workers may not read more, less is drawn of everything.
+    drawn = share / for_workers if given.audit_fleet_share and for_workers > 0 else 1.0
+    own = drawn * kept_share + VERIFIED_SHARE * share / wanted
+    return ForeseenAudit(share, own * own_s, own_s, kept_share)
 
 
 def audit_line(found: ForeseenAudit | None) -> str:
@@ -166,9 +232,11 @@ def audit_line(found: ForeseenAudit | None) -> str:
     alone = f"{format_seconds(found.alone_s_per_step)} where no worker can score"
     if not found.fleet_share:
         return f"audit: no worker scores; the learner scores {format_seconds(found.alone_s_per_step)} a step"
+    kept = f"{found.kept_share:.0%} of the tokens are of rollouts that keep their cache across versions, "
+    kept = f"{kept}which the learner scores itself; " if found.kept_share else ""
     return (
-        f"audit: workers read {found.fleet_share:.0%} of the tokens trained on once more, by prefill; the learner scores about "
-        f"{format_seconds(found.own_s_per_step)} a step itself, {alone}"
+        f"audit: {kept}workers read {found.fleet_share:.0%} of the tokens trained on once more, by prefill; the learner scores "
+        f"about {format_seconds(found.own_s_per_step)} a step itself, {alone}"
     )
 
 

@@ -85,7 +85,7 @@ def scenario_of(tables: Mapping[str, object], name: str, catalogue: Mapping[str,
     worker_tables = tables.get("worker")
     if not isinstance(worker_tables, list) or not worker_tables:
         raise ConfigError(f"{name}: worker: expected at least one [[worker]] table, got {worker_tables!r}")
-    offers = [offer_of(table, index, catalogue) for index, table in enumerate(worker_tables)]
+    offers = [offer_of(table, index, catalogue, gpus=0) for index, table in enumerate(worker_tables)]
     learner = _learner(Fields(f"{name}: learner", tables.get("learner", {})), size, lengths, catalogue)
     baseline = Fields(f"{name}: baseline", tables["baseline"]) if "baseline" in tables else None
     changes = tables.get("price_change", [])

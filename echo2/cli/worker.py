@@ -21,8 +21,9 @@ from echo2.cli.parser import Parser
 from echo2.cli.process import Daemon, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.cli.worker_control import add_control_commands, run_control
 from echo2.config.run import RunConfig
+from echo2.cost_model.sizing import Quantisation
 from echo2.worker.engine import SwapMode
-from echo2.worker.options import EngineChoice, MachinePlace, Quantisation, WorkerOptions
+from echo2.worker.options import EngineChoice, MachinePlace, WorkerOptions
 from echo2.worker.place import place_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # it names a folder as well

@@ -13,7 +13,7 @@ from echo2.base.units import parse_bytes, parse_duration_s, parse_rate_bytes_per
 def _parsed(parse: object) -> BeforeValidator:
     def convert(value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError("expected a number or a text with a unit")
+            raise ValueError("expected a number or a string with a unit")
         try:
             return parse(value)  # type: ignore[operator]
         except ConfigError as error:
@@ -27,7 +27,7 @@ Bytes = Annotated[int, _parsed(parse_bytes), Field(ge=0)]
 
 
 def rate_with_unit(value: str | float) -> float:
-    """Bytes per second. A bare number is refused, since 300 could be meant as Mbit/s and would be 300 bytes a second; 0
+    """Bytes per second. A bare number is refused, because 300 could be meant as Mbit/s but would be 300 bytes per second; 0
     needs no unit."""
     if not isinstance(value, str) and value != 0:
         raise ConfigError(f"rate: expected a number with a unit, such as 300mbit/s or 37.5MB/s, got {value!r}")

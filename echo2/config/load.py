@@ -1,4 +1,4 @@
-"""Loading: preset, then TOML files, then dotted overrides; the last one that names an option wins.
+"""Loads a config: preset, then TOML files, then dotted overrides; the last one that sets an option wins.
 
 Guarantees: every error is a `ConfigError` that names the option by its dotted path, what was expected and what came.
 """
@@ -25,7 +25,7 @@ ERRORS_SHOWN_MAX = 10
 def load_config(
     files: Sequence[Path] = (), preset: str | None = None, overrides: Mapping[str, str] | None = None
 ) -> RunConfig:
-    """The resolved config. `overrides` maps dotted names to text as typed on the command line."""
+    """Returns the resolved config. `overrides` maps dotted names to text as typed on the command line."""
     tree: dict[str, Any] = {}
     for path in files:
         _merge(tree, _read_toml(path))
@@ -134,7 +134,7 @@ def _set_dotted(tree: dict[str, Any], name: str, value: object) -> None:
 
 
 def _value_of(text: str) -> object:
-    """A TOML value where `text` is one, else the text itself (so `--run.name demo` needs no quotes)."""
+    """The TOML value of `text` if it is one, else the text itself (so `--run.name demo` needs no quotes)."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -23,7 +23,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "worker": {"host": "::"},
         "broadcast": {"chunk_bytes": "1MiB"},
     },
-    # Rented machines across the Internet: patience with silence, smaller chunks so that relaying starts early.
+    # Rented machines across the Internet: long timeouts, smaller chunks so that relaying starts early.
     "wan": {
         "coordinator": {"host": "::"},
         "learner": {"host": "::"},

@@ -1,4 +1,4 @@
-"""What a run asks its model: a task or several, evaluations, and where rewards are computed."""
+"""Options of the tasks: one or several, evaluations, and where rewards are computed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from echo2.config.fields import Count, Positive, Seconds, Section
 
 
 class EvaluationSetTable(Section):
-    """One of `task.eval_sets`."""
+    """One entry of `task.eval_sets`."""
 
-    task: Annotated[str, Field(description="Task adapter, as task.name.")]
+    task: Annotated[str, Field(description="Task adapter, like task.name.")]
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task adapter.")
-    prompts: Annotated[int, Field(ge=0, description="How many of the task's prompts; 0: all of a finite one.")] = 0
-    samples: Annotated[Count, Field(description="Completions of a prompt.")] = 1
-    temperature: Annotated[float, Field(ge=0, le=100, description="0 is greedy.")] = 0.0
+    prompts: Annotated[int, Field(ge=0, description="Number of the task's prompts; 0: all of a finite data set.")] = 0
+    samples: Annotated[Count, Field(description="Completions per prompt.")] = 1
+    temperature: Annotated[float, Field(ge=0, le=100, description="Sampling temperature; 0 is greedy.")] = 0.0
 
 
 class MixedTaskTable(Section):
-    """One of `task.mixture`."""
+    """One entry of `task.mixture`."""
 
-    task: Annotated[str, Field(description="Task adapter, as task.name.")]
+    task: Annotated[str, Field(description="Task adapter, like task.name.")]
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task adapter.")
     weight: Annotated[
         Positive, Field(le=1e6, description="Its share of the prompts is weight / the sum of all weights.")
@@ -39,31 +39,32 @@ class TaskSection(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task adapter.")
     curriculum: Annotated[
         Literal["in_order", "success_band"],
-        Field(description="success_band: prompts that always or never succeed come back less often."),
+        Field(description="success_band: prompts that always or never succeed are repeated less often."),
     ] = "in_order"
     epochs: Annotated[
-        int, Field(ge=0, description="Passes over a finite data set, after which the run ends; 0: as many as it takes.")
+        int, Field(ge=0, description="Passes over a finite data set, after which the run ends; 0: no limit.")
     ] = 0
     eval_prompts: Annotated[
         int, Field(ge=0, description="Held-out prompts of the task in each evaluation; 0: none.")
     ] = 64
-    eval_every_steps: Annotated[Count, Field(description="Steps between evaluations, which workers do.")] = 20
+    eval_every_steps: Annotated[Count, Field(description="Steps between evaluations, which run on workers.")] = 20
     eval_samples: Annotated[
-        int, Field(ge=1, le=4096, description="Completions of a held-out prompt; above 1 gives pass@k.")
+        int, Field(ge=1, le=4096, description="Completions per held-out prompt; more than 1 gives pass@k.")
     ] = 1
     eval_temperature: Annotated[
-        float, Field(ge=0, le=100, description="Of completions of held-out prompts; 0 is greedy.")
+        float, Field(ge=0, le=100, description="Sampling temperature for held-out prompts; 0 is greedy.")
     ] = 0.0
     eval_patience: Annotated[
-        Seconds, Field(gt=0, description="An evaluation to which no worker adds anything for so long is given up.")
+        Seconds, Field(gt=0, description="An evaluation that makes no progress for this long is abandoned.")
     ] = 600.0
     eval_sets: dict[str, EvaluationSetTable] = Field(
-        default_factory=dict, description="Further sets by name: task, args, prompts, samples, temperature of each."
+        default_factory=dict,
+        description="Additional evaluation sets by name, each with task, args, prompts, samples, temperature.",
     )
     mixture: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")], MixedTaskTable] = Field(
         default_factory=dict,
         max_length=64,
-        description="Several tasks in place of task.name, by name: task, args, weight, eval_prompts of each.",
+        description="Several tasks instead of task.name, by name, each with task, args, weight, eval_prompts.",
     )
     trusted_rewards: Annotated[
         bool,
@@ -72,42 +73,48 @@ class TaskSection(Section):
         ),
     ] = False
     readable: Annotated[
-        tuple[str, ...], Field(description="Files and folders that contained rewards may read beside the task's own.")
+        tuple[str, ...],
+        Field(description="Files and folders that contained rewards may read in addition to the task's own."),
     ] = ()
     reward_processes: Annotated[
-        int, Field(ge=0, description="Rewards computed at once; 0: by the cores of this machine, or of Ray's.")
+        int,
+        Field(
+            ge=0, description="Rewards computed in parallel; 0: as many as this machine, or the Ray cluster, has cores."
+        ),
     ] = 0
     ray: Annotated[
         str,
-        Field(description="Ray cluster whose machines compute rewards: HOST:PORT, ray://..., auto; empty: this one."),
+        Field(description="Ray cluster that computes rewards: HOST:PORT, ray://..., auto; empty: this machine."),
     ] = ""
     system_prompt: Annotated[
-        str, Field(max_length=65_536, description="Opens every chat that brings no system message; empty: none.")
+        str, Field(max_length=65_536, description="System message for chats that have none; empty: none.")
     ] = ""
     template_args: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the model's chat template, such as enable_thinking = false."
     )
     plain_prompts: Annotated[
-        bool, Field(description="Text prompts stay text, though the model has a chat template; for base models.")
+        bool, Field(description="Sends text prompts without the model's chat template; for base models.")
     ] = False
 
     @model_validator(mode="after")
     def _has_one_or_many(self) -> Self:
         if self.mixture and (self.name != type(self).model_fields["name"].default or self.args):
             raise ValueError(
-                "mixture: expected no task.name and task.args beside it, for prompts come from the mixture's tasks alone, "
+                "mixture: expected no task.name and task.args beside it, because all prompts come from the mixture's tasks, "
                 f"got task.name {self.name!r}"
             )
         return self
 
     @property
     def asked(self) -> tuple[tuple[str, dict[str, Any]], ...]:
-        """Adapter and arguments of each task that is trained on."""
-        return tuple((one.task, one.args) for one in self.mixture.values()) or ((self.name, self.args),)
+        """Adapter and arguments of each training task."""
+        return tuple((entry.task, entry.args) for entry in self.mixture.values()) or ((self.name, self.args),)
 
     @property
     def held_out(self) -> dict[str, int]:
-        """Held-out prompts by the names of the mixture's tasks; of one task alone under an empty name."""
+        """Number of held-out prompts by name of the mixture's tasks; a single task has an empty name."""
         default = self.eval_prompts
-        named = {name: default if one.eval_prompts < 0 else one.eval_prompts for name, one in self.mixture.items()}
+        named = {
+            name: default if entry.eval_prompts < 0 else entry.eval_prompts for name, entry in self.mixture.items()
+        }
         return named or {"": default}

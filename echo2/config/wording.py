@@ -1,7 +1,7 @@
-"""What is wrong with a config, in one style: what was expected, what came, what to do.
+"""Error messages for invalid configs, in one style: what was expected, what came, what to do.
 
-Guarantees: pydantic's own texts are never shown; a bound that no arithmetic explains comes with its reason. Leaves to others:
-finding what is wrong (pydantic), reading (load).
+Guarantees: pydantic's own texts are never shown; a bound without an obvious reason comes with one. Leaves to others:
+finding what is wrong (pydantic), reading files (load).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ WHY = {
     "sampling.temperature": "0 is greedy; from 100 on every token is as likely as the next",
     "task.eval_temperature": "0 is greedy; from 100 on every token is as likely as the next",
     "task.eval_samples": "a group holds at most 4096 rollouts",
-    "broadcast.chunk_bytes": "smaller chunks cost more signatures than bytes; larger ones are not forwarded in time",
-    "coordinator.over_provision": "four times the groups would be dropped as stale",
-    "worker.slots": "no engine decodes more sequences at once",
-    "worker.draft_tokens": "more guesses are rejected more often than they help",
+    "broadcast.chunk_bytes": "smaller chunks cost more signatures than bytes; larger ones delay forwarding",
+    "coordinator.over_provision": "four times as many groups would be dropped as stale",
+    "worker.slots": "no engine decodes more sequences together",
+    "worker.draft_tokens": "longer drafts are rejected more often than they help",
 }
-"""Bounds of options: why they are where they are."""
+"""Reasons for the bounds of options."""
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
-    "str": "a text",
+    "str": "a string",
     "dict": "a table, such as { name = 1 }",
     "tuple": "a list, such as [\"one\", \"two\"]",
 }  # fmt: skip
@@ -42,7 +42,7 @@ _OWN_WORDS = ("value_error", "assertion_error")
 
 
 def problem(item: Mapping[str, Any]) -> str:
-    """One of pydantic's errors as one clause, by its option's dotted name."""
+    """Describes one of pydantic's errors in one clause that begins with the option's dotted name."""
     parts = [str(part) for part in item["loc"]]
     name = ".".join(parts) or "config"
     if item["type"] == "extra_forbidden":
@@ -60,8 +60,8 @@ def problem(item: Mapping[str, Any]) -> str:
 
 
 def meant(name: str) -> str:
-    """The option of the same section that is spelled most like `name`, else one of that name in another, else a section; or
-    nothing."""
+    """Guesses the intended option: the most similar name in the same section, else the same name in another section, else a
+    similar section; empty if there is none."""
     section, _, own = name.rpartition(".")
     known = [option.rpartition(".") for option in option_names()]
     like = get_close_matches(own, [last for first, _, last in known if first == section], 1, 0.65)
@@ -75,7 +75,7 @@ def meant(name: str) -> str:
 
 
 def option_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
-    """Every option's dotted name."""
+    """The dotted names of all options."""
     names: list[str] = []
     for name, field in model.model_fields.items():
         kind = field.annotation
@@ -87,7 +87,7 @@ def option_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[s
 
 
 def _field(model: type[BaseModel], parts: Sequence[str]) -> FieldInfo | None:
-    """The field at a path; of a list or table, the one that holds it."""
+    """The field at a path; for an entry of a list or table, the field that holds the list or table."""
     field: FieldInfo | None = None
     for part in parts:
         if part not in model.model_fields:
@@ -106,10 +106,10 @@ def _expected(field: FieldInfo) -> str:
         return " or ".join(_of_kind(part) for part in get_args(kind))
     expected = _of_kind(kind)
     low = next(
-        (one for one in reversed(field.metadata) if isinstance(one, Ge | Gt)), None
-    )  # the field's own comes last
-    high = next((one for one in field.metadata if isinstance(one, Le | Lt)), None)
-    length = next((one.max_length for one in field.metadata if "MaxLen" in type(one).__name__), None)
+        (bound for bound in reversed(field.metadata) if isinstance(bound, Ge | Gt)), None
+    )  # the field's own bound comes last
+    high = next((bound for bound in field.metadata if isinstance(bound, Le | Lt)), None)
+    length = next((bound.max_length for bound in field.metadata if "MaxLen" in type(bound).__name__), None)
     match low, high:
         case (Ge(ge=least), Le(le=most)):
             return f"{expected} from {least} to {most}"
@@ -123,10 +123,10 @@ def _expected(field: FieldInfo) -> str:
 
 
 def _of_kind(kind: Any) -> str:
-    choices = [str(one) for one in get_args(kind) if isinstance(one, str)]
+    choices = [str(part) for part in get_args(kind) if isinstance(part, str)]
     if choices:
         return f"one of {', '.join(choices)}"
-    inner = [_of_kind(one) for one in get_args(kind) if one is not Ellipsis and get_origin(kind) is tuple]
+    inner = [_of_kind(part) for part in get_args(kind) if part is not Ellipsis and get_origin(kind) is tuple]
     if inner and inner[0].startswith("one of"):
         return f"a list of {inner[0].removeprefix('one of ')}"
     origin = get_origin(kind) or kind

@@ -1,7 +1,7 @@
-"""Whose request is next, where some senders' requests take long: the one who has used least.
+"""Fair queueing among senders, some of whose requests take long: the sender that has used least is next.
 
-Guarantees: a sender that is charged for much waits behind those who were charged for little, so its requests delay its
-own; one that was away gains nothing by it; of a sender in debt at most one request runs at a time, so that others always
+Guarantees: a sender that was charged for much waits behind those charged for little, so its requests delay only its
+own; being away gains a sender nothing; a sender in debt has at most one request running, so that others always
 find a process. Leaves to others: threads and locks (runtime/pool). Not thread-safe.
 """
 
@@ -24,11 +24,11 @@ class _Sender(Generic[Item]):
 
 
 class FairQueue(Generic[Item]):
-    """`push`, `pop`, and `done` with the seconds that it took. `len` counts what waits."""
+    """Call `push`, `pop`, and `done` with the seconds used. `len` counts queued requests."""
 
     def __init__(self) -> None:
         self._senders: dict[str, _Sender[Item]] = {}
-        self._level_s = 0.0  # what the sender served last had used: a newcomer begins there
+        self._level_s = 0.0  # usage of the sender served last: newcomers start there
         self._waiting = 0
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class FairQueue(Generic[Item]):
         self._waiting += 1
 
     def pop(self) -> tuple[str, Item] | None:
-        """The next sender and request; None where nothing may run now."""
+        """The next sender and request; None if nothing may run now."""
         ready = [
             (account.used_s, name)
             for name, account in self._senders.items()
@@ -61,7 +61,7 @@ class FairQueue(Generic[Item]):
         return name, account.waiting.popleft()
 
     def done(self, sender: str, seconds: float, is_held: bool) -> None:
-        """A request of `sender` took so long. `is_held`: it went against a limit; the sender is in debt until one does not."""
+        """A request of `sender` took `seconds`. `is_held`: it hit a limit; the sender is in debt until one does not."""
         account = self._senders.get(sender)
         if account is None:
             return
@@ -70,7 +70,7 @@ class FairQueue(Generic[Item]):
         account.is_in_debt = is_held
 
     def drain(self) -> list[Item]:
-        """All that waits, taken out."""
+        """Removes and returns all queued requests."""
         items = [item for account in self._senders.values() for item in account.waiting]
         self._senders.clear()
         self._waiting = 0

@@ -1,7 +1,7 @@
-"""What one contained run may use, and what became of it.
+"""The limits of one contained run, and its result.
 
-Guarantees: every figure is finite. Leaves to others: the kernel holds memory, CPU and file sizes (runtime/inside), the
-process that started it holds time and output (runtime/sandbox).
+Guarantees: every limit is finite. Leaves to others: the kernel enforces memory, CPU and file sizes (runtime/inside), the
+process outside enforces time and output (runtime/sandbox).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one run, and of the process that runs come from.
+    """Limits of one run, and of the process that forks the runs.
 
-    `cpu_s` is what a run may compute; `wall_s` is longer, for a busy machine makes no run guilty. `scratch_bytes` is its
-    temporary folder. Of what it prints `printed_bytes` are kept; printing more than `printed_bytes_max` ends it.
-    `start_s`: importing the packages and reading the data, once for many runs.
+    `cpu_s`: computing time of a run; `wall_s` is longer, so that a busy machine fails no run. `scratch_bytes`: size of its
+    temporary folder. The first `printed_bytes` of its output are kept; printing more than `printed_bytes_max` ends it.
+    `start_s`: for importing packages and reading data, once for many runs.
     """
 
     cpu_s: int = 2
@@ -32,12 +32,12 @@ class Limits:
 
 
 class Ending(enum.IntEnum):
-    """How a run ended. The first is the only one with an answer."""
+    """How a run ended. Only ANSWERED comes with an answer."""
 
     ANSWERED = 0
     CPU_USED_UP = 1  # it computed longer than its limit
     OUTPUT_USED_UP = 2  # it answered or printed more than its limit
-    TIMED_OUT = 3  # its wall time passed, its CPU time did not
+    TIMED_OUT = 3  # it reached its wall time, but not its CPU time
     DIED = 4  # it ended without an answer: a signal, an exit
     REQUEST_TOO_LARGE = 5  # never started
     FAULT = 6  # the containment itself failed: could not start, ended, or did not answer
@@ -45,8 +45,8 @@ class Ending(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a run. `body` is foreign data. `note` says why there is no answer; `printed` is what it wrote to
-    stdout and stderr, cut. `seconds` is wall time without the wait in a queue.
+    """The result of a run. `body` is foreign data. `note` says why there is no answer; `printed` is what it wrote to
+    stdout and stderr, truncated. `seconds`: wall time without queueing.
     """
 
     ending: Ending

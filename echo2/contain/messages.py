@@ -1,10 +1,10 @@
-"""The bytes between a process and what it contains: frames, and foreign JSON read with suspicion.
+"""The byte format between a process and what it contains: frames, and a distrustful JSON parser.
 
-Guarantees: a frame's length is checked before its bytes are read; what is read from foreign bytes is plain data of
+Guarantees: a frame's length is checked before its bytes are read; foreign bytes become plain data of
 bounded depth and size, or a `MalformedMessage`. Nothing is unpickled. Leaves to others: pipes and deadlines.
 
-To the contained process: four bytes of length, then JSON. From it: length, ending, CPU seconds, length of what was printed
-(big-endian), then what was printed, then the answer's body.
+To the contained process: four bytes of length, then JSON. From it: length, ending, CPU seconds, length of the printed
+bytes (big-endian), then the printed bytes, then the answer's body.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def answer_frame(ending: Ending, is_last: bool, cpu_s: float, printed: bytes, bo
 
 
 def foreign_object(body: bytes) -> dict[str, object]:
-    """A JSON object from bytes that hostile code may have written."""
+    """Parses a JSON object from bytes that hostile code may have written."""
     try:
-        found = json.loads(body, parse_constant=_no_constant)
+        parsed = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError, MemoryError) as error:
         raise MalformedMessage(f"contained answer: expected JSON, got {error_text(error)}") from None
-    if not isinstance(found, dict):
-        raise MalformedMessage(f"contained answer: expected a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(parsed, dict):
+        raise MalformedMessage(f"contained answer: expected a JSON object, got {type(parsed).__name__}")
+    return parsed
 
 
 def shown(text: object) -> str:
-    """Foreign text for a log: one line, printable, cut."""
+    """Foreign text made safe for a log: one line, printable, truncated."""
     cut = str(text)[:TEXT_CHARS_MAX]
     return "".join(letter if letter.isprintable() else " " for letter in cut).strip()
 

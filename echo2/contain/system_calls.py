@@ -1,8 +1,8 @@
-"""The seccomp filter under which foreign code runs: which system calls it is refused, as a program for the kernel.
+"""The seccomp filter for foreign code: which system calls it is refused, as a program for the kernel.
 
-Guarantees: a run under the filter starts no process, no thread and no program, signals and traces nobody, opens no
-socket (socket pairs within itself aside), and cannot use memory that its limits do not count (shared and anonymous
-files). Calls newer than the list get ENOSYS, so that a newer kernel opens no door; another machine's calls kill. A pure
+Guarantees: a run under the filter cannot start processes, threads or programs, signal or trace others, open
+sockets (except socket pairs within itself), or use memory that its limits do not count (shared and anonymous
+files). Calls newer than the list get ENOSYS, so that a newer kernel opens no loophole; calls of another architecture kill. A pure
 function of the machine's name. Leaves to others: installing it (runtime/inside), files and network (view).
 """
 
@@ -22,7 +22,7 @@ _X32 = 0x40000000
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-# name -> number on (x86_64, aarch64); -1: that machine has no such call.
+# name -> number on (x86_64, aarch64); -1: no such call on that machine.
 REFUSED: Mapping[str, tuple[int, int]] = {
     # processes, threads, programs
     "clone": (56, 220), "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281),
@@ -62,7 +62,7 @@ _OWN_LIMITS_ONLY = {"prlimit64": (302, 261)}
 
 
 def filter_program(machine: str) -> bytes:
-    """The filter as an array of `struct sock_filter`. `machine` as `platform.machine()` gives it."""
+    """The filter as an array of `struct sock_filter`. `machine`: as returned by `platform.machine()`."""
     if machine not in ARCHITECTURES:
         raise ResourceError(f"containment: expected a machine among {', '.join(ARCHITECTURES)}, got {machine}")
     column = list(ARCHITECTURES).index(machine)

@@ -1,7 +1,7 @@
-"""What a contained process sees of the machine, and the bubblewrap command that shows it that and nothing else.
+"""What a contained process sees of the machine, and the bubblewrap command that shows it exactly that.
 
-Guarantees: no network, no process but its own, no /proc, nothing of the caller's environment; of the files only those
-listed, read-only, and a temporary folder of bounded size; it ends with its parent. A pure function of the view. Leaves to
+Guarantees: no network, no processes but its own, no /proc, no environment variables of the caller; only the listed files,
+read-only, and a temporary folder of bounded size; it ends with its parent. A pure function of the view. Leaves to
 others: which paths there are (runtime/box), what it may do with what it sees (system_calls, limits).
 """
 
@@ -19,9 +19,9 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """`readable`: absolute paths that exist, shown read-only where they are. `links`: symbolic links of the root, such as
-    /lib to usr/lib. `hidden`: folders that are empty even where they lie within a readable one, but for readable paths
-    within them. `folder`: where it starts, there but empty if nothing else shows it, so that relative paths mean the same.
+    """`readable`: existing absolute paths, mounted read-only in place. `links`: symbolic links at the root, such as
+    /lib to usr/lib. `hidden`: folders that appear empty even inside a readable one, except for readable paths
+    within them. `folder`: the working directory; created empty if nothing else shows it, so that relative paths keep their meaning.
     """
 
     readable: tuple[str, ...]
@@ -32,7 +32,7 @@ class View:
 
 
 def box_command(bwrap: str, view: View, scratch_bytes: int, command: Sequence[str]) -> list[str]:
-    """`command` as bubblewrap is to run it."""
+    """The bubblewrap command line that runs `command` in the view."""
     for path in (*view.readable, *view.hidden, view.folder):
         if not Path(path).is_absolute() or ".." in Path(path).parts:
             raise ConfigError(f"containment: expected absolute paths, got {path!r}")

@@ -1,1 +1,1 @@
-"""A node's tie to the coordinator, the same for worker and learner: joining, one session, its pauses and waits."""
+"""A node's link to the coordinator, shared by worker and learner: joining, the control session, backoff and waits."""

@@ -1,7 +1,7 @@
-"""Pauses between attempts: growing, jittered, bounded. The caller counts attempts and waits.
+"""Backoff between attempts: exponential, jittered, bounded. The caller does the waiting.
 
-Full jitter (uniform between a floor and the growing ceiling) keeps a fleet that lost its coordinator at one moment
-from coming back at one moment.
+Full jitter (uniform between a floor and the growing ceiling) keeps a fleet that lost its coordinator at the same moment
+from reconnecting at the same moment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FLOOR_SHARE = 0.25
 
 
 def ceiling_s(failures: int, first_s: float, longest_s: float) -> float:
-    """The pause after so many failures in a row, before chance shortens it: it doubles with each."""
+    """The longest pause after this many failures in a row, before jitter; doubles with each failure."""
     return min(longest_s, first_s * 2.0 ** min(failures, 30))
 
 
@@ -27,7 +27,7 @@ class Backoff:
     failures: int = 0
 
     def next_pause_s(self) -> float:
-        """Notes one more failure and returns how long to wait before the next attempt."""
+        """Counts a failure; returns the seconds to wait before the next attempt."""
         pause_s = ceiling_s(self.failures, self.first_s, self.longest_s)
         self.failures += 1
         return self.rng.uniform(FLOOR_SHARE * pause_s, pause_s)

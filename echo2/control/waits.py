@@ -1,7 +1,7 @@
-"""What a node waits for, since when and on whom: for the log, the heartbeat and `echo-worker status`.
+"""What a node is waiting for, and since when: for the log, the heartbeat and `echo-worker status`.
 
-Guarantees: a wait is logged when it begins and again every `REMINDER_S`, so none is silent. Leaves to others: bounding
-it (each waiter has its own limit or says that it waits for ever).
+Guarantees: a wait is logged when it begins and again every `REMINDER_S`, so no wait is silent. Leaves to others: bounding
+it (each waiter has its own limit or states that it waits forever).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class _Wait:
 
 @dataclass(slots=True)
 class Waits:
-    """Waits by waiter. The one that began first is the one that holds up the rest."""
+    """Current waits by waiter. The oldest one is what blocks the rest."""
 
     clock: Clock
     _waits: dict[str, _Wait] = field(default_factory=dict)
 
     def begin(self, waiter: str, text: str) -> None:
-        """`waiter` waits for `text`; a change of the text alone keeps its beginning."""
+        """`waiter` waits for `text`; a changed text keeps the start time."""
         now = self.clock.now()
         known = self._waits.get(waiter)
         if known is None:
@@ -49,10 +49,10 @@ class Waits:
             _log.debug("waited %.1f s for %s", self.clock.now() - known.since, known.text)
 
     def longest(self) -> tuple[str, float]:
-        """What it has waited for longest and for how many seconds; ("", 0) when it waits for nothing."""
+        """The oldest wait and its age in seconds; ("", 0) if there is none."""
         return next(iter(self.by_age()), ("", 0.0))
 
     def by_age(self) -> list[tuple[str, float]]:
-        """All that it waits for and for how many seconds, the longest first."""
+        """All waits with their age in seconds, oldest first."""
         now = self.clock.now()
         return [(wait.text, now - wait.since) for wait in sorted(self._waits.values(), key=lambda wait: wait.since)]

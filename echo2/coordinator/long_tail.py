@@ -4,9 +4,10 @@ The model. A lease's rollouts have `left` tokens to go: what is expected of them
 past its expectation half of what it has (who has lasted long lasts longer), never beyond its limit. Where it is, the lease
 makes `v` tokens a second and sequence, as this very lease has until its last word; elsewhere, and before it is measured,
 the worker's own mean counts. (A lease that stands still altogether is the lease timeout's business.) Moving costs
-the hand-over (tokens are reported, the lease travels, the prompt and the tokens held are prefilled again):
+the hand-over (tokens are reported, the lease travels, the prompt and all tokens of its rollouts are prefilled again, at the
+`p` tokens/s that the roofline gives the kind of machine there for this model):
 
-    stay = left / v_here        move = hand_over_s + held / (PREFILL * v_there) + left / v_there
+    stay = left / v_here        move = hand_over_s + (prompt + all held) / p_there + left / v_there
 
 It pays when `move` is below `stay` by `GAIN_SHARE` and `GAIN_S_MIN`. Guarantees: nothing is moved while a queued group
 could use the room (that one would be faster served), nothing that is recalled already, no group more than
@@ -19,15 +20,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from echo2.base.errors import ResourceError
 from echo2.base.ids import LeaseId, PeerId, Step
 from echo2.base.rollout import Work
 from echo2.coordinator.lease_book import LeaseBook
 from echo2.coordinator.lease_events import Lease
 from echo2.coordinator.lease_queue import may_take
 from echo2.coordinator.membership import Member
+from echo2.cost_model.catalogue import CPU, GpuType
+from echo2.cost_model.kinds import kind_of_name
+from echo2.cost_model.roofline import prefill_tokens_per_s
+from echo2.cost_model.sizing import ModelSize, RunLengths, gpu_fit, spread_speed
 
-PREFILL = 20.0
-"""Tokens are prefilled so many times faster than they are sampled, at least."""
+PREFILL_UNKNOWN = 2.5
+"""A machine without a data sheet is taken to prefill so many times the tokens/s that all its sequences sample together: a little
+less than the least of the catalogue's kinds with Qwen3-8B."""
 GAIN_SHARE = 0.3
 GAIN_S_MIN = 2.0
 MOVES_PER_GROUP_MAX = 2
@@ -55,6 +62,34 @@ class Move:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerPace:
+    """Of a worker. `tokens_per_s`: sampled by one sequence; 0: not known. `prefill_tokens_per_s`: read by one engine."""
+
+    tokens_per_s: float
+    prefill_tokens_per_s: float
+
+
+def prefill_rate(
+    gpu: str, model: ModelSize | None, lengths: RunLengths, held: float, gpus: Mapping[str, GpuType]
+) -> float:
+    """Tokens/s that one engine of such a machine reads, by the roofline; 0 where model or machine are not known. `held`: tokens
+    of a sequence, on average."""
+    kind, count = kind_of_name(gpu, gpus)
+    if model is None or not kind:
+        return 0.0
+    try:
+        wide = gpu_fit(model, [gpus[kind].memory_bytes] * count, lengths).tensor_parallel if kind != CPU else 0
+    except ResourceError:
+        return 0.0
+    return prefill_tokens_per_s(gpus[kind], model, held, spread_speed(wide))
+
+
+def pace_of(member: Member, prefill_tokens_per_s: float) -> WorkerPace:
+    """`prefill_tokens_per_s` 0: not known, so by what it samples."""
+    return WorkerPace(speed_of(member), prefill_tokens_per_s or PREFILL_UNKNOWN * member.heartbeat.tokens_per_s)
+
+
 def speed_of(member: Member) -> float:
     """Tokens per second of one sequence, from the worker's means; 0 while not measured, or nothing was delivered."""
     beat = member.heartbeat
@@ -71,15 +106,16 @@ def is_quiet(book: LeaseBook, now: float) -> bool:
 
 
 def moves(
-    book: LeaseBook, speeds: Mapping[PeerId, float], step: Step, rule: TailRule, names: Mapping[PeerId, str]
+    book: LeaseBook, paces: Mapping[PeerId, WorkerPace], step: Step, rule: TailRule, names: Mapping[PeerId, str]
 ) -> list[Move]:
-    """The moves that pay, the slowest stragglers first, each to the fastest worker that has room for it."""
+    """The moves that pay, the slowest stragglers first, each to the worker with room for it that ends it first."""
+    speeds = {worker: pace.tokens_per_s for worker, pace in paces.items()}
     room = {worker: seeker.free_rollouts for worker, seeker in book.seekers.open().items() if speeds.get(worker, 0) > 0}
     if not room or book.has_work_for(room):
         return []
     found: list[Move] = []
     waits = [(_left_s(book, lease, speeds), lease) for lease in book.leases.values() if _may_move(book, lease)]
-    for (stay_s, left, held), lease in sorted(waits, key=lambda one: -one[0][0]):
+    for (stay_s, left), lease in sorted(waits, key=lambda one: -one[0][0]):
         spec = book.groups[lease.group_id].spec
         fit = [
             worker for worker, free in room.items()
@@ -88,8 +124,8 @@ def moves(
         ]  # fmt: skip
         if not fit:
             continue
-        to = max(fit, key=lambda worker: (speeds[worker], worker))
-        move_s = rule.hand_over_s + held / (PREFILL * speeds[to]) + left / speeds[to]
+        held = len(spec.prompt_token_ids) + lease.tokens
+        move_s, to = min((rule.hand_over_s + _there_s(held, left, paces[worker]), worker) for worker in fit)
         is_overdue = rule.recycles and spec.work is Work.TRAIN and spec.consume_step < step
         least_gain_s = 0.0 if is_overdue else max(GAIN_S_MIN, GAIN_SHARE * stay_s)
         if stay_s - move_s <= least_gain_s:
@@ -108,12 +144,16 @@ def _may_move(book: LeaseBook, lease: Lease) -> bool:
     return not lease.is_recalled and book.groups[lease.group_id].moves < MOVES_PER_GROUP_MAX
 
 
-def _left_s(book: LeaseBook, lease: Lease, speeds: Mapping[PeerId, float]) -> tuple[float, float, float]:
-    """Seconds to the end where it is, tokens to go of its longest rollout, and tokens held by each."""
+def _there_s(held: float, left: float, pace: WorkerPace) -> float:
+    """To read all that a lease holds, and to sample the rest of its longest rollout."""
+    return held / pace.prefill_tokens_per_s + left / pace.tokens_per_s
+
+
+def _left_s(book: LeaseBook, lease: Lease, speeds: Mapping[PeerId, float]) -> tuple[float, float]:
+    """Seconds to the end where it is, and tokens to go of its longest rollout."""
     spec = book.groups[lease.group_id].spec
-    held = lease.tokens / spec.rollout_count
     left = book.lengths.rest(spec, lease.tokens, spec.rollout_count - 1)
     made, for_s = lease.tokens - lease.tokens_before, lease.progress_at - (lease.measured_from or lease.granted_at)
     is_measured = made > 0 and for_s >= MEASURED_S_MIN
     speed = made / spec.rollout_count / for_s if is_measured else speeds.get(lease.worker_id, 0.0)
-    return (max(0.0, left) / speed if speed > 0 else 0.0, max(0.0, left), held)
+    return (max(0.0, left) / speed if speed > 0 else 0.0, max(0.0, left))

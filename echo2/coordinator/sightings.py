@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echo2.base.errors import EchoError
 from echo2.base.ids import PeerId, RunId
@@ -30,7 +30,7 @@ from echo2.cost_model.experience import (
 )
 from echo2.cost_model.kinds import kind_of_name
 from echo2.cost_model.roofline import tokens_per_s
-from echo2.cost_model.sizing import ModelSize, RunLengths, gpu_fit, model_size, spread_speed
+from echo2.cost_model.sizing import ModelSize, RunLengths, gpu_fit, model_size, quantisation_called, spread_speed
 
 TOKENS_HELD = 0.75
 """In a sequence's cache at a moment, over a rollout's mean length: long ones are met more often."""
@@ -108,13 +108,15 @@ class Sightings:
         """Believed tokens/s over the roofline's for as many sequences as ran; None where the model would not fit its kind."""
         kind, count = self.seen[member.peer_id].kind, kind_of_name(member.hello.gpu, self.catalogue)[1]
         value, gpu = member.measures.value, self.catalogue[kind]
+        quantisation = quantisation_called(member.hello.quantisation)
         try:
-            fit = gpu_fit(size, [gpu.memory_bytes] * count, lengths)
+            fit = gpu_fit(size, [gpu.memory_bytes] * count, replace(lengths, quantisation=quantisation))
         except EchoError:
             return None
         running = value("running_sequences") or float(member.hello.slot_count)
         each = max(1, round(running / fit.engine_count))
-        predicted = fit.engine_count * tokens_per_s(gpu, size, each, held, spread_speed(fit.tensor_parallel))
+        speed = spread_speed(fit.tensor_parallel)
+        predicted = fit.engine_count * tokens_per_s(gpu, size, each, held, speed, quantisation)
         delivered = value("tokens_per_s") * believed_rate(member) / value("rollouts_per_s")
         return delivered / predicted if predicted > 0 else None
 

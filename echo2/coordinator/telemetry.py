@@ -111,6 +111,7 @@ class LearnerHello:
     kappa: int = 0
     relay_address: str = ""
     longest_sequence_tokens: int = 0
+    audits_nothing: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from echo2.base.errors import ConfigError, ResourceError
-from echo2.cost_model.roofline import tokens_per_s
-from echo2.cost_model.sizing import FILL, Fit, ModelSize, RunLengths, cpu_fit, gpu_fit, model_size, spread_speed
+from echo2.cost_model.roofline import prefill_tokens_per_s, tokens_per_s
+from echo2.cost_model.sizing import (
+    FILL,
+    Fit,
+    ModelSize,
+    Quantisation,
+    RunLengths,
+    cpu_fit,
+    gpu_fit,
+    model_size,
+    spread_speed,
+)
 from echo2.cost_model.snapshot import checked_positive
 
 TRAIN_FLOPS_SHARE = 0.35
@@ -42,12 +52,14 @@ class GpuType:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPrior:
-    """What a worker of `gpu_count` GPUs is taken to do. `fit`: how the model goes on it."""
+    """What a worker of `gpu_count` GPUs is taken to do. `tokens_per_s`: sampled, with all slots at work; `prefill_tokens_per_s`:
+    read, with nothing sampled beside. `fit`: how the model goes on it."""
 
     gpu_count: int
     slots: int
     tokens_per_s: float
     fit: Fit
+    prefill_tokens_per_s: float
 
     @property
     def sequence_tokens_per_s(self) -> float:
@@ -78,18 +90,21 @@ def gpu_of(catalogue: Mapping[str, GpuType], name: str) -> GpuType:
     return catalogue[name]
 
 
-def worker_prior(gpu: GpuType, size: ModelSize, run: RunLengths, tokens_each: float = 0.0) -> WorkerPrior:
-    """The number of GPUs with the most tokens/s for its price, as the worker itself would use them; the least of equals.
+def worker_prior(
+    gpu: GpuType, size: ModelSize, run: RunLengths, tokens_each: float = 0.0, gpu_count: int = 0
+) -> WorkerPrior:
+    """A worker of `gpu_count` GPUs, as it would use them itself; 0: of the number with the most tokens/s for its price, the
+    least of equals. ResourceError where the model does not fit.
 
     tokens_each: in the cache of a sequence on average; 0: half of the longest.
     """
     if gpu.name == CPU:
-        return _prior(gpu, 1, size, cpu_fit(size, gpu.memory_bytes, run), tokens_each)
+        return _prior(gpu, 1, size, cpu_fit(size, gpu.memory_bytes, run), tokens_each, run.quantisation)
     priors, refusal = [], ""
-    for gpu_count in GPUS_PER_WORKER:
+    for count in (gpu_count,) if gpu_count else GPUS_PER_WORKER:
         try:
-            fit = gpu_fit(size, [gpu.memory_bytes] * gpu_count, run)
-            priors.append(_prior(gpu, gpu_count, size, fit, tokens_each))
+            fit = gpu_fit(size, [gpu.memory_bytes] * count, run)
+            priors.append(_prior(gpu, count, size, fit, tokens_each, run.quantisation))
         except ResourceError as error:
             refusal = str(error)
     if not priors:
@@ -97,11 +112,15 @@ def worker_prior(gpu: GpuType, size: ModelSize, run: RunLengths, tokens_each: fl
     return max(priors, key=lambda prior: (round(prior.tokens_per_s / prior.gpu_count, 6), -prior.gpu_count))
 
 
-def _prior(gpu: GpuType, gpu_count: int, size: ModelSize, fit: Fit, tokens_each: float) -> WorkerPrior:
+def _prior(
+    gpu: GpuType, gpu_count: int, size: ModelSize, fit: Fit, tokens_each: float, quantisation: Quantisation
+) -> WorkerPrior:
     """Tokens/s by the roofline."""
     speed = spread_speed(fit.tensor_parallel)
-    engine_tokens_per_s = tokens_per_s(gpu, size, fit.sequences, tokens_each or fit.sequence_tokens / FILL, speed)
-    return WorkerPrior(gpu_count, fit.engine_count * fit.sequences, fit.engine_count * engine_tokens_per_s, fit)
+    held = tokens_each or fit.sequence_tokens / FILL
+    sampled = fit.engine_count * tokens_per_s(gpu, size, fit.sequences, held, speed, quantisation)
+    read = fit.engine_count * prefill_tokens_per_s(gpu, size, held, speed, quantisation)
+    return WorkerPrior(gpu_count, fit.engine_count * fit.sequences, sampled, fit, read)
 
 
 def parse_models(tables: Mapping[str, object]) -> dict[str, ModelSize]:

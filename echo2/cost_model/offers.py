@@ -169,7 +169,8 @@ class Ranker:
         except ResourceError as error:
             return str(error).rpartition("what would fit: ")[2] or str(error)
         tokens = self._tokens_each or fit.sequence_tokens / FILL
-        each = tokens_per_s(gpu, self._size, fit.sequences, tokens, spread_speed(fit.tensor_parallel))
+        speed, quantisation = spread_speed(fit.tensor_parallel), self._run.quantisation
+        each = tokens_per_s(gpu, self._size, fit.sequences, tokens, speed, quantisation)
         return fit.engine_count * fit.sequences, fit.engine_count * each
 
 

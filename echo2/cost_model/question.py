@@ -7,15 +7,18 @@ reading files and printing (cli).
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from echo2.base.errors import ConfigError
+from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.ids import PeerId
 from echo2.base.units import parse_duration_s, parse_rate_bytes_per_s
 from echo2.cost_model.catalogue import GpuType, WorkerPrior, gpu_of, worker_prior
 from echo2.cost_model.experience import JOIN_S, NO_EXPERIENCE, Experience
+from echo2.cost_model.prefill import NO_PREFILL, PrefillCost, PrefillWork, prefill_cost
 from echo2.cost_model.sizing import ModelSize, RunLengths
 from echo2.cost_model.snapshot import (
     FleetSnapshot,
@@ -28,11 +31,13 @@ from echo2.cost_model.snapshot import (
 )
 
 OFFER_WORKERS_MAX = 20_000
+MACHINE_GPUS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOffer:
-    """`count` like machines that can be had. slots and tokens_per_s 0: by the catalogue."""
+    """`count` like machines that can be had, of `gpus` GPUs each; 0: as many GPUs as make most tokens for their price.
+    price_usd_per_hour: of one GPU. slots and tokens_per_s 0: by the catalogue."""
 
     gpu: str
     count: int
@@ -46,10 +51,12 @@ class PoolOffer:
     slots: int = 0
     tokens_per_s: float = 0.0
     egress_usd_per_gib: float = 0.0
+    gpus: int = 0
 
     def __post_init__(self) -> None:
         whose = f"offer of {self.gpu}"
         checked(whose, "count", self.count, 0, OFFER_WORKERS_MAX)
+        checked(whose, "gpus", self.gpus, 0, MACHINE_GPUS_MAX)
         for name in (
             "price_usd_per_hour",
             "hazard_per_hour",
@@ -64,7 +71,14 @@ class PoolOffer:
 
     @property
     def key(self) -> str:
-        return f"{self.provider}/{self.gpu}" if self.provider else self.gpu
+        """Names the kind of machine: provider, GPUs where there are several, GPU."""
+        machine = f"{self.gpus}x{self.gpu}" if self.gpus > 1 else self.gpu
+        return f"{self.provider}/{machine}" if self.provider else machine
+
+    @property
+    def machine(self) -> str:
+        """In words."""
+        return f"{self.gpus or 'any number of'} x {self.gpu}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +107,7 @@ class PlanQuestion:
     offers: tuple[PoolOffer, ...]
     catalogue: Mapping[str, GpuType]
     experience: Experience = NO_EXPERIENCE
+    prefill: PrefillWork = NO_PREFILL
 
     @property
     def tokens_in_cache(self) -> float:
@@ -105,40 +120,68 @@ class PlanQuestion:
         return prompt + self.tokens.mean * float((lengths**2).mean()) / 2
 
     def prior(self, offer: PoolOffer) -> WorkerPrior:
-        """Slots and rate of one offered machine."""
-        prior = worker_prior(gpu_of(self.catalogue, offer.gpu), self.model, self.lengths, self.tokens_in_cache)
+        """Slots and rate of one offered machine; ResourceError where the model does not fit it."""
+        gpu = gpu_of(self.catalogue, offer.gpu)
+        prior = worker_prior(gpu, self.model, self.lengths, self.tokens_in_cache, offer.gpus)
         expected = prior.tokens_per_s * self.experience.belief(offer.gpu).ratio
         return replace(prior, slots=offer.slots or prior.slots, tokens_per_s=offer.tokens_per_s or expected)
 
+    def is_measured(self, offer: PoolOffer) -> bool:
+        """Whether its rate was told, or follows from what machines of its kind delivered: such a rate has all prefill in it."""
+        return offer.tokens_per_s > 0 or self.experience.belief(offer.gpu).machines > 0
+
+    def prefill_cost(self, offer: PoolOffer) -> PrefillCost:
+        """What one offered machine prefills beside what it samples; nothing where its rate was measured."""
+        work = NO_PREFILL if self.is_measured(offer) else self.prefill
+        return prefill_cost(work, self.prior(offer), self.tokens_in_cache)
+
     def worker(self, offer: PoolOffer, index: int) -> WorkerEstimate:
         """One offered machine as the planner sees it. Prices are per GPU, and a worker may need several."""
-        prior = self.prior(offer)
-        speed = prior.sequence_tokens_per_s
+        prior, cost = self.prior(offer), self.prefill_cost(offer)
+        rate = prior.tokens_per_s * cost.rate_share
+        speed = rate / prior.slots
         return WorkerEstimate(
             worker_id=PeerId(f"{offer.key}#{index:04d}"),
-            rollouts_per_s=prior.tokens_per_s / self.tokens.mean,
+            rollouts_per_s=rate / self.tokens.mean,
             price_usd_per_hour=offer.price_usd_per_hour * prior.gpu_count,
             link=offer.link,
             rollout_s_mean=self.tokens.mean / speed,
             rollout_s_tail=self.tokens.tail / speed,
             rollout_s_max=self.tokens.longest / speed,
-            tokens_per_s=prior.tokens_per_s,
+            tokens_per_s=rate,
             join_s=offer.join_s,
             hazard_per_hour=offer.hazard_per_hour,
             apply_s=offer.apply_s,
-            swap_s=offer.swap_s,
+            swap_s=offer.swap_s or cost.recompute_s,
             provider=offer.provider,
             egress_usd_per_gib=offer.egress_usd_per_gib,
         )
 
     def snapshot(self) -> FleetSnapshot:
-        """Every machine on offer, on standby."""
-        workers = []
-        for offer in self.offers:
-            if offer.count:
-                first = self.worker(offer, 0)
-                workers += [replace(first, worker_id=PeerId(f"{offer.key}#{i:04d}")) for i in range(offer.count)]
+        """Every machine on offer that the model fits, on standby. ResourceError where it fits none."""
+        workers: list[WorkerEstimate] = []
+        taken: Counter[str] = Counter()
+        for offer in filter(lambda offer: offer.count, self.offers):
+            with contextlib.suppress(ResourceError):
+                first, begin = self.worker(offer, 0), taken[offer.key]
+                names = (PeerId(f"{offer.key}#{begin + index:04d}") for index in range(offer.count))
+                workers += [replace(first, worker_id=name) for name in names]
+                taken[offer.key] += offer.count
+        if not workers and (refused := self.refused):
+            each = "; ".join(f"{offer.machine}: {would}" for offer, would in refused.items())
+            raise ResourceError(f"no machine on offer holds the model; what would fit: {each}")
         return FleetSnapshot(0.0, self.learner, tuple(workers))
+
+    @property
+    def refused(self) -> dict[PoolOffer, str]:
+        """Machines on offer whose GPUs do not hold the model, with what would fit."""
+        found = {}
+        for offer in self.offers:
+            try:
+                self.prior(offer)
+            except ResourceError as error:
+                found[offer] = str(error).rpartition("what would fit: ")[2]
+        return found
 
     def what_if(self, name: str, text: str) -> PlanQuestion:
         """This question with one number changed; `WHAT_IF` lists the names."""
@@ -166,8 +209,9 @@ class PlanQuestion:
             case "train":
                 return replace(self, learner=replace(learner, train_s=parse_duration_s(text) + learner.idle_s))
             case "R":
-                trained = int(_number(name, text))
-                return replace(self, learner=replace(learner, rollouts_per_step=trained + learner.evaluation_rollouts))
+                return replace(self, learner=learner.training(int(_number(name, text))))
+            case "dropped":
+                return replace(self, learner=learner.dropping(_number(name, text)))
             case "delta":
                 return replace(self, learner=replace(learner, delta_bytes=_number(name, text)))
             case "tail":
@@ -195,7 +239,7 @@ class PlanQuestion:
 
 
 WHAT_IF = (
-    "S", "kappa", "uplink", "train", "R", "delta", "tail", "target", "cap", "worker_uplink", "price", "count",
+    "S", "kappa", "uplink", "train", "R", "delta", "tail", "target", "cap", "dropped", "worker_uplink", "price", "count",
 )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ ROUND_BYTES = 256 << 20
 """Of a keyframe on its way through shared memory into an engine's processes, at a time; a larger tensor goes alone."""
 HANDOVER_SHARE, HANDOVER_BYTES = 1.3, 512 << 20
 """What a worker needs of host memory and shared memory while it takes a keyframe, beside the engine's own weights."""
+FORMER_SHARE = 0.5
+"""Of the published bytes, what an engine keeps of former versions at most, on the host, so that it can score under them."""
 SEQUENCES_MAX = 256
 SEQUENCES_CPU = 32
 SEQUENCES_CPU_MAX = 64
@@ -43,6 +45,23 @@ WIDER_SHARE = 0.85
 """Of their speed that GPUs keep each time an engine is spread over twice as many: an assumption, for their exchange a layer."""
 SEQUENCES_WANTED = 32
 """With fewer sequences a GPU reads its weights for too few tokens a step: more GPUs an engine are then worth it."""
+
+
+class Quantisation(Enum):
+    """How the weights are rounded that an engine generates by; the published ones are kept beside them."""
+
+    NONE = "none"
+    INT8 = "int8"  # the embedded engine
+    FP8 = "fp8"  # vLLM
+
+
+CPU_WEIGHT_BYTES = {Quantisation.NONE: 4, Quantisation.INT8: 3, Quantisation.FP8: 4}
+"""Of a parameter in an engine on the CPU, the masters of rounded ones included; vLLM there, for trials, takes less than this."""
+
+
+def quantisation_called(name: str) -> Quantisation:
+    """As a worker says it, empty for none; a name that is not known counts as none."""
+    return Quantisation(name) if name in (known.value for known in Quantisation) else Quantisation.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +82,8 @@ class ModelSize:
     """Values of a token between an MLP's matrices, of all the experts that it is routed to; 0: not known."""
     has_head_norms: bool = False
     """Queries and keys are normalised by head."""
+    linear_parameters: int = 0
+    """Of matrices that vLLM may round: those of layers, but not embedding and head; none of a model with experts."""
 
     @property
     def kv_width(self) -> int:
@@ -87,6 +108,14 @@ class ModelSize:
     def gpu_weight_bytes(self) -> int:
         return GPU_BYTES * self.parameters
 
+    def card_bytes(self, quantisation: Quantisation) -> int:
+        """Of GPUs' memory, for one engine's weights; scales, a thousandth of what is rounded, are left out."""
+        return self.gpu_weight_bytes - (self.linear_parameters if quantisation is Quantisation.FP8 else 0)
+
+    def masters_bytes(self, quantisation: Quantisation) -> int:
+        """Of the host's memory, for the published values of what one engine on GPUs has rounded."""
+        return GPU_BYTES * self.linear_parameters if quantisation is Quantisation.FP8 else 0
+
     @property
     def round_bytes(self) -> int:
         """Of shared memory, while a keyframe goes to an engine's processes."""
@@ -95,11 +124,12 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class RunLengths:
-    """What one run asks of an engine: its longest sequence in tokens. Caps are the user's; 0: none."""
+    """What one run asks of an engine: its longest sequence in tokens. Caps and quantisation are the user's; 0: no cap."""
 
     longest_tokens: int
     sequences_cap: int = 0
     tokens_cap: int = 0
+    quantisation: Quantisation = Quantisation.NONE
 
     def of(self, size: ModelSize) -> int:
         """Tokens of the longest sequence on this model. 0 of a run that does not say: the model's context."""
@@ -107,18 +137,13 @@ class RunLengths:
         return min(longest, self.tokens_cap) if self.tokens_cap else longest
 
 
-class CpuWeights(Enum):
-    """How the embedded engine holds weights, in bytes of a parameter, the masters of rounded ones included."""
-
-    FLOAT32 = 4
-    INT8 = 3
-
-
 @dataclass(frozen=True, slots=True)
 class Fit:
     """`engine_count` engines over `tensor_parallel` GPUs each (0: on the CPU), of `sequences` each.
 
-    `cache_tokens`: of one engine, the tokens whose keys and values it holds. GPUs left over stay idle.
+    `cache_tokens`: of one engine, the tokens whose keys and values it holds. GPUs left over stay idle. `keeps_former`: what
+    updates replace stays on the host, for scores under former versions. `loads_base`: the base checkpoint may lie in memory
+    before it is known whether it is needed.
     """
 
     engine_count: int
@@ -127,6 +152,8 @@ class Fit:
     sequence_tokens: int
     cache_tokens: int
     reason: str
+    keeps_former: bool = True
+    loads_base: bool = True
 
     @property
     def whole_sequences(self) -> int:
@@ -166,6 +193,9 @@ def model_size(config: Mapping[str, object]) -> ModelSize:
     norms += 2 * width if model_type.startswith(("qwen3", "gemma3")) else 0
     is_tied = bool(config.get("tie_word_embeddings", model_type.startswith("gemma")))
     ends = vocabulary * hidden * (1 if is_tied else 2) + hidden
+    linear = 0  # vLLM's workers round no experts, and refuse models that have them
+    if not _sparse_layers(config, layers):
+        linear = layers * hidden * (2 * width * (heads + kv_heads) + 3 * _number(config, "intermediate_size"))
     return ModelSize(
         parameters=layers * (attention + norms) + _mlp_parameters(config, hidden, layers) + ends,
         kv_values_per_token=2 * layers * kv_heads * width,
@@ -178,6 +208,7 @@ def model_size(config: Mapping[str, object]) -> ModelSize:
         idle_parameters=_sparse_layers(config, layers) * _idle_parameters(config, hidden),
         mlp_width=_mlp_width(config, layers),
         has_head_norms=model_type.startswith(("qwen3", "gemma3")),
+        linear_parameters=linear,
     )
 
 
@@ -189,6 +220,7 @@ def size_by_billions(known: Mapping[str, ModelSize], billions: float) -> ModelSi
     return ModelSize(
         int(billions * 1e9), int(cache), near.context_tokens, near.head_count, near.kv_head_count,
         near.layer_count, near.hidden, near.vocabulary, mlp_width=near.mlp_width, has_head_norms=near.has_head_norms,
+        linear_parameters=int(near.linear_parameters * billions / near.billions),
     )  # fmt: skip
 
 
@@ -246,13 +278,12 @@ def worker_fit(
     gpu_memory_bytes: Sequence[int],
     memory_bytes: int,
     run: RunLengths,
-    weights: CpuWeights = CpuWeights.FLOAT32,
     published_bytes: int = 0,
 ) -> Fit:
     """A worker on one machine: over its GPUs, or on its CPU where it has none that the engine can use."""
     if gpu_memory_bytes:
         return gpu_fit(size, gpu_memory_bytes, run)
-    return cpu_fit(size, memory_bytes, run, weights, published_bytes)
+    return cpu_fit(size, memory_bytes, run, published_bytes)
 
 
 def gpu_fit(size: ModelSize, gpu_memory_bytes: Sequence[int], run: RunLengths) -> Fit:
@@ -268,39 +299,37 @@ def gpu_fit(size: ModelSize, gpu_memory_bytes: Sequence[int], run: RunLengths) -
     fits = [
         Fit(count // width, width, _sequences(tokens, longest, SEQUENCES_MAX, run), longest, tokens, "")
         for width in _widths(size, count)
-        if (tokens := gpu_cache_tokens(size, width * least)) >= longest
+        if (tokens := gpu_cache_tokens(size, width * least, run.quantisation)) >= longest
     ]
     if not fits:
-        raise ResourceError(_gpu_refusal(size, count, least, longest))
+        raise ResourceError(_gpu_refusal(size, count, least, run))
     best = max(fits, key=lambda fit: (_worth(fit), -fit.tensor_parallel))
     each = "one GPU" if best.tensor_parallel == 1 else f"{best.tensor_parallel} GPUs"
+    masters = best.engine_count * size.masters_bytes(run.quantisation)
+    beside = f", {format_bytes(masters)} of masters in the host's memory" if masters else ""
     reason = (
-        f"{format_bytes(size.gpu_weight_bytes)} of weights and {best.cache_tokens} tokens of cache on {each} of "
+        f"{format_bytes(size.card_bytes(run.quantisation))} of weights and {best.cache_tokens} tokens of cache on {each} of "
         f"{format_bytes(least)}: {best.engine_count} engine{'s' if best.engine_count > 1 else ''} of "
-        f"{best.sequences} sequences, {best.whole_sequences} of them at the full {longest} tokens"
+        f"{best.sequences} sequences, {best.whole_sequences} of them at the full {longest} tokens{beside}"
     )
     return Fit(best.engine_count, best.tensor_parallel, best.sequences, longest, best.cache_tokens, reason)
 
 
-def gpu_cache_tokens(size: ModelSize, memory_bytes: int) -> int:
+def gpu_cache_tokens(size: ModelSize, memory_bytes: int, quantisation: Quantisation = Quantisation.NONE) -> int:
     """Tokens whose keys and values fit beside the weights; negative where the weights do not fit."""
-    return int(GPU_MEMORY_SHARE * memory_bytes - size.gpu_weight_bytes) // (GPU_BYTES * size.kv_values_per_token)
+    beside = int(GPU_MEMORY_SHARE * memory_bytes - size.card_bytes(quantisation))
+    return beside // (GPU_BYTES * size.kv_values_per_token)
 
 
-def cpu_fit(
-    size: ModelSize,
-    memory_bytes: int,
-    run: RunLengths,
-    weights: CpuWeights = CpuWeights.FLOAT32,
-    published_bytes: int = 0,
-) -> Fit:
+def cpu_fit(size: ModelSize, memory_bytes: int, run: RunLengths, published_bytes: int = 0) -> Fit:
     """The embedded engine on this machine. `published_bytes`: of the copy kept for applying deltas; 0: bf16 weights."""
     longest, each = run.of(size), CPU_BYTES * size.kv_values_per_token
-    held = weights.value * size.parameters + (published_bytes or 2 * size.parameters) + CPU_PROCESS_BYTES
+    own = CPU_WEIGHT_BYTES[run.quantisation] * size.parameters
+    held = own + (published_bytes or 2 * size.parameters) + CPU_PROCESS_BYTES
     beside = memory_bytes - held
     tokens = int(CPU_CACHE_SHARE * beside) // each
     if tokens < longest:
-        raise ResourceError(_cpu_refusal(size, memory_bytes, held, longest, weights, tokens))
+        raise ResourceError(_cpu_refusal(size, memory_bytes, held, longest, run, tokens))
     paying = max(SEQUENCES_CPU, min(SEQUENCES_CPU_MAX, CPU_OVERHEAD_PARAMETERS // size.parameters))
     sequences = _sequences(tokens, longest, paying, run)
     tokens = min(tokens, sequences * longest)
@@ -333,28 +362,37 @@ def _widths(size: ModelSize, count: int) -> list[int]:
     return [width for width in (1 << power for power in range(count.bit_length())) if divides(width)]
 
 
-def _gpu_refusal(size: ModelSize, count: int, least: int, longest: int) -> str:
+def _gpu_refusal(size: ModelSize, count: int, least: int, run: RunLengths) -> str:
     """What was asked, and what would fit instead."""
+    longest, weight_bytes = run.of(size), size.card_bytes(run.quantisation)
     cache_bytes = GPU_BYTES * size.kv_values_per_token * longest
-    one = int((size.gpu_weight_bytes + cache_bytes) / GPU_MEMORY_SHARE) + 1
-    widths = [width for width in _widths(size, 1 << 6) if gpu_cache_tokens(size, width * least) >= longest]
+
+    def tokens_on(width: int) -> int:
+        return gpu_cache_tokens(size, width * least, run.quantisation)
+
+    one = int((weight_bytes + cache_bytes) / GPU_MEMORY_SHARE) + 1
+    widths = [width for width in _widths(size, 1 << 6) if tokens_on(width) >= longest]
     would = [f"one GPU of {format_bytes(one)}"]
     would += [f"{widths[0]} such GPUs"] if widths else []
-    tokens = max(gpu_cache_tokens(size, width * least) for width in _widths(size, count))
+    own_widths = _widths(size, count)
+    tokens = max(map(tokens_on, own_widths))
     would += [f"sequences of at most {tokens} tokens (sampling.max_new_tokens)"] if tokens > 1 else []
+    rounded = gpu_cache_tokens(size, own_widths[-1] * least, Quantisation.FP8)
+    if rounded >= longest and run.quantisation is not Quantisation.FP8:
+        would.append("rounded weights (worker.quantisation fp8)")
     return (
-        f"GPUs: expected weights of {format_bytes(size.gpu_weight_bytes)} and one sequence of {longest} tokens "
+        f"GPUs: expected weights of {format_bytes(weight_bytes)} and one sequence of {longest} tokens "
         f"({format_bytes(cache_bytes)}) to fit {GPU_MEMORY_SHARE:.0%} of {count} x {format_bytes(least)} in equal parts "
         f"of {size.head_count} heads, they do not; what would fit: {'; '.join(would)}"
     )
 
 
-def _cpu_refusal(size: ModelSize, memory_bytes: int, held: int, longest: int, weights: CpuWeights, tokens: int) -> str:
+def _cpu_refusal(size: ModelSize, memory_bytes: int, held: int, longest: int, run: RunLengths, tokens: int) -> str:
     needed = held + int(CPU_BYTES * size.kv_values_per_token * longest / CPU_CACHE_SHARE)
     would = [f"{format_bytes(needed)} of memory"]
     would += [f"sequences of at most {tokens} tokens (sampling.max_new_tokens)"] if tokens > 1 else []
-    rounded = needed - (CpuWeights.FLOAT32.value - CpuWeights.INT8.value) * size.parameters
-    if weights is CpuWeights.FLOAT32 and rounded <= memory_bytes:
+    saved = CPU_WEIGHT_BYTES[run.quantisation] - CPU_WEIGHT_BYTES[Quantisation.INT8]
+    if saved and needed - saved * size.parameters <= memory_bytes:
         would.append("rounded weights (worker.quantisation int8)")
     return (
         f"memory: expected room for one sequence of {longest} tokens in {CPU_CACHE_SHARE:.0%} of what "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
@@ -17,6 +17,8 @@ from echo2.cost_model.experience import JOIN_S
 STALENESS_BOUND_MAX = 64
 WORKERS_MAX = 100_000
 IDLE_SHARE_MAX = 0.99
+DROPPED_SHARE_MAX = 2 / 3
+"""Dynamic sampling throws away twice the groups of a step at most."""
 BROADCAST_EFFICIENCY = 0.8  # until broadcasts were measured: the share of the planned rate that weighted trees reached
 
 
@@ -118,7 +120,8 @@ class LearnerEstimate:
     """The learner. `delta_bytes` is the artifact published when kappa is `delta_kappa`; a longer period changes more
     weights, by `delta_growth` (bytes ~ kappa ** delta_growth, measured 0.75), and never more than a whole snapshot.
 
-    evaluation_rollouts: of `rollouts_per_step`, spread over the steps between evaluations; nothing is trained on them. idle_s: of
+    evaluation_rollouts: of `rollouts_per_step`, spread over the steps between evaluations; nothing is trained on them.
+    dropped_rollouts: of them too, those of groups that dynamic sampling throws away. idle_s: of
     `train_s`, in which nothing is trained, though no rollout is waited for: checkpoints copied, publications waited for."""
 
     rollouts_per_step: int
@@ -133,6 +136,7 @@ class LearnerEstimate:
     price_usd_per_hour: float = 0.0
     evaluation_rollouts: int = 0
     idle_s: float = 0.0
+    dropped_rollouts: int = 0
 
     def __post_init__(self) -> None:
         checked("learner", "rollouts_per_step", self.rollouts_per_step, 1)
@@ -145,6 +149,8 @@ class LearnerEstimate:
         checked("learner", "encode_s", self.encode_s, 0.0)
         checked("learner", "price_usd_per_hour", self.price_usd_per_hour, 0.0)
         checked("learner", "evaluation_rollouts", self.evaluation_rollouts, 0, self.rollouts_per_step - 1)
+        rest = self.rollouts_per_step - self.evaluation_rollouts
+        checked("learner", "dropped_rollouts", self.dropped_rollouts, 0, rest - 1)
         checked("learner", "idle_s", self.idle_s, 0.0, self.train_s * IDLE_SHARE_MAX)
 
     @property
@@ -155,7 +161,25 @@ class LearnerEstimate:
     @property
     def trained_rollouts(self) -> int:
         """Of those of a step."""
-        return self.rollouts_per_step - self.evaluation_rollouts
+        return self.rollouts_per_step - self.evaluation_rollouts - self.dropped_rollouts
+
+    @property
+    def dropped_share(self) -> float:
+        """Of the training's rollouts, those that are thrown away."""
+        return self.dropped_rollouts / (self.trained_rollouts + self.dropped_rollouts)
+
+    def training(self, rollouts: int) -> LearnerEstimate:
+        """This learner with so many rollouts trained on a step, and as large a share thrown away."""
+        dropped = round(rollouts * self.dropped_share / (1.0 - self.dropped_share))
+        total = rollouts + self.evaluation_rollouts + dropped
+        return replace(self, rollouts_per_step=total, dropped_rollouts=dropped)
+
+    def dropping(self, share: float) -> LearnerEstimate:
+        """This learner with this share of the training's groups thrown away, on top of what it trains on."""
+        checked("learner", "dropped groups", share, 0.0, DROPPED_SHARE_MAX)
+        dropped = round(self.trained_rollouts * share / (1.0 - share))
+        total = self.trained_rollouts + self.evaluation_rollouts + dropped
+        return replace(self, rollouts_per_step=total, dropped_rollouts=dropped)
 
     def artifact_bytes(self, kappa: int) -> float:
         """Predicted bytes of one published version."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from echo2.gateway.requests import CallRequest
+from echo2.gateway.tree import Wording
 
 # ---- events
 
@@ -45,6 +46,23 @@ class Called:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of what a call adds, or why there are none. `number`: as `Encode` has it."""
+
+    session_id: str
+    number: int
+    token_ids: tuple[int, ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRefused:
+    """What a client of this episode sent was no call: it counts as one, since reading it cost time."""
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Leased:
     """What became of an `Ask`: the group and the chain; an empty group: the problem is gone."""
 
@@ -81,6 +99,14 @@ class ClientLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class CallBroke:
+    """An error that nobody foresaw in handling it, by its class."""
+
+    call_id: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeRewarded:
     """By the harness or the task; the episode ends with it."""
 
@@ -114,10 +140,13 @@ Event = (
     | ProblemClosed
     | SeatAsked
     | Called
+    | Encoded
+    | CallRefused
     | Leased
     | CallTokens
     | CallGrew
     | ClientLeft
+    | CallBroke
     | EpisodeRewarded
     | EpisodeFailed
     | HarnessDone
@@ -139,6 +168,16 @@ class RunHarness:
 @dataclass(frozen=True, slots=True)
 class StopHarness:
     session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """A long text is to become tokens beside the loop, and to come back as `Encoded`. `number`: the call's for good, also when a
+    client's second try takes it over."""
+
+    session_id: str
+    number: int
+    wording: Wording
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +254,14 @@ class AskScore:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeLost:
+    """It failed, for this reason, which the log is to say."""
+
+    session_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class EndEpisode:
     """`chains`: how many calls of each count. `reward` None: it failed. Not `is_final`: another takes its seat."""
 
@@ -225,4 +272,16 @@ class EndEpisode:
     is_final: bool
 
 
-Action = RunHarness | StopHarness | Ask | CallPiece | CallAnswer | Refuse | Seated | AskScore | EndEpisode
+Action = (
+    RunHarness
+    | StopHarness
+    | Encode
+    | Ask
+    | CallPiece
+    | CallAnswer
+    | Refuse
+    | Seated
+    | AskScore
+    | EpisodeLost
+    | EndEpisode
+)

@@ -7,16 +7,21 @@ and what came. Fields that have no meaning here are listed in `ignored`. Leaves 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import cast
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.stops import STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX
-from echo2.gateway.limits import CHOICES_MAX, MESSAGES_MAX, TOOLS_MAX
+from echo2.gateway.limits import BODY_VALUES_MAX, CHOICES_MAX, MESSAGES_MAX, TOOLS_MAX
 
 Message = Mapping[str, object]
+ID_BYTES = 8
+"""Of a token id in a prompt."""
+JSON_DEPTH_MAX = 200
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 ROLES = ("system", "user", "assistant", "tool")
 _TAKEN = frozenset({
     "model", "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n", "stream",
@@ -27,7 +32,11 @@ _TAKEN = frozenset({
 @dataclass(frozen=True, slots=True)
 class CallRequest:
     """`messages` of a chat, or the `prompt` of a text: its characters, or its token ids. `max_tokens` None: as many as may be.
-    `temperature` is obeyed in evaluations alone; None: not told, or not a number from 0 to 100."""
+    `temperature` is obeyed in evaluations alone; None: not told, or not a number from 0 to 100.
+
+    `digest`: of all that decides the answer, the same for a client's second try. Of a chat, `history` has the key of its tools,
+    then of the chat up to each message, and `sizes` how long these are as JSON.
+    """
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()
@@ -41,12 +50,45 @@ class CallRequest:
     wants_ids: bool = False
     temperature: float | None = None
     ignored: tuple[str, ...] = ()
+    digest: bytes = b""
+    history: tuple[bytes, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     @property
-    def digest(self) -> bytes:
-        """Of all that decides the answer: the same for a client's second try."""
+    def size_bytes(self) -> int:
+        """About what is kept of it while it waits."""
+        if self.prompt is None:
+            return sum(self.sizes)
+        return len(self.prompt) * (1 if isinstance(self.prompt, str) else ID_BYTES)
+
+    def with_digests(self) -> CallRequest:
+        """Whole: hashing a large one takes a while."""
         said = [self.messages, self.tools, self.prompt, self.max_tokens, self.stops, self.choices, self.temperature]
-        return blake2b(json.dumps(said, sort_keys=True, default=dict).encode(), digest_size=16).digest()
+        digest = blake2b(json.dumps(said, sort_keys=True, default=dict).encode(), digest_size=16).digest()
+        if self.prompt is not None:
+            return replace(self, digest=digest)
+        key, size = beginning(self.tools)
+        keys, sizes = [key], [size]
+        for message in self.messages:
+            key, size = behind(key, message)
+            keys.append(key)
+            sizes.append(size)
+        return replace(self, digest=digest, history=tuple(keys), sizes=tuple(sizes))
+
+
+def body_of(data: bytes) -> dict[str, object]:
+    """The JSON object that a request brings; without a body, an empty one."""
+    count = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if count > BODY_VALUES_MAX:
+        raise MalformedMessage(f"body: expected at most {BODY_VALUES_MAX} commas and opening brackets, got {count}")
+    try:
+        text = data.decode() or "{}"
+    except UnicodeDecodeError as error:
+        raise MalformedMessage(f"body: expected UTF-8, got {error}") from None
+    told = _parsed(text, "body")
+    if not isinstance(told, dict):
+        raise MalformedMessage("body: expected a JSON object")
+    return told
 
 
 def chat_call(body: Mapping[str, object]) -> CallRequest:
@@ -84,7 +126,7 @@ def _call(
     tokens = body.get("max_completion_tokens", body.get("max_tokens"))
     options = body.get("stream_options")
     logprobs = body.get("logprobs")
-    return CallRequest(
+    call = CallRequest(
         messages=messages,
         tools=tools,
         prompt=prompt,
@@ -100,6 +142,28 @@ def _call(
             sorted(str(name)[:40] for name, value in body.items() if name not in _TAKEN and value is not None)
         )[:32],
     )
+    return call.with_digests()
+
+
+def beginning(tools: Sequence[Message]) -> tuple[bytes, int]:
+    """The key of a chat's beginning, and how long its tools are as JSON."""
+    said = json.dumps(list(tools), sort_keys=True, default=dict)
+    return blake2b(said.encode(), digest_size=16).digest(), len(said)
+
+
+def behind(key: bytes, message: Message) -> tuple[bytes, int]:
+    """The key of a chat with one more message, and how long that is as JSON."""
+    calls = message.get("tool_calls")
+    told = [_call_key(call) for call in calls] if isinstance(calls, list) else []
+    said = json.dumps([message["role"], message["content"], told], sort_keys=True)
+    return blake2b(key + said.encode(), digest_size=16).digest(), len(said)
+
+
+def _call_key(call: Mapping[str, object]) -> object:
+    """Without the id, which some clients make anew."""
+    function = call["function"]
+    assert isinstance(function, Mapping), "parsed before"
+    return [function["name"], function["arguments"]]
 
 
 def _message(told: object, place: int) -> Message:
@@ -131,15 +195,44 @@ def _tool_call(told: object, whose: str) -> Message:
         )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise MalformedMessage(f"{whose}.tool_calls: expected arguments as JSON, got {_shown(arguments)}") from None
+        arguments = _parsed(arguments, f"{whose}.tool_calls: arguments")
     return {
         "id": str(told.get("id", "")),
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }
+
+
+def _parsed(text: str, whose: str) -> object:
+    """JSON that can be written again: of text that is Unicode, and not nested too deeply."""
+    try:
+        told: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedMessage(f"{whose}: expected JSON, got {error}") from None
+    if _is_deeper(told, JSON_DEPTH_MAX):
+        raise MalformedMessage(f"{whose}: expected at most {JSON_DEPTH_MAX} levels of lists and objects")
+    if _SURROGATE.search(text) is not None and not _is_unicode(told):
+        raise MalformedMessage(f"{whose}: expected text in Unicode, got half of a surrogate pair")
+    return told
+
+
+def _is_deeper(told: object, depth_max: int) -> bool:
+    level = [told]
+    for _ in range(depth_max + 1):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _is_unicode(told: object) -> bool:
+    """A pair that was written as two halves is one character by now."""
+    try:
+        json.dumps(told, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text(content: object, whose: str) -> str:

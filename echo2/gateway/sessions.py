@@ -12,17 +12,18 @@ when to come again. Leaves to others: HTTP and processes (runtime), leases and t
 from __future__ import annotations
 
 import hmac
-import math
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from echo2.base.errors import EchoError
 from echo2.gateway import events as e
+from echo2.gateway.episode import Call, GatewayCounts, Problem, Session
 from echo2.gateway.growth import certain_part, is_told_in_pieces
-from echo2.gateway.limits import CHAINS_MAX, GatewayLimits
+from echo2.gateway.limits import CHAINS_MAX, REWARD_MAX, GatewayLimits, is_reward
 from echo2.gateway.requests import CallRequest, Message
-from echo2.gateway.tree import Node, Speech, TokenTree, TreePlace
+from echo2.gateway.tree import Speech
 
 
 class ModelReading(Speech, Protocol):
@@ -38,73 +39,6 @@ PIECES_S = 0.5
 
 
 @dataclass(slots=True)
-class Problem:
-    """`seats`: by number, the session that has it; None: free. `restarts`: of each seat."""
-
-    root: str
-    told: dict[str, object]
-    seats: list[str | None]
-    restarts: list[int]
-    is_evaluation: bool = False
-    label: str = ""
-
-    @property
-    def is_untouched(self) -> bool:
-        return not self.label and not any(self.seats) and not any(self.restarts)
-
-
-@dataclass(slots=True)
-class Call:
-    """One request under way. `groups`: by choice, as what it is leased; `sampled`: what came."""
-
-    call_id: int
-    request: CallRequest
-    place: TreePlace
-    digest: bytes
-    depths: dict[int, tuple[int, int]] = field(default_factory=dict)
-    sampled: dict[int, e.CallTokens] = field(default_factory=dict)
-    is_waited_for: bool = True
-    answer: e.CallAnswer | None = None
-    told_text: str = ""  # of a stream, what its client has read
-    grown_at: float = -math.inf
-
-
-@dataclass(slots=True)
-class Session:
-    """One episode of one seat. `told_calls`: by chain, so many calls were answered and count."""
-
-    session_id: str
-    key: str
-    root: str
-    seat: int
-    is_own: bool
-    began_at: float
-    heard_at: float
-    tree: TokenTree = field(default_factory=TokenTree)
-    calls: dict[int, Call] = field(default_factory=dict)
-    told_calls: dict[int, int] = field(default_factory=dict)
-    last: Node | None = None
-    call_count: int = 0
-    is_scored: bool = False
-
-
-@dataclass(slots=True)
-class GatewayCounts:
-    """Since the start."""
-
-    sessions: int = 0
-    calls: int = 0
-    branches: int = 0
-    retried: int = 0
-    refused: int = 0
-    restarted: int = 0
-    dropped: int = 0
-    rewarded: int = 0
-    prompt_tokens: int = 0
-    kept_tokens: int = 0  # of prompts, those that stood in the tree already
-
-
-@dataclass(slots=True)
 class Sessions:
     """`new_key`: an unguessable text each time. `has_harness`: echo2 runs the agents; else outside harnesses ask for seats."""
 
@@ -117,6 +51,10 @@ class Sessions:
     counts: GatewayCounts = field(default_factory=GatewayCounts)
     _of_call: dict[int, str] = field(default_factory=dict)
     _of_group: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    _numbers: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._numbers = tuple(range(self.limits.vocabulary_size))
 
     def handle(self, event: e.Event, now: float) -> list[e.Action]:
         """All that follows, in the order in which it is to be done."""
@@ -125,6 +63,13 @@ class Sessions:
     def key_fits(self, session_id: str, key: str) -> bool:
         session = self.sessions.get(session_id)
         return session is not None and hmac.compare_digest(session.key.encode(), key.encode())
+
+    def is_spent(self, session_id: str) -> bool:
+        """Whether any further call will be refused, but one that was made before."""
+        session = self.sessions.get(session_id)
+        if session is None or session.call_count < self.limits.calls_max:
+            return False
+        return all(call.is_waited_for for call in session.calls.values())
 
     def evaluates(self, session_id: str) -> bool:
         """Whether nothing of it is trained on: then the client chooses the temperature."""
@@ -141,6 +86,11 @@ class Sessions:
                 yield from self._seated(event, now)
             case e.Called():
                 yield from self._called(event, now)
+            case e.Encoded():
+                yield from self._encoded(event, now)
+            case e.CallRefused(session_id):
+                if session_id in self.sessions:
+                    self.sessions[session_id].call_count += 1
             case e.Leased():
                 yield from self._leased(event)
             case e.CallTokens():
@@ -149,6 +99,8 @@ class Sessions:
                 yield from self._grew(group_id, token_ids, now)
             case e.ClientLeft(call_id):
                 self._left(call_id)
+            case e.CallBroke(call_id, name):
+                yield from self._broke(call_id, name)
             case e.EpisodeRewarded(session_id, value, parts):
                 yield from self._ended(session_id, value, parts)
             case e.EpisodeFailed(session_id, reason):
@@ -217,54 +169,87 @@ class Sessions:
             yield e.Refuse(event.call_id, 410, "session_ended", "this episode has ended")
             return
         session.heard_at = now
-        request, digest = event.request, event.request.digest
-        again = next((c for c in session.calls.values() if c.digest == digest and not c.is_waited_for), None)
-        if again is not None:
+        request = event.request
+        if (again := session.call_of(request)) is not None:
             yield from self._taken_up(session, again, event.call_id)
             return
-        if (problem := self._over_limit(session, request)) is not None:
+        refused = self._over_limit(session, event.call_id, request)
+        if refused is not None:
             self.counts.refused += 1
-            yield problem(event.call_id)
+            yield refused
+            return
+        session.call_count += 1  # refused or not: to look at it costs time
+        place = session.tree.place_of(request)
+        if place.wording.text_bytes > self.limits.context_tokens * self.limits.token_bytes_max:
+            yield self._no_room(event.call_id, f"a text of {place.wording.text_bytes} bytes")
+            return
+        call = Call(event.call_id, event.call_id, request, place)
+        session.calls[call.call_id] = call
+        self._of_call[call.call_id] = session.session_id
+        if place.wording.size > self.limits.encoded_at_once_max:
+            yield e.Encode(session.session_id, call.number, place.wording)
             return
         try:
-            place = session.tree.place_of(request, self.reading)
+            token_ids = place.wording.tokens(self.reading)
         except EchoError as error:
-            yield e.Refuse(event.call_id, 400, "invalid_request_error", str(error))
+            yield from self._refused(session, call, 400, "invalid_request_error", str(error))
             return
-        room = self.limits.context_tokens - len(place.prompt_token_ids)
-        if room < 1 or not place.prompt_token_ids:
-            text = (
-                f"expected a prompt of 1 to {self.limits.context_tokens - 1} tokens, got {len(place.prompt_token_ids)}"
-            )
-            yield e.Refuse(event.call_id, 400, "context_length_exceeded", text)
-            return
-        yield from self._asked(session, Call(event.call_id, request, place, digest), room)
+        yield from self._placed(session, call, token_ids)
 
-    def _over_limit(self, session: Session, request: CallRequest) -> Callable[[int], e.Refuse] | None:
+    def _over_limit(self, session: Session, call_id: int, request: CallRequest) -> e.Refuse | None:
         limits = self.limits
         if session.call_count >= limits.calls_max or len(session.tree.lengths) + request.choices > CHAINS_MAX:
             text = f"an episode has at most {limits.calls_max} calls and {CHAINS_MAX} chains of them"
-            return lambda call_id: e.Refuse(call_id, 400, "too_many_calls", text)
+            return e.Refuse(call_id, 400, "too_many_calls", text)
         busy = sum(call.answer is None for call in session.calls.values())
         if busy >= limits.calls_at_once_max or len(self._of_group) + request.choices > limits.calls_in_flight_max:
-            return lambda call_id: e.Refuse(call_id, 429, "busy", "too many calls are under way", limits.retry_after_s)
+            return e.Refuse(call_id, 429, "busy", "too many calls are under way", limits.retry_after_s)
+        if (kept := session.kept_bytes + request.size_bytes) > limits.session_bytes_max:
+            text = f"expected an episode of at most {limits.session_bytes_max} bytes, with this call it has {kept}"
+            return e.Refuse(call_id, 400, "episode_too_large", text)
+        if isinstance(request.prompt, tuple) and max(request.prompt) >= limits.vocabulary_size:
+            text = f"prompt: expected token ids below {limits.vocabulary_size}, got {max(request.prompt)!r:.40}"
+            return e.Refuse(call_id, 400, "invalid_request_error", text)
         return None
 
-    def _asked(self, session: Session, call: Call, room: int) -> Iterator[e.Action]:
-        request, place = call.request, call.place
-        session.call_count += 1
-        session.calls[call.call_id] = call
-        self._of_call[call.call_id] = session.session_id
+    def _no_room(self, call_id: int, got: str) -> e.Refuse:
+        text = f"expected a prompt of 1 to {self.limits.context_tokens - 1} tokens, got {got}"
+        return e.Refuse(call_id, 400, "context_length_exceeded", text)
+
+    def _encoded(self, event: e.Encoded, now: float) -> Iterator[e.Action]:
+        session = self.sessions.get(event.session_id)
+        call = next((c for c in session.calls.values() if c.number == event.number), None) if session else None
+        if session is None or call is None:  # the episode has ended meanwhile
+            return
+        session.heard_at = now
+        if event.problem:
+            yield from self._refused(session, call, 400, "invalid_request_error", event.problem)
+        else:
+            yield from self._placed(session, call, event.token_ids)
+
+    def _placed(self, session: Session, call: Call, token_ids: Sequence[int]) -> Iterator[e.Action]:
+        """All tokens of the call's prompt are known. They are of one table, so that a number is in memory once."""
+        place, length = call.place, call.place.length + len(token_ids)
+        room = self.limits.context_tokens - length
+        if room < 1 or not length:
+            self._forget(session, call)
+            yield self._no_room(call.call_id, f"{length} tokens")
+            return
+        call.prompt_token_ids = tuple(map(self._numbers.__getitem__, itertools.chain(place.known_ids, token_ids)))
         self.counts.calls += 1
-        self.counts.prompt_tokens += len(place.prompt_token_ids)
-        self.counts.kept_tokens += 0 if place.parent is None else len(place.parent.all_token_ids)
-        tokens = min(request.max_tokens or self.limits.max_new_tokens, self.limits.max_new_tokens, room)
-        chain = session.tree.chain_for(place)
+        self.counts.prompt_tokens += length
+        self.counts.kept_tokens += place.length
+        yield from self._asked(session, call, room)
+
+    def _asked(self, session: Session, call: Call, room: int) -> Iterator[e.Action]:
+        request, limits = call.request, self.limits
+        tokens = min(request.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
+        chain = session.tree.chain_for(call.place)
         temperature = request.temperature if self.evaluates(session.session_id) else None
         for choice in range(request.choices):
             goes_on = chain if choice == 0 else None
             yield e.Ask(
-                call.call_id, choice, session.root, goes_on, place.prompt_token_ids, tokens, request.stops, temperature
+                call.call_id, choice, session.root, goes_on, call.prompt_token_ids, tokens, request.stops, temperature
             )
 
     def _leased(self, event: e.Leased) -> Iterator[e.Action]:
@@ -273,7 +258,7 @@ class Sessions:
             return
         session, call = found
         if not event.group_id:
-            yield from self._refused(session, call, "the group of this episode is gone")
+            yield from self._refused(session, call, 410, "session_ended", "the group of this episode is gone")
             return
         before = session.tree.branches
         call.depths[event.choice] = (event.chain, session.tree.began(event.chain))
@@ -322,7 +307,7 @@ class Sessions:
             )
             reason = "length" if sampled.is_cut else "tool_calls" if named else "stop"
             choices.append(e.Choice(text, named, sampled.token_ids, sampled.logprobs, sampled.versions, reason))
-        return e.CallAnswer(call.call_id, call.place.prompt_token_ids, tuple(choices))
+        return e.CallAnswer(call.call_id, call.prompt_token_ids, tuple(choices))
 
     def _told(self, session: Session, call: Call) -> Iterator[e.Action]:
         """The client learns the answer: from now on its calls count, and others may continue them."""
@@ -331,12 +316,12 @@ class Sessions:
         for number, choice in enumerate(call.answer.choices):
             chain, depth = call.depths[number]
             session.told_calls[chain] = max(session.told_calls.get(chain, 0), depth)
-            text = prompt + choice.text if isinstance(prompt, str) else ""
-            node = Node(chain, depth, call.place.prompt_token_ids, choice.token_ids, text)
-            answer: Message | None = None
+            node = session.tree.node(call.place, chain, depth, call.prompt_token_ids, choice.token_ids)
             if prompt is None:
                 answer = {"role": "assistant", "content": choice.text, "tool_calls": list(choice.tool_calls)}
-            session.tree.ended(node, call.place.key, answer)
+                session.tree.answered(node, call.place.key, answer)
+            else:
+                session.tree.completed(node, prompt + choice.text if isinstance(prompt, str) else "")
             session.last = node if number == 0 else session.last
         self._forget(session, call)
         yield call.answer
@@ -361,6 +346,17 @@ class Sessions:
         if found is not None:
             found[1].is_waited_for = False
 
+    def _broke(self, call_id: int, name: str) -> Iterator[e.Action]:
+        """Nothing of the call stays behind, and its client need not wait."""
+        every = ((session, call) for session in self.sessions.values() for call in session.calls.values())
+        found = next((one for one in every if call_id in (one[1].call_id, one[1].number)), None)
+        if found is not None:
+            self._forget(*found)
+            call_id = found[1].call_id
+        for group_id in [group_id for group_id, (_, of_call, _) in self._of_group.items() if of_call == call_id]:
+            del self._of_group[group_id]
+        yield e.Refuse(call_id, 500, "internal_error", f"{name}; the learner's log says more")
+
     def _call(self, call_id: int) -> tuple[Session, Call] | None:
         session = self.sessions.get(self._of_call.get(call_id, ""))
         call = session.calls.get(call_id) if session is not None else None
@@ -370,10 +366,10 @@ class Sessions:
         session.calls.pop(call.call_id, None)
         self._of_call.pop(call.call_id, None)
 
-    def _refused(self, session: Session, call: Call, text: str) -> Iterator[e.Action]:
+    def _refused(self, session: Session, call: Call, status: int, code: str, text: str) -> Iterator[e.Action]:
         self._forget(session, call)
         if call.is_waited_for:
-            yield e.Refuse(call.call_id, 410, "session_ended", text)
+            yield e.Refuse(call.call_id, status, code, text)
 
     # ---- ends
 
@@ -394,8 +390,14 @@ class Sessions:
         if not session.told_calls:
             yield from self._failed(session_id, "it made no call")
             return
-        self.counts.rewarded += 1
         told = dict(parts) if isinstance(parts, dict) else {}
+        wrong = [number for number in (value, *told.values()) if not is_reward(number)]
+        if wrong:  # whoever gave it: a harness, a client, the task
+            yield from self._failed(
+                session_id, f"expected a reward within {REWARD_MAX:,.0f} of 0, got {wrong[0]!r:.40}"
+            )
+            return
+        self.counts.rewarded += 1
         chains = {chain: session.told_calls.get(chain, 0) for chain in session.tree.lengths}
         yield from self._over(session, "the episode has its reward")
         yield e.EndEpisode(session.root, chains, value, told, is_final=True)
@@ -408,6 +410,7 @@ class Sessions:
         problem = self.problems[session.root]
         is_final = problem.restarts[session.seat] >= self.limits.restarts_max
         chains = dict.fromkeys(session.tree.lengths, 0)
+        yield e.EpisodeLost(session_id, reason)
         yield from self._over(session, f"the episode is lost: {reason}")
         self.counts.dropped += is_final
         self.counts.restarted += not is_final
@@ -418,7 +421,7 @@ class Sessions:
 
     def _over(self, session: Session, text: str) -> Iterator[e.Action]:
         for call in list(session.calls.values()):
-            yield from self._refused(session, call, text)
+            yield from self._refused(session, call, 410, "session_ended", text)
         del self.sessions[session.session_id]
         for group_id in [g for g, (owner, _, _) in self._of_group.items() if owner == session.session_id]:
             del self._of_group[group_id]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echo2.base.errors import StateError
+from echo2.base.errors import MalformedMessage, StateError
 from echo2.base.ids import GroupId, PeerId
 from echo2.base.rollout import Rollout, VersionSpan, joined_spans
 from echo2.base.routing import NO_ROUTING, joined_routing
@@ -83,6 +83,15 @@ def is_later_turn(group_id: GroupId) -> bool:
 
 def root_of(group_id: GroupId) -> GroupId:
     return GroupId(group_id.partition(_MARK)[0])
+
+
+def check_prompt(root: GroupId, prompt: tuple[int, ...], vocabulary_size: int) -> None:
+    """Raises `MalformedMessage` unless the model has every token of a call's prompt."""
+    if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary_size:
+        raise MalformedMessage(
+            f"prompt of a call of {root}: expected 1 or more token ids below {vocabulary_size}, got {len(prompt)} from "
+            f"{min(prompt, default=0)!r:.40} to {max(prompt, default=0)!r:.40}"
+        )
 
 
 def common_beginning(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -9,8 +9,9 @@ Guarantees: who scores a rollout is drawn when all of it is in, by dice of the l
 it, each by what it has delivered: so workers that delivered a share c of what others did score a rollout with chance c /
 `WEIGHT_MIN` at most, whoever sampled it and however many names they go by; a scorer is told tokens and versions, and neither
 whose they are nor what was claimed of them; `VERIFIED_SHARE` of what is leased, and a scorer's first ones, are scored by the
-learner too, and nothing in the lease says so; workers read at most `tokens_share` times the tokens that were sampled. Leaves to
-others: which rollouts (audit_draw), what the numbers say (disputes, suspicion), the streams (runtime/scoring_service).
+learner too, and nothing in the lease says so; workers read at most `tokens_share` times the tokens that were sampled; what is known
+of a scorer is its peer's, not its stream's, so that a new stream changes nothing of it. Leaves to others: which rollouts
+(audit_draw), what the numbers say (disputes, suspicion), the streams (runtime/scoring).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ say that they do."""
 LEASE_S = 120.0
 TRIES_MAX = 3
 OPEN_MAX = 4
-"""Leases of one worker at a time."""
+"""Leases of one worker at a time; those of a stream that has ended count until their time is over."""
 BURST_TOKENS = 1 << 16
 """Read before anything is counted against the share, for newcomers are looked at more."""
 LEASED_TOKENS_MAX = 1 << 16
@@ -46,7 +47,12 @@ LEASED_TOKENS_MAX = 1 << 16
 SILENT_MAX = 16
 DECLINED_MAX = 16
 """Leases in a row that a scorer hands back though it says that it keeps the versions: as if it had said that it does not score."""
+EXCUSED_MAX = 4 * DECLINED_MAX
+"""The same of leases that it hands back because it keeps a version no more."""
+ASKED_AGAIN_S = 600.0
+"""After the last lease that it handed back: it may have been started anew with room for versions."""
 SCORERS_MAX = 16_384
+GIVEN_UP_MAX = 256
 WEIGHT_KEPT = 0.9
 """Of what was delivered, at each version: who has left soon counts for little."""
 PUBLISHED_MAX = 256
@@ -159,7 +165,8 @@ NO_SCORER, KNOWN_ANSWER, SUSPICION = "no scorer", "known answer", "suspicion"
 
 @dataclass(slots=True)
 class ScoringCounts:
-    """Since the process began. `read_tokens`: by the forward passes of workers, answered or not."""
+    """Since the process began. `read_tokens`: by the forward passes of workers, without those of leases that were handed back or
+    whose stream ended: another worker reads these, and is counted."""
 
     leased: int = 0
     answered: int = 0
@@ -170,26 +177,46 @@ class ScoringCounts:
 
 
 @dataclass(slots=True)
-class _Scorer:
-    versions: frozenset[Version]
+class _Record:
+    """Of a worker, over all its streams."""
+
     open: set[LeaseId] = field(default_factory=set)
     silent: int = 0  # leases without an answer since the last scores, though it sampled meanwhile
     declined: int = 0  # leases handed back since the last scores, without a reason
+    excused: int = 0  # the same, with a reason
+    handed_back_at: float = 0.0
+    given_up: frozenset[Version] = frozenset()  # versions that were such a reason: it is not asked for them again
     checked: int = 0
 
     @property
+    def is_asked(self) -> bool:
+        return self.declined < DECLINED_MAX and self.excused < EXCUSED_MAX
+
+    @property
     def is_free(self) -> bool:
-        return len(self.open) < OPEN_MAX and self.declined < DECLINED_MAX
+        return len(self.open) < OPEN_MAX and self.is_asked
+
+
+@dataclass(slots=True)
+class _Scorer:
+    """It has a stream now."""
+
+    versions: frozenset[Version]
+    record: _Record
 
 
 @dataclass(slots=True)
 class _Open:
+    """`is_left`: its stream has ended, and another scores it; it is kept until its time is over."""
+
     look: Look
     worker: PeerId
+    record: _Record
     request: ScoreRequest
     until: float
     delivered_before: int
     tries: int
+    is_left: bool = False
 
 
 @dataclass(slots=True)
@@ -201,6 +228,9 @@ class Scorings:
     counts: ScoringCounts = field(default_factory=ScoringCounts)
     _published: list[Version] = field(default_factory=list)
     _scorers: dict[PeerId, _Scorer] = field(default_factory=dict)
+    _records: dict[PeerId, _Record] = field(
+        default_factory=dict
+    )  # of those that had a lease, the last to have one at the end
     _weights: dict[PeerId, float] = field(default_factory=dict)
     _delivered: dict[PeerId, int] = field(default_factory=dict)
     _open: dict[LeaseId, _Open] = field(default_factory=dict)
@@ -212,13 +242,13 @@ class Scorings:
         if not self._scorers or not self.tokens_share:
             return True
         limit = self.tokens_share * self.counts.delivered_tokens + BURST_TOKENS
-        asked = [scorer for scorer in self._scorers.values() if scorer.declined < DECLINED_MAX]
-        is_free = not asked or any(scorer.is_free for scorer in asked)
+        asked = [scorer.record for scorer in self._scorers.values() if scorer.record.is_asked]
+        is_free = not asked or any(record.is_free for record in asked)
         return is_free and self.counts.read_tokens < limit
 
     @property
     def waiting(self) -> int:
-        return len(self._open)
+        return sum(not one.is_left for one in self._open.values())
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
@@ -228,7 +258,7 @@ class Scorings:
             case TokensDelivered(worker, tokens):
                 self._deliver(worker, tokens)
             case ScorerCame(worker, versions):
-                self._came(worker, versions)
+                self._came(worker, versions, now)
             case ScorerGone(worker):
                 return self._gone(worker, now)
             case LookAt(drawn, is_own, steps_back):
@@ -250,17 +280,25 @@ class Scorings:
         if len(self._delivered) > SCORERS_MAX:
             del self._delivered[next(iter(self._delivered))]
 
-    def _came(self, worker: PeerId, versions: frozenset[Version]) -> None:
-        known = self._scorers.get(worker)
-        if known is not None:
-            known.versions = versions
-        elif versions and len(self._scorers) < SCORERS_MAX:
-            self._scorers[worker] = _Scorer(versions)
+    def _came(self, worker: PeerId, versions: frozenset[Version], now: float) -> None:
+        scorer = self._scorers.get(worker)
+        if scorer is None:
+            if not versions or len(self._scorers) >= SCORERS_MAX:
+                return
+            scorer = self._scorers[worker] = _Scorer(versions, self._records.get(worker) or _Record())
+        record = scorer.record
+        if now >= record.handed_back_at + ASKED_AGAIN_S:
+            record.declined = record.excused = 0
+        scorer.versions = versions - record.given_up
 
     def _gone(self, worker: PeerId, now: float) -> list[Action]:
+        """Its leases go to others at once. They stay on its record until their time is over, as they would had it stayed."""
         scorer = self._scorers.pop(worker, None)
-        lost = [self._open.pop(lease_id) for lease_id in sorted(scorer.open)] if scorer is not None else []
-        return [action for one in lost for action in self._again(one, now)]
+        left = [self._open[lease_id] for lease_id in sorted(scorer.record.open)] if scorer is not None else []
+        left = [one for one in left if not one.is_left]
+        for one in left:
+            one.is_left = True
+        return [action for one in left for action in self._handed_on(one, now)]
 
     def _able(self, passage: Passage, but: Collection[PeerId]) -> list[PeerId]:
         """Who may score it; nobody, where they have delivered too little of what others have."""
@@ -273,11 +311,11 @@ class Scorings:
             if worker not in authors
             and self._weights.get(worker)
             and needed <= scorer.versions
-            and scorer.declined < DECLINED_MAX
+            and scorer.record.is_asked
         ]
         if sum(self._weights[worker] for worker in able) < WEIGHT_MIN * others:
             return []
-        return [worker for worker in able if worker not in but and self._scorers[worker].is_free]
+        return [worker for worker in able if worker not in but and self._scorers[worker].record.is_free]
 
     # ---- leases
 
@@ -300,20 +338,34 @@ class Scorings:
             return [LookSelf(look, NO_SCORER)]
         (worker,) = self.rng.choices(able, [self._weights[one] for one in able])
         scorer = self._scorers[worker]
+        record = self._recorded(worker, scorer)
         look = Look(look.number, look.drawn, _kept_older(passage, wished, scorer.versions))
         lease_id = LeaseId(f"s-{self.rng.getrandbits(64):016x}")
         request = request_of(lease_id, look)
         delivered = self._delivered.get(worker, 0)
-        self._open[lease_id] = _Open(look, worker, request, now + LEASE_S, delivered, tries + 1)
-        scorer.open.add(lease_id)
+        self._open[lease_id] = _Open(look, worker, record, request, now + LEASE_S, delivered, tries + 1)
+        record.open.add(lease_id)
         self.counts.leased += 1
         self.counts.read_tokens += request.read_tokens
         actions: list[Action] = [LeaseScoring(worker, request, LEASE_S)]
-        if not tries and (scorer.checked < VERIFIED_FIRST or self.rng.random() < VERIFIED_SHARE):
-            scorer.checked += 1
+        if not tries and (record.checked < VERIFIED_FIRST or self.rng.random() < VERIFIED_SHARE):
+            record.checked += 1
             self.counts.verified += 1
             actions.append(LookSelf(look, KNOWN_ANSWER))
         return actions
+
+    def _recorded(self, worker: PeerId, scorer: _Scorer) -> _Record:
+        """Kept from its first lease on: a worker without one has nothing on record."""
+        self._records.pop(worker, None)
+        self._records[worker] = scorer.record
+        if len(self._records) > SCORERS_MAX:
+            del self._records[next(iter(self._records))]
+        return scorer.record
+
+    def _handed_on(self, one: _Open, now: float) -> list[Action]:
+        """Of a lease that this worker does not score; what it would have read counts for whoever does."""
+        self.counts.read_tokens -= one.request.read_tokens
+        return self._again(one, now)
 
     def _again(self, one: _Open, now: float) -> list[Action]:
         """Another worker, or the learner; which older version it is compared with follows from who scores."""
@@ -324,31 +376,43 @@ class Scorings:
 
     def _scored(self, worker: PeerId, lease_id: LeaseId, scores: tuple[TokenScores, ...], now: float) -> list[Action]:
         one = self._open.get(lease_id)
-        if one is None or one.worker != worker:
+        if one is None or one.worker != worker or one.is_left:
             return []  # too late
         del self._open[lease_id]
-        scorer = self._scorers[worker]
-        scorer.open.discard(lease_id)
+        record = one.record
+        record.open.discard(lease_id)
         if not answers(one.request, scores):
-            # Versions change, and an honest worker then says so first: with no such reason it only uses up the tries.
-            scorer.declined += bool(scores) or one.request.versions <= scorer.versions
-            return self._again(one, now)
-        scorer.silent = scorer.declined = 0
+            self._handed_back(one, bool(scores), now)
+            return self._handed_on(one, now)
+        record.silent = record.declined = record.excused = 0
         self.counts.answered += 1
         return [Told(one.look, worker, tuple(evidence_from(one.look, scores, self._published)))]
+
+    def _handed_back(self, one: _Open, is_answer: bool, now: float) -> None:
+        """Versions change, and an honest worker then says so first. It is taken at its word: what it keeps no more it does not keep
+        again. With no such reason a lease that is handed back only uses up the tries."""
+        record = one.record
+        missing = one.request.versions - self._scorers[one.worker].versions
+        record.handed_back_at = now
+        if is_answer or not missing:
+            record.declined += 1
+            return
+        record.excused += 1
+        record.given_up = frozenset(sorted(record.given_up | missing)[-GIVEN_UP_MAX:])
 
     def _late(self, now: float) -> list[LeaseId]:
         return [lease_id for lease_id, one in self._open.items() if now >= one.until]
 
     def _unanswered(self, lease_id: LeaseId, now: float) -> list[Action]:
         one = self._open.pop(lease_id)
-        scorer = self._scorers[one.worker]
-        scorer.open.discard(lease_id)
+        record = one.record
+        record.open.discard(lease_id)
         self.counts.unanswered += 1
         # One that samples all the while is there, and does not answer.
-        scorer.silent += self._delivered.get(one.worker, 0) > one.delivered_before
-        actions = self._again(one, now)
-        if scorer.silent == SILENT_MAX:
+        record.silent += self._delivered.get(one.worker, 0) > one.delivered_before
+        actions = [] if one.is_left else self._again(one, now)
+        if record.silent >= SILENT_MAX:
+            record.silent = 0
             text = f"{SILENT_MAX} scorings in a row, which it says it does, went without an answer while it sampled"
             actions.append(AccuseScorer(one.worker, Accusation("scoring", 0.0, 0, text, False)))
         return actions

@@ -28,6 +28,7 @@ from echo2.learner.episodes import (
     NOBODY,
     Turn,
     TurnOf,
+    check_prompt,
     common_beginning,
     extended_senders,
     is_later_turn,
@@ -173,13 +174,13 @@ class Shelf:
         """Opens an agent's next call, behind the last one of `chain`, which has ended; None: with it a chain begins. Length and
         stops are as `sampling` has them, temperature and what goes with it as the problem has them; `temperature`: another.
 
-        Returns None if the episode's group is gone.
+        Returns None if the episode's group is gone. MalformedMessage: the model does not have a token of the prompt.
         """
+        check_prompt(root, prompt, self.config.vocabulary_size)
         group = self.groups.get(root)
         if group is None or not is_driven_root(root):
             return None
-        if chain is None:
-            chain = add_chain(group)
+        chain = add_chain(group) if chain is None else chain
         depth = len(self.turns(root, chain)) + 1
         own = group.spec.sampling if temperature is None else replace(group.spec.sampling, temperature=temperature)
         seed = turn_seed(own.seed, chain, depth)

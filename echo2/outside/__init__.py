@@ -1,8 +1,8 @@
-"""What a daemon is handed to reach the world: clock, network, files, randomness. Real in production, virtual in the simulator.
+"""A daemon's access to the world: clock, network, files, randomness. Real in production, virtual in the simulator.
 
-Guarantees: `here()` is the outside of the daemon whose code calls it: each task, timer and thread of a daemon inherits it
-from whatever started it. Without one that was entered it is the machine itself. Timers, tasks and work for threads need no
-seam of their own: they go through the running asyncio loop, which the simulator replaces as a whole.
+Guarantees: `here()` returns the outside of the calling daemon: each of its tasks, timers and threads inherits it
+from its creator. If none was entered, it is the machine itself. Timers, tasks and thread work need no seam of
+their own: they go through the running asyncio loop, which the simulator replaces as a whole.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Outside(Protocol):
 
     @property
     def rng(self) -> random.Random:
-        """Fit for keys and tokens."""
+        """Cryptographically secure on a machine: fit for keys and tokens."""
         ...
 
 
 class Machine:
-    """The machine itself. gRPC is loaded when it is first needed: many commands do without."""
+    """The real machine. gRPC is loaded on first use, because many commands do not need it."""
 
     def __init__(self) -> None:
         self.clock: OutsideClock = MachineClock()
@@ -57,18 +57,18 @@ _HERE: ContextVar[Outside | None] = ContextVar("outside", default=None)
 
 
 def here() -> Outside:
-    """The outside of the daemon that calls."""
+    """The outside of the calling daemon."""
     return _HERE.get() or MACHINE
 
 
 def outside_of(context: Context) -> Outside | None:
-    """Which outside was entered in a task's or timer's context."""
+    """The outside that was entered in a task's or timer's context, if any."""
     return context.get(_HERE)
 
 
 @contextlib.contextmanager
 def entered(outside: Outside) -> Iterator[None]:
-    """Whatever is started meanwhile has this outside, for good."""
+    """Everything started within the block keeps this outside."""
     token = _HERE.set(outside)
     try:
         yield
@@ -77,7 +77,7 @@ def entered(outside: Outside) -> Iterator[None]:
 
 
 class SteadyClock:
-    """`OutsideClock` of the core's protocols: `monotonic` under the name that they are handed."""
+    """The `Clock` that core code expects: `now` returns `monotonic`."""
 
     __slots__ = ()
 
@@ -91,5 +91,5 @@ def unix_now() -> float:
 
 
 def monotonic() -> float:
-    """Seconds on a clock that never goes back; its zero means nothing."""
+    """Seconds on a clock that never goes back; its zero is arbitrary."""
     return here().clock.monotonic()

@@ -1,4 +1,4 @@
-"""The clocks of a machine."""
+"""The clock interface, and the machine's own clocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class OutsideClock(Protocol):
 
 
 class MachineClock:
-    """The system's."""
+    """The system's clocks."""
 
     __slots__ = ()
 

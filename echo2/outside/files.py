@@ -1,7 +1,7 @@
-"""What makes bytes last: writing to an open file, syncing, renaming, asking for room.
+"""The operations that make bytes durable: writing to an open file, syncing, renaming, querying free space.
 
-Guarantees of the real ones: those of the system. Reading, listing and making folders need no seam: the simulator gives
-each machine a real folder of its own, and after a power cut takes away what was written there but never synced.
+The real implementation guarantees what the system does. Reading, listing and making folders need no seam: the simulator gives
+each machine a real folder, and after a power cut removes what was written there but never synced.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Files(Protocol):
-    """`OSError` as the system raises it: ENOSPC where the disk is full."""
+    """Methods raise `OSError` as the system does: ENOSPC if the disk is full."""
 
     def write(self, handle: int, data: bytes | memoryview) -> int:
-        """Appends, or writes at the handle's place; returns how many bytes were taken."""
+        """Appends, or writes at the handle's position; returns the number of bytes written."""
         ...
 
     def write_at(self, handle: int, parts: Sequence[bytes | memoryview], offset: int) -> int: ...
@@ -29,22 +29,22 @@ class Files(Protocol):
         ...
 
     def sync_path(self, path: Path) -> None:
-        """The same for a file that is not open, or for the names in a folder."""
+        """Like `sync`, for a file that is not open, or for the names in a folder."""
         ...
 
     def rename(self, old: Path, new: Path) -> None:
-        """Replaces `new`. The name lasts once the folder is synced."""
+        """Replaces `new`. The rename is durable once the folder is synced."""
         ...
 
     def free_bytes(self, folder: Path) -> int: ...
 
     def boot_id(self) -> str:
-        """Changes when the machine starts anew; empty where the system does not tell."""
+        """Changes with every boot of the machine; empty if unknown."""
         ...
 
 
 class MachineFiles:
-    """The system's."""
+    """The system's files."""
 
     __slots__ = ()
 

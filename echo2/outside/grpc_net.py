@@ -1,4 +1,4 @@
-"""`Net` over the network: gRPC on TLS."""
+"""`Net` over the real network: gRPC on TLS."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class GrpcNet:
             with socket.create_connection((host, port), timeout=timeout_s) as raw:
                 with context.wrap_socket(raw, server_hostname=server_name) as connection:
                     shown = connection.getpeercert(binary_form=True)
-        except ssl.SSLEOFError:  # it has no room for one more at this moment, or its machine is going down
+        except ssl.SSLEOFError:  # the server is full at the moment, or its machine is going down
             raise Unreachable(
-                f"coordinator at {host}:{port}: it ended the connection before it said who it is"
+                f"coordinator at {host}:{port}: it closed the connection before it showed a certificate"
             ) from None
         except ssl.SSLError as error:
             raise TrustError(f"coordinator at {host}:{port}: expected TLS, got {error}") from None
@@ -62,7 +62,7 @@ class GrpcNet:
 
 
 def check_free(host: str, port: int, address: str) -> None:
-    """PortBusy for a port that is taken. gRPC's own message does not tell a busy port from a foreign address; the system's does."""
+    """PortBusy if the port is taken. gRPC's message does not tell a busy port from a foreign address; the system's does."""
     if port == 0:
         return
     with listening_socket(host) as probe:
@@ -73,7 +73,7 @@ def check_free(host: str, port: int, address: str) -> None:
 
 
 def _server_credentials(shown: Shown) -> grpc.ServerCredentials:
-    """With an authority: mutual TLS, and a renewed certificate is shown at the next handshake."""
+    """TLS credentials; with an authority, mutual TLS that uses a renewed certificate from the next handshake on."""
     authority_pem = shown.authority_pem
     if authority_pem is None:
         return grpc.ssl_server_credentials([shown.pair()])
@@ -83,7 +83,7 @@ def _server_credentials(shown: Shown) -> grpc.ServerCredentials:
         return grpc.ssl_server_certificate_configuration([pair], authority_pem)
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        """Asked by gRPC, on a thread of its own, before each handshake; None: as before."""
+        """Called by gRPC on a thread of its own before each handshake; None: no change."""
         nonlocal pair
         newest = shown.pair()
         if newest == pair:
@@ -91,5 +91,5 @@ def _server_credentials(shown: Shown) -> grpc.ServerCredentials:
         pair = newest
         return configuration()
 
-    fetch: Any = changed  # the stubs forget that None means "as before"
+    fetch: Any = changed  # the stubs lack None, which means "no change"
     return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)

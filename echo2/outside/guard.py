@@ -1,11 +1,11 @@
-"""What a message may bring about at worst: the end of the call or stream that it came on.
+"""Limits the harm of a message to the end of the call or stream that it came on.
 
-Guarantees: an exception that nobody foresaw, in handling what a peer sent, ends that peer's call and is logged once with the
-peer's name (again after QUIET_S, with the count of those not logged); bytes that are no message end their call with
-INVALID_ARGUMENT and no traceback; a caller that goes before its answer is no error.
+Guarantees: an unexpected exception while handling a peer's message ends that peer's call and is logged once with the
+peer's name (again after QUIET_S, with the count of those not logged); bytes that are not a message end their call with
+INVALID_ARGUMENT and no traceback; a caller that leaves before its answer is not an error.
 
-Every server is guarded so; streams that are dialled note their mishaps
-by the same `Mishaps`. Leaves to others: errors that are foreseen (`EchoError`), which have answers of their own.
+Every server is guarded this way; dialled streams record unexpected errors with the same `Mishaps`. Leaves to others:
+expected errors (`EchoError`), which have answers of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger("echo2.guard")
 
 
 class Mishaps:
-    """Exceptions that nobody foresaw, logged seldom enough that no peer fills a disk by them."""
+    """Logs unexpected exceptions, rate-limited so that no peer can fill the disk with them."""
 
     def __init__(self, log: logging.Logger = _log) -> None:
         self._log = log
@@ -42,7 +42,7 @@ class Mishaps:
         self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
 
     def note(self, what: str, whose: str, error: BaseException) -> None:
-        """`what` ended by `error`, brought about by a message of `whose`."""
+        """Records that `what` was ended by `error`, caused by a message of `whose`."""
         self.count += 1
         key, now = (whose, type(error).__name__), monotonic()
         at, unsaid = self._seen.pop(key, (float("-inf"), 0))
@@ -52,19 +52,19 @@ class Mishaps:
         self._seen[key] = (now, 0)
         while len(self._seen) > KEYS_MAX:
             self._seen.popitem(last=False)
-        more = f" ({unsaid} more since it was last said)" if unsaid else ""
+        more = f" ({unsaid} more since the last line)" if unsaid else ""
         self._log.error("%s of %s ended by an unforeseen error%s", what, whose, more, exc_info=error)
 
 
 class Refusals:
-    """Warnings about peers, of which five a second at most are logged; the next says how many were not."""
+    """Logs at most five warnings about peers a second; the next one says how many were dropped."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._at, self._unsaid = float("-inf"), 0
 
     def warn(self, text: str, *arguments: object) -> None:
-        """As `Logger.warning`."""
+        """Like `Logger.warning`."""
         now = monotonic()
         if now - self._at < REFUSALS_QUIET_S:
             self._unsaid += 1
@@ -75,7 +75,7 @@ class Refusals:
 
 
 class FairShare:
-    """How much of a loop's time what one peer sends may take, beside BURST_S of it at once; beyond, it is read more slowly."""
+    """Limits one peer to SHARE of a loop's time, plus a burst of BURST_S; beyond that, it is read more slowly."""
 
     SHARE, BURST_S, PAUSE_MAX_S = 0.2, 0.1, 1.0
 
@@ -84,7 +84,7 @@ class FairShare:
         self._at = float("-inf")
 
     def pause_s(self, worked_s: float, now: float) -> float:
-        """`worked_s` went into its last message: for how long it is to wait for the next to be read."""
+        """Seconds to wait before reading the peer's next message, after its last one took `worked_s` to handle."""
         passed_s = min(self.BURST_S / self.SHARE, now - self._at)
         self._owed_s = max(0.0, self._owed_s - passed_s * self.SHARE) + worked_s
         self._at = now
@@ -92,13 +92,13 @@ class FairShare:
 
 
 class FairShares:
-    """Of each peer, whether or not it has a stream open at the moment: a new stream is no new share."""
+    """The shares of all peers. They survive the end of a stream: a new stream does not bring a new share."""
 
     def __init__(self) -> None:
         self._by_peer: OrderedDict[str, FairShare] = OrderedDict()
 
     def of(self, peer: str) -> FairShare:
-        """The PEERS_MAX that were asked for last are remembered."""
+        """The peer's share; the PEERS_MAX most recently used ones are remembered."""
         share = self._by_peer.pop(peer, None) or FairShare()
         self._by_peer[peer] = share
         while len(self._by_peer) > PEERS_MAX:
@@ -107,7 +107,7 @@ class FairShares:
 
 
 class Pace:
-    """How long a caller's next call waits: BURST at once, then PER_S a second, each call behind those that wait already."""
+    """Limits the rate of a caller's calls: BURST at once, then PER_S a second; further calls queue."""
 
     PER_S, BURST, WAIT_MAX_S = 20.0, 200, 5.0
 
@@ -115,7 +115,7 @@ class Pace:
         self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, caller: str, now: float) -> float:
-        """Seconds; above WAIT_MAX_S the call is to be refused after so long, and takes nobody's turn."""
+        """Seconds that the next call must wait. Above WAIT_MAX_S, refuse it after WAIT_MAX_S; it then uses up no turn."""
         level, at = self._levels.pop(caller, (float(self.BURST), now))
         level = min(float(self.BURST), level + (now - at) * self.PER_S)
         wait_s = max(0.0, 1.0 - level) / self.PER_S
@@ -126,12 +126,12 @@ class Pace:
 
 
 MISHAPS = Mishaps()
-"""Of this process."""
+"""The mishaps of this process."""
 
 
 @contextmanager
 def noting(what: str, whose: str = "this process") -> Iterator[None]:
-    """Around one turn of a loop that serves all: what nobody foresaw is noted, and the loop goes on."""
+    """Wraps one iteration of a loop that serves all peers: an unexpected exception is recorded, and the loop goes on."""
     try:
         yield
     except Exception as error:  # noqa: BLE001
@@ -140,7 +140,7 @@ def noting(what: str, whose: str = "this process") -> Iterator[None]:
 
 @contextmanager
 def handling(what: str, whose: str) -> Iterator[None]:
-    """Around handling what `whose` sent: what nobody foresaw is noted, and is a MalformedMessage of its sender's from here on."""
+    """Wraps handling of a message of `whose`: an unexpected exception is recorded and becomes a MalformedMessage."""
     try:
         yield
     except (EchoError, grpc.aio.AbortError, grpc.aio.AioRpcError, TimeoutError):
@@ -151,7 +151,7 @@ def handling(what: str, whose: str) -> Iterator[None]:
 
 
 class _Unreadable:
-    """In place of a message: bytes that are none."""
+    """Stands in for a message whose bytes could not be parsed."""
 
     def __init__(self, error: DecodeError) -> None:
         self.error = MalformedMessage(f"expected a message of the protocol, got bytes that are none: {error}")
@@ -180,7 +180,7 @@ def _name_of(context: Any) -> str:
 
 
 class HandlerGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Around every handler of a server."""
+    """Wraps every handler of a server."""
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
@@ -234,7 +234,7 @@ def _taken(request: Any, is_stream: bool) -> Any:
 
 
 async def _ended(context: Any, method: str, error: Exception) -> None:
-    """The caller is told. One that went while it was being answered is as one that cancelled: gRPC has no way to send to it."""
+    """Ends the call with a status for the caller. A caller that left meanwhile counts as having cancelled."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     try:
@@ -242,7 +242,7 @@ async def _ended(context: Any, method: str, error: Exception) -> None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:2000])
         if not isinstance(error, grpc.aio.InternalError):
             MISHAPS.note(f"a call of {method}", _name_of(context), error)
-            await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}; see the log of the other side")
+            await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}; see the server's log")
     except grpc.aio.InternalError as gone:
         error = gone
     _log.debug("a call of %s ended before its answer: %s", method, error)

@@ -1,4 +1,4 @@
-"""Waiting for sockets: until one may be read or written, and for connections as they come, of which none is lost."""
+"""Waits for sockets: until one is readable or writable, and for new connections without losing one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 async def readable(one: socket.socket) -> None:
-    """Something has come, or its end."""
+    """Waits until data or the end of the stream has arrived."""
     loop = asyncio.get_running_loop()
     await until_ready(loop.add_reader, loop.remove_reader, one.fileno())
 
@@ -16,7 +16,7 @@ async def readable(one: socket.socket) -> None:
 async def until_ready(
     add: Callable[[int, Callable[[], None]], None], remove: Callable[[int], object], descriptor: int
 ) -> None:
-    """`add` and `remove`: the loop's, for readers or writers."""
+    """Waits until a descriptor is ready. `add` and `remove`: the loop's methods for readers or writers."""
     ready = asyncio.get_running_loop().create_future()
     add(descriptor, lambda: None if ready.done() else ready.set_result(None))
     try:
@@ -26,10 +26,10 @@ async def until_ready(
 
 
 async def accepted(listener: socket.socket) -> tuple[socket.socket, str]:
-    """The next connection and the host it comes from. OSError where it was gone already, or no descriptor is free.
+    """The next connection and the host it comes from. OSError if it was closed already, or no descriptor is free.
 
-    `loop.sock_accept` hands its connection over by a future: where the task is cancelled in the very turn in which one came,
-    nobody closes it. Here nothing is waited for between taking a connection and returning it.
+    `loop.sock_accept` delivers its connection through a future: if the task is cancelled in the iteration in which one arrives,
+    nothing closes it. Here, no await lies between accepting a connection and returning it.
     """
     while True:
         await readable(listener)

@@ -1,6 +1,6 @@
-"""Says now and then that a long piece of work is still under way, and how far it is.
+"""Logs the progress of a long piece of work now and then.
 
-Guarantees: quick work is not mentioned; a line comes each `LINE_EVERY_S`; what the work returns or raises, the caller gets.
+Guarantees: quick work is not mentioned; then one line every `LINE_EVERY_S`; the caller gets what the work returns or raises.
 Waits for the work; woken by its end or by the next line.
 """
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 async def under_way(log: logging.Logger, what: str, work: Awaitable[T], far: Callable[[], str] = str) -> T:
-    """`far`: how far it is, in words; empty where that is not known."""
+    """Awaits `work` and logs its progress. `far`: the progress in words; empty if unknown."""
     loop = asyncio.get_running_loop()
     began = loop.time()
 
@@ -29,7 +29,7 @@ async def under_way(log: logging.Logger, what: str, work: Awaitable[T], far: Cal
 
 
 async def ticking(work: Awaitable[T], tick: Callable[[], None], every_s: float) -> T:
-    """Calls `tick` every so often while `work` goes on."""
+    """Awaits `work`, calling `tick` every `every_s` seconds meanwhile."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait((task,), timeout=every_s))[0]:
@@ -41,7 +41,7 @@ async def ticking(work: Awaitable[T], tick: Callable[[], None], every_s: float) 
 
 
 def far_text(done_bytes: int, whole_bytes: int, passed_s: float) -> str:
-    """`1.2 GB of 16.4 GB, 300.0 MB/s, 51 s left`, as far as it is known."""
+    """`1.2 GB of 16.4 GB, 300.0 MB/s, 51 s left`, as far as known."""
     rate = done_bytes / passed_s if passed_s > 0 else 0.0
     whole = f" of {format_bytes(whole_bytes)}" if whole_bytes else ""
     left = f", {(whole_bytes - done_bytes) / rate:.0f} s left" if rate > 0 and whole_bytes >= done_bytes else ""

@@ -1,1 +1,1 @@
-"""Scoring: what a version's model says of tokens that are there already. A worker does it for the learner's audits."""
+"""Scoring: log-probabilities of existing tokens under a version's model. Workers do it for the learner's audits."""

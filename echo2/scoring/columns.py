@@ -1,9 +1,9 @@
-"""From logits to what the bets of an audit need of each token: one function for learner and workers.
+"""Computes from logits what the bets of an audit need per token: one function for learner and workers.
 
 Guarantees: the columns of `TokenScores`, in float64 on the CPU, from logits on any device, a chunk of rows at a time. Leaves to
 others: the forward pass.
 
-Shapes: L tokens, V vocabulary, C of a chunk.
+Shapes: L tokens, V vocabulary, C rows of a chunk.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from echo2.base.rollout import SamplingParams
 from echo2.scoring.request import FLOOR_NATS, TokenScores
 
 CHUNK_LOGITS = 1 << 25
-"""Logits worked on at a time: their softmax and what is sorted of them take about ten times as many bytes."""
+"""Logits per chunk: their softmax and sorting take about ten times as many bytes."""
 GREEDY_NATS = 1.0
-"""How far below the likeliest token a greedy one may be: engines of another precision pick another of nearly equal ones."""
+"""How far below the likeliest token a greedy one may be: at another precision, an engine may pick a nearly equal one."""
 
 
 def rows_at_once(vocabulary_size: int) -> int:
-    """How many rows of logits are worked on at a time."""
+    """How many rows of logits to process at a time."""
     return max(1, CHUNK_LOGITS // vocabulary_size)
 
 
 def scores_of(logits_LV: Tensor, targets_L: Tensor, sampling: SamplingParams) -> TokenScores:
-    """Row l of the logits is the model's distribution of token `targets_L[l]`."""
+    """Scores tokens; row l of the logits is the model's distribution for token `targets_L[l]`."""
     rows = rows_at_once(logits_LV.shape[-1])
     chunks = zip(torch.split(logits_LV, rows), torch.split(targets_L, rows), strict=True)
     return joined([chunk_scores(logits_CV, targets_C, sampling) for logits_CV, targets_C in chunks])
 
 
 def joined(parts: list[tuple[Tensor, ...]]) -> TokenScores:
-    """The scores of consecutive chunks as one."""
+    """Joins the scores of consecutive chunks."""
     return TokenScores(*(torch.cat(column).double().cpu().numpy() for column in zip(*parts, strict=True)))
 
 
 def chunk_scores(logits_CV: Tensor, targets_C: Tensor, sampling: SamplingParams) -> tuple[Tensor, ...]:
-    """The columns of `TokenScores` of at most `rows_at_once` rows, to be `joined`."""
+    """The columns of `TokenScores` for at most `rows_at_once` rows, to be passed to `joined`."""
     if sampling.temperature == 0:
         return _greedy_scores(logits_CV, targets_C, sampling)
     plain_CV = (logits_CV.float() / sampling.temperature).log_softmax(-1)
@@ -46,7 +46,7 @@ def chunk_scores(logits_CV: Tensor, targets_C: Tensor, sampling: SamplingParams)
     probabilities_CV = drawn_CV.exp()
     drawn_C = drawn_CV.gather(-1, targets_C[:, None])[:, 0]
     trained_C = plain_CV.gather(-1, targets_C[:, None])[:, 0]
-    if sampling.is_filtered and sampling.temperature != 1.0:  # a token at the filter's edge counts as let through
+    if sampling.is_filtered and sampling.temperature != 1.0:  # a token at the filter's edge counts as kept
         passed_C = torch.where(drawn_CV.isinf(), -torch.inf, plain_CV).logsumexp(-1)
         trained_C = trained_C - passed_C
     stops = torch.tensor(sorted(sampling.stop_token_ids), dtype=torch.long, device=logits_CV.device)
@@ -64,8 +64,8 @@ def chunk_scores(logits_CV: Tensor, targets_C: Tensor, sampling: SamplingParams)
 
 
 def _greedy_scores(logits_CV: Tensor, targets_C: Tensor, sampling: SamplingParams) -> tuple[Tensor, ...]:
-    """Of completions that were not drawn: what is claimed is the raw model's number, and a token that is further from the
-    likeliest than engines differ counts as one that could not come."""
+    """Scores of greedy completions: the claimed number is the raw model's, and a token that is further below the
+    likeliest than engines differ counts as impossible."""
     plain_CV = logits_CV.float().log_softmax(-1)
     plain_C = plain_CV.gather(-1, targets_C[:, None])[:, 0]
     drawn_C = torch.where(plain_CV.amax(-1) - plain_C > GREEDY_NATS, FLOOR_NATS, 0.0)
@@ -75,7 +75,7 @@ def _greedy_scores(logits_CV: Tensor, targets_C: Tensor, sampling: SamplingParam
 
 
 def _filtered(logprobs_CV: Tensor, sampling: SamplingParams) -> Tensor:
-    """Renormalised, with what top-k and then top-p cut at minus infinity, as the embedded engine cuts."""
+    """Applies top-k, then top-p, like the embedded engine: cut tokens get minus infinity, the rest is renormalised."""
     kept_CV = logprobs_CV
     if 0 < sampling.top_k < kept_CV.shape[-1]:
         threshold_C = torch.topk(kept_CV, sampling.top_k).values[:, -1:]

@@ -1,7 +1,7 @@
-"""What is asked of whoever scores, and what it answers, on every plane.
+"""Scoring requests and their answers, shared by all planes.
 
-Guarantees: a `ScoreRequest` is consistent with itself (its stretches lie within its tokens, behind the first). Leaves to others:
-who scores what (learner/scorings), the forward pass (engines, learner/runtime/snapshots), what the numbers say
+Guarantees: a `ScoreRequest` is self-consistent (its stretches lie within its tokens, after the first). Leaves to others:
+who scores what (learner/scorings), the forward pass (engines, learner/runtime/snapshots), what the numbers mean
 (learner/suspicion).
 """
 
@@ -17,17 +17,17 @@ from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import SamplingParams
 
 FLOOR_NATS = -12.0
-"""Log-probabilities below this count as this where a token's likelihood is judged, so that the judgement is bounded."""
+"""Floor for log-probabilities when a token's likelihood is judged, so that a single token has bounded weight."""
 
 Column = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Of consecutive tokens, under one version. `logprobs`: of the number that is trained on (nats). Of the sampling
-    distribution: `drawn`, the token's log-probability; `expected`, the mean of max(log-probability, FLOOR_NATS);
-    `stop_chances`, the probability that the sequence ends there, and `stopped`, whether it did (0 or 1); `below`, the
-    probability of all tokens with lower ids; `collisions`, that of drawing the same token twice."""
+    """Scores of consecutive tokens under one version. `logprobs`: the log-probabilities that training uses (nats). Under the
+    sampling distribution: `drawn`, the token's log-probability; `expected`, the mean of max(log-probability, FLOOR_NATS);
+    `stop_chances`, the probability that the sequence ends there; `stopped`, whether it did (0 or 1); `below`, the
+    probability of all tokens with lower ids; `collisions`, the probability of drawing the same token twice."""
 
     logprobs: Column
     drawn: Column
@@ -39,13 +39,13 @@ class TokenScores:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        return tuple(getattr(self, one.name) for one in fields(self))
+        return tuple(getattr(self, column.name) for column in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """`count` sampled tokens from place `first` on, to be scored under `version` behind a cache computed anew under it.
-    `prefix_key`, `position`: the group that they were leased as, and the first one's place in that completion."""
+    """`count` sampled tokens from index `first` on, to be scored under `version` with a freshly computed KV cache.
+    `prefix_key`, `position`: the group that they were leased as, and the first token's index in that completion."""
 
     version: Version
     first: int
@@ -60,8 +60,8 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """`token_ids`: prompt, world and policy, up to the last token that is asked for. `sampling`: how they were drawn; its seed
-    is not told."""
+    """`token_ids`: tokens of prompt, environment and policy, up to the last one to score. `sampling`: how they were drawn,
+    without the seed."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -82,5 +82,5 @@ class ScoreRequest:
 
     @property
     def read_tokens(self) -> int:
-        """Tokens that the forward passes read: what it costs."""
+        """Tokens that the forward passes read: the cost of the request."""
         return sum(stretch.stop for stretch in self.stretches)

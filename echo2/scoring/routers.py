@@ -1,8 +1,9 @@
-"""The routers of a mixture of experts, of transformers' modules: what they choose is recorded, or chosen for them.
+"""Records or replays the choices of the routers of a mixture of experts, in transformers' modules.
 
-Guarantees: recording changes no number; with experts given, each router weighs those by its own scores, with their gradient,
-and a place that is given none (negative) chooses itself; layers computed again in a backward pass get the same experts.
-Leaves to others: packing (base/routing), which position is whose (worker/runtime/engines/general, learner/runtime/collate).
+Guarantees: recording changes no number; with given experts, each router weighs those by its own scores, with their gradient;
+a router chooses itself where the given expert is negative; layers recomputed in a backward pass get the same experts.
+Leaves to others: packing (base/routing), which row belongs to which position (worker/runtime/engines/general,
+learner/runtime/collate).
 
 Shapes: T tokens of one forward pass, in the order in which the model flattens them; L routers, K chosen experts, E experts.
 """
@@ -24,30 +25,30 @@ _TOPK: tuple[Callable[..., Any], ...] = (torch.topk, torch.Tensor.topk)
 
 
 class Routers:
-    """Those of one model, in the order of its layers. One thread calls the model at a time."""
+    """The routers of one model, in the order of its layers. Not for concurrent calls of the model."""
 
     def __init__(self, model: nn.Module, whose: str) -> None:
-        found = [module for module in model.modules() if _is_router(module)]
-        sizes = {(int(module.top_k), int(module.num_experts)) for module in found}  # type: ignore[arg-type]
+        modules = [module for module in model.modules() if _is_router(module)]
+        sizes = {(int(module.top_k), int(module.num_experts)) for module in modules}  # type: ignore[arg-type]
         if len(sizes) != 1:
             raise ConfigError(
                 f"{whose}: routing can be replayed where each router says its top_k and num_experts, the same ones; "
-                + ("this model has no such router" if not found else f"got {sorted(sizes)}")
+                + ("this model has no such router" if not modules else f"got {sorted(sizes)}")
             )
         ((chosen, experts),) = sizes
-        self.shape = RoutingShape(len(found), chosen, experts)
+        self.shape = RoutingShape(len(modules), chosen, experts)
         self._given_LTK: Tensor | None = None
         self._record: list[Tensor] | None = None
-        for number, module in enumerate(found):
+        for number, module in enumerate(modules):
             module.forward = _Chosen(self, number, module.forward)
 
     def give(self, experts_TLK: Tensor | None) -> None:
-        """For each pass from now on, until others are given: integers, negative where a router chooses itself."""
+        """Sets the experts for all passes from now on (None: none); negative entries let the router choose."""
         self._given_LTK = None if experts_TLK is None else experts_TLK.transpose(0, 1)
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """What each router chooses, [T, K] each, in the list once the pass is done."""
+        """Yields a list that holds each router's choice, [T, K] each, after the forward pass."""
         found: list[Tensor] = []
         self._record = found
         try:
@@ -56,7 +57,7 @@ class Routers:
             self._record = None
 
     def choose(self, number: int, scores_TE: Tensor, own: Any) -> Any:
-        """What router `number` takes, instead of its `own` choice (values and indices)."""
+        """The values and indices that router `number` uses, instead of its `own` choice."""
         values_TK, experts_TK = own
         if self._given_LTK is not None:
             given_TK = self._given_LTK[number].to(experts_TK)
@@ -68,7 +69,7 @@ class Routers:
 
 
 class _Chosen:
-    """In place of a router's forward."""
+    """Replaces a router's forward."""
 
     def __init__(self, routers: Routers, number: int, forward: Callable[..., Any]) -> None:
         self._routers, self._number, self._forward = routers, number, forward
@@ -79,7 +80,7 @@ class _Chosen:
 
 
 class _Choosing(TorchFunctionMode):
-    """Of the functions that a router calls, the one that chooses among all experts."""
+    """Intercepts the top-k call by which a router chooses among all experts."""
 
     def __init__(self, routers: Routers, number: int) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class _Choosing(TorchFunctionMode):
             return own
         scores, shape = args[0] if args else kwargs["input"], self._routers.shape
         if scores.ndim != 2 or scores.shape[-1] != shape.experts or own[1].shape[-1] != shape.chosen:
-            return own  # of groups of experts
+            return own  # a choice of expert groups
         return self._routers.choose(self._number, scores, own)
 
 

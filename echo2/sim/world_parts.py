@@ -130,6 +130,8 @@ class VirtualEngines:
         machine: WorkerMachine,
         longest_tokens: int = 0,
         published_bytes: int = 0,
+        *,
+        is_audited: bool = True,
     ) -> Fit:
         tokens = CONTEXT_TOKENS
         return Fit(

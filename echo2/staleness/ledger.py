@@ -1,7 +1,7 @@
-"""The ledger of what was trained: which rollouts, and how old their tokens were.
+"""The ledger of trained groups, and of how old their tokens were.
 
-Guarantees: a rollout enters once, and never with a token over the bound; both are assertions, because the batcher
-must have refused such a rollout before. Leaves to others: keeping the ledger on disk (learner/runtime).
+Guarantees: a group enters once, and never with a token over the bound; both are assertions, because the batcher
+must have refused such a group before. Leaves to others: keeping the ledger on disk (learner/runtime).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from echo2.staleness.rule import is_admissible, lag_of
 
 @dataclass(slots=True)
 class Ledger:
-    """`trained` maps a group to the step that trained it; groups are trained whole or not at all."""
+    """`trained` maps a group to the step that trained it; groups are trained entirely or not at all."""
 
     staleness_bound: int
     trained: dict[GroupId, Step] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Ledger:
         return group_id in self.trained
 
     def record(self, group_id: GroupId, step: Step, spans: Iterable[VersionSpan]) -> None:
-        """Notes that `group_id`, whose tokens have `spans`, is trained at `step`."""
+        """Records that `group_id`, whose tokens have `spans`, is trained at `step`."""
         assert group_id not in self.trained, f"group {group_id} was trained at step {self.trained[group_id]} already"
         spans = list(spans)
         for span in spans:
@@ -40,11 +40,11 @@ class Ledger:
             self.tokens_by_lag[lag_of(step, span.version)] += span.count
 
     def forget_before(self, step: Step) -> None:
-        """Drops the names of groups trained before `step`; the caller has closed them everywhere. Counts stay."""
+        """Drops the ids of groups trained before `step`, which the caller has closed everywhere. Counts stay."""
         self.trained = {group: at for group, at in self.trained.items() if at >= step}
 
     def over_stale_tokens(self) -> int:
-        """Tokens trained over the bound. Always 0; counted from the record, so that the page shows a fact."""
+        """Tokens trained over the bound. Always 0, but counted from the record, so that the dashboard shows a measurement."""
         return sum(count for lag, count in self.tokens_by_lag.items() if lag > self.staleness_bound)
 
     def histogram(self) -> Mapping[int, int]:

@@ -80,8 +80,65 @@ def _hermes(text: str) -> Iterator[WrittenCall]:
             yield call
 
 
-_PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>\n?(.*?)\n?</parameter>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>([^<]{1,200})</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+KEY_CHARS_MAX = 200
+_SPACE = re.compile(r"\s*")
+
+
+def _values(
+    text: str, opening: str, closing: str, key_at: Callable[[str, int], tuple[str, int] | None]
+) -> Iterator[tuple[str, int, int]]:
+    """The keys behind `opening`, and where the value of each begins and ends. `key_at`: the key that begins there, and where its
+    value does. Ends at the first value without `closing`: those behind it have none either, and looking for it from each would take
+    the square of the text's length.
+    """
+    at = 0
+    while (begin := text.find(opening, at)) >= 0:
+        at = begin + len(opening)
+        found = key_at(text, at)
+        if found is None:
+            continue
+        key, first = found
+        close = text.find(closing, first)
+        if close < 0:
+            return
+        yield key, first, close
+        at = close + len(closing)
+
+
+def _key(text: str, at: int, end: str, but: str) -> str | None:
+    """Of 1 to KEY_CHARS_MAX characters, none of them in `but`."""
+    close = text.find(end, at, at + KEY_CHARS_MAX + len(end))
+    key = text[at:close] if close > at else ""
+    return key if key and but not in key else None
+
+
+def _parameter_key(text: str, at: int) -> tuple[str, int] | None:
+    key = _key(text, at, ">", "\n")
+    if key is None:
+        return None
+    first = at + len(key) + 1
+    return key, first + text.startswith("\n", first)
+
+
+def _argument_key(text: str, at: int) -> tuple[str, int] | None:
+    key = _key(text, at, "</arg_key>", "<")
+    if key is None:
+        return None
+    space = _SPACE.match(text, at + len(key) + len("</arg_key>"))
+    assert space is not None, "it matches no space as well"
+    return (key, space.end() + len("<arg_value>")) if text.startswith("<arg_value>", space.end()) else None
+
+
+def _parameters(text: str) -> Iterator[tuple[str, str]]:
+    """`<parameter=KEY>VALUE</parameter>`, without a line's end at either end of the value."""
+    for key, first, close in _values(text, "<parameter=", "</parameter>", _parameter_key):
+        yield key, text[first : close - (close > first and text[close - 1] == "\n")]
+
+
+def _arguments(text: str) -> Iterator[tuple[str, str]]:
+    """`<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>`."""
+    for key, first, close in _values(text, "<arg_key>", "</arg_value>", _argument_key):
+        yield key, text[first:close]
 
 
 def _value(text: str) -> object:
@@ -95,16 +152,14 @@ def _coder(text: str) -> Iterator[WrittenCall]:
         body = inside.strip()
         name, mark, rest = body.removeprefix("<function=").partition(">")
         if body.startswith("<function=") and mark and name and rest.endswith("</function>"):
-            yield WrittenCall(name, {key: _value(value) for key, value in _PARAMETER.findall(rest)}, begin, end)
+            yield WrittenCall(name, {key: _value(value) for key, value in _parameters(rest)}, begin, end)
 
 
 def _glm(text: str) -> Iterator[WrittenCall]:
     for inside, begin, end in _between(text, "<tool_call>", "</tool_call>"):
         name = inside.partition("<arg_key>")[0].strip()
         if name and "<" not in name and "{" not in name:
-            yield WrittenCall(
-                name, {key.strip(): _value(value) for key, value in _ARGUMENT.findall(inside)}, begin, end
-            )
+            yield WrittenCall(name, {key.strip(): _value(value) for key, value in _arguments(inside)}, begin, end)
 
 
 def _mistral(text: str) -> Iterator[WrittenCall]:

@@ -1,7 +1,7 @@
-"""Who a node is: its ed25519 identity, the join link that pins it, and the certificates that bind TLS keys to it.
+"""Node identities: ed25519 keys, join links that pin them, and certificates that bind TLS keys to them.
 
-Guarantees: a certificate that parses here carries the libp2p TLS extension, and that extension was signed by the very
-identity that it names. TLS keys are P-256 (gRPC's TLS library negotiates no ed25519); the ed25519 identity vouches for
+Guarantees: a certificate that parses here carries the libp2p TLS extension, and the identity that it names signed
+that extension. TLS keys are P-256 (gRPC's TLS library negotiates no ed25519); the ed25519 identity vouches for
 them. Leaves to others: files, sockets and the clock (runtime/tls.py), tokens (coordinator).
 """
 
@@ -57,7 +57,7 @@ NODE_LIFETIME_S = 30 * 86400.0
 
 
 class Role(enum.StrEnum):
-    """What a node is in a run; issued with its certificate."""
+    """A node's role in a run; part of its certificate."""
 
     COORDINATOR = "coordinator"
     LEARNER = "learner"
@@ -67,7 +67,7 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Who is at the other end of a connection, proven by its certificate. `token_id`: of the join token that let it in."""
+    """The peer of a connection, proven by its certificate. `token_id`: id of the join token that admitted it."""
 
     peer_id: PeerId
     role: Role
@@ -108,14 +108,14 @@ class Identity:
 
 
 def _without_token(text: str) -> str:
-    """What may be shown of a join link that is wrong."""
+    """A malformed join link, fit for an error message: without its token."""
     before, mark, _ = text.partition("token=")
     return repr(before[:200] + mark + ("…" if mark else ""))
 
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
-    """`echo2://HOST:PORT/PEER_ID?token=...`: where to enrol, whom to expect there, and the right to."""
+    """`echo2://HOST:PORT/PEER_ID?token=...`: where to enrol, which peer to expect there, and the token that permits it."""
 
     host: str
     port: int
@@ -124,7 +124,7 @@ class JoinLink:
 
     @classmethod
     def parse(cls, text: str) -> JoinLink:
-        """Raises ConfigError that says which part is wrong."""
+        """Parses a link; ConfigError names the malformed part."""
         shape = "echo2://HOST:PORT/PEER_ID?token=TOKEN"
         try:
             parts = urllib.parse.urlsplit(text.strip())
@@ -165,7 +165,7 @@ class TlsKey:
 
     @classmethod
     def of(cls, secret: bytes) -> TlsKey:
-        """The key of `TLS_SECRET_BYTES` random bytes: twice the curve's, so that no key is likelier than another."""
+        """Derives a key from `TLS_SECRET_BYTES` random bytes: twice the curve's size, so that all keys are equally likely."""
         assert len(secret) == TLS_SECRET_BYTES, "too few bytes for a key"
         return cls(ec.derive_private_key(1 + int.from_bytes(secret, "big") % (_P256_ORDER - 1), ec.SECP256R1()))
 
@@ -194,7 +194,7 @@ def _extension(identity: Identity, key: TlsKey) -> x509.UnrecognizedExtension:
 
 
 def _peer_bound_to(extensions: x509.Extensions, spki_der: bytes, what: str) -> PeerId:
-    """The identity that signed `spki_der` in the libp2p extension; TrustError when there is none or it is forged."""
+    """The identity that signed `spki_der` in the libp2p extension; TrustError if it is missing or forged."""
     try:
         extension = extensions.get_extension_for_oid(LIBP2P_EXTENSION).value
     except x509.ExtensionNotFound:
@@ -231,7 +231,7 @@ def _name(common_name: str, role: Role, run_id: str, token_id: str = "") -> x509
 def _builder(
     name: x509.Name, issuer: x509.Name, public_key: ec.EllipticCurvePublicKey, now_unix_s: float, lifetime_s: float
 ) -> x509.CertificateBuilder:
-    """The serial number follows from what is certified and when: the same request at the same moment is the same certificate."""
+    """A builder whose serial number is derived from content and time: the same request at the same moment gives the same one."""
     spki_der = public_key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     serial = hashlib.sha256(f"{now_unix_s!r} {lifetime_s!r} {issuer} {name} ".encode() + spki_der).digest()[:19]
     begin = datetime.fromtimestamp(now_unix_s - CLOCK_SKEW_S, UTC)
@@ -256,7 +256,7 @@ def _as_leaf(builder: x509.CertificateBuilder, peer_id: PeerId) -> x509.Certific
 
 
 def certificate_request(identity: Identity, key: TlsKey) -> bytes:
-    """DER of a request for `key`, vouched for by `identity`; what a joiner hands in."""
+    """DER of a request for `key`, vouched for by `identity`; sent by joiners."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.peer_id)])
     builder = x509.CertificateSigningRequestBuilder().subject_name(name)
     builder = builder.add_extension(_extension(identity, key), critical=False)
@@ -273,7 +273,7 @@ def self_signed_certificate(identity: Identity, key: TlsKey, now_unix_s: float, 
 
 @dataclass(frozen=True, slots=True)
 class NodeCertificate:
-    """What a certificate of this project says, once its libp2p extension has been checked."""
+    """The contents of a certificate of this project, after its libp2p extension was checked."""
 
     pem: bytes
     peer_id: PeerId
@@ -290,7 +290,7 @@ class NodeCertificate:
 
     @classmethod
     def parse(cls, certificate: bytes, what: str = "certificate") -> NodeCertificate:
-        """From PEM or DER. Checks the extension and the name; not the issuer, not the time."""
+        """Parses PEM or DER. Checks the extension and the name, but not the issuer or the time."""
         try:
             is_pem = certificate.lstrip().startswith(b"-----")
             read = x509.load_pem_x509_certificate if is_pem else x509.load_der_x509_certificate
@@ -316,7 +316,7 @@ class NodeCertificate:
         )
 
     def check_time(self, now_unix_s: float) -> None:
-        """TrustError when it is not valid at `now_unix_s`."""
+        """TrustError if it is not valid at `now_unix_s`."""
         if not self.not_before_unix_s <= now_unix_s <= self.not_after_unix_s:
             begin, end = (datetime.fromtimestamp(t, UTC) for t in (self.not_before_unix_s, self.not_after_unix_s))
             raise TrustError(
@@ -325,18 +325,18 @@ class NodeCertificate:
             )
 
     def check_peer(self, peer_id: PeerId) -> None:
-        """TrustError when it is another peer's."""
+        """TrustError if it belongs to another peer."""
         if self.peer_id != peer_id:
             raise TrustError(f"expected the peer {peer_id}, got a certificate of {self.peer_id}")
 
     def check_role(self, *allowed: Role) -> None:
-        """NotAllowed when its role is none of `allowed`."""
+        """NotAllowed if its role is not one of `allowed`."""
         if self.role not in allowed:
             wanted = " or ".join(role.value for role in allowed)
             raise NotAllowed(f"expected the role {wanted}, got {self.role.value} of {self.peer_id}")
 
     def check_issuer(self, authority_pem: bytes) -> None:
-        """TrustError when it was not issued by the authority."""
+        """TrustError if it was not issued by the authority."""
         try:
             mine = x509.load_pem_x509_certificate(self.pem)
             mine.verify_directly_issued_by(x509.load_pem_x509_certificate(authority_pem))
@@ -359,9 +359,9 @@ class RunAuthority:
 
     @classmethod
     def create(cls, identity: Identity, run_id: RunId, now_unix_s: float, key: TlsKey | None = None) -> RunAuthority:
-        """`key`: a fresh one where none is given."""
+        """Creates the authority. `key`: a fresh one if None."""
         key = key or TlsKey.generate()
-        # A name of its own: the coordinator's node certificate would else look self-signed, issuer and subject alike.
+        # A distinct name: otherwise the coordinator's node certificate would look self-signed (issuer equal to subject).
         attributes = [*_name(identity.peer_id, Role.COORDINATOR, run_id)]
         name = x509.Name([*attributes, x509.NameAttribute(NameOID.DN_QUALIFIER, "authority")])
         usage = x509.KeyUsage(
@@ -388,15 +388,15 @@ class RunAuthority:
         return self.certificate.pem
 
     def key_pem(self) -> bytes:
-        """The secret key, to be kept in a file that only its owner reads."""
+        """The secret key in PEM; store it in a file that only its owner can read."""
         return self._key.to_pem()
 
     def issue(
         self, request_der: bytes, role: Role, now_unix_s: float, lifetime_s: float = NODE_LIFETIME_S, token_id: str = ""
     ) -> NodeCertificate:
-        """A certificate for whoever signed the request's extension. Whether it may join is not asked here.
+        """Issues a certificate to the identity that signed the request's extension. Does not check whether it may join.
 
-        `token_id`: of the token that lets it in, so that every node can tell newcomers of one link from those of others.
+        `token_id`: id of the join token that admits it, so that every node can tell newcomers of one link from those of others.
         """
         what = "certificate request"
         try:

@@ -1,6 +1,6 @@
 """libp2p peer IDs of ed25519 keys, as text and as DNS names. Guarantees: text, key and DNS name map one to one.
 
-Written out here because importing py-libp2p costs about a second of start-up; a test holds these equal to its types.
+Implemented here because importing py-libp2p takes about a second at start-up; a test compares it with libp2p's types.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def dns_name_of(peer_id: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _verifier(peer_id: str) -> Ed25519PublicKey:
-    """Every chunk is checked against the same publisher's key."""
+    """Cached, because every chunk is checked against the same publisher's key."""
     return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
 
 

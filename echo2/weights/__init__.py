@@ -1,7 +1,7 @@
 """Weight deltas: lossless, near the entropy bound, at memory speed.
 
-A version travels as a container: a header frame, independent block frames and an end frame, all bytes; the broadcast
-packs frames into chunks as it likes and `FrameReader` cuts them out again. Typical use:
+A version travels as a container: a header frame, independent block frames and an end frame, all bytes. The broadcast
+may pack frames into chunks in any way; `FrameReader` reassembles them. Typical use:
 
     learner   base = HostWeights.from_tensors(weights, Version(0), key)
               header = DeltaHeader(target_version=.., parent_version=base.version,
@@ -12,11 +12,11 @@ packs frames into chunks as it likes and `FrameReader` cuts them out again. Typi
               staged = decoder.finish()                                       # verified; a `StagedVersion`
               host.commit(staged)                                             # wholly or not at all
 
-A sharded learner encodes where its weights lie: `section_blocks` on each rank, put together by
-broadcast/runtime/sharded.py. `compose` merges deltas without weights, policy.py says which pieces to fetch, which edges
-to publish and what to keep. `warm_up` compiles the kernels ahead, once a machine. Names are the Hugging Face ones; of
-tied tensors one name is kept (`untied`). Every call that takes weights reads their raw bits and never converts.
-`fingerprint(weights, key)` says whether two nodes hold the same weights.
+A sharded learner encodes on the ranks that hold the weights: `section_blocks` on each rank, merged by
+broadcast/runtime/sharded.py. `compose` merges deltas without weights; policy.py decides which pieces to fetch, which edges
+to publish and what to keep. `warm_up` compiles the kernels ahead, once per machine. Names are the Hugging Face ones; of
+tied tensors one name is kept (`untied`). Every call that takes weights reads their raw bits and never converts them.
+`fingerprint(weights, key)` tells whether two nodes hold the same weights.
 """
 
 from echo2.weights.compose import compose, densified

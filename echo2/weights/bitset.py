@@ -1,11 +1,11 @@
-"""Entropy coding of marks: as gaps where they are rare, as bytes of the marks themselves where they are not.
+"""Entropy coding of marks: as gaps if they are rare, otherwise as bytes of the marks themselves.
 
-Gaps of a rare event are geometrically distributed: their high parts, a byte each, take a Huffman code of zstd's, their
-low bits are as good as random and stay as they are. Where more than one in six is marked, eight bits together are one
-symbol. Both are within two per cent of the entropy of independent marks, at about a nanosecond for each symbol.
+Gaps of a rare event are geometrically distributed: their high parts, one byte each, get zstd's Huffman code; their
+low bits are practically random and stay as they are. If more than one in six is marked, eight bits together are one
+symbol. Both are within two per cent of the entropy of independent marks, at about a nanosecond per symbol.
 
-Guarantees: what is read back is what was written, or `DeltaFormatError`; nothing is allocated that the claimed size,
-which the caller knows to be right, does not justify. Leaves to others: what is marked.
+Guarantees: reading returns what was written, or raises `DeltaFormatError`; allocations are bounded by the claimed size,
+which the caller knows to be right. Leaves to others: what is marked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echo2.weights.lanes import LISTED
 
 NONE, MARKS, GAPS = 0, 1, 2
 GAP_SHARE = 1 / 6  # marks rarer than this are coded as gaps
-_GAP_MEAN = 20.0  # of a gap's byte: k is chosen so that it is this or more, up to twice as much
+_GAP_MEAN = 20.0  # mean of a gap's byte: k is chosen so that it is between this and twice as much
 _SHIFT_MAX = 24
 _HEAD = struct.Struct("<BBI")
 _PLANE = struct.Struct("<BI")
@@ -32,28 +32,28 @@ _COUNT = struct.Struct("<I")
 _RAW, _ZSTD = 0, 1
 _ZSTD_BYTES_MIN = 48
 _WINDOW_MAX = 1 << 20
-_NOISE = (0.4, 0.6)  # a share of marks between these leaves nothing to gain
-# What pays here is the entropy stage: matches of noise only hurt, so few are looked for (a tiny hash table).
+_NOISE = (0.4, 0.6)  # with a share of marks between these, entropy coding gains nothing
+# Only the entropy stage helps here: matching noise only hurts, so hardly any matches are searched (a tiny hash table).
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     window_log=18, hash_log=6, min_match=7, strategy=zstandard.STRATEGY_FAST, write_content_size=1
 )
 
 
 class Coder:
-    """The entropy stage and its working memory. One for each payload: making it takes as long as coding some thousand
+    """The entropy stage and its working memory. Make one per payload: creating it takes as long as coding some thousand
     symbols, and threads cannot share it."""
 
     def __init__(self) -> None:
         self._zstd = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
 
     def shorter(self, data: bytes) -> bytes | None:
-        """The frame of some bytes, if it is shorter than they are."""
+        """The zstd frame of `data` if it is shorter, else None."""
         coded: bytes = self._zstd.compress(data)
         return coded if len(coded) < len(data) else None
 
 
 def _from_zstd(zstd: zstandard.ZstdDecompressor, data: bytes | memoryview, size: int, what: str) -> bytes:
-    """The bytes of a frame that must be so many."""
+    """Decompresses a frame that must contain exactly `size` bytes."""
     try:
         claimed = zstandard.get_frame_parameters(data).content_size
         if claimed != size:
@@ -67,8 +67,8 @@ def _from_zstd(zstd: zstandard.ZstdDecompressor, data: bytes | memoryview, size:
 
 
 class Reader:
-    """A payload, read from its beginning to its end. What is read is also listed in `plain`, if given, as a payload of
-    the same meaning that needs no entropy decoding."""
+    """Reads a payload from beginning to end. What is read is also appended to `plain`, if given: an equivalent payload
+    that needs no entropy decoding."""
 
     def __init__(self, payload: memoryview, plain: list[bytes | memoryview] | None = None) -> None:
         self._payload = payload
@@ -77,11 +77,11 @@ class Reader:
         self._plain = plain
 
     def take(self, size: int, what: str) -> memoryview:
-        """The next bytes."""
-        found = self._next(size, what)
+        """The next `size` bytes."""
+        part = self._next(size, what)
         if self._plain is not None:
-            self._plain.append(found)
-        return found
+            self._plain.append(part)
+        return part
 
     def _next(self, size: int, what: str) -> memoryview:
         if size > len(self._payload) - self._at:
@@ -90,17 +90,17 @@ class Reader:
         return self._payload[self._at - size : self._at]
 
     def fields(self, layout: struct.Struct, what: str) -> tuple[int, ...]:
-        """The next numbers."""
+        """The next numbers, as `layout` packs them."""
         return layout.unpack(self.take(layout.size, what))
 
     def words(self, size: int, what: str) -> U64:
-        """The next bytes as a run of bits."""
+        """The next `size` bytes as a run of bits."""
         out = np.zeros(-(-size // 8) + 2, np.uint64)
         out.view(np.uint8)[:size] = np.frombuffer(self.take(size, what), np.uint8)
         return out
 
     def plane(self, size: int, what: str) -> U8:
-        """The next plane, of a size that is known."""
+        """The next plane, whose decoded size is known."""
         coding, length = _PLANE.unpack(self._next(_PLANE.size, what))
         data: bytes | memoryview = self._next(length, what)
         if coding == _ZSTD:
@@ -112,13 +112,13 @@ class Reader:
         return np.frombuffer(data, np.uint8)
 
     def end(self) -> None:
-        """Refuses bytes that are left."""
+        """DeltaFormatError if bytes are left."""
         if self._at != len(self._payload):
             raise DeltaFormatError(f"expected {self._at} bytes, got {len(self._payload)}")
 
 
 def plane_parts(plane: U8, coder: Coder | None) -> list[bytes]:
-    """A plane's bytes with their head; raw without a coder, or where that is shorter."""
+    """A plane's head and bytes; raw if there is no coder or raw is shorter."""
     data = plane.tobytes()
     shorter = None if coder is None or len(data) < _ZSTD_BYTES_MIN else coder.shorter(data)
     if shorter is None:
@@ -128,7 +128,7 @@ def plane_parts(plane: U8, coder: Coder | None) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class BitSet:
-    """Marks among `size` bits: their places, strictly rising, or all bits; neither where there are none."""
+    """Marks among `size` bits: their places, strictly ascending, or all bits; neither if there are no marks."""
 
     size: int
     marked: int
@@ -137,14 +137,14 @@ class BitSet:
 
     @classmethod
     def of_marks(cls, words: U64, size: int, marked: int) -> BitSet:
-        """Of a run of bits, in the form in which it will be coded."""
+        """A set from a run of bits, stored in the form in which it will be coded."""
         if not marked or marked > GAP_SHARE * size:
             return cls(size, marked, words=words if marked else None)
         return cls(size, marked, listed(words, size, marked))
 
     @classmethod
     def of_places(cls, places: U32, size: int) -> BitSet:
-        """Number of marked positions."""
+        """A set from ascending places, stored in the form in which it will be coded."""
         if places.size and places.size <= GAP_SHARE * size:
             return cls(size, places.size, places)
         if not places.size:
@@ -152,7 +152,7 @@ class BitSet:
         return cls(size, places.size, words=cls(size, places.size, places).marks())
 
     def marks(self) -> U64:
-        """The run of bits."""
+        """The marks as a run of bits."""
         if self.words is not None:
             return self.words
         out = np.zeros(bits.word_count(self.size), np.uint64)
@@ -160,7 +160,7 @@ class BitSet:
         return out
 
     def copy_to(self, words: U64) -> None:
-        """Marks in a run of bits, all 0 before."""
+        """Writes the marks into a run of bits, all 0 before."""
         if self.words is not None:
             words[:] = self.words
         elif self.places is not None:
@@ -173,7 +173,7 @@ class BitSet:
         return np.empty(0, np.uint32) if self.places is None else self.places
 
     def parts(self, coder: Coder | None) -> list[bytes]:
-        """What `read_bit_set` reads; not entropy-coded without a coder."""
+        """Encodes the set for `read_bit_set`; without a coder, without entropy coding."""
         if self.words is not None:
             share = self.marked / self.size
             plane = self.words.view(np.uint8)[: -(-self.size // 8)]
@@ -194,14 +194,14 @@ class BitSet:
 
 
 def listed(words: U64, size: int, marked: int) -> U32:
-    """The places of so many marks among the first `size` bits."""
+    """The places of the `marked` marks among the first `size` bits."""
     out = np.empty(marked + LISTED, np.uint32)
     bits.places_of_marks(words, size, out)
     return out[:marked]
 
 
 def _room(size: int, marked: int) -> tuple[int, tuple[U8, U64, U32]]:
-    """The shift for so many marks, and room for their gaps."""
+    """The shift k for `marked` marks, and room for their gaps."""
     shift = min(_SHIFT_MAX, max(0, int(np.log2(max(1.0, (size / marked - 1) / _GAP_MEAN)))))
     long_max = min(marked, size // (bits.LONG << shift) + 1)
     low = np.zeros(bits.word_count(marked * shift), np.uint64)
@@ -209,7 +209,7 @@ def _room(size: int, marked: int) -> tuple[int, tuple[U8, U64, U32]]:
 
 
 def read_bit_set(reader: Reader, size: int, what: str) -> BitSet:
-    """The marks among `size` bits that come next."""
+    """Reads the next set of marks among `size` bits."""
     form, shift, marked = reader.fields(_HEAD, what)
     if marked > size or (form == NONE) != (marked == 0):
         raise DeltaFormatError(f"expected at most {size} {what}, it claims {marked}")
@@ -239,7 +239,7 @@ def read_bit_set(reader: Reader, size: int, what: str) -> BitSet:
 
 
 def value_parts(excess: Bits, coder: Coder | None) -> list[bytes]:
-    """What `read_values` reads: magnitudes above one."""
+    """Encodes magnitudes above one for `read_values`."""
     symbols = np.empty(excess.size, np.uint8)
     count = int(values.count_plain_bits(excess))
     words = np.zeros(bits.word_count(count), np.uint64)
@@ -249,7 +249,7 @@ def value_parts(excess: Bits, coder: Coder | None) -> list[bytes]:
 
 
 def read_values(reader: Reader, count: int, dtype: np.dtype[np.unsignedinteger]) -> Bits:
-    """Magnitudes less one, of as many elements as are known to have one above."""
+    """Reads the magnitudes minus one of `count` larger changes."""
     out = np.empty(count, dtype)
     symbols = reader.plane(count, "magnitudes")
     (size,) = reader.fields(_COUNT, "magnitudes")

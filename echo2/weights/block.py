@@ -1,7 +1,7 @@
-"""One block: from old and new bits to a payload, and from a payload (and old bits) to its changes.
+"""One block: encodes old and new bits into a payload, and decodes a payload (and old bits) into its changes.
 
-Guarantees: decoding gives back exactly what was encoded, or raises `DeltaFormatError`; sizes are checked before they
-are allocated. Leaves to others: frames and versions (container.py), staging (decode.py).
+Guarantees: decoding returns exactly what was encoded, or raises `DeltaFormatError`; sizes are checked before anything
+is allocated. Leaves to others: frames and versions (container.py), staging (decode.py).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from echo2.weights.marks import Finds
 from echo2.weights.planes import decode_planes, encode_planes
 
 _SMALL_BYTES = 96
-WHOLE_SHARE = 0.6  # changes that need more of a block than this are sent as whole elements
+WHOLE_SHARE = 0.6  # if changes take more than this share of a block, whole elements are sent
 
 Run = tuple[BitSet, BitSet, Bits]
-"""Of one class: which of its elements changed, which of these by more than one, and these magnitudes less one."""
+"""One class: which of its elements changed, which of these by more than one, and the latter's magnitudes minus one."""
 
 
 def finds_for(block: Block) -> Finds:
-    """Working memory for a block."""
+    """Allocates working memory for a block."""
     return Finds(block.element_count, block.element.bits_dtype)
 
 
 class FindsPool:
-    """Lends working memory to as many threads as ask at the same time, and keeps it for the next block."""
+    """Lends working memory to concurrent threads, and reuses it for later blocks."""
 
     def __init__(self) -> None:
         self._free: deque[Finds] = deque()
 
     def take(self, block: Block) -> Finds:
-        # Asked for by several threads: `pop` of a deque is atomic, a look at its length first would not be.
+        # Called by several threads: a deque's `pop` is atomic; checking its length first would not be.
         try:
             finds = self._free.pop()
         except IndexError:
@@ -78,14 +78,14 @@ class EncodedBlock:
 
 
 def uses_classes(element: ElementType, setting: CodecSetting) -> bool:
-    """Whether changes of this type are coded by exponent class."""
+    """Whether changes of this type are coded by exponent class in this setting."""
     return setting is CodecSetting.DENSE and element.exponent_bits > 0
 
 
 def encode_block(
     block: Block, old: list[Bits], new: list[Bits], setting: CodecSetting, key: int, finds: Finds
 ) -> EncodedBlock:
-    """Codes a block of a delta; `old` and `new` hold the bits of its segments."""
+    """Encodes a block of a delta; `old` and `new` hold the bits of its segments."""
     changes = Changes.found(old, new, finds)
     step = changes.settle(block, key)
     if not uses_classes(block.element, setting) or not changes.count:
@@ -98,27 +98,27 @@ def encode_block(
 def coded_block(
     block: Block, count: int, sparse: Callable[[], bytes], step: int, whole: Callable[[], list[Bits]]
 ) -> EncodedBlock:  # fmt: skip
-    """The block of so many changes; as whole elements where these are shorter."""
+    """The encoded block: the sparse payload for `count` changes, or whole elements if that is shorter."""
     if not count:
         return EncodedBlock(Method.UNCHANGED, b"", 0, 0)
     payload = sparse()
-    # Whole elements are read without the old ones beside them; a payload that is hardly shorter is not worth these.
+    # Whole elements decode without the old ones; a hardly shorter sparse payload is not worth reading those.
     if len(payload) > WHOLE_SHARE * block.raw_bytes + _SMALL_BYTES:
         return EncodedBlock(*encode_whole(whole(), block.element), step, block.element_count)
     return EncodedBlock(Method.SPARSE, payload, step, count)
 
 
 def octave_of(element: ElementType, class_base: int) -> classes.Octave:
-    """What kernels need to tell classes."""
+    """The parameters by which kernels compute classes."""
     mask = (1 << element.exponent_bits) - 1
     work = np.zeros(CLASS_COUNT, np.uint64)
     return np.uint64(element.exponent_shift), np.uint64(mask), np.uint64(class_base), work
 
 
 def _dense_payload(block: Block, old: list[Bits], changes: Changes, changed: U64) -> bytes:
-    """The changes by exponent class; `changed` holds their marks."""
+    """Encodes the changes by exponent class; `changed` holds their marks."""
     element = block.element
-    # Of one tensor: in a block of several small ones, the largest has most to gain.
+    # Sample one tensor: in a block of several small ones, the largest gains most.
     sample = max(old, key=lambda part: part.size)
     class_base = classes.choose_class_base(sample, element.exponent_shift, element.exponent_bits)
     octave = octave_of(element, class_base)
@@ -145,7 +145,7 @@ def _dense_payload(block: Block, old: list[Bits], changes: Changes, changed: U64
 
 
 def _class_sizes(old: list[Bits], octave: classes.Octave) -> I64:
-    """How many elements each class has."""
+    """The number of elements in each class."""
     sizes = np.zeros(CLASS_COUNT, np.int64)
     for part in old:
         classes.count_classes(part, octave, sizes)
@@ -153,12 +153,12 @@ def _class_sizes(old: list[Bits], octave: classes.Octave) -> I64:
 
 
 def _word_starts(sizes: I64) -> I64:
-    """At which word each class's run begins, all of them one behind the other, and where the last one ends."""
+    """The word at which each class's run starts, if all are stored one after another, and where the last one ends."""
     return np.concatenate([[0], np.cumsum([word_count(int(size)) for size in sizes])]).astype(np.int64)
 
 
 def dense_payload(changes: Changes, class_base: int, runs: Iterable[Run]) -> bytes:
-    """A payload by exponent class, of every class's run."""
+    """Builds a payload by exponent class from every class's run."""
     parts = [HEAD.pack(CLASS_COUNT, class_base, changes.count), changes.signs_bytes()]
     coder = Coder()
     for run in runs:
@@ -167,7 +167,7 @@ def dense_payload(changes: Changes, class_base: int, runs: Iterable[Run]) -> byt
 
 
 def encode_whole(new: list[Bits], element: ElementType) -> tuple[Method, bytes]:
-    """Codes whole elements, as planes or raw, whichever is shorter."""
+    """Encodes whole elements, as planes or raw, whichever is shorter."""
     whole = new[0] if len(new) == 1 else np.concatenate(new)
     payload = encode_planes(whole, element)
     return (Method.PLANES, payload) if len(payload) < whole.nbytes else (Method.RAW, whole.tobytes())
@@ -191,8 +191,8 @@ def is_plain(payload: memoryview) -> bool:
 def decode_sparse(
     payload: memoryview, block: Block, old: list[Bits], plain: list[bytes | memoryview] | None = None
 ) -> Changes:
-    """The changes of a SPARSE payload; `old` holds the old bits of the block's segments. Where it is coded without
-    classes, `plain` gets it without its entropy coding."""
+    """Decodes a SPARSE payload into changes; `old` holds the old bits of the block's segments. If it is coded without
+    classes, `plain` gets the payload without its entropy coding."""
     if is_plain(payload):
         return read_plain(payload, block.element, block.element_count, plain)
     element = block.element
@@ -210,7 +210,7 @@ def decode_sparse(
 
 
 def _joined(runs: list[Run], block: Block, old: list[Bits], octave: classes.Octave, signs: U64) -> Changes:
-    """The changes of all classes, in order of position."""
+    """Merges the changes of all classes, in order of position."""
     words, starts = _spread([changed for changed, _, _ in runs])
     larger_words, larger_starts = _spread([larger for _, larger, _ in runs])
     listed = np.cumsum([0, *(larger.marked for _, larger, _ in runs)])
@@ -225,7 +225,7 @@ def _joined(runs: list[Run], block: Block, old: list[Bits], octave: classes.Octa
 
 
 def _spread(sets: list[BitSet]) -> tuple[U64, I64]:
-    """The marks of several sets one behind the other, and the word at which each begins."""
+    """The marks of several sets one after another, and the word at which each starts."""
     starts = _word_starts(np.array([marks.size for marks in sets]))
     words = np.zeros(int(starts[-1]), np.uint64)
     for marks, begin, end in zip(sets, starts, starts[1:], strict=False):

@@ -1,6 +1,6 @@
-"""The changes of one block, whichever way they came: found, decoded, merged or selected on a device.
+"""The changes of one block, whether found, decoded, merged or selected on a device.
 
-Guarantees: a change outside the block is refused when it is read. Leaves to others: the code by exponent class
+Guarantees: a change outside the block is refused when it is read. Leaves to others: coding by exponent class
 (block.py), frames (container.py), staging (decode.py).
 """
 
@@ -23,13 +23,13 @@ from echo2.weights.layout import Block
 
 PLAIN_CLASS_COUNT = 1
 HEAD = struct.Struct("<BBI")
-_RARE = 60  # elements for a change: where there are more, only the cache lines of changes are fetched
+_RARE = 60  # elements per change: if changes are rarer, only the cache lines of changed elements are fetched
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Which elements of a block changed and by how much: which of the changes are larger ones, their excess,
-    and, if they are known already, their ranks and places."""
+    """Which elements of a block changed, and by how much: `larger` marks changes by more than one, `excess` is their magnitude
+    minus one; `listed_larger`: their ranks and places, if already known."""
 
     changed: BitSet
     signs: U64
@@ -43,7 +43,7 @@ class Changes:
 
     @classmethod
     def found(cls, old: Sequence[Bits], new: Sequence[Bits], finds: marks.Finds) -> Changes:
-        """Of a block's segments; in the memory of `finds`."""
+        """Finds the changes of a block's segments, using the memory of `finds`."""
         at, memory = np.zeros(3, np.int64), finds.restart()
         for before, after in zip(old, new, strict=True):
             marks.survey(before, after, at, memory)
@@ -62,7 +62,7 @@ class Changes:
 
     @classmethod
     def of_steps(cls, positions: U32, steps: I64, size: int, element: ElementType) -> Changes:
-        """Of positions, strictly rising, and steps other than 0."""
+        """Changes from strictly ascending positions and nonzero steps."""
         signs, flags = (np.zeros(bits.word_count(steps.size), np.uint64) for _ in range(2))
         larger = BitSet.of_marks(flags, steps.size, int(marks.mark_steps(steps, signs, flags)))
         magnitudes = np.abs(steps[larger.listed()]).view(np.uint64)
@@ -70,7 +70,7 @@ class Changes:
         return cls(BitSet.of_places(positions, size), signs, larger, excess)
 
     def settle(self, block: Block, key: int) -> int:
-        """What the changes add to the fingerprint."""
+        """The changes' contribution to the fingerprint."""
         step, larger = 0, self._larger()
         rank: Int = 0
         found: Int = 0
@@ -90,8 +90,8 @@ class Changes:
         return step % MODULUS
 
     def move(self, block: Block, live: Sequence[Bits], is_back: bool) -> int:
-        """Adds the changes to the live bits of a block's segments, or takes them back. Returns how many of them left
-        their element's range, which does not happen to the weights that they were made from."""
+        """Adds the changes to the live bits of a block's segments, or subtracts them (`is_back`). Returns how many left their
+        element's range, which cannot happen with the weights that the changes were made from."""
         wrapped, cursor, larger = 0, np.zeros(2, np.int64), self._larger()
         places, signs = self.changed.places, self.signs
         if places is not None and places.size * _RARE < self.changed.size:
@@ -117,21 +117,21 @@ class Changes:
         return room[: ranks.size], ranks, self.excess, self.signs
 
     def positions(self) -> U32:
-        """Where the changes are, strictly rising."""
+        """The positions of the changes, strictly ascending."""
         return self.changed.listed()
 
     def steps(self) -> I64:
-        """New less old, in 64-bit arithmetic."""
+        """New minus old bits, in 64-bit arithmetic."""
         out = np.empty(self.count, np.int64)
         marks.list_steps((self.signs, self.larger.listed(), self.excess), out)
         return out
 
     def signs_bytes(self) -> bytes:
-        """A bit for each change."""
+        """The signs, one bit per change."""
         return self.signs.view(np.uint8)[: -(-self.count // 8)].tobytes()
 
     def payload(self, is_coded: bool = True) -> bytes:
-        """The code without exponent classes; without its entropy coding if that is not asked for."""
+        """The payload without exponent classes; `is_coded` False: also without entropy coding."""
         coder = Coder() if is_coded else None
         parts = [HEAD.pack(PLAIN_CLASS_COUNT, 0, self.count), self.signs_bytes()]
         parts += run_parts(self.changed, self.larger, self.excess, coder)
@@ -139,7 +139,7 @@ class Changes:
 
 
 def run_parts(changed: BitSet, larger: BitSet, excess: Bits, coder: Coder | None) -> list[bytes]:
-    """One run of marks: the changed elements, the larger ones of these, and their magnitudes."""
+    """Encodes one run of marks: the changed elements, the larger changes among these, and their magnitudes."""
     if not changed.marked:
         return changed.parts(coder)
     parts = [*changed.parts(coder), *larger.parts(coder)]
@@ -147,7 +147,7 @@ def run_parts(changed: BitSet, larger: BitSet, excess: Bits, coder: Coder | None
 
 
 def read_run(reader: Reader, size: int, element: ElementType) -> tuple[BitSet, BitSet, Bits]:
-    """The reverse of `run_parts`, for a run of so many marks."""
+    """The inverse of `run_parts`, for a run over `size` elements."""
     changed = read_bit_set(reader, size, "changes")
     if not changed.marked:
         return changed, BitSet(0, 0), np.empty(0, element.bits_dtype)
@@ -158,7 +158,7 @@ def read_run(reader: Reader, size: int, element: ElementType) -> tuple[BitSet, B
 
 
 def read_head(reader: Reader, element_count: int) -> tuple[int, int, int, U64]:
-    """A payload's class count and base, changes, and their signs."""
+    """A payload's class count, class base, number of changes, and signs."""
     class_count, base, count = reader.fields(HEAD, "a block's head")
     if not 1 <= count <= element_count:
         raise DeltaFormatError(f"expected 1 to {element_count} changes, it claims {count}")
@@ -168,7 +168,7 @@ def read_head(reader: Reader, element_count: int) -> tuple[int, int, int, U64]:
 def read_plain(
     payload: memoryview, element: ElementType, element_count: int, plain: list[bytes | memoryview] | None = None
 ) -> Changes:
-    """Changes coded without exponent classes. `plain` gets the payload without its entropy coding."""
+    """Decodes changes coded without exponent classes. `plain` gets the payload without its entropy coding."""
     reader = Reader(payload, plain)
     class_count, base, count, signs = read_head(reader, element_count)
     if (class_count, base) != (PLAIN_CLASS_COUNT, 0):

@@ -1,15 +1,15 @@
-"""Changes by exponent class: sorting a block's marks into eight runs, and putting them together again; compiled.
+"""Changes by exponent class: sorts a block's marks into eight runs, and merges them again; compiled.
 
-The probability that a weight changes doubles with every octave that it is smaller, and both sides know the old weights.
-An element's class is its old exponent, cut off at eight consecutive octaves; each class's elements form a run of marks
-of its own, in which changes are nearly independent draws, and likewise its changes one of those with larger magnitudes.
-64 elements are sorted at a time, by moving bits within words: time does not depend on how many changed.
+The probability that a weight changes doubles with every octave that the weight is smaller, and both sides know the old weights.
+An element's class is its old exponent, clipped to eight consecutive octaves. Each class's elements form their own run of marks,
+in which changes are nearly independent draws; likewise, each class's changes form a run that marks larger magnitudes.
+64 elements are sorted at a time by moving bits within words, so the time does not depend on how many changed.
 
-Guarantees: runs are of exactly as many marks as the class has elements (`count_classes`), so no claim of a sender can
-lead outside. Leaves to others: the code of the runs (bitset.py), what the marks mean (marks.py).
+Guarantees: a run has exactly as many marks as its class has elements (`count_classes`), so no sender's claim can
+lead to an out-of-bounds access. Leaves to others: coding the runs (bitset.py), what the marks mean (marks.py).
 
-Legend: `octave` = shift and mask of the exponent, class base, eight words of working memory. `cursor` = changes before
-the segment, larger ones before it. `at[c]`, `ranks[c]` = bits and changes so far in class c's run.
+Legend: `octave` = shift and mask of the exponent, class base, eight words of working memory. `cursor` = number of changes,
+and of larger ones, before the segment. `at[c]`, `ranks[c]` = bits and changes so far in class c's run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from echo2.weights.jit import compiled, count_ones, deposit, extract, inlined, t
 from echo2.weights.lanes import LANES, octaves
 
 CLASS_COUNT = 8
-_GROUPS, _GROUP = 512, 64  # of neighbours, for the sample from which the classes are chosen
+_GROUPS, _GROUP = 512, 64  # of neighbouring elements, for the sample that determines the classes
 _0 = np.uint64(0)
 _1 = np.uint64(1)
 _7 = np.uint64(7)
@@ -34,20 +34,20 @@ Sample = TypeVar("Sample", Bits, torch.Tensor)
 
 
 def choose_class_base(old: Bits, exponent_shift: int, exponent_bits: int) -> int:
-    """The exponent at and below which elements are of class 0, from a sample: the last class begins in the octave of the
-    median, as changes are the rarer the larger elements are, and what matters is to tell the small ones."""
+    """The exponent at and below which elements are in class 0, from a sample. The last class starts at the octave of the
+    median, because large elements rarely change, and telling the small ones apart matters most."""
     return choose_class_base_of_sample(sample_of(old), exponent_shift, exponent_bits)
 
 
 def sample_of(old: Sample) -> Sample:
-    """Groups of neighbours, evenly spread; all elements where they are few."""
-    # Groups rather than single elements: a cache line is fetched whole anyway.
+    """A sample of evenly spread groups of neighbours; all elements if there are few."""
+    # Groups rather than single elements: a whole cache line is fetched anyway.
     stride = old.shape[0] // _GROUPS
     return old if stride <= _GROUP else old[: _GROUPS * stride].reshape(_GROUPS, stride)[:, :_GROUP].reshape(-1)
 
 
 def choose_class_base_of_sample(old: Bits, exponent_shift: int, exponent_bits: int) -> int:
-    """`choose_class_base` once the sample is drawn."""
+    """`choose_class_base` for a sample already drawn."""
     mask = (1 << exponent_bits) - 1
     exponents = (old >> old.dtype.type(exponent_shift)) & old.dtype.type(mask)
     counts = np.bincount(exponents.astype(np.int64), minlength=mask + 1)
@@ -63,7 +63,7 @@ def class_of(exponent: np.uint64, base: np.uint64) -> np.int64:
 
 @inlined
 def _masks_at(bits: Bits, start: Int, octave: Octave) -> None:
-    """Which of the next elements, 64 or as many as are left, are of which class."""
+    """Writes one mask per class over the next 64 elements (or as many as are left)."""
     shift, mask, base, masks = octave
     if start + LANES <= bits.size:
         octaves(bits, start, shift, mask, base, masks)
@@ -76,7 +76,7 @@ def _masks_at(bits: Bits, start: Int, octave: Octave) -> None:
 
 @compiled
 def count_classes(old: Bits, octave: Octave, counts: I64) -> None:
-    """Adds a segment's elements to the number of each class."""
+    """Adds a segment's number of elements per class to `counts`."""
     masks = octave[3]
     c0, c1, c2, c3, c4, c5, c6, c7 = _0, _0, _0, _0, _0, _0, _0, _0  # in registers
     for start in range(0, old.size, LANES):
@@ -100,7 +100,7 @@ def sort_marks(
 ) -> None:  # fmt: skip
     """Sorts a segment's changes into the classes' runs. `marks` = changed, larger.
 
-    `out` = marks of all runs, all 0 before, and for each larger change its class and its rank among the class's changes.
+    `out` = marks of all runs (all 0 before), and for each larger change its class and its rank among that class's changes.
     """
     changed, larger = marks
     words, larger_class, larger_rank = out
@@ -109,7 +109,7 @@ def sort_marks(
     for start in range(0, old.size, LANES):
         _masks_at(old, start, octave)
         word = bits_at(changed, base + start) & below(old.size - start)
-        # Most words of a block have no change; their runs are 0 already and only grow.
+        # Most words of a block have no change; their runs are already 0 and only get longer.
         if word:
             following = rank + np.int64(count_ones(word))
             while found < larger.size and np.int64(larger[found]) < following:
@@ -133,7 +133,7 @@ def sort_marks(
 
 @compiled
 def split_larger(marks: tuple[U8, U32, Bits], at: I64, out: tuple[U32, Bits]) -> None:
-    """Larger changes sorted by class. `marks` = class, rank and excess of each; `at` = places of the classes' first."""
+    """Sorts larger changes by class. `marks` = class, rank and excess of each; `at` = index of each class's first one."""
     larger_class, larger_rank, excess = marks
     ranks, sorted_excess = out
     for i in range(larger_class.size):
@@ -148,10 +148,10 @@ def join_marks(
     old: Bits, octave: Octave, runs: tuple[I64, I64, I64], coded: tuple[U64, U64, Bits], so_far: I64,
     out: tuple[U64, U32, Bits],
 ) -> None:  # fmt: skip
-    """The reverse of all this, for one segment. `coded` = marks of all runs, marks of their larger changes, and the excess
-    of these by class; `runs` = where each class is in each of them.
+    """The inverse of the above, for one segment. `coded` = marks of all runs, marks of their larger changes, and the excess of
+    these by class; `runs` = the position of each class in each of them.
 
-    `so_far` = elements, changes and larger ones; `out` = changed, larger, excess.
+    `so_far` = number of elements, changes and larger changes; `out` = changed, larger, excess.
     """
     words, larger_words, sorted_excess = coded
     at, larger_at, listed = runs
@@ -165,7 +165,7 @@ def join_marks(
         for c in range(CLASS_COUNT):
             part = deposit(bits_at(words, at[c]), work[c])
             at[c] += np.int64(count_ones(work[c]))
-            # From here on `work` tells which lanes of a class changed: larger changes are counted among these.
+            # From here on `work` holds which lanes of a class changed, because larger changes are counted among these.
             work[c] = part
             word |= part
         bits = put(changed, bits, word, min(LANES, old.size - start))

@@ -1,9 +1,9 @@
 """Merging consecutive deltas into one, without the weights.
 
-Steps of consecutive versions add modulo 2^width, so positions and steps suffice; deltas must be of setting `FAST`,
-whose positions do not depend on the weights. The merged container is the one that direct encoding would have made,
-byte for byte, except for blocks that would travel as whole elements. `densified` codes a merged delta by the old
-exponents, for which the target's weights are enough (the old ones are the target's less the steps).
+Steps of consecutive versions add up modulo 2^width, so positions and steps suffice; the deltas must have setting `FAST`,
+whose code does not depend on the weights. The merged container is byte for byte the one that direct encoding would have
+made, except for blocks that would travel as whole elements. `densified` recodes a merged delta by the old exponents,
+for which the target's weights are enough (the old ones are the target's minus the steps).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMPOSED_MAX = 1 << 12
 
 
 class _Container:
-    """The frames of one container in order, parsed one by one."""
+    """Parses the frames of one container, in order, one at a time."""
 
     def __init__(self, frames: Iterable[bytes]) -> None:
         self._frames = (parse_frame(frame) for frame in frames)
@@ -85,7 +85,7 @@ def _merged(first: Listed, second: Listed) -> Listed:
 
 
 def _composed_block(frames: Sequence[BlockFrame]) -> tuple[Method, bytes]:
-    """One block of the merged delta. What came before a whole block does not matter."""
+    """Merges one block of all deltas. A whole block replaces everything before it."""
     element, count = TYPE_BY_CODE[frames[0].element_code], frames[0].element_count
     whole: Bits | None = None
     changes: Listed = np.empty(0, np.uint32), np.empty(0, np.int64)
@@ -113,7 +113,7 @@ def _composed_block(frames: Sequence[BlockFrame]) -> tuple[Method, bytes]:
 def compose(*deltas: Iterable[bytes]) -> Iterator[bytes]:
     """The frames of one delta from the first one's parent to the last one's target, block by block.
 
-    `compose(a, b)` for a: u -> v and b: v -> w gives u -> w. Each argument is a container's frames in order.
+    `compose(a, b)` with a: u -> v and b: v -> w gives u -> w. Each argument is a container's frames in order.
     """
     if not 1 <= len(deltas) <= COMPOSED_MAX:
         raise DeltaFormatError(f"expected 1 to {COMPOSED_MAX} deltas to merge, got {len(deltas)}")
@@ -148,7 +148,7 @@ def compose(*deltas: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def densified(delta: Iterable[bytes], target: HostWeights) -> Iterator[bytes]:
-    """The same delta in setting `DENSE`. `target` holds the version that it leads to; it is only read."""
+    """The same delta in setting `DENSE`. `target` holds the version that it leads to, and is only read."""
     container = _Container(delta)
     header: DeltaHeader = replace(container.head.header, setting=CodecSetting.DENSE)
     if container.head.table_digest != target.table_digest or header.target_version != target.version:

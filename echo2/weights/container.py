@@ -1,7 +1,7 @@
-"""The container: a header frame, independent block frames and an end frame. docs/delta-format.md gives every byte.
+"""The container: a header frame, independent block frames and an end frame. docs/delta-format.md specifies every byte.
 
-Guarantees: a parsed frame is whole, unaltered (xxh3 digest) and within its limits, and nothing is allocated on the
-word of a frame before its claims were checked. Leaves to others: who sent it (chunks are signed by the broadcast),
+Guarantees: a parsed frame is complete, unaltered (xxh3 digest) and within its limits; a frame's claims are checked
+before anything is allocated for them. Leaves to others: who sent it (chunks are signed by the broadcast),
 what the payload of a block means (block.py).
 """
 
@@ -27,7 +27,7 @@ from echo2.weights.elements import (
 from echo2.weights.layout import BLOCK_ELEMENTS, BLOCK_ELEMENTS_MAX, SHARDS_MAX
 
 FORMAT_VERSION = 3
-"""Whoever raises it raises the protocol's version too (trust/runtime/tls): a worker that cannot read is told at once."""
+"""If you raise it, raise PROTOCOL_VERSION too (trust/runtime/tls), so that a worker that cannot read it is refused at once."""
 HEADER_MAGIC = b"E2WH"
 BLOCK_MAGIC = b"E2WB"
 END_MAGIC = b"E2WE"
@@ -41,14 +41,14 @@ PAYLOAD_BYTES_MAX = BLOCK_ELEMENTS_MAX * 8 + 4096
 
 
 class CodecSetting(enum.Enum):
-    """How changes are coded. `FAST` needs no weights to merge; `DENSE` also codes them by the old exponents."""
+    """How changes are coded. `FAST` can be merged without weights; `DENSE` (smaller) also codes by the old exponents."""
 
     FAST = 1
     DENSE = 2
 
 
 class Method(enum.Enum):
-    """What a block's payload is."""
+    """How a block's payload is coded."""
 
     UNCHANGED = 0
     RAW = 1
@@ -58,10 +58,10 @@ class Method(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeader:
-    """What a container is: from which version to which, and how it is cut.
+    """The header's fields: from which version to which, and how the weights are cut into blocks.
 
-    `parent_version` None: a keyframe. `target_fingerprint` None: found while encoding; the end frame carries it
-    either way. Fingerprints are those of `fingerprint.fingerprint` under `fingerprint_key`. `set_name` keeps a LoRA
+    `parent_version` None: a keyframe. `target_fingerprint` None: computed while encoding; the end frame carries it
+    in any case. Fingerprints are those of `fingerprint.fingerprint` under `fingerprint_key`. `set_name` keeps a LoRA
     adapter's containers apart from the base weights'.
     """
 
@@ -76,7 +76,7 @@ class DeltaHeader:
     set_name: str = ""
 
     def describe(self) -> str:
-        """Names the container for an error message."""
+        """Names the container for error messages."""
         kind = "keyframe" if self.parent_version is None else f"delta from version {self.parent_version}"
         of = f" of set {self.set_name}" if self.set_name else ""
         return f"{kind} to version {self.target_version}{of}"
@@ -105,7 +105,7 @@ class TensorTable:
 
 
 class _Cursor:
-    """Reads fields one after another; refuses to pass the end."""
+    """Reads consecutive fields; DeltaFormatError beyond the end."""
 
     def __init__(self, data: bytes, whose: str) -> None:
         self._data = data
@@ -153,7 +153,7 @@ def _parse_spec(cursor: _Cursor, whose: str) -> TensorSpec:
 
 
 def parse_table(data: bytes, whose: str) -> TensorTable:
-    """A tensor table; refuses what is unsorted, doubled, too large or left over."""
+    """Parses a tensor table; DeltaFormatError for unsorted, duplicate, oversized or trailing entries."""
     cursor = _Cursor(data, whose)
     count, alias_count = cursor.unpack("<II")
     if count > TENSOR_COUNT_MAX or alias_count > TENSOR_COUNT_MAX:
@@ -171,7 +171,7 @@ def parse_table(data: bytes, whose: str) -> TensorTable:
 
 @dataclass(frozen=True, slots=True)
 class HeaderFrame:
-    """A parsed header. `table` only in keyframes; a delta holds the digest of the table that both sides know."""
+    """A parsed header. `table` only in keyframes; a delta has only the digest of the table, which both sides know."""
 
     header: DeltaHeader
     table: TensorTable | None
@@ -181,7 +181,7 @@ class HeaderFrame:
 
 @dataclass(frozen=True, slots=True)
 class BlockFrame:
-    """A parsed block frame; its payload still encoded."""
+    """A parsed block frame, its payload still encoded."""
 
     container_id: int
     index: int
@@ -194,7 +194,7 @@ class BlockFrame:
 
 @dataclass(frozen=True, slots=True)
 class EndFrame:
-    """The last frame: how many blocks there are, and the fingerprint that the result must have."""
+    """The last frame: the number of blocks, and the fingerprint that the result must have."""
 
     container_id: int
     block_count: int
@@ -205,12 +205,12 @@ Frame = HeaderFrame | BlockFrame | EndFrame
 
 
 def encode_header(header: DeltaHeader, table: TensorTable) -> bytes:
-    """The header frame. Its digest is the container's id, which every other frame repeats."""
+    """Encodes the header frame. Its digest is the container's id, which every other frame repeats."""
     return encode_header_of(header, table.digest(), table.encode() if header.parent_version is None else b"")
 
 
 def encode_header_of(header: DeltaHeader, table_digest: int, body: bytes = b"") -> bytes:
-    """The header frame of a table that is known by its digest; `body` is the table itself, in keyframes."""
+    """Encodes the header frame for a table given by its digest; `body`: the table itself, in keyframes."""
     name = header.set_name.encode()
     fields = _HEADER.pack(
         HEADER_MAGIC, FORMAT_VERSION, header.setting.value,
@@ -227,7 +227,7 @@ def encode_header_of(header: DeltaHeader, table_digest: int, body: bytes = b"") 
 def encode_block_frame(
     container_id: int, index: int, element_count: int, element_code: int, method: Method, payload: bytes
 ) -> bytes:
-    """One block frame around an encoded payload."""
+    """Wraps an encoded payload in a block frame."""
     fields = _BLOCK.pack(
         BLOCK_MAGIC, FORMAT_VERSION, method.value, element_code, 0, container_id, index, element_count, len(payload), 0
     )[: -_DIGEST.size]
@@ -237,13 +237,13 @@ def encode_block_frame(
 
 
 def encode_end(container_id: int, block_count: int, target_fingerprint: int) -> bytes:
-    """The end frame."""
+    """Encodes the end frame."""
     fields = _END.pack(END_MAGIC, FORMAT_VERSION, 0, 0, container_id, block_count, target_fingerprint, 0)[:-8]
     return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
 
 
 def frame_bytes(prefix: bytes | memoryview) -> int | None:
-    """The length of the frame that begins with `prefix`; None if more of it (at most 36 bytes) is needed."""
+    """The length of the frame that starts with `prefix`; None if `prefix` is too short (36 bytes always suffice)."""
     if len(prefix) < 36:
         return None
     magic = bytes(prefix[:4])
@@ -292,7 +292,7 @@ def _parse_header(data: memoryview) -> HeaderFrame:
 
 
 def container_id_of(header_frame: bytes) -> int:
-    """Names a container in its other frames."""
+    """The id that names a container in its other frames: the header's digest."""
     value: int = _DIGEST.unpack_from(header_frame, len(header_frame) - 8)[0]
     return value
 
@@ -312,7 +312,7 @@ def _parse_block(data: memoryview) -> BlockFrame:
 
 
 def parse_frame(data: bytes | memoryview) -> Frame:
-    """Exactly one frame. Refuses a wrong digest, a wrong length, an unknown version."""
+    """Parses exactly one frame. DeltaFormatError for a wrong digest or length or an unknown version."""
     view = memoryview(data)
     expected = frame_bytes(view[:64])
     if expected is None or len(view) != expected:
@@ -331,16 +331,16 @@ def parse_frame(data: bytes | memoryview) -> Frame:
 
 
 class FrameReader:
-    """Cuts a byte stream that was split anywhere (into chunks, say) back into whole frames.
+    """Reassembles frames from a byte stream that was split anywhere (into chunks, for example).
 
-    Holds at most one unfinished frame, whose claimed length was checked against the limits.
+    Buffers at most one incomplete frame, whose claimed length was checked against the limits.
     """
 
     def __init__(self) -> None:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The frames that are whole now."""
+        """Adds data; returns the frames that are now complete."""
         self._held += data
         frames: list[bytes] = []
         at = 0
@@ -356,10 +356,10 @@ class FrameReader:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of a frame that is not whole yet; 0 at the end of a container."""
+        """Buffered bytes of an incomplete frame; 0 at the end of a container."""
         return len(self._held)
 
 
 def join_frames(frames: Iterable[bytes]) -> bytes:
-    """A whole container as bytes."""
+    """A complete container as bytes."""
     return b"".join(frames)

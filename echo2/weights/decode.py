@@ -1,12 +1,12 @@
-"""Decoding: frames, in any order, to a staged version that is verified and ready to commit.
+"""Decoding: turns frames, in any order, into a staged version that is verified and ready to commit.
 
-Guarantees: a frame is decoded as soon as it is here and the header is; every error names the version, the block and
-its tensor; nothing of the base changes before `HostWeights.commit`; `finish` hands out nothing whose fingerprint
-differs. Feeding a frame twice does no harm. Memory: a staged block is kept in the code without classes, about a byte a
-change, and decoded again when it is put in place or taken back; what goes beyond `DecodeLimits.staging_share` of the
-weights goes to the caller's spill, if there is one. Leaves to others: fetching, signatures, when to swap.
+Guarantees: a frame is decoded as soon as it and the header have arrived; every error names the version, the block and
+its tensor; the base does not change before `HostWeights.commit`; `finish` returns nothing whose fingerprint
+differs. Feeding a frame twice is harmless. Memory: a staged block is kept in the code without classes, about a byte per
+change, and decoded again when it is applied or taken back; beyond `DecodeLimits.staging_share` of the weights,
+staged blocks go to the caller's spill, if there is one. Leaves to others: fetching, signatures, when to swap.
 
-`feed` may be called from several threads, for different frames, once the header was fed.
+`feed` may be called from several threads, for different frames, once the header has been fed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from echo2.weights.staging import Kept, Spill, Staging
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """What a decoder accepts. `weights_bytes_max` bounds what a keyframe may claim to be."""
+    """Limits of a decoder. `weights_bytes_max`: bytes of weights that a keyframe may claim."""
 
     weights_bytes_max: int = 1 << 36
     pending_bytes_max: int = 1 << 26
@@ -51,9 +51,9 @@ class DecodeLimits:
 
 @dataclass(slots=True)
 class _StagedBlock:
-    """A block that is to be put in place: its payload, of changes without classes or of whole elements.
+    """A block ready to be applied: its payload holds changes without classes, or whole elements.
 
-    `before`: the bits that whole elements replaced, while they are in place and not yet committed.
+    `before`: the bits that whole elements replaced, while they are applied but not yet committed.
     """
 
     block: Block
@@ -70,7 +70,7 @@ class _StagedBlock:
 
 
 def _parts(positions: U32, block: Block) -> list[slice]:
-    """Which of a block's changes are of which segment."""
+    """Slices of a block's changes, one per segment."""
     bases = np.array([segment.base for segment in block.segments], np.uint32)
     borders = [*np.searchsorted(positions, bases).tolist(), positions.size]
     return [slice(begin, end) for begin, end in pairwise(borders)]
@@ -83,7 +83,7 @@ def _whole_bits(block: Block, method: Method, payload: memoryview) -> Bits:
 
 
 def _whole_step(block: Block, bits: Bits, old: list[Bits], key: int) -> int:
-    """What whole elements add to the fingerprint."""
+    """The contribution of whole elements to the fingerprint."""
     step = 0
     for segment, before in zip(block.segments, old, strict=True):
         name, after = segment.spec.name, bits[segment.base : segment.base + segment.count]
@@ -92,7 +92,7 @@ def _whole_step(block: Block, bits: Bits, old: list[Bits], key: int) -> int:
 
 
 def _moved(held: Bits, steps: I64) -> Bits | None:
-    """Elements after their steps; None if one left its range."""
+    """The elements plus their steps; None if one leaves its range."""
     after = held.astype(np.uint64).view(np.int64) + steps
     if held.itemsize < 8 and after.size and not 0 <= int(after.min()) <= int(after.max()) < 1 << (8 * held.itemsize):
         return None
@@ -101,7 +101,7 @@ def _moved(held: Bits, steps: I64) -> Bits | None:
 
 
 class StagedDelta:
-    """A verified version in host memory; fits `StagedVersion`. `updates` works before and after it is committed."""
+    """A verified version in host memory; implements `StagedVersion`. `updates` works before and after the commit."""
 
     def __init__(
         self, header: DeltaHeader, table: TensorTable, fingerprint: int, base: HostWeights, staging: Staging
@@ -116,7 +116,7 @@ class StagedDelta:
         self._is_committed = False
 
     def fill(self, blocks: dict[int, _StagedBlock], whole: dict[str, Bits] | None) -> StagedDelta:
-        """Takes what the decoder staged."""
+        """Sets the staged blocks, or the whole bits of a keyframe."""
         self._blocks, self._whole = dict(sorted(blocks.items())), whole
         return self
 
@@ -148,7 +148,7 @@ class StagedDelta:
         return self._whole
 
     def updates(self) -> Iterator[TensorUpdate]:
-        """New raw bits by tensor: of a delta in parts, a block each, and only where something changed."""
+        """Yields new raw bits by tensor; for a delta in parts, one per block and segment, only where something changed."""
         if self._whole is not None:
             for spec in self._table.specs:
                 yield TensorUpdate(spec.name, spec.element.name, spec.shape, None, self._whole[spec.name])
@@ -194,7 +194,7 @@ class StagedDelta:
         return list(self._blocks)
 
     def exchange(self, part: int, live: HostWeights) -> None:
-        """Puts a block's changes in place; a second call takes them back."""
+        """Applies a block's changes; a second call takes them back."""
         staged = self._blocks[part]
         block, held = staged.block, live.segments(staged.block)
         if staged.method is not Method.SPARSE:
@@ -202,7 +202,7 @@ class StagedDelta:
             return
         changes = staged.changes()
         wrapped = changes.move(block, held, staged.is_in_place)
-        # Taken back before the error leaves: a host whose bits are not the parent's must not be changed further by finding out.
+        # Undone before raising: a host whose bits are not the parent's must not be changed further by the check.
         if wrapped and not staged.is_in_place:
             changes.move(block, held, True)
             raise self._wrapped(block)
@@ -232,7 +232,7 @@ def _update(segment: Segment, indices: I64, bits: Bits) -> TensorUpdate:
 
 
 class ContainerDecoder:
-    """Takes the frames of one container and stages the version that they carry upon `base`."""
+    """Decodes the frames of one container and stages their version on top of `base`."""
 
     def __init__(self, base: HostWeights, limits: DecodeLimits | None = None, spill: Spill | None = None) -> None:
         self._base = base
@@ -252,7 +252,7 @@ class ContainerDecoder:
 
     @property
     def header(self) -> DeltaHeader | None:
-        """What the container is; None before its header came."""
+        """The container's header; None before it has arrived."""
         return None if self._head is None else self._head.header
 
     @property
@@ -260,7 +260,7 @@ class ContainerDecoder:
         return len(self._digests)
 
     def feed(self, frame: bytes) -> None:
-        """Decodes one frame. Frames that come before the header wait, up to a limit."""
+        """Decodes one frame. Frames that arrive before the header are buffered, up to a limit."""
         try:
             parsed = parse_frame(frame)
         except DeltaFormatError as error:
@@ -286,7 +286,7 @@ class ContainerDecoder:
         return "delta container" if self._head is None else self._head.header.describe()
 
     def _tensor_hint(self, frame: bytes) -> str:
-        """Which tensor a damaged block claims to be of, as far as can be told."""
+        """Describes the block that a damaged frame claims to be; empty if unknown."""
         index = int.from_bytes(frame[16:20], "little")
         return f" ({self._plan[index].describe()})" if len(frame) >= 36 and index < len(self._plan) else ""
 
@@ -329,13 +329,13 @@ class ContainerDecoder:
             raise StateError(f"{header.describe()}: expected a host at that version, it is at {self._base.version}")
         if head.table_digest != self._base.table_digest:
             raise DeltaFormatError(f"{header.describe()}: the tensors of the learner are not those of the host")
-        # The fingerprint is linear in the bits, so the parent's plus the steps is the target's: a delta is proven without
-        # reading the weights that it leaves alone.
-        found = self._base.fingerprint(header.fingerprint_key)
-        if found != header.parent_fingerprint:
+        # The fingerprint is linear in the bits, so the parent's plus the steps is the target's: a delta is verified without
+        # reading the weights that it does not change.
+        fingerprint = self._base.fingerprint(header.fingerprint_key)
+        if fingerprint != header.parent_fingerprint:
             raise FingerprintMismatch(
                 f"{header.describe()}: expected the parent's fingerprint {header.parent_fingerprint:016x}, "
-                f"the host has {found:016x}"
+                f"the host has {fingerprint:016x}"
             )
 
     def _take_block(self, frame: BlockFrame) -> None:
@@ -380,12 +380,12 @@ class ContainerDecoder:
         self._staged[block.index] = _StagedBlock(block, frame.method, kept)
 
     def _plain_payload(self, payload: memoryview, changes: Changes, plain: list[bytes | memoryview]) -> bytes:
-        """The code without classes, of which nothing depends on the old weights; without its entropy coding as well, if
+        """The code without classes, which does not depend on the old weights; also without entropy coding, if
         there is room."""
         if is_plain(payload):
             return b"".join(plain) if self._staging.has_room(sum(map(len, plain))) else bytes(payload)
-        # Not the sender's code: by exponent class it can be read beside the old weights only, and these are gone once it is
-        # in place and has to be taken back.
+        # Not the sender's code: coding by exponent class can be read only beside the old weights, which are gone once the
+        # block has been applied and must be taken back.
         quick = changes.payload(is_coded=False)
         if self._staging.has_room(len(quick)) or self._staging.can_spill:
             return quick
@@ -402,17 +402,17 @@ class ContainerDecoder:
             part = bits[segment.base : segment.base + segment.count]
             _tensor_bits(whole, segment.spec)[segment.start : segment.start + segment.count] = part
             step += sum_bits(segment.spec.name, part, self._head.header.fingerprint_key, segment.start)
-        # Summed by block and not in one total: frames come in any order and from several threads, and one that comes again
+        # Summed per block and not in one total: frames come in any order and from several threads, and a repeated one
         # must not count again.
         self._steps[block.index] = step % MODULUS
 
     def missing_blocks(self) -> list[int]:
-        """Blocks that have not come yet, at most the first hundred."""
+        """The first missing blocks, at most a hundred."""
         missing = (block.index for block in self._plan if block.index not in self._digests)
         return [index for index, _ in zip(missing, range(100), strict=False)]
 
     def finish(self) -> StagedDelta:
-        """The staged version. Raises if anything is missing or its fingerprint is not the learner's."""
+        """Returns the staged version. Raises if anything is missing or the fingerprint differs from the learner's."""
         head = self._head
         if head is None or self._end is None:
             raise DeltaFormatError(f"{self._whose()}: expected a header and an end frame, one has not come")
@@ -425,17 +425,17 @@ class ContainerDecoder:
                 _tensor_bits(self._whole if self._whole is not None else {}, spec)
         else:
             start = header.parent_fingerprint
-        found = (start + sum(self._steps.values())) % MODULUS
+        fingerprint = (start + sum(self._steps.values())) % MODULUS
         for claimed in (self._end.target_fingerprint, header.target_fingerprint):
-            if claimed is not None and claimed != found:
+            if claimed is not None and claimed != fingerprint:
                 raise FingerprintMismatch(
-                    f"{header.describe()}: expected fingerprint {claimed:016x} after applying it, got {found:016x}"
+                    f"{header.describe()}: expected fingerprint {claimed:016x} after applying it, got {fingerprint:016x}"
                 )
-        return StagedDelta(header, self._table, found, self._base, self._staging).fill(self._staged, self._whole)
+        return StagedDelta(header, self._table, fingerprint, self._base, self._staging).fill(self._staged, self._whole)
 
 
 def _tensor_bits(whole: dict[str, Bits], spec: TensorSpec) -> Bits:
-    """The tensor's array, made when its first block came (its size was checked with the table)."""
+    """The tensor's array, allocated with its first block (its size was checked with the table)."""
     return (
         whole.setdefault(spec.name, np.empty(0, spec.element.bits_dtype))
         if spec.element_count == 0

@@ -1,7 +1,7 @@
-"""The device path: compare, select and gather where the weights lie, so that only changed elements cross to the host.
+"""The device path: compares, selects and gathers on the device, so that only changed elements are copied to the host.
 
-Guarantees: the same bytes as the CPU path (marks.py, classes.py), because only the finding of changes differs; the coding
-is shared. Plain torch operations, so any device will do, the CPU included (which is how it is tested without one). Leaves
+Guarantees: the same bytes as the CPU path (marks.py, classes.py), because only finding the changes differs; the coding
+is shared. Plain torch operations, so it works on any device, including the CPU (which is how it is tested). Leaves
 to others: which device (the tensors'), pinned buffers, streams.
 """
 
@@ -38,7 +38,7 @@ def _host_bits(bits: torch.Tensor, element: ElementType) -> Bits:
 
 
 def _class_base(old: list[torch.Tensor], element: ElementType) -> int:
-    """As the CPU path chooses it: only the sample crosses."""
+    """The class base that the CPU path would choose; only the sample is copied."""
     part = max(old, key=lambda part: part.numel())
     sample = _host_bits(classes.sample_of(part), element)
     return classes.choose_class_base_of_sample(sample, element.exponent_shift, element.exponent_bits)
@@ -46,8 +46,8 @@ def _class_base(old: list[torch.Tensor], element: ElementType) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A segment's changes, on the host: positions in the block and steps; by class, if asked for: each one's class, its
-    place among the segment's elements of that class, and how many elements each class has."""
+    """A segment's changes, on the host: positions in the block, and steps. With classes: each change's class, its index among
+    the segment's elements of that class, and the number of elements in each class."""
 
     positions: U32
     steps: I64
@@ -78,7 +78,7 @@ def _find(segment: Segment, old: torch.Tensor, new: torch.Tensor, class_base: in
 
 
 def _runs(found: list[_Found], steps: I64, element: ElementType) -> Iterator[Run]:
-    """Every class's run, of a block's segments."""
+    """Yields every class's run over a block's segments."""
     sizes = np.stack([part.sizes for part in found])
     before = np.cumsum(sizes, axis=0) - sizes
     mine = np.concatenate([part.classes for part in found])
@@ -100,7 +100,7 @@ def _fingerprint_step(segment: Segment, key: int, positions: U64, steps: U64) ->
 def encode_block_on_device(
     block: Block, old: list[torch.Tensor], new: list[torch.Tensor], setting: CodecSetting, key: int
 ) -> EncodedBlock:
-    """As `block.encode_block`, for segments of flat integer bit patterns (`flat_bits`) on one device."""
+    """Like `block.encode_block`, for segments of flat integer bit patterns (`flat_bits`) on one device."""
     element = block.element
     class_base = _class_base(old, element) if uses_classes(element, setting) else None
     found = [_find(s, before, after, class_base) for s, before, after in zip(block.segments, old, new, strict=True)]
@@ -123,7 +123,7 @@ def encode_block_on_device(
 def apply_updates(weights: dict[str, torch.Tensor], updates: Iterable[TensorUpdate]) -> None:
     """Scatters staged bits into live tensors of the same names, types and shapes, in place, on their devices.
 
-    Every index is checked before the first write: one out of range would take a device down.
+    Every index is checked before the first write: an index out of range would crash a device.
     """
     for update in updates:
         flat = flat_bits(weights[update.name])

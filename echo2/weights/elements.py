@@ -1,8 +1,8 @@
 """Element types and raw bits: every tensor is a flat array of unsigned integers of its element's width.
 
-Guarantees: the bits are exact (NaN payloads, negative zero and denormals included) and no value is ever converted.
-Leaves to others: what the bits mean; only the place of the exponent field is known here, because the probability
-that a weight changes depends on it.
+Guarantees: the bits are exact (including NaN payloads, negative zero and denormals) and no value is ever converted.
+Leaves to others: what the bits mean; only the position of the exponent field is known here, because the probability
+that a weight changes depends on the exponent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ELEMENTS_MAX = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """One element type. `exponent_bits` 0: no exponent field (integers), all elements are of one class."""
+    """One element type. `exponent_bits` 0: no exponent field (integers), all elements are in one class."""
 
     code: int
     name: str
@@ -66,7 +66,7 @@ _TYPE_BY_TORCH = {element.torch_dtype: element for element in ELEMENT_TYPES}
 
 
 def element_type_of(name: str, tensor: torch.Tensor) -> ElementType:
-    """The element type of a tensor; refuses those that the format does not know, by the tensor's name."""
+    """The element type of a tensor; DeltaFormatError names the tensor if the format has no such type."""
     element = _TYPE_BY_TORCH.get(tensor.dtype)
     if element is None:
         known = ", ".join(element.name for element in ELEMENT_TYPES)
@@ -75,19 +75,19 @@ def element_type_of(name: str, tensor: torch.Tensor) -> ElementType:
 
 
 def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's raw bits as a flat integer tensor on its own device; a view where the tensor is contiguous."""
+    """The tensor's raw bits as a flat integer tensor on its own device; a view if the tensor is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(_TORCH_SIGNED[flat.element_size()])
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
-    """The raw bits of a CPU tensor, flat; a view (no copy) where the tensor is contiguous."""
+    """The raw bits of a CPU tensor, flat; a view (no copy) if the tensor is contiguous."""
     array: npt.NDArray[np.signedinteger] = flat_bits(tensor).numpy()
     return array.view(_UNSIGNED[tensor.element_size()])
 
 
 def tensor_of(bits: Bits, element: ElementType, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor whose raw bits these are; shares their memory."""
+    """A tensor with these raw bits; shares their memory."""
     signed = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[element.bytes]
     return torch.from_numpy(bits.view(signed)).view(element.torch_dtype).reshape(shape)
 
@@ -111,7 +111,7 @@ class TensorSpec:
 def untied(weights: WeightSet) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Distinct tensors by name, and the other names of tied ones (alias -> kept name).
 
-    Of the names that share one storage the last in code-point order is kept, whatever the mapping's order
+    Of names that share one storage, the last in code-point order is kept, whatever the mapping's order
     (`model.embed_tokens.weight` rather than `lm_head.weight`).
     """
     kept: dict[tuple[object, ...], str] = {}

@@ -1,10 +1,10 @@
-"""Encoding: two weight sets, or one, to a stream of frames.
+"""Encoding: turns two weight sets (delta), or one (keyframe), into a stream of frames.
 
 Guarantees: frames come in order, each as soon as its block is coded; the end frame carries the target's fingerprint,
-computed from the changed elements alone and, if the caller knew it, checked against what the caller said. The sets
-handed in must not change while frames are drawn: hand over a snapshot. Leaves to others: chunks, signatures, sending.
+computed from the changed elements alone and compared with the header's, if the caller set one. The sets
+passed in must not change while frames are drawn: pass a snapshot. Leaves to others: chunks, signatures, sending.
 
-With an executor, blocks are coded on its threads, at most `ahead` of them in front of the consumer.
+With an executor, blocks are coded on its threads, at most `ahead` of them ahead of the consumer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from echo2.weights.layout import Block, Segment, blocks_of
 
 @dataclass(frozen=True, slots=True)
 class EncodingStats:
-    """What was encoded so far."""
+    """Totals of what has been encoded so far."""
 
     fingerprint: int
     changed_elements: int
@@ -45,7 +45,7 @@ class EncodingStats:
 
 
 def _check_claim(header: DeltaHeader, found: int) -> None:
-    """Refuses a target's fingerprint that the changes do not lead to, if the header claims one."""
+    """FingerprintMismatch if the header claims a target fingerprint that the changes do not lead to."""
     claimed = header.target_fingerprint
     if claimed is not None and claimed != found:
         raise FingerprintMismatch(
@@ -55,7 +55,7 @@ def _check_claim(header: DeltaHeader, found: int) -> None:
 
 
 class Encoding(Iterator[bytes]):
-    """The frames of one container, drawn one by one. After the last, `fingerprint` is the target's."""
+    """An iterator over the frames of one container. After the last one, `fingerprint` is the target's."""
 
     def __init__(self, header: DeltaHeader, table: TensorTable, blocks: tuple[Block, ...], start: int) -> None:
         self.header = header
@@ -66,7 +66,7 @@ class Encoding(Iterator[bytes]):
         self._frames: Iterator[bytes] = iter(())
 
     def run(self, blocks: Iterator[tuple[Block, EncodedBlock]]) -> Encoding:
-        """Takes its blocks, coded elsewhere."""
+        """Sets the coded blocks that the frames are made of."""
         self._frames = self._all_frames(blocks)
         return self
 
@@ -123,10 +123,10 @@ def in_order(
 
 
 class WeightSource:
-    """Segments of a weight set, as raw bits. Contiguous tensors are not copied, and tensors on a device stay there.
+    """Segments of a weight set as raw bits. Contiguous tensors are not copied, and tensors on a device stay there.
 
-    `parts` are flat runs of elements by name, each with the place of its first element in its tensor: whole tensors
-    begin at 0, a rank's rows of a sharded one further on.
+    `parts` maps names to flat runs of elements, each with the index of its first element in the tensor: 0 for whole
+    tensors, more for a rank's rows of a sharded one.
     """
 
     def __init__(self, parts: Mapping[str, tuple[torch.Tensor | Bits, int]]) -> None:
@@ -143,13 +143,13 @@ class WeightSource:
 
     @classmethod
     def of(cls, weights: WeightSet | HostWeights, table: TensorTable) -> WeightSource:
-        """All of a set."""
+        """A source of all tensors of a set."""
         if isinstance(weights, HostWeights):
             return cls({spec.name: (weights.bits(spec.name), 0) for spec in table.specs})
         return cls({spec.name: (weights[spec.name], 0) for spec in table.specs})
 
     def is_on_device(self, block: Block) -> bool:
-        """Whether all of a block lies on a device."""
+        """Whether all of a block is on a device."""
         return all(s.spec.name in self._on_device for s in block.segments)
 
     def _place(self, segment: Segment) -> slice:
@@ -160,7 +160,7 @@ class WeightSource:
         return [self._on_device[s.spec.name][self._place(s)] for s in block.segments]
 
     def segments(self, block: Block) -> list[Bits]:
-        """Bits on the host; what lies on a device is copied, a segment at a time."""
+        """A block's bits on the host; bits on a device are copied, one segment at a time."""
         out: list[Bits] = []
         for s in block.segments:
             on_device = self._on_device.get(s.spec.name)
@@ -170,7 +170,7 @@ class WeightSource:
 
 
 def delta_coder(old: WeightSource, new: WeightSource, header: DeltaHeader) -> Callable[[Block], EncodedBlock]:
-    """Codes a block's changes; on as many threads as one likes."""
+    """Returns a function that codes a block's changes; thread-safe."""
     pool = FindsPool()
 
     def code(block: Block) -> EncodedBlock:
@@ -187,7 +187,7 @@ def delta_coder(old: WeightSource, new: WeightSource, header: DeltaHeader) -> Ca
 
 
 def keyframe_coder(source: WeightSource, key: int) -> Callable[[Block], EncodedBlock]:
-    """Codes a block's elements whole."""
+    """Returns a function that codes a block as whole elements."""
 
     def code(block: Block) -> EncodedBlock:
         segments = source.segments(block)
@@ -227,8 +227,8 @@ def encode_delta(
 ) -> Encoding:
     """The frames that turn `parent` into `target`.
 
-    `header.parent_version` and `parent_fingerprint` must be given: the fingerprint follows from the changes, so a full
-    pass over the weights is needed once in a run, not once a version. `setting` overrides the header's.
+    `header.parent_version` and `parent_fingerprint` must be given: the target's fingerprint follows from the changes, so a full
+    pass over the weights is needed once per run instead of once per version. `setting` overrides the header's.
     """
     start = header.parent_fingerprint
     if header.parent_version is None or start is None:

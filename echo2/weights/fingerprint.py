@@ -3,10 +3,10 @@
     sum over tensors ( header(key, name, type, shape) + sum over i of T[i mod 4096] * M[name, i div 4096] * bits[i] )
 
 T (4096 odd numbers) and M (an odd number for each row of 4096 elements of each tensor) are pseudo-random functions of
-the key. Guarantees: it does not depend on the order of tensors; shards add; changed elements update it in time
-proportional to their number; any single wrong element is always seen (odd coefficients are invertible), any other
-difference with probability about 1 - 2^-48 under a key that the other side did not know beforehand. With a fresh key
-it proves that a worker holds the weights. It is no cryptographic hash: bytes on the wire are signed elsewhere.
+the key. Guarantees: the order of tensors does not matter; fingerprints of shards add up; an update costs time
+proportional to the number of changed elements; any single wrong element is always detected (odd coefficients are invertible), any
+other difference with probability about 1 - 2^-48, if the other side could not know the key beforehand. With a fresh key
+it proves that a worker holds the weights. It is not a cryptographic hash: bytes on the wire are signed elsewhere.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _0 = np.uint64(0)
 
 @lru_cache(maxsize=8)
 def key_of_run(run_id: str) -> int:
-    """The key under which all of a run's fingerprints are made."""
+    """The key for all of a run's fingerprints."""
     return derived_seed(0, "fingerprint", run_id)
 
 
 @lru_cache(maxsize=8)
 def column_coefficients(key: int) -> U64:
     """T: the 4096 odd coefficients within a row. Drawing them takes as long as comparing 200 KiB of weights, so those of
-    the last few keys are kept; nobody may write to them."""
+    the latest keys are cached; do not write to them."""
     stream = hashlib.shake_256(b"echo2 fingerprint columns" + struct.pack("<Q", key % MODULUS))
     return np.frombuffer(stream.digest(8 * ROW_ELEMENTS), "<u8").astype(np.uint64) | _1
 
@@ -69,7 +69,7 @@ def row_seed(key: int, name: str) -> int:
 
 
 def header_term(key: int, spec: TensorSpec) -> int:
-    """What a tensor's name, type and shape add to the sum."""
+    """The term for a tensor's name, type and shape."""
     text = f"{spec.name}\0{spec.element.name}\0{','.join(map(str, spec.shape))}"
     digest = hashlib.sha256(b"echo2 fingerprint header" + struct.pack("<Q", key % MODULUS) + text.encode()).digest()
     return int.from_bytes(digest[:8], "little")
@@ -100,12 +100,12 @@ def _sum_bits(bits: Bits, offset: int, seed: np.uint64, columns: U64) -> np.uint
 
 
 def sum_bits(name: str, bits: Bits, key: int, offset: int = 0) -> int:
-    """The sum over part of a tensor (from its flat element `offset` on), without its header term."""
+    """The sum over part of a tensor (from flat element `offset` on), without its header term."""
     return int(_sum_bits(bits, offset, np.uint64(row_seed(key, name)), column_coefficients(key)))
 
 
 def coefficients(name: str, key: int) -> tuple[np.uint64, U64]:
-    """What kernels need to sum over a tensor: its seed of M, and T."""
+    """The coefficients that kernels need for a tensor: its seed of M, and T."""
     return np.uint64(row_seed(key, name)), column_coefficients(key)
 
 
@@ -122,7 +122,7 @@ def fingerprint_update(
 
 
 def row_coefficients(key: int, name: str, rows: U64) -> U64:
-    """M for the rows given."""
+    """M for the given rows."""
     with np.errstate(over="ignore"):
         z = np.uint64(row_seed(key, name)) + (rows + _1) * _GOLDEN
         z = (z ^ (z >> _30)) * _MIX1
@@ -131,7 +131,7 @@ def row_coefficients(key: int, name: str, rows: U64) -> U64:
 
 
 def _sum_on_device(name: str, bits: torch.Tensor, element: ElementType, key: int, first_row: int = 0) -> int:
-    """`sum_bits` in torch, where the tensor lies, from a row on; int64 arithmetic wraps as uint64 does."""
+    """`sum_bits` in torch on the tensor's device, starting at `first_row`; int64 arithmetic wraps like uint64."""
     columns = torch.from_numpy(column_coefficients(key).view(np.int64)).to(bits.device)
     mask = (1 << (8 * element.bytes)) - 1 if element.bytes < 8 else -1
     total = 0
@@ -150,7 +150,7 @@ def _sum_on_device(name: str, bits: torch.Tensor, element: ElementType, key: int
 
 
 def fingerprint_part(name: str, part: torch.Tensor, element: ElementType, key: int, offset: int) -> int:
-    """`sum_bits` of flat bits from a tensor's element `offset` on, on host or device."""
+    """`sum_bits` of flat bits that start at a tensor's element `offset`, on host or device."""
     if part.device.type == "cpu":
         return sum_bits(name, bits_of(part), key, offset)
     head = min(-offset % ROW_ELEMENTS, part.numel())  # the device sums whole rows

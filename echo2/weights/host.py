@@ -1,7 +1,7 @@
-"""The worker's host copy: the exact bits of its current version, changed only by whole, verified versions.
+"""The worker's host copy of the weights: the exact bits of its current version, changed only by complete, verified versions.
 
-Guarantees: `commit` moves from one version to the next or leaves every bit as it was; committing the same version
-again does nothing. Not for several writers: one thread commits, while others may read only between commits.
+Guarantees: `commit` moves from one version to the next or leaves every bit unchanged; committing the same version
+again does nothing. Not for several writers: one thread commits; others may read only between commits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def table_of(weights: WeightSet) -> TensorTable:
 
 
 class Exchange(Protocol):
-    """What a staged version offers to `HostWeights.commit`: its bits, put in place or taken back."""
+    """What `HostWeights.commit` needs of a staged version: to apply its bits, and to undo that."""
 
     @property
     def version(self) -> Version: ...
@@ -58,14 +58,14 @@ class Exchange(Protocol):
         ...
 
     def committed(self, host: HostWeights) -> None:
-        """Told once the host holds this version."""
+        """Called once the host holds this version."""
         ...
 
 
 class HostWeights:
     """Exact bits by name, with their version and fingerprint.
 
-    `set_name` says which set this is: the base weights (empty) or an adapter; versions of another set are refused.
+    `set_name`: the base weights (empty) or the name of an adapter; versions of another set are refused.
     """
 
     def __init__(
@@ -80,21 +80,21 @@ class HostWeights:
 
     @classmethod
     def empty(cls, key: int = 0, set_name: str = "") -> HostWeights:
-        """A holder without weights: its first version must come as a keyframe."""
+        """A host without weights: its first version must be a keyframe."""
         return cls(TensorTable((), ()), {}, None, key, set_name)
 
     @classmethod
     def from_tensors(
         cls, weights: WeightSet, version: Version, key: int = 0, set_name: str = "", *, copy: bool = True
     ) -> HostWeights:
-        """Holds CPU tensors. `copy=False` shares their memory: then nothing else may write to them."""
+        """A host with the bits of CPU tensors. `copy=False` shares their memory: nothing else may write to them then."""
         table = table_of(weights)
         bits = {spec.name: bits_of(weights[spec.name]) for spec in table.specs}
         return cls(table, {name: b.copy() for name, b in bits.items()} if copy else bits, version, key, set_name)
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Other names of tied tensors -> the name under which their bits are held."""
+        """Maps other names of tied tensors to the name that holds their bits."""
         return dict(self.table.aliases)
 
     @property
@@ -110,12 +110,12 @@ class HostWeights:
         return [self._bits[s.spec.name][s.start : s.start + s.count] for s in block.segments]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors by name, aliases included, sharing this holder's memory: read them before the next commit."""
+        """Tensors by name, aliases included, sharing the host's memory: read them before the next commit."""
         out = {name: tensor_of(b, self._specs[name].element, self._specs[name].shape) for name, b in self._bits.items()}
         return {**out, **{alias: out[name] for alias, name in self.table.aliases}}
 
     def fingerprint(self, key: int | None = None) -> int:
-        """The fingerprint of the version held; under another key than the holder's it is computed from all bits."""
+        """The fingerprint of the held version; for another key than the host's it is computed from all bits."""
         if key is not None and key != self.key:
             return self._computed(key)
         if self._fingerprint is None:
@@ -131,14 +131,14 @@ class HostWeights:
     def verify(self) -> None:
         """Recomputes the fingerprint from all bits; raises if memory differs from the version claimed."""
         expected = self.fingerprint()
-        found = self._computed(self.key)
-        if found != expected:
+        computed = self._computed(self.key)
+        if computed != expected:
             raise FingerprintMismatch(
-                f"host weights of version {self.version}: expected fingerprint {expected:016x}, got {found:016x}"
+                f"host weights of version {self.version}: expected fingerprint {expected:016x}, got {computed:016x}"
             )
 
     def commit(self, staged: Exchange) -> None:
-        """Moves to a staged version, wholly or not at all. A second commit of the version held does nothing."""
+        """Moves to a staged version, entirely or not at all. Committing the held version again does nothing."""
         if self._is_held(staged):
             return
         whole = staged.whole()

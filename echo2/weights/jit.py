@@ -1,7 +1,7 @@
-"""Typed door to numba: compiled without the interpreter lock, cached on disk so that later processes start fast.
+"""A typed wrapper of numba: kernels run without the GIL and are cached on disk, so that later processes start fast.
 
-Kernels count no references (`_nrt=False`): they allocate nothing, and counting on every access to a tuple of arrays
-would make them ten times slower. Their cache has a folder of its own (kernel_cache).
+Kernels do no reference counting (`_nrt=False`): they allocate nothing, and counting on every access to a tuple of arrays
+would make them ten times slower. Their cache has its own folder (kernel_cache).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def compiled(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """As `compiled`, for the small inner pieces: LLVM inlines them."""
+    """Like `compiled`, for small inner functions, which LLVM inlines."""
     return _jit(function, True)
 
 
@@ -55,7 +55,7 @@ def _trailing_zeros(typing_context, word):  # type: ignore[no-untyped-def]
 
 
 trailing_zeros = cast(Callable[[np.uint64], np.uint64], _trailing_zeros)
-"""How many zero bits a word ends in; 64 for zero."""
+"""The number of trailing zero bits of a word; 64 for zero."""
 
 
 @intrinsic
@@ -73,7 +73,7 @@ def _prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
 
 
 prefetch = cast(Callable[[npt.NDArray[np.unsignedinteger], Int], None], _prefetch)
-"""Asks for the cache line of an element that will be needed soon; harmless wherever it points."""
+"""Prefetches the cache line of an element; harmless for any index."""
 
 
 @intrinsic
@@ -85,7 +85,7 @@ def _count_ones(typing_context, word):  # type: ignore[no-untyped-def]
 
 
 count_ones = cast(Callable[[np.uint64], np.uint64], _count_ones)
-"""How many bits of a word are 1."""
+"""The number of one bits of a word (popcount)."""
 
 
 HAS_BIT_MOVES = config.CPU_NAME is None and bool(llvm.get_host_cpu_features().get("bmi2"))
@@ -137,6 +137,6 @@ def _extract_by_bits(value: np.uint64, mask: np.uint64) -> np.uint64:
 
 BitMove = Callable[[np.uint64, np.uint64], np.uint64]
 deposit = cast(BitMove, _deposit_at_once if HAS_BIT_MOVES else _deposit_by_bits)
-"""The low bits of a word, one for each bit of the mask, moved to where the mask has its ones."""
+"""Moves a word's low bits to the positions of the mask's ones (pdep)."""
 extract = cast(BitMove, _extract_at_once if HAS_BIT_MOVES else _extract_by_bits)
-"""The bits of a word where the mask has ones, moved together at the low end."""
+"""Collects the bits at the positions of the mask's ones at the low end (pext)."""

@@ -1,8 +1,8 @@
-"""Where the delta codec's compiled kernels lie, for those too who must not pay for loading torch and numba to know.
+"""The cache folder of the delta codec's compiled kernels; importable without loading torch and numba.
 
-The folder's name holds a digest of all that the compiled code depends on: the codec's sources, because numba itself would not
-notice that a function inlined from another file has changed, and numba's version, since environments that share a home
-would overwrite each other's.
+The folder's name contains a digest of everything that the compiled code depends on: the codec's sources, because numba does not
+notice that a function inlined from another file has changed, and numba's version, because environments that share a home
+would overwrite each other's files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CODEC = Path(__file__).parent
 
 
 def kernel_folder() -> Path:
-    """Beside the compiled Python files, or in the user's cache where the package is read-only."""
+    """The folder next to the compiled Python files, or in the user's cache if the package is read-only."""
     digest = hashlib.sha256(metadata.version("numba").encode())
     for source in sorted(CODEC.glob("*.py")):
         digest.update(source.read_bytes())

@@ -1,9 +1,9 @@
-"""Steps of kernels on many elements at once, written for LLVM, which makes them of the target's own vectors.
+"""Kernel steps on many elements at once, written in LLVM IR, which LLVM lowers to the target's own vectors.
 
-Guarantees: an index from which there are not as many elements as a step takes is the caller's fault, and reads or writes
-outside; everything else is as the same loop over elements would have it. Leaves to others: what is left at an end.
+Guarantees: the results equal those of the same loop over elements. The caller must ensure that enough elements follow the
+index: otherwise a step reads or writes out of bounds. Leaves to others: the elements left over at an end.
 
-Legend: lanes are elements side by side; a word has a bit for each of `LANES` lanes.
+Legend: lanes are adjacent elements; a word has one bit for each of `LANES` lanes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from echo2.weights.jit import Int
 
 LANES = 64
 GAPS = 16
-"""Gaps that `add_gaps` takes."""
+"""Number of gaps that `add_gaps` handles."""
 LISTED = 8
-"""Places that `list_byte` writes."""
+"""Number of places that `list_byte` writes."""
 
 
 def _vector_at(context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int = LANES) -> Any:
-    """The place of so many elements from `index` on, as a pointer to one vector; the target's own vectors, whatever their
-    size, make it up."""
+    """A pointer to `count` elements from `index` on, as one vector; LLVM splits it into the target's vectors, whatever their
+    size."""
     data = context.make_array(array_type)(context, builder, array).data
     kind = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), count)
     return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
@@ -53,7 +53,7 @@ def _same_in_all(builder: Any, number: Any, count: int) -> Any:
 
 
 def _all_lanes(builder: Any, word: Any, lane_bits: int) -> Any:
-    """A vector with the low bits of a u64 in every lane."""
+    """A vector with the low `lane_bits` bits of a u64 in every lane."""
     return _same_in_all(builder, word if lane_bits == 64 else builder.trunc(word, ir.IntType(lane_bits)), LANES)
 
 
@@ -91,8 +91,8 @@ compare = cast(
     Callable[[npt.NDArray[np.unsignedinteger], npt.NDArray[np.unsignedinteger], int, npt.NDArray[np.uint64]], None],
     _compare,
 )
-"""Into three words, bit i for element i of the 64 from `index` on: which changed, which of all went down, and which
-changed by more than one. Elements of 64 bits went down where the difference has its highest bit."""
+"""Writes three words, with bit i for element i of the 64 from `index` on: which changed, which of all went down, and which
+changed by more than one. 64-bit elements count as down if the difference has its highest bit set."""
 
 
 @intrinsic
@@ -111,7 +111,7 @@ def _sum_marked(typing_context, columns, index, changed, negative):  # type: ign
 
 
 sum_marked = cast(Callable[[npt.NDArray[np.uint64], Int, np.uint64, np.uint64], np.uint64], _sum_marked)
-"""Of 64 numbers from `index` on, the sum of those marked in the first word, negated where the second one says so."""
+"""The sum of those of 64 numbers from `index` on that the first word marks, negated where the second word has a one."""
 
 
 @intrinsic
@@ -132,8 +132,8 @@ def _move_marked(typing_context, live, index, changed, negative):  # type: ignor
 
 
 move_marked = cast(Callable[[npt.NDArray[np.unsignedinteger], Int, np.uint64, np.uint64], np.uint64], _move_marked)
-"""Adds one to those of 64 elements from `index` on that the first word marks, or takes one where the second word says
-so. Returns which of them passed the end of their range."""
+"""Adds one to those of 64 elements from `index` on that the first word marks, or subtracts one where the second word has a
+one. Returns a mask of those that wrapped around."""
 
 
 @intrinsic
@@ -159,8 +159,8 @@ octaves = cast(
     Callable[[npt.NDArray[np.unsignedinteger], Int, np.uint64, np.uint64, np.uint64, npt.NDArray[np.uint64]], None],
     _octaves,
 )
-"""Into eight words: which of the 64 elements from `index` on have an exponent, (bits >> shift) & mask, of `base` or
-less, of base + 1 to base + 6, and of base + 7 or more. The elements are there."""
+"""Writes eight words: which of the 64 elements from `index` on have an exponent, (bits >> shift) & mask, of at most `base`,
+of base + 1 to base + 6 each, and of at least base + 7. All 64 elements must exist."""
 
 
 PLACES_OF_BYTE = np.array(
@@ -184,12 +184,12 @@ def _list_byte(typing_context, table, byte, base, places, index):  # type: ignor
 
 
 list_byte = cast(Callable[[npt.NDArray[np.uint8], np.uint64, np.uint64, npt.NDArray[np.uint32], Int], None], _list_byte)
-"""Writes eight places from an index on: first those of a byte's ones, lowest first, each added to `base`. The table is
-`PLACES_OF_BYTE`, flat."""
+"""Writes eight places from an index on: first the positions of a byte's ones, lowest first, each plus `base`. The table is
+`PLACES_OF_BYTE`, flattened."""
 
 
 def _running_sums(builder: Any, lanes: Any, count: int) -> Any:
-    """Each lane's sum with all before it."""
+    """The prefix sum over the lanes."""
     nothing = ir.Constant(lanes.type, [0] * count)
     step = 1
     while step < count:
@@ -223,5 +223,5 @@ def _add_gaps(typing_context, quotients, index, after, places):  # type: ignore[
 
 
 add_gaps = cast(Callable[[npt.NDArray[np.uint8], Int, np.uint64, npt.NDArray[np.uint32]], np.uint64], _add_gaps)
-"""The places after 16 gaps, bytes from an index on, where the last place before them was `after` - 1; returns the next
-`after`. `NOT_ALL_SHORT` where one of them is 255: then what was written means nothing."""
+"""Writes the places after 16 gaps (bytes from an index on), given that the last place before them was `after` - 1; returns the
+next `after`. Returns `NOT_ALL_SHORT` if one of them is 255: then the written places are invalid."""

@@ -1,8 +1,8 @@
-"""How a set of tensors is cut into blocks: a pure function of names, types, shapes, block size and shard count.
+"""Cuts a set of tensors into blocks: a pure function of names, types, shapes, block size and shard count.
 
 Elements of one type are laid end to end in the order of their tensors' names and cut every `block_elements`, so that a
-hundred small tensors share one block and a large one has many. With shards, each shard's rows (dimension 0 in equal
-parts, the last ones shorter or empty) form a space of their own, so that a rank encodes its blocks without the others.
+hundred small tensors share one block and a large tensor has many. With shards, each shard's rows (dimension 0 in equal
+parts, the last ones shorter or empty) are cut separately, so that a rank encodes its blocks without the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHARDS_MAX = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`count` elements of one tensor from its flat element `start` on; `base` is their first place in the block."""
+    """`count` elements of one tensor from its flat element `start` on; `base` is the first one's index in the block."""
 
     spec: TensorSpec
     start: int
@@ -48,7 +48,7 @@ class Block:
         return self.element_count * self.element.bytes
 
     def describe(self) -> str:
-        """Names the block and its tensors for an error message."""
+        """Names the block and its tensors for error messages."""
         first, last = self.segments[0], self.segments[-1]
         text = f"block {self.index} (tensor {first.spec.name} from element {first.start}"
         return text + (f" to tensor {last.spec.name})" if last is not first else ")")
@@ -60,7 +60,7 @@ def sorted_specs(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def shard_range(spec: TensorSpec, shard: int, shard_count: int) -> tuple[int, int]:
-    """Flat elements [start, stop) of a tensor that a shard holds: rows of dimension 0 in parts of equal height."""
+    """Flat elements [start, stop) of a tensor that a shard holds: rows of dimension 0, in equal parts."""
     if shard_count == 1 or not spec.shape:
         return (0, spec.element_count) if shard == 0 else (0, 0)
     rows = spec.shape[0]

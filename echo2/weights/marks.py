@@ -1,14 +1,14 @@
-"""The changes of one block, as marks: finding them, what they add to the fingerprint, putting them in place; compiled.
+"""The changes of one block as marks: finding them, summing their fingerprint, applying them; compiled.
 
-A change is a sign and a magnitude, |new - old| of the raw bits as numbers, so that no change wraps (where elements have
-64 bits, sums modulo 2^64 wrap as the fingerprint does, and the difference is read as signed). Most magnitudes are one:
-64 such elements are compared, summed up or moved at once. The others' excess over one stands in a list beside.
+A change is a sign and a magnitude, |new - old| of the raw bits as numbers, so that no change wraps around (for 64-bit elements,
+sums wrap modulo 2^64 as the fingerprint does, and the difference is read as signed). Most magnitudes are one:
+64 such elements are compared, summed or moved at once. The excess over one of the others is kept in a separate list.
 
 Guarantees: nothing is written outside a segment; a change that would leave its element's range is reported, and taking
-changes back restores every bit, even then. Leaves to others: the code of it all (bitset.py, block.py).
+changes back restores every bit, even then. Leaves to others: coding (bitset.py, block.py).
 
-Legend: `cursor` = changes before the segment, larger ones before it; both are moved on. `larger` = which of the changes
-have a magnitude above one (their ranks, rising), and `excess` = these magnitudes less one.
+Legend: `cursor` = number of changes, and of larger ones, before the segment; both are advanced. `larger` = which of the changes
+have a magnitude above one (their ranks, ascending), `excess` = these magnitudes minus one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Found = tuple[U64, U64, U32, U32, Bits, U64]
 
 
 class Finds:
-    """Working memory of one thread for the changes of blocks of up to so many elements of a type: two bits an element,
-    and the larger changes of one in `_LARGER_SHARE` of them (where there are more, a second pass finds them)."""
+    """One thread's working memory for the changes of blocks of up to `size` elements: two bits per element, and room for larger
+    changes of one in `_LARGER_SHARE` elements (if there are more, a second pass finds them)."""
 
     def __init__(self, size: int, dtype: np.dtype[np.unsignedinteger]) -> None:
         self.size = size
@@ -44,14 +44,14 @@ class Finds:
         self._work = np.zeros(4, np.uint64)
 
     def restart(self, room: tuple[U32, U32, Bits] | None = None) -> Found:
-        """The memory, as `survey` takes it, for another block; with other room for its larger changes, if given."""
+        """Resets the memory for another block, as `survey` takes it; `room` replaces the room for larger changes."""
         self.changed[0] = self.signs[0] = 0
         return self.changed, self.signs, *(room or (self.larger, self.places, self.excess)), self._work
 
 
 @inlined
 def compare_tail(old: Bits, new: Bits, start: Int, out: U64) -> None:
-    """As `jit.compare`, for fewer than 64 elements."""
+    """Like `lanes.compare`, for fewer than 64 elements."""
     width = 8 * old.itemsize
     half = _1 << np.uint64(width - 1)
     out[0] = out[1] = out[2] = _0
@@ -61,7 +61,7 @@ def compare_tail(old: Bits, new: Bits, start: Int, out: U64) -> None:
         if before == after:
             continue
         out[0] |= bit
-        # Below 64 bits a sign can be told from the numbers themselves; of 64 bits only the wrapped difference is known.
+        # Below 64 bits the numbers themselves show the sign; with 64 bits only the wrapped difference does.
         down = after - before >= half if width == 64 else after < before
         if down:
             out[1] |= bit
@@ -78,10 +78,10 @@ def _excess_of(old: Bits, new: Bits, i: Int) -> np.uint64:
 
 @compiled
 def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
-    """Which elements of a segment changed, which of these went down, which by more than one, and by how much more.
+    """Finds which elements of a segment changed, which of these went down, which changed by more than one, and by how much more.
 
-    `at` = elements, changes and larger ones so far; `finds` = changed, signs, and of the larger ones as many as there is
-    room for: ranks among the changes, places, excess; working memory.
+    `at` = number of elements, changes and larger changes so far; `finds` = changed, signs; ranks among the changes, places and
+    excess of as many larger changes as there is room for; working memory.
     """
     changed, signs, larger, places, excess, out = finds
     bits, rank, found = at[0], at[1], at[2]
@@ -95,14 +95,14 @@ def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
         while lanes:
             bit = lanes & (_0 - lanes)
             lanes ^= bit
-            # Counted beyond the room as well: the caller makes that much and asks again.
+            # Counted even without room: the caller then allocates enough and calls again.
             if found < excess.size:
                 lane = np.int64(trailing_zeros(bit))
                 larger[found] = rank + np.int64(count_ones(word & (bit - _1)))
                 places[found] = bits + lane
                 excess[found] = _excess_of(old, new, start + lane)
             found += 1
-        # Signs are kept for changed elements alone: `extract` closes the gaps between their bits.
+        # Signs are kept only for changed elements: `extract` closes the gaps between their bits.
         bits = put(changed, bits, word, min(left, LANES))
         rank = put(signs, rank, extract(out[1], word), np.int64(count_ones(word)))
     at[0], at[1], at[2] = bits, rank, found
@@ -110,8 +110,8 @@ def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
 
 @compiled
 def places_of_larger(changed: U64, count: int, larger: U64, places: U32) -> None:
-    """Where the larger changes are among `count` elements. `larger` = marks among the changes; `places` has room for
-    `LISTED` more than there are."""
+    """Lists the places of the larger changes among `count` elements. `larger` = marks among the changes; `places` must have room
+    for `LISTED` more than there are."""
     rank: Int = 0
     found: Int = 0
     for at in range(0, count, LANES):
@@ -123,7 +123,7 @@ def places_of_larger(changed: U64, count: int, larger: U64, places: U32) -> None
 
 @compiled
 def pick(places: U32, ranks: U32, out: U32) -> None:
-    """The places of these ranks, which are below their number."""
+    """The places of the given ranks, which must be below the number of places."""
     for i in range(ranks.size):
         out[i] = places[np.uint64(ranks[i])]
 
@@ -132,8 +132,8 @@ def pick(places: U32, ranks: U32, out: U32) -> None:
 def settle_larger(
     base: int, count: int, larger: tuple[U32, U32, Bits, U64], found: Int, print_at: tuple[int, np.uint64, U64]
 ) -> tuple[np.uint64, Int]:  # fmt: skip
-    """What the larger ones of a segment's changes add to the fingerprint beyond one, and how many there are so far.
-    `larger` = places in the block, ranks, excess, signs; `print_at` = place of the segment in its tensor, the tensor's
+    """The fingerprint term of the excess of a segment's larger changes, and the number of larger changes so far.
+    `larger` = places in the block, ranks, excess, signs; `print_at` = the segment's start in its tensor, and the tensor's
     coefficients."""
     places, ranks, excess, signs = larger
     offset, seed, columns = print_at
@@ -142,7 +142,7 @@ def settle_larger(
     total, row_sum, row = _0, _0, _0
     while i < stop and np.int64(places[i]) < base + count:
         element = np.uint64(places[i]) + to_element
-        # A row's coefficient multiplies the sum of its row: one multiplication for each row that has a change, not for each
+        # A row's coefficient multiplies the sum of its row: one multiplication per row with a change, not per
         # change.
         if element >> _ROW != row:
             total += row_sum * row_coefficient(seed, row)
@@ -157,7 +157,7 @@ def settle_larger(
 
 @inlined
 def _sum_lanes(word: np.uint64, down: np.uint64, column: Int, columns: U64) -> np.uint64:
-    """What changes by one add, at the end of a row."""
+    """The fingerprint term of changes by one, at the end of a row."""
     total = _0
     while word:
         lane = trailing_zeros(word)
@@ -171,21 +171,21 @@ def _sum_lanes(word: np.uint64, down: np.uint64, column: Int, columns: U64) -> n
 def settle_marks(
     base: int, count: int, marks: tuple[U64, U64], rank: Int, print_at: tuple[int, np.uint64, U64]
 ) -> tuple[np.uint64, Int]:  # fmt: skip
-    """What a segment's changes add to the fingerprint if all are by one, and how many changes there are so far. `marks` =
+    """The fingerprint term of a segment's changes, counting each as a change by one, and the number of changes so far. `marks` =
     changed, signs."""
     changed, signs = marks
     offset, seed, columns = print_at
     total = _0
     so_far = np.int64(rank)
     start: Int = 0
-    while start < count:  # row by row of the fingerprint
+    while start < count:  # one row of the fingerprint at a time
         column = (offset + start) & ROW_MASK
         size = min(count - start, ROW_ELEMENTS - column)
         row_sum = _0
         for at in range(0, size, LANES):
             word = bits_at(changed, base + start + at) & below(size - at)
             down = deposit(bits_at(signs, so_far), word)
-            # The table of coefficients has one row: 64 of them cannot be loaded from where fewer are left.
+            # The table of coefficients has one row: near its end, 64 of them cannot be loaded.
             if column + at <= _LAST_WHOLE:
                 row_sum += sum_marked(columns, column + at, word, down)
             else:
@@ -198,7 +198,7 @@ def settle_marks(
 
 @inlined
 def move(live: Bits, i: Int, by: np.uint64, down: np.uint64) -> np.uint64:
-    """Moves one element; 1 if it passed the end of its range."""
+    """Moves one element; 1 if it wrapped around."""
     before = np.uint64(live[i])
     most = ~_0 >> np.uint64(64 - 8 * live.itemsize)
     live[i] = before - by if down else before + by
@@ -207,7 +207,7 @@ def move(live: Bits, i: Int, by: np.uint64, down: np.uint64) -> np.uint64:
 
 @inlined
 def _move_lanes(live: Bits, start: Int, word: np.uint64, down: np.uint64) -> np.uint64:
-    """Moves those of the last elements, fewer than 64, by one. Returns how many passed the end of their range."""
+    """Moves marked ones of the last elements (fewer than 64) by one. Returns how many wrapped around."""
     wrapped = _0
     while word:
         lane = trailing_zeros(word)
@@ -220,16 +220,16 @@ def _move_lanes(live: Bits, start: Int, word: np.uint64, down: np.uint64) -> np.
 def move_marks(
     live: Bits, base: int, marks: tuple[U64, U64], larger: tuple[U32, U32, Bits, U64], cursor: I64, is_back: bool
 ) -> np.uint64:  # fmt: skip
-    """Adds a segment's changes to its live bits, or takes them back. Returns how many passed the end of their range.
+    """Adds a segment's changes to its live bits, or subtracts them (`is_back`). Returns how many wrapped around.
 
-    All are moved by one, 64 at a time; the larger ones among `ROW_ELEMENTS` once more, while these are at hand.
+    All are moved by one, 64 at a time; after each row of `ROW_ELEMENTS`, the larger ones of that row are moved by their excess.
     `larger` as in `settle_larger`.
     """
     changed, signs = marks
     places, ranks, excess, _ = larger
     rank, found = cursor[0], np.uint64(cursor[1])
-    # Taking back is moving the other way, in the same order: each element ends on its old bits whichever step comes first,
-    # since sums wrap.
+    # Subtracting moves the other way in the same order: each element ends on its old bits whichever step comes first,
+    # because sums wrap.
     flip = ~_0 if is_back else _0
     wrapped = _0
     for start in range(0, live.size, ROW_ELEMENTS):
@@ -242,7 +242,7 @@ def move_marks(
             else:
                 wrapped += _move_lanes(live, at, word, down)
             rank += np.int64(count_ones(word))
-        # After every row and not at the end: its elements are still in the cache.
+        # After every row instead of at the end, because its elements are still in the cache.
         while found < places.size and np.int64(places[found]) < base + start + size:
             down = bit_at(signs, np.uint64(ranks[found])) ^ (flip & _1)
             wrapped += move(live, np.int64(places[found]) - base, np.uint64(excess[found]), down)
@@ -253,7 +253,7 @@ def move_marks(
 
 @compiled
 def list_steps(marks: tuple[U64, U32, Bits], steps: I64) -> None:
-    """The step of every change, in 64-bit arithmetic. `marks` = signs, larger, excess."""
+    """Lists the step of every change, in 64-bit arithmetic. `marks` = signs, larger, excess."""
     signs, larger, excess = marks
     for rank in range(steps.size):
         steps[rank] = 1
@@ -266,7 +266,7 @@ def list_steps(marks: tuple[U64, U32, Bits], steps: I64) -> None:
 
 @compiled
 def mark_steps(steps: I64, signs: U64, larger: U64) -> Int:
-    """The reverse, for steps that are not 0: signs, and which are larger (both all 0 before). Returns how many are."""
+    """The inverse, for nonzero steps: writes signs and larger marks (all 0 before). Returns the number of larger ones."""
     count = 0
     for rank in range(steps.size):
         bit = _1 << np.uint64(rank & 63)

@@ -1,8 +1,8 @@
-"""Whole elements, losslessly: byte planes, of which those that compress are entropy-coded.
+"""Codes whole elements losslessly: as byte planes, of which those that compress are entropy-coded.
 
 Elements whose type has an 8-bit (or wider) exponent are rotated left by one bit, so that the exponent fills the
-highest byte. That plane takes about a third of its size; the mantissa planes are noise and stay raw. Works on parts of
-256Ki elements, so that temporaries stay small whatever the block.
+highest byte. That plane shrinks to about a third; the mantissa planes are noise and stay raw. Works on parts of
+256Ki elements, so that temporaries stay small whatever the block size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLANE = struct.Struct("<BI")
 _RAW, _ZSTD = 0, 1
 _SAMPLE_BYTES = 1 << 14
 _ENTROPY_WORTH_CODING = 7.7
-# What pays here is the entropy stage: matches of noise only hurt, so few are looked for (a tiny hash table).
+# Only the entropy stage helps here: matching noise only hurts, so hardly any matches are searched (a tiny hash table).
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     window_log=18, hash_log=6, min_match=7, strategy=zstandard.STRATEGY_FAST, write_content_size=1
 )
@@ -42,7 +42,7 @@ def _split(bits: Bits, rotate: bool, width: int, planes: U8) -> None:
 
 @compiled
 def _join(planes: U8, rotate: bool, width: int, bits: Bits) -> None:
-    """The reverse of `_split`."""
+    """The inverse of `_split`."""
     top = np.uint64(8 * width - 1)
     for i in range(bits.size):
         word = np.uint64(0)
@@ -64,7 +64,7 @@ def _entropy_bits(sample: U8) -> float:
 
 
 def encode_planes(bits: Bits, element: ElementType) -> bytes:
-    """A whole run of elements."""
+    """Encodes a run of elements."""
     out: list[bytes] = []
     for start in range(0, bits.size, PART_ELEMENTS):
         part = bits[start : start + PART_ELEMENTS]
@@ -100,7 +100,7 @@ def _decode_plane(coding: int, data: memoryview, target: U8) -> None:
 
 
 def decode_planes(payload: memoryview, element: ElementType, bits: Bits) -> None:
-    """Fills `bits`, whose size is known, from a payload; refuses any other amount."""
+    """Fills `bits` from a payload; DeltaFormatError unless the payload fills it exactly."""
     at = 0
     for start in range(0, bits.size, PART_ELEMENTS):
         part = bits[start : start + PART_ELEMENTS]

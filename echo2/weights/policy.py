@@ -1,8 +1,8 @@
 """Which pieces bring a worker to the newest version soonest, which edges to publish, which setting to use. Pure.
 
-A piece (edge) is a delta or a keyframe that exists somewhere. Versions and edges form a graph; the plan is its shortest
-path in seconds. The time of a piece is the larger of carrying and of decoding it, since these overlap, and one round
-trip to ask for it, unless it comes anyway.
+A piece (edge) is an available delta or keyframe. Versions and edges form a graph; the plan is its shortest path in
+seconds. A piece takes the longer of transfer and decoding, because these overlap, plus one round trip to request it,
+unless it arrives unrequested.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from echo2.weights.container import CodecSetting
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A container that can be fetched. `parent` None: a keyframe. `is_coming`: it is under way without being asked for.
+    """A container that can be fetched. `parent` None: a keyframe. `is_coming`: it arrives without a request.
 
-    To a worker that holds a part of it, `encoded_bytes` are those that it still lacks.
+    For a worker that holds part of it, `encoded_bytes` counts only the missing bytes.
     """
 
     parent: Version | None
@@ -32,7 +32,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLink:
-    """What a worker has: its link, and how fast it decodes (bytes of full weights per second, over its cores)."""
+    """A worker's link, and how fast it decodes (bytes of full weights per second, on all its cores)."""
 
     bytes_per_s: float
     round_trip_s: float
@@ -42,7 +42,7 @@ class WorkerLink:
 
 @dataclass(frozen=True, slots=True)
 class BaseCheckpoint:
-    """A version that can be had elsewhere: a model hub, a mirror, a local disk."""
+    """A version available elsewhere (model hub, mirror, local disk), and the seconds to get it."""
 
     version: Version
     seconds: float
@@ -50,7 +50,7 @@ class BaseCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """How a worker gets there. `kind`: current, chain, merged, keyframe, base, or base+merged and the like."""
+    """How a worker catches up. `kind`: current, chain, merged, keyframe, base, or base+merged and the like."""
 
     kind: str
     pieces: tuple[Edge, ...]
@@ -60,14 +60,14 @@ class CatchUp:
 
 
 def piece_s(edge: Edge, link: WorkerLink, weights_bytes: int) -> float:
-    """Seconds until a piece is applied."""
+    """Seconds to request, transfer and decode a piece."""
     rate = link.keyframe_bytes_per_s if edge.parent is None else link.decode_bytes_per_s[edge.setting]
     asking_s = 0.0 if edge.is_coming else link.round_trip_s
     return asking_s + max(edge.encoded_bytes / link.bytes_per_s, weights_bytes / rate)
 
 
 def newest_reachable(at: Version | None, edges: Sequence[Edge], base: BaseCheckpoint | None = None) -> Version | None:
-    """The newest version to which edges lead; `at` itself where none is newer."""
+    """The newest version that edges lead to; `at` itself if none is newer."""
     leaving: dict[Version | None, list[Version]] = {}
     for edge in edges:
         leaving.setdefault(edge.parent, []).append(edge.target)
@@ -93,9 +93,9 @@ def plan_catch_up(
     weights_bytes: int,
     base: BaseCheckpoint | None = None,
 ) -> CatchUp | None:
-    """The way from `at` (None: no weights) to `to` that is expected to end first; None if there is none.
+    """The way from `at` (None: no weights) to `to` that is expected to finish first; None if there is none.
 
-    Of ways that take the same time, the one with fewer pieces.
+    Among equally fast ways, the one with fewer pieces.
     """
     if at == to:
         return CatchUp("current", (), False, 0.0, f"the worker is at version {to}")
@@ -136,27 +136,27 @@ def _described(pieces: tuple[Edge, ...], uses_base: bool, seconds: float, at: Ve
     kind = "+".join(part for part in (begins, then) if part)
     total = sum(piece.encoded_bytes for piece in pieces)
     start = "no weights" if at is None else f"version {at}"
-    reason = f"from {start} to {to}: {len(pieces)} pieces of {total} bytes are expected after {seconds:.3g} s"
+    reason = f"from {start} to {to}: {len(pieces)} pieces with {total} bytes, expected to take {seconds:.3g} s"
     return CatchUp(kind, pieces, uses_base, seconds, reason)
 
 
 def parents_to_publish(ordinal: int, lag_max: int) -> tuple[int, ...]:
-    """From which earlier publications the `ordinal`-th one gets an edge: one back, and 2^j back if 2^j divides it.
+    """The earlier publications from which the `ordinal`-th one gets an edge: one back, and 2^j back if 2^j divides it.
 
-    So any lag k is caught up in at most 2 log2(k) + 1 pieces, while on average two edges are kept per version. No edge
-    reaches farther back than `lag_max`.
+    So any lag of k is caught up with at most 2 log2(k) + 1 pieces, while on average two edges are kept per version. No edge
+    reaches back farther than `lag_max`.
     """
-    found = []
+    parents = []
     reach = 1
     while reach <= min(ordinal, lag_max) and ordinal % reach == 0:
-        found.append(ordinal - reach)
+        parents.append(ordinal - reach)
         reach *= 2
-    return tuple(found)
+    return tuple(parents)
 
 
 @dataclass(frozen=True, slots=True)
 class SettingCost:
-    """What a setting costs: its encoded bytes, and bytes of full weights per second and core."""
+    """The cost of a setting: encoded bytes, and coding speeds in bytes of full weights per second and core."""
 
     encoded_bytes: float
     encode_bytes_per_s: float
@@ -174,11 +174,11 @@ def choose_setting(
     worker_cores: int,
     current: CodecSetting | None = None,
 ) -> tuple[CodecSetting, str]:
-    """The setting whose slowest stage (encoding, sending, decoding; they overlap) ends first, and why.
+    """The setting whose slowest stage (encoding, sending, decoding; they overlap) finishes first, and why.
 
-    The current one stays while another would not end in less than `STAY_SHARE` of its time.
+    The current setting stays unless another one takes less than `STAY_SHARE` of its time.
     """
-    found: dict[CodecSetting, tuple[float, str]] = {}
+    by_setting: dict[CodecSetting, tuple[float, str]] = {}
     for setting in CodecSetting:
         cost = costs[setting]
         stages = {
@@ -188,17 +188,17 @@ def choose_setting(
         }
         slowest = max(stages, key=lambda name: stages[name])
         why = f"{setting.name.lower()}: {slowest} takes {stages[slowest]:.3g} s, the other stages less"
-        found[setting] = (stages[slowest], why)
-    best = min(found, key=lambda setting: found[setting][0])
-    if current is not None and found[best][0] > STAY_SHARE * found[current][0]:
+        by_setting[setting] = (stages[slowest], why)
+    best = min(by_setting, key=lambda setting: by_setting[setting][0])
+    if current is not None and by_setting[best][0] > STAY_SHARE * by_setting[current][0]:
         best = current
-    return best, found[best][1]
+    return best, by_setting[best][1]
 
 
 def dropped_to_fit(
     edges: Sequence[Edge], newest: Version, in_use: Sequence[Version], budget_bytes: int
 ) -> frozenset[Edge]:
-    """Which containers go, so that the rest fits the budget; the most useful stay."""
+    """The containers to drop so that the rest fits the budget; the most useful ones stay."""
     dropped = []
     for edge in by_usefulness(edges, newest, in_use):
         if edge.encoded_bytes <= budget_bytes:
@@ -209,8 +209,8 @@ def dropped_to_fit(
 
 
 def by_usefulness(edges: Sequence[Edge], newest: Version, in_use: Sequence[Version]) -> list[Edge]:
-    """First what leads to the newest version from a version that workers hold; then the newest keyframe and the shortest
-    chain from it to the newest version, so that anyone can join; then the rest, newest targets first.
+    """Sorts edges: first those that lead to the newest version from a version that workers hold; then the newest keyframe and the
+    shortest chain from it to the newest version, so that anyone can join; then the rest, newest targets first.
     """
     held = set(in_use)
     essential = {edge for edge in edges if edge.target == newest and edge.parent in held}
@@ -224,12 +224,12 @@ def by_usefulness(edges: Sequence[Edge], newest: Version, in_use: Sequence[Versi
 
 
 BASE_SHARE_MAX = 0.5
-"""Deltas from the base that weigh more than this share of a keyframe save a newcomer too little to be kept."""
+"""Deltas from the base that exceed this share of a keyframe's bytes save a newcomer too little to be kept."""
 
 
 def joining_path(edges: Sequence[Edge], newest: Version) -> frozenset[Edge]:
-    """The newest keyframe from which the newest version can be reached, and the fewest bytes from there; for those who
-    have the base checkpoint, version 0, the fewest bytes from that.
+    """The newest keyframe from which the newest version can be reached, and the fewest bytes from there; also the fewest bytes
+    from the base checkpoint (version 0), if that is light enough, for workers that have it.
     """
     keyframes = sorted((edge for edge in edges if edge.parent is None), key=lambda edge: -edge.target)
     link = WorkerLink(1.0, 0.0, dict.fromkeys(CodecSetting, math.inf), math.inf)

@@ -1,11 +1,11 @@
-"""A sharded learner's weights, encoded where they lie: each rank codes its own rows into a section of one container.
+"""A sharded learner's weights, encoded on the ranks that hold them: each rank encodes its rows into a section of one container.
 
-Guarantees: the sections in order of their shards make the bytes that `encode_delta` (or `encode_keyframe`) makes of
+Guarantees: the sections in the order of their shards give the same bytes as `encode_delta` (or `encode_keyframe`) for
 the whole weights with as many shards; no rank needs another's weights, and fingerprints of sections add up. Leaves to
-others: bringing the sections together (broadcast/runtime/sharded.py).
+others: merging the sections (broadcast/runtime/sharded.py).
 
-Shards are those of FSDP2: rows of dimension 0 in parts of equal height, the last ones shorter or empty. Plain tensors,
-and replicated ones, are whole on every rank; each rank codes its rows of them. Weights that are sharded otherwise
+Shards are those of FSDP2: rows of dimension 0 in equal parts, the last ones shorter or empty. Plain and replicated
+tensors are whole on every rank; each rank encodes its rows of them. Weights that are sharded in another way
 (tensor parallelism) are refused by name.
 """
 
@@ -33,7 +33,7 @@ CodedBlock: TypeAlias = tuple[Block, EncodedBlock]
 
 
 def _is_split(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """A process that never loaded the module, whose imports take 45 MiB, has no tensor of it."""
+    """Whether the tensor is a DTensor. Does not load the module (45 MiB): a process that never did has no DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -43,7 +43,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(name: str, tensor: torch.Tensor, shard: int, shard_count: int) -> tuple[torch.Tensor, int]:
-    """A shard's rows of a tensor as flat bits, and the place of the first of them in the whole tensor."""
+    """A shard's rows of a tensor as flat bits, and the index of the first element in the whole tensor."""
     spec = TensorSpec(name, element_type_of(name, tensor), tuple(tensor.shape))
     start, stop = shard_range(spec, shard, shard_count)
     local = flat_bits(_local(tensor))
@@ -60,18 +60,18 @@ def rows_of(name: str, tensor: torch.Tensor, shard: int, shard_count: int) -> tu
 
 
 def _split(tensor: torch.Tensor) -> list[tuple[Placement, int, int]]:
-    """How a tensor is split over its mesh, which part this rank holds and of how many; empty where it is whole."""
+    """How a tensor is split over its mesh: (placement, this rank's part, number of parts); empty if it is whole."""
     if not _is_split(tensor):
         return []
     mesh = tensor.device_mesh
     here = mesh.get_coordinate() or ()
-    found = zip(tensor.placements, here, mesh.shape, strict=True)
-    return [(placement, part, parts) for placement, part, parts in found if not placement.is_replicate()]
+    parts_of_mesh = zip(tensor.placements, here, mesh.shape, strict=True)
+    return [(placement, part, parts) for placement, part, parts in parts_of_mesh if not placement.is_replicate()]
 
 
 def sharded_table(weights: WeightSet) -> TensorTable:
-    """The tensor table of a sharded set, whole shapes included. Ties are seen on the first shard's rank, which holds
-    rows of every tensor that has any: let that rank make the table, and give it to the others."""
+    """The tensor table of a sharded set, with whole shapes. Only the first shard's rank has rows of every nonempty tensor and
+    so sees all ties: let that rank make the table and send it to the others."""
     distinct, aliases = untied({name: _local(tensor) for name, tensor in weights.items()})
     whole = {name: weights[name] for name in distinct}
     specs = (TensorSpec(name, element_type_of(name, t), tuple(t.shape)) for name, t in whole.items())
@@ -90,7 +90,7 @@ def _source(weights: WeightSet, table: TensorTable, shard: int, shard_count: int
 
 
 def section_fingerprint(weights: WeightSet, table: TensorTable, shard: int, shard_count: int, key: int) -> int:
-    """What a shard's rows add to the fingerprint. All sections' sum, by `whole_fingerprint`, is the whole set's."""
+    """A shard's contribution to the fingerprint; `whole_fingerprint` adds up those of all shards."""
     total = 0
     for spec in table.specs:
         rows, start = rows_of(spec.name, weights[spec.name], shard, shard_count)
@@ -112,7 +112,7 @@ def section_blocks(
     executor: Executor | None = None,
     ahead: int = 2,
 ) -> Iterator[CodedBlock]:
-    """One shard's blocks, coded: of a delta from `parent`, or of a keyframe where there is none."""
+    """Encodes one shard's blocks: of a delta from `parent`, or of a keyframe if there is no parent."""
     if (parent is None) != (header.parent_version is None):
         raise DeltaFormatError(f"{header.describe()}: expected weights of the parent in a delta, and only there")
     count = header.shard_count
@@ -128,7 +128,7 @@ def section_blocks(
 
 
 def encode_sections(header: DeltaHeader, table: TensorTable, coded: Iterator[CodedBlock]) -> Encoding:
-    """The frames of a container whose blocks were coded elsewhere: `coded` gives those of all shards, in order."""
+    """The frames of a container from blocks coded elsewhere: `coded` yields those of all shards, in order."""
     start = header.parent_fingerprint
     if header.parent_version is None:
         start = whole_fingerprint(table, header.fingerprint_key, ())

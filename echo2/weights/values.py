@@ -1,10 +1,10 @@
-"""Magnitudes above one, compiled: a symbol each, which is entropy-coded, and plain bits.
+"""Magnitudes above one, compiled: one entropy-coded symbol each, plus plain bits.
 
-With v = magnitude - 2 the symbol is v below 16; above, with e = floor(log2 v), it is 16 + 2(e - 4) + the bit of v below
-its leading one, and the other e - 1 bits are plain.
+With v = magnitude - 2 the symbol is v if v < 16; otherwise, with e = floor(log2 v), it is 16 + 2(e - 4) + the bit of v below
+its leading one, and the other e - 1 bits are stored plain.
 
-Guarantees: reading goes no further than the bits given, and returns magnitudes of the element's width. Leaves to others:
-which elements these are of.
+Guarantees: reading stays within the given bits, and returns magnitudes of the element's width. Leaves to others:
+which elements they belong to.
 
 Legend: `excess` = magnitude - 1, of the element's unsigned type.
 """
@@ -24,7 +24,7 @@ _PLAIN = np.uint64(16)
 
 @inlined
 def _leading(value: np.uint64) -> Int:
-    """The place of the highest bit of a word of 16 or more."""
+    """The index of the highest one bit of a word >= 16."""
     place, half = np.int64(0), np.int64(32)
     while half:
         if value >> np.uint64(half):
@@ -36,7 +36,7 @@ def _leading(value: np.uint64) -> Int:
 
 @compiled
 def count_plain_bits(excess: Bits) -> Int:
-    """How many plain bits these take."""
+    """The number of plain bits that these magnitudes take."""
     bits = np.int64(0)
     for i in range(excess.size):
         value = np.uint64(excess[i]) - _1
@@ -47,7 +47,7 @@ def count_plain_bits(excess: Bits) -> Int:
 
 @compiled
 def write_values(excess: Bits, symbols: U8, words: U64) -> None:
-    """The symbols, and the plain bits, of which `words` has room for as many as there are."""
+    """Writes the symbols and the plain bits; `words` must have room for `count_plain_bits` bits."""
     at: Int = 0
     for i in range(excess.size):
         value = np.uint64(excess[i]) - _1
@@ -62,7 +62,7 @@ def write_values(excess: Bits, symbols: U8, words: U64) -> None:
 
 @compiled
 def read_values(symbols: U8, words: U64, bits: int, excess: Bits) -> bool:
-    """The reverse of `write_values`. False: the `bits` plain bits are not those of these symbols, or a magnitude is too
+    """The inverse of `write_values`. False if the `bits` plain bits do not match the symbols, or a magnitude is too
     wide."""
     width = 8 * excess.itemsize
     most = (~_0 >> np.uint64(64 - width)) - _1

@@ -1,10 +1,10 @@
-"""Changes that are listed by place, summed up and put in place one by one; compiled.
+"""Changes listed by place, summed and applied one by one; compiled.
 
-As the kernels of marks.py, for rare changes: time is that of the changes alone, whatever lies between them.
+Like the kernels of marks.py, for rare changes: the time depends only on the number of changes, not on the elements between.
 
-Guarantees: as marks.py. Leaves to others: checking that all changes were used up.
+Guarantees: as in marks.py. Leaves to others: checking that all changes were used up.
 
-Legend: as in marks.py. Places are those in the block, strictly rising.
+Legend: as in marks.py. Places are positions in the block, strictly ascending.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _6 = np.uint64(6)
 _63 = np.uint64(63)
 _SHIFT = np.uint64(ROW_SHIFT)
 _MASK = np.uint64(ROW_MASK)
-_AHEAD = 48  # changes between asking for a cache line and writing to it
+_AHEAD = 48  # how many changes ahead cache lines are prefetched
 
 
 @inlined
 def _first_from(values: U32, begin: Int, bound: Int) -> np.int64:
-    """The first index from `begin` on whose value is `bound` or more, of rising values."""
+    """Binary search in ascending values: the first index from `begin` on with a value of at least `bound`."""
     low, high = np.int64(begin), np.int64(values.size)
     while low < high:
         middle = (low + high) >> 1
@@ -43,14 +43,14 @@ def _first_from(values: U32, begin: Int, bound: Int) -> np.int64:
 def settle_places(
     base: int, count: int, coded: tuple[U32, U64], rank: Int, print_at: tuple[int, np.uint64, U64]
 ) -> tuple[np.uint64, Int]:  # fmt: skip
-    """What the changes of a segment of `count` elements add to the fingerprint if all are by one, and how many changes
-    there are so far. `coded` = places, signs; `print_at` as in `marks.settle_larger`."""
+    """The fingerprint term of a segment's changes, counting each as a change by one, and the number of changes so far. The
+    segment has `count` elements. `coded` = places, signs; `print_at` as in `marks.settle_larger`."""
     places, signs = coded
     offset, seed, columns = print_at
     at, stop = np.int64(rank), _first_from(places, rank, base + count)
     to_element = np.uint64(offset - base)  # modulo 2^64: adding it to a place of the segment gives an element's index
     total = _0
-    while at < stop:  # what one word has the signs of: every change by itself, so that several are summed at once
+    while at < stop:  # one word of signs at a time: the sums are independent, so that the compiler can vectorise them
         down_from = signs[np.uint64(at) >> _6] >> (np.uint64(at) & _63)
         together = min(stop - at, 64 - (at & 63))
         mine = places[at : at + together]
@@ -67,7 +67,7 @@ def settle_places(
 def move_places(
     live: Bits, base: int, coded: tuple[U32, U64], larger: tuple[U32, U32, Bits, U64], cursor: I64, is_back: bool
 ) -> np.uint64:  # fmt: skip
-    """Adds a segment's changes to its live bits, or takes them back. Returns how many passed the end of their range.
+    """Adds a segment's changes to its live bits, or subtracts them (`is_back`). Returns how many wrapped around.
     `coded` = places, signs; `larger` as in `marks.settle_larger`."""
     places, signs = coded
     larger_places, ranks, excess, _ = larger

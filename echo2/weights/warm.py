@@ -1,8 +1,8 @@
-"""Compiling ahead: one call, so that no version waits for a compiler.
+"""Compiles all kernels ahead of time, so that no version waits for a compiler.
 
-The first call on a machine compiles every kernel for bf16 and float32 (tens of CPU seconds) and keeps the code in the
-package's cache folder; later calls, in any process, load it (under a second). Whoever starts several daemons on one
-machine calls it once before, or each of them compiles for itself.
+The first call on a machine compiles every kernel for bf16 and float32 (tens of CPU seconds) and stores the code in the
+package's cache folder; later calls, in any process, load it (under a second). Before starting several daemons on one
+machine, call it once; otherwise each of them compiles for itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ELEMENTS = 2048
 
 
 def warm_up(*types: torch.dtype) -> None:
-    """Sends a toy version through every path, for each element type given (bf16 and float32 if none is)."""
+    """Runs a toy version through every code path, for each given element type (default: bf16 and float32)."""
     values = torch.arange(_ELEMENTS) / _ELEMENTS
     old = {str(dtype): values.to(dtype) for dtype in types or (torch.bfloat16, torch.float32)}
     new = {name: tensor.clone() for name, tensor in old.items()}

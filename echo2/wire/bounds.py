@@ -1,8 +1,8 @@
-"""How large each field of each message may be: the one table, and the one check that every door makes with it.
+"""How large each field of each message may be: one table, and the check that every receiver makes with it.
 
-Guarantees: what `check` lets pass holds only numbers within their bounds (which no NaN is), texts, bytes and
-lists within their sizes and enum values that are declared; it looks at each field once and keeps nothing. A field that the
-table lacks is an error of ours, which a test finds before any message does. Leaves to others: what belongs together
+Guarantees: what `check` accepts holds only numbers within their bounds (so no NaN), texts, bytes and
+lists within their sizes, and declared enum values; it visits each field once and keeps nothing. A field missing from the
+table is a bug of ours, which a test finds before any message does. Leaves to others: consistency between fields
 (wire/rollout, wire/broadcast, wire/coordinator), what a sender may say (the services).
 """
 
@@ -34,7 +34,7 @@ STOP_TOKENS_MAX = 256
 TOKEN_ID_MAX = (1 << 31) - 1
 ROLLOUT_TOKENS_MAX = 1 << 20
 SPANS_MAX = 256
-"""Of one segment or rollout. Versions never go back and lag by `staleness_bound` (64) at most, so honest ones are far fewer."""
+"""Spans per segment or rollout. Versions only grow and lag by at most `staleness_bound` (64), so honest ones have far fewer."""
 REPORT_SEGMENTS_MAX = 4096
 GROUP_TOKENS_MAX = ROLLOUTS_PER_GROUP_MAX * ROLLOUT_TOKENS_MAX
 INDICES_MAX = 4096
@@ -52,7 +52,7 @@ TOKENS_SHOWN_MAX = 512
 SENDERS_SHOWN_MAX = 8
 TOKEN_CHARS_MAX = 64
 SHOWN_CHARS_MAX = 4000
-"""What operators look at: texts that workers and models wrote."""
+"""Texts of workers and models that operators look at."""
 ATTEMPT_MAX = 1 << 20
 COUNT_MAX = 1 << 62
 SIZE_BYTES_MAX = 1 << 60
@@ -73,7 +73,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """`is_printable`: it is shown on pages and in logs as it is."""
+    """`is_printable`: must be printable, because it is shown on pages and in logs as it is."""
 
     chars_max: int
     is_printable: bool = True
@@ -86,7 +86,7 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """`each`: None where the elements are messages, which have bounds of their own."""
+    """`each`: bound of the elements; None for messages, which have bounds of their own."""
 
     count_max: int
     each: Number | Text | Data | None = None
@@ -314,7 +314,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
 
 
 def check(message: Message, whose: str) -> None:
-    """MalformedMessage for the first field over its bound, in `message` or in any message that it holds."""
+    """Raises MalformedMessage for the first field out of bounds, in `message` or in nested messages."""
     rules = _rules_of(message.DESCRIPTOR)
     for field, value in message.ListFields():
         rules[field.number](value, whose)
@@ -329,7 +329,7 @@ def _rules_of(kind: Descriptor) -> dict[int, _Rule]:
 
 
 def needs_bound(field: FieldDescriptor) -> bool:
-    """Whether the table must name it: all but single messages, flags and enums, which bound themselves."""
+    """Whether the table must list the field: all except single messages, flags and enums, which bound themselves."""
     own = (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_ENUM)
     return field.is_repeated or field.type not in own
 
@@ -367,7 +367,7 @@ def _check_list(
         case Number(high, low):
             _check_number(min(values), name, whose, low, high)
             _check_number(max(values), name, whose, low, high)
-            if math.isnan(sum(values)):  # which `min` and `max` may pass over
+            if math.isnan(sum(values)):  # which `min` and `max` may miss
                 raise MalformedMessage(f"{name} of {whose}: expected finite numbers, got one that is none")
         case Text():
             for value in values:

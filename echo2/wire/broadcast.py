@@ -1,6 +1,6 @@
-"""Broadcast messages <-> core types. Parses at the edge: what comes out of here is within limits or was refused.
+"""Converts broadcast messages and core types. Parses at the edge: the result is within limits, or MalformedMessage.
 
-A chunk frame is encoded once and forwarded as it is; its route is appended, which protobuf reads as one message.
+A chunk frame is encoded once and forwarded unchanged; its route is appended, which protobuf parses as one message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ADDRESSES_MAX = 8
 
 
 def parse(data: bytes, whose: str) -> pb.PeerMessage:
-    """A message of a peer within its bounds; MalformedMessage when it is not one."""
+    """Parses a peer's message within its bounds; MalformedMessage if it is not valid."""
     message = parsed(pb.PeerMessage, data, PEER_FRAME, whose)
     if message.WhichOneof("kind") is None:
         raise MalformedMessage(f"{whose}: expected a PeerMessage of a known kind, got none")
@@ -59,7 +59,7 @@ def header_from(message: pb.ArtifactHeader) -> Header:
 
 
 def chunk_to_bytes(chunk: Chunk) -> bytes:
-    """As protobuf would encode it, by hand: every node does this with every chunk, and the payload is copied once."""
+    """Encodes a chunk by hand exactly as protobuf would: every node does this for every chunk; copies the payload only once."""
     parts: list[bytes | memoryview] = [b"\x0a", _varint(len(chunk.key)), chunk.key]
     if chunk.index:
         parts += [b"\x10", _varint(chunk.index)]
@@ -86,7 +86,7 @@ def chunk_from(message: pb.ChunkFrame) -> Chunk:
 
 
 def beside(route: Route | None, is_answer: bool) -> bytes:
-    """What is said beside an encoded chunk, before or after it: its route, or that it is an answer. Often nothing."""
+    """The bytes that go before or after an encoded chunk: its route, or the answer mark; often empty."""
     if is_answer:
         return pb.PeerMessage(is_answer=True).SerializeToString()
     if route is None:
@@ -95,7 +95,7 @@ def beside(route: Route | None, is_answer: bool) -> bytes:
 
 
 def addressed(frame: bytes | memoryview, route: Route | None, is_answer: bool) -> bytes:
-    """An encoded chunk with its route, or the mark of an answer, appended."""
+    """An encoded chunk with its route or answer mark appended."""
     return b"".join((frame, beside(route, is_answer)))
 
 
@@ -167,7 +167,7 @@ def plan_to_message(plan: BroadcastPlan) -> pb.BroadcastPlan:
 
 
 def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
-    """MalformedMessage when trees and nodes do not belong together."""
+    """Parses a plan; MalformedMessage if its trees do not match its nodes."""
     check(message, "the plan")
     nodes = tuple(
         NodeLink(
@@ -190,14 +190,14 @@ def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
 
 
 def access_to_message(access: Access) -> pb.PeerAccess | None:
-    """None where there is nothing to say, which is so for every node that can be dialled."""
+    """None if there is nothing to say, as for every node that can be dialled."""
     if access == Access():
         return None
     return message_of(access, pb.PeerAccess)
 
 
 def access_from_message(message: pb.PeerAccess) -> Access:
-    """Lists are cut to their limits: what is beyond is not used."""
+    """Parses an access; lists are truncated to their limits."""
     return Access(
         lan_addresses=tuple(message.lan_addresses[:ADDRESSES_MAX]),
         public_host=message.public_host[:HOST_CHARS_MAX],

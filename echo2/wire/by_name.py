@@ -1,8 +1,8 @@
-"""Messages <-> core types by name: a field that is called the same on both sides is declared there and nowhere else.
+"""Converts messages and core types by field name: a field with the same name on both sides is declared only in those two places.
 
-Guarantees: plain fields of one name are taken over as they are, lists as tuples; fields that hold messages or enums, and
-those that need a check, are given by whoever calls. A core type whose field has no counterpart and no default is refused
-by its own constructor. Leaves to others: bounds (bounds, rollout); that no field is left out (tests/unit/wire/test_fields).
+Guarantees: plain fields with the same name are copied, lists as tuples; the caller passes fields that hold messages or enums,
+and those that need a check. If a core type has a field without counterpart and default, its constructor raises.
+Leaves to others: bounds (bounds, rollout); that no field is forgotten (tests/unit/wire/test_fields).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOT_PLAIN = {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_ENUM}
 
 
 def core_of(message: Message, kind: type[T], **given: Any) -> T:
-    """`kind` with what `message` says; `given` are the fields that are not taken over by name."""
+    """Builds a `kind` from `message`; `given`: the fields that are not copied by name."""
     names, read, listed = _shared(kind, type(message), tuple(given))
     given.update(zip(names, read(message), strict=True))
     for name in listed:
@@ -29,7 +29,7 @@ def core_of(message: Message, kind: type[T], **given: Any) -> T:
 
 
 def message_of(made: object, kind: type[M], **given: Any) -> M:
-    """A message of `kind` that says what `made` says; `given` as above. None leaves an optional field unset."""
+    """Builds a message of `kind` from `made`; `given` as above. None leaves an optional field unset."""
     names, read, _ = _shared(type(made), kind, tuple(given))
     given.update(zip(names, read(made), strict=True))
     return kind(**given)
@@ -40,7 +40,7 @@ _known: dict[tuple[type[Any], type[Message], tuple[str, ...]], _Fields] = {}
 
 
 def _shared(core: type[Any], message: type[Message], given: tuple[str, ...]) -> _Fields:
-    """Names of both, how they are read off either, and which of them are lists. Looked up once for each kind of call."""
+    """The common field names, a getter for them, and which of them are lists. Cached per combination of arguments."""
     fields = _known.get((core, message, given))
     if fields is None:
         fields = _known[core, message, given] = _looked_up(core, message, given)

@@ -1,8 +1,8 @@
-"""Chunks read from their frames by hand: every node does this with every chunk, and protobuf would copy the payload three times.
+"""Parses chunk frames by hand: every node does this for every chunk, and protobuf would copy the payload three times.
 
-Guarantees: what is read here is what protobuf would read of the same bytes; for a frame that is anything but one chunk as
-nodes write it (fields in order, each once, the route or the mark of an answer before or after it) `chunk_in` returns None, and the
-caller parses it as any message. Views lie in the frame, which lives as long as they do.
+Guarantees: the result equals what protobuf would parse from the same bytes. For a frame that is not a single chunk as nodes
+write it (fields in order, each once, the route or answer mark before or after it), `chunk_in` returns None, and the
+caller parses it like any other message. The views point into the frame and keep it alive.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from echo2.wire.weighing import PEER_FRAME, parsed
 _CHUNK, _KEY, _INDEX, _ENDS_BLOCK, _SIGNATURE, _PAYLOAD = 0x1A, 0x0A, 0x10, 0x18, 0x22, 0x2A
 _SIGNATURE_BYTES = 64
 _HEAD_BYTES_MAX = 128
-"""All of a chunk but its payload."""
+"""Everything in a chunk except its payload."""
 BESIDE_BYTES_MAX = 32
-"""A route, or the mark of an answer."""
+"""A route, or the answer mark."""
 FRAME_BYTES_MAX = CHUNK_BYTES_MAX + _HEAD_BYTES_MAX + BESIDE_BYTES_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkIn:
-    """`record`: the chunk as it is kept and passed on, without what was said beside it."""
+    """`record`: the encoded chunk to store and forward, without route or answer mark."""
 
     chunk: Chunk
     record: memoryview
@@ -35,7 +35,7 @@ class ChunkIn:
 
 
 def chunk_in(frame: bytes, whose: str) -> ChunkIn | None:
-    """The chunk that a frame carries; None where it is another message, or unusual. MalformedMessage beyond bounds."""
+    """The chunk in a frame; None for another message or an unusual encoding. MalformedMessage if out of bounds."""
     try:
         begin = 0 if frame[0] == _CHUNK else _after_beside(frame)
         if frame[begin] != _CHUNK:
@@ -61,16 +61,16 @@ def chunk_in(frame: bytes, whose: str) -> ChunkIn | None:
 
 
 def _after_beside(frame: bytes) -> int:
-    """Where the chunk begins behind a route or the mark of an answer."""
+    """The offset of the chunk after a route or an answer mark."""
     if frame[0] == 0x50:  # is_answer
         return 2
     if frame[0] == 0x4A and frame[1] < BESIDE_BYTES_MAX:  # route
         return 2 + frame[1]
-    raise IndexError("it begins as no chunk does")
+    raise IndexError("the frame does not start like a chunk")
 
 
 def _chunk(frame: bytes, at: int, end: int) -> Chunk | None:
-    """Of the bytes from `at` to `end`; None where they are not in the order and of the sizes that nodes write."""
+    """Parses the bytes from `at` to `end`; None if fields are not in the order and of the sizes that nodes write."""
     if frame[at] != _KEY or frame[at + 1] != KEY_BYTES:
         return None
     key, at = ArtifactKey(frame[at + 2 : at + 2 + KEY_BYTES]), at + 2 + KEY_BYTES
@@ -93,7 +93,7 @@ def _chunk(frame: bytes, at: int, end: int) -> Chunk | None:
 
 
 def _varint(frame: bytes, at: int) -> tuple[int, int]:
-    """At most four bytes, which is all that sizes and indices of chunks take."""
+    """Reads a varint of at most four bytes, which is enough for sizes and indices of chunks."""
     value = 0
     for place in range(4):
         byte = frame[at + place]

@@ -1,7 +1,7 @@
 """Control messages of proto/echo2/v1/coordinator.proto <-> the coordinator's core types.
 
-Guarantees: what `*_from_message` returns is within the bounds of wire/bounds and fits together; whatever else a message may
-hold, it raises `MalformedMessage`, saying which field of whose, what was expected and what came. Leaves to others: whether
+Guarantees: what `*_from_message` returns is within the bounds of wire/bounds and consistent; for anything else
+it raises `MalformedMessage`, which names the field and sender, what was expected and what came. Leaves to others: whether
 the sender may say it (runtime/services).
 """
 
@@ -35,7 +35,7 @@ from echo2.wire.rollout import group_from_message, group_to_message
 from echo2.wire.ticket import verify_ticket
 
 FINISHED = "finished"
-"""Why a learner leaves that has made its last step; for any other reason the run goes on."""
+"""The reason with which a learner leaves after its last step; with any other reason the run goes on."""
 _END_REASONS = {
     pb.LeaseEnded.REASON_FINISHED: EndReason.FINISHED,
     pb.LeaseEnded.REASON_HANDED_BACK: EndReason.HANDED_BACK,
@@ -54,20 +54,20 @@ def link_to_message(link: LinkReport) -> pb.Link:
 def worker_hello_from_message(
     message: pb.WorkerHello, whose: str, held_leases: tuple[HeldLease, ...] = ()
 ) -> WorkerHello:
-    """`held_leases`: as the message's tickets say (`held_lease_from_ticket`), once they are verified."""
+    """`held_leases`: from the message's verified tickets (`held_lease_from_ticket`)."""
     check(message, whose)
     return core_of(message, WorkerHello, link=link_from_message(message.link), held_leases=held_leases)
 
 
 def worker_hello_to_message(hello: WorkerHello) -> pb.WorkerHello:
-    """Without the tickets: the page and the store do not need them."""
+    """Encodes a hello without its tickets, which the dashboard and the store do not need."""
     return message_of(hello, pb.WorkerHello, link=link_to_message(hello.link))
 
 
 def held_lease_from_ticket(
     message: rollout_pb2.LeaseTicket, run_id: RunId, coordinator_peer_id: PeerId, worker_peer_id: PeerId
 ) -> HeldLease:
-    """What the ticket is of; a TrustError unless this run's coordinator signed it for that very worker."""
+    """The lease of a ticket; TrustError unless this run's coordinator signed it for exactly this worker."""
     ticket = verify_ticket(message, run_id, coordinator_peer_id, worker_peer_id)
     return HeldLease(ticket.lease_id, ticket.group_id, ticket.attempt, ticket.deadline_unix_s)
 
@@ -128,7 +128,7 @@ def groups_from_messages(messages: Sequence[rollout_pb2.GroupSpec]) -> tuple[Gro
 
 
 def offer_from_message(message: pb.OfferGroups, whose: str) -> tuple[tuple[GroupSpec, ...], tuple[int, ...]]:
-    """The groups, and of each how many tokens have reached the learner; no counts but in a reminder."""
+    """The groups, and how many tokens of each have reached the learner; counts are sent only in a reminder."""
     check(message, whose)
     groups, held_tokens = groups_from_messages(message.groups), tuple(message.held_tokens)
     if held_tokens and len(held_tokens) != len(groups):
@@ -154,7 +154,7 @@ def learner_hello_from_message(message: pb.LearnerHello, whose: str) -> LearnerH
 
 
 def learner_hello_to_message(hello: LearnerHello) -> pb.LearnerHello:
-    """Without the open groups when they are not given: the page and the store do not need them."""
+    """Encodes a hello; the dashboard and the store pass it without open groups, which they do not need."""
     groups = [group_to_message(group) for group in hello.open_groups]
     return message_of(hello, pb.LearnerHello, open_groups=groups, link=link_to_message(hello.link))
 
@@ -171,7 +171,9 @@ def learner_report_to_message(report: LearnerReport) -> pb.LearnerReport:
 
 def delivered_from_message(message: pb.WorkersDelivered, whose: str) -> Delivered:
     check(message, whose)
-    return Delivered(tuple(core_of(one, WorkerDelivered, worker_id=PeerId(one.peer_id)) for one in message.workers))
+    return Delivered(
+        tuple(core_of(worker, WorkerDelivered, worker_id=PeerId(worker.peer_id)) for worker in message.workers)
+    )
 
 
 def published_from_message(message: pb.VersionPublished, whose: str) -> PublishedVersion:
@@ -180,7 +182,7 @@ def published_from_message(message: pb.VersionPublished, whose: str) -> Publishe
 
 
 def offered_machine(message: pb.OfferedMachine) -> MarketOffer:
-    """Of a message that was checked. ConfigError where no such machine can be."""
+    """Converts a checked message; ConfigError if no such machine can exist."""
     return core_of(message, MarketOffer)
 
 

@@ -1,8 +1,8 @@
 """Rollouts, groups, sampling parameters and verdicts <-> messages of proto/echo2/v1/{rollout,ingest}.proto.
 
-Guarantees: what `*_from_message` returns is within the limits below and consistent with itself; whatever else a
-message may hold, it raises `MalformedMessage`, saying which field, what was expected and what came. Leaves to others:
-whether the sender may say it (tickets, learner), whether a token id lies in the vocabulary (engine, learner).
+Guarantees: what `*_from_message` returns is within the limits below and self-consistent; for anything else
+it raises `MalformedMessage`, which names the field, what was expected and what came. Leaves to others:
+whether the sender may say it (tickets, learner), whether a token id is in the vocabulary (engine, learner).
 
 Log-probabilities and sampling parameters travel as float32: a value comes back rounded to float32.
 """
@@ -41,10 +41,10 @@ from echo2.wire.by_name import core_of, message_of
 from echo2.wire.gen.echo2.v1 import ingest_pb2, rollout_pb2
 
 REPORT_TOKENS_MAX = SEGMENT_TOKENS_MAX = 1 << 16
-"""Of one report, or of one segment alone: what is looked at without a pause."""
+"""Tokens of one report, or of one segment: processed without yielding."""
 REPORT_SPANS_MAX = 1 << 14
 PARTIALS_BYTES_MAX = 256 << 20
-"""Limit of a GetPartials reply: the partial rollouts of one group, whole."""
+"""Limit of a GetPartials reply: the complete partial rollouts of one group."""
 
 _FINISH_TO_WIRE: dict[FinishReason, rollout_pb2.FinishReason] = {
     FinishReason.UNFINISHED: rollout_pb2.FINISH_REASON_UNSPECIFIED,
@@ -106,7 +106,7 @@ def sampling_to_message(sampling: SamplingParams) -> rollout_pb2.SamplingParams:
 
 
 def sampling_from_message(message: rollout_pb2.SamplingParams) -> SamplingParams:
-    """Ranges of the single parameters are `SamplingParams`' own."""
+    """Parses sampling parameters; `SamplingParams` checks the ranges itself."""
     stops = _checked_tokens(message.stop_token_ids, 0, STOP_TOKENS_MAX, "stop_token_ids")
     return core_of(message, SamplingParams, stop_token_ids=stops)
 
@@ -117,7 +117,7 @@ def group_to_message(group: GroupSpec) -> rollout_pb2.GroupSpec:
 
 
 def group_from_message(message: rollout_pb2.GroupSpec, prompt_tokens_min: int = 1) -> GroupSpec:
-    """`prompt_tokens_min`: agents' rollouts, between the learner's own processes, may have no common beginning."""
+    """Parses a group. `prompt_tokens_min` 0: between the learner's own processes, agents' rollouts may have no common prompt."""
     group_id = group_id_from_wire(message.group_id)
     whose = f"of group {group_id}"
     if not message.HasField("sampling"):
@@ -146,7 +146,7 @@ def _spans_to_messages(spans: Iterable[VersionSpan]) -> list[rollout_pb2.Version
 
 
 def _spans_from_messages(messages: Sequence[rollout_pb2.VersionSpan], what: str) -> tuple[VersionSpan, ...]:
-    # Every span covers a token at least, and there are few of them, or they are refused before they are built.
+    # The caller has already limited the number of spans; each must cover at least one token.
     return tuple(
         VersionSpan(
             version=Version(_checked_count(message.version, 0, VERSION_MAX, f"version {what}")),
@@ -157,7 +157,7 @@ def _spans_from_messages(messages: Sequence[rollout_pb2.VersionSpan], what: str)
 
 
 def segment_to_message(segment: RolloutSegment) -> rollout_pb2.RolloutSegment:
-    return rollout_pb2.RolloutSegment(  # by hand: thousands a second
+    return rollout_pb2.RolloutSegment(  # written out for speed: thousands a second
         group_id=segment.group_id,
         index=segment.index,
         offset=segment.offset,
@@ -173,7 +173,7 @@ def segment_to_message(segment: RolloutSegment) -> rollout_pb2.RolloutSegment:
 
 
 def segment_from_message(message: rollout_pb2.RolloutSegment, tokens_max: int = SEGMENT_TOKENS_MAX) -> RolloutSegment:
-    """`tokens_max`: a whole rollout (`GetPartials`) may be longer than one report's segment."""
+    """Parses a segment. `tokens_max`: a whole rollout (`GetPartials`) may be longer than one report's segment."""
     group_id = group_id_from_wire(message.group_id)
     index = _checked_count(message.index, 0, ROLLOUTS_PER_GROUP_MAX - 1, f"index of a rollout of group {group_id}")
     whose = f"of rollout {index} of group {group_id}"
@@ -218,7 +218,7 @@ def rollout_to_message(rollout: Rollout) -> rollout_pb2.RolloutSegment:
 
 
 def rollout_from_message(message: rollout_pb2.RolloutSegment) -> Rollout:
-    """A whole rollout; refuses a segment that does not begin at offset 0."""
+    """Parses a whole rollout; MalformedMessage if the segment does not start at offset 0."""
     segment = segment_from_message(message, tokens_max=ROLLOUT_TOKENS_MAX)
     if segment.offset != 0:
         raise MalformedMessage(
@@ -237,7 +237,7 @@ def rollout_from_message(message: rollout_pb2.RolloutSegment) -> Rollout:
 
 
 def segments_from_report(message: ingest_pb2.RolloutReport) -> tuple[RolloutSegment, ...]:
-    """All segments of a report, which is refused whole when one of them is malformed."""
+    """Parses all segments of a report; one malformed segment refuses the whole report."""
     _checked_count(len(message.segments), 0, REPORT_SEGMENTS_MAX, "number of segments of a report")
     tokens = sum(len(segment.token_ids) for segment in message.segments)
     _checked_count(tokens, 0, REPORT_TOKENS_MAX, "number of tokens of a report")
@@ -247,7 +247,7 @@ def segments_from_report(message: ingest_pb2.RolloutReport) -> tuple[RolloutSegm
 
 
 def rollouts_from_partials(message: ingest_pb2.GetPartialsReply) -> tuple[Rollout, ...]:
-    """The rollouts of a group that the learner holds, finished ones included; each index at most once."""
+    """Parses the rollouts of a group that the learner holds, including finished ones; each index at most once."""
     _checked_count(len(message.rollouts), 0, ROLLOUTS_PER_GROUP_MAX, "number of partial rollouts")
     rollouts = tuple(rollout_from_message(rollout) for rollout in message.rollouts)
     if len({(rollout.group_id, rollout.index) for rollout in rollouts}) != len(rollouts):
@@ -280,6 +280,6 @@ def verdict_from_message(message: ingest_pb2.SegmentVerdict) -> SegmentVerdict:
 
 
 def verdicts_from_message(message: ingest_pb2.RolloutVerdict) -> tuple[SegmentVerdict, ...]:
-    """All verdicts on one report."""
+    """Parses all verdicts on one report."""
     _checked_count(len(message.segments), 0, REPORT_SEGMENTS_MAX, "number of verdicts")
     return tuple(verdict_from_message(verdict) for verdict in message.segments)

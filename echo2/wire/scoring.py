@@ -1,8 +1,8 @@
-"""Scoring leases and their answers as messages.
+"""Converts scoring leases and their answers to and from messages.
 
-Guarantees: what comes back is consistent with itself (stretches within the tokens, columns of one length, finite numbers) or is
-refused by name with MalformedMessage. Numbers travel as float32. Leaves to others: single bounds (wire/bounds, which every door
-asks first), whether it is the answer to what was asked (learner/scorings).
+Guarantees: the result is self-consistent (stretches within the tokens, columns of one length, finite numbers), or a
+MalformedMessage names what is wrong. Numbers travel as float32. Leaves to others: bounds of single fields (wire/bounds, checked
+first by every receiver), whether the answer fits the request (learner/scorings).
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ def lease_to_message(request: ScoreRequest, within_s: float) -> ingest_pb2.Scori
         sampling=sampling_to_message(request.sampling),
         stretches=[
             ingest_pb2.Stretch(
-                version=one.version, first=one.first, count=one.count, group_id=one.prefix_key, position=one.position
+                version=stretch.version,
+                first=stretch.first,
+                count=stretch.count,
+                group_id=stretch.prefix_key,
+                position=stretch.position,
             )
-            for one in request.stretches
+            for stretch in request.stretches
         ],
         within_s=within_s,
     )
 
 
 def lease_from_message(message: ingest_pb2.ScoringLease) -> tuple[ScoreRequest, float]:
-    """And for how many seconds it runs."""
+    """The request, and the lease's duration in seconds."""
     stretches = tuple(
-        Stretch(Version(one.version), one.first, one.count, GroupId(one.group_id), one.position)
-        for one in message.stretches
+        Stretch(Version(stretch.version), stretch.first, stretch.count, GroupId(stretch.group_id), stretch.position)
+        for stretch in message.stretches
     )
     if not stretches or not message.token_ids:
         raise MalformedMessage(f"scoring {message.lease_id}: expected tokens to score, got none")

@@ -1,8 +1,8 @@
-"""Lease tickets: the coordinator signs them, the learner checks them alone.
+"""Lease tickets: the coordinator signs them, the learner verifies them on its own.
 
 Guarantees: a ticket that `verify_ticket` returns was signed by this run's coordinator, for this run and this worker,
-and its fields are within limits. The signature covers the deterministic serialisation of all other fields, behind a
-prefix that no other signature of the project begins with. Leaves to others: whether its deadline has passed and whether
+and its fields are within limits. The signature covers the deterministic serialisation of all other fields, after a
+prefix that no other signature in the project starts with. Leaves to others: whether its deadline has passed and whether
 a later attempt has superseded it (learner).
 """
 
@@ -57,7 +57,7 @@ def sign_ticket(ticket: Ticket, coordinator: Identity) -> rollout_pb2.LeaseTicke
 def verify_ticket(
     message: rollout_pb2.LeaseTicket, run_id: RunId, coordinator_peer_id: PeerId, worker_peer_id: PeerId
 ) -> Ticket:
-    """The ticket, once it is known to be this run's coordinator's and `worker_peer_id`'s (the caller's, from TLS)."""
+    """Returns the ticket if this run's coordinator granted it to `worker_peer_id` (the caller, known from TLS), else raises."""
     lease_id, group_id = lease_id_from_wire(message.lease_id), group_id_from_wire(message.group_id)
     whose = f"ticket of lease {lease_id} from {worker_peer_id}"
     if len(message.signature) != 64:

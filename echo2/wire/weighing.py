@@ -1,9 +1,9 @@
-"""What a message costs to parse, told from its bytes before anything is made of them.
+"""Estimates from a message's bytes what parsing it would cost, before anything is allocated.
 
-protobuf makes an object of some hundred bytes of every submessage, and an empty one takes two bytes on the wire: 15 MiB of
-them become 600 MB. Guarantees: `parsed` makes at most `fields_max` fields of a message, whatever its bytes say; beyond that,
-and for bytes that are no message, MalformedMessage. Packed lists count once: they grow by a factor of eight at most. Costs
-about a microsecond a field.
+protobuf allocates a few hundred bytes per submessage, and an empty one takes two bytes on the wire: 15 MiB of
+them become 600 MB. Guarantees: `parsed` creates at most `fields_max` fields of a message, whatever its bytes say; beyond that,
+and for bytes that are not a message, it raises MalformedMessage. Packed lists count once: they grow at most eightfold. Takes
+about a microsecond per field.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from echo2.base.errors import MalformedMessage
 
 M = TypeVar("M", bound=Message)
 _Shape: TypeAlias = "Mapping[int, _Shape]"
-"""Of a message's fields, those that are messages, by their number."""
+"""The fields of a message that are messages themselves, by field number."""
 _FIXED_BYTES = {1: 8, 5: 4}
 
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What one message of a call may be."""
+    """Limits of one message of a call."""
 
     bytes_max: int = 64 << 10
     fields_max: int = 256
@@ -38,18 +38,18 @@ CALLS: Mapping[str, CallLimits] = {
     "/echo2.v1.Ingest/Report": CallLimits(8 << 20, 65_536),
     "/echo2.v1.Operator/GetOutlook": CallLimits(256 << 10, 8_192),
 }
-"""The others carry a name, a token or a ticket each, and take the defaults."""
+"""All other calls carry a name, a token or a ticket, and use the defaults."""
 PEER_FRAME = CallLimits(8 << 20, 256)
-"""Between peers: the lists of frames are packed."""
+"""Frames between peers; their lists are packed."""
 
 
 def limits_of(method: str) -> CallLimits:
-    """Of a call by its full name, `/package.Service/Method`."""
+    """The limits of a call, given its full name `/package.Service/Method`."""
     return CALLS.get(method, CallLimits())
 
 
 def parsed(kind: type[M], data: bytes, limits: CallLimits, whose: str) -> M:
-    """The message; MalformedMessage beyond `limits`, or where the bytes are no such message."""
+    """Parses a message; MalformedMessage beyond `limits`, or if the bytes are not such a message."""
     if len(data) > limits.bytes_max:
         raise MalformedMessage(f"{whose}: expected a message of up to {limits.bytes_max} bytes, got {len(data)}")
     if not _is_within(data, shape_of(kind.DESCRIPTOR), limits.fields_max):
@@ -64,7 +64,7 @@ def parsed(kind: type[M], data: bytes, limits: CallLimits, whose: str) -> M:
 
 @functools.cache
 def shape_of(descriptor: Descriptor) -> _Shape:
-    """Our messages do not contain themselves, so this ends."""
+    """The message's shape. Our messages are not recursive, so this ends."""
     return {
         field.number: shape_of(field.message_type)
         for field in descriptor.fields
@@ -73,7 +73,7 @@ def shape_of(descriptor: Descriptor) -> _Shape:
 
 
 def _is_within(data: bytes, shape: _Shape, fields_max: int) -> bool:
-    """Whether `data` has at most so many fields, in all its depth. Where it breaks off, the parser will say so."""
+    """Whether `data` has at most `fields_max` fields, at all depths. Truncated data passes: the parser reports it."""
     left, at, end = fields_max, 0, len(data)
     above: list[tuple[int, _Shape]] = []
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from echo2.base.errors import ConfigError
 from echo2.broadcast.link_shape import LinkShape
+from echo2.cost_model.sizing import Quantisation
 from echo2.worker.engine import SwapMode
 
 
@@ -20,13 +21,6 @@ class EngineChoice(enum.Enum):
     AUTO = "auto"
     EMBEDDED = "embedded"
     VLLM = "vllm"
-
-
-class Quantisation(enum.Enum):
-    """How the weights are rounded that an engine generates by; the published ones are kept beside them."""
-
-    NONE = "none"
-    INT8 = "int8"
 
 
 @dataclass(frozen=True, slots=True)

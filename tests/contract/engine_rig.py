@@ -25,7 +25,12 @@ TIMEOUT_S = 240.0
 _T = TypeVar("_T")
 
 
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
 OTHERS: dict[str, dict[str, object]] = {
     "gemma3_text": {
         "sliding_window": 40, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
@@ -107,6 +112,22 @@ def rounded_to_int8(model: torch.nn.Module) -> torch.nn.Module:
         if isinstance(module, torch.nn.Linear):
             steps = module.weight.detach().abs().amax(1, keepdim=True) / 127
             module.weight = torch.nn.Parameter((module.weight.detach() / steps).round() * steps)
+    return model
+
+
+def fp8_rows(master_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes in e4m3 and a scale a row [R, 1], as vLLM rounds while it loads (`fp8_per_channel`): the reference on a CPU."""
+    most = torch.tensor(torch.finfo(torch.float8_e4m3fn).max)
+    scales = (master_RC.abs().amax(1, keepdim=True).float() / most).clamp_min(1.0 / (most * 512))
+    return (master_RC / scales).clamp_(-most, most).to(torch.float8_e4m3fn), scales
+
+
+def rounded_to_fp8(model: torch.nn.Module) -> torch.nn.Module:
+    """The same with the matrices of its layers in fp8; token embeddings and head stay."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            codes, scales = fp8_rows(module.weight.detach().bfloat16())
+            module.weight = torch.nn.Parameter(codes.to(module.weight.dtype) * scales)
     return model
 
 

@@ -321,6 +321,6 @@ def test_what_rots_at_the_learner_is_made_up_for_by_a_keyframe(tmp_path: Path, m
             assert lost == [str(delta)] and learner.node.library.find(delta) is None
             await learner.node.publish(remade, iter(BLOCKS[::-1]), lambda: "q", 1 << 24, is_pushed=False)
             assert await reading == BLOCKS[::-1]
-            assert "stopped coming" in worker.node.stats().way
+            assert "has stalled" in worker.node.stats().way
 
     asyncio.run(scene())

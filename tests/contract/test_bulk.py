@@ -23,7 +23,7 @@ from echo2.broadcast.runtime.link import PeerLink
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
 from echo2.broadcast.runtime.transport import Connection
-from echo2.broadcast.runtime.transport_bulk import BulkConnection, BulkTransport
+from echo2.broadcast.runtime.transport_bulk import UNREAD_BYTES_MAX, BulkConnection, BulkTransport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
 from echo2.trust.identity import Identity, Role, RunAuthority, dns_name_of
 from echo2.trust.runtime import tls
@@ -396,7 +396,95 @@ def test_the_end_of_a_frame_arrives_wherever_the_link_cut_it(tmp_path: Path) -> 
                     assert await asyncio.wait_for(frames.get(), 20) == frame
             await receiver.close()
 
+
+def test_what_a_peer_sends_waits_in_its_own_machine_while_nobody_takes_it(tmp_path: Path) -> None:
+    frames = [number.to_bytes(4, "big") + bytes(UNREAD_BYTES_MAX // 4) for number in range(256)]
+    assert sum(map(len, frames)) > 32 << 20, "far more than the buffers of two sockets"
+
+    async def scene() -> None:
+        f = Fleet(tmp_path)
+        members = [f.credentials(Role.WORKER) for _ in range(2)]
+        receiver, sender = map(BulkTransport, members)
+        came: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+        done = asyncio.Event()
+
+        async def accept(connection: Connection) -> None:
+            came.set_result(connection)
+            await done.wait()
+
+        async def send() -> None:
+            for frame in frames:
+                await sending.send(frame)
+
+        receiver.listen("127.0.0.1", 0, accept)
+        sending = await sender.dial("127.0.0.1", receiver.port, members[0].peer_id)
+        task, taken = asyncio.create_task(send()), await came
+        assert isinstance(taken, BulkConnection)
+        await until(lambda: task.done() or not taken._transport.is_reading(), "it reads no more, or has all of it")
+        assert not task.done()
+        assert UNREAD_BYTES_MAX < taken._unread_bytes + taken._cutter.held_bytes < 2 * UNREAD_BYTES_MAX
+        for frame in frames:
+            assert await asyncio.wait_for(taken.receive(), 20) == frame, "and it goes on as they are taken"
+            assert taken._unread_bytes < 2 * UNREAD_BYTES_MAX
+        await task
+        done.set()
+        for one in (sending, sender, receiver):
+            await one.close()
+
     asyncio.run(scene())
+
+
+def test_of_too_many_half_handshakes_of_one_host_the_oldest_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that come through byte pipes, too: no door sees them."""
+    monkeypatch.setattr(transport_bulk, "HANDSHAKE_S", 600.0)
+
+    async def scene() -> None:
+        f = Fleet(tmp_path)
+        bulk = BulkTransport(f.credentials(Role.WORKER))
+
+        async def accept(connection: Connection) -> None:
+            raise AssertionError("none of them proves who it is")
+
+        def come(host: str) -> socket.socket:
+            ours, theirs = _connected()
+            theirs.sendall(bytes.fromhex("1603010200"))  # the first bytes of a TLS hello
+            bulk.take(ours, host, accept)
+            return theirs
+
+        crowd = [come("10.0.0.1") for _ in range(BULK.strangers_per_host)]
+        neighbour = come("10.0.0.2")
+        await asyncio.sleep(0)  # each handshake begins
+        assert not any(map(_is_ended, crowd))
+        crowd += [come("10.0.0.1") for _ in range(3)]
+        await until(lambda: all(map(_is_ended, crowd[:3])), "the first to come are ended")
+        assert not any(map(_is_ended, (*crowd[3:], neighbour)))
+        assert len(bulk._shaking) == BULK.strangers_per_host + 1
+        await bulk.close()
+        for one in (*crowd, neighbour):
+            one.close()
+
+    asyncio.run(scene())
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection to a port that nobody watches."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    for one in (ours, theirs):
+        one.setblocking(False)
+    return ours, theirs
+
+
+def _is_ended(theirs: socket.socket) -> bool:
+    try:
+        return theirs.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
 
 
 def test_a_renewed_certificate_is_shown_by_the_next_handshake(tmp_path: Path) -> None:

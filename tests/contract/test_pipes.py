@@ -16,16 +16,18 @@ import pytest
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.pipe_hello import PipeAnswer
-from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime import pipe_relay, splicing
+from echo2.broadcast.relay_book import PIPES, RelayBook, RelayLimits
+from echo2.broadcast.runtime import pipe_member, pipe_relay, splicing
 from echo2.broadcast.runtime.pipe_member import PipeMember
 from echo2.broadcast.runtime.pipe_relay import PipeRelay
 from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_bulk import BulkTransport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.outside import Machine, entered
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.runtime import tls
 from tests.contract.fleet import until
+from tests.unit.outside.test_outside import StoppedClock
 
 HOST = "127.0.0.1"
 FRAMES = [os.urandom(300_000) for _ in range(20)]
@@ -164,6 +166,46 @@ def test_a_barred_member_is_not_reached_any_more_and_holds_no_place() -> None:
             assert not s.relay._places
 
     asyncio.run(play())
+
+
+def test_a_place_is_kept_for_as_long_as_its_member_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe_member, "STILL_HERE_S", 0.02)
+    machine, clock = Machine(), StoppedClock(time.time())
+    machine.clock = clock
+
+    async def play() -> None:
+        async with scene() as s:
+            book = s.relay._book
+            for _ in range(3):
+                clock.now += 0.9 * PIPES.reservation_s
+                await until(
+                    lambda: book.reserved_until[s.member.peer_id] == clock.now + PIPES.reservation_s,
+                    "it was heard, and its place is for as long again",
+                )
+            connection = await s.call()
+            assert connection.peer.peer_id == s.member.peer_id
+            await connection.close()
+
+    with entered(machine):
+        asyncio.run(play())
+
+
+def test_a_member_that_does_not_speak_is_not_called_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe_member, "STILL_HERE_S", 1e6)
+    machine, clock = Machine(), StoppedClock(time.time())
+    machine.clock = clock
+
+    async def play() -> None:
+        async with scene() as s:
+            connection = await s.call()
+            await connection.close()
+            clock.now += PIPES.reservation_s
+            with pytest.raises(Unreachable):
+                await s.call()
+            assert s.relay._book.refused == 1
+
+    with entered(machine):
+        asyncio.run(play())
 
 
 def test_a_ticket_is_worth_nothing_twice_or_to_whoever_guesses_one() -> None:

@@ -75,11 +75,13 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
         pytest.skip("this machine has no address but loopback, so that no relay would start")
     folder = tmp_path_factory.mktemp("ports")
     config = small_run(folder, make_tiny_model(folder / "model"), steps=100_000, eval_every_steps=100_000)
-    (metrics,) = choose_ports((0,))
+    metrics, gateway = choose_ports((0, 0))
     config = config.replace(
-        "[coordinator]", f'[coordinator]\nhost = "0.0.0.0"\nadvertise = "{host}"\ndashboard_host = "127.0.0.1"'
+        "[coordinator]",
+        f'[coordinator]\nhost = "0.0.0.0"\nadvertise = "{host}"\ndashboard_host = "127.0.0.1"\nrelay_port = 0',
     )
     config = config.replace("[learner]", f'[learner]\nhost = "0.0.0.0"\nmetrics_port = {metrics}')
+    config += f'[agent]\nharness = "tests.redteam.one_call:play"\nlisten = "127.0.0.1:{gateway}"\nturns = 1\n'
     with Cluster(folder, config, workers=1) as cluster:
         cluster.start_all()
         cluster.wait_until(lambda: cluster.step() >= 1, 240, "the first step")
@@ -116,7 +118,7 @@ def ended_after_s(port: int, said: bytes, drip: bytes = b"", source: str = "127.
 def test_each_port_of_each_daemon_ends_who_says_nothing_half_or_one_byte_after_another(ports: Ports) -> None:
     every = all_of(ports)
     by_daemon = {name: sum(one.startswith(name) for one in every) for name in ports.cluster.processes}
-    assert by_daemon == {"coordinator": 5, "learner": 5, "w0": 3}, every
+    assert by_daemon == {"coordinator": 5, "learner": 6, "w0": 3}, every
     asked = [
         (f"{name} {what}", port, said, drip)
         for name, port in every.items()
@@ -174,7 +176,11 @@ def honest_callers(ports: Ports) -> dict[int, Callable[[], object]]:
     asked = tomllib.loads((ports.cluster.run_folder / "run.toml").read_text())
     page = int(asked["coordinator"]["dashboard_port"])
     enrol = int(asked["coordinator"]["enrol_port"])
+    gateway = asked["agent"]["listen"]
+    key = (ports.cluster.run_folder / "learner" / "gateway.key").read_text().strip()
+    count = urllib.request.Request(f"http://{gateway}/v1/sessions", headers={"authorization": f"Bearer {key}"})
     return {
+        int(gateway.rpartition(":")[2]): lambda: urllib.request.urlopen(count, timeout=5).close(),
         page: lambda: urllib.request.urlopen(f"http://127.0.0.1:{page}/healthz", timeout=5).close(),
         enrol: lambda: tls_to(enrol).close(),
     }

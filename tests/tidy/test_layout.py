@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "worker": _PURE | {"worker"},
     "tasks": _PURE | {"tasks"},
     "gateway": _BASE | {"gateway"},
-    "gateway.runtime": _OUTSIDE | {"gateway", "gateway.runtime", "tasks", "tasks.runtime"},
+    "gateway.runtime": _OUTSIDE | {"gateway", "gateway.runtime", "tasks", "tasks.runtime", "trust.runtime"},
     "wire": _PURE | _ROLES | {"wire"},
     "sim": _PURE
     | _ROLES

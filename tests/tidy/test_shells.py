@@ -9,9 +9,9 @@ import pytest
 
 from tests.tidy.test_layout import PACKAGE, nodes_of, sources, tree_of
 
-OF_A_FOREIGN_BASE = {("_Server", "servers"), ("_Server", "started")}  # uvicorn's own attributes
+OF_A_FOREIGN_BASE = {("HttpServer", "servers"), ("HttpServer", "started")}  # uvicorn's own attributes
 ASKS_FOREIGN_CODE = {
-    "coordinator/runtime/web/acceptor.py", "tasks/runtime/registry.py", "worker/runtime/engines/products.py",
+    "trust/runtime/http_port.py", "tasks/runtime/registry.py", "worker/runtime/engines/products.py",
     "worker/runtime/engines/vllm_adapter.py", "worker/runtime/engines/weight_map.py", "worker/runtime/machine.py",
     "sim/memory_grpc.py", "cli/worker.py", "cli/demo/llm.py", "cli/resolved.py", "learner/runtime/model.py",
     "control/runtime/session.py",

@@ -1,4 +1,4 @@
-"""At which address of this machine others reach it, and whether the run leaves this machine at all."""
+"""Which of this machine's addresses others can reach, and whether an address is local to this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def outward_host(listen_host: str, towards: str) -> str:
-    """Where it listens; for 'any address' the one from which it reaches `towards` (host:port). Empty: no way there."""
+    """The listening host; for a wildcard, the address from which this machine reaches `towards` (host:port). Empty: no route."""
     host = listen_host.strip("[]")
     if not _is_any(host):
         return host
@@ -23,13 +23,13 @@ def outward_host(listen_host: str, towards: str) -> str:
 
 
 def loopback_of(listen_host: str) -> str:
-    """Where this machine itself reaches what listens there."""
+    """The host at which this machine itself reaches that listener."""
     host = listen_host.strip("[]")
     return "127.0.0.1" if _is_any(host) else host
 
 
 def is_loopback(address: str) -> bool:
-    """Whether host or host:port is this machine's own: a run on one machine has no NAT to cross."""
+    """Whether host or host:port is a loopback address: a run on one machine has no NAT to cross."""
     host = address.strip("[]")
     if host.count(":") == 1 or "]" in host:
         host = host.rpartition(":")[0].strip("[]")

@@ -1,8 +1,8 @@
-"""With whom a node exchanges nothing: peers that it found out itself, and those that the coordinator names.
+"""Banned peers: those that this node caught itself, and those that the coordinator names.
 
-Guarantees: what the coordinator lifts is lifted, of its own bans alone; what this node found stays until its process ends, or
-FOUND_MAX more were found: identities cost an attacker little, and are not to cost us memory.
-Leaves to others: closing what stands (node).
+Guarantees: the coordinator can lift only its own bans; this node's own bans stay until its process ends, or until
+FOUND_MAX newer ones push them out: identities cost an attacker little, and must not cost us memory.
+Leaves to others: closing open links (node).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger("echo2.broadcast")
 
 class Bans:
     def __init__(self) -> None:
-        self._drops = Refusals(_log)  # newcomers may come and go without end
+        self._drops = Refusals(_log)  # rate-limited: newcomers may come and go without end
         self.found: dict[PeerId, str] = {}
         self._named: set[PeerId] = set()
 
@@ -28,7 +28,7 @@ class Bans:
         return peer in self._named or peer in self.found
 
     def accused(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
-        """Logs why a peer goes; `is_ban`: for good, as this node's own finding."""
+        """Logs why a peer is dropped; `is_ban`: also bans it, as this node's own finding."""
         if not is_ban:
             self._drops.warn("peer %s dropped: %s", peer, reason)
             return
@@ -39,11 +39,11 @@ class Bans:
             del self.found[next(iter(self.found))]
 
     def name(self, peer: PeerId, *, is_lifted: bool) -> None:
-        """The coordinator's word on one peer."""
+        """Adds or lifts the coordinator's ban of one peer."""
         (self._named.discard if is_lifted else self._named.add)(peer)
 
     def name_all(self, peers: Iterable[PeerId]) -> None:
-        """The coordinator's word on all, in place of what it said before."""
+        """Replaces the whole list of the coordinator's bans."""
         self._named = set(peers)
 
     def among(self, peers: Iterable[PeerId]) -> list[PeerId]:
@@ -51,7 +51,7 @@ class Bans:
 
 
 def deserves_ban(error: Exception, peer: PeerId) -> bool:
-    """Whether `peer` broke the protocol. What nobody foresaw is noted, and costs it the connection alone."""
+    """Whether `peer` broke the protocol. An unexpected error is recorded, and costs the peer only its connection."""
     if not isinstance(error, EchoError):
         MISHAPS.note("a connection of the broadcast", peer, error)
     return isinstance(error, EchoError) and not isinstance(error, ResourceError | VersionMismatch)

@@ -1,7 +1,7 @@
-"""Artifacts on disk: one file each, records appended as they come, so chunks survive a restart.
+"""Artifacts on disk: one file each, with records appended as chunks arrive, so that chunks survive a restart.
 
-Guarantees: what `load` returns was written whole (a torn tail is cut off); nothing is kept beyond `bytes_max`;
-DiskFull names the folder. What is read back is checked again by the caller: a disk is not trusted more than a peer.
+Guarantees: `read_records` returns only completely written records (a torn tail is cut off); the store never exceeds `bytes_max`;
+DiskFull names the folder. The caller verifies what it reads back: a disk is not trusted more than a peer.
 Leaves to others: which artifacts to drop (node).
 """
 
@@ -28,7 +28,7 @@ SLOW_CLOSE_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class LeftRecords:
-    """What a file of an earlier run holds that is worth keeping."""
+    """The usable contents of a file from an earlier run."""
 
     header: bytes = b""
     seal: bytes = b""
@@ -47,7 +47,7 @@ class _File:
 
 
 class ChunkStore:
-    """Frames of artifacts by key. `bytes_max` 0: it grows with the weights that it is told of."""
+    """Artifact files by key. `bytes_max` 0: the limit follows the size of the weights (`fit`)."""
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class ChunkStore:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def fit(self, weights_bytes: int) -> None:
-        """Where no size was asked for: room for the keyframes and deltas of weights of this size."""
+        """Raises the limit to fit weights of this size, unless the user set a limit."""
         if self._follows_weights:
             self.bytes_max = max(self.bytes_max, store_bytes_for(weights_bytes))
 
@@ -67,16 +67,18 @@ class ChunkStore:
         return sorted(self.folder.glob("*.artifact"), key=lambda path: (path.stat().st_mtime, path.name))
 
     def adopt(self, key: ArtifactKey, path: Path, records: LeftRecords) -> None:
-        """Goes on with a file whose records were read with `read_records` and found good."""
+        """Continues a file whose records were read with `read_records` and verified."""
         handle = os.open(path, os.O_RDWR)
         before = os.fstat(handle)
         os.ftruncate(handle, records.end)
-        os.utime(handle, ns=(before.st_atime_ns, before.st_mtime_ns))  # files are taken up oldest first, next time too
+        os.utime(
+            handle, ns=(before.st_atime_ns, before.st_mtime_ns)
+        )  # keep the file's age: files are restored oldest first
         self._files[key] = _File(path, handle, records.end, records.chunks, records.header, records.seal)
         self.used_bytes += records.end
 
     def create(self, key: ArtifactKey, header: bytes) -> None:
-        """Begins an artifact; what a file of that name held is lost."""
+        """Creates an artifact's file; truncates an existing file of that name."""
         if key in self._files:
             return
         path = self.folder / f"{key.hex()}.artifact"
@@ -112,7 +114,7 @@ class ChunkStore:
         return offset
 
     def chunk(self, key: ArtifactKey, index: int) -> bytes | None:
-        """The frame of a chunk; None when it is not here."""
+        """The frame of a chunk; None if it is not stored."""
         file = self._files.get(key)
         place = file.chunks.get(index) if file is not None else None
         if file is None or place is None:
@@ -122,7 +124,7 @@ class ChunkStore:
         return frame if len(frame) == length else None
 
     def size_of(self, key: ArtifactKey) -> int:
-        """Bytes of an artifact's file; 0 where it has none."""
+        """Bytes of an artifact's file; 0 if it has none."""
         file = self._files.get(key)
         return file.end if file is not None else 0
 
@@ -134,7 +136,7 @@ class ChunkStore:
             file.path.unlink(missing_ok=True)
         if file.end < SLOW_CLOSE_BYTES:
             os.close(file.handle)
-        else:  # the kernel frees its pages at the close: 0.1 s a GiB
+        else:  # closing frees the file's pages, which takes about 0.1 s per GiB
             threading.Thread(target=os.close, args=(file.handle,), name="chunks closed").start()
         self.used_bytes -= file.end
 
@@ -146,7 +148,7 @@ class ChunkStore:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(offset, frame) of each record that was written whole."""
+    """Yields (offset, frame) of each completely written record."""
     with path.open("rb") as file:
         offset = _LENGTH.size
         while len(prefix := file.read(_LENGTH.size)) == _LENGTH.size:
@@ -161,7 +163,7 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def ends_of_records(path: Path) -> tuple[bytes, bytes]:
-    """The first and the last record that were written whole; empty bytes where none was. Reads no others."""
+    """The first and the last completely written record (empty bytes if none), without reading the others."""
     size = path.stat().st_size
     places: list[tuple[int, int]] = []
     with path.open("rb") as file:

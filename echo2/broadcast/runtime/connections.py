@@ -1,14 +1,14 @@
-"""Whom a node is connected with: one link to a peer, from its dialling to its end.
+"""A node's links: one per peer, from dialling to its end.
 
     due --dial--> open --hello--> linked --+--> ended --pause--> due
                    ^ |              ^      |--> replaced: by another connection of that peer (dialling)
-    accepted ------' '-- banned     |      |--> gave way to another peer, where all places are taken (places)
-                        or refused  |      '--> accused: by a bad frame or signature, by the session, by the coordinator's ban
+    accepted ------' '-- banned     |      |--> evicted for another peer when all places are taken (places)
+                        or refused  |      '--> accused: bad frame or signature, protocol violation, or the coordinator's ban
                                     '-- a further connection of a link joins it (stripes)
 
-Guarantees: a peer has one link at most, and the session hears of its end before it hears of the next; whoever breaks a rule is
-named, dropped and, where that is proven, banned. Waits for: hellos (HELLO_TIMEOUT_S), connections to end. Leaves to others: whom to
-dial and which connection stays (dialling), who gives way (places), frames (link, inbox).
+Guarantees: at most one link per peer, and the session sees PeerDown of one before PeerUp of the next; a peer that breaks a rule is
+logged, dropped and, if that is proven, banned. Waits for: hellos (HELLO_TIMEOUT_S), connections to end. Leaves to others: which
+peer to dial and which connection stays (dialling), who is evicted (places), frames (link, inbox).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ BULK_RETRY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionCalls:
-    """What connections ask of their node. `check_hello` raises where it is no hello of this run. `is_proven`: whether a peer has
-    delivered work. `linked`: a new connection is to be measured."""
+    """What connections need from their node. `check_hello` raises if the frame is not a hello of this run. `is_proven`: whether a
+    peer has delivered work. `linked`: called for each new link, so that its sockets are sampled."""
 
     frame: Callable[[ArtifactKey, int], bytes | memoryview | None]
     header: Callable[[ArtifactKey], bytes | None]
@@ -60,7 +60,7 @@ class ConnectionCalls:
 
 
 class Connections:
-    """One per node."""
+    """All links of one node."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Connections:
             await self._serve(self._shaper.wrap(connection))
 
     def listen(self, host: str, port: int) -> None:
-        """Takes connections for chunks at `port`, or at any where that is taken. Emulated links and machines have none."""
+        """Accepts bulk connections at `port`, or at any port if that is taken. Emulated links and machines have none."""
         if self._shaper.shape.is_off and here() is MACHINE:
             try:
                 self._bulk.listen(host, port, self.accept)
@@ -96,7 +96,7 @@ class Connections:
                 log.warning("no bulk port at %s: %s; chunks go over gRPC", host, error)
 
     def tend(self, now: float) -> None:
-        """Dials those that are due, and widens or narrows what is there."""
+        """Dials peers that are due, and widens or narrows existing links."""
         self.stripes.tend(now)
         if isinstance(self._transport, Piped) and self._bulk.port:
             self.pipe_member.keep(self._transport.pipe_places)
@@ -110,9 +110,9 @@ class Connections:
     async def _dial(self, target: Target, address: str) -> None:
         try:
             connection, address = await first_of(
-                _beside(address, target.addresses), lambda one: self._transport.dial(one, target.peer_id)
+                _beside(address, target.addresses), lambda candidate: self._transport.dial(candidate, target.peer_id)
             )
-        except EchoError as error:  # also a peer ID that is none, of a plan
+        except EchoError as error:  # includes a malformed peer ID in a plan
             if target.failures == 0:
                 log.info("%s", error)
             self._dialling.failed(target, str(error), asyncio.get_running_loop().time())
@@ -124,7 +124,7 @@ class Connections:
         self._dialling.failed(target, "the connection ended", asyncio.get_running_loop().time())
 
     async def _dial_further(self, link: PeerLink) -> None:
-        """One more connection of a link that we dialled, until it ends. One for chunks where the peer takes those."""
+        """Dials and serves a further connection of our link until it ends; a bulk connection if the peer accepts those."""
         now = asyncio.get_running_loop().time()
         if not (link.has_bulk or is_bulk_offered(link, now)):
             await self._serve(await self._transport.dial(link.address, link.peer_id), further_of=link)
@@ -138,7 +138,7 @@ class Connections:
         await self._serve(connection, further_of=link)
 
     async def _serve(self, connection: Connection, address: str = "", *, further_of: PeerLink | None = None) -> None:
-        """One connection's life: hello both ways, then whatever comes. `further_of`: the link that we opened it for."""
+        """Serves a connection: hello both ways, then frames until it ends. `further_of`: the link for which we opened it."""
         peer, link = connection.peer.peer_id, PeerLink(connection, self._link_calls, address)
         try:
             is_further = further_of is not None
@@ -158,8 +158,8 @@ class Connections:
                 self.stripes.tend(asyncio.get_running_loop().time())
                 await link.run()
         except Unreachable:
-            pass  # links end all the time, and whoever dialled tries again
-        except Exception as error:  # noqa: BLE001 - whatever a peer's bytes bring about is that peer's fault, and ends its link alone
+            pass  # links end all the time; the side that dialled tries again
+        except Exception as error:  # noqa: BLE001 - an error caused by a peer's bytes ends only that peer's link
             self.accuse(peer, str(error), is_ban=deserves_ban(error, peer))
         finally:
             if self.links.get(peer) is link:
@@ -168,20 +168,20 @@ class Connections:
             await connection.close()
 
     def _pipe_of(self, address: str) -> str:
-        """Where byte pipes to a peer are had that was dialled at `address`: through a relay; empty: none."""
+        """The address of the relay's byte pipes for a peer dialled at `address`; empty: no byte pipes."""
         pipes = self._transport.pipes if isinstance(self._transport, Piped) else {}
         relay = relay_of(address)
         return pipes.get(relay, "") if relay is not None else address if address in pipes.values() else ""
 
     async def _replace(self, link: PeerLink) -> None:
-        """Enters the link, unless an older one to the same peer is to stay."""
-        while (old := self.links.get(link.peer_id)) is not None:  # while one closes, the next may have come
+        """Registers the link, unless an older link to the same peer takes precedence."""
+        while (old := self.links.get(link.peer_id)) is not None:  # another link may have come while one was closing
             if not self._dialling.replaces(link.peer_id, link.connection.is_outgoing, old.connection.is_outgoing):
                 return
             del self.links[link.peer_id]
             self._calls.act(PeerDown(link.peer_id))
             await old.close()
-        held = [self._place_of(one) for one in self.links.values()]
+        held = [self._place_of(other) for other in self.links.values()]
         gone = giving_way(self._place_of(link), held, has_plan=self._dialling.plan is not None)
         if gone is not None:
             self.accuse(gone, "gives way to a newcomer", is_ban=False)
@@ -195,25 +195,25 @@ class Connections:
         return Place(link.peer_id, host, is_planned, token, self._calls.is_proven(link.peer_id))
 
     def accuse(self, peer: PeerId, reason: str, *, is_ban: bool) -> None:
-        """Drops the peer, and for a ban keeps it out."""
+        """Drops the peer; `is_ban`: also bans it."""
         self._bans.accused(peer, reason, is_ban=is_ban)
         if (
             link := self.links.pop(peer, None)
-        ) is not None:  # at once: nothing more of it may be handled while it closes
+        ) is not None:  # removed first, so that no more of its frames are handled while it closes
             self._calls.act(PeerDown(peer))
             self._calls.spawn(link.close())
 
     def drop_banned(self) -> None:
-        """After `bans` was told of more: nothing goes to them or comes from them any longer."""
+        """Drops the links of all banned peers; call it after `bans` has changed."""
         for peer in self._bans.among(list(self.links)):
             self.accuse(peer, "the coordinator has banned it", is_ban=False)
 
     async def close(self) -> None:
-        """All of them, as a cut would; they are dialled again."""
+        """Closes all links, as a network failure would; they are dialled again."""
         await asyncio.gather(*(link.close() for link in self.links.values()))
 
     async def end(self) -> None:
-        """For good."""
+        """Closes everything for good."""
         await self.close()
         await self.pipe_member.close()
         await self._bulk.close()
@@ -221,6 +221,6 @@ class Connections:
 
 
 def _beside(address: str, known: Sequence[str]) -> list[str]:
-    """The address whose turn it is, then one of the other family where the peer has one; circuits are tried alone."""
-    others = [one for one in known if relay_of(one) is None and ("[" in one) != ("[" in address)]
+    """The given address, then one of the other IP family if the peer has one; circuits are tried alone."""
+    others = [other for other in known if relay_of(other) is None and ("[" in other) != ("[" in address)]
     return [address] if relay_of(address) is not None else [address, *others[:1]]

@@ -1,6 +1,6 @@
-"""Whether a node answers at an address: a TLS handshake with its gRPC port, which must show the very node's certificate.
+"""Checks whether a node answers at an address: a TLS handshake with its gRPC port, which must show that node's certificate.
 
-Waits PROBE_S for each address that the host stands for; blocks, so it is called in a thread.
+Waits PROBE_S for each IP address of the host; blocks, so call it in a thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = logging.getLogger("echo2.broadcast")
 
 
 def shows_certificate(host: str, port: int, peer_id: PeerId, authority_pem: bytes) -> bool:
-    """Whether `peer_id` answers there with its certificate of the run. We show none: that is enough to see theirs."""
+    """Whether `peer_id` answers there with its certificate of the run. We present none: theirs is shown anyway."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,8 +1,8 @@
-"""Whom to dial, when, and which of two connections to the same peer stays. Pure rules; the node acts on them.
+"""Which peers to dial, when, and which of two connections to the same peer stays. Pure rules; the node acts on them.
 
-Where two nodes meet is the rule's in broadcast/reachability. Of two nodes that can both dial, the one with the lower
-peer ID does; the other only after GRACE_S. When both dialled, the connection of the lower peer ID stays; a newer connection by
-the same side replaces the older one (its process was restarted).
+Where two nodes meet is decided in broadcast/reachability. If both can dial, the one with the lower peer ID does; the other
+only after GRACE_S. If both dialled, the connection of the lower peer ID stays; a newer connection dialled by the same
+side replaces the older one (its process has restarted).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Dialling:
     targets: dict[PeerId, Target] = field(default_factory=dict)
 
     def refresh(self, now: float) -> None:
-        """Brings the targets in line with the plan and the publisher."""
+        """Updates the targets to match the plan and the publisher."""
         wanted: dict[PeerId, tuple[str, ...]] = {}
         if self.plan is not None:
             by_id = {node.peer_id: node for node in self.plan.nodes}
@@ -59,14 +59,14 @@ class Dialling:
                 self.targets[peer] = Target(peer, addresses, now, now)
 
     def _standby_neighbours(self) -> tuple[PeerId, ...]:
-        """Not in the plan: a few nodes to pull from, spread by our own peer ID."""
+        """For a node outside the plan: a few nodes to pull from, spread by our peer ID."""
         assert self.plan is not None
         able = [node.peer_id for node in self.plan.nodes[1:] if node.addresses and node.peer_id != self.me]
         start = sum(self.me.encode()) % len(able) if able else 0
         return tuple((able[start:] + able[:start])[:STANDBY_NEIGHBOURS])
 
     def _dials_first(self, target: Target) -> bool:
-        """Whether the other side could not dial as well, or is to leave it to us."""
+        """Whether we dial first: the other side cannot dial us, or has the higher peer ID."""
         mine = self.plan.index_of(self.me) if self.plan is not None else None
         theirs = self.plan.index_of(target.peer_id) if self.plan is not None else None
         if self.plan is None or mine is None or theirs is None:
@@ -78,7 +78,7 @@ class Dialling:
         return not back.addresses or self.me < target.peer_id
 
     def _is_to_dial_us(self, peer: PeerId) -> bool:
-        """Whether the plan has a peer dial us that cannot be dialled: another way to it, by a relay, is a detour."""
+        """Whether the peer cannot be dialled and so dials us by the plan: a relayed link to it is then a detour."""
         if self.plan is None or self.plan.index_of(self.me) is None or peer not in self.plan.neighbours(self.me):
             return False
         nodes = {node.peer_id: node for node in self.plan.nodes}
@@ -86,8 +86,8 @@ class Dialling:
         return way.kind is LinkKind.REVERSE
 
     def is_detour(self, peer: PeerId, address: str) -> bool:
-        """Of a link that we dialled at `address`: whether it is to end, so that the peer dials us instead. Once a plan: where
-        it cannot, the detour stays."""
+        """Whether to close a link that we dialled at `address`, so that the peer dials us instead. True only once per plan: if
+        the peer cannot dial us, the detour stays."""
         target = self.targets.get(peer)
         if target is None or target.has_left_detour or address not in target.addresses or not self._is_to_dial_us(peer):
             return False
@@ -95,19 +95,19 @@ class Dialling:
         return True
 
     def due(self, connected: set[PeerId], now: float) -> list[tuple[Target, str]]:
-        """Whom to dial now, and at which of its addresses."""
-        found = []
+        """The targets to dial now, each with the address to try."""
+        targets = []
         for target in self.targets.values():
             if target.peer_id in connected:
                 target.wanted_since = now
                 continue
             is_ours = self._dials_first(target) or now - target.wanted_since >= GRACE_S
             if target.addresses and is_ours and now >= target.next_try:
-                found.append((target, target.addresses[target.failures % len(target.addresses)]))
-        return found
+                targets.append((target, target.addresses[target.failures % len(target.addresses)]))
+        return targets
 
     def waits_for(self) -> str:
-        """Of the targets, that which is wanted for longest."""
+        """Describes the connection that has been missing longest."""
         target = min(self.targets.values(), key=lambda target: target.wanted_since)
         return f"a connection to {target.peer_id} ({target.last_error or 'dialling'})"
 
@@ -117,7 +117,7 @@ class Dialling:
         target.next_try = now + ceiling_s(target.failures, PAUSE_FIRST_S, PAUSE_MAX_S)
 
     def replaces(self, peer: PeerId, new_is_outgoing: bool, old_is_outgoing: bool) -> bool:
-        """Whether a new connection to `peer` takes the place of the old one."""
+        """Whether a new connection to `peer` replaces the old one."""
         if new_is_outgoing == old_is_outgoing:
             return True
         return new_is_outgoing == (self.me < peer)

@@ -1,7 +1,7 @@
-"""Of several addresses of one peer the first that answers, as RFC 8305 has it: the next is tried beside those that have not yet.
+"""Connects to the first address of a peer that answers (Happy Eyeballs, RFC 8305), trying the next while earlier ones are pending.
 
-Guarantees: one connection comes out, any other is closed; addresses are begun in the order given, NEXT_ADDRESS_S apart or as
-soon as one before has failed. Raises the error of the last that failed. Leaves to others: which addresses, and dialling one.
+Guarantees: returns one connection and closes any other; addresses are tried in the given order, NEXT_ADDRESS_S apart or as
+soon as the previous one has failed. Raises the last error if all fail. Leaves to others: which addresses, and dialling one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _C = TypeVar("_C", bound=Connection)
 
 
 async def hosts_of(name: str, port: int) -> list[str]:
-    """The numeric hosts that a name stands for, IPv6 and IPv4 by turns. OSError where it stands for none."""
+    """Resolves a name to numeric hosts, IPv6 and IPv4 alternating. OSError if it cannot be resolved."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name.strip("[]"), port, type=socket.SOCK_STREAM)
-    hosts = list(dict.fromkeys(str(place[0]) for *_, place in found))
+    infos = await loop.getaddrinfo(name.strip("[]"), port, type=socket.SOCK_STREAM)
+    hosts = list(dict.fromkeys(str(place[0]) for *_, place in infos))
     six = [host for host in hosts if ipaddress.ip_address(host.partition("%")[0]).version == 6]
     pairs = itertools.zip_longest(six, [host for host in hosts if host not in six])
     return [host for pair in pairs for host in pair if host is not None]
 
 
 async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[_C]]) -> tuple[_C, str]:
-    """The connection, and the address that answered. At least one address is given."""
+    """Returns the connection and the address that answered. `addresses` must not be empty."""
     trying: dict[asyncio.Future[_C], str] = {}
     left, error = list(addresses), None
     try:
@@ -41,11 +41,11 @@ async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[_C]
                 trying[asyncio.ensure_future(dial(address))] = address
             pause_s = NEXT_ADDRESS_S if left else None
             done, _ = await asyncio.wait(trying, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
-            for one in sorted(done, key=list(trying).index):
-                address = trying.pop(one)
-                if not isinstance(one.exception(), EchoError):
-                    return one.result(), address
-                error = one.exception()
+            for attempt in sorted(done, key=list(trying).index):
+                address = trying.pop(attempt)
+                if not isinstance(attempt.exception(), EchoError):
+                    return attempt.result(), address
+                error = attempt.exception()
     finally:
         _give_up(trying)
     assert error is not None, "no address was given"
@@ -53,22 +53,22 @@ async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[_C]
 
 
 def _give_up(trying: Iterable[asyncio.Future[_C]]) -> None:
-    """Without waiting: whoever called may be at its own end."""
-    for one in trying:
-        if one.done():
-            _close_late(one)
+    """Cancels pending dials without waiting, because the caller may itself be cancelled."""
+    for attempt in trying:
+        if attempt.done():
+            _close_late(attempt)
         else:
-            one.add_done_callback(_close_late)
-            one.cancel()
+            attempt.add_done_callback(_close_late)
+            attempt.cancel()
 
 
-def _close_late(one: asyncio.Future[Any]) -> None:
-    """It was through as it was given up."""
-    if not one.cancelled() and one.exception() is None:
-        closing = asyncio.ensure_future(one.result().close())
+def _close_late(attempt: asyncio.Future[Any]) -> None:
+    """Closes a connection that was established just as it was cancelled."""
+    if not attempt.cancelled() and attempt.exception() is None:
+        closing = asyncio.ensure_future(attempt.result().close())
         _closing.add(closing)
         closing.add_done_callback(_closing.discard)
 
 
 _closing: set[asyncio.Future[None]] = set()
-"""The loop keeps no hold of what nobody awaits."""
+"""Keeps references, because the event loop holds tasks only weakly."""

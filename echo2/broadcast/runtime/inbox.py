@@ -1,7 +1,7 @@
-"""Frames of peers -> checked events. Whatever a peer sends that is not what the publisher signed raises here.
+"""Parses peers' frames into verified events. Raises on anything that the publisher did not sign.
 
-Guarantees: a chunk enters the library only after its signature held; a header only from the trusted publisher. While
-no publisher is known yet, headers wait, HELD_HEADERS_MAX of them; of the peer that holds most, the first gives way.
+Guarantees: a chunk enters the library only after its signature was verified; a header only from the trusted publisher. Until
+the publisher is known, up to HELD_HEADERS_MAX headers wait; beyond that, the oldest one of the peer that sent most is dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HELD_HEADERS_MAX = 128
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """`is_further`: this connection joins an existing link. `bulk_port`: where the peer takes those for chunks; 0: nowhere."""
+    """`is_further`: this connection joins an existing link. `bulk_port`: where the peer accepts bulk connections; 0: nowhere."""
 
     is_further: bool
     bulk_port: int
@@ -53,7 +53,7 @@ class Inbox:
         self._held: dict[tuple[PeerId, ArtifactKey], Header] = {}
 
     def check_hello(self, peer: PeerId, frame: bytes) -> Hello:
-        """The first frame of a connection."""
+        """Parses the first frame of a connection; VersionMismatch for another run or protocol version."""
         message = wire.parse(frame, f"peer {peer}")
         if message.WhichOneof("kind") != "hello":
             raise MalformedMessage(f"peer {peer}: expected a hello first, got {message.WhichOneof('kind')}")
@@ -71,11 +71,11 @@ class Inbox:
     def _hold(self, peer: PeerId, header: Header) -> None:
         self._held[peer, header.key] = header
         if len(self._held) > HELD_HEADERS_MAX:
-            counts = Counter(whose for whose, _ in self._held)
+            counts = Counter(sender for sender, _ in self._held)
             del self._held[max(self._held, key=lambda held: counts[held[0]])]
 
     def events_of(self, peer: PeerId, frame: bytes) -> list[Event]:
-        """What a frame means; EchoError when the peer must not be believed any more."""
+        """The events of a frame; EchoError if the peer has broken the protocol."""
         if (came := chunk_in(frame, f"peer {peer}")) is not None:
             return self._chunk(peer, came, len(frame))
         message = wire.parse(frame, f"peer {peer}")
@@ -107,7 +107,7 @@ class Inbox:
         if key in self._library.entries:
             return [HeaderSeen(peer, key, is_wanted=False)]
         if header.publisher == self._me:
-            return []  # our own that is here no more: nobody is to hear of it from us again
+            return []  # our own artifact that we have dropped: do not announce it again
         if self.publisher is None:
             self._hold(peer, header)
             return []
@@ -119,7 +119,7 @@ class Inbox:
             entry.header.artifact == header.artifact and entry.header.published_unix_s > header.published_unix_s
             for entry in self._library.entries.values()
         ):
-            return []  # a newer publication of the same version is here
+            return []  # we have a newer publication of the same version
         dropped = self._library.add_header(header)
         return [*(Forgotten(old) for old in dropped), HeaderSeen(peer, key, is_wanted=False)]
 

@@ -1,7 +1,7 @@
-"""Versions that an earlier process of this node published, read from its chunk store before a node takes it over.
+"""Versions that an earlier process of this node published, read from its chunk store before a node takes the store over.
 
-Guarantees: the store is only read; every chunk that is applied carries its publisher's signature, and a version comes out
-with the fingerprint asked for or not at all. Leaves to others: what is removed, fetched or published anew (restoring, node).
+Guarantees: only reads the store; verifies the publisher's signature of every chunk it applies; a version either comes out
+with the expected fingerprint or raises. Leaves to others: what is removed, fetched or published again (restoring, node).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _log = logging.getLogger("echo2.broadcast")
 
 @dataclass(frozen=True, slots=True)
 class LeftArtifact:
-    """One that lies in `path` with its seal."""
+    """A complete artifact in the file `path`."""
 
     path: Path
     header: Header
     seal: Seal
 
     def blocks(self) -> Iterator[bytes]:
-        """In order, each chunk's signature checked."""
+        """Yields the blocks in order, verifying each chunk's signature."""
         assembler, expected = BlockAssembler(), 0
         for _, frame in read_records(self.path):
             message = wire.parse(frame, str(self.path))
@@ -52,7 +52,7 @@ class LeftArtifact:
 
 
 class LeftVersions:
-    """What the chunk store in `folder` holds whole of a run."""
+    """The complete artifacts of a run in the chunk store at `folder`."""
 
     def __init__(self, folder: Path, run_id: RunId, lineage: str = f"delta {FORMAT_VERSION}") -> None:
         self._folder, self._run_id, self._lineage = folder, run_id, lineage
@@ -82,11 +82,11 @@ class LeftVersions:
         return LeftArtifact(path, header, seal) if is_ours else None
 
     def fingerprint_of(self, version: Version) -> str:
-        """With which it left, in hex; empty where nothing of it left whole."""
+        """The version's published fingerprint in hex; empty if no complete artifact of it is left."""
         return next((left.seal.fingerprint for left in self.artifacts if left.header.artifact.version == version), "")
 
     def bring(self, host: HostWeights, version: Version, fingerprint: str) -> list[ArtifactId]:
-        """Brings `host` from the version that it holds to `version`; returns what was applied on the way."""
+        """Brings `host` from the version that it holds to `version`; returns the artifacts it applied."""
         if host.version != version:
             applied = [self._apply(left, host) for left in self._way(host.version, version)]
         else:
@@ -107,7 +107,7 @@ class LeftVersions:
         if plan is None:
             held = ", ".join(str(left.header.artifact) for left in self.artifacts) or "nothing whole"
             raise StateError(
-                f"{self._folder}: expected what leads from version {start} to {version}, which was published, found {held}"
+                f"{self._folder}: expected artifacts that lead from version {start} to the published {version}, found {held}"
             )
         return [of_edge[piece] for piece in plan.pieces]
 

@@ -1,8 +1,8 @@
-"""The artifacts that a node holds: checked headers, chunks and seals, their bytes on disk, and what to keep.
+"""The artifacts that a node holds: verified headers, chunks and seals, their bytes on disk, and which ones to keep.
 
-Guarantees: nothing enters unverified; an artifact counts as complete only when its chunks hash to the seal's root;
+Guarantees: nothing enters unverified; an artifact counts as complete only if its chunks hash to the seal's root;
 disk and memory stay within their limits. When the disk is full, chunks of the newest artifacts stay in memory up to
-`memory_bytes_max` and the trouble is told once. Leaves to others: who fetches and who decodes.
+`memory_bytes_max`, which is logged once. Leaves to others: fetching and decoding.
 """
 
 from __future__ import annotations
@@ -35,19 +35,21 @@ from echo2.wire import broadcast as wire
 from echo2.wire.chunk_frames import chunk_in
 
 log = logging.getLogger("echo2.broadcast")
-WAY_KEPT_CHUNKS = 32  # a way is weighed anew after this many chunks, or when an artifact comes, ends or goes
+WAY_KEPT_CHUNKS = 32  # the way is recomputed after this many chunks, or when an artifact is added, completed or dropped
 Frame = bytes | memoryview
-"""Of a chunk, as it goes over the wire and lies on the disk."""
+"""A chunk's frame, identical on the wire and on disk."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """One artifact here."""
+    """One artifact that this node holds or knows of."""
 
     header: Header
     seal: Seal | None = None
     digests: dict[int, bytes] = field(default_factory=dict)
-    checks: dict[int, int] = field(default_factory=dict)  # of the frames, to see cheaply that the disk kept them
+    checks: dict[int, int] = field(
+        default_factory=dict
+    )  # xxh3 of the frames: a cheap check that the disk did not corrupt them
     held_bytes: int = 0
     memory: dict[int, Frame] = field(default_factory=dict)
     is_on_disk: bool = True
@@ -58,7 +60,7 @@ class Entry:
 
     @property
     def rank(self) -> tuple[int, bool, float]:
-        """Newest last; of one version, after those that are only offered comes what is under way here."""
+        """Sort key, newest last; within a version, artifacts being fetched come after those only announced."""
         return self.header.artifact.version, self.header.is_pushed or bool(self.digests), self.header.published_unix_s
 
     @property
@@ -70,7 +72,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class LibraryLimits:
-    """`recent_bytes_max`: chunks that just came, so that passing them on and decoding them reads no disk."""
+    """`recent_bytes_max`: recently received chunks, so that relaying and decoding them reads no disk."""
 
     artifacts_max: int = 96
     memory_bytes_max: int = 256 << 20
@@ -78,7 +80,7 @@ class LibraryLimits:
 
 
 class RecentChunks:
-    """The last verified chunks with their frames, of which they are views: what was checked once is not read back."""
+    """The latest verified chunks with their frames (payloads are views), so that they are not read back from disk."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -130,7 +132,7 @@ class Library:
     # ---- from an earlier run
 
     def take_over(self, path: Path, entry: Entry, records: LeftRecords) -> None:
-        """An artifact whose file was read and checked (restoring); raises where it is none of this run and release."""
+        """Adds an artifact whose file was read and verified (restoring); raises if it is of another run or release."""
         if entry.header.run_id != self.run_id:
             raise ProtocolError(f"{path}: expected an artifact of run {self.run_id}, got one of {entry.header.run_id}")
         if entry.header.lineage != self.lineage:
@@ -165,9 +167,9 @@ class Library:
         return dropped
 
     def add_chunk(self, chunk: Chunk, digest: bytes, record: memoryview | None = None) -> list[ArtifactKey]:
-        """Keeps a verified chunk; returns the artifacts dropped to make room. ResourceError when there is none.
+        """Stores a verified chunk; returns the artifacts dropped to make room. ResourceError if there is no room.
 
-        `record`: the chunk as it came, of which its payload is a view; None for one that was made here."""
+        `record`: the received frame, of which the payload is a view; None for a chunk made here."""
         entry = self.entries[chunk.key]
         frame = record if record is not None else memoryview(wire.chunk_to_bytes(chunk))
         chunk = replace(chunk, payload=frame[len(frame) - len(chunk.payload) :])
@@ -213,7 +215,7 @@ class Library:
         if root != entry.seal.root_sha256 or entry.held_bytes != entry.seal.total_bytes:
             raise IntegrityError(
                 f"{entry.header.artifact}: expected chunks with root {entry.seal.root_sha256.hex()[:16]} and "
-                f"{entry.seal.total_bytes} bytes, got {root.hex()[:16]} and {entry.held_bytes}; its publisher erred"
+                f"{entry.seal.total_bytes} bytes, got {root.hex()[:16]} and {entry.held_bytes}; the publisher sealed it wrongly"
             )
 
     def _keep_in_memory(self, entry: Entry, index: int, frame: Frame, error: ResourceError) -> list[ArtifactKey]:
@@ -232,10 +234,10 @@ class Library:
         self.trouble = str(error)
 
     def _victims(self, spared: ArtifactKey, room_bytes: int, *, in_memory: bool = False) -> list[ArtifactKey]:
-        """Drops the least useful artifacts (delta/policy) until `room_bytes` are free, on disk or in memory.
+        """Drops the least useful artifacts (weights/policy) until `room_bytes` are free, on disk or in memory; returns them.
 
-        Never what a newcomer needs to reach the newest version, but for a keyframe that is as new: it replaces the older one.
-        Else too little is dropped, or nothing.
+        Never drops what a newcomer needs to reach the newest version, except that a keyframe at least as new replaces an
+        older one. So it may free less than `room_bytes`, or nothing.
         """
         sizes = {
             key: sum(map(len, entry.memory.values())) if in_memory else max(1, self.store.size_of(key))
@@ -260,7 +262,7 @@ class Library:
         return victims
 
     def shortage(self, keys: Iterable[ArtifactKey]) -> LimitExceeded | None:
-        """That a keyframe among these can never be held whole, on disk and in memory."""
+        """The error to raise if a keyframe among these can never fit on disk and in memory; None if all fit."""
         room = self.store.bytes_max + self.limits.memory_bytes_max
         for header in (self.entries[key].header for key in keys if key in self.entries):
             needed = store_bytes_min(header.full_snapshot_bytes)
@@ -276,22 +278,22 @@ class Library:
     # ---- giving out
 
     def frame(self, key: ArtifactKey, index: int) -> Frame | None:
-        """A chunk as it goes over the wire; None where it is not here, or the disk changed it: a peer would ban us."""
+        """A chunk's frame to send; None if we lack it or the disk corrupted it, because a peer would ban us for sending that."""
         entry = self.entries.get(key)
         if entry is None:
             return None
         if (recent := self.recent.get(key, index)) is not None:
             return recent[1]
-        found = entry.memory.get(index) or self.store.chunk(key, index)
-        if found is not None and xxhash.xxh3_64_intdigest(found) != entry.checks.get(index):
+        stored = entry.memory.get(index) or self.store.chunk(key, index)
+        if stored is not None and xxhash.xxh3_64_intdigest(stored) != entry.checks.get(index):
             self.trouble = f"chunk {index} of {entry.header.artifact} in {self.store.folder}: the disk changed it"
-            log.error("%s; it is not served", self.trouble)
+            log.error("%s; the chunk is not served", self.trouble)
             self._rotten.add(key)
             return None
-        return found
+        return stored
 
     def chunk(self, key: ArtifactKey, index: int) -> Chunk:
-        """A chunk for decoding, read back unless it just came; CorruptChunk when the disk changed it."""
+        """A chunk for decoding, read from disk unless recent; CorruptChunk if the disk corrupted it."""
         if (recent := self.recent.get(key, index)) is not None:
             return recent[0]
         entry, frame = self.entries.get(key), self.frame(key, index)
@@ -311,11 +313,11 @@ class Library:
         return chunk
 
     def take_rotten(self) -> list[tuple[ArtifactKey, ArtifactId]]:
-        """The sealed artifacts of which the disk was found to have changed a chunk since the last call."""
+        """Sealed artifacts with a chunk found corrupted on disk since the last call."""
         self._rotten &= self.entries.keys()
-        found = [key for key in self._rotten if self.entries[key].seal is not None]
-        self._rotten.difference_update(found)
-        return [(key, self.entries[key].header.artifact) for key in found]
+        rotten = [key for key in self._rotten if self.entries[key].seal is not None]
+        self._rotten.difference_update(rotten)
+        return [(key, self.entries[key].header.artifact) for key in rotten]
 
     def header_frame(self, key: ArtifactKey) -> bytes | None:
         entry = self.entries.get(key)
@@ -334,7 +336,7 @@ class Library:
             self.store.drop(key)
 
     def empty(self, key: ArtifactKey) -> list[ArtifactKey]:
-        """Drops an artifact's chunks but not that there is one; returns the artifacts dropped with it."""
+        """Drops an artifact's chunks but keeps its header and seal; returns other artifacts dropped for it."""
         entry = self.entries[key]
         self.drop(key)
         dropped = self.add_header(entry.header)
@@ -352,19 +354,19 @@ class Library:
         ]  # fmt: skip
 
     def way(self, start: Version | None) -> Way | None:
-        """How the newest version that can be reached is expected first over this node's link."""
+        """The way that is expected to reach the newest reachable version first over this node's link."""
         return plan_way(self.offers(), start, self._link(), self.stalled, self.base)
 
     def set_stalled(self, keys: frozenset[ArtifactKey]) -> None:
-        """What has stopped coming: gone around where that is possible."""
+        """Sets the stalled artifacts, which ways avoid if possible."""
         self.stalled, self._last_way = keys, None
 
     def set_base(self, base: BaseCheckpoint | None) -> None:
-        """What the node has from elsewhere."""
+        """Sets the version that the node got elsewhere (a base checkpoint)."""
         self.base, self._last_way = base, None
 
     def path(self, start: Version | None) -> tuple[ArtifactKey, ...]:
-        """The way's artifacts, as they were weighed WAY_KEPT_CHUNKS ago at most."""
+        """The way's artifacts, computed at most WAY_KEPT_CHUNKS chunks ago."""
         known = self._last_way
         if known is None or known[0] != start or self._chunks_since_way >= WAY_KEPT_CHUNKS:
             self._last_way = known = (start, self.way(start))
@@ -372,18 +374,18 @@ class Library:
         return known[1].keys if known[1] is not None else ()
 
     def waits_for(self, start: Version | None) -> str:
-        """The first artifact on the way of which chunks are missing; empty where none is."""
+        """Describes the first incomplete artifact on the way; empty if none."""
         path = [self.entries[key] for key in self.path(start)]
         missing = [entry for entry in path if not entry.is_complete]
         return f"chunks of {missing[0].header.artifact} ({len(missing[0].digests)} held)" if missing else ""
 
     def blocks_of(self, artifact: ArtifactId) -> Iterator[bytes] | None:
-        """The blocks of an artifact that lies here whole, read as they are drawn; None where it does not."""
+        """A lazy iterator over the blocks of a complete artifact; None if it is not complete here."""
         key = self.find(artifact)
         return self._blocks(key) if key is not None and self.entries[key].is_complete else None
 
     def _blocks(self, key: ArtifactKey) -> Iterator[bytes]:
-        """On any thread; CorruptChunk where it is dropped meanwhile."""
+        """Runs on any thread; CorruptChunk if the artifact is dropped meanwhile."""
         assembler, index = BlockAssembler(), 0
         while True:
             entry = self.entries.get(key)
@@ -398,21 +400,21 @@ class Library:
                 yield block
 
     def fingerprint_of(self, artifact: ArtifactId) -> str:
-        """As the publisher signed it, in hex; empty while its seal has not come."""
+        """The fingerprint signed by the publisher, in hex; empty before the seal has arrived."""
         key = self.find(artifact)
         entry = self.entries[key] if key is not None else None
         return entry.seal.fingerprint if entry is not None and entry.seal is not None else ""
 
     def available(self) -> list[AvailableArtifact]:
-        """What is held or was heard of, oldest version first."""
-        found = [
+        """All artifacts held or announced, oldest version first."""
+        artifacts = [
             AvailableArtifact(
                 entry.header.artifact, key, entry.held_bytes, entry.seal.total_bytes if entry.seal else 0,
                 entry.is_complete,
             )
             for key, entry in self.entries.items()
         ]  # fmt: skip
-        return sorted(found, key=lambda available: (available.artifact.version, available.held_bytes))
+        return sorted(artifacts, key=lambda available: (available.artifact.version, available.held_bytes))
 
     def find(self, artifact: ArtifactId) -> ArtifactKey | None:
         """The newest publication of an artifact; complete ones first."""
@@ -422,5 +424,5 @@ class Library:
 
 
 def _chunk_of(frame: bytes, whose: str) -> Chunk:
-    found = chunk_in(frame, whose)
-    return found.chunk if found is not None else wire.chunk_from(wire.parse(frame, whose).chunk)
+    parsed = chunk_in(frame, whose)
+    return parsed.chunk if parsed is not None else wire.chunk_from(wire.parse(frame, whose).chunk)

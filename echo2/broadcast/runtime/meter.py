@@ -1,4 +1,4 @@
-"""Counters of chunk bytes by artifact, and the rates measured over the last busy second, out and in."""
+"""Chunk bytes per artifact, and the rates over the last busy second, sent and received."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BusyRate:
 
     def add(self, size_bytes: int, now: float) -> None:
         span_s = now - self._span_begun_at
-        if span_s > 2 * BUSY_SPAN_S:  # a pause: begin anew
+        if span_s > 2 * BUSY_SPAN_S:  # after a pause, start a new span
             self._span_begun_at, self._span_bytes = now, 0
             return
         self._span_bytes += size_bytes

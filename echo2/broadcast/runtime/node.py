@@ -1,14 +1,14 @@
-"""BroadcastNode: one node's broadcast at work. It owns the connections, the store and the session's clock.
+"""BroadcastNode: runs one node's broadcast. It owns the connections, the store and the session's clock.
 
-Waits for: frames of peers, slots of the transport, timers of the session, the consumer of `progress`; shown in
-`stats().waits_for` or ended by a timer. Guarantees: only chunks signed by the publisher are kept, passed on or handed out; a
-peer that sends anything else is named, dropped and banned. Leaves to others: plan, coding (weights/), swaps (worker).
+Waits for: frames of peers, transport slots, the session's timers, the consumer of `progress`; each wait is shown in
+`stats().waits_for` or ended by a timer. Guarantees: only chunks signed by the publisher are kept, relayed or handed out; a
+peer that sends anything else is logged, dropped and banned. Leaves to others: plan, coding (weights/), swaps (worker).
 
-What becomes of an artifact at one node:
+An artifact at one node:
 
-    header ──▶ known ──on the way to the newest──▶ wanted ──every chunk, and the seal──▶ sealed ──▶ consumer decodes
-                 ▲                                  │  ▲                                   │
-                 └────── nothing comes: another way ┘  └── disk or weights disagree: anew ─┘
+    header ──▶ known ──on the way to the newest──▶ wanted ──all chunks and the seal──▶ sealed ──▶ consumer decodes
+                 ▲                                  │  ▲                                  │
+                 └────────── stalled: another way ──┘  └── disk or weights corrupt: refetch ─┘
     any of them ──no longer needed, or no room──▶ forgotten
 """
 
@@ -74,7 +74,7 @@ from echo2.weights.policy import BaseCheckpoint
 
 log = logging.getLogger("echo2.broadcast")
 CONNECT_INTERVAL_S = 0.5
-SETTLE_S = 0.3  # a newcomer hears of all that there is before it chooses where to begin
+SETTLE_S = 0.3  # a newcomer waits for all announcements before it chooses a way
 WIRE_OVERHEAD = 1.05  # bytes on the link per chunk byte: TCP/IP, TLS, HTTP/2
 
 
@@ -95,7 +95,7 @@ class BroadcastNode:
             credentials.run_id,
             options.limits,
             options.lineage,
-            lambda: self.following.link(),  # noqa: PLW0108 - it is made next
+            lambda: self.following.link(),  # noqa: PLW0108 - `following` is created below
         )
         self.session = BroadcastSession(self.peer_id, options.seed, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD)
         self.meter = Meter()
@@ -127,15 +127,15 @@ class BroadcastNode:
     # ---- life
 
     def serves_grpc_at(self, own: tuple[str, int]) -> None:
-        """Where this machine dials its own gRPC server: callers through byte pipes are led there."""
+        """Sets the address of our own gRPC server, to which calls through byte pipes are forwarded."""
         self._connections.pipe_member.grpc_at = own
 
     def add_to_server(self, server: GatedServer) -> None:
-        """Call before the server starts; it must demand client certificates of the run."""
+        """Registers the gRPC service; call before the server starts. The server must demand client certificates of the run."""
         self._grpc.add_to_server(server, self.accept)
 
     async def start(self) -> None:
-        """Takes over the chunks of an earlier run and begins to connect."""
+        """Restores the chunks of an earlier run and starts connecting."""
         async for event in restored(self.library, self.peer_id):
             self._act(event)
         if self.library.unsound_files and self._inbox.publisher == self.peer_id:
@@ -157,7 +157,7 @@ class BroadcastNode:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._connections.end()
             await self._transport.close()
-        finally:  # whatever becomes of the network: each artifact is a file that stands open
+        finally:  # even if the network part fails: each artifact holds an open file
             self.library.store.close()
             self._changed.set()
 
@@ -173,10 +173,10 @@ class BroadcastNode:
             self._error = error
             self._changed.set()
 
-    # ---- what others tell us
+    # ---- calls of the role
 
     def set_plan(self, plan: BroadcastPlan) -> None:
-        """The coordinator's plan. Its seed is the publisher unless `set_publisher` named one."""
+        """Adopts the coordinator's plan. Its seed is the publisher unless `set_publisher` named one."""
         if plan.seed is not None and self._inbox.publisher is None:
             self._trust(plan.seed.peer_id)
         self._dialling.plan = self.following.plan = plan
@@ -184,7 +184,7 @@ class BroadcastNode:
         self._act(PlanSet(plan))
 
     def set_publisher(self, peer_id: PeerId, address: str) -> None:
-        """Whose signatures count, and where it is dialled even before a plan has come."""
+        """Sets the trusted publisher, and its address to dial even before the first plan."""
         self._dialling.publisher = peer_id, address
         self._dialling.refresh(self._now())
         self._trust(peer_id)
@@ -195,25 +195,25 @@ class BroadcastNode:
             self._take_events(self._inbox.header(peer, header))
 
     def set_live(self, version: Version | None) -> None:
-        """Decoding starts from this version: a base checkpoint, or what was live before a restart; None: a keyframe."""
+        """Decoding starts from this version: a base checkpoint, or the live version before a restart; None: from a keyframe."""
         self._reader.restart_from(version)
         self._update_wants()
 
     def set_base(self, base: BaseCheckpoint | None, *, is_sought: bool = False) -> None:
-        """A version that the consumer has from elsewhere; nothing is fetched while it is sought."""
+        """Sets a version that the consumer got elsewhere. `is_sought`: it is still being looked for, so fetch nothing yet."""
         self.library.set_base(base)
         if is_sought or self._settled_at == float("inf"):
             self._settled_at = float("inf" if is_sought else "-inf")
         self._update_wants()
 
     def adopted(self, artifact: ArtifactId) -> None:
-        """The consumer has this version from elsewhere: the artifact is fetched no further."""
+        """The consumer got this version elsewhere: stops fetching the artifact and continues from it."""
         if (key := self.library.find(artifact)) is not None:
             self._forget(key)
         self.set_live(artifact.version)
 
     def refetch(self, artifact: ArtifactId) -> None:
-        """Fetch anew an artifact whose decoded weights did not match, and go back to before it."""
+        """Refetches an artifact whose decoded weights did not match; the reader goes back to its parent."""
         if (key := self.library.find(artifact)) is not None:
             self._fetch_anew(key)
         self._reader.restart_from(artifact.parent)
@@ -225,7 +225,7 @@ class BroadcastNode:
         self._act(Emptied(key))
 
     def _look_after(self) -> None:
-        """What the disk changed is fetched anew, its publisher makes up for it; what stopped coming is gone around."""
+        """Refetches artifacts that the disk corrupted (the publisher reports them as lost) and replaces stalled ways."""
         for key, artifact in self.library.take_rotten():
             if self._inbox.publisher == self.peer_id:
                 self._forget(key)
@@ -249,10 +249,10 @@ class BroadcastNode:
         *,
         is_pushed: bool = True,
     ) -> PublicationDone:
-        """Sends blocks as the iterator yields them (it runs in a thread); `fingerprint` is called after the last.
+        """Publishes blocks as the iterator (run in a thread) yields them; calls `fingerprint` after the last one.
 
-        `is_pushed` False: only those who ask for it get it (a keyframe for newcomers). An artifact that
-        is sealed already is not published again.
+        `is_pushed` False: only peers that request it get it (a keyframe for newcomers). An artifact that is already
+        sealed is not published again.
         """
         known = self.library.find(artifact)
         if known is not None and (entry := self.library.entries[known]).is_complete and entry.seal is not None:
@@ -273,8 +273,8 @@ class BroadcastNode:
                     self._keep(chunk, digest, is_fresh=is_pushed)
                     digests.append(digest)
                     index, total = index + 1, total + len(chunk.payload)
-                    await asyncio.sleep(0)  # others have their turn: a block may be hundreds of chunks
-        except EchoError:  # a part of it is of no use to anyone
+                    await asyncio.sleep(0)  # yield to the event loop: a block may be hundreds of chunks
+        except EchoError:  # a partial artifact is useless
             self._forget(header.key)
             raise
         seal = Seal(header.key, index, total, root_of(digests), fingerprint()).signed(self.credentials.identity)
@@ -291,7 +291,7 @@ class BroadcastNode:
         self._act(ChunkSeen(None, chunk.key, chunk.index, len(chunk.payload), is_fresh=is_fresh))
 
     async def progress(self) -> AsyncIterator[Progress]:
-        """What to decode, in order; waits while nothing new has arrived. One consumer."""
+        """Yields what to decode, in order; waits while nothing new has arrived. For one consumer only."""
         while self._is_running or self._error is None:
             step = self._next_step()
             if step is not None:
@@ -307,7 +307,7 @@ class BroadcastNode:
             await self._changed.wait()
 
     def _next_step(self) -> Progress | None:
-        """What the disk changed is fetched anew."""
+        """The next step for the consumer; refetches an artifact that the disk corrupted."""
         if self._now() < self._settled_at:
             return None
         try:
@@ -319,11 +319,11 @@ class BroadcastNode:
             return self._reader.next()
 
     def artifacts_available(self) -> list[AvailableArtifact]:
-        """What this node holds or has heard of, oldest version first."""
+        """All artifacts that this node holds or knows of, oldest version first."""
         return self.library.available()
 
     def _update_wants(self) -> None:
-        """A worker fetches what leads to the newest version; the publisher has everything."""
+        """Requests the artifacts on the way to the newest version; the publisher needs none."""
         if self._inbox.publisher == self.peer_id:
             return
         now = self._now()
@@ -355,7 +355,7 @@ class BroadcastNode:
             await self._connections.accept(connection)
 
     async def _keep_connected(self) -> None:
-        """Waits CONNECT_INTERVAL_S between looks; dials those that are due."""
+        """Every CONNECT_INTERVAL_S: handles corrupt and stalled artifacts, dials peers that are due."""
         while True:
             self._look_after()
             self._connections.tend(self._now())
@@ -365,15 +365,15 @@ class BroadcastNode:
         self._uplink.expect_new()
 
     def drop_banned(self) -> None:
-        """After `bans` was told of more: nothing goes to them or comes from them any longer."""
+        """Drops the links of all banned peers; call it after `bans` has changed."""
         self._connections.drop_banned()
 
     async def drop_connections(self) -> None:
-        """Closes all connections, as a cut link would; they are dialled again."""
+        """Closes all connections, as a network failure would; they are dialled again."""
         await self._connections.close()
 
     def stats(self) -> NodeStats:
-        """A picture of now, for heartbeats and the operator."""
+        """A snapshot for heartbeats and the operator."""
         newest = max(self.library.entries.values(), key=lambda entry: entry.rank, default=None)
         return NodeStats(
             links=self._connections.stripes.statuses(),
@@ -403,7 +403,7 @@ class BroadcastNode:
     # ---- frames in, actions out
 
     def _received(self, peer: PeerId, frame: bytes) -> bool:
-        """Whether it was a chunk that nobody had sent before."""
+        """Handles a peer's frame; returns whether it brought a new chunk."""
         self.meter.downlink.add(len(frame), self._now())
         held = self.library.chunks_taken
         self._take_events(self._inbox.events_of(peer, frame))
@@ -424,7 +424,7 @@ class BroadcastNode:
         self._act(ChunkSent(action.peer, action.key, action.index, is_lost=frame_bytes is None))
 
     def _act(self, event: Event) -> None:
-        """The session decides, the node carries out."""
+        """Passes an event to the session and carries out its actions."""
         for action in self.session.handle(event, self._now()):
             if isinstance(action, Wake):
                 self._set_timer(action.at)
@@ -434,7 +434,7 @@ class BroadcastNode:
                 if isinstance(action, SendChunk):
                     link.send_chunk(action)
                 elif (frame := control_frame(action, self.library)) is not None:
-                    with contextlib.suppress(ResourceError):  # it does not read: keepalive will end the link
+                    with contextlib.suppress(ResourceError):  # the peer does not read: keepalive will end the link
                         (link.send_ack if isinstance(action, SendRelayAck) else link.send_control)(frame)
 
     def _set_timer(self, at: float) -> None:

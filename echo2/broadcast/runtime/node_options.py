@@ -1,4 +1,4 @@
-"""What a broadcast node is told when it is made."""
+"""Options and callbacks of a broadcast node."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from echo2.weights.container import FORMAT_VERSION
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """How one node takes part. A chunk has at most `chunk_bytes`, more in very large artifacts
-    (topology.chunk_bytes_for). `store_bytes` 0: from the size of the weights (room).
+    """How one node takes part. `chunk_bytes`: a chunk's largest size; larger in very large artifacts
+    (topology.chunk_bytes_for). `store_bytes` 0: derived from the size of the weights (room).
 
-    `uplink_limit_bytes_per_s` 0: no cap. `shape`: an emulated link, for trials. `lineage`: the format of what is published
-    and read; what another release left is no use. `bulk_host`: where it takes connections for chunks, at `bulk_port` or any port
-    where that is taken; empty: nowhere, and chunks that others send come over gRPC.
+    `uplink_limit_bytes_per_s` 0: no cap. `shape`: an emulated link, for experiments. `lineage`: the format of published
+    artifacts; those of another release are rejected. `bulk_host`: where it accepts bulk connections, at `bulk_port` or, if that
+    is taken, at any port; empty: nowhere, and chunks arrive over gRPC.
     """
 
     folder: Path
@@ -35,14 +35,14 @@ class NodeOptions:
 
 
 def bulk_port_beside(port: int) -> int:
-    """The next one, so that whoever opens ports knows which; 0 (any) beside one that is not known yet."""
+    """The next port, so that an operator who opens ports knows which; 0 (any) if `port` is not known yet."""
     return port + 1 if 0 < port < 65_535 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCalls:
-    """What a node asks and tells whoever made it. `is_proven`: whether a peer has delivered work. `lost`: told of what this node
-    published and lies no more as it was on its disk."""
+    """Callbacks to the node's owner. `is_proven`: whether a peer has delivered work. `lost`: called with the name of a published
+    artifact whose bytes on disk are lost or corrupt."""
 
     is_proven: Callable[[PeerId], bool] = lambda peer_id: False
     lost: Callable[[str], None] = lambda what: None

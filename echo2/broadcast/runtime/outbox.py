@@ -1,4 +1,4 @@
-"""Actions of the session -> frames as they go over the wire."""
+"""Encodes the session's actions as frames."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from echo2.wire import broadcast as wire
 
 
 def control_frame(action: Action, library: Library) -> bytes | None:
-    """None: what it speaks of is no longer kept, or it is no message."""
+    """The frame of a control message; None if its artifact has been dropped, or the action is not a control message."""
     match action:
         case SendHeader():
             return library.header_frame(action.key)

@@ -4,8 +4,10 @@
     member --TLS hello for us, its certificate--> holds a place: knows of callers as long as this connection lives
 
 TLS goes end to end: to the relay a pipe is bytes that it cannot read, and a caller is whoever M lets in, as at an open port of M's.
-Guarantees: places only for members of the run that are not barred; pipes within the ledger (relay_book), charged to the member
-that is called; an opening within OPENING_S, an answer within ANSWER_S, CALLERS_PER_HOST of an address that wait for either.
+Guarantees: places only for members of the run that are not barred, one a member, its newest; pipes within the ledger (relay_book),
+charged to the member that is called; an opening within OPENING_S, an answer within ANSWER_S, a certificate within HANDSHAKE_S;
+CALLERS_PER_HOST of an address that wait for any of these, half of all connections (port_limits.PIPES, watched by doors until they
+are pipes), half of a member's pipes.
 Leaves to others: who M is (TLS at both ends), what goes through.
 """
 
@@ -18,27 +20,38 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import TypeVar
 
 from echo2.base.errors import EchoError, LimitExceeded
 from echo2.base.ids import PeerId
+from echo2.broadcast import relay_book
 from echo2.broadcast.pipe_hello import OPENING_BYTES_MAX, TICKET_BYTES, PipeAnswer, TlsHello, opening_of
-from echo2.broadcast.relay_book import PIPES, PIPES_OF_LEARNER, RelayBook
+from echo2.broadcast.relay_book import PIPES_OF_LEARNER, RelayBook
 from echo2.broadcast.runtime.sockets import as_ipv4
 from echo2.broadcast.runtime.splicing import carry
-from echo2.broadcast.runtime.transport_bulk import HANDSHAKE_S, SHUTDOWN_S, BulkConnection, keep_alive, listener_at
+from echo2.broadcast.runtime.transport_bulk import (
+    HANDSHAKE_S,
+    SHUTDOWN_S,
+    BulkConnection,
+    keep_alive,
+    listener_at,
+    told_of,
+)
 from echo2.outside import here, monotonic
 from echo2.outside.guard import Refusals
 from echo2.outside.ready import accepted, readable
 from echo2.trust.identity import Role, dns_name_of
-from echo2.trust.runtime.port_limits import RELAY_CONNECTIONS_MAX, RELAY_SHARE, connections_within
+from echo2.trust.runtime.doors import DOORS
+from echo2.trust.runtime.port_limits import PIPES
 from echo2.trust.runtime.sockets_tls import MutualTls
 from echo2.trust.runtime.tls import Credentials
 
 OPENING_S, ANSWER_S = 8.0, 8.0
 LOOK_S = 0.02
-CALLERS_PER_HOST = 32
+CALLERS_PER_HOST = PIPES.strangers_per_host
 ACCEPT_PAUSE_S = 0.2
 _log = logging.getLogger("echo2.ports")
+Key = TypeVar("Key", str, tuple[PeerId, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +68,12 @@ class PipeRelay:
         self._tls, self._is_barred = MutualTls(credentials), is_barred
         self._own_name = dns_name_of(credentials.peer_id)
         self._books = {Role.LEARNER: RelayBook(PIPES_OF_LEARNER)}
-        self._book = RelayBook(PIPES)
+        self._book = RelayBook(relay_book.PIPES)
         self._places: dict[str, _Place] = {}
         self._waiting: dict[bytes, asyncio.Future[socket.socket]] = {}
-        self._openings: Counter[str] = Counter()  # by address, those that have no pipe yet
+        self._piped: Counter[tuple[PeerId, str]] = Counter()  # by member and the caller's address
+        self._connected: Counter[str] = Counter()  # by address, callers and places
+        self._openings: Counter[str] = Counter()  # of these, the ones that have no pipe and have not shown who they are
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusals = Refusals(_log)
         self.port = 0
@@ -75,6 +90,7 @@ class PipeRelay:
         """OSError where the port is taken: members know which one it is, so no other will do."""
         listener = listener_at(host, port)
         self.port = int(listener.getsockname()[1])
+        DOORS.watch(self.port, PIPES)
         self._spawn(self._accept_all(listener))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -92,13 +108,17 @@ class PipeRelay:
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
                 host = as_ipv4(host)
-                full = len(self._tasks) >= connections_within(RELAY_SHARE, RELAY_CONNECTIONS_MAX)
-                if full or self._openings[host] >= CALLERS_PER_HOST:
+                if not self._has_room_for(host):
                     self._refusals.warn("pipe port %d: no room for one more of %s", self.port, host)
                     raw.close()
                     continue
                 self._openings[host] += 1
+                self._connected[host] += 1
                 self._spawn(self._serve(raw, host))
+
+    def _has_room_for(self, host: str) -> bool:
+        is_within_share = self._openings[host] < CALLERS_PER_HOST and self._connected[host] < PIPES.per_host
+        return is_within_share and len(self._tasks) < PIPES.connections
 
     async def _serve(self, raw: socket.socket, host: str) -> None:
         is_counted, is_ours = True, True
@@ -109,54 +129,59 @@ class PipeRelay:
                 case PipeAnswer(ticket):
                     is_ours = not self._answered(ticket, raw)
                 case TlsHello(server_name=name) if name == self._own_name:
-                    is_counted = self._uncount(host)
-                    await self._hold_place(raw)
+                    connection = await self._proven(raw)
+                    is_counted = _uncount(self._openings, host)
+                    await self._hold_place(connection)
                 case TlsHello(server_name=name):
                     place, other = await self._called(name)
-                    is_counted = self._uncount(host)
-                    await self._join(place, raw, other)
+                    is_counted = _uncount(self._openings, host)
+                    await self._join(place, raw, other, host)
                 case None:
                     pass  # it ended before it had said what it wants
         except (OSError, TimeoutError, EchoError) as error:
             self._refusals.warn("pipe port %d: a caller from %s was refused: %s", self.port, host, error or "too slow")
         finally:
             if is_counted:
-                self._uncount(host)
+                _uncount(self._openings, host)
+            _uncount(self._connected, host)
             if is_ours:
                 raw.close()
 
-    def _uncount(self, host: str) -> bool:
-        self._openings[host] -= 1
-        if not self._openings[host]:
-            del self._openings[host]
-        return False
-
     # ---- members
 
-    async def _hold_place(self, raw: socket.socket) -> None:
+    async def _proven(self, raw: socket.socket) -> BulkConnection:
+        """Whoever it is has shown a certificate of the run; else OSError or TrustError."""
         connection = BulkConnection(is_outgoing=False)
-        name = ""
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection, raw, ssl=self._tls.listening, ssl_handshake_timeout=HANDSHAKE_S,
                 ssl_shutdown_timeout=SHUTDOWN_S,
             )  # fmt: skip
             connection.prove()
-            peer = connection.peer
+        except BaseException:
+            if connection.remotes:
+                await connection.close()
+            raise
+        return connection
+
+    async def _hold_place(self, connection: BulkConnection) -> None:
+        peer, name = connection.peer, ""
+        try:
             if self._is_barred(peer.peer_id):
                 raise LimitExceeded(f"peer {peer.peer_id}: it is barred from this run")
             book = self._books.get(peer.role, self._book)
             book.reserve(peer.peer_id, monotonic())
             name = dns_name_of(peer.peer_id)
+            if (first := self._places.get(name)) is not None:
+                first.connection.abort()  # a peer has one place: its newest connection
             self._places[name] = _Place(peer.peer_id, connection, book)
             _log.info("byte pipes: %s %s holds a place", peer.role.value, peer.peer_id)
-            while await connection.receive() is not None:  # it says now and then that it is still here
+            while await _heard(connection, book.limits.reservation_s):
                 book.reserve(peer.peer_id, monotonic())
         finally:
             if (held := self._places.get(name)) is not None and held.connection is connection:
                 del self._places[name]
-            if connection.remotes:
-                await connection.close()
+            await connection.close()
 
     async def _called(self, name: str) -> tuple[_Place, socket.socket]:
         """The member's own connection to us, once it has come. LimitExceeded where there is none."""
@@ -186,20 +211,45 @@ class PipeRelay:
         coming.set_result(raw)
         return True
 
-    async def _join(self, place: _Place, caller: socket.socket, member: socket.socket) -> None:
+    async def _join(self, place: _Place, caller: socket.socket, member: socket.socket, host: str) -> None:
+        key, most = (place.peer_id, host), max(1, place.book.limits.circuits_per_member_max // 2)
         with contextlib.ExitStack() as held:
             held.callback(member.close)
             circuit = place.book.open(place.peer_id, place.peer_id, monotonic())
             held.callback(place.book.close, circuit)
+            if self._piped[key] >= most:
+                raise LimitExceeded(f"peer {place.peer_id} has {most} pipes of that address, the most allowed")
+            self._piped[key] += 1
+            held.callback(_uncount, self._piped, key)
             for one in (caller, member):
                 keep_alive(one)
-            await carry(caller, member, lambda count: place.book.move(circuit, count, monotonic()))
+                DOORS.release(told_of(*one.getpeername()[:2]))
+            try:
+                async with asyncio.timeout(circuit.ends_at - monotonic()):  # also where nothing moves
+                    await carry(caller, member, lambda count: place.book.move(circuit, count, monotonic()))
+            except TimeoutError:
+                raise place.book.too_old(circuit) from None
 
     async def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        DOORS.close(self.port)
         self.port = 0
+
+
+def _uncount(counts: Counter[Key], key: Key) -> bool:
+    """One fewer. False: it is not counted any more."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+    return False
+
+
+async def _heard(connection: BulkConnection, within_s: float) -> bool:
+    """Whether the member says that it is still here, as it does now and then. TimeoutError where it stays silent."""
+    async with asyncio.timeout(within_s):
+        return await connection.receive() is not None
 
 
 async def opening_at(raw: socket.socket) -> TlsHello | PipeAnswer | None:

@@ -1,7 +1,7 @@
-"""A machine looks at its own link with the help of the coordinator that its join link pins. Nothing is joined.
+"""Measures this machine's own link with the help of the coordinator that its join link pins. Nothing is joined.
 
-Guarantees: the coordinator is the very peer of the link before the token is shown; the token is not used up; nothing
-listens any longer when this ends. Waits: `timeout_s` for an answer, DIAL_BACK_S for the dial-back, TURN_S and twice
+Guarantees: the coordinator proves to be the peer of the link before the token is shown; the token is not used up; no
+listener is left open. Waits: `timeout_s` for an answer, DIAL_BACK_S for the dial-back, TURN_S and twice
 TRANSFER_S for each direction.
 """
 
@@ -40,8 +40,8 @@ TRANSFER_TIMEOUT_S = TURN_S + 2 * TRANSFER_S
 
 @dataclass(frozen=True, slots=True)
 class OwnLink:
-    """`tried_port`: where the coordinator was asked to dial back. `skew_s`: by how much its clock is ahead of ours. A rate of 0.0
-    was not measured; `rate_problem` says why."""
+    """The result of a probe. `tried_port`: the port that the coordinator dialled back. `skew_s`: how far its clock is ahead of
+    ours. A rate of 0.0 was not measured; `rate_problem` says why."""
 
     seen: Seen
     tried_port: int
@@ -55,9 +55,9 @@ class OwnLink:
 
 
 async def look_at_own_link(link: JoinLink, ports: Mapping[str, int], timeout_s: float) -> OwnLink:
-    """Listens for the dial-back on the port of the role that the link is for (0 or none: any).
+    """Runs the probe; listens for the dial-back on the port of the link's role (0 or missing: any port).
 
-    Unreachable, TrustError, BadToken, VersionMismatch, PortBusy.
+    Raises Unreachable, TrustError, BadToken, VersionMismatch or PortBusy.
     """
     shown = NodeCertificate.parse(
         await asyncio.to_thread(fetch_certificate, link, timeout_s), f"coordinator at {link.address}"
@@ -67,15 +67,15 @@ async def look_at_own_link(link: JoinLink, ports: Mapping[str, int], timeout_s: 
         stub = probe_pb2_grpc.ProbeStub(channel)
         try:
             question = pb.ReachRequest(protocol_version=PROTOCOL_VERSION, token=link.token)
-            told: pb.ReachReply = await stub.Reach(question, timeout=timeout_s)
-            found = await _reach(stub, link, ports.get(told.role, 0), timeout_s)
+            reach: pb.ReachReply = await stub.Reach(question, timeout=timeout_s)
+            own_link = await _reach(stub, link, ports.get(reach.role, 0), timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_of(error, f"coordinator at {link.address}") from None
         try:
             down, up = await _download(stub, link.token), await _upload(stub, link.token)
         except grpc.aio.AioRpcError as error:
-            return replace(found, rate_problem=str(error_of(error, f"coordinator at {link.address}")))
-    return replace(found, uplink_bytes_per_s=up, downlink_bytes_per_s=down)
+            return replace(own_link, rate_problem=str(error_of(error, f"coordinator at {link.address}")))
+    return replace(own_link, uplink_bytes_per_s=up, downlink_bytes_per_s=down)
 
 
 async def _reach(stub: probe_pb2_grpc.ProbeStub, link: JoinLink, port: int, timeout_s: float) -> OwnLink:
@@ -99,16 +99,18 @@ async def _reach(stub: probe_pb2_grpc.ProbeStub, link: JoinLink, port: int, time
         request = pb.ReachRequest(protocol_version=PROTOCOL_VERSION, token=link.token, port=tried, nonce=nonce)
         reply: pb.ReachReply = await stub.Reach(request, timeout=timeout_s + DIAL_BACK_S)
         ended = unix_now()
-        skew_s = min(0.0, reply.unix_s - began) + max(0.0, reply.unix_s - ended)  # 0 where it may be in between
+        skew_s = min(0.0, reply.unix_s - began) + max(
+            0.0, reply.unix_s - ended
+        )  # 0 if the coordinator's time lies between ours
     dialled = tried if reply.is_dialled else 0
     seen = Seen(local_end(link.port), (reply.host, reply.port), dialled, reply.has_relay)
     return OwnLink(seen, tried, reply.failure, skew_s, reply.role, reply.token_problem)
 
 
 def _listening(port: int) -> socket.socket:
-    """At every address of this machine, IPv6 ones too where there are any."""
+    """A listening socket at every address of this machine, including IPv6 if available."""
     if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # where IPv6 is switched off; a busy port fails below as well
+        with contextlib.suppress(OSError):  # IPv6 is switched off; a busy port fails again below
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
@@ -125,7 +127,7 @@ async def _download(stub: probe_pb2_grpc.ProbeStub, token: str) -> float:
 
 
 async def _upload(stub: probe_pb2_grpc.ProbeStub, token: str) -> float:
-    """The coordinator counts what comes, and ends the stream when it has seen enough."""
+    """Uploads until the coordinator has seen enough and ends the stream; returns the rate that it measured."""
     data = os.urandom(BLOCK_BYTES)
 
     async def blocks() -> AsyncIterator[pb.UploadBlock]:

@@ -1,4 +1,4 @@
-"""What a node tells whoever decodes: artifacts in the order in which they apply, block by block while they arrive."""
+"""What a node hands to its consumer: artifacts in the order in which they apply, block by block as they arrive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echo2.broadcast.reachability import LinkWay
 
 @dataclass(frozen=True, slots=True)
 class ArtifactBegun:
-    """The first of an artifact's events. Its parent, if it has one, was handed out whole before."""
+    """The first event of an artifact. Its parent, if any, has been handed out completely before."""
 
     header: Header
 
@@ -35,7 +35,7 @@ class ArtifactSealed:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactDropped:
-    """Half-way abandoned: throw away what came of it. Another way to a newer version is quicker, or it was replaced."""
+    """The artifact is abandoned half-way: discard what was decoded of it. `reason`: for the log."""
 
     artifact: ArtifactId
     reason: str
@@ -46,7 +46,7 @@ Progress = ArtifactBegun | BlockArrived | ArtifactSealed | ArtifactDropped
 
 @dataclass(frozen=True, slots=True)
 class AvailableArtifact:
-    """An artifact that this node or a neighbour of it holds."""
+    """An artifact that this node holds or that a neighbour has announced."""
 
     artifact: ArtifactId
     key: ArtifactKey
@@ -66,7 +66,7 @@ class PublicationDone:
 
 @dataclass(frozen=True, slots=True)
 class LinkStatus:
-    """One live link; the reason in `way` also says why it is made of several connections."""
+    """One live link; the reason in `way` also says why it has several connections."""
 
     peer_id: PeerId
     way: LinkWay
@@ -77,7 +77,7 @@ class LinkStatus:
 
 @dataclass(frozen=True, slots=True)
 class NodeStats:
-    """Counters since start; bytes count frames, chunk bytes count chunk frames alone."""
+    """Counters since start; byte counts of links include all frames, `*_chunk_bytes` only chunk frames."""
 
     links: tuple[LinkStatus, ...]
     sent_chunk_bytes: int

@@ -1,7 +1,7 @@
 """Hands artifacts out in the order in which they apply, block by block, as far as they have arrived.
 
-Guarantees: each block once, in order; an artifact's parent was handed out whole before it; an artifact that is
-abandoned half-way is said to be dropped. Never waits: `next` returns None when there is nothing new.
+Guarantees: each block once, in order; an artifact's parent is handed out completely before it; an artifact that is
+abandoned half-way is reported as dropped. Never waits: `next` returns None if there is nothing new.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactDropped, Art
 
 
 class ArtifactReader:
-    """One consumer's place. `version`: the newest that was handed out whole."""
+    """One consumer's position. `version`: the newest version that was handed out completely."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -26,26 +26,26 @@ class ArtifactReader:
 
     @property
     def artifact(self) -> ArtifactId | None:
-        """The one that is being handed out."""
+        """The artifact being handed out, if any."""
         return self._current[1] if self._current is not None else None
 
     def restart_from(self, version: Version | None) -> None:
-        """The consumer's weights are at `version` now; what was half handed out is dropped."""
+        """The consumer's weights are now at `version`; an artifact being handed out is dropped."""
         self.version = version
         self._was_restarted = self._current is not None
 
     def next(self) -> Progress | None:
         if self._was_restarted:
-            return self._drop("the consumer went back to another version")
+            return self._drop("the consumer switched to another version")
         path = self._library.path(self.version)
         if self._current is None:
             return self._begin(path[0]) if path else None
         key, artifact = self._current
         entry = self._library.entries.get(key)
         if entry is None:
-            return self._drop("it was replaced or no longer kept")
+            return self._drop("it was replaced or dropped")
         if key not in path and not entry.is_complete:
-            return self._drop("another way to a newer version is quicker")
+            return self._drop("another way to a newer version is faster")
         block = self._next_block(key, entry)
         if block is not None:
             return BlockArrived(artifact, block)

@@ -1,7 +1,7 @@
-"""What an earlier run left on disk is taken over: read and checked in threads, piece by piece; the loop goes on meanwhile.
+"""Restores the artifacts that an earlier run left on disk: reads and verifies them in threads, piece by piece, without blocking.
 
-Guarantees: nothing enters the library unchecked; a file that is not sound is removed and counted; between two pieces the
-work can be cancelled. Waits for: the disk. Leaves to others: where the bytes lie (chunk_store), what is fetched anew (node).
+Guarantees: nothing enters the library unverified; a corrupt file is removed and counted; the work can be cancelled between
+pieces. Waits for: the disk. Leaves to others: the layout on disk (chunk_store), what is refetched (node).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIECE_BYTES = 64 << 20
 
 
 class LeftFile:
-    """One artifact's file. Everything here may run on any thread, one call at a time."""
+    """One artifact's file. May be used from any thread, one call at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,7 +35,7 @@ class LeftFile:
         self._frames = read_records(path)
 
     def check_some(self, bytes_max: int) -> bool:
-        """Checks about as many bytes; whether more may be left. EchoError where a record is not sound."""
+        """Verifies about `bytes_max` bytes; returns whether more may be left. EchoError if a record is corrupt."""
         checked = 0
         for offset, frame in self._frames:
             self._check(offset, frame)
@@ -78,7 +78,7 @@ class LeftFile:
 
 
 async def restored(library: Library, me: PeerId, piece_bytes: int = PIECE_BYTES) -> AsyncIterator[Event]:
-    """What an earlier run left. An artifact of our own that was cut off is dropped: it is published anew."""
+    """Yields the events of restored artifacts. An incomplete artifact of our own is dropped, because it is published again."""
     for path in await asyncio.to_thread(library.store.left_files):
         left = LeftFile(path)
         try:

@@ -1,6 +1,6 @@
-"""An emulated WAN link inside the transport, for trials on one machine: uplink, downlink, delay. Off by default.
+"""An emulated WAN link inside the transport, for experiments on one machine: uplink, downlink, delay. Off by default.
 
-Guarantees: what passes in any span is at most rate x span plus one message; messages keep their order; what waits is
+Guarantees: in any time span at most rate x span plus one message passes; messages keep their order; the backlog is
 bounded in bytes. Leaves to others: real networks' loss and reordering (a network-namespace emulator does those).
 """
 
@@ -19,7 +19,7 @@ DELAYED_BYTES_MIN = 1 << 20
 
 
 class Bucket:
-    """One direction of one node's link; all its connections share it, first come, first served."""
+    """One direction of a node's link; all its connections share it, first come, first served."""
 
     def __init__(self, rate_bytes_per_s: float) -> None:
         self._rate = rate_bytes_per_s
@@ -27,7 +27,7 @@ class Bucket:
         self.passed_bytes = 0
 
     async def pass_through(self, size_bytes: int) -> None:
-        """Returns once the last byte is through."""
+        """Waits until the last byte has passed."""
         self.passed_bytes += size_bytes
         if self._rate <= 0:
             return
@@ -49,7 +49,7 @@ class NodeShaper:
 
 
 class ShapedConnection:
-    """A connection whose messages pass the node's link."""
+    """A connection whose messages pass through the node's emulated link."""
 
     def __init__(self, inner: Connection, shaper: NodeShaper) -> None:
         self._inner = inner

@@ -1,12 +1,12 @@
-"""Brings the sections of a sharded learner's version together: each rank codes its rows, the first one puts them in order.
+"""Merges the sections of a sharded learner's version: each rank encodes its rows, rank 0 puts the blocks in order.
 
-Guarantees: only coded blocks and numbers cross between ranks, and nothing is pickled. The other ranks code beside the
-first one, and hold no more than one block's bytes of what they coded and nobody asked for yet. A rank that fails is
-named with its error on the first one; one that does not answer within the time limit is `Unreachable`. Waits for: on the first
-rank, one answer at a time; on the others, the next order, in a thread of their own. Leaves to others: the coding
-(weights/shards.py), that all ranks hold a version before it is named here, signing and sending.
+Guarantees: only encoded blocks and numbers cross between ranks; nothing is pickled. The other ranks encode in parallel with
+rank 0, and buffer at most one block's bytes of encoded data that has not been requested yet. If a rank fails, rank 0 raises an
+error that names it; a rank that does not answer within the time limit is `Unreachable`. Waits for: on rank 0, one answer at
+a time; on the others, the next order, in a thread of their own. Leaves to others: encoding (weights/shards.py), making sure
+that all ranks hold a version before it is named here, signing and sending.
 
-Orders and answers go over a gloo group of their own, so that they never come between the collectives of the training.
+Orders and answers use a gloo group of their own, so that they never interleave with the training's collectives.
 """
 
 from __future__ import annotations
@@ -52,16 +52,18 @@ from echo2.weights.shards import (
 )  # fmt: skip
 
 ANSWER_TIMEOUT_S = 300.0
-"""For a block, or for the fingerprint of a rank's rows."""
-HELD_VERSIONS_MAX = 4
-"""The newest, its parent, the next one, and one of an earlier run."""
+"""Time limit for a block, or for the fingerprint of a rank's rows."""
+HELD_VERSIONS_MAX = 5
+"""The newest version, its parent, the next one, one from an earlier run, and the base until its delta has been published."""
 _HEAD_NUMBERS = 3
 _ITEM = struct.Struct("<IIQQI")
+_KEPT = struct.Struct("<Q")
 _log = logging.getLogger("echo2.broadcast")
 
 
 class _Kind(IntEnum):
-    """`number` says: FINGERPRINT and BEGIN nothing, NEXT and BEGIN which encoding, FORGET a version."""
+    """Meaning of `number`: NEXT and BEGIN: the encoding; FORGET: a version; DONE: a fingerprint part; unused otherwise. FORGET may
+    carry an earlier version that stays, as its payload."""
 
     FINGERPRINT = 1
     BEGIN = 2
@@ -80,7 +82,7 @@ class _Message:
 
 
 class _Line:
-    """Messages between this rank and another one of a gloo group."""
+    """Messages between this rank and one other rank of a gloo group."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, timeout_s: float) -> None:
         self._group = group
@@ -96,7 +98,7 @@ class _Line:
             self._group.send([packed], self._peer, 0).wait(self._timeout)
 
     def receive(self, payload_bytes_max: int, *, is_idle: bool = False) -> _Message:
-        """`is_idle`: until one comes, or the group's own time limit."""
+        """Receives one message. `is_idle`: waits up to the group's own time limit instead of ours."""
         head = torch.zeros(_HEAD_NUMBERS, dtype=torch.int64)
         coming = self._group.recv([head], self._peer, 0)
         if is_idle:
@@ -113,21 +115,21 @@ class _Line:
 
 
 class HeldVersions:
-    """A rank's own rows of the versions that may be asked for. Any thread."""
+    """A rank's own rows of the versions that may be requested. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: dict[Version, WeightSet] = {}
 
     def keep(self, version: Version, weights: WeightSet) -> None:
-        """Host tensors, which nothing changes in place."""
+        """Keeps a version's weights: host tensors, which must not be changed in place."""
         with self._lock:
             self._held[version] = weights
             if len(self._held) > HELD_VERSIONS_MAX:
                 raise LimitExceeded(f"version {version}: expected {HELD_VERSIONS_MAX} to be held, got {self._names()}")
 
     def add(self, version: Version, name: str, tensor: torch.Tensor) -> None:
-        """Rows of one more tensor of a version; in the place of what was held under that name."""
+        """Adds or replaces the rows of one tensor of a version."""
         self.keep(version, {**self._held.get(version, {}), name: tensor})
 
     def of(self, version: Version) -> WeightSet:
@@ -136,9 +138,9 @@ class HeldVersions:
                 raise StateError(f"version {version}: expected it among those held, got {self._names()}")
             return self._held[version]
 
-    def forget_before(self, version: Version) -> None:
+    def forget_before(self, version: Version, but: Version | None = None) -> None:
         with self._lock:
-            self._held = {held: weights for held, weights in self._held.items() if held >= version}
+            self._held = {held: weights for held, weights in self._held.items() if held >= version or held == but}
 
     @property
     def versions(self) -> list[Version]:
@@ -150,8 +152,8 @@ class HeldVersions:
 
 
 class ShardLeader:
-    """The first rank's side. What is handed in are its own rows; the other ranks find theirs by the version. The group's first
-    `shards` ranks hold one copy of the weights; those behind them hold further copies, and are told only what to forget."""
+    """Rank 0's side. Its methods take its own rows; the other ranks look theirs up by version. The group's first `shards` ranks
+    hold one copy of the weights; the ranks after them hold further copies, and are told only what to forget."""
 
     def __init__(self, group: dist.ProcessGroup, shards: int, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._count = shards
@@ -160,9 +162,10 @@ class ShardLeader:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # an order and its answer
         self._encodings = 0
+        self._kept: Version | None = None
 
     def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int:
-        """Of the whole set; each rank sums its own rows."""
+        """The fingerprint of the whole set; each rank sums its own rows."""
         table = sharded_table(weights)
         header = DeltaHeader(target_version=version, fingerprint_key=key, shard_count=self._count)
         with self._lock:
@@ -183,8 +186,13 @@ class ShardLeader:
         return self._encode(None, target, header, executor)
 
     def forget_before(self, version: Version) -> None:
-        """Earlier versions are not asked for any more."""
-        self._tell_all(_Message(_Kind.FORGET, version), self._everyone)
+        """Drops versions before `version` on all ranks, except the one that `keep` named; they are not requested any more."""
+        payload = b"" if self._kept is None else _KEPT.pack(self._kept)
+        self._tell_all(_Message(_Kind.FORGET, version, payload), self._everyone)
+
+    def keep(self, version: Version | None) -> None:
+        """All ranks keep this version until told otherwise; with None, the next `forget_before` drops it too."""
+        self._kept = version
 
     def stop(self) -> None:
         """Ends the other ranks' `serve`."""
@@ -199,7 +207,7 @@ class ShardLeader:
         return encode_sections(header, table, self._all_blocks(header, table, own))
 
     def _all_blocks(self, header: DeltaHeader, table: TensorTable, own: Iterator[CodedBlock]) -> Iterator[CodedBlock]:
-        """The other ranks begin when the first block is drawn."""
+        """Yields all ranks' blocks in order; the other ranks start encoding when the first block is drawn."""
         with self._lock:
             self._encodings += 1
             number = self._encodings
@@ -228,7 +236,7 @@ class ShardLeader:
     def _tell(self, rank: int, message: _Message) -> None:
         try:
             self._everyone[rank].send(message)
-        except RuntimeError as error:  # gloo's: closed, or out of time
+        except RuntimeError as error:  # raised by gloo: closed, or timed out
             raise self._gone(rank, f"it to take an order ({message.kind.name})", error) from error
 
     def _answer(self, shard: int, what: str) -> _Message:
@@ -245,7 +253,7 @@ class ShardLeader:
 
 
 class ShardFollower:
-    """Another rank's side: answers the first one's orders until it says stop. `held` is filled by the training thread."""
+    """The side of ranks > 0: answers rank 0's orders until STOP. `held` is filled by the training thread."""
 
     def __init__(self, group: dist.ProcessGroup, held: HeldVersions, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._shard = group.rank()
@@ -255,7 +263,7 @@ class ShardFollower:
         self._number = 0
 
     def serve(self) -> None:
-        """In a thread of its own."""
+        """Runs the loop; call it in a thread of its own."""
         try:
             while (order := self._line.receive(2 * HEADER_BYTES_MAX, is_idle=True)).kind is not _Kind.STOP:
                 answer = self._answer_to(order)
@@ -267,7 +275,7 @@ class ShardFollower:
     def _answer_to(self, order: _Message) -> _Message | None:
         try:
             return self._obey(order)
-        except Exception as error:  # told to the first rank, which ends the run with it
+        except Exception as error:  # sent to rank 0, which ends the run with it
             if order.kind not in (_Kind.FINGERPRINT, _Kind.NEXT):
                 raise
             _log.exception("rank %d: %s failed", self._shard, order.kind.name)
@@ -290,13 +298,14 @@ class ShardFollower:
                     raise StateError(f"encoding {order.number}: expected {self._number}, which was begun last")
                 return _Message(_Kind.DONE, 0, self._ahead.take())
             case _Kind.FORGET:
-                self._held.forget_before(Version(order.number))
+                but = Version(*_KEPT.unpack(order.payload)) if order.payload else None
+                self._held.forget_before(Version(order.number), but)
                 return None
             case kind:
                 raise MalformedMessage(f"rank {self._shard}: expected an order, got {kind.name}")
 
     def _section(self, payload: bytes) -> tuple[int, Iterator[CodedBlock]]:
-        """In the coding thread: the bytes of a block, and the blocks."""
+        """Runs in the encoding thread: returns the bytes of an unencoded block, and the blocks."""
         header, table = _begun(payload)
         parent = None if header.parent_version is None else self._held.of(header.parent_version)
         blocks = section_blocks(parent, self._held.of(header.target_version), header, table, self._shard)
@@ -310,7 +319,7 @@ class ShardFollower:
 
 
 class Ahead:
-    """Blocks coded in a thread before they are asked for: packed, no more than one block's bytes of them."""
+    """Encodes blocks ahead of requests in a thread; buffers at most one block's bytes of packed blocks."""
 
     def __init__(self, begin: Callable[[], tuple[int, Iterator[CodedBlock]]]) -> None:
         self._begin = begin
@@ -323,7 +332,7 @@ class Ahead:
         self._thread.start()
 
     def take(self) -> bytes:
-        """All that is ready, at least one block; raises what the coding raised."""
+        """All blocks that are ready, at least one; waits for it. Raises the encoding thread's error."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._is_over)
             if not self._ready:
@@ -335,7 +344,7 @@ class Ahead:
             return taken
 
     def stop(self) -> None:
-        """Ends the thread after the block that it codes."""
+        """Stops the thread after its current block."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -347,7 +356,7 @@ class Ahead:
             for block, coded in blocks:
                 if not self._put(_packed(block, coded), room_bytes):
                     return
-        except Exception as error:  # noqa: BLE001 - raised by whoever takes
+        except Exception as error:  # noqa: BLE001 - raised in `take`
             self._failure = error
         finally:
             with self._changed:

@@ -1,7 +1,7 @@
-"""What the kernel knows of this process's TCP connections: bytes confirmed, losses, round-trip times; and which congestion
-control they use. Linux only; else silent.
+"""Reads this process's TCP connections from the kernel: bytes acknowledged, losses, round-trip times; sets their congestion
+control. Linux only; a no-op elsewhere.
 
-gRPC does not show its sockets, so all descriptors of the process are looked through. Loopback is left out: it has no
+gRPC does not expose its sockets, so all descriptors of the process are examined. Loopback is left out: it has no
 uplink to protect. A descriptor may be closed by its owner at any moment; then it is skipped.
 """
 
@@ -24,20 +24,23 @@ _INFO_BYTES, _NAME_BYTES = 152, 16
 _RTT_AT, _RETRANSMITTED_AT, _ACKED_AT, _MIN_RTT_AT = 68, 100, 120, 148  # of struct tcp_info: us, segments, bytes, us
 SOCKETS_MAX = 16_384
 SCAN_EVERY = 20
-UNSENT_S, UNSENT_BYTES_MIN = 0.015, 32 << 10  # of the uplink, that the kernel may hold unsent for a connection
+UNSENT_S, UNSENT_BYTES_MIN = (
+    0.015,
+    32 << 10,
+)  # seconds of the uplink's rate that the kernel may buffer unsent per connection
 UNSENT_STEP = 0.2
 
 
 Remote = tuple[str, int]
-"""The other end of a connection: its address, in IPv4's own form where it is one, and its port."""
+"""The remote end of a connection: its address (IPv4-mapped ones as plain IPv4) and its port."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathSent:
-    """Since the last look, to one other end."""
+    """Traffic to one remote end since the last sample."""
 
     delivered_bytes: int = 0
-    lost: int = 0  # segments sent again by connections whose queue was short
+    lost: int = 0  # segments retransmitted by connections whose queue was short
 
     def __add__(self, other: PathSent) -> PathSent:
         return PathSent(self.delivered_bytes + other.delivered_bytes, self.lost + other.lost)
@@ -45,10 +48,10 @@ class PathSent:
 
 @dataclass(frozen=True, slots=True)
 class SocketTotals:
-    """Since the last look, over all connections that sent."""
+    """Totals since the last sample, over all connections that sent."""
 
     delivered_bytes: int
-    queue_s: float  # of the connection with the least
+    queue_s: float  # of the connection with the shortest queue
     retransmitted: int = 0  # segments
     paths: Mapping[Remote, PathSent] = field(default_factory=dict)
 
@@ -70,14 +73,14 @@ _UNSEEN = _TcpInfo(0, 0, 0, 0, ("", 0))
 
 
 class SocketWatch:
-    """Which descriptors are connections is looked up anew every SCAN_EVERY looks, and after `expect_new`."""
+    """Samples all connections. Rescans the descriptors every SCAN_EVERY samples, and after `expect_new`."""
 
     def __init__(self) -> None:
         self._last: dict[int, _TcpInfo] = {}
         self._looks = 0
         self._control = Control.USUAL
         self._unsent_bytes = 0
-        self._usual: dict[int, bytes] = {}  # by descriptor, what a connection came with
+        self._usual: dict[int, bytes] = {}  # by descriptor: the connection's original congestion control
         self.is_fast_offered = True
 
     @property
@@ -85,7 +88,7 @@ class SocketWatch:
         return bool(self._last)
 
     def expect_new(self) -> None:
-        """A connection was made."""
+        """A connection was made: rescan at the next sample."""
         self._looks = 0
 
     def look(self) -> SocketTotals:
@@ -96,28 +99,28 @@ class SocketWatch:
         self._looks += 1
         delivered, queue_s, retransmitted, paths = 0, float("inf"), 0, dict[Remote, PathSent]()
         for fd, before in self._last.items():
-            found = _tcp_info(fd)
-            if found is None:
+            info = _tcp_info(fd)
+            if info is None:
                 continue
-            self._last[fd] = found
-            if found.confirmed_bytes > before.confirmed_bytes > 0:
-                came, again = found.confirmed_bytes - before.confirmed_bytes, found.retransmitted - before.retransmitted
+            self._last[fd] = info
+            if info.confirmed_bytes > before.confirmed_bytes > 0:
+                came, again = info.confirmed_bytes - before.confirmed_bytes, info.retransmitted - before.retransmitted
                 delivered += came
-                queue_s = min(queue_s, found.queue_s)
+                queue_s = min(queue_s, info.queue_s)
                 retransmitted += max(0, again)
-                path = PathSent(came, max(0, again) if found.queue_s < SHORT_QUEUE_S else 0)
-                paths[found.remote] = paths.get(found.remote, PathSent()) + path
+                path = PathSent(came, max(0, again) if info.queue_s < SHORT_QUEUE_S else 0)
+                paths[info.remote] = paths.get(info.remote, PathSent()) + path
         return SocketTotals(delivered, max(0.0, queue_s) if delivered else 0.0, retransmitted, paths)
 
     def use(self, control: Control) -> None:
-        """All connections that are known, and those that will be."""
+        """Sets the congestion control of all known and future connections."""
         if control is not self._control:
             self._control = control
             self._apply()
 
     def limit_unsent(self, uplink_bytes_per_s: float) -> None:
-        """What waits, waits in the session, not in the kernel, which would send it in one burst once a connection may.
-        0: no rate is known, nothing changes."""
+        """Limits what the kernel buffers unsent, so that the backlog stays in the session; the kernel would send it in one burst as
+        soon as a connection may send. 0: rate unknown, changes nothing."""
         limit = max(UNSENT_BYTES_MIN, int(UNSENT_S * uplink_bytes_per_s))
         if uplink_bytes_per_s and abs(limit - self._unsent_bytes) > UNSENT_STEP * self._unsent_bytes:
             self._unsent_bytes = limit
@@ -138,13 +141,13 @@ class SocketWatch:
             return
         if _set(fd, _TCP_CONGESTION, Control.FAST.value.encode()):
             self._usual[fd] = usual
-        elif _control_of(fd) is not None:  # the connection is still there, so it was the kernel that refused
+        elif _control_of(fd) is not None:  # the connection still exists, so the kernel refused BBR
             self.is_fast_offered = False
 
 
 @contextlib.contextmanager
 def _view(fd: int) -> Iterator[socket.socket]:
-    """A descriptor as a socket, which stays its owner's. OSError where it is none, or none any more."""
+    """A descriptor as a socket, which its owner keeps. OSError if it is not a socket (any more)."""
     view = socket.socket(fileno=fd)
     try:
         yield view
@@ -153,7 +156,7 @@ def _view(fd: int) -> Iterator[socket.socket]:
 
 
 def _control_of(fd: int) -> bytes | None:
-    """The name of a connection's congestion control; None where it is gone."""
+    """The name of a connection's congestion control; None if it is closed."""
     try:
         with _view(fd) as view:
             return view.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
@@ -162,7 +165,7 @@ def _control_of(fd: int) -> bytes | None:
 
 
 def _set(fd: int, option: int, value: bytes) -> bool:
-    """An option of TCP; whether the kernel took it."""
+    """Sets a TCP option; returns whether the kernel accepted it."""
     try:
         with _view(fd) as view:
             view.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -181,7 +184,7 @@ def _descriptors() -> list[int]:
 
 
 def local_end(remote_port: int) -> tuple[str, int] | None:
-    """This end of a connection of this process to `remote_port` of whatever machine; None where it cannot be told."""
+    """The local address of a connection of this process to `remote_port` on any machine; None if there is none."""
     for fd in _descriptors():
         try:
             with _view(fd) as view:
@@ -194,7 +197,7 @@ def local_end(remote_port: int) -> tuple[str, int] | None:
 
 
 def as_ipv4(host: str) -> str:
-    """An address without what a socket for both kinds of addresses puts before IPv4's."""
+    """Strips the prefix of IPv4-mapped IPv6 addresses, which dual-stack sockets report."""
     return host.removeprefix("::ffff:")
 
 
@@ -203,7 +206,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _tcp_info(fd: int) -> _TcpInfo | None:
-    """Of an established connection to another machine."""
+    """The TCP_INFO of an established connection to another machine; None for any other descriptor."""
     try:
         with _view(fd) as view:
             if view.family not in (socket.AF_INET, socket.AF_INET6) or view.type != socket.SOCK_STREAM:

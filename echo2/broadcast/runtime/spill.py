@@ -1,6 +1,6 @@
-"""A spill on disk: what a decoder stages beyond its share of memory.
+"""A spill file on disk: holds what a decoder stages beyond its share of memory.
 
-Guarantees: the file has no name, so that nothing is left of it when the process ends, whichever way. Leaves to others:
+Guarantees: the file is unlinked at once, so nothing is left of it however the process ends. Leaves to others:
 what is kept in it, and for how long (echo2/weights/staging.py).
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class FileSpill:
-    """A file in a folder that is on a disk; made when the first bytes come."""
+    """An unlinked file in `folder`, which must be on a disk; created at the first `put`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -22,7 +22,7 @@ class FileSpill:
         self._end = 0
 
     def put(self, data: bytes) -> int:
-        """Appends some bytes; says where."""
+        """Appends bytes; returns their offset."""
         with self._lock:
             if self._file < 0:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ class FileSpill:
         return place
 
     def get(self, place: int, size: int) -> bytes:
-        """The bytes at a place; fewer if the file lost some."""
+        """Reads `size` bytes at an offset; fewer if the file is truncated."""
         parts: list[bytes] = []
         while size and (part := os.pread(self._file, size, place)):
             parts.append(part)

@@ -1,8 +1,9 @@
 """Bytes from one socket to another, both ways, without this process reading them: the kernel moves them where it can.
 
-Guarantees: what one side sent before it ended still reaches the other; at most PIPE_BYTES wait for each direction, so that a side
-that does not read holds up the other in its own machine; both sockets are closed at the end. Where the system has no `splice`
-(Linux has), bytes are copied. Leaves to others: who may, and how much (`moved` may raise LimitExceeded, which ends it).
+Guarantees: what one side sent before it ended still reaches the other; once one direction has ended, the other has ENDING_S to end
+too; at most PIPE_BYTES wait for each direction, so that a side that does not read holds up the other in its own machine; both
+sockets are closed at the end. Where the system has no `splice` (Linux has), bytes are copied. Leaves to others: who may, how much
+(`moved` may raise LimitExceeded, which ends it) and for how long (the caller cancels it).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator
 from echo2.outside.ready import until_ready
 
 PIPE_BYTES = 1 << 20
+ENDING_S = 3.0
+"""TLS ends both directions at once: what it still says after one has ended is a few bytes."""
 _COPY_BYTES = 256 << 10
 _F_SETPIPE_SZ = 1031  # of fcntl.h; Linux alone
 _splice = getattr(os, "splice", None)
@@ -25,12 +28,15 @@ Moved = Callable[[int], None]
 
 
 async def carry(first: socket.socket, second: socket.socket, moved: Moved) -> None:
-    """Until both directions have ended, or one fails. `moved` is told of each piece, in bytes. Raises what `moved` raises."""
+    """Returns once both directions have ended, ENDING_S after the first has, or when one fails. `moved` is told of each piece, in
+    bytes. Raises what `moved` raises."""
     one_way = _spliced if _splice is not None else _copied
     ways = [asyncio.ensure_future(one_way(a, b, moved)) for a, b in ((first, second), (second, first))]
     try:
-        done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
-        for way in done:
+        ended, going = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        if going and not any(way.exception() for way in ended):
+            ended |= (await asyncio.wait(going, timeout=ENDING_S))[0]
+        for way in ended:
             with contextlib.suppress(OSError):  # one side was cut off, which is how connections end
                 way.result()
     finally:

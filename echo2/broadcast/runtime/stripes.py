@@ -1,9 +1,9 @@
-"""The further connections of a node's links: asked for by whoever is held back, opened by whoever dialled the link.
+"""The further connections of a node's links: requested by the side that is held back, opened by the side that dialled the link.
 
 Guarantees: only links over TCP connections of their own are widened; all connections of this node together stay within
-striping.connections_max; a further connection is taken only beside a link that is there, and from the very peer. Waits:
-RETRY_S, doubling to RETRY_MAX_S, after one could not be opened. Leaves to others: when more or fewer are better (striping),
-carrying chunks (link), proving who the peer is (transport).
+striping.connections_max; a further connection is accepted only for an existing link, and from that link's peer. Waits:
+RETRY_S, doubling to RETRY_MAX_S, after a connection could not be opened. Leaves to others: when more or fewer are better
+(striping), carrying chunks (link), authenticating the peer (transport).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from echo2.broadcast.striping import LinkLook, Striping, connections_max
 from echo2.wire import broadcast as wire
 
 RETRY_S, RETRY_MAX_S = 2.0, 60.0
-LASTING_S = 10.0  # a connection that ended sooner is a failure
+LASTING_S = 10.0  # a connection that ends sooner counts as a failure
 
 
 def is_bulk_offered(link: PeerLink, now: float) -> bool:
-    """Whether the peer takes connections for chunks where we dialled it, as far as is known now. It names the port itself: never
-    one of the system's services."""
+    """Whether the peer accepts bulk connections at the address where we dialled it, as far as is known. It names the port itself,
+    so ports of system services are excluded."""
     return link.bulk_port >= PORT_MIN and bool(link.address) and now >= link.bulk_next_try
 
 
 @dataclass(slots=True)
 class _Width:
-    """What is wanted of one link. `link` itself: state of a link that was replaced counts no more."""
+    """The wanted width of one link. `link` identifies it: the state of a replaced link is discarded."""
 
     link: PeerLink
     striping: Striping = field(default_factory=Striping)
@@ -51,7 +51,7 @@ class _Width:
 
 
 class Stripes:
-    """`open_one` dials one more connection of a link and serves it until it ends; `spawn` lets it run."""
+    """The widths of all links. `open_one` dials a further connection of a link and serves it until it ends; `spawn` runs that."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Stripes:
         return known
 
     def look(self, sent: SocketTotals, now: float) -> None:
-        """How the links fare; see uplink.UplinkWatch."""
+        """Takes a sample of all links; called by uplink.UplinkWatch."""
         for peer_id, link in self._links.items():
             peer = self._session.peers.get(peer_id)
             if peer is None or not isinstance(link.connection, Widenable):
@@ -92,12 +92,12 @@ class Stripes:
             self._width(link).striping.look(look, link.width, self._limit(link), now)
 
     def widened(self, peer_id: PeerId) -> None:
-        """A connection of the link to the peer was opened, given up or lost."""
+        """Tells the session that a connection of the peer's link was opened, closed or lost."""
         if (link := self._links.get(peer_id)) is not None:
             self._act(LinkWidened(peer_id, link.width))
 
     def tend(self, now: float) -> None:
-        """Opens, gives up and asks for connections. To be called every half second or so."""
+        """Opens, closes and requests connections. Call it about every half second."""
         for gone in self._widths.keys() - self._links.keys():
             del self._widths[gone]
         for link in self._links.values():
@@ -110,17 +110,17 @@ class Stripes:
             goal = min(self._limit(link), max(width.striping.count, peer.wished_connections if peer is not None else 1))
             has_own = not (
                 link.has_bulk or is_bulk_offered(link, now)
-            )  # then the first takes chunks, and is one of them
+            )  # without bulk connections, the link's first connection carries chunks and counts
             if goal < link.width:
                 link.narrow()
             elif now >= width.next_try:
                 for _ in range(goal - has_own - width.running):
-                    width.running += 1  # here, not where it begins to run: the next call may come before that
+                    width.running += 1  # counted here, because `tend` may be called again before the task starts
                     self._spawn(self._open(link, width))
 
     def _ask(self, link: PeerLink, width: _Width) -> None:
         if width.striping.count != width.told:
-            with contextlib.suppress(ResourceError):  # it does not read: keepalive will end the link
+            with contextlib.suppress(ResourceError):  # the peer does not read: keepalive will end the link
                 link.send_control(wire.width_wish_to_bytes(width.striping.count))
                 width.told = width.striping.count
 
@@ -130,20 +130,20 @@ class Stripes:
         try:
             await self._open_one(link)
         except Unreachable:
-            pass  # the link is there without it, and it is tried again
+            pass  # the link works without it, and it is tried again
         finally:
             width.running -= 1
             width.failures = width.failures + 1 if now() - begun_at < LASTING_S else 0
             width.next_try = now() + min(RETRY_MAX_S, RETRY_S * 2 ** min(width.failures, 10))
 
     async def carry(self, connection: Connection, of: PeerLink | None) -> None:
-        """Serves one more connection of the link to its peer until it ends: of `of`, which we opened it for, or of the link that
-        the peer dialled. Unreachable where that link is not there any more: another took its place, and gets its own."""
+        """Serves a further connection until it ends. `of`: the link for which we opened it; None: the peer opened it for the link
+        that it dialled. Unreachable if that link is gone or was replaced, or its limit is reached."""
         peer = connection.peer.peer_id
         link = self._links.get(peer)
         is_for_it = link is not None and (link is of if of is not None else not link.connection.is_outgoing)
         if link is None or not is_for_it or not isinstance(connection, Widenable):
-            raise Unreachable(f"peer {peer}: a further connection came, and the link that it was for has ended")
+            raise Unreachable(f"peer {peer}: the link of this further connection has ended")
         if link.width >= (limit := self._limit(link)):
             raise Unreachable(
                 f"peer {peer}: {link.width} connections are open, of {limit} for one of {len(self._links)} links"
@@ -151,10 +151,12 @@ class Stripes:
         await link.carry(connection)
 
     def way_of(self, link: PeerLink) -> LinkWay:
-        """The link's kind and reason, and of how many connections it is made and why."""
+        """The link's kind and reason, including how many connections it has and why."""
         way, width = way_of(link.connection), self._widths.get(link.peer_id)
         if link.pipe and link.address == link.pipe:
-            way = LinkWay(LinkKind.RELAYED, "the peer cannot be dialled; all of it through a byte pipe of a relay")
+            way = LinkWay(
+                LinkKind.RELAYED, "the peer cannot be dialled; everything goes through a byte pipe of a relay"
+            )
         elif way.kind is LinkKind.RELAYED and link.has_bulk:
             return LinkWay(way.kind, f"{way.reason}; chunks through a byte pipe of the relay")
         if link.width == 1 or width is None:
@@ -163,7 +165,7 @@ class Stripes:
         return LinkWay(way.kind, f"{way.reason}; {link.width} connections: {why}")
 
     def statuses(self) -> tuple[LinkStatus, ...]:
-        """Of all links, for the operator."""
+        """The status of all links, for the operator."""
         return tuple(
             LinkStatus(peer, self.way_of(link), link.width, link.sent_bytes, link.received_bytes)
             for peer, link in self._links.items()

@@ -2,7 +2,7 @@
 
 Three real implementations pass one contract test: gRPC on mutual TLS (transport_grpc), libp2p circuits and punched holes
 (p2p/transport) and memory (transport_memory).
-Guarantees asked of all: `peer` is who it claims to be; frames arrive whole and in order; `send` waits while the other
+Every implementation guarantees: `peer` is authenticated; frames arrive whole and in order; `send` waits while the other
 side does not read; after either side closes, `receive` returns None and `send` raises Unreachable.
 """
 
@@ -37,7 +37,7 @@ class Connection(Protocol):
 
 @runtime_checkable
 class Explained(Protocol):
-    """A connection that knows more of how it came about than who dialled."""
+    """A connection that knows how it was established, not only who dialled."""
 
     @property
     def way(self) -> LinkWay: ...
@@ -45,24 +45,24 @@ class Explained(Protocol):
 
 @runtime_checkable
 class Widenable(Protocol):
-    """A connection over a TCP connection of its own, beside which further ones can be opened."""
+    """A connection over its own TCP connection, beside which further ones can be opened."""
 
     @property
     def remotes(self) -> frozenset[Remote]:
-        """The other end as the kernel's table of connections has it; several where a name stands for several."""
+        """The remote end as the kernel reports it; several if a name resolves to several addresses."""
         ...
 
     async def finish(self) -> None:
-        """Nothing more will be sent; what was, still arrives."""
+        """Ends the sending direction; frames already sent still arrive."""
         ...
 
 
 @runtime_checkable
 class TakesParts(Protocol):
-    """A connection that is made for chunks: one that a link has takes them all, and the stream beside it none."""
+    """A bulk connection, made for chunks: if a link has one, all its chunks go there and none over the stream beside it."""
 
     async def send_parts(self, parts: Sequence[bytes | memoryview]) -> None:
-        """One frame, of these one after another. The last is the large one."""
+        """Sends one frame, the concatenation of the parts. The last part is the large one."""
         ...
 
 
@@ -72,17 +72,17 @@ class Piped(Protocol):
 
     @property
     def pipes(self) -> Mapping[PeerId, str]:
-        """By relay, the address of its byte pipes."""
+        """Maps each relay to the address of its byte pipes."""
         ...
 
     @property
     def pipe_places(self) -> Mapping[PeerId, str]:
-        """Those at which this node is to hold a place, because it cannot be dialled."""
+        """The relays at which this node must hold a place, because it cannot be dialled."""
         ...
 
 
 def way_of(connection: Connection) -> LinkWay:
-    """The kind of a link and why it is of that kind."""
+    """The kind of a link, and the reason for it."""
     if isinstance(connection, Explained):
         return connection.way
     if connection.is_outgoing:
@@ -91,17 +91,17 @@ def way_of(connection: Connection) -> LinkWay:
 
 
 Accept = Callable[[Connection], Awaitable[None]]
-"""Called with each connection that others dial; the connection lives until it returns."""
+"""Called with each accepted connection; the connection lives until it returns."""
 
 
 async def refuse_exchange(connection: Connection) -> None:
-    """For a node that takes no part in the broadcast."""
+    """Closes the connection: for a node that takes no part in the broadcast."""
     await connection.close()
 
 
 class Transport(Protocol):
     async def dial(self, address: str, peer_id: PeerId) -> Connection:
-        """A connection to exactly `peer_id` at `address`; Unreachable within the transport's stated time."""
+        """Connects to exactly `peer_id` at `address`; Unreachable within the transport's stated time."""
         ...
 
     async def close(self) -> None: ...

@@ -85,7 +85,7 @@ class BulkConnection(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
         host, port = transport.get_extra_info("peername")[:2]
         self.remotes = frozenset({(as_ipv4(host), port)})
-        self._told = f"ipv{6 if ':' in host else 4}:{joined(host, port)}"
+        self._told = told_of(host, port)
         self._raw = transport.get_extra_info("socket")
         keep_alive(self._raw)
 
@@ -207,8 +207,17 @@ class BulkConnection(asyncio.BufferedProtocol):
         except TimeoutError:
             self._transport.abort()
 
+    def abort(self) -> None:
+        """At once; what was written may be lost."""
+        self._transport.abort()
+
     def _is_open(self) -> bool:
         return not (self.ended.is_set() or self._transport.is_closing())
+
+
+def told_of(host: str, port: int) -> str:
+    """The other end of a connection, as gRPC names it and doors know it."""
+    return f"ipv{6 if ':' in host else 4}:{joined(host, port)}"
 
 
 def keep_alive(raw: Any) -> None:

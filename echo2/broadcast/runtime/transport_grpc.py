@@ -1,7 +1,7 @@
-"""Chunks over gRPC on mutual TLS: one bidirectional `Exchange` stream per pair of nodes, whichever of them dialled.
+"""Chunks over gRPC on mutual TLS: one bidirectional `Exchange` stream per pair of nodes, opened by either of them.
 
-Guarantees: see transport.py. Frames are passed as bytes: a chunk is encoded once however many peers it goes to.
-Waits: `dial` at most DIAL_TIMEOUT_S; a peer that vanished is noticed by keepalive within 20 s.
+Guarantees: see transport.py. Frames are passed as bytes: a chunk is encoded once, no matter how many peers it goes to.
+Waits: `dial` at most DIAL_TIMEOUT_S; a vanished peer is noticed by keepalive within 20 s.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _AcceptedConnection:
         return bytes(frame)
 
     async def finish(self) -> None:
-        """The stream ends in order when whoever accepted it returns."""
+        """Nothing to do: the stream ends cleanly when its handler returns."""
 
     async def close(self) -> None:
         self.closed.set()
@@ -163,13 +163,13 @@ class GrpcTransport:
 
 
 async def _remotes_at(address: str) -> frozenset[Remote]:
-    """Empty where a name cannot be resolved (any more)."""
+    """The addresses that the host resolves to; empty if it cannot be resolved."""
     host, _, port = address.rpartition(":")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        infos = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError):
         return frozenset()
-    return frozenset((as_ipv4(str(at[0])), int(at[1])) for *_, at in found)
+    return frozenset((as_ipv4(str(info[0])), int(info[1])) for *_, info in infos)
 
 
 async def _ready(channel: grpc.aio.Channel, address: str, peer_id: PeerId) -> None:

@@ -1,4 +1,4 @@
-"""Connections inside one process: the transport of tests and of the simulator's smallest scenes."""
+"""Connections inside one process: the transport of tests and of the simulator's smallest scenarios."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUEUE_FRAMES = 8
 
 
 class _Pipe:
-    """One direction, bounded."""
+    """One direction of a connection, bounded to QUEUE_FRAMES frames."""
 
     def __init__(self) -> None:
         self.frames: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE_FRAMES)
@@ -50,7 +50,7 @@ class MemoryConnection:
 
 
 class MemoryNetwork:
-    """Addresses of one process."""
+    """The listeners of one process, by address."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, tuple[PeerIdentity, Accept]] = {}

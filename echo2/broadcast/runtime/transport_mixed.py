@@ -1,7 +1,7 @@
-"""The transport that workers use: gRPC to host:port, libp2p to circuits. libp2p starts when there is a NAT to cross.
+"""The transport that workers use: gRPC to host:port, libp2p to circuits. libp2p starts only when there is a NAT to cross.
 
-Guarantees: those of the transport protocol. `reach` says how this node is met, as far as it has been found out. Leaves
-to others: which address a peer is dialled at (dialling, by the rule in broadcast/reachability).
+Guarantees: those of the transport protocol. `facts` says how this node can be reached, as far as known. Leaves
+to others: which address of a peer to dial (dialling, by the rule in broadcast/reachability).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger("echo2.broadcast")
 
 
 def _p2p_transport() -> type[P2pTransport]:
-    """Loads libp2p: 60 MB and seconds, which only who has a NAT to cross pays for."""
+    """Loads libp2p, which takes 60 MB and seconds; only nodes with a NAT to cross pay for it."""
     from echo2.broadcast.runtime.p2p.transport import P2pTransport
 
     return P2pTransport
@@ -41,7 +41,7 @@ def _p2p_transport() -> type[P2pTransport]:
 
 @dataclass(frozen=True, slots=True)
 class P2pSettings:
-    """`grpc_port`: of this node's broadcast service, for the question whether it can be dialled; 0: not asked."""
+    """`grpc_port`: the port of this node's broadcast service, to check whether it can be dialled; 0: not checked."""
 
     listen_host: str = EVERY_ADDRESS
     port: int = 0
@@ -52,7 +52,7 @@ class P2pSettings:
 
 
 class MixedTransport:
-    """`accept` takes the connections of peers; `changed` is told each time how this node can be met."""
+    """`accept`: called with peers' connections; `changed`: called when it is found out how this node can be reached."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class MixedTransport:
         return self._pipe_relay is not None and self._pipe_relay.holds(peer_id)
 
     def hold_pipe_place(self, relay: PeerId, relay_address: str) -> None:
-        """At a relay, whatever is found out about this node; an empty address ends that."""
+        """Holds a byte-pipe place at a relay, even if this node can be dialled; an empty address ends that."""
         self._pipe_places.pop(relay, None)
         if address := pipe_address(relay_address):
             self._pipe_places[relay] = address
 
     def use_relay(self, peer: PeerId, address: str) -> None:
-        """Keeps a place at the relay at host:port; an empty address ends that."""
+        """Keeps a reservation at the relay at host:port; an empty address ends that."""
         if self._relays.get(peer, "") == address:
             return
         if self._p2p is not None and peer in self._relays:
@@ -109,7 +109,7 @@ class MixedTransport:
             self._starting = asyncio.create_task(self._start())
 
     async def serve(self, settings: P2pSettings | None = None) -> int:
-        """Listens, as a relay if the settings say so; returns the port. PortBusy: libp2p would share it silently."""
+        """Listens, as a relay if the settings say so; returns the port. PortBusy if it is in use: libp2p would share it."""
         self._settings = settings or self._settings
         host, port = self._settings.listen_host, self._settings.port
         check_free(host, port, joined(host, port))
@@ -151,7 +151,7 @@ class MixedTransport:
     async def close(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):  # it was told when it happened
+            with contextlib.suppress(asyncio.CancelledError, Exception):  # reported when it happened
                 await self._starting
         if self._pipe_relay is not None:
             await self._pipe_relay.close()

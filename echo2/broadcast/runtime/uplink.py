@@ -1,7 +1,7 @@
-"""Watches how this process's connections fare while they carry something, and sets their congestion control.
+"""Samples this process's connections while they carry data, and sets their congestion control.
 
-Waits UPLINK_INTERVAL_S between looks. Leaves to others: what follows for pacing (session, governor) and which control suits
-(congestion).
+Waits UPLINK_INTERVAL_S between samples. Leaves to others: pacing (session, governor) and the choice of congestion
+control (congestion).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class UplinkWatch:
         self, meter: Meter, session: BroadcastSession, act: Callable[[UplinkSeen], None],
         hold_back: Callable[[SocketTotals, float], None] = lambda sent, now: None,
     ) -> None:  # fmt: skip
-        """`hold_back` hears of each look where every loss slows a connection, since BBR may not be chosen."""
+        """`hold_back`: called with each sample if BBR is not available, because then every loss slows a connection."""
         self._meter, self._session, self._act, self._hold_back = meter, session, act, hold_back
         self._sockets = SocketWatch()
         self._chooser = CongestionChooser()
@@ -33,7 +33,7 @@ class UplinkWatch:
         self._sent_before = 0
 
     def expect_new(self) -> None:
-        """A connection was made."""
+        """A connection was made: sample it even if nothing is being sent."""
         self._is_new = True
 
     async def run(self) -> None:
@@ -43,7 +43,7 @@ class UplinkWatch:
             self._look(loop.time())
 
     def _look(self, now: float) -> None:
-        """The first look at a connection also tells the session that there is an uplink to pace."""
+        """Takes one sample. The first one of a connection also tells the session that there is an uplink to pace."""
         is_new, sent = self._is_new, self._meter.sent_bytes
         is_sending = sent != self._sent_before or self._session.is_waiting
         self._sent_before, self._is_new = sent, False
@@ -62,5 +62,5 @@ class UplinkWatch:
         self._sockets.use(self._chooser.control(now))
         if was_offered and not self._sockets.is_fast_offered:
             log.info(
-                "this kernel does not let us use BBR: a version takes longer to come up to speed, more so with losses"
+                "this kernel does not let us use BBR: sending a version takes longer to reach full speed, especially with losses"
             )

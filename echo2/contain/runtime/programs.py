@@ -1,8 +1,8 @@
-"""Runs Python programs that nobody vouches for, such as what a model wrote for a `python` tool or a unit test.
+"""Runs untrusted Python programs, such as code that a model wrote for a `python` tool or a unit test.
 
-Guarantees: each program has a fresh interpreter's fork, an empty folder and no trace of the ones before; no network,
-files of the system and of Python alone, read-only; it starts no process; limits on CPU, wall time, memory, files and output.
-Waits: futures, each ended within the limits. Leaves to others: what a result is worth.
+Guarantees: each program gets a fresh fork of the interpreter, an empty folder and no trace of earlier programs; no network;
+read-only access to files of the system and of Python only; it cannot start processes; limits on CPU, wall time, memory, files
+and output. Waits: futures, each completed within the limits. Leaves to others: what a result is worth.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MODULE = "echo2.contain.runtime.program_inside"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`files`: by name, written beside the program before it begins; names without folders."""
+    """`files`: contents by name (no folders), written beside the program before it starts."""
 
     code: str
     stdin: str = ""
@@ -39,8 +39,8 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """`problem` is empty after a clean end. `output`: stdout and stderr together, cut. Where `ending` is FAULT the machine
-    failed, not the program, and nothing may be concluded about it.
+    """`problem` is empty after a clean exit. `output`: stdout and stderr together, truncated. If `ending` is FAULT, the machine
+    failed, not the program, and nothing can be concluded about the program.
     """
 
     ending: Ending
@@ -50,7 +50,7 @@ class Ran:
 
 
 class ProgramPool:
-    """`process_count` processes, each running one program at a time. `ResourceError` where nothing can be contained."""
+    """`process_count` processes, each running one program at a time. Raises ResourceError if containment does not work here."""
 
     def __init__(self, limits: Limits | None = None, process_count: int = 1, queue_max: int = 1 << 12):
         bubblewrap()
@@ -58,7 +58,7 @@ class ProgramPool:
         self._pool = Pool(lambda: Sandbox(launch), launch.limits, process_count, queue_max)
 
     def submit(self, program: Program, sender: str = "") -> Future[Ran]:
-        """`sender`: on whose behalf; programs of a sender whose programs run long wait behind others'."""
+        """Queues a program. `sender`: whom it runs for; senders with long-running programs queue behind others."""
         body = {"code": program.code, "stdin": program.stdin, "files": dict(program.files)}
         return self._pool.submit(body, _ran, sender)
 

@@ -1,8 +1,8 @@
-"""A contained process, as the process that started it sees it: requests go in, bounded bytes come out.
+"""A contained process, seen from outside: requests go in, bounded bytes come out.
 
-Guarantees: no request waits longer than its wall time and `GRACE_S`; no more memory is taken than the limits say; what
-comes back is data that nothing here executes; whatever happens within, the next request gets a healthy process, at most
-`start_s` later. The process and all that it started end with `kill`, and with this process. Waits for: the pipes, always
+Guarantees: no request takes longer than its wall time plus `GRACE_S`; memory stays within the limits; what
+comes back is data that nothing here executes; whatever happens inside, the next request gets a healthy process, at most
+`start_s` later. The process and everything it started end with `kill`, and with this process. Waits for: the pipes, always
 with a deadline. Used by one thread. Leaves to others: what requests and answers mean.
 """
 
@@ -31,8 +31,8 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to run: `module` serves requests (inside.serve), made from the text `setup`. `view` None: not contained, which is
-    for code that the operator trusts.
+    """What to run: `module` serves requests (inside.serve), set up from the text `setup`. `view` None: not contained, for
+    code that the operator trusts.
     """
 
     module: str
@@ -42,7 +42,7 @@ class Launch:
 
 
 class Sandbox:
-    """Started when first asked, and again after it ended."""
+    """A contained process: started by the first request, and again after it has ended."""
 
     def __init__(self, launch: Launch):
         self._launch = launch
@@ -50,11 +50,11 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
 
     def prepare(self, is_wanted: Callable[[], bool]) -> bool:
-        """It is started by the first request, whose time that does not count for."""
+        """Always ready: the first request starts the process, and starting does not count towards its time."""
         return True
 
     def ask(self, body: Mapping[str, object], times: int = 1) -> Answer:
-        """`times`: how many runs' time this one may take, such as an episode's turns."""
+        """Answers a request. `times`: it may take the time of this many runs, such as an episode's turns."""
         cpu_s, wall_s = self._limits.cpu_s * times, self._limits.wall_s * times
         frame = request_frame({"body": body, "cpu_s": cpu_s, "wall_s": wall_s})
         if len(frame) > self._limits.request_bytes:
@@ -82,7 +82,7 @@ class Sandbox:
         return self._process.pid if self._process else None
 
     def kill(self) -> None:
-        """Ends the process and whatever it started: of a namespace of processes nothing outlives its first."""
+        """Kills the process and everything it started: a PID namespace ends with its first process."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -153,7 +153,7 @@ def _note(answer: Answer, cpu_s: int, wall_s: float, limits: Limits) -> str:
 
 
 def _wait_for(pipe: int, event: int, deadline: float) -> None:
-    """By poll: select takes no descriptor above 1,023, and a learner with many workers has such."""
+    """Uses poll, because select fails for descriptors above 1,023, which a learner with many workers has."""
     polled = select.poll()
     polled.register(pipe, event)
     if not polled.poll(max(0.0, deadline - time.monotonic()) * 1000):

@@ -1,6 +1,6 @@
 """Enrolling with a coordinator that may be away.
 
-Guarantees: an unreachable coordinator is tried for ever with jittered pauses, and the wait is told; a wrong token, peer or
+Guarantees: an unreachable coordinator is retried forever with jittered backoff, and the wait is shown; a wrong token, peer or
 protocol version ends the attempt at once. Leaves to others: keeping the credentials (worker, learner), ending it early.
 """
 
@@ -17,7 +17,7 @@ from echo2.trust.runtime.tls import Credentials
 
 
 async def enrolled(link: JoinLink, identity: Identity, role: Role, waits: Waits, backoff: Backoff) -> Credentials:
-    """Credentials for the run that `link` names."""
+    """Enrols in the run that `link` names; returns the credentials."""
     while True:
         try:
             credentials = await enrol(link, identity, role)
@@ -30,7 +30,7 @@ async def enrolled(link: JoinLink, identity: Identity, role: Role, waits: Waits,
 
 
 async def unless(stopped: asyncio.Event, joining: asyncio.Task[Credentials]) -> Credentials | None:
-    """What `joining` brings; None, and `joining` ended, where the node is stopped first."""
+    """The result of `joining`; None, with `joining` cancelled, if the node is stopped first."""
     stopping = asyncio.create_task(stopped.wait())
     await asyncio.wait([joining, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

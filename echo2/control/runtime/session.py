@@ -1,15 +1,15 @@
 """A node's stream to the coordinator, for worker and learner alike.
 
-    away ──connected──▶ greeting ──welcome──▶ open ──stream ends──▶ away (after a pause)
+    away ──connected──▶ greeting ──welcome──▶ open ──stream ends──▶ away (after a backoff)
      ▲                     │ refusal              │ refusal
-     └──no answer──────────┴──────▶ refused ◀─────┘      `run` ends with the error that the refusal names
+     └──no answer──────────┴──────▶ refused ◀─────┘      `run` raises the error that the refusal names
 
-Guarantees: the stream is kept for ever, with jittered pauses that start over once a stream outlived the pause before it; a
-coordinator that was not met `FAILURES_BEFORE_SEARCH` times in a row is looked for anew. Each stream begins with a hello, and
-what is said after the hello was made is queued behind it, however long the opening takes: so nothing falls between what the
-hello could say and what the stream carries. A beat follows the welcome and then every interval. A refusal that a retry may
-cure (`_TEMPORARY`) is a stream that ended; any other ends the session. Waits for a connection, orders, the next beat.
-Leaves to others: what is said and what orders mean (worker/runtime/session, learner/runtime/session).
+Guarantees: the stream is reopened forever, with a jittered backoff that resets once a stream outlives the pause before it; after
+`FAILURES_BEFORE_SEARCH` failures in a row the coordinator's address is looked up again. Each stream starts with a hello; messages
+sent after the hello was composed are queued behind it, however long opening takes, so nothing is lost between the hello's
+contents and the stream. A heartbeat follows the welcome and then every interval. A refusal that a retry may
+cure (`_TEMPORARY`) counts as a lost stream; any other ends the session. Waits for a connection, orders, the next heartbeat.
+Leaves to others: the messages and what orders mean (worker/runtime/session, learner/runtime/session).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 OUTBOX_MESSAGES_MAX = 8192
-"""Said and not yet taken by the stream; a stream that falls this far behind is opened anew."""
+"""Queued messages that the stream has not taken yet; a stream that falls this far behind is reopened."""
 CONNECT_S = 20.0
 WELCOME_S = 20.0
 INTERVAL_S_MIN, INTERVAL_S_MAX = 0.01, 3600.0
@@ -54,7 +54,7 @@ Said = TypeVar("Said")
 
 
 class Welcome(Protocol):
-    """What both kinds of welcome say."""
+    """The fields common to both kinds of welcome."""
 
     @property
     def run_id(self) -> str: ...
@@ -65,19 +65,19 @@ class Welcome(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Party(Generic[Said]):
-    """What a role says on its stream, and what it does with what it hears."""
+    """A role's callbacks: what it sends on its stream, and how it handles what it receives."""
 
-    dial: Callable[[grpc.aio.Channel], Any]  # begins the role's call
+    dial: Callable[[grpc.aio.Channel], Any]  # starts the role's call
     hello: Callable[[], Said]
     beat: Callable[[], Said]
     welcomed: Callable[[Any], None]
     ordered: Callable[[Any], None]
     lost: Callable[[], None] = lambda: None
-    find: Callable[[], Awaitable[None]] | None = None  # has the credentials name the address of the coordinator now
+    find: Callable[[], Awaitable[None]] | None = None  # updates the coordinator's address in the credentials
 
 
 def refusal_error(refusal: coordinator_pb2.Refusal) -> EchoError:
-    """The exception that a refusal names; ProtocolError where the name is none of ours."""
+    """The exception that a refusal names; ProtocolError if the name is unknown."""
     kind = getattr(errors, refusal.code, None)
     if not (isinstance(kind, type) and issubclass(kind, EchoError)):
         return ProtocolError(f"the coordinator refused this node: {refusal.code}: {refusal.message[:2000]}")
@@ -87,7 +87,7 @@ def refusal_error(refusal: coordinator_pb2.Refusal) -> EchoError:
 
 
 class _Outbox(Generic[Said]):
-    """Of one stream, from its hello to its end."""
+    """The send queue of one stream, from its hello to its end."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[Said | None] = asyncio.Queue(OUTBOX_MESSAGES_MAX)  # None: nothing follows
@@ -101,7 +101,7 @@ class _Outbox(Generic[Said]):
 
 
 class ControlSession(Generic[Said]):
-    """One per node; `run` is its loop. What is said while no stream is open goes nowhere: the next hello makes up for it."""
+    """One per node; `run` is its loop. Messages sent while no stream is open are dropped: the next hello covers them."""
 
     def __init__(self, credentials: Credentials, waits: Waits, backoff: Backoff, connect_s: float = CONNECT_S) -> None:
         self.credentials = credentials
@@ -114,14 +114,14 @@ class ControlSession(Generic[Said]):
         self._is_leaving = False
 
     def send(self, message: Said) -> None:
-        """Queues a message behind the hello and what was said since."""
+        """Queues a message behind the hello and earlier messages; drops it if no stream is open."""
         if self._outbox is not None:
             self._outbox.put(message)
 
     async def leave(self, farewell: Said, within_s: float) -> None:
-        """Says good-bye behind everything queued, and `run` ends with the stream; gives up after `within_s`.
+        """Sends a farewell after everything queued; then `run` returns when the stream ends. Gives up after `within_s`.
 
-        That a write returned does not say that it was read: only the coordinator's end of the stream does.
+        A completed write does not prove that the coordinator read it; only its end of the stream does.
         """
         outbox = self._outbox
         if outbox is None:
@@ -144,7 +144,7 @@ class ControlSession(Generic[Said]):
                 if not self._is_leaving:
                     _log.warning("%s closed the stream", whose)
             except grpc.aio.AioRpcError as error:
-                refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT  # what was said is at fault, not who said it
+                refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT  # our message was at fault, not our identity
                 self._survive(MalformedMessage(f"{whose}: {error.details()}") if refused else error_of(error, whose))
             except EchoError as error:
                 self._survive(error)
@@ -167,17 +167,17 @@ class ControlSession(Generic[Said]):
                 await party.find()
 
     def _survive(self, error: EchoError) -> None:
-        """Raises what no other stream would cure."""
+        """Logs the error; raises it if reopening the stream would not help."""
         if not isinstance(error, _TEMPORARY):
             raise error from None
         _log.log(logging.INFO if isinstance(error, errors.Unreachable) else logging.WARNING, "%s", error)
 
     async def _connect(self, address: str, party: Party[Said]) -> None:
-        """One connection, from the attempt to its end."""
+        """Opens one stream and serves it to its end."""
         async with open_channel(address, self.credentials.coordinator_peer_id, self.credentials, _OPTIONS) as channel:
             call = party.dial(channel)
             try:
-                # No await between these two: what the hello does not say any more must find the outbox.
+                # No await between these two: a message after the hello was composed must find the outbox.
                 hello, outbox = party.hello(), _Outbox[Said]()
                 self._outbox = outbox
                 await self._greet(call, hello, address)
@@ -187,7 +187,7 @@ class ControlSession(Generic[Said]):
                 call.cancel()
 
     async def _greet(self, call: Any, hello: Said, address: str) -> None:
-        """Returns once there is a connection that has taken the hello."""
+        """Sends the hello; Unreachable if no connection takes it in time."""
         try:
             await asyncio.wait_for(_write(call, hello), self._connect_s)
         except TimeoutError:
@@ -220,7 +220,7 @@ class ControlSession(Generic[Said]):
         return welcome.heartbeat_interval_s
 
     async def _talk(self, call: Any, party: Party[Said], outbox: _Outbox[Said], interval_s: float) -> None:
-        """Until either side ends the stream."""
+        """Sends, receives and beats until either side ends the stream."""
         parts = [
             asyncio.create_task(_write_all(call, outbox)),
             asyncio.create_task(_read_all(call, party)),
@@ -238,7 +238,7 @@ class ControlSession(Generic[Said]):
 
 
 def check_interval(name: str, interval_s: float) -> None:
-    """Of a welcome: a coordinator may neither have us spin nor fall silent."""
+    """Checks an interval of the welcome: the coordinator must not make us spin or fall silent."""
     if not INTERVAL_S_MIN <= interval_s <= INTERVAL_S_MAX:
         raise MalformedMessage(
             f"{name} of the coordinator's welcome: expected {INTERVAL_S_MIN} to {INTERVAL_S_MAX:.0f}, got {interval_s}"
@@ -246,7 +246,7 @@ def check_interval(name: str, interval_s: float) -> None:
 
 
 def _kind_of(order: Any) -> str | None:
-    """Which order it is; None at the end of the stream. Raises what a refusal names."""
+    """The kind of an order; None at the end of the stream. Raises the error that a refusal names."""
     if not hasattr(order, "WhichOneof"):
         return None
     kind = str(order.WhichOneof("kind"))
@@ -259,14 +259,14 @@ async def _write_all(call: Any, outbox: _Outbox[Said]) -> None:
     while (message := await outbox.messages.get()) is not None:
         await _write(call, message)
     await call.done_writing()
-    await asyncio.Event().wait()  # the coordinator ends the stream once it has read all of it
+    await asyncio.Event().wait()  # the coordinator ends the stream once it has read everything
 
 
 async def _write(call: Any, message: object) -> None:
     try:
         await call.write(message)
-    except asyncio.InvalidStateError:  # what gRPC raises for a stream that ended a moment ago
-        raise errors.Unreachable(f"{_WHOSE}: the stream ended while something was said on it") from None
+    except asyncio.InvalidStateError:  # raised by gRPC if the stream has just ended
+        raise errors.Unreachable(f"{_WHOSE}: the stream ended during a send") from None
 
 
 async def _read_all(call: Any, party: Party[Said]) -> None:
@@ -287,4 +287,6 @@ async def _beat(party: Party[Said], outbox: _Outbox[Said], interval_s: float) ->
 
 async def _overflow(outbox: _Outbox[Said]) -> None:
     await outbox.is_full.wait()
-    raise errors.LimitExceeded(f"{_WHOSE} takes no messages: {OUTBOX_MESSAGES_MAX} wait; the stream is opened anew")
+    raise errors.LimitExceeded(
+        f"{_WHOSE} does not read: {OUTBOX_MESSAGES_MAX} messages are queued; reopening the stream"
+    )

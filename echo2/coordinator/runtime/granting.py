@@ -34,4 +34,5 @@ def whereabouts_of(board: LearnerBoard) -> pb.LearnerWhereabouts | None:
         model_config_json=hello.model_config_json, model_digest=hello.model_digest,
         newest_version=board.newest_version, relay_address=hello.relay_address,
         longest_sequence_tokens=hello.longest_sequence_tokens, full_snapshot_bytes=hello.full_snapshot_bytes,
+        audits_nothing=hello.audits_nothing,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """OpenAI's API over HTTP, on Starlette: `chat/completions`, `completions`, `models`, and the sessions that agents' calls belong to.
 
-Guarantees: a call is answered for its own session alone, by that session's key; bodies have a limit; a refusal says why, and when
-to come again where that helps. Waits for each call's completion as long as its client does. Leaves to others: everything else.
+Guarantees: a call is answered for its own session alone, by that session's key; a refusal says why, and when to come again where
+that helps. Waits for each call's completion as long as its client does. Leaves to others: keys and
+bodies of strangers (guard), everything else.
 """
 
 from __future__ import annotations
@@ -9,33 +10,29 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from echo2.base.errors import MalformedMessage
 from echo2.gateway import events as e
-from echo2.gateway.limits import BODY_BYTES_MAX, LABEL_CHARS_MAX
+from echo2.gateway.limits import LABEL_CHARS_MAX, REWARD_MAX, is_reward
 from echo2.gateway.replies import TextOf, error_body, piece_of, pieces_of, reply_of
-from echo2.gateway.requests import CallRequest, chat_call, text_call
+from echo2.gateway.requests import CallRequest, body_of, chat_call, text_call
 from echo2.gateway.runtime.desk import GatewayDesk, Reply
+from echo2.gateway.runtime.guard import MASTER, Bodies, GatewayGuard, Refused, error_response, key_of
 from echo2.outside import unix_now
 
 KEEP_ALIVE_S = 15.0
+PARSED_AT_ONCE_BYTES_MAX = 256 << 10
+T = TypeVar("T")
 _SAMPLED_ANEW = e.Refuse(0, 502, "sampled_anew", "another worker began this completion anew, and it came out otherwise")
-REWARD_MAX = 1e6
-
-
-class _Refused(Exception):
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.reply = e.Refuse(0, status, code, message)
 
 
 class GatewayApp:
@@ -43,8 +40,9 @@ class GatewayApp:
 
     def __init__(self, desk: GatewayDesk, model: str, master_key: str, text_of: TextOf) -> None:
         self._desk, self._model, self._master_key, self._text_of = desk, model, master_key, text_of
+        self._bodies = Bodies()
 
-    def application(self) -> Starlette:
+    def application(self) -> ASGIApp:
         routes = []
         for prefix in ("/v1", "/s/{session}/v1"):
             routes += [
@@ -58,21 +56,26 @@ class GatewayApp:
             Route("/v1/sessions/{session}/reward", self._reward, methods=["POST"]),
             Route("/v1/sessions/{session}", self._give_up, methods=["DELETE"]),
         ]
-        return Starlette(
-            routes=routes,
-            exception_handlers={_Refused: _refused, MalformedMessage: _malformed, ClientDisconnect: _gone},
-        )
+        handlers = {Refused: _refused, MalformedMessage: _malformed, ClientDisconnect: _gone, Exception: _unforeseen}
+        return GatewayGuard(Starlette(routes=routes, exception_handlers=handlers), self._caller_of)
 
     # ---- calls
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answered(request, chat_call(await _body(request)))
+        return await self._answered(request, chat_call)
 
     async def _text(self, request: Request) -> Response:
-        return await self._answered(request, text_call(await _body(request)))
+        return await self._answered(request, text_call)
 
-    async def _answered(self, request: Request, call: CallRequest) -> Response:
+    async def _answered(self, request: Request, call_of: Callable[[Mapping[str, object]], CallRequest]) -> Response:
         session_id = self._session_of(request)
+        if self._desk.sessions.is_spent(session_id):
+            raise Refused(400, "too_many_calls", "this episode has made all the calls that it may")
+        try:
+            call = await self._told(request, session_id, call_of)
+        except MalformedMessage:
+            self._desk.tell(e.CallRefused(session_id))
+            raise
         is_obeyed = call.temperature is not None and self._desk.sessions.evaluates(session_id)
         ignored = [name for name in call.ignored if not (is_obeyed and name == "temperature")]
         headers = {"x-echo2-ignored": ", ".join(ignored)} if ignored else {}
@@ -84,7 +87,7 @@ class GatewayApp:
             )
         reply = await self._waited(request, call_id, waiting)
         if isinstance(reply, e.Refuse):
-            return _error(reply)
+            return error_response(reply)
         assert isinstance(reply, e.CallAnswer), "calls are answered or refused"
         now_s = int(unix_now())
         if call.is_streamed:
@@ -144,13 +147,13 @@ class GatewayApp:
 
     async def _seat(self, request: Request) -> Response:
         self._check_master(request)
-        body = await _body(request)
+        body = await self._told(request, MASTER, dict)
         label = body.get("label", "")
         if not isinstance(label, str) or len(label) > LABEL_CHARS_MAX:
             raise MalformedMessage(f"label: expected a text of at most {LABEL_CHARS_MAX} characters")
         reply = await self._desk.seat(label)
         if isinstance(reply, e.Refuse):
-            return _error(reply)
+            return error_response(reply)
         assert isinstance(reply, e.Seated), "a seat is given or refused"
         told = {
             "id": reply.session_id, "key": reply.key, "group": reply.root, "seat": reply.seat, "problem": dict(reply.told)
@@ -159,12 +162,14 @@ class GatewayApp:
 
     async def _reward(self, request: Request) -> Response:
         session_id = self._session_of(request)
-        body = await _body(request)
+        body = await self._told(request, session_id, dict)
         value, parts = body.get("reward"), body.get("parts") or {}
         numbers = [value, *parts.values()] if isinstance(parts, dict) and len(parts) <= 64 else [None]
         for number in numbers:
-            if not isinstance(number, int | float) or not math.isfinite(number) or abs(number) > REWARD_MAX:
-                raise MalformedMessage("reward: expected a finite number, and parts as an object of finite numbers")
+            if not is_reward(number):
+                raise MalformedMessage(
+                    f"reward: expected a number within {REWARD_MAX:,.0f} of 0, and parts as an object of such numbers"
+                )
         assert isinstance(value, int | float) and isinstance(parts, dict), "checked above"
         self._desk.tell(e.EpisodeRewarded(session_id, float(value), {str(k)[:64]: float(v) for k, v in parts.items()}))
         return JSONResponse({"id": session_id, "is_ended": True})
@@ -179,42 +184,34 @@ class GatewayApp:
         sessions = self._desk.sessions
         return JSONResponse({"open": len(sessions.sessions), **asdict(sessions.counts)})
 
+    async def _told(self, request: Request, caller: str, parse: Callable[[Mapping[str, object]], T]) -> T:
+        """What `parse` makes of the body; of a large one in a thread."""
+        async with self._bodies.read(request, caller) as data:
+            if len(data) <= PARSED_AT_ONCE_BYTES_MAX:
+                return parse(body_of(data))
+            return await self._desk.long_work.run(caller, lambda: parse(body_of(data)))
+
     # ---- who asks
+
+    def _caller_of(self, key: str) -> str | None:
+        """The open session that has this key, or MASTER, or None."""
+        if hmac.compare_digest(key.encode(), self._master_key.encode()):
+            return MASTER
+        session_id, _, _ = key.partition(".")
+        return session_id if self._desk.sessions.key_fits(session_id, key) else None
 
     def _session_of(self, request: Request) -> str:
         """The session of the path, or the one whose key the request bears; by its own key or the master's."""
-        key = _key_of(request)
-        is_master = hmac.compare_digest(key.encode(), self._master_key.encode())
-        named = request.path_params.get("session")
-        if named is None:
-            named, _, _ = key.partition(".")
-        if not (is_master and named in self._desk.sessions.sessions) and not self._desk.sessions.key_fits(named, key):
-            raise _Refused(401, "invalid_api_key", "expected the key of an episode that has not ended")
-        return str(named)
+        caller, named = self._caller_of(key_of(request)), request.path_params.get("session")
+        if caller == MASTER and named in self._desk.sessions.sessions:
+            return str(named)
+        if not caller or named not in (None, caller):
+            raise Refused(401, "invalid_api_key", "expected the key of an episode that has not ended")
+        return caller
 
     def _check_master(self, request: Request) -> None:
-        if not hmac.compare_digest(_key_of(request).encode(), self._master_key.encode()):
-            raise _Refused(401, "invalid_api_key", "expected the gateway's key")
-
-
-def _key_of(request: Request) -> str:
-    kind, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else ""
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    data = b""
-    async for part in request.stream():
-        data += part
-        if len(data) > BODY_BYTES_MAX:
-            raise _Refused(413, "too_large", f"expected a body of at most {BODY_BYTES_MAX} bytes")
-    try:
-        body = json.loads(data or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise MalformedMessage(f"body: expected JSON, got {error}") from None
-    if not isinstance(body, dict):
-        raise MalformedMessage("body: expected a JSON object")
-    return body
+        if self._caller_of(key_of(request)) != MASTER:
+            raise Refused(401, "invalid_api_key", "expected the gateway's key")
 
 
 async def _hung_up(request: Request) -> None:
@@ -222,18 +219,17 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-def _error(refused: e.Refuse) -> Response:
-    headers = {"retry-after": f"{refused.retry_after_s:g}"} if refused.retry_after_s else {"x-should-retry": "false"}
-    return JSONResponse(error_body(refused), status_code=refused.status, headers=headers)
-
-
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, _Refused), "registered for it"
-    return _error(error.reply)
+    assert isinstance(error, Refused), "registered for it"
+    return error_response(error.reply)
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
-    return _error(e.Refuse(0, 400, "invalid_request_error", str(error)))
+    return error_response(e.Refuse(0, 400, "invalid_request_error", str(error)))
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    return error_response(e.Refuse(0, 500, "internal_error", f"{type(error).__name__}; see the learner's log"))
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Protocol
 
+from echo2.base.errors import EchoError
 from echo2.gateway import events as e
 from echo2.gateway.requests import CallRequest
 from echo2.gateway.runtime.harness import Harnesses
+from echo2.gateway.runtime.long_work import LongWork
 from echo2.gateway.sessions import Sessions
+from echo2.outside.guard import MISHAPS, Refusals
 
 TICK_S = 1.0
 Reply = e.CallAnswer | e.Refuse | e.Seated
@@ -45,16 +48,18 @@ class GatewayDesk:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._streams: dict[int, asyncio.Queue[str]] = {}
-        self._scoring: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._refusals = Refusals(_log)
+        self.long_work = LongWork()
 
     def tell(self, event: e.Event) -> None:
-        if isinstance(event, e.EpisodeFailed):
-            _log.warning("episode %s is lost: %s", event.session_id, event.reason)
         for action in self.sessions.handle(event, self._clock()):
             match action:
                 case e.Ask():
                     leased = self._fleet.ask(action) or ("", -1)
                     self.tell(e.Leased(action.call_id, action.choice, *leased))
+                case e.Encode():
+                    self._begin(self._encode(action))
                 case e.CallPiece(call_id, text):
                     if (stream := self._streams.get(call_id)) is not None:
                         stream.put_nowait(text)
@@ -69,9 +74,9 @@ class GatewayDesk:
                     if self.harnesses is not None:
                         self.harnesses.stop(session_id)
                 case e.AskScore():
-                    task = asyncio.get_running_loop().create_task(self._score(action))
-                    self._scoring.add(task)
-                    task.add_done_callback(self._scoring.discard)
+                    self._begin(self._score(action))
+                case e.EpisodeLost(session_id, reason):
+                    self._refusals.warn("episode %s is lost: %s", session_id, reason)
                 case e.EndEpisode():
                     self._fleet.ended(action)
 
@@ -90,8 +95,15 @@ class GatewayDesk:
     def _told(self, call_id: int, event: e.Event) -> asyncio.Future[Reply]:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
-        self.tell(event)
+        try:
+            self.tell(event)
+        except Exception as error:  # noqa: BLE001 - whatever a call brings about is an answer to its client
+            self._broke(call_id, error)
         return future
+
+    def _broke(self, call_id: int, error: Exception) -> None:
+        MISHAPS.note("a call", "an agent", error)
+        self.tell(e.CallBroke(call_id, type(error).__name__))
 
     def left(self, call_id: int) -> None:
         """Nobody waits for the call any more."""
@@ -106,13 +118,35 @@ class GatewayDesk:
             self.tell(e.GatewayTick())
 
     async def close(self) -> None:
-        for task in list(self._scoring):
+        self.long_work.close()
+        for task in list(self._tasks):
             task.cancel()
         if self.harnesses is not None:
             await self.harnesses.close()
         for call_id, waiting in self._waiting.items():
             if not waiting.done():
                 waiting.set_result(e.Refuse(call_id, 503, "run_ended", "the run has ended"))
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _encode(self, asked: e.Encode) -> None:
+        token_ids: tuple[int, ...] = ()
+        problem = ""
+        try:
+            made = await self.long_work.run(asked.session_id, lambda: asked.wording.tokens(self.sessions.reading))
+            token_ids = tuple(made)
+        except EchoError as error:
+            problem = str(error)
+        except Exception as error:  # noqa: BLE001 - a tokenizer raises what it likes
+            MISHAPS.note("the text of a call", asked.session_id, error)
+            problem = f"{type(error).__name__}: no tokens could be made of it"
+        try:
+            self.tell(e.Encoded(asked.session_id, asked.number, token_ids, problem))
+        except Exception as error:  # noqa: BLE001 - as for any call
+            self._broke(asked.number, error)
 
     async def _score(self, action: e.AskScore) -> None:
         found = await self._fleet.score(action.root, action.token_ids)

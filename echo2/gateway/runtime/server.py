@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from echo2.base.errors import ConfigError, PortBusy
+from echo2.trust.runtime.http_port import HttpServer
+from echo2.trust.runtime.port_limits import GATEWAY, HttpLimits
 
-CONNECTIONS_MAX = 8192
 STOP_GRACE_S = 1
-
-
-class _GatewayServer(uvicorn.Server):  # type: ignore[misc]
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are the process's business."""
-        yield
 
 
 class GatewayPort:
     """Listens at once, on `host:port` (port 0: any free one), so that its address is known; `run` serves."""
 
-    def __init__(self, listen: str, certificate: str = "", key: str = "") -> None:
+    def __init__(self, listen: str, certificate: str = "", key: str = "", limits: HttpLimits = GATEWAY) -> None:
         host, _, port = (listen or "127.0.0.1:0").rpartition(":")
         host = host.strip("[]")
         if not host or not port.isdigit():
@@ -45,19 +37,20 @@ class GatewayPort:
         except OSError as error:
             self._listener.close()
             raise PortBusy(f"agent.listen: expected to listen on {host}:{port}: {error.strerror}") from None
-        self._listener.listen(1024)  # who comes before it serves waits
+        self._listener.listen(limits.backlog)  # who comes before it serves waits
+        self._limits = limits
         self._tls = {"ssl_certfile": certificate, "ssl_keyfile": key} if certificate else {}
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if certificate else 'http'}://{shown}:{self._listener.getsockname()[1]}"
-        self._server: _GatewayServer | None = None
+        self._server: HttpServer | None = None
 
-    async def run(self, app: Starlette) -> None:
+    async def run(self, app: ASGIApp) -> None:
         """Serves until `stop`, or until it is cancelled."""
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", limit_concurrency=CONNECTIONS_MAX, ws="none",
-            timeout_graceful_shutdown=STOP_GRACE_S, timeout_keep_alive=75, server_header=False, backlog=1024, **self._tls,
+            app, log_config=None, access_log=False, lifespan="off", ws="none",
+            timeout_graceful_shutdown=STOP_GRACE_S, timeout_keep_alive=75, server_header=False, **self._tls,
         )  # fmt: skip
-        self._server = _GatewayServer(config)
+        self._server = HttpServer(config, self._limits)
         await self._server.serve(sockets=[self._listener])
 
     async def stop(self, serving: asyncio.Task[None] | None) -> None:

@@ -7,6 +7,7 @@ what is trained on is what workers reported. Leaves to others: who asks and for 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +32,12 @@ from echo2.learner.runtime.options import AgentOptions
 from echo2.learner.runtime.prompts import Prompts
 from echo2.learner.runtime.world import PromptWorld
 from echo2.outside import here, monotonic
+from echo2.outside.guard import Refusals
 from echo2.tasks.task import TaskInstance
 from echo2.trust.runtime.tls import read_secret, write_secret
 
 KEY_FILE = "gateway.key"
+_log = logging.getLogger("echo2.learner")
 Tell = Callable[[b.Event], IntakeOutcome]
 
 
@@ -52,9 +55,11 @@ class Agents:
     ) -> None:
         self._options, self._prompts, self._tell, self._failed = options, prompts, tell, failed
         self._examination = examination
+        self._refusals = Refusals(_log)
         self._problems: dict[str, tuple[int, PromptWorld | None]] = {}  # by group: the index, and whose it is
         limits = GatewayLimits(
-            prompts.context_tokens, prompts.sampling.max_new_tokens, idle_s=options.idle_s, episode_s=options.episode_s,
+            prompts.context_tokens, prompts.sampling.max_new_tokens, prompts.vocabulary_size,
+            prompts.stop_strings.longest_bytes, idle_s=options.idle_s, episode_s=options.episode_s,
             restarts_max=options.restarts_max, harnesses_max=options.at_once,
         )  # fmt: skip
         harness = make_harness(options.harness, options.at_once)
@@ -147,7 +152,11 @@ class Agents:
             stop_piece_ids=piece_ids, stop_pieces=pieces,
         )  # fmt: skip
         event = b.CallAsked(GroupId(asked.root), asked.chain, asked.prompt_token_ids, sampling, asked.temperature)
-        group_id = self._tell(event).call_group
+        try:
+            group_id = self._tell(event).call_group
+        except EchoError as error:
+            self._refusals.warn("a call of group %s is refused: %s", asked.root, error)
+            return None
         return None if group_id is None else (group_id, turn_of(group_id, 0).index)
 
     def ended(self, ended: e.EndEpisode) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from echo2.base.ids import PeerId, Version
+from echo2.cost_model.memory import audit_versions
 from echo2.learner import scorings
 from echo2.learner.audit import Evidence, Habits, copies, examined, passage_of
 from echo2.learner.audit_draw import AuditDraw, DrawnPassage, kind_of
@@ -47,8 +48,6 @@ forward passes over 12 % of the tokens, where a step makes one and a backward pa
 IDLE_LOOK_S = 0.05
 WORKERS_MAX = 16_384
 STEPS_BACK = 4
-BOUNDS_KEPT = 2
-"""Versions of so many staleness bounds are kept for audits, one a step at most: a rollout is looked at within a bound."""
 _log = logging.getLogger("echo2.learner")
 
 
@@ -317,5 +316,4 @@ class Auditor:
 def auditor_of(options: LearnerOptions, rng: random.Random, calls: AuditCalls) -> Auditor:
     """By the run's options; where an adapter is published, nothing is looked at."""
     share = 0.0 if options.trainer.lora_rank else options.audit_share
-    versions = BOUNDS_KEPT * options.staleness_bound + 2  # one before the oldest, for it may be leant to
-    return Auditor(share, rng, options.audit_fleet_share, calls, versions)
+    return Auditor(share, rng, options.audit_fleet_share, calls, audit_versions(options.staleness_bound))

@@ -27,7 +27,11 @@ class VersionCoder(Protocol):
     def keyframe(self, target: WeightSet, header: DeltaHeader, executor: Executor | None = None) -> Encoding: ...
 
     def forget_before(self, version: Version) -> None:
-        """Earlier versions will not be asked for any more."""
+        """Earlier versions will not be asked for any more, except for the one that `keep` named."""
+        ...
+
+    def keep(self, version: Version | None) -> None:
+        """`forget_before` leaves this version where it is; None: no version any more."""
         ...
 
 
@@ -46,4 +50,7 @@ class LocalCoder:
         return encode_keyframe(target, header, executor)
 
     def forget_before(self, version: Version) -> None:
+        pass
+
+    def keep(self, version: Version | None) -> None:
         pass

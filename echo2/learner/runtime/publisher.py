@@ -128,7 +128,7 @@ class VersionPublisher:
         base: Mapping[str, Tensor] | None = None,
     ) -> None:
         """At a start: sends the newest version again where a kill cut its delta off, and for newcomers whole, and as a
-        delta from version 0, whose weights are `base`.
+        delta from version 0, whose weights are `base` and which the coder keeps until then.
         """
         self.of_base.at = Version(0) if version == 0 else None
         if cut_off is None:
@@ -139,19 +139,19 @@ class VersionPublisher:
         self._is_taken_up = True
         if not self.schedule.keyframe_bytes or self._is_something_lost:
             await self.publish_keyframe()
-        if base is not None and version > 0:
+        if base is not None:
             self._begin(self._publish_of_base(base))
 
     async def _publish_of_base(self, base: Mapping[str, Tensor]) -> None:
         """The newest version as a delta from the base, so that newcomers who have that fetch no keyframe. Beside the
         training; the next version waits for it."""
         version, tensors = self.newest_version, self.newest_tensors
-        parent = await asyncio.to_thread(self._coder.fingerprint, Version(0), base, self.key)
-        header = DeltaHeader(version, Version(0), parent, fingerprint_key=self.key, setting=CodecSetting.FAST)
-        encoding = self._coder.delta(base, tensors, header, self._executor)
         fingerprint = f"{self.newest_fingerprint:016x}"
         self.of_base.at = version
         try:
+            parent = await asyncio.to_thread(self._coder.fingerprint, Version(0), base, self.key)
+            header = DeltaHeader(version, Version(0), parent, fingerprint_key=self.key, setting=CodecSetting.FAST)
+            encoding = self._coder.delta(base, tensors, header, self._executor)
             size = await self.broadcaster.publish_merged(
                 version, Version(0), iter(encoding), fingerprint, _bytes_of(tensors)
             )
@@ -159,6 +159,9 @@ class VersionPublisher:
             _log.warning("no delta from the base to %d: %s", version, error)
             self.of_base.at = None
             return
+        finally:
+            self._coder.keep(None)
+            await asyncio.to_thread(self._coder.forget_before, version)
         self.bytes.merged += size
         _log.info("newcomers who have the base fetch %d bytes to version %s", size, self.of_base.at)
         self.of_base.left(size, self.schedule.keyframe_bytes)

@@ -42,6 +42,7 @@ def hello_of(
         kappa_is_fixed=options.kappa is not None,
         kappa=options.kappa or 0,
         longest_sequence_tokens=loop.p.prompts.context_tokens,
+        audits_nothing=not loop.auditor.is_on,
     )
 
 

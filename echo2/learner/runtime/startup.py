@@ -27,7 +27,6 @@ from echo2.learner.runtime.adapter import AdapterOptions
 from echo2.learner.runtime.agreement import check_agreement
 from echo2.learner.runtime.attention_choice import choose_attention
 from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back_shelf
-from echo2.learner.runtime.coding import LocalCoder
 from echo2.learner.runtime.examination import Examination
 from echo2.learner.runtime.journal import Journal, has_journal, read_journal
 from echo2.learner.runtime.model import PolicyModel, pick_device
@@ -56,7 +55,7 @@ class Prepared:
 
     `cut_off`: the version before it with its weights, if a kill may have come before the newest one had left: workers
     that saw a part of that delta wait for the rest of it. `base`: version 0, where it is a checkpoint that workers may have and
-    lies whole in this process.
+    a later version is published; `team`'s coder keeps it until the publisher has sent the delta from it.
     """
 
     folder: RunFolder
@@ -153,9 +152,13 @@ def prepare_with(
         trained_again=0,
         checkpoint_step=None,
     )
-    if team.starts_from_base and isinstance(team.coder, LocalCoder) and not options.trainer.lora_rank:
+    if team.starts_from_base and not options.trainer.lora_rank:
         prepared.base = base
+        team.coder.keep(Version(0))
     _resume(prepared, options, team.load_newest(store))
+    if prepared.schedule.newest == 0:
+        prepared.base = None
+        team.coder.keep(None)
     return prepared
 
 

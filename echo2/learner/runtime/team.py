@@ -23,6 +23,7 @@ from torch import Tensor
 from echo2.base.errors import StateError
 from echo2.base.ids import Step, Version
 from echo2.broadcast.runtime.sharded import HeldVersions, ShardFollower, ShardLeader
+from echo2.cost_model.memory import checkpoint_bytes
 from echo2.learner.batch import Batch
 from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
 from echo2.learner.runtime.checkpoint import (
@@ -41,8 +42,6 @@ from echo2.learner.runtime.reading import Reading
 from echo2.learner.runtime.trainer import StepResult, Trainer
 
 _log = logging.getLogger("echo2.learner")
-BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: master, first and second moment in float32."""
 
 
 class Team:
@@ -72,7 +71,7 @@ class Team:
     @property
     def checkpoint_bytes(self) -> int:
         """Masters, both moments, and the published weights; of all ranks."""
-        return BYTES_PER_PARAMETER * self.model.parameter_count + self.model.snapshot_bytes
+        return checkpoint_bytes(self.model.parameter_count, self.model.snapshot_bytes)
 
     # ---- rank 0
 

@@ -6,13 +6,15 @@ Leaves to others: where a completion stops (base/stops).
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
-from functools import lru_cache
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 from echo2.base.errors import ConfigError
-from echo2.base.stops import STOP_PIECES_MAX, STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, piece_of
+from echo2.base.stops import STOP_PIECES_MAX, STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, piece_of_part
 
 _SPACE = "▁"
 
@@ -49,13 +51,83 @@ def token_texts(tokenizer: Any) -> list[bytes]:
     return texts
 
 
+class _Sorted:
+    """Texts in order, to be found by how they begin."""
+
+    def __init__(self, texts: Sequence[bytes], numbers: Sequence[int]) -> None:
+        order = sorted(range(len(texts)), key=texts.__getitem__)
+        self._texts = [texts[place] for place in order]
+        self._numbers = [numbers[place] for place in order]
+
+    def beginning_with(self, start: bytes) -> Sequence[int]:
+        """Numbers of the texts that begin so. `start` is no byte of 255 alone."""
+        first = bisect_left(self._texts, start)
+        return self._numbers[first : bisect_left(self._texts, _behind(start), first)]
+
+
+class TokenIndex:
+    """Finds the tokens that can be part of a stop string without a look at each of them: a vocabulary has 150,000 and more."""
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self.texts = texts
+        numbers = [number for number, text in enumerate(texts) if text]
+        known = [texts[number] for number in numbers]
+        self._forward = _Sorted(known, numbers)
+        self._backward = _Sorted([text[::-1] for text in known], numbers)
+        self._same: dict[bytes, list[int]] = {}
+        for number in numbers:
+            self._same.setdefault(texts[number], []).append(number)
+        self._numbers = numbers
+        self._starts = list(itertools.accumulate((len(text) + 1 for text in known), initial=0))
+        self._joined = b"\xff".join(known)  # stands in no text that is Unicode
+
+    def parts_of(self, strings: Sequence[bytes], most: int) -> set[int]:
+        """Numbers of all tokens that hold one of `strings`, stand in one, end with its beginning or begin with its end; some more
+        than `most` of them where there are so many."""
+        found: set[int] = set()
+        for string in strings:
+            for numbers in self._parts_of(string):
+                found.update(numbers[: most + 1])
+                if len(found) > most:
+                    return found
+        return found
+
+    def _parts_of(self, string: bytes) -> Iterator[Sequence[int]]:
+        length = len(string)
+        for size in range(1, length + 1):
+            yield self._backward.beginning_with(string[:size][::-1])
+            yield self._forward.beginning_with(string[-size:])
+        inner = {string[a:b] for a in range(length) for b in range(a + 1, length + 1)}
+        yield [number for text in inner for number in self._same.get(text, ())]
+        at = self._joined.find(string)
+        while at >= 0:
+            place = bisect_right(self._starts, at) - 1
+            yield self._numbers[place : place + 1]
+            at = self._joined.find(string, self._starts[place + 1])
+
+
+def _behind(start: bytes) -> bytes:
+    """The first of all texts, in order, that comes behind those that begin so."""
+    kept = start.rstrip(b"\xff")
+    return kept[:-1] + bytes((kept[-1] + 1,))
+
+
 class StopStrings:
     """What a lease carries of stop strings, by the texts of one tokenizer's tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._texts: list[bytes] | None = None
         self._known: dict[tuple[str, ...], tuple[tuple[int, ...], tuple[bytes, ...]]] = {}
+
+    @cached_property
+    def index(self) -> TokenIndex:
+        """Made at the first look: some tenths of a second for a large vocabulary."""
+        return TokenIndex(token_texts(self._tokenizer))
+
+    @property
+    def longest_bytes(self) -> int:
+        """Of all tokens."""
+        return max(map(len, self.index.texts), default=1)
 
     def pieces_of(self, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
         """Ids and texts of all tokens that can be part of one of `strings`. Raises `ConfigError` if there are too many."""
@@ -74,13 +146,9 @@ class StopStrings:
             )
         if not wanted:
             return (), ()
-        if self._texts is None:
-            self._texts = token_texts(self._tokenizer)
-        found = [
-            (number, piece) for number, text in enumerate(self._texts) if text and (piece := piece_of(text, wanted))
-        ]
+        found = sorted(self.index.parts_of(wanted, STOP_PIECES_MAX))
         if len(found) > STOP_PIECES_MAX:
             raise ConfigError(
-                f"stop: expected strings that at most {STOP_PIECES_MAX} tokens are part of, got {strings} with {len(found)}"
+                f"stop: expected strings that at most {STOP_PIECES_MAX} tokens are part of, got {strings} with more"
             )
-        return tuple(number for number, _ in found), tuple(piece for _, piece in found)
+        return tuple(found), tuple(piece_of_part(self.index.texts[number], wanted) for number in found)

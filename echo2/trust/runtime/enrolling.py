@@ -1,7 +1,7 @@
-"""First contact and its renewal: a certificate request in, a certificate of the run out.
+"""Enrolment and renewal: sends a certificate request, gets a certificate of the run.
 
-Guarantees: a joiner talks to the very coordinator that its link names, before anything is shown to it; a certificate is
-renewed while it is in force, over mutual TLS and without a token. Waits: `timeout_s` for the coordinator. Leaves to
+Guarantees: a joiner verifies that it talks to the coordinator that its link names before it shows anything; a certificate is
+renewed before it expires, over mutual TLS and without a token. Waits: `timeout_s` for the coordinator. Leaves to
 others: tokens and who may join (the coordinator), keeping credentials on disk (tls).
 """
 
@@ -32,22 +32,22 @@ from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 ENROL_TIMEOUT_S = 20.0
 RENEW_AFTER_SHARE = 2 / 3
-"""Of a certificate's life: ten days of thirty are left for a coordinator that is away."""
+"""Of a certificate's life: an absent coordinator has ten of thirty days to come back."""
 LOOK_S_MAX = 3600.0
 FAILURES_BEFORE_SEARCH = 3
-"""Times in a row that the coordinator was not met before it is looked for."""
+"""Failed connections in a row before the coordinator's new address is looked up."""
 _log = logging.getLogger("echo2.broadcast")
 
 
 def fetch_certificate(link: JoinLink, timeout_s: float) -> bytes:
-    """The certificate that the enrolment port shows, not yet believed."""
+    """The certificate that the enrolment port shows, not yet verified."""
     return here().net.certificate_at(link.host, link.port, dns_name_of(link.peer_id), timeout_s)
 
 
 def check_coordinator(link: JoinLink, timeout_s: float = ENROL_TIMEOUT_S) -> float:
-    """Whether the coordinator that `link` pins answers there; returns the seconds that the handshake took.
+    """Checks that the coordinator that `link` pins answers there; returns the handshake's duration in seconds.
 
-    Nothing is joined and no token is used. Unreachable, TrustError for another peer or a certificate out of its time.
+    Joins nothing and uses no token. Raises Unreachable; TrustError for another peer or an expired certificate.
     """
     began = monotonic()
     shown = NodeCertificate.parse(fetch_certificate(link, timeout_s), f"coordinator at {link.address}")
@@ -58,7 +58,7 @@ def check_coordinator(link: JoinLink, timeout_s: float = ENROL_TIMEOUT_S) -> flo
 
 
 async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float = ENROL_TIMEOUT_S) -> Credentials:
-    """Joins the run that `link` names. TrustError for a wrong peer or role, BadToken, Unreachable."""
+    """Joins the run that `link` names. Raises TrustError for a wrong peer or role, BadToken or Unreachable."""
     shown = NodeCertificate.parse(
         await asyncio.to_thread(fetch_certificate, link, timeout_s), f"coordinator at {link.address}"
     )
@@ -90,30 +90,30 @@ async def enrol(link: JoinLink, identity: Identity, role: Role, timeout_s: float
 async def find_coordinator(
     link: JoinLink, link_file: Path | None, credentials: Credentials, kept: Callable[[Credentials], None]
 ) -> None:
-    """Asks where the coordinator is now: the link's host, or the one that the link's file names by now.
+    """Looks up the coordinator's present address at the link's host, or at the host that the link's file names by now.
 
-    Who answers is the very peer that the first link pinned. `credentials` then name its address and `kept` saves them; they
-    stay as they are while nobody answers, or the token is used up.
+    Accepts only the peer that the first link pinned. Updates the address in `credentials`, which `kept` saves; leaves them
+    unchanged if no coordinator answers, or the token is used up.
     """
     if link_file is not None:
         with contextlib.suppress(OSError, EchoError):
             newer = JoinLink.parse(await asyncio.to_thread(lambda: link_file.read_text().strip()))
             link = newer if newer.peer_id == link.peer_id else link
     try:
-        found = (await enrol(link, credentials.identity, credentials.role)).coordinator_address
+        address = (await enrol(link, credentials.identity, credentials.role)).coordinator_address
     except EchoError as error:
-        _log.debug("the coordinator was not found anew: %s", error)
+        _log.debug("the coordinator's address could not be looked up: %s", error)
         return
-    if found != credentials.coordinator_address:
-        _log.warning("the coordinator has moved from %s to %s", credentials.coordinator_address, found)
-        credentials.coordinator_address = found
+    if address != credentials.coordinator_address:
+        _log.warning("the coordinator has moved from %s to %s", credentials.coordinator_address, address)
+        credentials.coordinator_address = address
         kept(credentials)
 
 
 async def _call_enrol(
     link: JoinLink, root_pem: bytes, request: enrolment_pb2.EnrolRequest, timeout_s: float
 ) -> enrolment_pb2.EnrolReply:
-    """The call itself, over TLS that trusts exactly the certificate that was checked."""
+    """Calls Enrol over TLS that trusts exactly the certificate that was checked."""
     async with open_enrolment_channel(link, root_pem) as channel:
         try:
             reply: enrolment_pb2.EnrolReply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(
@@ -130,7 +130,7 @@ def renewal_due_unix_s(certificate: NodeCertificate) -> float:
 
 
 async def renew(credentials: Credentials, timeout_s: float = ENROL_TIMEOUT_S) -> None:
-    """Another certificate for the same node, with a fresh TLS key. Unreachable, NotAllowed, TrustError."""
+    """Gets a new certificate for this node, with a fresh TLS key. Raises Unreachable, NotAllowed or TrustError."""
     key = new_tls_key()
     request = enrolment_pb2.RenewRequest(
         protocol_version=PROTOCOL_VERSION, certificate_request_der=certificate_request(credentials.identity, key)
@@ -147,15 +147,15 @@ async def renew(credentials: Credentials, timeout_s: float = ENROL_TIMEOUT_S) ->
     certificate.check_role(c.role)
     certificate.check_time(unix_now())
     if certificate.spki_der != key.spki_der():
-        raise TrustError("certificate renewed for us: expected one of the key that we asked for, got another's")
+        raise TrustError("certificate renewed for us: expected one for the key that we sent, got one for another key")
     credentials.renew(key.to_pem(), certificate)
 
 
 async def keep_renewed(credentials: Credentials, kept: Callable[[Credentials], None]) -> None:
-    """Renews before expiry for as long as the node lives; `kept` saves what came. Ends only by cancellation.
+    """Renews the certificate before it expires, for as long as the node lives; `kept` saves it. Ends only by cancellation.
 
-    Waits for two thirds of the certificate's life (looking every hour: clocks are set), then for the coordinator,
-    trying every thirtieth of a life, an hour at most. A refusal is said and tried again: it may be lifted.
+    Waits for two thirds of the certificate's life (checking hourly, because clocks are set), then for the coordinator,
+    retrying every thirtieth of a life, at least hourly. A refusal is logged and retried: it may be lifted.
     """
     while True:
         certificate = credentials.certificate
@@ -170,5 +170,5 @@ async def keep_renewed(credentials: Credentials, kept: Callable[[Credentials], N
             _log.info("certificate renewed until %s", time.ctime(credentials.certificate.not_after_unix_s))
         except (EchoError, OSError) as error:
             days = (certificate.not_after_unix_s - unix_now()) / 86400
-            _log.warning("certificate ends in %.1f days and could not be renewed: %s", days, error)
+            _log.warning("the certificate expires in %.1f days and could not be renewed: %s", days, error)
             await asyncio.sleep(min(LOOK_S_MAX, life_s / 30) * here().rng.uniform(0.5, 1.0))

@@ -1,9 +1,9 @@
-"""A gRPC server whose callers are known and whose messages are weighed before anything of them is read or made.
+"""A gRPC server that admits callers first, and weighs their messages before parsing them.
 
-Guarantees: of a call that may not be made no message is read; a message is parsed only within the limits of its call
-(wire/weighing); the one message of a unary call comes within BODY_S; a caller's calls go on at a pace (outside/guard), however
-they end, and CALLS_PER_CALLER of them at a time; what a caller sends ends its call with a status and a line in the log, five a
-second at most, never in a traceback. Leaves to others: connections (doors), what calls do.
+Guarantees: messages of a call that is not admitted are never read; a message is parsed only within the limits of its call
+(wire/weighing); the message of a unary call must arrive within BODY_S; a caller's calls are rate-limited (outside/guard), no matter
+how they end, and at most CALLS_PER_CALLER run at a time; a bad message ends its call with a status and at most five log lines a
+second, never with a traceback. Leaves to others: connections (doors), what calls do.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _STATUS: dict[type[EchoError], grpc.StatusCode] = {
 
 
 class GatedServer:
-    """Generated `add_…Servicer_to_server` put their calls behind the gate. `admit` names the caller or raises EchoError."""
+    """Generated `add_…Servicer_to_server` functions register their calls behind the gate. `admit` names the caller or raises."""
 
     def __init__(self, limits: PortLimits, admit: Callable[[Any], str]) -> None:
         self._server: Any = here().net.server(merged(limits.options()))
         self._limits = limits
         self._ports: list[int] = []
-        self._gate = _Gate(admit)  # the calls hold it, not the server, which would outlive its loop
+        self._gate = _Gate(admit)  # calls refer to the gate, not to the server, which would then outlive its loop
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: dict[str, Any]) -> None:
         gated = {
@@ -53,10 +53,10 @@ class GatedServer:
         self._server.add_registered_method_handlers(service_name, gated)
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Any) -> None:
-        """What is registered by method is not offered a second time, ungated."""
+        """Ignored: otherwise generated code would register the same calls again, without the gate."""
 
     def add_frames(self, service_name: str, handlers: dict[str, Any]) -> None:
-        """Calls whose messages are taken as bytes, by a service that weighs and counts them itself; streams go at a pace, too."""
+        """Registers calls with raw bytes as messages, which their service weighs and counts itself; only the rate is limited."""
         paced = {
             name: handler._replace(stream_stream=self._gate.framed(handler.stream_stream))
             if handler.stream_stream
@@ -66,9 +66,9 @@ class GatedServer:
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, paced),))
 
     def listen(self, host: str, port: int, shown: Shown) -> int:
-        """Port 0: any; returns the port."""
+        """Starts listening (port 0: any); returns the port."""
         bound = here().net.listen(self._server, host, port, shown)
-        if here() is MACHINE:  # its connections are this process's
+        if here() is MACHINE:  # in the simulator, connections are not sockets of this process
             self._ports.append(bound)
             DOORS.watch(bound, self._limits)
         return bound
@@ -83,7 +83,7 @@ class GatedServer:
 
 
 class _Gate:
-    """Around each call of a server."""
+    """Wraps every call of a server."""
 
     def __init__(self, admit: Callable[[Any], str]) -> None:
         self._admit = admit
@@ -92,7 +92,7 @@ class _Gate:
         self._refusals = Refusals(_log)
 
     async def paced(self, context: Any) -> str:
-        """Who calls, once it is its turn."""
+        """Admits the caller and waits for its turn; returns its name. LimitExceeded if it calls too often."""
         caller = self._admit(context)
         wait_s = self._pace.wait_s(caller, monotonic())
         if wait_s > 0:
@@ -190,7 +190,7 @@ class _Gate:
 
 
 class GatedCall:
-    """gRPC's context of a call, of which a message comes out parsed, or not at all."""
+    """Wraps gRPC's context of a call; `read` returns messages parsed within their limits."""
 
     def __init__(self, context: Any, kind: type[Message], method: str, caller: str) -> None:
         self._context, self._kind, self._caller = context, kind, caller
@@ -201,7 +201,7 @@ class GatedCall:
         return getattr(self._context, name)
 
     async def read(self) -> Any:
-        """The next message, or gRPC's EOF. MalformedMessage for one that is none, or beyond its limits."""
+        """The next message, or gRPC's EOF. MalformedMessage if the bytes are not a valid message or exceed its limits."""
         data = await self._context.read()
         if not isinstance(data, bytes):
             return data
@@ -217,7 +217,7 @@ class GatedCall:
         return message
 
     async def messages(self) -> AsyncIterator[Any]:
-        """All messages until the caller has said its last."""
+        """Yields all messages until the caller ends its side."""
         while isinstance(message := await self.read(), Message):
             yield message
 

@@ -1,8 +1,8 @@
-"""TLS contexts for connections that are not gRPC's: mutual TLS 1.3 with the certificates of the run.
+"""TLS contexts for connections other than gRPC's: mutual TLS 1.3 with the certificates of the run.
 
-Guarantees: as a channel or a server of tls.py: a dialler talks to the very peer that it expects, and reads its identity from the
-certificate, libp2p extension included; a listener takes nobody without a certificate of the run. A renewed certificate is shown
-at the next handshake. Leaves to others: sockets, deadlines.
+Guarantees: the same as for channels and servers of tls.py: a dialler talks to exactly the peer it expects, and reads its identity
+from the certificate, including the libp2p extension; a listener refuses peers without a certificate of the run. A renewed
+certificate is used from the next handshake on. Leaves to others: sockets, deadlines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echo2.trust.runtime.tls import Credentials
 
 
 class MutualTls:
-    """The contexts of one node."""
+    """The TLS contexts of one node."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
@@ -30,7 +30,7 @@ class MutualTls:
 
     @property
     def dialling(self) -> ssl.SSLContext:
-        """For `server_hostname=dns_name_of(peer_id)`."""
+        """Context for dialling; use it with `server_hostname=dns_name_of(peer_id)`."""
         return self._contexts()[0]
 
     @property
@@ -46,7 +46,7 @@ class MutualTls:
 
 
 def peer_shown(shown: ssl.SSLObject | None, whose: str, expected: PeerId | None = None) -> PeerIdentity:
-    """Who is at the other end of a connection whose handshake is done. TrustError where it is another than `expected`."""
+    """The peer of a connection after its handshake. TrustError if it is not `expected`."""
     der = shown.getpeercert(binary_form=True) if shown is not None else None
     if not der:
         raise TrustError(f"{whose}: expected a certificate of the run, got none")
@@ -68,13 +68,13 @@ def _context(pair: tuple[bytes, bytes], authority_pem: bytes, protocol: int) -> 
     made.verify_mode = ssl.CERT_REQUIRED
     made.load_verify_locations(cadata=authority_pem.decode())
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        made.num_tickets = 0  # a session that was resumed would not show a renewed certificate
+        made.num_tickets = 0  # a resumed session would not show a renewed certificate
     _with_file(b"\n".join(pair), made.load_cert_chain)
     return made
 
 
 def _with_file(data: bytes, use: Callable[[str], object]) -> None:
-    """`ssl` reads keys from files alone: from one in memory, where the system has those."""
+    """Passes `data` to `use` as a file path, because `ssl` reads keys only from files; in memory if the system can."""
     memory_file = getattr(os, "memfd_create", None)
     if memory_file is not None:
         handle = memory_file("echo2-tls")

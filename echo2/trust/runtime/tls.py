@@ -1,8 +1,8 @@
 """Keys in files, enrolment, and gRPC channels and servers on mutual TLS.
 
-Guarantees: a channel talks to the very peer it was opened for (its certificate's DNS name is derived from the peer
+Guarantees: a channel talks to exactly the peer it was opened for (its certificate's DNS name is derived from the peer
 ID, and only the run's authority can issue it); a server built here refuses clients without a certificate of the run;
-secret files are readable by their owner alone. Leaves to others: the Enrolment service itself and its tokens.
+secret files can be read only by their owner. Leaves to others: the Enrolment service itself and its tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from echo2.trust.runtime.gate import GatedServer
 from echo2.trust.runtime.port_limits import ENROLMENT, KEEPALIVE, PEERS, STREAM_WINDOW_BYTES, PortLimits, merged
 
 PROTOCOL_VERSION = 1
-"""Of all messages, and of the delta containers within them."""
+"""Version of all messages, and of the delta containers within them."""
 IDENTITY_BYTES, CHECK_BYTES = 32, 8
 _BOUND_TO_IDENTITY = ("authority.pem", "authority.key", "credentials.json")
 CALLS_END_WITHIN_S = 2.0
@@ -62,7 +62,7 @@ MESSAGE_BYTES_MAX = 16 * 2**20
 
 
 def write_secret(path: Path, data: bytes) -> None:
-    """Writes `data` whole or not at all, readable by the owner alone."""
+    """Writes `data` atomically, readable only by the owner."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(path.name + ".new")
     temporary.unlink(missing_ok=True)
@@ -75,7 +75,7 @@ def write_secret(path: Path, data: bytes) -> None:
 
 
 def read_secret(path: Path) -> bytes:
-    """Reads a secret; refuses one that others can read."""
+    """Reads a secret; TrustError if other users can read the file."""
     try:
         status = path.stat()
         if status.st_mode & 0o077:
@@ -88,7 +88,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def _owner(path: Path) -> str:
-    """Of the file or, where that cannot be asked, of its folder."""
+    """A hint naming the owner of the file or, if that cannot be read, of its folder."""
     for place in (path, path.parent):
         with contextlib.suppress(OSError):
             return f" ({place} is of user {place.stat().st_uid}: start as that user, or chown it)"
@@ -96,7 +96,7 @@ def _owner(path: Path) -> str:
 
 
 def load_or_create_identity(folder: Path) -> Identity:
-    """The identity kept in `folder`/identity.key; made on first use. Never made anew beside what an earlier one signed."""
+    """The identity in `folder`/identity.key; created on first use, but never next to files bound to an earlier one."""
     path = folder / "identity.key"
     if not path.exists():
         if left := [name for name in _BOUND_TO_IDENTITY if (folder / name).exists()]:
@@ -109,7 +109,7 @@ def load_or_create_identity(folder: Path) -> Identity:
 
 
 def _identity_bytes(path: Path, data: bytes) -> bytes:
-    """The key without its check, which identities of older releases lack."""
+    """The key without its checksum, which identities of older releases lack."""
     raw = data[:IDENTITY_BYTES]
     if len(data) != IDENTITY_BYTES and data != _with_check(raw):
         raise StateError(
@@ -124,7 +124,7 @@ def _with_check(raw: bytes) -> bytes:
 
 
 def load_or_create_authority(folder: Path, identity: Identity, run_id: RunId) -> RunAuthority:
-    """The run's authority kept in `folder`; made on first use. StateError when the folder is another run's."""
+    """The run's authority kept in `folder`; created on first use. StateError if the folder belongs to another run."""
     key_path, certificate_path = folder / "authority.key", folder / "authority.pem"
     missing = [path for path in (key_path, certificate_path) if not path.exists()]
     if len(missing) == 2:
@@ -135,7 +135,9 @@ def load_or_create_authority(folder: Path, identity: Identity, run_id: RunId) ->
         raise StateError(
             f"{key_path}: expected it beside {certificate_path.name}, found none; restore it from a backup"
         )
-    elif missing:  # a kill between the two; the key has signed nothing yet, or the certificate was lost
+    elif (
+        missing
+    ):  # the process was killed between the two writes (the key has signed nothing yet), or the certificate was lost
         raise StateError(
             f"{certificate_path}: expected it beside {key_path.name}, found none; restore it from a backup. On a run's very "
             f"first start, remove {key_path}"
@@ -155,10 +157,10 @@ def load_or_create_authority(folder: Path, identity: Identity, run_id: RunId) ->
 
 @dataclass(slots=True)
 class Credentials:
-    """All that a node needs to talk to the others of its run.
+    """Everything that a node needs to talk to the others of its run.
 
-    Everybody in a process holds the same object: `renew` reaches all new connections, and servers at their next
-    handshake. Connections that stand are not touched.
+    All parts of a process share one object: `renew` takes effect for new connections, and for servers at their next
+    handshake. Open connections are not touched.
     """
 
     identity: Identity
@@ -171,14 +173,14 @@ class Credentials:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def renew(self, tls_key_pem: bytes, certificate: NodeCertificate) -> None:
-        """Puts another certificate of this node in place of the present one."""
+        """Replaces this node's certificate and TLS key."""
         certificate.check_peer(self.peer_id)
         certificate.check_issuer(self.authority_pem)
         with self._lock:
             self.tls_key_pem, self.certificate = tls_key_pem, certificate
 
     def key_and_certificate(self) -> tuple[bytes, bytes]:
-        """PEMs that belong together, from any thread."""
+        """The matching key and certificate in PEM; thread-safe."""
         with self._lock:
             return self.tls_key_pem, self.certificate.pem
 
@@ -191,18 +193,20 @@ class Credentials:
         return self.certificate.role
 
     def check(self, now_unix_s: float) -> None:
-        """TrustError unless everything belongs together and is in force."""
+        """TrustError unless everything belongs together and is currently valid."""
         authority = NodeCertificate.parse(self.authority_pem, "the run's authority")
         authority.check_peer(self.coordinator_peer_id)
         self.certificate.check_peer(self.peer_id)
         self.certificate.check_issuer(self.authority_pem)
         self.certificate.check_time(now_unix_s)
         if self.certificate.spki_der != TlsKey.from_pem(self.tls_key_pem).spki_der():
-            raise TrustError(f"certificate of {self.peer_id}: it is of another TLS key than the one kept beside it")
+            raise TrustError(
+                f"certificate of {self.peer_id}: it belongs to another TLS key than the one kept beside it"
+            )
 
 
 def save_credentials(folder: Path, credentials: Credentials) -> None:
-    """Keeps them for the next start, so that a restart needs no token."""
+    """Saves the credentials, so that a restart needs no token."""
     fields = {
         "tls_key_pem": credentials.tls_key_pem.decode(),
         "certificate_pem": credentials.certificate.pem.decode(),
@@ -219,15 +223,15 @@ def _check_of(fields: Mapping[str, str]) -> str:
 
 
 def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
-    """What `save_credentials` kept, checked; None when nothing was kept."""
+    """Loads and checks what `save_credentials` saved; None if nothing was saved."""
     path = folder / "credentials.json"
     if not path.exists():
         return None
     try:
         fields = json.loads(read_secret(path))
-        check = fields.pop("check", None)  # older releases kept none
+        check = fields.pop("check", None)  # older releases saved none
         if check is not None and check != _check_of(fields):
-            raise ValueError("they differ from what was written")
+            raise ValueError("the checksum does not match")
         credentials = Credentials(
             identity=identity,
             tls_key_pem=fields["tls_key_pem"].encode(),
@@ -246,7 +250,7 @@ def load_credentials(folder: Path, identity: Identity) -> Credentials | None:
 
 
 def coordinator_credentials(authority: RunAuthority, address: str) -> Credentials:
-    """The coordinator's own, for the port of the run's services at `address`."""
+    """The coordinator's own credentials, for the port of the run's services at `address`."""
     key = new_tls_key()
     request = certificate_request(authority.identity, key)
     certificate = authority.issue(request, Role.COORDINATOR, unix_now(), lifetime_s=365 * 86400.0)
@@ -261,29 +265,29 @@ def new_tls_key() -> TlsKey:
 
 
 def enrolment_server_credentials(authority: RunAuthority) -> Shown:
-    """For the enrolment port: a certificate that carries the coordinator's identity; clients have none yet."""
+    """For the enrolment port: a self-signed certificate with the coordinator's identity; clients have no certificate yet."""
     key = new_tls_key()
     pair = (key.to_pem(), self_signed_certificate(authority.identity, key, unix_now(), authority.run_id))
     return Shown(lambda: pair, None)
 
 
 def server_credentials(credentials: Credentials) -> Shown:
-    """Mutual TLS: a client without a certificate of this run is refused in the handshake. A renewed one is shown next."""
+    """Mutual TLS: the handshake refuses clients without a certificate of this run, and always uses the newest own certificate."""
     return Shown(credentials.key_and_certificate, credentials.authority_pem)
 
 
 def new_server(limits: PortLimits = PEERS) -> GatedServer:
-    """A server for members of the run; bind it with `bind_server`."""
+    """Creates a server for members of the run; bind it with `bind_server`."""
     return GatedServer(limits, lambda context: peer_of(context).peer_id)
 
 
 def new_enrolment_server() -> GatedServer:
-    """A server for callers that have no certificate yet; each address counts as one."""
+    """Creates a server for callers that have no certificate yet; limits apply per address."""
     return GatedServer(ENROLMENT, lambda context: remote_of(context.peer())[0])
 
 
 def bind_server(server: GatedServer, address: str, shown: Shown) -> int:
-    """Listens on `address` (port 0: any) and returns the port; PortBusy names an address that is taken."""
+    """Listens on `address` (port 0: any) and returns the port; PortBusy if the address is taken."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"listen address: expected HOST:PORT, got {address!r}")
@@ -291,9 +295,9 @@ def bind_server(server: GatedServer, address: str, shown: Shown) -> int:
 
 
 async def calls_have_ended() -> None:
-    """The last thing that a process with servers awaits: until what gRPC runs for each call has ended as well.
+    """Waits until gRPC's tasks for all calls have ended; a process with servers awaits this last.
 
-    `server.stop` does not wait for that; a loop that ends meanwhile cancels it, and gRPC prints a traceback for each.
+    `server.stop` does not wait for them; if the loop ends first, it cancels them and gRPC prints a traceback for each.
     """
     until = monotonic() + CALLS_END_WITHIN_S
     while (calls := _calls()) and (left_s := until - monotonic()) > 0:
@@ -301,26 +305,26 @@ async def calls_have_ended() -> None:
 
 
 def _calls() -> set[asyncio.Task[Any]]:
-    """gRPC's own tasks of this loop, one for each call that is served; by the name of what they run."""
+    """gRPC's tasks on this loop, one per call being served, found by their coroutine's name."""
     return {task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "_schedule_rpc_coro"}
 
 
 def open_channel(
     address: str, expected_peer_id: PeerId, credentials: Credentials, options: Sequence[tuple[str, int | str]] = ()
 ) -> grpc.aio.Channel:
-    """A channel to `expected_peer_id` at `address`. Whoever else listens there fails the handshake."""
+    """Opens a channel to `expected_peer_id` at `address`. Any other peer there fails the handshake."""
     pair = credentials.key_and_certificate()
     dialled = Dialled(dns_name_of(expected_peer_id), credentials.authority_pem, pair)
     return here().net.channel(address, dialled, channel_options(options))
 
 
 def open_enrolment_channel(link: JoinLink, shown_pem: bytes) -> grpc.aio.Channel:
-    """A channel to the port that a join link names, which must show the very certificate that was checked."""
+    """Opens a channel to a join link's port, which must show exactly the certificate that was checked."""
     return here().net.channel(link.address, Dialled(dns_name_of(link.peer_id), shown_pem), channel_options())
 
 
 def channel_options(options: Sequence[tuple[str, int | str]] = ()) -> list[tuple[str, int | str]]:
-    """Of a channel; what `options` names goes before the defaults."""
+    """A channel's options; `options` override the defaults."""
     defaults: dict[str, int | str] = {
         "grpc.http2.lookahead_bytes": STREAM_WINDOW_BYTES,
         "grpc.max_send_message_length": MESSAGE_BYTES_MAX,
@@ -338,7 +342,7 @@ def _certificate(pem: bytes) -> NodeCertificate:
 
 
 def peer_of(context: Any) -> PeerIdentity:
-    """Who calls: from the client certificate that the handshake verified. TrustError without one."""
+    """The caller, from the client certificate that the handshake verified. TrustError if there is none."""
     pems = context.auth_context().get("x509_pem_cert", [])
     if not pems:
         raise TrustError(f"caller {context.peer()}: expected a client certificate of the run, got none")
@@ -357,6 +361,6 @@ _ERRORS_BY_STATUS: dict[grpc.StatusCode, type[EchoError]] = {
 
 
 def error_of(error: grpc.aio.AioRpcError, whose: str) -> EchoError:
-    """Our exception for a gRPC status, with the server's own words."""
+    """Our exception for a gRPC status, with the server's message."""
     kind = _ERRORS_BY_STATUS.get(error.code(), Unreachable)
     return kind(f"{whose}: {error.details() or error.code().name}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.units import format_bytes
 from echo2.broadcast.room import store_bytes_min
-from echo2.cost_model.sizing import CPU_BYTES, ModelSize, handover_bytes
+from echo2.cost_model.sizing import CPU_BYTES, CPU_CACHE_SHARE, ModelSize, handover_bytes
 from echo2.worker.findings import Finding, disk_finding, gpu_finding, memory_finding, reach_finding
 from echo2.worker.options import EngineChoice
 
@@ -167,13 +167,15 @@ def chosen_engine(choice: EngineChoice, machine: WorkerMachine) -> EngineChoice:
     return choice
 
 
-def check_room(machine: WorkerMachine, size: ModelSize, published_bytes: int, folder: Path) -> None:
-    """ResourceError where a keyframe could not be taken: before anything is fetched.
+def check_room(
+    machine: WorkerMachine, size: ModelSize, published_bytes: int, folder: Path, masters_bytes: int = 0
+) -> int:
+    """Returns the bytes of host memory left over. ResourceError, before anything is fetched, if a keyframe would not fit.
 
-    Beside an engine on GPUs the host holds the published weights and what is on its way; the embedded engine's own weights
-    are host memory too, and what it leaves for its cache is another rule's (`cost_model.sizing`).
+    Beside engines on GPUs the host holds the published weights, what is on its way, and the masters of rounded weights; the
+    embedded engine's own weights are host memory too, and what its cache takes of the rest is another rule's (`cost_model.sizing`).
     """
-    own = 0 if machine.gpus else CPU_BYTES * size.parameters
+    own = masters_bytes if machine.gpus else CPU_BYTES * size.parameters
     needed = own + handover_bytes(published_bytes)
     if needed > machine.memory_bytes:
         raise ResourceError(
@@ -191,6 +193,8 @@ def check_room(machine: WorkerMachine, size: ModelSize, published_bytes: int, fo
             f"disk at {folder}: expected {format_bytes(disk)} free for chunks, "
             f"got {format_bytes(machine.free_disk_bytes)}"
         )
+    spare = machine.memory_bytes - needed
+    return spare if machine.gpus else int((1.0 - CPU_CACHE_SHARE) * spare)
 
 
 def shared_memory_bytes() -> int:

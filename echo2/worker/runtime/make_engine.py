@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,14 +19,16 @@ import torch
 
 from echo2 import weights as delta
 from echo2.base.errors import ConfigError, MalformedMessage
-from echo2.cost_model.sizing import CpuWeights, Fit, RunLengths, model_size, worker_fit
+from echo2.base.units import format_bytes
+from echo2.cost_model.sizing import FORMER_SHARE, Fit, RunLengths, model_size, worker_fit
 from echo2.worker.engine import Engine
 from echo2.worker.findings import Finding
-from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
+from echo2.worker.options import EngineChoice, WorkerOptions
 from echo2.worker.runtime.engines.several import SeveralEngines
 from echo2.worker.runtime.machine import WorkerMachine, check_room, look, memory_total_bytes, memory_used_bytes, reach
 
 CONFIG_BYTES_MAX = 1 << 20
+_log = logging.getLogger("echo2.worker")
 
 
 def parse_model_config(raw: bytes) -> dict[str, object]:
@@ -58,19 +61,30 @@ def fit_engine(
     machine: WorkerMachine,
     longest_tokens: int = 0,
     published_bytes: int = 0,
+    *,
+    is_audited: bool = True,
 ) -> Fit:
     """By the model's size, the run's longest sequence and the machine's memory; ResourceError where it cannot fit.
 
-    `published_bytes`: what the learner publishes; 0 where it does not say: the model in bf16.
+    `published_bytes`: what the learner publishes; 0 where it does not say: the model in bf16. `is_audited`: the learner may ask
+    for scores under former versions.
     """
     size = model_size(config)
     is_on_gpus = choice is EngineChoice.VLLM and bool(machine.gpus)
     at_work = machine if is_on_gpus else replace(machine, gpus=())
-    check_room(at_work, size, published_bytes or size.gpu_weight_bytes, options.folder)
-    run = RunLengths(longest_tokens, options.slot_count, options.context_tokens_max)
+    run = RunLengths(longest_tokens, options.slot_count, options.context_tokens_max, options.quantisation)
     gpus = [gpu.memory_bytes for gpu in at_work.gpus]
-    weights = CpuWeights.INT8 if options.quantisation is Quantisation.INT8 else CpuWeights.FLOAT32
-    return worker_fit(size, gpus, machine.memory_bytes, run, weights, published_bytes)
+    fit = worker_fit(size, gpus, machine.memory_bytes, run, published_bytes)
+    masters_bytes = fit.engine_count * size.masters_bytes(options.quantisation) if is_on_gpus else 0
+    on_host = published_bytes or size.gpu_weight_bytes
+    spare = check_room(at_work, size, on_host, options.folder, masters_bytes)
+    former = int(FORMER_SHARE * on_host)
+    if is_audited and spare < former:
+        _log.info(
+            "former versions are not kept, and nothing is scored under them: expected %s of memory for them, %s are left",
+            format_bytes(former), format_bytes(spare),
+        )  # fmt: skip
+    return replace(fit, keeps_former=is_audited and spare >= former, loads_base=spare >= on_host)
 
 
 def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
@@ -130,6 +144,8 @@ class Engines(Protocol):
         machine: WorkerMachine,
         longest_tokens: int = 0,
         published_bytes: int = 0,
+        *,
+        is_audited: bool = True,
     ) -> Fit: ...
 
     def make(self, choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine: ...

@@ -53,7 +53,7 @@ class Receiving:
                     self._artifact = header.artifact
                     _log.debug("receiving %s", header.artifact)
                     self._received_bytes = 0
-                    self._stand_on_base(header.artifact)
+                    await self._stand_on_base(header.artifact)
                     await self._keeper.began(header.artifact.version, header.artifact.parent)
                     await self._adopt(header.artifact)
                 case BlockArrived(artifact, payload):
@@ -65,6 +65,8 @@ class Receiving:
                     self._told(artifact)
                     await self._let(artifact.version)
                     await self._keeper.ended(self._more_is_here(artifact.version))
+                    if self._keeper.machine.host is not None:
+                        self._base.end()
                     if self._keeper.machine.live is not None:
                         self._waits.end("weights")
                 case ArtifactDropped(artifact, reason):
@@ -80,12 +82,12 @@ class Receiving:
         await self._desk.version_may_go_live(version)
         self._waits.end("version")
 
-    def _stand_on_base(self, artifact: ArtifactId) -> None:
+    async def _stand_on_base(self, artifact: ArtifactId) -> None:
         """A first artifact that is a delta: it applies to the base checkpoint, if that is the parent whose fingerprint it
         names."""
         if artifact.parent is None or self._keeper.machine.host is not None:
             return
-        weights = self._base.candidate()
+        weights = await self._base.candidate()
         if weights is not None:
             self._keeper.host = weights
             _log.info("this machine's base checkpoint and %s lead to version %d", artifact, artifact.version)
@@ -101,6 +103,7 @@ class Receiving:
         _log.info("version %d is this machine's base checkpoint: nothing to fetch", artifact.version)
         self._told(artifact)
         self._node.adopted(artifact)
+        self._base.end()
         await self._keeper.adopt(weights)
         self._waits.end("weights")
         return True

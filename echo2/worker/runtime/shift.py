@@ -220,8 +220,9 @@ class Shift:
     async def _close(self, node: BroadcastNode, server: GatedServer) -> None:
         for task in self._tasks:
             task.cancel()
-        if self._measuring is not None:
-            self._measuring.cancel()
+        for beside in (self._measuring, self._looking):
+            if beside is not None:
+                beside.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.keeper is not None:
             self.keeper.close()
@@ -296,10 +297,18 @@ class Shift:
         node.set_publisher(PeerId(whereabouts.peer_id), whereabouts.address)
         # Where an adapter is published, the base is no version; the engine loads it itself.
         names = ("", "") if CONFIG_KEY in config else (self.options.model_path, whereabouts.model_name)
-        base = BaseCheckpointLoader(self.telling.run_id, *names)
-        self._looking = asyncio.create_task(base.offer_to(node), name="base checkpoint")
         lengths = whereabouts.longest_sequence_tokens, whereabouts.full_snapshot_bytes
-        fit = self._engines.fit(self._equipment.choice, config, self.options, self._equipment.machine, *lengths)
+        fit = self._engines.fit(
+            self._equipment.choice, config, self.options, self._equipment.machine, *lengths,
+            is_audited=not whereabouts.audits_nothing,
+        )  # fmt: skip
+        has_version = any(one.is_complete and one.artifact.is_keyframe for one in node.artifacts_available())
+        base = BaseCheckpointLoader(
+            self.telling.run_id, *names,
+            keyframe_s=None if has_version else lambda: node.following.keyframe_s(whereabouts.full_snapshot_bytes),
+            loads_ahead=fit.loads_base and not has_version,
+        )  # fmt: skip
+        self._looking = asyncio.create_task(base.offer_to(node), name="base checkpoint")
         _log.info("engine: %s", fit.reason)
         await shown(self._progress, "compilation of kernels (kept for the next start)", self._equipment.warm_up)
         engine = await asyncio.to_thread(self._engines.make, self._equipment.choice, config, self.options, fit)

@@ -16,12 +16,13 @@ from echo2.broadcast.runtime.p2p.host_facts import HostFacts
 from echo2.broadcast.runtime.progress import NodeStats
 from echo2.broadcast.runtime.transport_mixed import MixedTransport
 from echo2.control.waits import Waits
+from echo2.cost_model.sizing import Quantisation
 from echo2.outside import SteadyClock
 from echo2.trust.runtime.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, rollout_pb2
 from echo2.worker.engine import Engine
 from echo2.worker.findings import Finding, advertised_finding
-from echo2.worker.options import EngineChoice, Quantisation, WorkerOptions
+from echo2.worker.options import EngineChoice, WorkerOptions
 from echo2.worker.price import Price
 from echo2.worker.runtime.addresses import reach_of
 from echo2.worker.runtime.control import CommandAnswer

@@ -123,7 +123,7 @@ def test_chunks_follow_the_slowest_uplink_that_forwards() -> None:
     assert chunk_bytes_for(plan(fleet([100] * 7 + [10]), 1), 1 << 20) == 16 << 10
     assert chunk_bytes_for(plan(fleet([1] * 8, seed_up_mbit=2), 1), 1 << 20) == 16 << 10
     assert chunk_bytes_for(plan(fleet([100] * 8), 1), 64 << 10) == 64 << 10
-    assert chunk_bytes_for(plan(fleet([0.1]), 1), 1 << 20) == 256 << 10  # a star: only the seed forwards
+    assert chunk_bytes_for(plan(fleet([0.1]), 1), 1 << 20) == 512 << 10  # a star: only the seed forwards
 
 
 def test_sessions_of_64_nodes_reach_what_the_plan_predicts() -> None:

@@ -13,7 +13,7 @@ from echo2.cli.main import main
 from echo2.cli.options import with_values
 from echo2.cli.worker import worker_options
 from echo2.config.load import load_config, parse_overrides
-from echo2.worker.options import Quantisation
+from echo2.cost_model.sizing import Quantisation
 from echo2.worker.runtime.addresses import dialled_port, reach_of
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from echo2.base.errors import ConfigError
+from echo2.base.errors import ConfigError, ResourceError
 from echo2.cli.plan import add_plan_command, evaluation_rollouts, load_catalogue, read_toml
 from echo2.cli.sim import add_sim_command, scenario_of
 from echo2.config.run import RunConfig
 
 SCENARIOS = sorted((Path(__file__).parents[3] / "examples" / "scenarios").glob("*.toml"))
+EXAMPLE_8B = Path(__file__).parents[3] / "examples" / "configs" / "math-qwen3-8b.toml"
 LONG = "--sampling.max_new_tokens=8192"
 EIGHT = ("--billions", "8")
 
@@ -156,6 +157,138 @@ def test_the_models_size_is_read_where_it_lies_and_never_guessed(
         run("plan")
 
 
+def planned_3090(capsys: pytest.CaptureFixture[str], tmp_path: Path, *more: str) -> dict[str, Any]:
+    path = tmp_path / "fleet.toml"
+    path.write_text('[[worker]]\ngpu = "RTX3090"\ngpus = 2\ncount = 60\n')
+    asked = ("--learner.drop_equal_groups=false", "--staleness.kappa=1", "--coordinator.usd_per_hour_cap=0")
+    assert run("plan", str(EXAMPLE_8B), "--fleet", str(path), "--json", *asked, *more) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["is_feasible"]
+    return found
+
+
+def test_recompute_and_audits_enlarge_the_pool_and_options_take_them_off(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    keep, alone = "--worker.swap_mode=keep_kv", "--learner.audit_share=0"
+    both, kept, unaudited, none = (
+        planned_3090(capsys, tmp_path, *more) for more in ((), (keep,), (alone,), (keep, alone))
+    )
+    counts = [len(one["pool"]) for one in (both, kept, unaudited, none)]
+    assert counts[3] < min(counts[1:3]) <= max(counts[1:3]) < counts[0]
+    assert 1.1 * counts[3] < counts[0] < 1.4 * counts[3]
+    (cost,) = both["prefill"].values()
+    assert cost["recompute_s"] == pytest.approx(31.7, rel=0.05) and not cost["is_measured"]
+    (cost,) = none["prefill"].values()
+    assert cost["recompute_s"] == 0.0 and cost["rate_share"] == 1.0
+
+
+def test_rollouts_that_keep_their_cache_across_versions_are_the_learners_to_score(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As `Scorings` decides: no worker scores a rollout with a piece that keeps the cache of the piece before it."""
+    recomputed = planned_3090(capsys, tmp_path)["audit"]
+    kept = planned_3090(capsys, tmp_path, "--worker.swap_mode=keep_kv")["audit"]
+    assert recomputed["kept_share"] == 0.0 and 0.3 < kept["kept_share"] < 0.9
+    assert kept["fleet_share"] == pytest.approx((1 - kept["kept_share"]) * recomputed["fleet_share"], rel=0.01)
+    by_learner = kept["kept_share"] + (1 - kept["kept_share"]) / 16
+    assert kept["own_s_per_step"] == pytest.approx(by_learner * kept["alone_s_per_step"], rel=0.01)
+    assert run("plan", str(EXAMPLE_8B), "--worker.swap_mode=keep_kv") == 0
+    assert "keep their cache across versions, which the learner scores itself" in capsys.readouterr().out
+
+
+def test_the_share_of_groups_that_dynamic_sampling_throws_away_is_said_and_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", "--task.eval_prompts=0")
+    assert run(*asked, "--json") == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert run(*asked, "--json", "--learner.drop_equal_groups=true", "--what-if", "dropped=0.5") == 0
+    half = json.loads(capsys.readouterr().out)
+    batch = plain["learner"]["rollouts_per_step"]
+    assert (half["learner"]["rollouts_per_step"], half["learner"]["dropped_rollouts"]) == (2 * batch, batch)
+    assert half["learner"]["train_s"] == plain["learner"]["train_s"], "no step is made of what is thrown away"
+    assert half["run"]["hours"] == pytest.approx(plain["run"]["hours"], rel=0.05)
+    assert run(*asked, "--learner.drop_equal_groups=true") == 0
+    printed = capsys.readouterr().out
+    assert "25% of the groups are assumed to have equal rewards" in printed and "--what-if dropped=" in printed
+    assert run(*asked) == 0
+    assert "are assumed to have equal rewards" not in capsys.readouterr().out
+
+
+def test_explain_shows_what_workers_prefill(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text(
+        '[[worker]]\ngpu = "RTX3090"\ngpus = 2\ncount = 60\n[[worker]]\ngpu = "H100"\ncount = 1\ntokens_per_s = 9000\n'
+    )
+    assert run("plan", str(EXAMPLE_8B), "--fleet", str(path), "--explain") == 0
+    printed = capsys.readouterr().out
+    assert "prefill     2xRTX3090: 3506 tokens/s read" in printed and "again at each version, 31.7 s" in printed
+    assert "audits read 21% of what is sampled" in printed and "of the sampling is left" in printed
+    assert "prefill     H100: in its measured rate" in printed
+
+
+SINGLE = '[learner]\ngpu = "H100"\ngpu_count = 8\n[[worker]]\ngpu = "RTX4090"\ncount = 30\nprice_usd_per_hour = 0.35\n'
+
+
+def planned_for(fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    path = tmp_path / "fleet.toml"
+    path.write_text(fleet)
+    assert run("plan", str(EXAMPLE_8B), "--fleet", str(path), "--json", *more) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_thirty_single_cards_are_thirty_cards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is a worker of its own, at its own price; pairs are asked for by `gpus = 2`."""
+    single = planned_for(SINGLE, tmp_path, capsys)
+    assert single["pool_by_kind"] == {"RTX4090": 30}
+    assert single["usd_per_hour"] == pytest.approx(30 * 0.35)
+    pairs = planned_for(SINGLE.replace("count = 30", "count = 15\ngpus = 2"), tmp_path, capsys)
+    assert pairs["pool_by_kind"] == {"2xRTX4090": 15} and pairs["usd_per_hour"] == pytest.approx(30 * 0.35)
+    assert pairs["throughput_rollouts_per_s"] > 1.5 * single["throughput_rollouts_per_s"], "as many cards"
+    mixed = planned_for(SINGLE + '[[worker]]\ngpu = "RTX4090"\ncount = 2\ngpus = 2\n', tmp_path, capsys)
+    assert mixed["pool_by_kind"] == {"RTX4090": 30, "2xRTX4090": 2}
+
+
+def test_machines_that_do_not_hold_the_model_are_left_out_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = ("--model.path=Qwen/Qwen3-32B",)
+    with pytest.raises(ResourceError, match=r"no machine on offer holds the model.* 1 x RTX4090: .*such GPUs"):
+        planned_for(SINGLE, tmp_path, capsys, *large)
+    told = planned_for(SINGLE + '[[worker]]\ngpu = "H200"\ncount = 4\n', tmp_path, capsys, *large)
+    assert set(told["pool_by_kind"]) == {"H200"} and "such GPUs" in told["left_out"]["1 x RTX4090"]
+
+
+def test_the_learners_gpus_of_the_fleet_file_reach_memory_and_audit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fleet.toml"
+
+    def printed(gpu: str, count: int) -> str:
+        path.write_text(SINGLE.replace("gpu_count = 8", f"gpu_count = {count}").replace("H100", gpu))
+        assert run("plan", str(EXAMPLE_8B), "--fleet", str(path)) == 0
+        return capsys.readouterr().out
+
+    eight, two = printed("H100", 8), printed("H100", 2)
+    assert "learner: 33.6 GB on each of 8 GPUs" in eight and "9.85 s where no worker can score" in eight
+    assert "on each of 2 GPUs" in two and "39.4 s where no worker can score" in two
+    assert "GPU memory is SHORT: 95.0 GB needed on each of 2 GPUs, 76.9 GB there" in two and "4 such GPUs" in two
+    assert "SHORT" not in eight and "SHORT" not in printed("H200", 2)
+    with pytest.raises(ConfigError, match="gpu_count: expected a number above 0"):
+        printed("H100", 0)
+
+
+def test_one_card_is_told_beside_the_width_that_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", *EIGHT, "--json", LONG) == 0
+    rows = [
+        (row["machine"].split()[0], row["GPUs a worker"]) for row in json.loads(capsys.readouterr().out)["machines"]
+    ]
+    assert [gpus for name, gpus in rows if name == "RTX4090"] == ["1", "2"]
+    assert [gpus for name, gpus in rows if name == "H100"] == ["1"]
+
+
 def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("plan", *EIGHT, "--plot", str(tmp_path / "plan.png"), LONG, "--json", "--staleness.bound=2")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -167,6 +300,7 @@ def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ('[[worker]]\ngpu = "GTX"\n', "gpu: expected one of"),
         ("[[worker]]\nprice_usd_per_hour = -1\n", "price_usd_per_hour"),
         ("[[worker]]\ncolour = 1\n", "no such field: colour"),
+        ("[[worker]]\ngpus = -1\n", "gpus: expected a finite number, 0 to 64"),
         ("[learner]\ntrain = true\n", "train: expected a number"),
         ('[[worker]]\nuplink = "fast"\n', "worker 0: uplink: .*expected"),
         ('[learner]\ntrain = "nan"\n', "learner: train: .*expected"),

@@ -82,7 +82,7 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
         ("learner.gradient_checkpointing", "3", r"expected true or false or one of auto, selective, got 3"),
         ("learner", "3", r"learner: expected a section of options, got 3"),
         ("lerner.lr", "3", r"lerner: no such option \(did you mean \[learner\]\?\)"),
-        ("worker.region", '"' + "x" * 65 + '"', r"worker\.region: expected a text of at most 64 characters, got"),
+        ("worker.region", '"' + "x" * 65 + '"', r"worker\.region: expected a string of at most 64 characters, got"),
         ("broadcast.chunk_bytes", "1", r"chunk_bytes: expected a whole number from 4096 to 4194304, got 1 \(smaller"),
     ],
 )

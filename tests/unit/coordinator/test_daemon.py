@@ -258,12 +258,18 @@ def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their_links
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
             learner = await Node.join(daemon, Role.LEARNER)
-            await learner.hello(relay_address="198.51.100.1:8423", longest_sequence_tokens=2560, full_snapshot_bytes=99)
+            await learner.hello(
+                relay_address="198.51.100.1:8423",
+                longest_sequence_tokens=2560,
+                full_snapshot_bytes=99,
+                audits_nothing=True,
+            )
             left, right = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
             for worker in (left, right):
                 welcome = (await worker.hello(addresses=["192.168.1.2:7"])).welcome
                 assert welcome.learner.relay_address == "198.51.100.1:8423"
                 assert (welcome.learner.longest_sequence_tokens, welcome.learner.full_snapshot_bytes) == (2560, 99)
+                assert welcome.learner.audits_nothing
             for kind in ("relayed", "hole-punched"):
                 await left.say(heartbeat=told(left, "203.0.113.1", right, kind))
                 await right.say(heartbeat=told(right, "203.0.113.2", left, kind))

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import pytest
+
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.lease_book import LeaseBook
 from echo2.coordinator.lease_events import Seeker
 from echo2.coordinator.lease_seekers import LeaseRules
-from echo2.coordinator.long_tail import MOVES_PER_GROUP_MAX, QUIET_S, TailRule, is_quiet, moves
+from echo2.coordinator.long_tail import (
+    MOVES_PER_GROUP_MAX,
+    QUIET_S,
+    TailRule,
+    WorkerPace,
+    is_quiet,
+    moves,
+    prefill_rate,
+)
+from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
+from echo2.cost_model.catalogue import worker_prior
+from echo2.cost_model.sizing import RunLengths
 
 SLOW, FAST = PeerId("slow"), PeerId("fast")
 RULE = TailRule(hand_over_s=3.0)
 LIMIT, SIZE = 1000, 4
-SPEEDS = {SLOW: 5.0, FAST: 50.0}
+
+
+def pace(tokens_per_s: float) -> WorkerPace:
+    return WorkerPace(tokens_per_s, 100 * tokens_per_s)
+
+
+SPEEDS = {SLOW: pace(5.0), FAST: pace(50.0)}
 
 
 def spec(name: str, step: int = 0) -> GroupSpec:
@@ -47,7 +66,7 @@ def found(book: LeaseBook, rule: TailRule = RULE, step: int = 0) -> list[PeerId]
 def test_a_straggler_moves_when_that_ends_it_sooner() -> None:
     book = straggler(tokens=100, now=20.0)
     (move,) = moves(book, SPEEDS, Step(0), RULE, {SLOW: "berlin"})
-    assert (move.to, round(move.gain_s)) == (FAST, round(700 / 5 - (3 + 100 / 1000 + 700 / 50)))
+    assert (move.to, round(move.gain_s)) == (FAST, round(700 / 5 - (3 + 403 / 5000 + 700 / 50)))
     assert "140.0 s more on berlin, 17.1 s on fast" in move.reason
 
 
@@ -78,7 +97,7 @@ def test_nothing_is_near_its_end_while_groups_are_being_offered() -> None:
 def test_a_lease_that_has_not_reported_yet_is_judged_by_its_workers_mean() -> None:
     book = straggler(tokens=0, now=20.0)
     assert found(book) == [FAST]
-    assert moves(book, {SLOW: 50.0, FAST: 50.0}, Step(0), RULE, {}) == []
+    assert moves(book, {SLOW: pace(50.0), FAST: pace(50.0)}, Step(0), RULE, {}) == []
 
 
 def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever() -> None:
@@ -87,7 +106,7 @@ def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever()
     book.handle(le.RolloutsWanted(PeerId("third"), SIZE, Version(0)), 20.0)
     now, workers = 20.0, []
     for _ in range(MOVES_PER_GROUP_MAX + 1):
-        speeds = {SLOW: 5.0, FAST: 50.0, PeerId("third"): 40.0}
+        speeds = {**SPEEDS, PeerId("third"): pace(40.0)}
         planned = moves(book, speeds, Step(0), RULE, {})
         if not planned:
             break
@@ -118,7 +137,7 @@ def test_a_continuation_is_judged_by_what_it_made_itself() -> None:
     assert lease.tokens_before == SIZE * 120
     book.handle(le.RolloutsWanted(PeerId("third"), SIZE, Version(0)), 24.0)
     book.handle(le.WorkerAllowed(PeerId("third"), True), 24.0)
-    assert moves(book, {**SPEEDS, PeerId("third"): 60.0}, Step(0), RULE, {}) == []
+    assert moves(book, {**SPEEDS, PeerId("third"): pace(60.0)}, Step(0), RULE, {}) == []
 
 
 def test_over_provisioning_stops_what_its_step_went_without_for_the_least_gain() -> None:
@@ -153,7 +172,7 @@ def finish_s(consolidates: bool) -> float:
             if made[lease.group_id] >= 500:
                 book.handle(le.LeaseEnded(lease.worker_id, lease.lease_id, EndReason.FINISHED, ""), now)
         if consolidates:
-            for move in moves(book, speeds, Step(0), RULE, {}):
+            for move in moves(book, {one: pace(speed) for one, speed in speeds.items()}, Step(0), RULE, {}):
                 back_at[move.lease_id] = now + 2.0
                 book.handle(le.Recall(move.lease_id, move.reason, move.to), now)
     return now
@@ -162,3 +181,28 @@ def finish_s(consolidates: bool) -> float:
 def test_the_last_group_of_a_step_is_done_in_less_than_half_the_time() -> None:
     assert finish_s(consolidates=False) == 125.0
     assert finish_s(consolidates=True) < 60.0
+
+
+def test_reading_what_a_straggler_holds_takes_as_long_as_the_machine_there_prefills() -> None:
+    """Sixteen rollouts of 6,000 tokens: 27 s on two RTX3090, and 3 s on an H100, whose sequences may be no faster."""
+    gpus, size, lengths = built_in_catalogue(), built_in_models()["qwen3-8b"], RunLengths(9216)
+    slow, fast = (
+        prefill_rate(gpu, size, lengths, 2500.0, gpus)
+        for gpu in ("2 x NVIDIA GeForce RTX 3090", "NVIDIA H100 80GB HBM3")
+    )
+    sampled = worker_prior(gpus["RTX3090"], size, lengths, 2500.0).tokens_per_s
+    assert 2.0 < slow / sampled < 6.0 and 5 * slow < fast
+    book = straggler(tokens=100, now=20.0)
+    by_rate = {
+        rate: moves(book, {SLOW: pace(5.0), FAST: WorkerPace(50.0, rate)}, Step(0), RULE, {SLOW: "slow"})
+        for rate in (4.0, slow)
+    }
+    assert by_rate[4.0] == [] and len(by_rate[slow]) == 1, "403 tokens at 4 a second take longer than to stay"
+    assert by_rate[slow][0].gain_s == pytest.approx(700 / 5 - (3 + 403 / slow + 700 / 50))
+
+
+def test_a_machine_without_a_data_sheet_prefills_by_what_it_samples() -> None:
+    gpus = built_in_catalogue()
+    assert prefill_rate("GTX 480", built_in_models()["qwen3-8b"], RunLengths(9216), 2500.0, gpus) == 0.0
+    assert prefill_rate("H100", None, RunLengths(0), 0.0, gpus) == 0.0, "no rollout was trained on yet"
+    assert prefill_rate("RTX4090", built_in_models()["qwen3-32b"], RunLengths(9216), 2500.0, gpus) == 0.0

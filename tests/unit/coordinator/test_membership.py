@@ -1,4 +1,4 @@
-"""Life and work of workers: the stated rule, the operator's word, the money."""
+"""Life and work of workers: the stated rule and the operator's word."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import LimitExceeded, NotAllowed
 from echo2.base.ids import PeerId, RunId
-from echo2.coordinator import accounts
 from echo2.coordinator.membership import Activation, Liveness, LivenessRule, Membership, OperatorSetting
 from echo2.coordinator.telemetry import WorkerHello
 
@@ -101,23 +100,3 @@ def test_fleet_has_a_limit() -> None:
     fleet.came(PeerId("b"), HELLO, 0.0)
     with pytest.raises(LimitExceeded, match="2 workers at most"):
         fleet.came(PeerId("c"), HELLO, 0.0)
-
-
-@given(steps=st.lists(st.tuples(st.floats(0, 20), st.sampled_from(["beat", "cut", "come", "tick"])), max_size=30))
-def test_meter_charges_no_second_twice_and_none_of_a_gone_worker(steps: list[tuple[float, str]]) -> None:
-    fleet, now = joined(), 0.0
-    for pause_s, what in steps:
-        now += pause_s
-        if what == "beat" and fleet.members[A].cut_at is None and fleet.members[A].last_liveness is not Liveness.GONE:
-            fleet.heard(A, None, now)
-        elif what == "cut":
-            fleet.cut(A, now)
-        elif what == "come":
-            fleet.came(A, HELLO, now)
-        fleet.change_of(fleet.members[A], now)
-        before = fleet.members[A].usd_spent
-        accounts.meter(fleet.members.values(), now)
-        accounts.meter(fleet.members.values(), now)
-        assert before <= fleet.members[A].usd_spent <= now + 1e-6  # one dollar a second
-        if fleet.members[A].last_liveness is Liveness.GONE:
-            assert fleet.members[A].usd_spent == before

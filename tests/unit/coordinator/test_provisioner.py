@@ -279,6 +279,28 @@ def test_what_takes_long_goes_on_and_what_fails_owes_nothing(tmp_path: Path, mon
     play(scene)
 
 
+def test_a_rent_that_failed_late_owes_nothing_for_the_time_that_it_was_asked_for(tmp_path: Path) -> None:
+    async def scene() -> None:
+        run = Scene(tmp_path, Cloud())
+        run.cloud.answers.clear()
+        renting = asyncio.create_task(run.provisioner.rent("gpu", "", "because"))
+        while not run.journal():
+            await asyncio.sleep(0)
+        run.clock.time += 1800
+        assert run.hub.money.sums().usd_spent == pytest.approx(1.0), "until it is known, it may be running"
+        run.cloud.problem = ResourceError("no H100 in any zone")
+        run.cloud.answers.set()
+        with pytest.raises(ResourceError):
+            await renting
+        assert run.hub.money.sums().usd_spent == 0
+        assert run.journal() == [("rent", 0.0), ("rent failed", 0.0)]
+        run.clock.time += 1800
+        run.begin()  # and so it is kept
+        assert run.hub.money.sums().usd_spent == 0
+
+    play(scene)
+
+
 def test_offers_cap_and_budget_bound_every_rent(tmp_path: Path) -> None:
     async def scene() -> None:
         run = Scene(tmp_path, Cloud())

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from echo2.coordinator.runtime.catalogue import built_in_models
 from echo2.cost_model.memory import (
+    AUDIT_BYTES_OF_CHANGE,
+    AUDIT_CHANGED_SHARE,
     PROCESS_BYTES,
     Checkpointing,
+    LearnerRun,
     activation_bytes,
+    adapter_parameters,
+    audit_versions,
+    checkpoint_bytes,
     checkpointing_of,
     fewest_gpus,
     layer_values,
@@ -19,24 +25,27 @@ MODELS = built_in_models()
 
 def test_the_state_of_eight_billion_is_twenty_bytes_a_parameter_over_its_gpus() -> None:
     size = MODELS["qwen3-8b"]
-    whole = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=1, checkpoints_kept=2)
-    shared = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, checkpoints_kept=2)
+    run = LearnerRun(checkpoints_kept=2)
+    whole = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=1, run=run)
+    shared = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, run=run)
     assert whole.state_bytes == 20 * size.parameters == 8 * shared.state_bytes
     assert whole.activation_bytes == shared.activation_bytes, "each rank has a micro-batch of its own"
-    assert whole.disk_bytes == 3 * 12 * size.parameters
+    assert whole.disk_bytes == 3 * 14 * size.parameters, "masters, both moments and the published weights, three times"
 
 
 def test_copies_of_the_state_cost_memory_of_gpus_and_hosts_and_none_of_the_disk() -> None:
     size = MODELS["qwen3-8b"]
     one, two = (
-        learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, checkpoints_kept=2, replicas=replicas)
+        learner_memory(
+            size, 16384, Checkpointing.FULL, gpu_count=8, run=LearnerRun(checkpoints_kept=2, replicas=replicas)
+        )
         for replicas in (1, 2)
     )
     assert two.state_bytes == 2 * one.state_bytes == 20 * size.parameters // 4
     assert two.host_bytes - PROCESS_BYTES == 2 * (one.host_bytes - PROCESS_BYTES)
     assert (two.activation_bytes, two.disk_bytes) == (one.activation_bytes, one.disk_bytes)
     memory_bytes = 80 << 30
-    alone, copies = (fewest_gpus(size, 16384, memory_bytes, replicas) for replicas in (1, 3))
+    alone, copies = (fewest_gpus(size, 16384, memory_bytes, LearnerRun(replicas=count)) for count in (1, 3))
     assert copies == 3 * alone
 
 
@@ -67,5 +76,36 @@ def test_what_a_layer_keeps_is_what_its_modules_keep() -> None:
 
 def test_a_learner_on_gpus_needs_host_memory_for_the_copies_of_a_checkpoint() -> None:
     size = MODELS["qwen3-8b"]
-    found = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, checkpoints_kept=2)
+    found = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8)
     assert found.host_bytes > (12 + 4) * size.parameters
+
+
+def test_audits_keep_the_versions_of_two_bounds_and_each_costs_host_memory() -> None:
+    size = MODELS["qwen3-8b"]
+    two, six, off = (
+        learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, run=run).host_bytes
+        for run in (LearnerRun(2), LearnerRun(6), LearnerRun(6, is_audited=False))
+    )
+    assert (audit_versions(2), audit_versions(6)) == (6, 14)
+    each = AUDIT_CHANGED_SHARE * AUDIT_BYTES_OF_CHANGE * size.parameters
+    assert abs(six - two - 8 * each) < 4 and abs(six - off - 14 * each) < 4
+    held = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, run=LearnerRun(2, rollout_tokens=4e7))
+    assert held.host_bytes - two == 4_000_000_000, "100 bytes for each token of a rollout in flight"
+
+
+def test_chunks_and_checkpoints_share_the_disk() -> None:
+    size = MODELS["qwen3-8b"]
+    run = LearnerRun(checkpoints_kept=2, store_bytes=33 << 30)
+    found = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, run=run)
+    assert found.disk_bytes == 3 * checkpoint_bytes(size.parameters, 2 * size.parameters) + (33 << 30)
+
+
+def test_an_adapter_needs_its_base_once_and_a_state_for_itself_alone() -> None:
+    """Linear layers of Qwen3-4B: 2560 wide, 32 heads and 8 of keys of 128, 9728 in the MLP."""
+    size = MODELS["qwen3-4b"]
+    adapter = adapter_parameters(size, 16)
+    each = (2560 + 4096) * 2 + 2 * (2560 + 1024) + 3 * (2560 + 9728)
+    assert adapter == 16 * 36 * each
+    found = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=1, run=LearnerRun(adapter_rank=16))
+    assert found.state_bytes == 2 * size.parameters + 20 * adapter
+    assert found.disk_bytes == 14 * adapter

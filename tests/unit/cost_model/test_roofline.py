@@ -8,8 +8,16 @@ from itertools import pairwise
 import pytest
 
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
-from echo2.cost_model.roofline import BANDWIDTH_SHARE, DECODE_FLOPS_SHARE, STEP_S, step_s, tokens_per_s
-from echo2.cost_model.sizing import model_size, spread_speed
+from echo2.cost_model.roofline import (
+    BANDWIDTH_SHARE,
+    DECODE_FLOPS_SHARE,
+    PREFILL_STEP_TOKENS,
+    STEP_S,
+    prefill_tokens_per_s,
+    step_s,
+    tokens_per_s,
+)
+from echo2.cost_model.sizing import Quantisation, model_size, spread_speed
 
 CATALOGUE, MODELS = built_in_catalogue(), built_in_models()
 H100, SIZE = CATALOGUE["H100"], MODELS["qwen3-8b"]
@@ -18,6 +26,12 @@ H100, SIZE = CATALOGUE["H100"], MODELS["qwen3-8b"]
 def test_one_sequence_takes_as_long_as_reading_the_weights() -> None:
     reading_s = SIZE.gpu_weight_bytes / (BANDWIDTH_SHARE * H100.bandwidth_gb_per_s * 1e9)
     assert step_s(H100, SIZE, 1, 0.0) == pytest.approx(reading_s + STEP_S)
+
+
+def test_rounded_weights_are_read_sooner_and_multiplied_no_faster() -> None:
+    exact, rounded = (step_s(H100, SIZE, 1, 0.0, quantisation=each) for each in (Quantisation.NONE, Quantisation.FP8))
+    assert exact - rounded == pytest.approx(SIZE.linear_parameters / (BANDWIDTH_SHARE * H100.bandwidth_gb_per_s * 1e9))
+    assert step_s(H100, SIZE, 4096, 0.0, quantisation=Quantisation.FP8) == step_s(H100, SIZE, 4096, 0.0)
 
 
 def test_many_short_sequences_take_as_long_as_their_products() -> None:
@@ -53,3 +67,14 @@ def test_experts_that_a_token_does_not_see_cost_no_products() -> None:
 def test_two_gpus_are_faster_than_one_and_slower_than_twice() -> None:
     one, two = (step_s(H100, SIZE, 64, 1280.0, spread_speed(count)) - STEP_S for count in (1, 2))
     assert 1.0 < one / two < 2.0
+
+
+def test_prefill_takes_as_long_as_its_products_and_attention() -> None:
+    short, long = (prefill_tokens_per_s(H100, SIZE, tokens) for tokens in (0.0, 16_384.0))
+    rate = DECODE_FLOPS_SHARE * H100.train_tflops * 1e12
+    products_s = 2 * SIZE.parameters / rate
+    assert 1 / short == pytest.approx(products_s + STEP_S / PREFILL_STEP_TOKENS)
+    # Of each pair of a token and one before it 4 FLOP a value of the queries, in each layer; half of the pairs are there.
+    attended_s = 4 * SIZE.layer_count * SIZE.query_width * 16_384 / 2 / rate
+    assert 1 / long - 1 / short == pytest.approx(attended_s)
+    assert prefill_tokens_per_s(H100, SIZE, 0.0, spread_speed(2)) > short

@@ -25,12 +25,13 @@ from echo2.cost_model.sizing import (
     SEQUENCES_CPU,
     SEQUENCES_CPU_MAX,
     SEQUENCES_MAX,
-    CpuWeights,
     ModelSize,
+    Quantisation,
     RunLengths,
     cpu_fit,
     gpu_fit,
     model_size,
+    quantisation_called,
     size_by_billions,
 )
 from echo2.worker.options import EngineChoice
@@ -130,7 +131,27 @@ def test_a_cpu_holds_what_half_of_its_spare_memory_does() -> None:
     tight = held - large.parameters + 2 * each
     with pytest.raises(ResourceError, match="worker.quantisation int8"):
         cpu_fit(large, tight, RunLengths(4096))
-    assert cpu_fit(large, tight, RunLengths(4096), CpuWeights.INT8).sequences >= 1, "what is said to fit does"
+    assert cpu_fit(large, tight, RunLengths(4096, quantisation=Quantisation.INT8)).sequences >= 1, "it fits as told"
+
+
+def test_weights_rounded_to_fp8_take_one_byte_on_the_card_and_two_in_the_hosts_memory() -> None:
+    size = model_size(QWEN3_8B)
+    embedding, norms = 151_936 * 4096, 36 * (2 * 4096 + 2 * 128) + 4096
+    assert size.parameters == size.linear_parameters + 2 * embedding + norms
+    assert size.card_bytes(Quantisation.FP8) == size.linear_parameters + 2 * (2 * embedding + norms)
+    assert size.masters_bytes(Quantisation.FP8) == 2 * size.linear_parameters
+    for other in (Quantisation.NONE, Quantisation.INT8):
+        assert (size.card_bytes(other), size.masters_bytes(other)) == (size.gpu_weight_bytes, 0)
+    rounded = RunLengths(RUN.longest_tokens, quantisation=Quantisation.FP8)
+    exact_fit, fit = gpu_fit(size, [24 * GIB], RUN), gpu_fit(size, [24 * GIB], rounded)
+    freed = size.linear_parameters // (2 * size.kv_values_per_token)
+    assert abs(fit.cache_tokens - exact_fit.cache_tokens - freed) <= 1
+    assert "13.9 GB of masters" in fit.reason and "masters" not in exact_fit.reason
+    with pytest.raises(ResourceError, match=r"rounded weights \(worker.quantisation fp8\)"):
+        gpu_fit(size, [16 * GIB], RUN)
+    assert gpu_fit(size, [16 * GIB], rounded).sequences >= 1, "it fits as told"
+    assert model_size(QWEN3_8B | {"num_experts": 8, "moe_intermediate_size": 64}).linear_parameters == 0
+    assert quantisation_called("fp8") is Quantisation.FP8 and quantisation_called("fp3") is Quantisation.NONE
 
 
 def test_each_gpu_gets_an_engine_where_enough_fits_beside_the_weights() -> None:

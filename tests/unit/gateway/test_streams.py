@@ -48,7 +48,7 @@ def read(whole: str, is_chat: bool) -> tuple[list[str], list[str | None]]:
 
     async def scene() -> tuple[list[str], list[str | None]]:
         fleet = Fleet(whole)
-        sessions = Sessions(GatewayLimits(10_000, 64), Letters(), lambda: "k", has_harness=False)
+        sessions = Sessions(GatewayLimits(10_000, 64, 2048, 1), Letters(), lambda: "k", has_harness=False)
         desk = fleet.desk = GatewayDesk(sessions, fleet, asyncio.get_running_loop().time)
         port = GatewayPort("", "", "")
         serving = asyncio.create_task(port.run(GatewayApp(desk, "policy", "master", chr).application()))

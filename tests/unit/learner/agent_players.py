@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from typing import Any
 
@@ -52,6 +53,28 @@ async def breaks_once(episode: Episode) -> float:
     if FAILURES[problem] == 1:
         raise OSError("the tool's machine is gone")
     await asyncio.sleep(0)
+    return await three_turns(episode)
+
+
+async def pays_no_number_once(episode: Episode) -> float:
+    """Each problem's first episode is worth nothing that can be averaged."""
+    problem = str(episode.problem["index"])
+    FAILURES[problem] += 1
+    paid = (math.nan, math.inf, -math.inf, 1e300)[sum(FAILURES.values()) % 4] if FAILURES[problem] == 1 else None
+    earned = await three_turns(episode)
+    return earned if paid is None else paid
+
+
+async def asks_with_foreign_tokens(episode: Episode) -> float:
+    """Its first calls have token ids that the model does not have; each is refused, and the episode goes on."""
+    import openai
+
+    client = client_of(episode)
+    for tokens in ([10**12], [1, 2, 99_999], [*range(5), 10**30]):
+        try:
+            await client.completions.create(model="policy", prompt=tokens)
+        except openai.BadRequestError as error:
+            CHECKED.append(str(error))
     return await three_turns(episode)
 
 

@@ -94,7 +94,7 @@ def main() -> None:
         published = newer
     size = model_size(shape)
     assert size.parameters == team.model.parameter_count
-    told = learner_memory(size, BUDGET, Checkpointing.OFF, gpu_count=0, checkpoints_kept=0)
+    told = learner_memory(size, BUDGET, Checkpointing.OFF, gpu_count=0)
     print(json.dumps({"peak": status("VmHWM") - before, "told": told.device_bytes, "parameters": size.parameters}))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from echo2.base.errors import MalformedMessage
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.noise import rollout_seed, turn_seed, uniforms
 from echo2.base.rollout import FinishReason, RolloutSegment, SamplingParams, Verdict, VersionSpan
@@ -69,6 +70,16 @@ class Desk:
         assert [a for a in actions if isinstance(a, b.CallSampled)] and not [
             a for a in actions if isinstance(a, b.Score)
         ]
+
+
+@pytest.mark.parametrize("prompt", [(), (-1,), (5, 100), (10**12,)], ids=str)
+def test_a_call_with_tokens_that_the_model_does_not_have_opens_nothing(prompt: tuple[int, ...]) -> None:
+    desk = Desk()
+    before, offered = desk.batcher.held.open_rollouts, len(desk.actions)
+    with pytest.raises(MalformedMessage, match="token ids below 100"):
+        desk.tell(b.CallAsked(ROOT, None, prompt, SAMPLING))
+    assert desk.batcher.held.open_rollouts == before and len(desk.actions) == offered
+    assert desk.call(None, (99,)) == f"{ROOT}.0.1", "nor does it begin a chain"
 
 
 def played() -> Desk:

@@ -123,6 +123,30 @@ def test_a_broken_episode_is_begun_anew_and_never_worth_nothing(model_path: Path
     assert all(rollout.token_ids for group in batches[0].groups for rollout in group.rollouts)
 
 
+def test_a_reward_that_is_no_number_loses_the_episode_and_never_ends_the_learner(
+    model_path: Path, tmp_path: Path
+) -> None:
+    run = agents(tmp_path / "run", model_path, "pays_no_number_once", steps=1)
+    batches = trained_by(run)
+    assert go(finished(run, batches)).is_finished
+    last = rows_of(tmp_path / "run")[-1]
+    assert last["agents/restarted"] >= 2 and last["agents/dropped"] == 0
+    rewards = [reward for group in batches[0].groups for reward in group.rewards]
+    assert len(rewards) == 8 and all(0.0 <= reward <= 1.0 for reward in rewards)
+
+
+def test_token_ids_of_a_client_that_the_model_lacks_go_to_no_worker_and_not_into_training(
+    model_path: Path, tmp_path: Path
+) -> None:
+    players.CHECKED.clear()
+    run = agents(tmp_path / "run", model_path, "asks_with_foreign_tokens", steps=1)
+    batches = trained_by(run)
+    assert go(finished(run, batches)).is_finished
+    assert len(players.CHECKED) >= 3 * 8 and all("expected token ids below" in text for text in players.CHECKED)
+    last = rows_of(tmp_path / "run")[-1]
+    assert last["agents/restarted"] == 0 and last["agents/dropped"] == 0, "calls that are refused hold no episode up"
+
+
 def test_the_task_scores_what_the_harness_does_not(model_path: Path, tmp_path: Path) -> None:
     run = agents(tmp_path / "run", model_path, "leaves_it_to_the_task", steps=1)
     batches = trained_by(run)

@@ -5,12 +5,17 @@ How soon, and from which size on, is measured by `benchmarks/bench_audit.py`, wh
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
 from benchmarks.audit_workers import (
+    NEWEST,
     OLDEST,
     PREVIOUS,
+    TOKENS,
     Alter,
     Bench,
     altered,
@@ -20,10 +25,12 @@ from benchmarks.audit_workers import (
     copied,
     cut_short,
     dishonest_tail,
+    engine_of,
     fabricated,
     forged_raw,
     honest,
     honest_over_a_swap,
+    leased_numbers,
     make_bench,
     memorised,
     one_behind,
@@ -31,9 +38,12 @@ from benchmarks.audit_workers import (
     others_tokens,
     perturbed,
     quantised,
+    sampled,
     watched,
 )
+from echo2.base.rollout import Rollout
 from echo2.worker.runtime.engines.rounded import rounded_rows
+from tests.contract.engine_rig import fp8_rows, rounded_to_fp8
 
 
 def widened(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -58,6 +68,27 @@ def test_a_worker_that_rounds_to_int8_as_the_embedded_engine_can_is_left_alone(b
     held, _, accusation = watched(bench, altered(bench, lambda weight: widened(*rounded_rows(weight.bfloat16()))), 60)
     assert accusation is None
     assert 0 < held.noise_nats < held.config.noise_nats / 3
+
+
+def test_a_worker_that_rounds_to_fp8_as_vllm_can_is_left_alone(bench: Bench) -> None:
+    """Weights by row, and what they are multiplied with by token, as its kernels for fp8 do; the rest in bf16."""
+    engine = rounded_to_fp8(engine_of(bench, NEWEST)).bfloat16()
+    for name, module in engine.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(lambda _, given: (by_token(given[0]),))
+    make = partial(fp8_rollouts, engine)
+    held, _, accusation = watched(bench, make, 60)
+    assert accusation is None
+    assert held.config.noise_nats / 5 < held.noise_nats < held.config.noise_nats / 2
+
+
+def by_token(values_BTC: torch.Tensor) -> torch.Tensor:
+    codes, scales = fp8_rows(values_BTC.flatten(0, 1))
+    return (codes.float() * scales).to(values_BTC.dtype).view(values_BTC.shape)
+
+
+def fp8_rollouts(engine: Any, group: int) -> list[Rollout]:
+    return sampled([(engine, NEWEST, TOKENS)], group, leased_numbers(group))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

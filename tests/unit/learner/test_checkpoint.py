@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from echo2.base.errors import DiskFull, StateError
+from echo2.base.errors import DiskFull, StateError, TrainingError
 from echo2.base.ids import Step, Version
 from echo2.learner.batch import Batch
 from echo2.learner.runtime import sums
@@ -42,6 +42,12 @@ def train(trainer: Trainer, count: int) -> None:
         trainer.step(Batch(Step(trainer.step_count), random_groups(trainer.step_count)))
 
 
+def break_weights(trainer: Trainer) -> None:
+    """From now on no step of it is finite."""
+    with torch.no_grad():
+        trainer.model.parameters[0].fill_(float("nan"))
+
+
 @pytest.mark.parametrize("weights_dtype", ["bfloat16", "float32"])
 def test_training_on_from_a_checkpoint_gives_the_same_bits(
     model_path: Path, tmp_path: Path, weights_dtype: str
@@ -60,6 +66,23 @@ def test_training_on_from_a_checkpoint_gives_the_same_bits(
         assert torch.equal(one, other)
     for one, other in zip(straight.model.parameters, resumed.model.parameters, strict=True):
         assert torch.equal(one, other)
+
+
+def test_steps_in_a_row_that_were_not_finite_count_on_after_a_restart(model_path: Path, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
+    trainer = new_trainer(model_path, nonfinite_steps_max=3)
+    break_weights(trainer)
+    train(trainer, 2)
+    saved(store, trainer)
+    resumed = new_trainer(model_path, nonfinite_steps_max=3)
+    loaded = store.load_newest()
+    assert loaded is not None and loaded.step == 2
+    put_back(loaded, resumed)
+    break_weights(resumed)
+    train(resumed, 1)
+    assert (resumed.nonfinite_steps, resumed.nonfinite_in_a_row) == (3, 3)
+    with pytest.raises(TrainingError, match="for 4 steps in a row"):
+        train(resumed, 1)
 
 
 @pytest.mark.parametrize("weights_dtype", ["bfloat16", "float32"])

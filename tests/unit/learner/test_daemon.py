@@ -208,6 +208,7 @@ def test_the_coordinator_hears_offers_closures_versions_and_reports(model_path: 
     coordinator = run.coordinator
     (hello,) = coordinator.hellos
     assert hello.rollouts_per_step == 8 and hello.staleness_bound == 4 and hello.model_digest
+    assert hello.audits_nothing, "workers need keep no former versions"
     assert json.loads(hello.model_config_json)["model_type"] == "qwen3"
     assert [v.version for v in coordinator.published if v.has_parent] == [2, 4, 5]
     complete = [name for name, reason in coordinator.closed if reason == "complete"]

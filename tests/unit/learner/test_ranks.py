@@ -226,6 +226,7 @@ def test_a_rank_that_cannot_code_its_rows_ends_the_run_with_its_error_and_the_ne
     torchrun("daemon", model_path, folder, "bfloat16")
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["versions"][0] == [4, 2], "what was cut off comes first"
+    assert [0, 4] in summary["merged_to"], "and goes to newcomers as a delta from the base"
     assert summary["steps"] == 6 and summary["fingerprint"] == summary["followed"]
     assert_each_rank_coded_its_rows(folder, summary)
 

@@ -11,11 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from echo2.base.errors import FingerprintMismatch
-from echo2.base.ids import RunId, Version
+from echo2.base.errors import FingerprintMismatch, StateError
+from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, VersionSpan
 from echo2.broadcast.manifest import ArtifactId
 from echo2.broadcast.runtime.left_versions import LeftArtifact, LeftVersions
 from echo2.learner.batch import Batch
+from echo2.learner.episodes import SentTokens
+from echo2.learner.group import group_id_of
+from echo2.learner.history import Finished, Opened, Record
+from echo2.learner.runtime.coding import LocalCoder
+from echo2.learner.runtime.journal import Journal, read_journal
 from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions, chunk_folder
 from echo2.learner.runtime.ranks import Ranks
 from echo2.learner.runtime.run_folder import RunFolder
@@ -23,7 +29,7 @@ from echo2.learner.runtime.seed import SeedNode
 from echo2.learner.runtime.startup import Prepared, new_team, prepare_with
 from echo2.learner.runtime.team import Team
 from echo2.learner.runtime.trainer import StepResult, Trainer
-from echo2.weights import HostWeights
+from echo2.weights import DeltaHeader, Encoding, HostWeights, WeightSet
 from echo2.weights.fingerprint import key_of_run
 from tests.unit.learner.fleet import RUN, options_for
 from tests.unit.learner.test_daemon import Run, crash_image, go
@@ -218,6 +224,49 @@ def test_a_version_that_was_sealed_before_its_record_is_one_that_workers_may_hol
     assert applied[0].parent == 3, "the version that left unrecorded is the one that is gone on from"
 
 
+def test_a_group_that_the_replayed_steps_made_too_old_is_closed_and_not_offered_again(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """The kill came before it was dropped: one of its rollouts is of version 0, the others are still to be sampled."""
+    crashed, _ = killed(model_path, tmp_path, 5, kappa=1)
+    stale, fresh = begun_groups(crashed, versions=(0, 1))
+    folder = RunFolder(crashed.folder)
+    resumed = prepare_with(new_team(crashed, Ranks()), crashed, folder)
+    resumed.journal.close()
+    folder.release()
+    assert resumed.shelf.next_step == 5, "which may train on version 1 and newer"
+    (closed,) = [one for one in resumed.shelf.closures if one.group_id in (stale, fresh)]
+    assert (closed.group_id, closed.reason) == (stale, "stale")
+    assert closed.retry is not None and closed.retry.retry == 1, "its prompt has another try"
+    assert stale not in resumed.shelf.groups and fresh in resumed.shelf.groups
+    run = new_run(crashed)
+    assert go(run.finish()).is_finished
+    offered = {group.group_id for group in run.coordinator.hellos[0].open_groups}
+    assert fresh in offered and stale not in offered
+
+
+def begun_groups(crashed: LearnerOptions, versions: tuple[int, ...]) -> list[GroupId]:
+    """Further groups on a killed learner's journal, of each a first rollout of its version."""
+    journal = Journal(crashed.folder / "journal")
+    records, newest = read_journal(journal.folder, Step(0))
+    known = [record for _, record in records if isinstance(record, Opened) and record.spec.exact_version is None]
+    cursor = 1 + max(record.draw.cursor for record in known)
+    journal.go_on(newest)
+    names = []
+    for number, version in enumerate(versions):
+        draw = replace(known[-1].draw, cursor=cursor + number, retry=0)
+        name = group_id_of(draw.cursor, 0)
+        spec = GroupSpec(name, draw.prompt_token_ids, crashed.rollouts_per_group, draw.sampling, 4)
+        spans = (VersionSpan(Version(version), 2),)
+        rollout = Rollout(name, 0, (4, 1), (-4.0, -4.0), (-4.0, -4.0), spans, FinishReason.STOP)
+        told: list[Record] = [Opened(draw, spec), Finished(rollout, (SentTokens(PeerId("alice"), 2),))]
+        for record in told:
+            journal.append(record)
+        names.append(name)
+    journal.close()
+    return names
+
+
 def test_where_the_store_lost_the_published_version_the_start_says_so(model_path: Path, tmp_path: Path) -> None:
     crashed, _ = killed(model_path, tmp_path, 5, kappa=1)
     shutil.rmtree(chunk_folder(crashed))
@@ -234,6 +283,56 @@ def test_on_the_same_device_the_store_is_not_asked(model_path: Path, tmp_path: P
     assert summary.is_finished and summary.version == 6
 
 
+def versions_from_base(options: LearnerOptions) -> set[int]:
+    """Those that the store has a delta to from version 0."""
+    return {left.header.artifact.version for left in left_of(options).artifacts if left.header.artifact.parent == 0}
+
+
+class RankCoder:
+    """A `VersionCoder` as of several ranks: codes only from versions that were not forgotten."""
+
+    def __init__(self) -> None:
+        self.held: set[Version] = set()
+        self.from_base: list[Version] = []
+        self.kept: Version | None = None
+        self._local = LocalCoder()
+
+    def keep(self, version: Version | None) -> None:
+        self.kept = version
+
+    def forget_before(self, version: Version) -> None:
+        self.held = {held for held in self.held if held >= version or held == self.kept}
+
+    def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int:
+        self.held.add(version)
+        return self._local.fingerprint(version, weights, key)
+
+    def delta(self, parent: WeightSet, target: WeightSet, header: DeltaHeader, executor: Any = None) -> Encoding:
+        if header.parent_version not in self.held:
+            raise StateError(f"version {header.parent_version}: expected it among {sorted(self.held)}")
+        self.held.add(header.target_version)
+        self.from_base += [header.target_version] if header.parent_version == 0 else []
+        return self._local.delta(parent, target, header, executor)
+
+    def keyframe(self, target: WeightSet, header: DeltaHeader, executor: Any = None) -> Encoding:
+        return self._local.keyframe(target, header, executor)
+
+
+def test_a_start_of_several_ranks_offers_the_delta_from_the_base_too(model_path: Path, tmp_path: Path) -> None:
+    """Each rank keeps its rows of the base until the delta has left, and no longer."""
+    crashed, _ = killed(model_path, tmp_path, 4, checkpoint_at=2, kappa=1)
+    coder = RankCoder()
+
+    def prepared_on_ranks(options: LearnerOptions, folder: RunFolder) -> Prepared:
+        team = new_team(options, Ranks())
+        team.coder = coder
+        return prepare_with(team, options, folder)
+
+    summary = go(Run(crashed, make_broadcaster=SeedNode, make_prepared=prepared_on_ranks).finish())
+    assert summary.is_finished and coder.kept is None and Version(0) not in coder.held
+    assert coder.from_base and set(coder.from_base) <= versions_from_base(crashed)
+
+
 def test_a_start_offers_the_newest_version_as_a_delta_from_the_base(model_path: Path, tmp_path: Path) -> None:
     """And goes on putting it together with what follows."""
     trainer = TrainerOptions(str(model_path), device="cpu", lr=1e-6)
@@ -241,8 +340,7 @@ def test_a_start_offers_the_newest_version_as_a_delta_from_the_base(model_path: 
     last = last_published(crashed)
     run = new_run(replace(crashed, steps=22), first_step=None)
     summary = go(run.finish())
-    of_base = {left.header.artifact.version for left in left_of(crashed).artifacts if left.header.artifact.parent == 0}
-    newest = max(of_base)
+    newest = max(versions_from_base(crashed))
     assert newest >= last + 16
     base = new_team(crashed, Ranks()).model.snapshot()
     host = HostWeights.from_tensors(base, Version(0), key_of_run(RUN))

@@ -11,13 +11,16 @@ import pytest
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.learner import scorings as scorings_module
 from echo2.learner.audit import Habits, Passage, passage_of
 from echo2.learner.audit_draw import DrawnPassage
 from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import Insertion, SentTokens
 from echo2.learner.scorings import (
+    ASKED_AGAIN_S,
     BURST_TOKENS,
     DECLINED_MAX,
+    EXCUSED_MAX,
     KNOWN_ANSWER,
     LEASE_S,
     NO_SCORER,
@@ -174,6 +177,18 @@ def test_an_answer_is_evidence_of_what_was_claimed() -> None:
     assert not answer(made, lease_of(actions)), "a second answer changes nothing"
 
 
+@pytest.mark.parametrize("is_empty", [False, True], ids=["scores", "handed back"])
+def test_what_another_worker_says_of_a_lease_is_not_heard_and_the_lease_stands(is_empty: bool) -> None:
+    made = scorings({A: 100, B: 100, C: 100})
+    lease = lease_of(made.handle(LookAt(drawn(), False, 1), 0.0))
+    scores = () if is_empty else scored(lease.request, -9.0)
+    for other in {A, B, C, D} - {lease.worker}:
+        assert not made.handle(ScoresCame(other, LeaseId(lease.request.request_id), scores), 0.5)
+    assert made.waiting == 1 and not made.counts.answered
+    (told,) = [one for one in answer(made, lease) if isinstance(one, Told)]
+    assert told.scorer == lease.worker and made.waiting == 0
+
+
 def test_what_is_late_or_given_back_goes_to_another_and_then_to_the_learner() -> None:
     made = scorings({A: 100, B: 100, C: 100, D: 100})
     actions, now, seen = made.handle(LookAt(drawn(), False, 1), 0.0), 0.0, []
@@ -220,18 +235,120 @@ def test_a_scorer_that_hands_every_lease_back_is_asked_no_more(nothing: tuple[To
     made.handle(TokensDelivered(C, 200), 0.0)
     assert lease_of(made.handle(LookAt(drawn(), False, 1), 0.0)).worker == C, "others are asked as before"
     made.handle(ScorerGone(B), 0.0)
-    made.handle(ScorerCame(B, VERSIONS), 0.0)
-    assert lease_of(made.handle(LookAt(drawn(C), False, 1), 0.0)).worker == B, "on a new stream it is asked again"
+    for now, is_asked in ((ASKED_AGAIN_S - 1.0, False), (ASKED_AGAIN_S, True)):
+        made.handle(ScorerCame(B, VERSIONS), now)
+        leased = [one for one in made.handle(LookAt(drawn(C), False, 1), now) if isinstance(one, LeaseScoring)]
+        assert bool(leased) == is_asked, "a new stream changes nothing, time does"
 
 
-def test_a_scorer_that_has_moved_on_hands_back_what_it_likes() -> None:
-    made = scorings({A: 100, B: 100})
-    for _ in range(DECLINED_MAX + 2):
-        lease = lease_of(made.handle(LookAt(drawn(), False, 1), 0.0))
-        made.handle(ScorerCame(B, frozenset({Version(6)})), 0.0)
+def moving_on(made: Scorings, version: int, keeps: bool) -> LeaseScoring:
+    """B, which keeps this version and the one before, is asked for both; without `keeps` it says that the older one is gone."""
+    made.handle(VersionKept(Version(version)), 0.0)
+    made.handle(TokensDelivered(B, 100), 0.0)
+    made.handle(ScorerCame(B, frozenset(map(Version, (version - 2, version - 1, version)))), 0.0)
+    spans = ((version - 1, 3), (version, 4))
+    lease = lease_of(made.handle(LookAt(DrawnPassage(A, "kind", passage(spans=spans), 0.0), False, 1), 0.0))
+    if not keeps:
+        made.handle(ScorerCame(B, frozenset({Version(version)})), 0.0)
         made.handle(ScoresCame(B, LeaseId(lease.request.request_id), ()), 0.0)
+    return lease
+
+
+def test_a_scorer_that_moves_on_hands_back_what_it_likes_if_it_answers_now_and_then() -> None:
+    made = scorings({A: 100, B: 100})
+    for round_ in range(3):
+        for version in range(DECLINED_MAX + 2):
+            moving_on(made, 10 + 100 * round_ + 3 * version, keeps=False)
+        assert answer(made, moving_on(made, 90 + 100 * round_, keeps=True))
+
+
+def test_a_scorer_that_moves_on_from_every_lease_is_asked_no_more() -> None:
+    made = scorings({A: 100, B: 100})
+    for version in range(EXCUSED_MAX):
+        moving_on(made, 10 + 3 * version, keeps=False)
+    made.handle(ScorerCame(B, VERSIONS), 0.0)
+    assert_scored_by_learner(made.handle(LookAt(drawn(), False, 1), 0.0))
+    assert made.has_room
+
+
+def test_versions_that_a_scorer_took_back_to_hand_a_lease_back_are_not_asked_of_it_again() -> None:
+    made = scorings({A: 100, B: 100})
+    lease = lease_of(made.handle(LookAt(drawn(), False, 1), 0.0))
+    made.handle(ScorerCame(B, frozenset({Version(6)})), 0.0)
+    made.handle(ScoresCame(B, LeaseId(lease.request.request_id), ()), 0.0)
+    made.handle(ScorerCame(B, VERSIONS), 0.0)
+    assert_scored_by_learner(made.handle(LookAt(drawn(), False, 1), 0.0))
+    made.handle(ScorerGone(B), 0.0)
+    made.handle(ScorerCame(B, VERSIONS), 0.0)
+    assert_scored_by_learner(made.handle(LookAt(drawn(), False, 1), 0.0))
+    six = DrawnPassage(A, "kind", passage(spans=((6, 3),)), 0.0)
+    assert lease_of(made.handle(LookAt(six, False, 1), 0.0)).worker == B, "what it kept all along is asked of it"
+
+
+def assert_scored_by_learner(actions: list[Action]) -> None:
+    (action,) = actions
+    assert isinstance(action, LookSelf) and action.reason == NO_SCORER
+
+
+def test_a_scorer_that_comes_anew_after_each_lease_is_accused_as_one_that_stays_silent() -> None:
+    for samples, accused in ((True, 1), (False, 0)):
+        made, now, found, leased = scorings({A: 100, B: 100}), 0.0, 0, 0
+        while leased < SILENT_MAX:
+            for action in made.handle(LookAt(drawn(), False, 1), now):
+                leased += isinstance(action, LeaseScoring)
+            made.handle(ScorerGone(B), now)
+            made.handle(ScorerCame(B, VERSIONS), now)
+            made.handle(TokensDelivered(B, 10 if samples else 0), now)
+            now += 1.0
+            found += sum(isinstance(action, AccuseScorer) for action in made.handle(ScoringTick(), now))
+        found += sum(isinstance(action, AccuseScorer) for action in made.handle(ScoringTick(), now + LEASE_S))
+        assert found == accused
+        assert now >= LEASE_S * (SILENT_MAX / OPEN_MAX - 1), "what it left counts as open: it gets no more that way"
+
+
+def test_scores_of_a_stream_that_has_ended_come_too_late() -> None:
+    made = scorings({A: 100, B: 100, C: 100})
+    lease = lease_of(made.handle(LookAt(drawn(), False, 1), 0.0))
+    (other,) = {B, C} - {lease.worker}
+    assert lease_of(made.handle(ScorerGone(lease.worker), 0.0)).worker == other, "it goes to another at once"
+    made.handle(ScorerCame(lease.worker, VERSIONS), 0.0)
+    assert not answer(made, lease) and made.waiting == 1
+
+
+def test_the_first_leases_of_a_scorer_are_known_answers_once_and_not_on_each_stream() -> None:
+    made, known = scorings({A: 100, B: 100}), 0
+    for _ in range(200):
+        actions = made.handle(LookAt(drawn(), False, 1), 0.0)
+        known += any(isinstance(action, LookSelf) for action in actions)
+        answer(made, lease_of(actions))
+        made.handle(ScorerGone(B), 0.0)
         made.handle(ScorerCame(B, VERSIONS), 0.0)
-    assert answer(made, lease_of(made.handle(LookAt(drawn(), False, 1), 0.0)))
+    assert known < 40, "two, and a sixteenth of the others"
+
+
+def test_what_was_handed_back_or_left_is_counted_for_who_scores_it_and_for_nobody_else() -> None:
+    made = scorings({A: 100, B: 100, C: 100})
+    lease = lease_of(made.handle(LookAt(drawn(), False, 1), 0.0))
+    read = lease.request.read_tokens
+    again = lease_of(made.handle(ScoresCame(lease.worker, LeaseId(lease.request.request_id), ()), 0.0))
+    assert made.counts.read_tokens == read
+    third = lease_of(made.handle(ScorerGone(again.worker), 0.0))
+    assert third.worker == lease.worker and made.counts.read_tokens == read
+    assert not made.handle(ScoringTick(), LEASE_S - 1.0)
+    (last,) = made.handle(ScorerGone(third.worker), 0.0)
+    assert isinstance(last, LookSelf) and not made.counts.read_tokens
+
+
+def test_records_are_kept_of_so_many_scorers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorings_module, "SCORERS_MAX", 3)
+    made = scorings({A: 100})
+    for number in range(6):
+        worker = PeerId(f"w{number}")
+        made.handle(TokensDelivered(worker, 1000 * 4**number), 0.0)
+        made.handle(ScorerCame(worker, VERSIONS), 0.0)
+        assert lease_of(made.handle(LookAt(drawn(), False, 1), 0.0)).worker == worker
+        made.handle(ScorerGone(worker), 0.0)
+        assert len(made._records) <= 3
 
 
 def test_a_lease_handed_back_is_no_answer_between_two_that_go_without_one() -> None:
@@ -250,7 +367,7 @@ def test_a_lease_handed_back_is_no_answer_between_two_that_go_without_one() -> N
 def test_workers_read_no_more_than_their_share_and_no_scorer_is_flooded() -> None:
     made = scorings({A: 100, B: 100}, share=0.25)
     made.handle(TokensDelivered(A, 100_000), 0.0)
-    while made.has_room:
+    while made.has_room and made.counts.read_tokens < made.counts.delivered_tokens:
         lease = lease_of(made.handle(LookAt(drawn(), False, 1), 0.0))
         answer(made, lease)
     read = made.counts.read_tokens

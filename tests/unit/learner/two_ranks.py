@@ -199,7 +199,7 @@ def serve(options: LearnerOptions, folder: Path) -> None:
         torch.save((int(run.follower.host.version or 0), run.follower.host.tensors()), kept)
         raise
     merged = HostWeights.empty()
-    if (0, 4) in run.follower.merged:
+    if (-1, 0) in run.follower.kept:
         for parent, version in ((-1, 0), (0, 4), (4, 6)):
             run.follower.apply(merged, parent, version)
     said = {
@@ -208,6 +208,7 @@ def serve(options: LearnerOptions, folder: Path) -> None:
         "merged": f"{merged.fingerprint():016x}",
         "steps": summary.steps,
         "versions": run.follower.versions,
+        "merged_to": sorted(run.follower.merged),
         "gathered": gathered,
     }
     (folder / "summary.json").write_text(json.dumps(said))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 
 from echo2.base.errors import ConfigError
 from echo2.base.rollout import SamplingParams
-from echo2.tasks.runtime.token_text import StopStrings, token_texts
+from echo2.base.stops import STOP_PIECES_MAX, piece_of, piece_of_part
+from echo2.tasks.runtime.token_text import StopStrings, TokenIndex, token_texts
 from tests.unit.tasks.families import tokenizer_of
 
 
@@ -36,3 +40,30 @@ def test_a_stop_string_is_found_however_the_model_writes_it(name: str) -> None:
 def test_stop_strings_beyond_the_limits_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected at most 16 strings of 1 to 64 bytes"):
         StopStrings(tokenizer_of("qwen3")).pieces_of(["x" * 65])
+
+
+def test_the_index_finds_the_tokens_that_a_look_at_each_finds() -> None:
+    rng = random.Random(4)
+    letters = [b"a", b"b", b" ", "é".encode(), b"\xc3", b"\xff", b"\x00"]
+    for _ in range(200):
+        texts = [b"".join(rng.choices(letters, k=rng.randrange(5))) for _ in range(60)]
+        index = TokenIndex(texts)
+        strings = ["".join(rng.choices("ab é\0", k=rng.randrange(1, 6))).encode() for _ in range(rng.randrange(1, 4))]
+        expected = {number: piece for number, text in enumerate(texts) if (piece := piece_of(text, strings))}
+        found = index.parts_of(strings, 1000)
+        assert {number: piece_of_part(texts[number], strings) for number in found} == expected
+        assert len(index.parts_of(strings, 3)) == len(expected) or len(index.parts_of(strings, 3)) > 3
+
+
+def test_new_stop_strings_cost_milliseconds_whatever_the_vocabulary() -> None:
+    rng = random.Random(5)
+    letters = [bytes((letter,)) for letter in b"etaoinshrdlu bcdf"]
+    texts = [b"".join(rng.choices(letters, k=rng.randrange(1, 12))) for _ in range(150_000)]
+    index = TokenIndex(texts)
+    for count, length, alphabet in ((1, 4, "XYZ"), (16, 64, "XYZ"), (16, 64, "etao"), (16, 1, " etaoinshrdlubcdf")):
+        strings = ["".join(rng.choices(alphabet, k=length)).encode() for _ in range(count)]
+        began = time.process_time()
+        found = index.parts_of(strings, STOP_PIECES_MAX)
+        if len(found) <= STOP_PIECES_MAX:
+            assert [piece_of_part(texts[number], strings) for number in sorted(found)].count(b"") == 0
+        assert time.process_time() - began < 0.25, (count, length, alphabet)

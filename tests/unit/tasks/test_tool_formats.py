@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+import time
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.tasks import tool_formats
 from echo2.tasks.tool_formats import CALLS_MAX, FORMATS, tool_format_of
 
 BY_NAME = {one.name: one for one in FORMATS}
@@ -58,3 +64,72 @@ def test_the_template_says_which_family_it_is() -> None:
     for one in FORMATS:
         assert tool_format_of(f"... {one.sign} ...").name == one.name
     assert tool_format_of("{{ messages }}").name == "hermes"
+
+
+PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>\n?(.*?)\n?</parameter>", re.DOTALL)
+ARGUMENT = re.compile(r"<arg_key>([^<]{1,200})</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+LONG = st.sampled_from(["k" * 200, "k" * 201])
+
+
+def pieces(*marks: str) -> st.SearchStrategy[str]:
+    return st.lists(st.one_of(st.sampled_from([*marks, "a", "\n", "\n\n", " ", ">", "<", "1"]), LONG), max_size=24).map(
+        "".join
+    )
+
+
+@given(pieces("<parameter=", "<parameter=a>", "<parameter=b>\n1\n", "</parameter>", "<parameter=c>x</parameter>"))
+def test_parameters_are_what_the_plain_reading_finds(text: str) -> None:
+    """Of each text, well-formed or not: the regular expression says what the format is, and takes the square of its length."""
+    assert list(tool_formats._parameters(text)) == PARAMETER.findall(text)
+
+
+@given(
+    pieces(
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_key>a</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "\x1c\u2003",
+        "</arg_key><arg_value>",
+    )
+)
+def test_arguments_are_what_the_plain_reading_finds(text: str) -> None:
+    assert list(tool_formats._arguments(text)) == ARGUMENT.findall(text)
+
+
+HOSTILE = {
+    "qwen_coder": [
+        ("<tool_call><function=f>", "<parameter=a>", "</function></tool_call>"),
+        ("<tool_call><function=f>", "<parameter=", "</function></tool_call>"),
+        ("<tool_call><function=f>", "<parameter=a", "</function></tool_call>"),
+        ("<tool_call><function=f>", "<parameter=a>\n", "</function></tool_call>"),
+        ("", "<tool_call><function=f>", "</function></tool_call>"),
+    ],
+    "glm": [
+        ("<tool_call>f", "<arg_key>a</arg_key><arg_value>", "</tool_call>"),
+        ("<tool_call>f", "<arg_key>", "</tool_call>"),
+        ("<tool_call>f", "<arg_key>a</arg_key>", "</tool_call>"),
+        ("<tool_call>f<arg_key>a</arg_key>", " ", "</tool_call>"),
+        ("<tool_call>f", "<arg_key>a</arg_key>  ", "</tool_call>"),
+    ],
+    "hermes": [("", "<tool_call>{", "</tool_call>"), ("", "<tool_call>", ""), ("<tool_call>", "[", "</tool_call>")],
+    "mistral": [("", "[TOOL_CALLS][{", ""), ("[TOOL_CALLS]", "[ARGS]", ""), ("", "[TOOL_CALLS]a[ARGS]", "")],
+    "deepseek": [
+        ("", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        ("<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    ],
+    "granite": [("", "<|tool_call|>", ""), ("<|tool_call|>", "[", "<|/tool_call|>")],
+    "llama": [("<|python_tag|>", "{", ""), ("<|python_tag|>[", "1,", "")],
+    "llama_json": [("", '{"a":', ""), ("[", "[],", "")],
+}
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_a_hostile_completion_of_200_kb_takes_no_time(name: str) -> None:
+    """Milliseconds each; what takes the square of the length took seconds."""
+    for before, again, behind in HOSTILE[name]:
+        text = before + again * (200_000 // len(again)) + behind
+        began = time.process_time()
+        BY_NAME[name].split(text)
+        assert time.process_time() - began < 0.5, (before, again)

@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from echo2.base.errors import BadToken, NotAllowed, StateError, VersionMismatch
 from echo2.base.ids import GroupId
 from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
+from echo2.cost_model.sizing import Quantisation
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.model_digest import model_digest
-from echo2.worker.options import EngineChoice, Quantisation, WorkerLimits, WorkerOptions
+from echo2.worker.options import EngineChoice, WorkerLimits, WorkerOptions
 from echo2.worker.runtime.control import ask
 from echo2.worker.runtime.daemon import WorkerDaemon
 from echo2.worker.runtime.shift import Shift
@@ -369,6 +370,39 @@ def test_the_base_checkpoint_of_this_machine_goes_live_once_its_fingerprint_is_t
             assert "base checkpoint in" in caplog.text and "nothing to fetch" not in caplog.text
             for rollout in run.learner.finished.values():
                 assert judged(models, (5, 6, 7), rollout) < 1e-4
+
+    asyncio.run(scene())
+
+
+def test_a_worker_that_has_a_version_loads_no_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "echo2.worker")
+
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            async with working(run, tmp_path / "w"):
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+            base = await asyncio.to_thread(saved, tmp_path / "base", models[0])
+            run.coordinator.heartbeats.clear()
+            async with working(run, tmp_path / "w", model_path=base):
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+            assert "base checkpoint in" not in caplog.text, "its store has the version"
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("is_audited", [True, False])
+def test_former_versions_are_kept_where_the_run_audits(tmp_path: Path, *, is_audited: bool) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            run.coordinator.learner.audits_nothing = not is_audited
+            async with working(run, tmp_path / "w") as daemon:
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+                await run.publish(1, models[1])
+                await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
+                engine = shift_of(daemon)._engine
+                assert engine is not None and engine.scorable == ({0, 1} if is_audited else {1})
 
     asyncio.run(scene())
 

@@ -1,13 +1,13 @@
-"""Who may hold connections of this node's libp2p listener: so many in all and of an address, strangers for a while.
+"""Limits the connections of this node's libp2p listener, in total and per address, and how long strangers may stay.
 
-Guarantees: a connection whose peer has not shown its certificate is a stranger's; an address has STRANGERS_PER_HOST of
-them, of which the oldest gives way to the next, each for STRANGER_S; with its members' an address has half of all places,
-so that it cannot take those of others; when all are taken, the oldest stranger gives way, and where there is none the newcomer is
-ended at once. The end of a connection frees its place. Waits for the end of each connection, STRANGER_S for the proof.
+Guarantees: a connection whose peer has not shown its certificate is a stranger's. An address has at most STRANGERS_PER_HOST of
+them, each for at most STRANGER_S; the next one evicts the oldest. With members' connections included, an address has at most half
+of all places, so that it cannot take those of others. When all places are taken, the oldest stranger is evicted; if there is none,
+the newcomer is closed at once. A connection's end frees its place. Waits for the end of each connection, STRANGER_S for the proof.
 Leaves to others: what a certificate must say (membership), streams (host).
 
-The library keeps a place and a task for every connection that it ever accepted until the host ends (0.8.1,
-`_handle_inbound_connection` waits for that), so that a relay met its last caller after 2,048; here they end with it.
+The library keeps a place and a task for every connection that it ever accepted, until the host ends (0.8.1,
+`_handle_inbound_connection` waits for that), so that a relay stops accepting after 2,048 connections; here both end with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Remote = tuple[str, int]
 
 @dataclass(slots=True)
 class Places:
-    """The rule alone. Oldest first in all that it holds."""
+    """The rule alone, without IO. All tables are ordered oldest first."""
 
     connections_max: int
     _strangers: dict[str, dict[int, None]] = field(default_factory=lambda: defaultdict(dict))
@@ -40,7 +40,7 @@ class Places:
     _host_of: dict[int, str] = field(default_factory=dict)
 
     def came(self, number: int, host: str) -> tuple[bool, int | None]:
-        """Whether this connection may stay, and which of the others gives way to it."""
+        """A connection arrived. Returns whether it may stay, and which other connection to evict for it."""
         strangers, gone = self._strangers[host], None
         full = len(self._host_of) >= self.connections_max
         if len(strangers) >= STRANGERS_PER_HOST:
@@ -48,7 +48,9 @@ class Places:
         elif len(strangers) + len(self._members[host]) >= max(1, self.connections_max // 2):
             gone = next(iter(strangers), None)
         elif full:
-            gone = next((one for one in self._host_of if one in self._strangers[self._host_of[one]]), None)
+            gone = next(
+                (stranger for stranger in self._host_of if stranger in self._strangers[self._host_of[stranger]]), None
+            )
         else:
             self._enter(number, host)
             return True, None
@@ -88,7 +90,7 @@ class Places:
 
 
 class AcceptGate:
-    """Make it, `stand_before` a host that does not listen yet. In trio."""
+    """Enforces the rule: call `stand_before` with a host that does not listen yet. Runs in trio."""
 
     def __init__(self) -> None:
         self.places = Places(connections_within(RELAY_SHARE, RELAY_CONNECTIONS_MAX))
@@ -98,7 +100,7 @@ class AcceptGate:
         self._refusals = Refusals(_log)
 
     def stand_before(self, host: BasicHost) -> None:
-        """All that its listeners accept goes through here first."""
+        """Routes all connections that the host accepts through this gate."""
         manager = host.get_network().transport_manager
         add = manager.add_listen_addr
 
@@ -111,7 +113,7 @@ class AcceptGate:
         manager.add_listen_addr = gated
 
     def prove(self, stream: Any) -> None:
-        """A certificate of the run was shown on this stream."""
+        """The peer of this stream has shown a certificate of the run."""
         number = self._by_remote.get(stream.muxed_conn.get_remote_address())
         if number is not None:
             self.places.proved(number)
@@ -122,7 +124,7 @@ class AcceptGate:
         except OSError:  # it has ended
             return
         remote: Remote = (str(name[0]).removeprefix("::ffff:"), int(name[1]))
-        stream._cached_remote_address = remote  # the library knows none of an IPv6 caller
+        stream._cached_remote_address = remote  # the library has no address for IPv6 callers
         self._count += 1
         number, scope = self._count, trio.CancelScope()
         is_in, gone = self.places.came(number, remote[0])

@@ -1,10 +1,10 @@
-"""AutoNAT: a public node says whether a member's gRPC port can be reached from outside.
+"""AutoNAT: a public node checks whether a member's gRPC port can be reached from outside.
 
-The library's service asks whether its host can connect to a peer that is connected already, which is always true
-(0.8.1, `_try_dial`), and knows libp2p ports only. Here the dial-back is a TLS handshake with the member's gRPC port:
-it must show the certificate of that very member. Guarantees: only addresses at the member's own observed IP are dialled
-(the library sees to that), for nobody but the member itself, ADDRESSES_MAX a request, one request a member at a time and
-PAUSE_S apart; where a member was met is told to `proven`. Waits: PROBE_S a dial, in a thread.
+The library's service checks whether its host can connect to an already connected peer, which is always true
+(0.8.1, `_try_dial`), and knows only libp2p ports. Here the dial-back is a TLS handshake with the member's gRPC port,
+which must show that member's certificate. Guarantees: only addresses at the member's observed IP are dialled
+(the library ensures that), only for the member itself, ADDRESSES_MAX per request, one request per member at a time and
+PAUSE_S apart; `proven` is called with each address that answered. Waits: PROBE_S per dial, in a thread.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PAUSE_S = 1.0
 ANSWER_S = 2 * PROBE_S * ADDRESSES_MAX
 PROBES_AT_ONCE = 16
 _asking: ContextVar[PeerId] = ContextVar("asking")
-"""Whose request this task serves: the library hands on what the request says of itself alone."""
+"""The authenticated peer whose request this task serves; the library passes on only the ID claimed in the request."""
 _log = logging.getLogger("echo2.broadcast")
 
 
 class ReachabilityService(AutoNATService):  # type: ignore[misc]  # untyped library
-    """`is_serving` False: it only asks."""
+    """`is_serving` False: only sends requests."""
 
     def __init__(
         self, host: BasicHost, members: Members, *, is_serving: bool, proven: Callable[[PeerId, str], None]
@@ -72,7 +72,7 @@ class ReachabilityService(AutoNATService):  # type: ignore[misc]  # untyped libr
         return None
 
     async def is_reachable(self, server: PeerId, host: str, port: int) -> bool | None:
-        """What `server` says of our gRPC port at `host`; None when it does not say."""
+        """Asks `server` whether our gRPC port at `host` can be reached; None if it does not answer."""
         kind = "ip6" if ":" in host else "ip4"
         asked = Multiaddr(f"/{kind}/{host}/tcp/{port}").to_bytes()
         status, _ = await self.query_server(ID.from_base58(server), [asked], ANSWER_S)

@@ -1,8 +1,8 @@
-"""Between asyncio and trio: a thread that runs trio, calls into it, and bounded pipes of frames.
+"""Connects asyncio and trio: a thread that runs trio, calls into it, and bounded pipes of frames.
 
-Guarantees: no queue here is unbounded (a pipe holds at most its limit and one frame more; at most CALLS_MAX calls are
-under way); whoever waits on one side is woken by the other, also when the other side ends; cancelling the awaiting
-asyncio task cancels the trio call; nothing outlives `stop`. Waits: a pipe's two ends wait for room and for frames.
+Guarantees: no queue here is unbounded (a pipe holds at most its limit and one more frame; at most CALLS_MAX calls are
+pending); a waiter on one side is woken by the other side, also when that side closes; cancelling the awaiting
+asyncio task cancels the trio call; nothing outlives `stop`. Waits: a pipe's ends wait for room and for frames.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class TrioThread:
-    """trio in a thread of its own. Make and use it on one asyncio loop."""
+    """Runs trio in its own thread. Create and use it on one asyncio loop."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -40,7 +40,7 @@ class TrioThread:
         await self._started
 
     async def stop(self) -> None:
-        """Cancels what runs there and waits for the thread, STOP_S at most."""
+        """Cancels everything in trio and waits for the thread, at most STOP_S."""
         nursery = self._nursery
         if nursery is not None:
             self._in_trio(nursery.cancel_scope.cancel)
@@ -48,7 +48,7 @@ class TrioThread:
             await asyncio.wait_for(self._ended.wait(), STOP_S)
 
     async def call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Runs `work()` in trio and returns what it returns, or raises what it raises."""
+        """Runs `work()` in trio; returns its result or raises its exception."""
         if self._calls >= CALLS_MAX:
             raise LimitExceeded(f"libp2p: expected at most {CALLS_MAX} calls under way, got one more")
         result: asyncio.Future[T] = self._loop.create_future()
@@ -66,7 +66,7 @@ class TrioThread:
                 self._in_trio(scope.cancel)
 
     def to_asyncio(self, callback: Callable[..., object], *args: object) -> None:
-        """From trio: calls back on the asyncio loop."""
+        """Called in trio: schedules a callback on the asyncio loop."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(callback, *args)
 
@@ -95,7 +95,7 @@ class TrioThread:
 
 
 class _Answer:
-    """Where a call's outcome goes."""
+    """Delivers a call's result to its asyncio future."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[T]) -> None:
         self._loop = loop
@@ -121,14 +121,14 @@ async def _perform(work: Callable[[], Awaitable[object]], scope: trio.CancelScop
         with scope:
             value = await work()
             error = None
-    except Exception as raised:  # it goes to the caller, not into trio's nursery
+    except Exception as raised:  # delivered to the caller instead of crashing trio's nursery
         error = raised
     finally:
         answer.give(value, error)
 
 
 class Pipe:
-    """Frames one way between the two loops; either end may close it. Each end: one task at a time."""
+    """Frames in one direction between the two loops. Either end may close it; each end serves one task at a time."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Pipe:
         return self._held
 
     def close(self) -> None:
-        """From any thread. What is in it can still be taken."""
+        """Closes it, from any thread. Frames inside can still be taken."""
         with self._lock:
             self._is_closed = True
         self._wake()
@@ -173,7 +173,7 @@ class Pipe:
             return True
 
     def _take(self) -> tuple[bytes | None, bool]:
-        """A frame if there is one, and whether the end was reached."""
+        """The next frame, if any, and whether the end was reached."""
         with self._lock:
             if not self._frames:
                 return None, self._is_closed

@@ -1,7 +1,7 @@
-"""Every dial of the library asks first: identify, hole punching and new streams all take addresses that a peer names.
+"""Vets every dial of the library: identify, hole punching and new streams all use addresses that a peer claims.
 
-Guarantees: the node's own relays are dialled, and of what peers name only what `is_punchable` allows; TCP alone. Leaves to
-others: which relays there are (host), the rule (broadcast/dialable).
+Guarantees: only the node's own relays are dialled, and of claimed addresses only those that `is_punchable` allows; only TCP. Leaves
+to others: which relays there are (host), the rule (broadcast/dialable).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from echo2.broadcast.dialable import is_punchable
 
 
 class DialGate:
-    """`own_host`: where relays see this node; empty while none has said."""
+    """`own_host`: the address at which relays see this node; empty while unknown."""
 
     def __init__(self, own_host: Callable[[], str]) -> None:
         self._own_host = own_host
         self._relays: set[tuple[str, int]] = set()
 
     def stand_before(self, host: BasicHost) -> None:
-        """All that the library dials goes by the choice of a transport."""
+        """Hooks into the host's choice of a transport, which precedes every dial of the library."""
         manager = host.get_network().transport_manager
         choose = manager.transport_for_dialing
 
@@ -38,19 +38,19 @@ class DialGate:
         manager.transport_for_dialing = asked
 
     def know_relay(self, address: Multiaddr) -> None:
-        """One that the coordinator named."""
-        found = _host_and_port(address)
-        if found is not None:
-            self._relays.add(found)
+        """Allows a relay that the coordinator named."""
+        place = _host_and_port(address)
+        if place is not None:
+            self._relays.add(place)
 
     def lets_through(self, address: Multiaddr) -> bool:
-        found = _host_and_port(address)
-        return found is not None and (found in self._relays or is_punchable(*found, self._own_host()))
+        place = _host_and_port(address)
+        return place is not None and (place in self._relays or is_punchable(*place, self._own_host()))
 
 
 class _Dialler:
-    """A transport of the library's that tells a connection its other end: of an IPv6 one the library knows none (0.8.1), and
-    believes nothing of what is observed over it."""
+    """A library transport that also records the remote address on the connection: for IPv6 the library has none (0.8.1), and
+    then ignores addresses observed over it."""
 
     def __init__(self, transport: Any, address: Multiaddr) -> None:
         self._transport, self._other = transport, _host_and_port(address)
@@ -67,7 +67,7 @@ class _Dialler:
 
 
 def _host_and_port(address: Multiaddr) -> tuple[str, int] | None:
-    """Of `/ip4/HOST/tcp/PORT`, with or without a peer ID behind it; None for all else, names and circuits among it."""
+    """Parses `/ip4/HOST/tcp/PORT`, also `/ip6` and with a peer ID appended; None for anything else, such as names and circuits."""
     parts = str(address).strip("/").split("/")
     if (
         len(parts) not in (4, 6)

@@ -1,9 +1,9 @@
-"""One node's libp2p host, in trio: places at relays, hole punching, and streams of frames to peers that cannot be dialled.
+"""One node's libp2p host, in trio: reservations at relays, hole punching, and streams of frames to peers that cannot be dialled.
 
-Guarantees: `facts` says what is known of how this node is met; every stream handed out is with a member of the run; a
-connection whose peer has not shown its certificate within STRANGER_S is closed. Waits: for relays (pauses of
-RETRY_S_MAX at most between attempts), for a hole PUNCH_S, for frames KEEPALIVE_S. Leaves to others: the asyncio side
-(transport), whom to dial (dialling), the relay's ledger (relay_book).
+Guarantees: `facts` says how this node can be reached, as far as known; every stream handed out is with a member of the run; a
+connection whose peer has not shown its certificate within STRANGER_S is closed. Waits: for relays (at most RETRY_S_MAX
+between attempts), PUNCH_S for a hole, KEEPALIVE_S for frames. Leaves to others: the asyncio side
+(transport), which peers to dial (dialling), the relay's ledger (relay_book).
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from echo2.trust.runtime.tls import Credentials
 
 EXCHANGE = TProtocol("/echo2/exchange/1")
 OWN_PROTOCOLS = (membership.PROTOCOL, EXCHANGE, HOP_PROTOCOL, STOP_PROTOCOL_ID, AUTONAT_PROTOCOL_ID)
-"""Their handlers look at the caller's membership first."""
+"""Their handlers check the caller's membership themselves."""
 PUNCH_S = 5.0
 RENEW_S = 20.0
-JUDGE_S = 300.0  # networks change
+JUDGE_S = 300.0  # repeat the check, because networks change
 RETRY_S_MIN, RETRY_S_MAX = 0.5, 15.0
 CONNECT_S = 8.0
 RELAYS_MAX = 4
@@ -59,12 +59,12 @@ PEERS_MAX = 2048
 CLOSE_S = 2.0
 WAITING_STREAMS_MAX = 16
 _log = logging.getLogger("echo2.broadcast")
-# It reports every dial of a hole punch that fails, which most must, as an error; what matters is said here.
+# The library logs each failed dial of a hole punch as an error, and most must fail; what matters is logged here.
 logging.getLogger("libp2p").setLevel(logging.CRITICAL)
 
 
 class HostEvents(Protocol):
-    """Told in trio."""
+    """Callbacks, called in trio."""
 
     def changed(self, facts: HostFacts) -> None: ...
 
@@ -74,7 +74,7 @@ class HostEvents(Protocol):
 
 
 class P2pHost:
-    """Make it anywhere; `run` and everything else in trio."""
+    """Create it anywhere; call `run` and everything else in trio."""
 
     _host: BasicHost
     _nursery: trio.Nursery
@@ -97,14 +97,16 @@ class P2pHost:
         self._waiting: Counter[PeerId] = Counter()  # streams of peers that have not shown their certificate yet
 
     async def run(self, started: Callable[[], object]) -> None:
-        """Until cancelled."""
+        """Runs the host until cancelled."""
         secret = self.credentials.identity.private_bytes()
-        # The library would dial whomever it has heard of until it has 50 connections, and prune above 300.
+        # By default the library dials known peers until it has 50 connections, and prunes above 300.
         few = ConnectionConfig(min_connections=0, low_watermark=0, high_watermark=PEERS_MAX, max_connections=PEERS_MAX)
         host = new_host(key_pair=create_new_key_pair(secret), listen_addrs=[], connection_config=few)
         assert isinstance(host, BasicHost)
         self._host = host
-        listens = [Multiaddr(f"/{_kind(one)}/{one}/tcp/{self.port}") for one in _hosts(self.options.listen_host)]
+        listens = [
+            Multiaddr(f"/{_kind(own_host)}/{own_host}/tcp/{self.port}") for own_host in _hosts(self.options.listen_host)
+        ]
         self._autonat = ReachabilityService(
             host, self._members, is_serving=self.options.book is not None, proven=self.options.proven
         )
@@ -124,15 +126,15 @@ class P2pHost:
                 started()
 
     async def close(self) -> None:
-        """Ends all connections in order; what then still runs is cancelled with the thread."""
+        """Closes all connections cleanly; whatever still runs after that is cancelled with the thread."""
         with trio.move_on_after(CLOSE_S):
             for peer in list(self._host.get_network().connections):
                 await self._host.get_network().close_peer(peer)
 
-    # ---- who is who
+    # ---- membership
 
     def _members_first(self, host: BasicHost) -> None:
-        """The library's handlers (identify, push, ping, holes) know no run: here they serve its members alone, as ours do."""
+        """Makes the library's handlers (identify, push, ping, holes) serve only members of the run, as ours do."""
         mux = host.get_mux()
         for protocol, handler in list(mux.handlers.items()):
             if protocol is not None and handler is not None and protocol not in OWN_PROTOCOLS:
@@ -163,12 +165,12 @@ class P2pHost:
             await self._members.answer(stream, peer_of_stream(stream))
             self.accepted.prove(stream)
             await stream.close()
-        except Exception as error:  # whatever a stranger does must not end the host
-            _log.info("libp2p: %s is not let in: %s", peer_of_stream(stream), error)
+        except Exception as error:  # a stranger's error must not end the host
+            _log.info("libp2p: %s is not admitted: %s", peer_of_stream(stream), error)
             await reset(stream)
 
     async def _introduce(self, peer: PeerId) -> PeerIdentity:
-        """Shows our certificate and checks theirs; each time, for it may have restarted and forgotten us."""
+        """Shows our certificate and checks theirs; repeated each time, because the peer may have restarted and forgotten us."""
         stream = await self._host.new_stream(ID.from_base58(peer), [membership.PROTOCOL])
         try:
             shown = await self._members.show(stream, peer)
@@ -192,13 +194,13 @@ class P2pHost:
         try:
             with trio.move_on_after(2.0):
                 await self._host.get_network().close_peer(ID.from_base58(peer))
-        except Exception as error:  # already over
+        except Exception as error:  # already closed
             _log.debug("libp2p: closing %s: %s", peer, error)
 
     # ---- relays
 
     def use_relay(self, peer: PeerId, address: str) -> None:
-        """Keeps a place at the relay at `address` (host:port) from now on, whatever happens to it."""
+        """Keeps a reservation at the relay at `address` (host:port) from now on, retrying after failures."""
         if peer in self._relays or len(self._relays) >= RELAYS_MAX or peer == self.credentials.peer_id:
             return
         scope = self._relays[peer] = trio.CancelScope()
@@ -223,7 +225,7 @@ class P2pHost:
             self._without(peer, "")
 
     async def _visit(self, peer: PeerId, address: str, turn: int) -> bool:
-        """One stay at a relay, from connecting to its end; whether there was one."""
+        """Connects to a relay and stays until the reservation is lost; returns whether it got one."""
         has_settled = False
         try:
             await self._settle_at(peer, address, turn)
@@ -232,14 +234,14 @@ class P2pHost:
             await self._stay_at(peer)
         except Exception as error:  # a relay may fail in any way; it is tried again
             text = f"relay {peer} at {address}: {error or type(error).__name__}"
-            if self._told.get(peer) != text:  # it is tried for ever, and said once
+            if self._told.get(peer) != text:  # retried forever, but each error is logged only once
                 self._told[peer] = text
                 _log.info("%s", text)
             self._without(peer, text)
         return has_settled
 
     async def _settle_at(self, peer: PeerId, address: str, turn: int) -> None:
-        """Connected, known as members to one another, a place taken, and our own port judged."""
+        """Connects to the relay, exchanges certificates, takes a reservation and has our port checked."""
         with trio.fail_after(CONNECT_S):
             relay = await _multiaddr_of(address, self.options.listen_host, turn)
             info = PeerInfo(ID.from_base58(peer), [relay])
@@ -251,7 +253,7 @@ class P2pHost:
         await self._judge(peer)
 
     async def _stay_at(self, peer: PeerId) -> None:
-        """Returns or raises when the place is lost. Renewing it is also what notices a relay that has vanished."""
+        """Renews the reservation; raises when it is lost. A failed renewal is also how a vanished relay is noticed."""
         next_at = trio.current_time() + RENEW_S
         while self._host.get_network().connections.get(ID.from_base58(peer)):
             await trio.sleep(0.5)
@@ -262,8 +264,8 @@ class P2pHost:
         raise Unreachable("the connection ended")
 
     async def _judge(self, server: PeerId) -> None:
-        """Where the others see us, and whether they can dial our gRPC port there. Each relay is asked, for peers are told what the
-        coordinator's own has seen; its word goes before that of others."""
+        """Finds out where others see us, and whether they can dial our gRPC port there. Every relay is asked, but a recent verdict
+        of the coordinator's relay takes precedence, because peers are told what that one has seen."""
         is_fresh = self._is_judged_by(server)
         host = "" if is_fresh or not self.options.grpc_port else await self._observed_host()
         if not host:
@@ -282,11 +284,11 @@ class P2pHost:
         self._change(replace(self.facts, public_host=host, is_reachable=verdict))
 
     def _is_judged_by(self, server: PeerId) -> bool:
-        """Not long ago."""
+        """Whether it gave a verdict within JUDGE_S."""
         return trio.current_time() - self._judged_at.get(server, -JUDGE_S) < JUDGE_S
 
     async def _observed_host(self) -> str:
-        """By identify: the address from which our connections come, as relays see it."""
+        """The address from which relays see our connections come (libp2p identify); empty if unknown."""
         manager = self._host._observed_addr_manager
         with trio.move_on_after(CONNECT_S):
             while manager is not None:
@@ -298,7 +300,7 @@ class P2pHost:
         return ""
 
     def _without(self, relay: PeerId, trouble: str) -> None:
-        left = tuple(one for one in self.facts.relays if one != relay)
+        left = tuple(other for other in self.facts.relays if other != relay)
         self._change(replace(self.facts, relays=left, trouble=trouble))
 
     def _change(self, facts: HostFacts) -> None:
@@ -306,18 +308,20 @@ class P2pHost:
             self.facts = facts
             self.events.changed(facts)
 
-    # ---- peers that cannot be dialled
+    # ---- hidden peers
 
     def _circuit_came(self, peer: PeerId) -> None:
-        """The spec has the side that a circuit came to begin the hole punch."""
+        """Starts the hole punch: by the DCUtR spec, the side that accepted the circuit does."""
         self._nursery.start_soon(self._puncher.punch, peer)
 
     async def open_exchange(self, peer: PeerId, relay: PeerId) -> None:
-        """Meets `peer` at `relay`; the stream, direct when a hole could be punched, goes to `events.exchange`."""
+        """Connects to `peer` through `relay`; passes a stream to `events.exchange`, a direct one if a hole could be punched."""
         if not self._unrelayed(peer):
             if relay not in self.facts.relays:
-                raise Unreachable(f"peer {peer}: we hold no place at relay {relay} ({self.facts.trouble or 'not yet'})")
-            await self._close(peer)  # a circuit through a relay that has vanished may still pass for open
+                raise Unreachable(
+                    f"peer {peer}: we hold no reservation at relay {relay} ({self.facts.trouble or 'not yet'})"
+                )
+            await self._close(peer)  # a circuit through a vanished relay may still look open
             await dial_circuit(self._host, relay, peer)
             await self._introduce(peer)
             with trio.move_on_after(PUNCH_S):
@@ -336,7 +340,7 @@ class P2pHost:
         self._nursery.start_soon(self.events.exchange, stream, identity, self._way_of(stream, relay), True)
 
     async def _move_when_punched(self, peer: PeerId, relay: PeerId) -> None:
-        """A hole that opens later takes the link over; what a new link replaces, the node closes."""
+        """Moves the link to a hole that opens later; the node closes the replaced link."""
         while self._host.get_network().connections.get(ID.from_base58(peer)):
             if self._unrelayed(peer):
                 try:
@@ -348,13 +352,13 @@ class P2pHost:
 
     def _unrelayed(self, peer: PeerId) -> bool:
         connections = self._host.get_network().connections.get(ID.from_base58(peer), [])
-        return any(one.get_connection_type() is ConnectionType.DIRECT for one in connections)
+        return any(connection.get_connection_type() is ConnectionType.DIRECT for connection in connections)
 
     async def _accept(self, stream: Any) -> None:
         peer = peer_of_stream(stream)
         identity = self._members.identity_of(peer)
         if identity is None:
-            _log.info("libp2p: %s asks for an exchange and has shown no certificate of this run", peer)
+            _log.info("libp2p: %s requests an exchange but has shown no certificate of this run", peer)
             await reset(stream)
             return
         await widen(stream)
@@ -368,20 +372,22 @@ class P2pHost:
         def way() -> LinkWay:
             if "/p2p-circuit" not in address:
                 return LinkWay(LinkKind.HOLE_PUNCHED, "neither can be dialled; both opened their NAT at once")
-            return LinkWay(LinkKind.RELAYED, f"neither can be dialled; by {through}, {self._puncher.story(peer)}")
+            return LinkWay(
+                LinkKind.RELAYED, f"neither can be dialled; relayed by {through}, {self._puncher.story(peer)}"
+            )
 
         return way
 
 
 def _free_port(host: str) -> int:
-    """The library shows the port it was asked for, not the one it got, so 0 is resolved before."""
+    """Picks a free port: the library reports the requested port, not the bound one, so 0 is resolved beforehand."""
     with listening_socket(host) as probe:
         probe.bind((listened(host), 0))
         return int(probe.getsockname()[1])
 
 
 def _hosts(listen_host: str) -> tuple[str, ...]:
-    """For every address both families': the library dials from a listener of the other end's family, to punch holes."""
+    """The hosts to listen on; both families for a wildcard, because hole punches dial from a listener of the peer's family."""
     bare = listened(listen_host)
     return ("0.0.0.0", bare) if bare == EVERY_ADDRESS else (bare,)
 
@@ -391,14 +397,14 @@ def _kind(host: str) -> str:
 
 
 async def _multiaddr_of(address: str, own_host: str = "", turn: int = 0) -> Multiaddr:
-    """Of a family in which this node listens, where the name has one of it: that is where it is to be seen. Of several the next
-    one each turn."""
+    """Resolves a relay's address, preferring families in which this node listens, because that is where it is to be seen. Several
+    addresses take turns."""
     host, _, port = address.rpartition(":")
-    found = await trio.socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    if not found:
+    infos = await trio.socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    if not infos:
         raise Unreachable(f"{address}: expected a host that can be resolved")
-    ips = list(dict.fromkeys(str(one[4][0]) for one in found))
-    own = {_kind(one) for one in _hosts(own_host)}
+    ips = list(dict.fromkeys(str(each[4][0]) for each in infos))
+    own = {_kind(each) for each in _hosts(own_host)}
     ips = [ip for ip in ips if _kind(ip) in own] or ips
     ip = ips[turn % len(ips)]
     return Multiaddr(f"/{_kind(ip)}/{ip}/tcp/{port}")

@@ -1,6 +1,6 @@
-"""What a libp2p host is told and what it says of itself.
+"""Options of a libp2p host, and what it has found out about itself.
 
-Apart from the host, so that who never crosses a NAT does not load libp2p (60 MB).
+Kept apart from the host, so that processes that cross no NAT do not load libp2p (60 MB).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from echo2.outside.families import EVERY_ADDRESS
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """`port` 0: any. `grpc_port` 0: nobody is asked whether it can be reached. `book`: this node is a relay.
-    `is_barred`: members that get nothing here; `proven`: told where a member was dialled back (both in trio).
+    """`port` 0: any. `grpc_port` 0: do not check whether it can be reached. `book`: set if this node is a relay.
+    `is_barred`: members to refuse; `proven`: called with each member's address that a dial-back reached (both in trio).
     """
 
     listen_host: str = EVERY_ADDRESS
@@ -29,7 +29,7 @@ class HostOptions:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What is known of how this node is met. `is_reachable` None: nobody has said yet."""
+    """What is known about how this node can be reached. `is_reachable` None: not checked yet."""
 
     public_host: str = ""
     is_reachable: bool | None = None

@@ -1,9 +1,9 @@
-"""Hole punching (DCUtR over TCP simultaneous open), with the library's exchange and dials and our own order of events.
+"""Hole punching (DCUtR over TCP simultaneous open), with the library's exchange and dials but our own sequence of events.
 
-The library's driver dials the peer's private addresses for ten seconds first and starts on both sides at once; each
-spoils the other's timing (0.8.1: 19 s until a hole between two Linux NATs, here under one). Guarantees: one attempt a
-peer at a time, ATTEMPTS of them, PAUSES_S apart; `story` tells how they went. Works where a NAT keeps a connection's
-source port (most do); where it chooses ports at random, no dial can foresee them and the link stays relayed.
+The library's driver first dials the peer's private addresses for ten seconds, and starts on both sides at once, which
+spoils the timing (0.8.1: 19 s until a hole between two Linux NATs; here under one). Guarantees: one attempt per
+peer at a time, at most len(PAUSES_S) of them, PAUSES_S apart; `story` tells how they went. Works if the NAT keeps a connection's
+source port (most do); if it chooses ports at random, no dial can predict them and the link stays relayed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HolePuncher(DCUtRProtocol):  # type: ignore[misc]  # untyped library
         self._at_work: set[PeerId] = set()
 
     async def punch(self, peer: PeerId) -> None:
-        """Until there is a direct connection, the peer is gone, or all attempts have failed."""
+        """Tries to punch a hole until there is a direct connection, the peer is gone, or all attempts have failed."""
         if peer in self._at_work or len(self._at_work) >= PEERS_MAX:
             return
         self._at_work.add(peer)
@@ -72,7 +72,7 @@ class HolePuncher(DCUtRProtocol):  # type: ignore[misc]  # untyped library
         await super()._handle_dcutr_stream(stream)
 
     async def _perform_hole_punch(self, peer_id: ID, addrs: list[Multiaddr], as_responder: bool = False) -> bool:
-        """At few addresses of those that the peer named in this exchange, none that it named before."""
+        """Dials at most ADDRESSES_MAX of the addresses that the peer named in this exchange, none named earlier."""
         self.host.get_peerstore().clear_addrs(peer_id)
         kept = [address for address in addrs if self._gate.lets_through(address)][:ADDRESSES_MAX]
         return bool(await super()._perform_hole_punch(peer_id, kept, as_responder))
@@ -80,18 +80,18 @@ class HolePuncher(DCUtRProtocol):  # type: ignore[misc]  # untyped library
     async def _dial_peer(
         self, peer_id: ID, addr: Multiaddr, source: tuple[str, int] | None = None, as_responder: bool = False
     ) -> None:
-        """From the listener of the address's own family: the library takes the first that it finds."""
+        """Dials from the listener of the address's own IP family; the library would take the first listener it finds."""
         if source is not None:
             source = ("::" if "/ip6/" in str(addr) else "0.0.0.0", source[1])
         await super()._dial_peer(peer_id, addr, source, as_responder)
 
     async def _spam_udp_for_hole_punch(self, *_: Any) -> None:
-        """TCP is what is punched."""
+        """Disabled: only TCP is punched."""
 
     async def _auto_drive_loop(self) -> None:
-        """Attempts begin with `punch`, on one side only."""
+        """Disabled: attempts start in `punch`, on one side only."""
         await trio.sleep_forever()
 
     async def _try_unilateral_upgrade(self, peer_id: ID) -> bool:
-        """Links are only relayed between peers that were found not to be dialled."""
+        """Disabled: links are relayed only between peers that are known not to be dialable."""
         return False

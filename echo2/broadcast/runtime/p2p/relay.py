@@ -1,11 +1,11 @@
-"""Circuit relay v2: our side of a circuit that ends here, and, on relays, places and circuits for members of the run.
+"""Circuit relay v2: our end of a circuit and, on relays, reservations and circuits for members of the run.
 
-Guarantees: only members get a place or a circuit, within the limits of the book, and are told which limit refused them
-(the log says it in words); a circuit is closed at both ends when either ends. Waits: MESSAGE_S for a peer's message.
+Guarantees: only members get a reservation or a circuit, within the limits of the book; a refusal is logged with its
+limit; a circuit is closed at both ends when either ends. Waits: MESSAGE_S for a peer's message.
 
-The library's own handlers are replaced, its messages, streams and upgrades used. They keep circuits by peer, so that
-the end of one circuit closes the newest of the same peer (0.8.1, `_active_relays`); they count bytes per reservation
-but not per member; they let anybody in; and they name the target itself as the relay of an incoming circuit.
+The library's handlers are replaced; its messages, streams and upgrades are used. Its handlers keep circuits by peer, so that
+the end of one circuit closes the newest one of the same peer (0.8.1, `_active_relays`); they count bytes per reservation
+but not per member; they admit anyone; and they name the target itself as the relay of an incoming circuit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def circuit_multiaddr(relay: ids.PeerId, peer: ids.PeerId) -> Multiaddr:
 
 
 class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
-    """`book` None: this node is no relay, it only takes circuits that end here. `came` is told of those."""
+    """`book` None: this node is not a relay and only accepts circuits to itself. `came`: called for each of those."""
 
     def __init__(
         self, host: IHost, members: Members, book: RelayBook | None, came: Callable[[ids.PeerId], None]
@@ -63,7 +63,7 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
         relay = peer_of_stream(stream)
         try:
             with trio.fail_after(MESSAGE_S):
-                is_member = self._members.identity_of(relay) is not None  # else nothing of it is read
+                is_member = self._members.identity_of(relay) is not None  # otherwise its message is not even read
                 message = await read_delimited_msg(stream, StopMessage) if is_member else StopMessage()
                 if not is_member or message.type != StopMessage.CONNECT:
                     await write_delimited_msg(stream, _stop_status(Status.PERMISSION_DENIED))
@@ -77,7 +77,7 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
             muxed = await self.host.upgrade_inbound_connection(raw, address)
             tag_as_relayed(self.host, peer, muxed, address)
             self._came(peer)
-        except Exception as error:  # a peer's stream, whatever it did, must not end the host
+        except Exception as error:  # a peer's stream must not end the host
             _log.debug("circuit through %s: %s", relay, error)
             await reset(stream)
 
@@ -142,7 +142,7 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
                     await reset(other)
 
     async def _reach(self, member: ids.PeerId, target: ids.PeerId) -> Any:
-        """A stream to the target of a circuit that has agreed to it."""
+        """Opens a stream to the circuit's target, which must agree; Unreachable if it does not."""
         peer = ID.from_base58(target)
         if not self.host.get_network().connections.get(peer):
             raise Unreachable(f"relay: {target} is not connected")
@@ -156,7 +156,7 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
         return other
 
     async def _carry(self, circuit: Circuit, source: Any, target: Any, both: trio.CancelScope) -> None:
-        """One direction, until it ends or a limit ends it."""
+        """Moves bytes in one direction, until the stream ends or a limit is reached."""
         assert self._book is not None
         try:
             while piece := await source.read(PIECE_BYTES):
@@ -181,7 +181,7 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
 
 
 async def reserve(host: IHost, relay: ids.PeerId) -> None:
-    """Takes or renews a place at `relay`. Unreachable when it is refused."""
+    """Takes or renews a reservation at `relay`. Unreachable if the relay refuses."""
     with trio.fail_after(MESSAGE_S):
         stream = await host.new_stream(ID.from_base58(relay), [HOP_PROTOCOL])
         try:
@@ -192,7 +192,7 @@ async def reserve(host: IHost, relay: ids.PeerId) -> None:
 
 
 async def dial_circuit(host: IHost, relay: ids.PeerId, peer: ids.PeerId) -> None:
-    """A connection to `peer` through `relay`, secured end to end."""
+    """Connects to `peer` through `relay`, encrypted end to end."""
     with trio.fail_after(2 * MESSAGE_S):
         stream = await host.new_stream(ID.from_base58(relay), [HOP_PROTOCOL])
         try:
@@ -216,7 +216,7 @@ def _granted(reply: HopMessage, relay: ids.PeerId) -> None:
 
 
 def tag_as_relayed(host: IHost, peer: ids.PeerId, muxed: Any, address: Multiaddr) -> None:
-    """The library leaves upgraded circuits without an address, so that they pass for direct connections."""
+    """Marks a circuit as relayed; the library leaves it without an address, so that it looks like a direct connection."""
     for connection in host.get_network().connections.get(ID.from_base58(peer), []):
         if connection.muxed_conn is muxed:
             connection.set_transport_info([address], ConnectionType.RELAYED)
@@ -231,9 +231,9 @@ def _stop_status(status: Status.ValueType) -> StopMessage:
 
 
 async def reset(stream: Any) -> None:
-    """Ends a stream whatever its state."""
+    """Resets a stream in any state."""
     try:
         with trio.move_on_after(1.0):
             await stream.reset()
-    except Exception as error:  # already over
+    except Exception as error:  # already closed
         _log.debug("reset: %s", error)

@@ -1,8 +1,8 @@
 """Streams of frames to peers that cannot be dialled, for asyncio: libp2p in its own thread behind bounded pipes.
 
-Guarantees: those of the transport protocol (broadcast/runtime/transport.py); a peer that vanished is noticed within
-3 KEEPALIVE_S; a connection holds at most PIPE_BYTES and one frame each way here, and one yamux window in libp2p. Waits:
-`dial` DIAL_TIMEOUT_S at most, of which libp2p waits up to 5 s for a hole to open. Leaves to others: everything that
+Guarantees: those of the transport protocol (broadcast/runtime/transport.py); a vanished peer is noticed within
+3 KEEPALIVE_S; a connection buffers at most PIPE_BYTES and one frame per direction here, and one yamux window in libp2p. Waits:
+`dial` at most DIAL_TIMEOUT_S, of which libp2p waits up to 5 s for a hole to open. Leaves to others: everything that
 speaks libp2p (host).
 """
 
@@ -33,13 +33,13 @@ PIPE_BYTES = 256 << 10
 READ_BYTES = 1 << 20
 KEEPALIVE_S = 8.0
 DIAL_TIMEOUT_S = 30.0
-STILL_HERE = b"\xff\xff\xff\xff"  # in place of a length
+STILL_HERE = b"\xff\xff\xff\xff"  # keepalive, sent instead of a frame's length
 START_S = 20.0
 _log = logging.getLogger("echo2.broadcast")
 
 
 class P2pConnection:
-    """One exchange. `way` is asked anew each time: how a hole punch goes is known only later."""
+    """One exchange with a peer. `way` is evaluated on each access, because a hole punch may succeed later."""
 
     def __init__(
         self, peer: PeerIdentity, is_outgoing: bool, way: Callable[[], LinkWay], outward: Pipe, inward: Pipe
@@ -68,7 +68,7 @@ class P2pConnection:
 
 
 class P2pTransport:
-    """`accept` is given what peers open, and links of ours that a punched hole takes over."""
+    """`accept`: called with connections that peers open, and with our own links when they move to a punched hole."""
 
     def __init__(
         self, credentials: Credentials, options: HostOptions, accept: Accept, changed: Callable[[HostFacts], None]
@@ -89,7 +89,7 @@ class P2pTransport:
     # ---- life
 
     async def start(self) -> None:
-        """Returns once it listens."""
+        """Starts the thread; returns once libp2p listens."""
         await self._thread.start()
         started = asyncio.Event()
         run = functools.partial(self._host.run, lambda: self._thread.to_asyncio(started.set))
@@ -116,24 +116,24 @@ class P2pTransport:
 
     async def close(self) -> None:
         self._is_closed = True
-        with contextlib.suppress(Exception):  # it was cut off before it could
+        with contextlib.suppress(Exception):  # it may be cut off before it finishes
             await asyncio.wait_for(self._thread.call(self._host.close), CLOSE_S + 1)
         await self._thread.stop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # ---- asked by asyncio
+    # ---- called from asyncio
 
     def use_relay(self, peer: PeerId, address: str) -> None:
-        """Keeps a place at the relay at host:port."""
+        """Keeps a reservation at the relay at host:port."""
         self._spawn(self._thread.call(functools.partial(_later, self._host.use_relay, peer, address)))
 
     def drop_relay(self, peer: PeerId) -> None:
         self._spawn(self._thread.call(functools.partial(_later, self._host.drop_relay, peer)))
 
     async def dial(self, address: str, peer_id: PeerId) -> P2pConnection:
-        """`address`: reachability.circuit_address of a relay."""
+        """Dials a peer through a relay. `address`: reachability.circuit_address of the relay."""
         relay = relay_of(address)
         if relay is None:
             raise Unreachable(f"peer {peer_id}: expected the address of a circuit, got {address!r}")
@@ -149,7 +149,7 @@ class P2pTransport:
             raise Unreachable(f"peer {peer_id} through {relay}: no answer in time") from None
         except EchoError:
             raise
-        except Exception as error:  # libp2p fails by exceptions of a dozen kinds
+        except Exception as error:  # libp2p raises many kinds of exceptions
             raise Unreachable(f"peer {peer_id} through {relay}: {error or type(error).__name__}") from None
         finally:
             del self._dialled[peer_id]
@@ -173,7 +173,7 @@ class P2pTransport:
         self.facts = facts
         self._changed(facts)
 
-    # ---- told by trio
+    # ---- called from trio
 
     def changed(self, facts: HostFacts) -> None:
         self._thread.to_asyncio(self._facts_are, facts)
@@ -202,13 +202,13 @@ async def _until_the_first_ends(move: Any, both: trio.CancelScope) -> None:
         await move
     except trio.Cancelled:
         raise
-    except Exception as error:  # however a stream ends, the link is over and is made anew
+    except Exception as error:  # whatever ends the stream, the link is over and is dialled again
         _log.debug("libp2p: exchange ended: %s", error or type(error).__name__)
     both.cancel()
 
 
 async def _write(stream: Any, outward: Pipe) -> None:
-    """Says that we are there while there is nothing to send."""
+    """Sends frames, and keepalives while there is nothing to send."""
     while True:
         with trio.move_on_after(KEEPALIVE_S) as patience:
             frame = await outward.take_in_trio()

@@ -1,9 +1,9 @@
 """Wider windows for py-libp2p's yamux streams, and writes that wait for room as long as it takes.
 
-A stream moves at most one window per round trip. The library begins at 256 KiB (3.2 MB/s over 80 ms) and doubles the
-window now and then; here it is 16 MiB from the start, more than py-libp2p can fill. A stream that nobody reads can hold
-a window in memory: relays, which hold two per circuit, give RELAY_WINDOW_BYTES. The library's own write gives a
-stream up when there is no room for 5 s; whether a peer is dead is not for a slow link to say, but for keepalive.
+A stream moves at most one window per round trip. The library starts at 256 KiB (3.2 MB/s over 80 ms) and doubles the
+window occasionally; here it is 16 MiB from the start, more than py-libp2p can fill. An unread stream can buffer
+a full window in memory, so relays, which hold two per circuit, use RELAY_WINDOW_BYTES. The library's own write gives up
+after 5 s without room; but a slow link is not a dead peer, so keepalives decide that instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOM_LOOK_S = 0.005
 
 
 async def widen(stream: Any, window_bytes: int = WINDOW_BYTES) -> None:
-    """Lets the other side send `window_bytes` ahead. `stream`: a libp2p network stream."""
+    """Lets the other side send up to `window_bytes` unacknowledged. `stream`: a libp2p network stream."""
     inner = getattr(stream, "muxed_stream", None)
     if not isinstance(inner, YamuxStream):
         return
@@ -35,7 +35,7 @@ async def widen(stream: Any, window_bytes: int = WINDOW_BYTES) -> None:
 
 
 async def write(stream: Any, data: bytes) -> None:
-    """Writes all of it, waiting for room without limit; raises when the stream ends."""
+    """Writes all data, waiting for room without limit; raises MuxedStreamError if the stream ends."""
     inner = getattr(stream, "muxed_stream", None)
     view = memoryview(data)
     for start in range(0, len(data), PIECE_BYTES):

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
@@ -18,43 +16,14 @@ import uvicorn
 from echo2.base.errors import PortBusy
 from echo2.base.hosts import joined
 from echo2.coordinator.runtime.commands import Commands
-from echo2.coordinator.runtime.web.acceptor import Acceptor, PageConnection
 from echo2.coordinator.runtime.web.app import Web
 from echo2.coordinator.runtime.web.guard import WebGuard, is_loopback
 from echo2.outside.families import listened, listening_socket
+from echo2.trust.runtime.http_port import HttpServer
+from echo2.trust.runtime.port_limits import PAGE
 from echo2.trust.runtime.tls import Credentials, read_secret, write_secret
 
 STOP_GRACE_S = 1
-
-
-class _Server(uvicorn.Server):  # type: ignore[misc]
-    """Its connections are accepted by `Acceptor`, which counts them."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._accepting: asyncio.Task[None] | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        assert sockets is not None, "the page listens on a socket that it is given"
-        await self.lifespan.startup()
-        self.servers: list[asyncio.Server] = []
-        acceptor = Acceptor(sockets[0], self._protocol, self.config.ssl)
-        self._accepting = asyncio.create_task(acceptor.run())
-        self.started = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.gather(self._accepting, return_exceptions=True)
-        await super().shutdown(sockets)
-
-    def _protocol(self, ended: Callable[[PageConnection], None]) -> PageConnection:
-        return PageConnection(ended, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are the process's business."""
-        yield
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -108,7 +77,7 @@ class Dashboard:
             app, log_config=None, access_log=False, lifespan="off",
             timeout_graceful_shutdown=STOP_GRACE_S, server_header=False, ws="none", **tls,
         )  # fmt: skip
-        self._server = _Server(config)
+        self._server = HttpServer(config, PAGE)
 
     async def run(self) -> None:
         """Serves until `stop`."""

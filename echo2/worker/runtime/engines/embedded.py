@@ -22,7 +22,7 @@ from echo2.base.errors import ConfigError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
-from echo2.cost_model.sizing import Fit
+from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.outside.allocator import give_back
 from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
 from echo2.worker.blocks import BlockPool
@@ -34,7 +34,7 @@ from echo2.worker.engine import (
     refuse_bad_request,
     refuse_bad_scoring,
 )
-from echo2.worker.options import Quantisation, WorkerOptions
+from echo2.worker.options import WorkerOptions
 from echo2.worker.runtime.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
 from echo2.worker.runtime.engines.forward import CachedDecoder
 from echo2.worker.runtime.engines.forwarding import Forward
@@ -133,6 +133,10 @@ class EmbeddedEngine:
         self._ids_in_use: set[str] = set()
         self._swap_order = asyncio.Lock()
 
+    def keep_no_former(self) -> None:
+        """Before its start: it scores under the live version alone."""
+        self._loop.keeps_former = False
+
     @property
     def version(self) -> Version | None:
         return self._loop.version
@@ -216,8 +220,12 @@ class EmbeddedEngine:
 
 def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> EmbeddedEngine:
     """The engine of a worker; it computes on the CPU, whatever `gpus` there are."""
+    if options.quantisation is Quantisation.FP8:
+        raise ConfigError(
+            "worker.quantisation: fp8 is vLLM's; the embedded engine rounds to int8: expected int8 or none"
+        )
     adapter = adapter_spec(config)
-    return EmbeddedEngine(
+    engine = EmbeddedEngine(
         {key: value for key, value in config.items() if key != CONFIG_KEY},
         adapter=None if adapter is None else Adapter(load_base(options.model_path, adapter), adapter),
         slot_count=fit.sequences,
@@ -227,3 +235,6 @@ def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequ
         outbox=Outbox(linger_s=LINGER_S),
         is_rounded=options.quantisation is Quantisation.INT8,
     )
+    if not fit.keeps_former:
+        engine.keep_no_former()
+    return engine

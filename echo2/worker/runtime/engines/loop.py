@@ -100,6 +100,7 @@ class StepLoop:
     outbox: Outbox
     slowdown: float = 1.0
     cache_tokens: int = 0
+    keeps_former: bool = True
     version: Version | None = None
     _counters: _Counters = field(default_factory=_Counters)
     _commands: deque[_Command] = field(default_factory=deque)
@@ -352,7 +353,8 @@ class StepLoop:
                 f"version {swap.version}: expected a change of live version {self.version}, got {swap.parent}"
             )
         began = time.monotonic()
-        step = self._past.before_swap(self.version, self.weights, swap.scatters)
+        replaced = self.version if self.keeps_former else None
+        step = self._past.before_swap(replaced, self.weights, swap.scatters)
         self.weights.apply(swap.scatters)
         self.version = swap.version
         self._past.added(step, self.weights)

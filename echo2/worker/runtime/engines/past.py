@@ -18,11 +18,12 @@ import numpy as np
 
 from echo2.base.errors import EngineError
 from echo2.base.ids import Version
+from echo2.cost_model.sizing import FORMER_SHARE
 from echo2.worker.runtime.engines.live import Scatter
 
 VERSIONS_MAX = 16
 """As far back as audits compare."""
-BYTES_MAX_OF_MODEL = 0.5
+BYTES_MAX_OF_MODEL = FORMER_SHARE
 
 
 class LiveBits(Protocol):

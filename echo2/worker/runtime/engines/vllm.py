@@ -15,8 +15,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
-from echo2.cost_model.sizing import Fit
+from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
 from echo2.worker.engine import (
     EngineStats,
@@ -37,32 +36,32 @@ from echo2.worker.engine import (
     refuse_bad_request,
     refuse_bad_scoring,
 )
-from echo2.worker.options import Quantisation, WorkerOptions
-from echo2.worker.runtime.engines.adapter import CONFIG_KEY, AdapterSpec, adapter_spec, load_base
+from echo2.worker.options import WorkerOptions
+from echo2.worker.runtime.engines.adapter import CONFIG_KEY, adapter_spec, load_base
 from echo2.worker.runtime.engines.outbox import LINGER_S, Outbox, SampledToken
 from echo2.worker.runtime.engines.shape import load_config
+from echo2.worker.runtime.engines.vllm_start import (
+    GPU_MEMORY_SHARE,
+    BaseOfAdapter,
+    adapter_arguments,
+    check_device,
+    check_rounding,
+    drafting_arguments,
+    environment,
+    is_cpu,
+    only_gpus,
+    rounding_arguments,
+)
 from echo2.worker.runtime.engines.vllm_weights import ADAPTER_ID, POSITION, STREAM, VllmWeights
 from echo2.worker.slots import WAITING_MAX
 
 STOP_TIMEOUT_S = 9.0
 APPLY_TIMEOUT_S = 300.0
-GPU_MEMORY_SHARE = 0.9  # of a GPU, what vLLM may take
-CPU_CACHE_GIB = 1
 _log = logging.getLogger("echo2.worker")
 _EXTENSION = "echo2.worker.runtime.engines.vllm_extension.WorkerExtension"
 _RAW_LOGPROB_ID = -1
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _TEMPERATURE_MIN = 0.01
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM makes room for; an adapter gets the next larger one."""
-
-
-@dataclass(frozen=True, slots=True)
-class BaseOfAdapter:
-    """The learner publishes an adapter: of what kind, and the folder or hub id of the base beneath it."""
-
-    spec: AdapterSpec
-    base_path: str
 
 
 @dataclass(slots=True)
@@ -85,12 +84,21 @@ class _VllmCounters:
     busy_since: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class VllmTuning:
+    """`linger_s`: how long finished tokens wait to be handed out together. `draft_tokens`: tokens that vLLM drafts from repetitions
+    in the same sequence and verifies in one step; 0: none. `keeps_former`: the engine scores under former versions too."""
+
+    linger_s: float = 0.0
+    draft_tokens: int = 0
+    keeps_former: bool = True
+
+
 class VllmEngine:
     """One vLLM.
 
     `gpus`: which of the GPUs that this process sees; over several, vLLM is tensor parallel (on a CPU, over as many
-    processes); none: vLLM's choice. `draft_tokens`: so many tokens are guessed from what came before them in the same
-    sequence and judged in one step; 0: none.
+    processes); none: vLLM's choice. `quantisation`: vLLM rounds linear layers, and follows the published weights.
     """
 
     def __init__(
@@ -99,12 +107,14 @@ class VllmEngine:
         *,
         slot_count: int = 64,
         context_tokens: int = 0,
-        linger_s: float = 0.0,
         gpus: Sequence[int] = (),
         adapter: BaseOfAdapter | None = None,
-        draft_tokens: int = 0,
+        quantisation: Quantisation = Quantisation.NONE,
+        tuning: VllmTuning = VllmTuning(),
     ) -> None:
         self._config = load_config(config)
+        check_rounding(self._config, quantisation, adapter)
+        self._quantisation = quantisation
         limit = int(str(self._config.get("max_position_embeddings", 0)))
         self._context_tokens = context_tokens or limit
         if not 2 <= self._context_tokens <= limit:
@@ -114,17 +124,21 @@ class VllmEngine:
         self._gpus = tuple(gpus)
         self._llm: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="echo2-vllm-")
-        self._outbox = Outbox(linger_s=linger_s)
+        self._outbox = Outbox(linger_s=tuning.linger_s)
         self._room = asyncio.Event()
         self._version: Version | None = None
         self._epoch = 0
         self._streams: dict[str, _Stream] = {}
         self._ids_in_use: set[str] = set()
-        self._draft_tokens = draft_tokens
+        self._draft_tokens = tuning.draft_tokens
         self._adapter = adapter
         self._weights = VllmWeights(
-            self._rpc, str(self._config.get("model_type")), None if adapter is None else adapter.spec
+            self._rpc,
+            str(self._config.get("model_type")),
+            None if adapter is None else adapter.spec,
+            is_rounded=quantisation is not Quantisation.NONE,
         )
+        self._keeps_former = tuning.keeps_former
         self._swap_order = asyncio.Lock()
         self._scores = False
         self._scoring: set[asyncio.Task[TokenScores]] = set()
@@ -192,13 +206,14 @@ class VllmEngine:
             _log.info("this worker scores nothing for audits: %s", reason)
 
     def _make_llm(self) -> Any:
-        for name, value in _environment().items():
+        for name, value in environment().items():
             os.environ.setdefault(name, value)
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise ConfigError(f"the vLLM engine needs the package vllm: {error}") from error
+        check_device(self._quantisation)
         folder = Path(self._folder.name)
         said = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, routing.CONFIG_KEY)}
         (folder / "config.json").write_text(json.dumps(said))
@@ -206,21 +221,21 @@ class VllmEngine:
             model=str(folder),
             skip_tokenizer_init=True,
             load_format="dummy",  # weights arrive by swap
-            dtype="float32" if _is_cpu() else "bfloat16",
             max_model_len=self._context_tokens,
             max_num_seqs=self._slot_count,
             gpu_memory_utilization=GPU_MEMORY_SHARE,
-            enforce_eager=_is_cpu(),
+            enforce_eager=is_cpu(),
             logprobs_mode="processed_logprobs",
             worker_extension_cls=_EXTENSION,
             disable_log_stats=True,
             tensor_parallel_size=max(1, len(self._gpus)),
             distributed_executor_backend="mp" if len(self._gpus) > 1 else None,
-            speculative_config=_drafting(self._draft_tokens),
-            **_lora_arguments(self._adapter),
+            **rounding_arguments(self._quantisation),
+            **drafting_arguments(self._draft_tokens),
+            **adapter_arguments(self._adapter),
         )
         try:
-            with _only_gpus(self._gpus):
+            with only_gpus(self._gpus):
                 return AsyncLLM.from_engine_args(arguments)
         except Exception as error:
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
@@ -276,7 +291,7 @@ class VllmEngine:
                     f"version {staged.version}: expected a change of live version {self._version}, got {staged.parent}"
                 )
             await self._weights.stage(staged)
-            replaced = self._version
+            replaced = self._version if self._keeps_former else None
             stood_still_s = await self._apply(staged.version, mode)
             await self._weights.settle(is_kept=True, replaced=replaced)
         for stream in list(self._streams.values()):
@@ -430,68 +445,15 @@ class VllmEngine:
         )
 
 
-def _drafting(count: int) -> dict[str, Any] | None:
-    if not count:
-        return None
-    return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-
-
-def _lora_arguments(adapter: BaseOfAdapter | None) -> dict[str, Any]:
-    if adapter is None:
-        return {}
-    rank = next((size for size in _LORA_RANKS if size >= adapter.spec.rank), None)
-    if rank is None:
-        raise ConfigError(f"adapter: expected a rank of at most {_LORA_RANKS[-1]} for vLLM, got {adapter.spec.rank}")
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-
-
-@contextmanager
-def _only_gpus(gpus: Sequence[int]) -> Iterator[None]:
-    """The processes that vLLM starts meanwhile see these GPUs alone, by their places among those seen now; none: all."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not gpus:
-        yield
-        return
-    names = seen.split(",") if seen else []
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu].strip() if names else str(gpu) for gpu in gpus)
-    try:
-        yield
-    finally:
-        if seen is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = seen
-
-
-def _is_cpu() -> bool:
-    import torch
-
-    return not torch.cuda.is_available()
-
-
-def _environment() -> dict[str, str]:
-    """What vLLM should find in its environment, unless the operator set it."""
-    common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    if not _is_cpu():
-        return common
-    cpu = {"VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    return common | cpu
-
-
 def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> VllmEngine:
-    """The engine of a worker; ConfigError for rounded weights."""
-    if options.quantisation is not Quantisation.NONE:
-        raise ConfigError(
-            f"worker.quantisation: {options.quantisation.value} is not supported on vLLM engines, whose rounded layers "
-            "cannot be fed with changes; expected none, or worker.engine embedded"
-        )
+    """The engine of a worker."""
     adapter = adapter_spec(config)
     return VllmEngine(
         config,
         slot_count=fit.sequences,
         context_tokens=fit.sequence_tokens,
-        linger_s=LINGER_S,
         gpus=gpus,
-        draft_tokens=options.draft_tokens,
+        quantisation=options.quantisation,
+        tuning=VllmTuning(LINGER_S, options.draft_tokens, fit.keeps_former),
         adapter=None if adapter is None else BaseOfAdapter(adapter, options.model_path),
     )

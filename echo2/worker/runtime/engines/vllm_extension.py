@@ -21,7 +21,9 @@ from echo2.base.errors import EchoError, EngineError
 from echo2.base.noise import uniform
 from echo2.base.rollout import SamplingParams
 from echo2.worker.runtime.engines import vllm_scoring
+from echo2.worker.runtime.engines.rounded_map import RoundedMap
 from echo2.worker.runtime.engines.vllm_adapter import map_adapter, without_adapters
+from echo2.worker.runtime.engines.vllm_rounding import map_rounded, rounded_layers
 from echo2.worker.runtime.engines.vllm_weights import POSITION, STREAM, Entry, read_patches
 from echo2.worker.runtime.engines.weight_map import WeightMap, record_map
 
@@ -136,8 +138,8 @@ class WorkerExtension:
     """What the engine calls in each of vLLM's processes. Where something is refused, the answer is a text `error: ...`,
     because exceptions lose their class on the way."""
 
-    _echo2_map: WeightMap | None = None  # of what is published
-    _echo2_base: WeightMap | None = None  # of the base beneath an adapter
+    _echo2_map: WeightMap | RoundedMap | None = None  # of what is published
+    _echo2_base: WeightMap | RoundedMap | None = None  # of the base beneath an adapter
     model_runner: Any
 
     def echo2_report_both_logprobs(self) -> str:
@@ -161,8 +163,12 @@ class WorkerExtension:
         """Builds the map for whole weights of these names and shapes; returns what of them is here (`covers`)."""
         try:
             model = self.model_runner.model
+            found: WeightMap | RoundedMap
             with without_adapters(model):
-                found = record_map(model.load_weights, _shapes(shapes), model, _expert_orders(model))
+                if layers := rounded_layers(model):
+                    found = map_rounded(model, _shapes(shapes), layers)
+                else:
+                    found = record_map(model.load_weights, _shapes(shapes), model, _expert_orders(model))
         except EchoError as error:
             return f"error: {error}"
         self._echo2_base, self._echo2_map = (found, self._echo2_map) if is_base else (self._echo2_base, found)
@@ -187,6 +193,16 @@ class WorkerExtension:
             return f"error: {error}"
         return ""
 
+    def echo2_follow(self) -> str:
+        """Rounds again the layers that the last update touched, to be settled afterwards."""
+        if not isinstance(self._echo2_map, RoundedMap):
+            return "error: expected layers that vLLM rounds, got none"
+        try:
+            self._echo2_map.follow()
+        except (EchoError, RuntimeError) as error:  # RuntimeError: as torch says that memory is short
+            return f"error: rounding anew: {error}"
+        return ""
+
     def echo2_settle(self, is_kept: bool, is_base: bool, replaced: int | None) -> list[int]:
         """Ends an update: the old values are kept as those of the version `replaced`, or forgotten (None), or come back because
         another process failed. Returns the former versions that are kept."""
@@ -205,8 +221,8 @@ class WorkerExtension:
         version, live, first, stop = place
         drawn = SamplingParams(**{**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])})
         try:
-            if self._echo2_map is None:
-                raise EngineError("expected a keyframe first, got tokens to score")
+            if not isinstance(self._echo2_map, WeightMap):
+                raise EngineError("expected a keyframe of weights that are not rounded first, got tokens to score")
             with self._echo2_map.as_of(version, live):
                 found = vllm_scoring.scores(self.model_runner, token_ids, first, stop, drawn)
         except (EchoError, RuntimeError) as error:  # RuntimeError: as torch says that memory is short

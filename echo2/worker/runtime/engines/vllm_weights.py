@@ -46,12 +46,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class VllmWeights:
-    """`rpc` calls a method of the extension in every process and returns their answers."""
+    """`rpc` calls a method of the extension in every process and returns their answers. `is_rounded`: vLLM rounds layers."""
 
-    def __init__(self, rpc: Rpc, model_type: str, adapter: AdapterSpec | None) -> None:
+    def __init__(self, rpc: Rpc, model_type: str, adapter: AdapterSpec | None, *, is_rounded: bool = False) -> None:
         self._rpc = rpc
         self._model_type = model_type
         self._adapter = adapter
+        self._is_rounded = is_rounded
         self._check: UpdateCheck | None = None
         self._ranks: RankGroups | None = None
         self._updates: list[TensorUpdate] = []
@@ -103,6 +104,8 @@ class VllmWeights:
 
     async def why_not_scoring(self) -> str:
         """What keeps the model from scoring; empty: it scores."""
+        if self._is_rounded:
+            return "its weights are rounded (worker.quantisation)"
         return next(filter(None, await self._answers("echo2_why_not_scoring")), "")
 
     async def scores(self, request: ScoreRequest, stretch: Stretch, live: Version) -> TokenScores:
@@ -128,6 +131,8 @@ class VllmWeights:
                 if not self._is_written:
                     await asyncio.to_thread(self._write, part)
                 await self._answers("echo2_apply", str(self._path), self._entries, is_base, number > 0)
+            if self._is_rounded:  # once all have written: where they share a layer, they agree on its scales
+                await self._answers("echo2_follow")
         except EngineError:
             await self.settle(is_kept=False, is_base=is_base)
             raise

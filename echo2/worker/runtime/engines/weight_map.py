@@ -127,10 +127,13 @@ class WeightMap:
         shapes: Mapping[str, tuple[int, ...]],
         pieces: Mapping[str, list[TensorPiece]],
         derived: Mapping[str, Sequence[Derived]] | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        """`device`: where a fingerprint is computed; None: where each tensor lies."""
         self.shapes = dict(shapes)
         self._pieces = dict(pieces)
         self._derived = dict(derived or {})
+        self._device = device
         self._masters: dict[str, torch.Tensor] = {}  # published bits, flat, of what is derived
         self._dtypes: dict[str, str] = {}
         self._undo: list[Replaced | _WholeBefore | Callable[[], object]] = []
@@ -146,6 +149,10 @@ class WeightMap:
             count = torch.Size(shape).numel() if name in self._derived else sum(p.live.numel() for p in pieces)
             found.append((name, count, "" if name in self._derived else str(parts)))
         return found
+
+    def storages_of(self, name: str) -> set[int]:
+        """Addresses of the storages in which the tensor's elements are live."""
+        return {piece.live.untyped_storage().data_ptr() for piece in self._pieces[name]}
 
     def apply(self, patches: Iterable[Patch], *, goes_on: bool = False) -> None:
         """Writes checked patches in place. Old values are kept in host memory until `settle`, or come back on failure.
@@ -219,7 +226,8 @@ class WeightMap:
         """A tensor as it was published, from what is live; zero where this process holds nothing."""
         pieces = self._pieces[name]
         dtype = self._dtypes.get(name, str(pieces[0].live.dtype).removeprefix("torch."))
-        whole = torch.zeros(self.shapes[name], dtype=_TORCH_DTYPES[dtype], device=pieces[0].live.device)
+        device = self._device or pieces[0].live.device
+        whole = torch.zeros(self.shapes[name], dtype=_TORCH_DTYPES[dtype], device=device)
         for piece in pieces:
             piece.part_of(whole).copy_(_narrowed(piece.read(), _TORCH_DTYPES[dtype]))
         return whole
@@ -275,11 +283,12 @@ def record_map(
     shapes: Mapping[str, tuple[int, ...]],
     model: torch.nn.Module,
     orders: Mapping[int, torch.Tensor] | None = None,
+    device: torch.device | None = None,
 ) -> WeightMap:
     """Runs a model's loader on storage-less tensors of these names and shapes, and keeps where everything would go.
 
     `orders`: for parameters (by the address of their storage) that a kernel reorders after loading, the place of each
-    element.
+    element. `device`: where fingerprints are computed; None: where each tensor lies.
     """
 
     def load_each(probes: Mapping[str, torch.Tensor]) -> None:
@@ -293,7 +302,7 @@ def record_map(
 
     pieces = record_pieces(load_each, shapes, next(model.parameters()).dtype, orders or {})
     _refuse_gaps(shapes, pieces, model)
-    return WeightMap(shapes, pieces)
+    return WeightMap(shapes, pieces, device=device)
 
 
 def record_pieces(

@@ -99,6 +99,17 @@ def test_what_a_rank_does_not_hold_is_told_with_its_rank(leader: ShardLeader) ->
     assert list(leader.keyframe(NEW, WHOLE)), "the ones that it holds are coded all the same"
 
 
+def test_a_version_that_is_kept_is_coded_from_whatever_was_forgotten_since(leader: ShardLeader) -> None:
+    leader.keep(Version(0))
+    leader.forget_before(Version(1))
+    whole = encode_delta(OLD, NEW, in_two(delta_header()))
+    assert join_frames(leader.delta(OLD, NEW, delta_header())) == join_frames(whole)
+    leader.keep(None)
+    leader.forget_before(Version(1))
+    with pytest.raises(StateError, match="version 0: expected it among those held, got 1"):
+        leader.fingerprint(Version(0), OLD, KEY)
+
+
 def test_a_rank_that_does_not_answer_is_given_up_within_the_time_limit() -> None:
     first, second = two_groups()
     head = torch.zeros(3, dtype=torch.int64)
@@ -151,5 +162,5 @@ def test_a_rank_holds_few_versions() -> None:
     held = HeldVersions()
     for version in range(HELD_VERSIONS_MAX):
         held.keep(Version(version), OLD)
-    with pytest.raises(LimitExceeded, match="expected 4 to be held"):
+    with pytest.raises(LimitExceeded, match="expected 5 to be held"):
         held.keep(Version(HELD_VERSIONS_MAX), OLD)

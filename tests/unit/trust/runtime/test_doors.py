@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+from collections.abc import Iterator
 from dataclasses import replace
 
-from echo2.trust.runtime.doors import LOOK_S, PROVING_S, Caller, overdue
+from echo2.trust.runtime.doors import LOOK_S, PROVING_S, Caller, Doors, overdue
 from echo2.trust.runtime.port_limits import PortLimits
 
 LIMITS = PortLimits(
@@ -64,3 +67,45 @@ def test_the_slow_go_first_and_those_that_have_proven_stay() -> None:
     more = [*fresh, *(stranger(300 + number, now - 0.5) for number in range(10))]
     gone = ended(more, now)
     assert len(gone) == 10 and more[:16] == [one for one in more if one not in gone][:16] and more[-1] not in gone
+
+
+@contextlib.contextmanager
+def connections(count: int) -> Iterator[tuple[Doors, list[socket.socket], list[str]]]:
+    """To a port that is watched; the callers' ends, and what the other end of each is called."""
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+        doors = Doors(_ports={listener.getsockname()[1]: LIMITS})  # nobody looks but the test
+        ends = [held.enter_context(socket.create_connection(listener.getsockname())) for _ in range(count)]
+        for _ in ends:
+            held.enter_context(listener.accept()[0])
+        yield doors, ends, [f"ipv4:127.0.0.1:{end.getsockname()[1]}" for end in ends]
+
+
+def is_ended(end: socket.socket) -> bool:
+    end.setblocking(False)
+    try:
+        return end.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+def test_a_connection_that_was_let_go_is_not_looked_at_whenever_that_was_told() -> None:
+    with connections(3) as (doors, ends, told):
+        doors.release(told[0])  # before a look has seen it
+        doors.look(0.0)
+        doors.release(told[1])
+        assert doors.look(LIMITS.stranger_s + 1.0) == 1
+        assert [is_ended(end) for end in ends] == [False, False, True]
+
+
+def test_who_proves_itself_while_a_look_is_under_way_that_has_not_seen_it_is_known_to_the_next() -> None:
+    with connections(2) as (doors, ends, told):
+        doors.know(told[0], "p0")
+        doors._enter({}, 0.0)
+        doors.look(1.0)
+        assert doors.look(LIMITS.stranger_s + 2.0) == 1
+        assert [is_ended(end) for end in ends] == [False, True]
+        doors.know("ipv4:127.0.0.1:9", "gone")
+        doors.look(20.0)
+        doors.look(21.0)
+        assert not doors._known_early, "who never came is forgotten"

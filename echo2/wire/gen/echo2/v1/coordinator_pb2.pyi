@@ -258,7 +258,7 @@ class BannedPeer(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., is_lifted: _Optional[bool] = ...) -> None: ...
 
 class LearnerWhereabouts(_message.Message):
-    __slots__ = ("peer_id", "address", "model_name", "model_config_json", "model_digest", "newest_version", "relay_address", "longest_sequence_tokens", "full_snapshot_bytes")
+    __slots__ = ("peer_id", "address", "model_name", "model_config_json", "model_digest", "newest_version", "relay_address", "longest_sequence_tokens", "full_snapshot_bytes", "audits_nothing")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +268,7 @@ class LearnerWhereabouts(_message.Message):
     RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LONGEST_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FULL_SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AUDITS_NOTHING_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     address: str
     model_name: str
@@ -277,7 +278,8 @@ class LearnerWhereabouts(_message.Message):
     relay_address: str
     longest_sequence_tokens: int
     full_snapshot_bytes: int
-    def __init__(self, peer_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., newest_version: _Optional[int] = ..., relay_address: _Optional[str] = ..., longest_sequence_tokens: _Optional[int] = ..., full_snapshot_bytes: _Optional[int] = ...) -> None: ...
+    audits_nothing: bool
+    def __init__(self, peer_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., newest_version: _Optional[int] = ..., relay_address: _Optional[str] = ..., longest_sequence_tokens: _Optional[int] = ..., full_snapshot_bytes: _Optional[int] = ..., audits_nothing: _Optional[bool] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
     __slots__ = ("ticket", "group", "is_continuation", "is_renewal")
@@ -338,7 +340,7 @@ class LearnerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., report: _Optional[_Union[LearnerReport, _Mapping]] = ..., offer: _Optional[_Union[OfferGroups, _Mapping]] = ..., close: _Optional[_Union[CloseGroups, _Mapping]] = ..., published: _Optional[_Union[VersionPublished, _Mapping]] = ..., leaving: _Optional[_Union[LearnerLeaving, _Mapping]] = ..., accused: _Optional[_Union[WorkerAccused, _Mapping]] = ..., delivered: _Optional[_Union[WorkersDelivered, _Mapping]] = ..., shown: _Optional[_Union[RolloutsShown, _Mapping]] = ...) -> None: ...
 
 class LearnerHello(_message.Message):
-    __slots__ = ("protocol_version", "run_id", "address", "model_name", "model_config_json", "model_digest", "staleness_bound", "rollouts_per_step", "rollouts_per_group", "step", "newest_version", "open_groups", "full_snapshot_bytes", "link", "step_limit", "kappa_is_fixed", "kappa", "relay_address", "longest_sequence_tokens")
+    __slots__ = ("protocol_version", "run_id", "address", "model_name", "model_config_json", "model_digest", "staleness_bound", "rollouts_per_step", "rollouts_per_group", "step", "newest_version", "open_groups", "full_snapshot_bytes", "link", "step_limit", "kappa_is_fixed", "kappa", "relay_address", "longest_sequence_tokens", "audits_nothing")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -358,6 +360,7 @@ class LearnerHello(_message.Message):
     KAPPA_FIELD_NUMBER: _ClassVar[int]
     RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LONGEST_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AUDITS_NOTHING_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     run_id: str
     address: str
@@ -377,7 +380,8 @@ class LearnerHello(_message.Message):
     kappa: int
     relay_address: str
     longest_sequence_tokens: int
-    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., rollouts_per_step: _Optional[int] = ..., rollouts_per_group: _Optional[int] = ..., step: _Optional[int] = ..., newest_version: _Optional[int] = ..., open_groups: _Optional[_Iterable[_Union[_rollout_pb2.GroupSpec, _Mapping]]] = ..., full_snapshot_bytes: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., step_limit: _Optional[int] = ..., kappa_is_fixed: _Optional[bool] = ..., kappa: _Optional[int] = ..., relay_address: _Optional[str] = ..., longest_sequence_tokens: _Optional[int] = ...) -> None: ...
+    audits_nothing: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., rollouts_per_step: _Optional[int] = ..., rollouts_per_group: _Optional[int] = ..., step: _Optional[int] = ..., newest_version: _Optional[int] = ..., open_groups: _Optional[_Iterable[_Union[_rollout_pb2.GroupSpec, _Mapping]]] = ..., full_snapshot_bytes: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., step_limit: _Optional[int] = ..., kappa_is_fixed: _Optional[bool] = ..., kappa: _Optional[int] = ..., relay_address: _Optional[str] = ..., longest_sequence_tokens: _Optional[int] = ..., audits_nothing: _Optional[bool] = ...) -> None: ...
 
 class LearnerReport(_message.Message):
     __slots__ = ("step", "newest_version", "train_s", "wait_s", "reward_mean", "buffered_rollouts", "open_rollouts", "trained_rollouts", "trained_tokens", "dropped_stale_rollouts", "duplicate_rollouts", "refused_rollouts", "over_stale_tokens_trained", "lag_histogram", "utilisation", "sent_chunk_bytes", "waits_for", "waits_since_s", "is_finished", "eval_reward", "fingerprint", "evaluation_rollouts", "idle_s", "audit_fleet_share", "audit_s")

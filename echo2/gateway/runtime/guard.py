@@ -1,0 +1,148 @@
+"""Who may ask the gateway, and what its requests may bring: looked at before anything of a body is read.
+
+Guarantees: a request that shows neither the gateway's key nor that of an open episode is answered 401 and its connection ends,
+whatever else it brings; bodies are JSON and say so, for which a browser asks permission that it does not get; a body has BODY_S,
+is of at most BODY_BYTES_MAX, and unfinished ones together hold what `Bodies` says; an error that nobody foresaw is answered 500
+and logged seldom. Leaves to others: which session a key is for (app), connections (trust/runtime/http_port).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from echo2.gateway import events as e
+from echo2.gateway.limits import BODY_BYTES_MAX
+from echo2.gateway.replies import error_body
+from echo2.outside.guard import MISHAPS
+from echo2.trust.runtime.http_port import KEY_SHOWN
+
+BODY_S = 60.0
+BODIES_BYTES_MAX = 256 << 20
+BODIES_OF_ONE_BYTES_MAX = 4 * BODY_BYTES_MAX
+LINGER_S, LINGER_BYTES_MAX = 1.0, 1 << 20
+"""So much of a refused request is still read and thrown away: a client that is sending would not read its answer."""
+MASTER = ""
+"""In place of a session: whoever has the gateway's own key."""
+
+
+class Refused(Exception):
+    """Answered so."""
+
+    def __init__(self, status: int, code: str, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.reply = e.Refuse(0, status, code, message, retry_after_s)
+
+
+class GatewayGuard:
+    """ASGI around the whole application. `caller_of`: the session whose key it is, or MASTER; None: nobody's."""
+
+    def __init__(self, app: ASGIApp, caller_of: Callable[[str], str | None]) -> None:
+        self._app, self._caller_of = app, caller_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope)
+        caller = self._caller_of(key_of(request))
+        refused = _refusal(request, is_known=caller is not None)
+        if refused is not None:
+            await _answer_unread(refused, request, receive, send)
+            return
+        scope.get(KEY_SHOWN, _nothing)()
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:  # noqa: BLE001 - answered 500 by the application
+            MISHAPS.note("a request", caller or "a harness", error)
+
+
+class Bodies:
+    """Bodies that are being read or parsed: together, and of one episode, they hold so much."""
+
+    def __init__(self) -> None:
+        self._held: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def read(self, request: Request, caller: str) -> AsyncIterator[bytes]:
+        """The whole body of a request. It counts until the context ends."""
+        parts: list[bytes] = []
+        count = 0
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    count += len(part)
+                    self._held[caller] += len(part)
+                    self._check(caller, count)
+                    parts.append(part)
+            yield b"".join(parts)
+        except TimeoutError:
+            raise Refused(408, "too_slow", f"expected the whole body within {BODY_S:.0f} s") from None
+        finally:
+            self._held[caller] -= count
+            if not self._held[caller]:
+                del self._held[caller]
+
+    def _check(self, caller: str, count: int) -> None:
+        if count > BODY_BYTES_MAX:
+            raise too_large()
+        is_one_over = caller != MASTER and self._held[caller] > BODIES_OF_ONE_BYTES_MAX
+        if is_one_over or self._held.total() > BODIES_BYTES_MAX:
+            raise Refused(429, "busy", "too many large requests are being read", 1.0)
+
+
+def key_of(request: Request) -> str:
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+def error_response(refused: e.Refuse) -> Response:
+    headers = {"retry-after": f"{refused.retry_after_s:g}"} if refused.retry_after_s else {"x-should-retry": "false"}
+    return JSONResponse(error_body(refused), status_code=refused.status, headers=headers)
+
+
+def too_large() -> Refused:
+    return Refused(413, "too_large", f"expected a body of at most {BODY_BYTES_MAX} bytes")
+
+
+def _refusal(request: Request, *, is_known: bool) -> Refused | None:
+    if not is_known:
+        return Refused(401, "invalid_api_key", "expected the key of an episode that has not ended")
+    if not _has_body(request):
+        return None
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        return Refused(415, "invalid_request_error", f"content-type: expected application/json, got {kind[:80]!r}")
+    length = request.headers.get("content-length", "0")
+    return too_large() if int(length) > BODY_BYTES_MAX else None  # a number of at most 20 digits, says h11
+
+
+def _has_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+
+
+async def _answer_unread(refused: Refused, request: Request, receive: Receive, send: Send) -> None:
+    """The answer at once, the rest of the request for a moment, then the connection's end."""
+    response = error_response(refused.reply)
+    response.headers["connection"] = "close"
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    try:
+        async with asyncio.timeout(LINGER_S):
+            left, is_more = LINGER_BYTES_MAX, _has_body(request) and "expect" not in request.headers
+            while is_more and left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                is_more = message["type"] == "http.request" and message.get("more_body", False)
+    except TimeoutError:
+        pass
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _nothing() -> None:
+    """Where no connection waits for a key: the application is called without a port."""

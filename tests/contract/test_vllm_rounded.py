@@ -1,0 +1,194 @@
+"""vLLM that rounds linear layers to fp8 itself, fed by bf16 changes: what is live is what a fresh load would leave, bit for bit.
+
+The kernels for fp8 products differ by device; what is rounded, when, and from what does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from echo2.base.errors import EngineError
+from echo2.base.ids import Version
+from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.base.staged import TensorUpdate
+from echo2.cost_model.sizing import Quantisation
+from echo2.weights.fingerprint import fingerprint
+from echo2.worker.engine import SwapMode
+from tests.contract.engine_rig import Collected, Rig, Staged, bits_of, refused, rounded_to_fp8, tiny_config
+
+pytestmark = pytest.mark.vllm
+KINDS = [
+    pytest.param(("qwen3", 1), id="qwen3"),
+    pytest.param(("qwen2", 1), id="qwen2-biases"),
+    pytest.param(("llama", 1), id="llama-untied"),
+    pytest.param(("qwen3", 2), id="qwen3-2-ranks"),
+]
+ROUNDED_TO_FP8_NATS = 0.25
+"""Root mean square, of the noise of tiny random models: rounding alone, and rounding what they are multiplied with."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    from echo2.worker.runtime.engines.vllm import VllmEngine
+
+    model_type, ranks = request.param
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the functions below go to vLLM's processes
+    gpus = range(ranks) if ranks > 1 else ()
+    made = Rig(
+        "vllm-fp8",
+        tiny_config(model_type, **({"hidden_size": 128} if model_type == "qwen2" else {})),
+        lambda config: VllmEngine(config, slot_count=8, gpus=gpus, quantisation=Quantisation.FP8),
+        rounded_to_fp8,
+    )
+    yield made
+    made.close()
+    patch.undo()
+
+
+def live_digests(worker: Any) -> dict[str, str]:
+    """Runs in vLLM's process: of the bits of every parameter."""
+    found = {}
+    for name, parameter in worker.model_runner.model.named_parameters():
+        raw = parameter.data.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        found[f"{name} {parameter.dtype} {tuple(parameter.shape)}"] = hashlib.sha256(raw).hexdigest()
+    return found
+
+
+def load_afresh(worker: Any, path: str) -> None:
+    """Runs in vLLM's process: its own way from a checkpoint to rounded layers, into the same parameters."""
+    worker.model_runner.reload_weights(weights_iterator=iter(load_file(path).items()))
+
+
+async def on_each(rig: Rig, function: Any, *arguments: object) -> list[Any]:
+    return list(await rig.engine._llm.collective_rpc(function, args=arguments))  # type: ignore[attr-defined]
+
+
+def published(rig: Rig, version: int) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().bfloat16() for name, tensor in rig.models[version].named_parameters()}
+
+
+def codes_of(digests: dict[str, str]) -> list[str]:
+    return [name for name in digests if "float8_e4m3fn" in name]
+
+
+def test_changes_leave_what_a_fresh_load_by_vllm_leaves(rig: Rig, tmp_path: Path) -> None:
+    async def body() -> None:
+        before = await on_each(rig, live_digests)
+        assert all(len(codes_of(each)) == 12 for each in before), "four rounded matrices in each of three layers"
+        for version in (1, 2):
+            await rig.engine.swap(rig.delta(version), SwapMode.RECOMPUTE_KV)
+            tensors = published(rig, version)
+            assert await rig.engine.fingerprint(5) == fingerprint(tensors, 5)
+            changed = await on_each(rig, live_digests)
+            for old, new in zip(before, changed, strict=True):
+                assert all(old[name] != new[name] for name in codes_of(old))
+            path = tmp_path / f"{version}.safetensors"
+            save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+            await on_each(rig, load_afresh, str(path))
+            assert await on_each(rig, live_digests) == changed
+            assert await rig.engine.fingerprint(5) == fingerprint(tensors, 5)
+            before = changed
+
+    rig.run(body)
+
+
+def test_a_change_of_one_tensor_moves_its_layer_alone(rig: Rig) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+
+    async def body() -> None:
+        before = await on_each(rig, live_digests)
+        tensors = published(rig, 0)
+        changed = tensors[name].clone()
+        changed[3, 7] = 9.0
+        place = torch.tensor([3 * changed.shape[1] + 7]).numpy()
+        update = TensorUpdate(name, "bfloat16", tuple(changed.shape), place, bits_of(changed)[place])
+        await rig.engine.swap(Staged(Version(1), Version(0), [update]), SwapMode.RECOMPUTE_KV)
+        assert await rig.engine.fingerprint(5) == fingerprint(tensors | {name: changed}, 5)
+        moved = {
+            key.partition(" ")[0]
+            for old, new in zip(before, await on_each(rig, live_digests), strict=True)
+            for key in old
+            if old[key] != new[key]
+        }
+        qkv = "model.layers.1.self_attn.qkv_proj"
+        assert moved == {f"{qkv}.weight", f"{qkv}.weight_scale"}
+
+    rig.run(body)
+
+
+def test_an_update_that_fails_leaves_codes_and_scales(rig: Rig) -> None:
+    async def body() -> None:
+        before = await on_each(rig, live_digests)
+        whole = fingerprint(published(rig, 0), 5)
+        wrong = [TensorUpdate("model.norm.weight", "float32", (64,), None, bits_of(torch.ones(64)))]
+        await refused(rig.engine.swap(Staged(Version(1), Version(0), wrong), SwapMode.RECOMPUTE_KV), EngineError)
+
+        async def refuse(label: str) -> None:
+            raise RuntimeError(f"expected no label, got {label}")
+
+        llm = rig.engine._llm  # type: ignore[attr-defined]
+        label, llm.update_weight_version = llm.update_weight_version, refuse
+        try:  # what fails after all was rounded anew is taken back too
+            await refused(rig.engine.swap(rig.delta(1), SwapMode.RECOMPUTE_KV), RuntimeError)
+        finally:
+            llm.update_weight_version = label
+        assert rig.engine.version == 0 and await rig.engine.fingerprint(5) == whole
+        assert await on_each(rig, live_digests) == before
+
+    rig.run(body)
+
+
+def test_a_fingerprint_counts_only_while_codes_follow_from_the_masters(rig: Rig) -> None:
+    async def body() -> None:
+        whole = fingerprint(published(rig, 0), 5)
+        await on_each(rig, spoil)
+        assert await rig.engine.fingerprint(5) != whole
+        await rig.engine.swap(rig.keyframe(0), SwapMode.RECOMPUTE_KV)
+        assert await rig.engine.fingerprint(5) == whole
+
+    rig.run(body)
+
+
+def spoil(worker: Any) -> None:
+    """Runs in vLLM's process: one code is another."""
+    live = worker.model_runner.model.get_parameter("model.layers.2.mlp.down_proj.weight").data
+    live[0, 0] = 1.0 if float(live[0, 0]) != 1.0 else 2.0
+
+
+def test_tokens_are_those_of_the_rounded_model_through_changes_in_flight(rig: Rig) -> None:
+    """Also what they are multiplied with is rounded, so numbers are near the judge's of rounded weights, not equal."""
+    sampling = SamplingParams(max_new_tokens=160, seed=5)
+
+    async def body() -> None:
+        requests = [rig.request((1, 2, 3 + n), sampling) for n in range(4)]
+        sequences = [rig.submit(request) for request in requests]
+        for version in (1, 2):
+            await rig.wait(lambda at=40 * version: all(len(each.token_ids) >= at for each in sequences))  # type: ignore[misc]
+            await rig.engine.swap(rig.delta(version), SwapMode.RECOMPUTE_KV)
+        await rig.finish(*sequences)
+        assert {version for each in sequences for version in each.versions} == {0, 1, 2}
+        for request, each in zip(requests, sequences, strict=True):
+            assert len(each.token_ids) == 160 and each.finish_reason is FinishReason.LENGTH
+            assert off_by(rig, request.prompt_token_ids, each) < ROUNDED_TO_FP8_NATS
+
+    rig.run(body)
+
+
+def off_by(rig: Rig, prompt: tuple[int, ...], sequence: Collected) -> float:
+    """Root mean square of raw log-probabilities against the judge's, each under the version that it claims."""
+    judged = {version: rig.raw_logprobs(version, prompt, sequence.token_ids) for version in set(sequence.versions)}
+    claims = zip(sequence.versions, sequence.token_ids, sequence.raw_logprobs, strict=True)
+    errors = [float(judged[version][at, token]) - raw for at, (version, token, raw) in enumerate(claims)]
+    return float(torch.tensor(errors).square().mean().sqrt())
+
+
+def test_it_scores_nothing_for_audits(rig: Rig) -> None:
+    assert rig.engine.scorable == frozenset()

@@ -1,0 +1,198 @@
+"""Strangers and members that want a relay's byte pipes for themselves: they get their share for a time, and others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from echo2.base.ids import PeerId
+from echo2.broadcast import relay_book
+from echo2.broadcast.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.runtime import pipe_relay, splicing
+from echo2.broadcast.runtime.transport_bulk import BulkConnection, BulkTransport
+from echo2.trust.identity import Role, dns_name_of
+from echo2.trust.runtime.port_limits import PIPES
+from tests.contract.fleet import until
+from tests.contract.test_pipes import FRAMES, HOST, Scene, exchanged, scene
+from tests.redteam.target import ELSEWHERE
+
+GARBAGE = b"no record of TLS"
+_Caller = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def hello_for(peer: PeerId) -> bytes:
+    """A whole TLS hello that names a peer, as any client makes it."""
+    context = ssl.create_default_context()
+    said = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), said, server_hostname=dns_name_of(peer)).do_handshake()
+    return said.read()
+
+
+@asynccontextmanager
+async def callers(s: Scene, said: bytes, count: int) -> AsyncIterator[list[_Caller]]:
+    """Of another address than all else here; each keeps its socket open whatever the other side does."""
+    made = [await asyncio.open_connection(HOST, s.relay.port, local_addr=(ELSEWHERE, 0)) for _ in range(count)]
+    try:
+        for _, writer in made:
+            writer.write(said)
+        yield made
+    finally:
+        for _, writer in made:
+            writer.close()
+
+
+async def is_served(s: Scene) -> bool:
+    connection = await s.call()
+    await connection.send(b"here?")
+    answer = await asyncio.wait_for(connection.receive(), 10)
+    await connection.close()
+    return answer == b"here?"
+
+
+async def until_left(those: list[_Caller], count: int, limit_s: float = 5.0) -> None:
+    """Only so many of them have not been hung up on."""
+    ending = [asyncio.create_task(reader.read()) for reader, _ in those]
+    await until(lambda: sum(not one.done() for one in ending) <= count, f"at most {count} are left", limit_s)
+    for one in ending:
+        one.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+def with_limits(s: Scene, limits: RelayLimits) -> RelayBook:
+    """The relay's, from now on."""
+    book = RelayBook(limits)
+    (place,) = s.relay._places.values()
+    s.relay._places = {name: replace(place, book=book) for name in s.relay._places}
+    book.reserve(s.member.peer_id, time.monotonic())
+    return book
+
+
+@pytest.mark.parametrize("has_splice", [True, False])
+def test_a_caller_that_stays_behind_the_members_end_holds_no_pipe(
+    has_splice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splicing, "ENDING_S", 0.2)
+    if not has_splice:
+        monkeypatch.setattr(splicing, "_splice", None)
+
+    async def play() -> None:
+        async with scene() as s:
+            book = with_limits(s, RelayLimits(circuits_per_member_max=8))
+            async with callers(s, hello_for(s.member.peer_id) + GARBAGE, 4) as those:
+                for reader, _ in those:  # the member sees the garbage and hangs up; the caller does not
+                    await asyncio.wait_for(reader.read(), 10)
+                await until(lambda: not book.circuits, "the relay has ended the other direction as well", 5.0)
+                assert await is_served(s)
+
+    asyncio.run(play())
+
+
+def test_a_pipe_on_which_nothing_moves_ends_when_its_time_is_over() -> None:
+    async def play() -> None:
+        async with scene() as s:
+            book = with_limits(s, RelayLimits(circuit_s_max=0.5))
+            connection = await s.call()
+            assert await asyncio.wait_for(connection.receive(), 10) is None
+            await connection.close()
+            assert book.refused == 1, "the log says which limit it was"
+
+    asyncio.run(play())
+
+
+def test_hellos_for_the_relay_itself_that_go_no_further_have_the_share_of_their_address() -> None:
+    async def play() -> None:
+        async with scene() as s:
+            hello = hello_for(s.relay_credentials.peer_id)
+            async with callers(s, hello, pipe_relay.CALLERS_PER_HOST) as those:
+                for reader, _ in those:
+                    await asyncio.wait_for(reader.readexactly(1), 10)  # the relay has begun the handshake
+                async with callers(s, hello, 8) as more:
+                    await until_left(more, 0, 3.0)
+                assert await is_served(s) and len(s.relay._places) == 1
+
+    asyncio.run(play())
+
+
+def test_pipes_and_places_stay_where_strangers_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe_relay, "PIPES", replace(PIPES, stranger_s=1.5))
+
+    async def play() -> None:
+        async with scene() as s:
+            place, connection = s.relay._places.copy(), await s.call()
+            async with callers(s, b"", 1) as those:
+                await until_left(those, 0)
+            assert await exchanged(connection) == FRAMES
+            assert s.relay._places == place
+            await connection.close()
+
+    asyncio.run(play())
+
+
+def test_an_address_gets_half_of_the_port_however_many_members_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe_relay, "PIPES", replace(PIPES, connections_cap=16))
+
+    async def play() -> None:
+        async with scene() as s:
+            async with callers(
+                s, hello_for(s.member.peer_id), 12
+            ) as those:  # each has a pipe until the member gives it up
+                await until_left(those, 8)
+                assert await is_served(s)
+            await until(lambda: not s.relay._connected[ELSEWHERE], "they have left")
+
+    asyncio.run(play())
+
+
+def test_an_address_gets_half_of_a_members_pipes() -> None:
+    async def play() -> None:
+        async with scene() as s:
+            with_limits(s, RelayLimits(circuits_per_member_max=4))
+            async with callers(s, hello_for(s.member.peer_id), 6) as those:
+                await until_left(those, 2)
+                assert await is_served(s)
+            await until(lambda: not s.relay._piped, "they have left")
+
+    asyncio.run(play())
+
+
+def test_a_members_second_place_ends_its_first_however_often() -> None:
+    async def play() -> None:
+        async with scene() as s:
+            worker = BulkTransport(s.credentials(Role.WORKER))
+            made: list[BulkConnection] = []
+            for count in range(12):
+                made.append(await worker.dial(HOST, s.relay.port, s.relay_credentials.peer_id))
+                await until(lambda: len(s.relay._places) == 2, "it holds a place")
+                if count:
+                    assert await asyncio.wait_for(made[-2].receive(), 5) is None
+            await until(lambda: s.relay._connected[HOST] == 2, "one of the worker, one of the member")
+            assert not made[-1].ended.is_set() and len(s.relay._places) == 2
+            assert await is_served(s)
+            for one in made:
+                await one.close()
+
+    asyncio.run(play())
+
+
+def test_a_member_that_never_says_it_is_still_here_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_book, "PIPES", RelayLimits(reservation_s=0.5))
+
+    async def play() -> None:
+        made = Scene()
+        try:
+            silent = await made.bulk.dial(HOST, made.relay.port, made.relay_credentials.peer_id)
+            assert await asyncio.wait_for(silent.receive(), 10) is None
+            await silent.close()
+            assert not made.relay._places
+        finally:
+            await made.relay.close()
+
+    asyncio.run(play())

@@ -1,0 +1,130 @@
+"""Plan, doctor and the learner itself ask one rule what a learner needs of memory and disk."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from echo2.broadcast.room import store_bytes_for
+from echo2.cli.doctor import learner_finding
+from echo2.cli.main import main
+from echo2.cli.plan import learner_gpus, load_catalogue
+from echo2.cli.run_shape import gpus_text, learner_line, learner_needs, learner_run
+from echo2.config.load import load_config, parse_overrides
+from echo2.coordinator.runtime.catalogue import built_in_models
+from echo2.cost_model.memory import Checkpointing, checkpoint_bytes, learner_memory
+from echo2.cost_model.sizing import model_size
+from echo2.learner.runtime.auditor import AuditCalls, auditor_of
+from echo2.learner.runtime.options import LearnerOptions, TrainerOptions
+from echo2.learner.runtime.ranks import Ranks
+from echo2.learner.runtime.startup import new_team
+from echo2.worker.findings import Finding
+from echo2.worker.runtime.machine import WorkerMachine, parse_gpus
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "configs").glob("*.toml"))
+EXAMPLE = next(path for path in EXAMPLES if path.stem == "math-qwen3-8b")
+H100_MIB = 81_559
+LARGE = 1 << 42
+
+
+def test_the_disk_that_is_told_holds_what_the_learner_writes(tmp_path: Path) -> None:
+    shape = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 500, "max_position_embeddings": 256, "tie_word_embeddings": True,
+    }  # fmt: skip
+    AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    options = LearnerOptions(
+        tmp_path, "disk", 2, 4, 4, 2, TrainerOptions(str(tmp_path / "model"), token_budget=512, threads=1)
+    )
+    team, size = new_team(options, Ranks()), model_size(shape)
+    assert team.checkpoint_bytes == checkpoint_bytes(size.parameters, 2 * size.parameters)
+    config = load_config([], None, {"learner.checkpoints_kept": "2"})
+    told = learner_needs(config, size, 0, 1 << 34).memory.disk_bytes
+    assert told == 3 * team.checkpoint_bytes + store_bytes_for(team.model.snapshot_bytes)
+    auditor = auditor_of(options, random.Random(0), AuditCalls(habits_of=lambda peer: None))  # type: ignore[arg-type, return-value]
+    assert auditor.versions_max == 2 * options.staleness_bound + 2
+
+
+def test_eight_billion_at_a_bound_of_six_take_the_disk_and_host_memory_that_their_run_asks() -> None:
+    config, size = load_config([EXAMPLE], None, {}), built_in_models()["qwen3-8b"]
+    run = learner_run(config, size)
+    assert run.rollout_tokens == 2048 * 7 * 0.35 * 8192
+    found = learner_needs(config, size, 8, 85_500_000_000).memory
+    assert found.disk_bytes == (3 * 14 * size.parameters) + store_bytes_for(2 * size.parameters)
+    known = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8).host_bytes
+    eight_versions_more = int(0.02 * 6 * 14 * size.parameters) - int(0.02 * 6 * 6 * size.parameters)
+    assert found.host_bytes - known == eight_versions_more + int(100 * run.rollout_tokens)
+    assert "of disk for checkpoints and chunks" in learner_line(config, size, 8, 85_500_000_000)
+
+
+def machine(gpu_count: int, memory_bytes: int = LARGE, disk_bytes: int = LARGE) -> WorkerMachine:
+    gpus = parse_gpus(f"NVIDIA H100 80GB HBM3, {H100_MIB}, 580.65.06\n" * gpu_count)
+    return WorkerMachine(gpus, 16, memory_bytes, disk_bytes, has_vllm=True)
+
+
+def finding_of(path: Path, here: WorkerMachine, *more: str) -> Finding:
+    config = load_config([path], None, parse_overrides(more))
+    return learner_finding(here, config, built_in_models()[config.model.path.rpartition("/")[2].lower()])
+
+
+def test_the_doctor_calls_a_learner_bad_that_does_not_fit_the_gpus_and_says_what_would() -> None:
+    one, four = finding_of(EXAMPLE, machine(1)), finding_of(EXAMPLE, machine(4))
+    assert not one.is_good and four.is_good
+    assert "GPU memory: 176.9 GB needed on one GPU, 77.0 GB there" in one.text
+    assert "4 such GPUs" in one.advice and not four.advice
+
+
+def test_a_learner_of_eight_billion_is_bad_on_a_machine_without_gpus() -> None:
+    found = finding_of(EXAMPLE, machine(0, memory_bytes=64 << 30))
+    assert not found.is_good and "needed on the CPU, 68.7 GB there" in found.text and "4 H100 GPUs" in found.advice
+    assert not finding_of(EXAMPLE, machine(4, memory_bytes=64 << 30), "--learner.device=cpu").is_good
+
+
+def test_host_memory_and_disk_that_are_short_are_bad_too() -> None:
+    host, disk = (
+        finding_of(EXAMPLE, machine(8, memory_bytes=64 << 30)),
+        finding_of(EXAMPLE, machine(8, disk_bytes=1 << 38)),
+    )
+    assert not host.is_good and "host memory: 149.4 GB needed, 68.7 GB there" in host.text
+    assert (
+        not disk.is_good and "disk: 377.3 GB needed, 274.9 GB free" in disk.text and "checkpoints_kept" in disk.advice
+    )
+
+
+def test_a_smaller_micro_batch_is_told_where_it_would_do() -> None:
+    found = finding_of(EXAMPLE, machine(4), "--learner.token_budget=65536")
+    assert not found.is_good and "learner.token_budget 32768" in found.advice
+    assert finding_of(EXAMPLE, machine(4), "--learner.token_budget=32768").is_good
+
+
+def test_ranks_of_several_machines_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = next(path for path in EXAMPLES if path.stem == "math-qwen3-32b")
+    assert not finding_of(path, machine(8)).is_good
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert finding_of(path, machine(8, memory_bytes=300 << 30)).is_good, "this host keeps half of the ranks' memory"
+    assert not finding_of(path, machine(8, memory_bytes=200 << 30)).is_good
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_each_example_plan_and_doctor_agree_on_the_learners_gpus(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The header's torchrun starts as many ranks as `echo2 plan` names GPUs; these are enough for the doctor, and half are not."""
+    monkeypatch.syspath_prepend(str(path.parent))
+    text = path.read_text()
+    nodes, ranks = (re.search(rf"--{name} (\d+)", text) for name in ("nnodes", "nproc-per-node"))
+    asked = int(nodes[1] if nodes else 1) * int(ranks[1] if ranks else 1)
+    config = load_config([path], None, {})
+    size = built_in_models()[config.model.path.rpartition("/")[2].lower()]
+    assert learner_gpus(config, {}, size, load_catalogue(None))[1] == asked
+    assert main(["plan", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert f"on {gpus_text(asked)} (" in told and "SHORT" not in told
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert finding_of(path, machine(asked)).is_good
+    assert asked == 1 or not finding_of(path, machine(asked // 2)).is_good

@@ -1,0 +1,302 @@
+"""Strangers and hostile clients at the gateway's port: what they may hold, and that honest agents beside them are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from echo2.gateway.limits import BODY_BYTES_MAX
+from echo2.gateway.runtime import app as app_module
+from echo2.gateway.runtime import guard
+from echo2.gateway.runtime.guard import Bodies, Refused
+from echo2.gateway.runtime.long_work import LongWork
+from echo2.trust.runtime.port_limits import GATEWAY
+from tests.redteam.hostile import still_open
+from tests.unit.gateway.served import Served, answer_of, served
+from tests.unit.gateway.test_sessions import Letters
+
+QUICK = replace(GATEWAY, head_s=1.5, crowd_s=0.6, strangers_per_host=20)
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+ELSEWHERE = "127.0.0.9"
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Served]:
+    with served(port_limits=QUICK) as found:
+        yield found
+
+
+def ended_after_s(connection: socket.socket, limit_s: float = 6.0) -> float:
+    began = time.monotonic()
+    connection.settimeout(limit_s)
+    with contextlib.suppress(OSError):
+        while connection.recv(1 << 16):
+            pass
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("key", [None, "guessed", "a1-0-0.guessed", "é"])
+def test_who_shows_no_key_is_answered_before_its_body_is_read_and_leaves(gateway: Served, key: str | None) -> None:
+    with gateway.connect() as connection:
+        began = time.monotonic()
+        connection.sendall(gateway.head(BODY_BYTES_MAX, key))  # and nothing of the body
+        status, told = answer_of(connection)
+        assert status == 401 and told["error"]["code"] == "invalid_api_key" and time.monotonic() - began < 1.0
+        assert ended_after_s(connection) < 3.0
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/sessions", "/v1/models"])
+def test_no_path_is_open_to_strangers(gateway: Served, path: str) -> None:
+    with gateway.connect() as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        assert answer_of(connection)[0] == 401 and ended_after_s(connection) < 3.0
+
+
+def test_a_client_in_the_middle_of_its_body_still_reads_why_it_is_refused(gateway: Served) -> None:
+    body = b"x" * 900_000
+    with gateway.connect() as connection:
+        connection.sendall(gateway.head(len(body), "of.an.episode.that.ended") + body)
+        assert answer_of(connection)[0] == 401
+
+
+def test_silence_and_heads_in_drips_end(gateway: Served) -> None:
+    with gateway.connect() as silent, gateway.connect() as dripping:
+        dripping.sendall(b"POST /v1/models HTTP/1.1\r\nx: ")
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - began < 5.0:
+                dripping.sendall(b"a")
+                dripping.settimeout(0.1)
+                with contextlib.suppress(TimeoutError):
+                    if dripping.recv(10) == b"":
+                        break
+        assert time.monotonic() - began < 3.0
+        assert ended_after_s(silent) < 3.0
+
+
+def test_a_crowd_of_strangers_keeps_its_share_and_hurts_nobody_of_its_own_address(gateway: Served) -> None:
+    with contextlib.ExitStack() as held:
+        known = [held.enter_context(gateway.connect(ELSEWHERE)) for _ in range(40)]
+        for one in known:
+            one.sendall(f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.key}\r\n\r\n".encode())
+            assert answer_of(one)[0] == 200
+        crowd = [held.enter_context(gateway.connect(ELSEWHERE)) for _ in range(100)]
+        until = time.monotonic() + 1.2
+        while still_open(crowd) > QUICK.strangers_per_host and time.monotonic() < until:
+            time.sleep(0.05)  # real sockets have no virtual clock
+        assert still_open(crowd) <= QUICK.strangers_per_host
+        time.sleep(max(0.0, until - time.monotonic()) + QUICK.head_s)
+        assert still_open(crowd) == 0 and still_open(known) == 40
+
+
+def test_hundreds_of_connections_that_ask_something_are_all_answered() -> None:
+    with served() as gateway, contextlib.ExitStack() as held:
+        opened = [held.enter_context(gateway.connect()) for _ in range(400)]
+        for one in opened:
+            one.sendall(f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.key}\r\n\r\n".encode())
+        assert [answer_of(one)[0] for one in opened] == [200] * 400
+
+
+def test_a_full_port_ends_idle_strangers_first() -> None:
+    with served(port_limits=replace(QUICK, connections_cap=16, head_s=5.0, crowd_s=4.0)) as small:
+        with contextlib.ExitStack() as held:
+            known = [held.enter_context(small.connect()) for _ in range(8)]
+            for one in known:
+                one.sendall(f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {small.key}\r\n\r\n".encode())
+                assert answer_of(one)[0] == 200
+            strangers = [held.enter_context(small.connect(ELSEWHERE)) for _ in range(30)]
+            assert small.post(HI)[0] == 200
+            assert still_open(known) == 8 and still_open(strangers) <= 8
+
+
+def test_a_body_that_is_not_whole_in_time_is_given_up(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODY_S", 0.3)
+    with gateway.connect() as connection:
+        connection.sendall(gateway.head(1000, gateway.key) + b'{"a')
+        assert answer_of(connection)[0] == 408
+
+
+def test_bodies_are_json_and_say_so(gateway: Served) -> None:
+    body = json.dumps(HI).encode()
+    for kind, expected in (
+        ("text/plain", 415), ("application/x-www-form-urlencoded", 415), ("application/json; charset=utf-8", 200)
+    ):  # fmt: skip
+        with gateway.connect() as connection:
+            connection.sendall(gateway.head(len(body), gateway.key, kind) + body)
+            assert answer_of(connection)[0] == expected
+    assert gateway.post(b'{"messages": ' + b"[],".join([b""] * 300_000) + b"0}")[0] == 400
+    for wrong in (b"[]", b"\xff", b'{"a": ' + b"[" * 100_000, b"{"):
+        assert gateway.post(wrong)[0] == 400
+    with gateway.connect() as connection:
+        connection.sendall(gateway.head(BODY_BYTES_MAX + 1, gateway.key))
+        assert answer_of(connection)[0] == 413
+
+
+HALF = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (HALF, "half of a surrogate pair"),
+        (HALF.replace(b"\\ud800", b"\\uDFFF x"), "half of a surrogate pair"),
+        (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "expected UTF-8"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "stop": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "tools": [{"\\udead": 1}]}', "half of a surrogate pair"),
+        (
+            b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '
+            b'"{\\"a\\": \\"\\\\ud800\\"}"}}]}]}',
+            "arguments: expected text in Unicode",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "hi"}], "tools": [{"a": ' + b"[" * 900 + b"]" * 900 + b"}]}",
+            "levels",
+        ),
+    ],
+    ids=["content", "low half", "raw bytes", "stop", "key", "arguments", "deep"],
+)
+def test_what_no_tokenizer_or_template_takes_is_refused_by_name(
+    gateway: Served, body: bytes, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        status, told = gateway.post(body)
+        assert status == 400 and text in told["error"]["message"]
+    assert not gateway.desk._waiting and not [one for one in caplog.records if one.exc_info]
+    whole = {"messages": [{"role": "user", "content": "\U0001f600"}]}
+    assert gateway.post(json.dumps(whole).encode())[0] == 200, "both halves are a character"
+
+
+def test_a_reward_of_four_hundred_digits_is_refused_and_the_episode_goes_on(gateway: Served) -> None:
+    session_id = gateway.key.partition(".")[0]
+    for number in (b"1" + b"0" * 400, b"1e999", b"NaN", b"-Infinity", b'"1"'):
+        status, told = gateway.post(b'{"reward": ' + number + b"}", f"/v1/sessions/{session_id}/reward")
+        assert status == 400 and "expected a number within 1,000,000 of 0" in told["error"]["message"]
+    assert gateway.post(HI)[0] == 200
+
+
+def test_an_error_that_nobody_foresaw_is_one_answer_and_nothing_stays_behind(
+    gateway: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    (session,) = gateway.desk.sessions.sessions.values()
+    for number in range(20):
+        gateway.fleet.broken = ValueError("the journal took no such number")
+        status, told = gateway.post({"messages": [{"role": "user", "content": f"hi {number}"}]})
+        assert status == 500 and told["error"]["code"] == "internal_error" and "ValueError" in told["error"]["message"]
+        gateway.fleet.broken = None
+    assert not gateway.desk._waiting and not session.calls
+    assert len([one for one in caplog.records if one.exc_info]) <= 1
+    assert gateway.post({"messages": [{"role": "user", "content": "hi again"}]})[0] == 200
+
+
+class Parts:
+    """A request's body in so many parts."""
+
+    def __init__(self, *parts: bytes) -> None:
+        self._parts = parts
+
+    async def stream(self) -> Any:
+        for part in self._parts:
+            yield part
+
+
+def test_a_body_in_many_parts_takes_time_by_its_length_alone() -> None:
+    async def read() -> int:
+        async with Bodies().read(Parts(*[b"x" * 1000] * 8000), "a1") as data:  # type: ignore[arg-type]
+            return len(data)
+
+    began = time.process_time()
+    assert asyncio.run(read()) == 8_000_000
+    assert time.process_time() - began < 0.5
+
+
+def test_bodies_together_and_of_one_episode_hold_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODIES_BYTES_MAX", 500)
+    monkeypatch.setattr(guard, "BODIES_OF_ONE_BYTES_MAX", 200)
+
+    async def scene() -> None:
+        bodies = Bodies()
+
+        async def read(caller: str, count: int) -> None:
+            async with bodies.read(Parts(b"x" * count), caller):  # type: ignore[arg-type]
+                await asyncio.sleep(0.05)
+
+        for callers, refused in (("aaa", 1), ("abcdef", 1), ("abcde", 0)):
+            ends = await asyncio.gather(*(read(one, 100) for one in callers), return_exceptions=True)
+            assert sum(isinstance(end, Refused) for end in ends) == refused, callers
+        assert not bodies._held
+
+    asyncio.run(scene())
+
+
+def test_a_large_body_is_parsed_beside_the_loop(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    parse = app_module.body_of
+
+    def noting(data: bytes) -> dict[str, object]:
+        threads.append(threading.current_thread().name)
+        return parse(data)
+
+    monkeypatch.setattr(app_module, "body_of", noting)
+    assert gateway.post(HI)[0] == 200
+    assert gateway.post({**HI, "user": "x" * 300_000})[0] == 200
+    assert not threads[0].startswith("gateway") and threads[1].startswith("gateway")
+
+
+class SlowLetters(Letters):
+    """Of a long text it takes a while."""
+
+    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Sequence[int]:
+        text = "".join(str(message["content"]) for message in messages)
+        if len(text) > 1000:
+            time.sleep(1.5)
+        return [ord(letter) for letter in text[:50]]
+
+
+def test_a_text_that_takes_long_to_encode_holds_up_no_other_call() -> None:
+    long = {"messages": [{"role": "user", "content": "x" * 100_000}]}
+    with served(SlowLetters, context_tokens=100_000) as gateway:
+        answers: list[int] = []
+        thread = threading.Thread(target=lambda: answers.append(gateway.post(long)[0]))
+        gateway.longest_hold_s = 0.0
+        thread.start()
+        time.sleep(0.3)
+        began = time.monotonic()
+        assert gateway.post(HI)[0] == 200 and time.monotonic() - began < 0.8
+        assert not answers and gateway.longest_hold_s < 0.8
+        thread.join(20)
+        assert answers == [200]
+
+
+def test_calls_that_are_none_use_up_an_episodes_calls() -> None:
+    with served(calls_max=3) as gateway:
+        for _ in range(3):
+            assert gateway.post({"messages": "none"})[0] == 400
+        with gateway.connect() as connection:
+            connection.sendall(gateway.head(1000, gateway.key))  # nothing of the body is waited for
+            status, told = answer_of(connection)
+            assert status == 400 and told["error"]["code"] == "too_many_calls"
+
+
+def test_long_work_of_one_caller_leaves_a_thread_to_others() -> None:
+    async def scene() -> list[str]:
+        work, order = LongWork(), list[str]()
+
+        async def asked(caller: str) -> None:
+            await work.run(caller, lambda: time.sleep(0.03))
+            order.append(caller)
+
+        await asyncio.gather(*(asked(caller) for caller in ("greedy",) * 6 + ("honest",)))
+        assert not work._turns and not work._asked
+        work.close()
+        return order
+
+    assert asyncio.run(scene()).index("honest") <= 2
