@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from echo2.learner.episodes import Insertion
 from echo2.scoring.request import Column, TokenScores
 
 NOTHING: Column = np.zeros(0)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ ScoreTogether = Callable[[Version, Sequence[tuple[Passage, Piece]]], list[TokenS
 
 
 def passage_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habits]) -> Passage:
-    """The rollout `member` of a group that is trained on."""
+    """The rollout `member` of a group that is trained on: all its tokens and their numbers, milliseconds of work for a long one."""
     rollout = group.rollouts[member]
     insertions = group.insertions[member] if group.insertions else ()
     text, sampled_at = group.text_of(member)
@@ -112,7 +114,7 @@ def passage_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Hab
         (*prompt, *text),
         np.asarray(sampled_at, dtype=np.int64) + len(prompt),
         _uniforms_of(rollout, group.spec.sampling.seed, insertions),
-        _pieces_of(group, member, insertions, habits_of),
+        pieces_of(group, member, habits_of),
         _siblings_of(group, member),
     )
 
@@ -125,24 +127,38 @@ def _uniforms_of(rollout: Rollout, seed: int, insertions: Sequence[Insertion]) -
     return np.concatenate([uniforms(own, stop - start) for own, (start, stop) in turns])
 
 
-def _pieces_of(
-    group: TrainGroup, member: int, insertions: Sequence[Insertion], habits_of: Callable[[PeerId], Habits]
-) -> tuple[Piece, ...]:
-    """The rollout cut where its version, its sender or its turn changes."""
-    rollout = group.rollouts[member]
-    versions = [span.version for span in rollout.version_spans for _ in range(span.count)]
-    peers = [sent.peer_id for sent in group.senders[member] for _ in range(sent.token_count)]
-    turns = [insertion.position for insertion in insertions]
-    end = min(len(versions), len(peers))
-    cuts = [n for n in range(1, end) if versions[n] != versions[n - 1] or peers[n] != peers[n - 1] or n in turns]
+class _Runs(Generic[T]):
+    """Consecutive tokens that share a value, counted."""
+
+    def __init__(self, counted: Iterable[tuple[T, int]]) -> None:
+        self.starts: list[int] = []
+        self.end = 0
+        self._values: list[T] = []
+        for value, count in counted:
+            if count and (not self._values or value != self._values[-1]):
+                self.starts.append(self.end)
+                self._values.append(value)
+            self.end += count
+
+    def at(self, token: int) -> T:
+        return self._values[bisect_right(self.starts, token) - 1]
+
+
+def pieces_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habits]) -> tuple[Piece, ...]:
+    """The rollout `member` cut where its version, its sender or its turn changes."""
+    versions = _Runs((span.version, span.count) for span in group.rollouts[member].version_spans)
+    peers = _Runs((sent.peer_id, sent.token_count) for sent in group.senders[member])
+    turns = [insertion.position for insertion in (group.insertions[member] if group.insertions else ())]
+    end = min(versions.end, peers.end)
+    cuts = sorted(cut for cut in {*versions.starts, *peers.starts, *turns} if 0 < cut < end)
     pieces = []
     for start, stop in itertools.pairwise([0, *cuts, end] if end else [0]):
-        goes_on = start > 0 and start not in turns and peers[start] == peers[start - 1]
-        keeps = goes_on and habits_of(peers[start]).keeps_cache
-        by_seed = habits_of(peers[start]).draws_by_seed
+        peer = peers.at(start)
+        goes_on = start > 0 and start not in turns and peer == peers.at(start - 1)
+        keeps = goes_on and habits_of(peer).keeps_cache
         turn = sum(position <= start for position in turns)
         at = turns[turn - 1] if turn else 0
-        pieces.append(Piece(peers[start], versions[start], start, stop, keeps, by_seed, turn, at))
+        pieces.append(Piece(peer, versions.at(start), start, stop, keeps, habits_of(peer).draws_by_seed, turn, at))
     return tuple(pieces)
 
 

@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
+from echo2.base.rollout import Rollout
 from echo2.learner.audit import Passage
 
 NEWCOMER_TOKENS = 2048
@@ -74,14 +75,16 @@ class AuditDraw:
     _waiting: list[_InLine] = field(default_factory=list)
     _accounts: dict[PeerId, _Account] = field(default_factory=dict)
 
-    def consider(self, drawn: DrawnPassage, draws_by_seed: bool) -> None:
-        """A rollout that was trained on, and whose every token is in."""
-        account = self._account(drawn.worker)
-        account.seen[drawn.kind] += 1
+    def falls_on(self, worker: PeerId, kind: str, draws_by_seed: bool) -> bool:
+        """Whether a rollout that was trained on, and whose every token is in, is to be looked at: then it is `add`ed."""
+        account = self._account(worker)
+        account.seen[kind] += 1
         chance = self.share if draws_by_seed else OWN_NOISE_FACTOR * self.share
-        if account.tokens >= NEWCOMER_TOKENS and self.rng.random() >= chance:
-            return
-        account.tokens += len(drawn.passage.places)
+        return account.tokens < NEWCOMER_TOKENS or self.rng.random() < chance
+
+    def add(self, drawn: DrawnPassage) -> None:
+        """One on which the dice fell."""
+        self._account(drawn.worker).tokens += len(drawn.passage.places)
         self._waiting.append(_InLine(drawn, self.rng.random()))
         while len(self._waiting) > WAITING_MAX or self._waiting_tokens() > WAITING_TOKENS_MAX:
             self._waiting.remove(max(self._waiting, key=self._seen_enough))
@@ -136,7 +139,6 @@ class AuditDraw:
         return self._accounts.setdefault(worker, _Account())
 
 
-def kind_of(passage: Passage) -> str:
+def kind_of(rollout: Rollout, piece_count: int) -> str:
     """What a worker may choose of a rollout: how it ends, over how many versions and hands, how long it is."""
-    rollout, length = passage.rollout, len(passage.places)
-    return f"{rollout.finish_reason.value}/{min(3, len(passage.pieces))}/{length.bit_length()}"
+    return f"{rollout.finish_reason.value}/{min(3, piece_count)}/{len(rollout.token_ids).bit_length()}"

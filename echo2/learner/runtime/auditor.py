@@ -26,7 +26,7 @@ from torch import Tensor
 from echo2.base.ids import PeerId, Version
 from echo2.cost_model.memory import audit_versions
 from echo2.learner import scorings
-from echo2.learner.audit import Evidence, Habits, copies, examined, passage_of
+from echo2.learner.audit import Evidence, Habits, copies, examined, passage_of, pieces_of
 from echo2.learner.audit_draw import AuditDraw, DrawnPassage, kind_of
 from echo2.learner.batch import TrainGroup
 from echo2.learner.disputes import LOOKS_MAX, Disputes
@@ -152,9 +152,11 @@ class Auditor:
                 for sent in senders:
                     if sent.peer_id != NOBODY:
                         self.scorings.handle(scorings.TokensDelivered(sent.peer_id, sent.token_count), now)
-                passage = passage_of(group, member, self._calls.habits_of)
-                drawn = DrawnPassage(workers[-1], kind_of(passage), passage, now)
-                self.draw.consider(drawn, all(self._calls.habits_of(worker).draws_by_seed for worker in workers))
+                kind = kind_of(group.rollouts[member], len(pieces_of(group, member, self._calls.habits_of)))
+                by_seed = all(self._calls.habits_of(worker).draws_by_seed for worker in workers)
+                if self.draw.falls_on(workers[-1], kind, by_seed):  # the dice first: a passage is work
+                    passage = passage_of(group, member, self._calls.habits_of)
+                    self.draw.add(DrawnPassage(workers[-1], kind, passage, now))
         self._place(now)
 
     def _place(self, now: float) -> None:

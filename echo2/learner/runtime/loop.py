@@ -9,7 +9,6 @@ checkpoint before the one that is due; `waits_for` says which and since when. Le
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from echo2.learner.recent import RecentRollouts
 from echo2.learner.runtime.auditor import Auditor
 from echo2.learner.runtime.checkpoint import shelf_state
 from echo2.learner.runtime.exams import Exams
+from echo2.learner.runtime.inspection import keep_for_inspection
 from echo2.learner.runtime.intake import Intake
 from echo2.learner.runtime.metrics import Sink
 from echo2.learner.runtime.options import LearnerOptions
@@ -54,8 +54,6 @@ EVALUATION = "evaluation"
 """What the loop waits for behind its last step."""
 PUBLISH_WAITS_KEPT = 32
 """Steps over which the wait for publications is averaged."""
-NOT_FINITE_KEPT_MAX = 16
-"""Batches kept for inspection; later ones are counted only."""
 LEFT_OUT_LINES_MAX = 8
 """Workers named a step in the log; the metrics count all."""
 
@@ -170,7 +168,7 @@ class TrainingLoop:
         try:
             result, snapshot, times.diff_s = await self._in_trainer(lambda: self._train(batch, times, due_at))
         except TrainingError:
-            self._keep_for_inspection(batch)
+            await asyncio.to_thread(keep_for_inspection, batch, self.p.folder.path)
             raise
         self.auditor.consider(batch.groups, unix_now())
         self.auditor.counts.steps += 1
@@ -183,7 +181,7 @@ class TrainingLoop:
         if self.step % self.options.checkpoint.every_steps == 0:
             await self._checkpoint(times)
         if result.is_skipped:
-            self._keep_for_inspection(batch)
+            await asyncio.to_thread(keep_for_inspection, batch, self.p.folder.path)
         self._record(batch, result, times)
 
     def _train(
@@ -274,26 +272,6 @@ class TrainingLoop:
         self.last_row = row
         for sink in self.sinks:
             sink.write(row)
-
-    def _keep_for_inspection(self, batch: Batch) -> None:
-        """A batch whose loss or gradient was not finite, as text."""
-        folder = self.p.folder.path / "not_finite"
-        folder.mkdir(exist_ok=True)
-        if len(list(folder.iterdir())) >= NOT_FINITE_KEPT_MAX:
-            return
-        groups = [
-            {
-                "group_id": group.spec.group_id,
-                "prompt_token_ids": group.spec.prompt_token_ids,
-                "rewards": group.rewards,
-                "rollouts": [
-                    {"index": r.index, "token_ids": r.token_ids, "logprobs": r.logprobs, "raw_logprobs": r.raw_logprobs}
-                    for r in group.rollouts
-                ],
-            }
-            for group in batch.groups
-        ]
-        (folder / f"step-{batch.step:08d}.json").write_text(json.dumps({"step": batch.step, "groups": groups}))
 
 
 def _peak_flops(device: torch.device) -> float:

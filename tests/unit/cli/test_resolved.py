@@ -81,7 +81,7 @@ def test_config_show_says_what_options_become_here_and_why(capsys: pytest.Captur
     assert main(["config", "show", str(EXAMPLES / "math-qwen3-8b.toml"), "--learner.threads", "5"]) == 0
     shown = capsys.readouterr().out
     assert "# here: 9216 (max_prompt_tokens + max_new_tokens of each turn" in shown
-    assert "all cores" not in shown and "one of them for sockets" not in shown, "what was told needs no reason"
+    assert "one of them for sockets" not in shown, "what was told needs no reason"
     file = tmp_path / "shown.toml"
     file.write_text(shown)
     overrides = {"learner.threads": "5"}
@@ -134,7 +134,7 @@ def test_every_setting_of_the_loss_reaches_the_trainer(tmp_path: Path) -> None:
         ({"learner.updates_per_batch": "99", "learner.prompts_per_step": "8"}, "whole groups"),
         ({"learner.is_band": "[1.5, 4.0]"}, "below 1"),
         ({"learner.is_floor": "0.9", "learner.is_cap": "0.5"}, "is_cap"),
-        ({"learner.objective": "vespo", "learner.correction": "tis_sequence"}, "by token"),
+        ({"learner.objective": "vespo", "learner.correction": "tis_sequence"}, "per-token"),
     ],
 )
 def test_settings_of_the_loss_that_cannot_hold_are_refused_before_torch_is_paid_for(

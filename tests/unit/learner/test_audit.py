@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.noise import rollout_seed, turn_seed, uniform, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.audit import Habits, Passage, Piece, copies, examined, passage_of
+from echo2.learner.audit import Habits, Passage, Piece, copies, examined, passage_of, pieces_of
 from echo2.learner.audit_draw import WAITING_MAX, AuditDraw, DrawnPassage, kind_of
 from echo2.learner.batch import TrainGroup
 from echo2.learner.episodes import Insertion, SentTokens
@@ -113,12 +116,49 @@ def test_copies_count_for_as_much_as_they_were_unlikely() -> None:
     assert copies(passage_of(group, 0, lambda peer: Habits()), []) is None
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_size=5),
+    st.lists(st.tuples(st.sampled_from([A, B]), st.integers(0, 4)), max_size=5),
+    st.lists(st.integers(0, 12), max_size=3, unique=True),
+    st.booleans(),
+)
+def test_pieces_are_cut_wherever_a_token_differs_from_the_one_before(
+    spans: list[tuple[int, int]], senders: Senders, turns: list[int], keeps: bool
+) -> None:
+    """Token by token, which for long rollouts takes too long."""
+    versions = [version for version, count in spans for _ in range(count)]
+    peers = [peer for peer, count in senders for _ in range(count)]
+    said = tuple(Insertion(position, ()) for position in sorted(turns))
+    end = min(len(versions), len(peers))
+    rollout = rollout_of(spans)
+    spec = GroupSpec(GroupId("g"), (5, 6), 4, SamplingParams(seed=SEED), 0)
+    sent = tuple(SentTokens(peer, count) for peer, count in senders)
+    group = TrainGroup(spec, 0, (rollout,), (1.0,), (said,), (sent,))
+    pieces = pieces_of(group, 0, lambda peer: Habits(peer == B, keeps))
+    assert [n for piece in pieces for n in range(piece.start, piece.stop)] == list(range(end))
+    for piece in pieces:
+        own = range(piece.start, piece.stop)
+        assert {versions[n] for n in own} == {piece.version} and {peers[n] for n in own} == {piece.worker}
+        assert not set(turns) & set(own[1:]) and piece.draws_by_seed == (piece.worker == B)
+        starts = [position for position in sorted(turns) if position <= piece.start]
+        assert (piece.turn, piece.turn_start) == (len(starts), starts[-1] if starts else 0)
+    for before, piece in itertools.pairwise(pieces):
+        is_turn, is_other = piece.start in turns, before.worker != piece.worker
+        assert is_turn or is_other or before.version != piece.version, "cut for a reason"
+        assert piece.keeps_cache == (keeps and not is_turn and not is_other)
+
+
 # ---- which are looked at
 
 
 def trained(worker: PeerId, number: int, is_long: bool) -> DrawnPassage:
     one = passage([(2, 60 if is_long else 3)], [(worker, 60 if is_long else 3)])
-    return DrawnPassage(worker, kind_of(one), one, float(number))
+    return DrawnPassage(worker, kind_of(one.rollout, len(one.pieces)), one, float(number))
+
+
+def considered(draw: AuditDraw, one: DrawnPassage, draws_by_seed: bool) -> None:
+    if draw.falls_on(one.worker, one.kind, draws_by_seed):
+        draw.add(one)
 
 
 def test_every_kind_of_a_workers_rollouts_is_looked_at_also_when_the_audit_is_far_behind() -> None:
@@ -130,7 +170,7 @@ def test_every_kind_of_a_workers_rollouts_is_looked_at_also_when_the_audit_is_fa
         for number in range(40):
             one = trained(A if number % 8 else B, step, is_long=number % 20 == 0)
             seen[one.worker, one.kind] += 1
-            draw.consider(one, draws_by_seed=True)
+            considered(draw, one, draws_by_seed=True)
         for one in draw.take(120):  # about a third of what is drawn
             looked[one.worker, one.kind] += 1
             draw.looked_at(one, len(one.passage.places))
@@ -147,7 +187,7 @@ def test_what_is_looked_at_first_says_nothing_of_how_a_workers_rollouts_end() ->
         draw = AuditDraw(1.0, random.Random(seed))
         for number in range(96):  # five in eight go on to the limit, the others end in a dozen ways
             kind = "length" if number % 8 < 5 else f"stop/{number // 8}"
-            draw.consider(dataclasses.replace(trained(A, number, is_long=False), kind=kind), draws_by_seed=True)
+            considered(draw, dataclasses.replace(trained(A, number, is_long=False), kind=kind), draws_by_seed=True)
         for _ in range(16):
             (one,) = draw.take(0)
             draw.looked_at(one, len(one.passage.places))
@@ -160,7 +200,7 @@ def test_who_says_that_it_cannot_draw_by_its_seeds_is_looked_at_more_often() -> 
     counts: Counter[PeerId] = Counter()
     for number in range(4000):
         worker = A if number % 2 else B
-        draw.consider(trained(worker, number, False), draws_by_seed=worker == A)
+        considered(draw, trained(worker, number, False), draws_by_seed=worker == A)
         for one in draw.take(1 << 20):
             counts[one.worker] += number > 3000
             draw.looked_at(one, 3)
@@ -169,14 +209,14 @@ def test_who_says_that_it_cannot_draw_by_its_seeds_is_looked_at_more_often() -> 
 
 def test_what_could_not_be_looked_at_is_counted_and_a_released_worker_is_a_newcomer() -> None:
     draw = AuditDraw(0.01, random.Random(3))
-    draw.consider(trained(A, 0, True), True)
+    considered(draw, trained(A, 0, True), True)
     (one,) = draw.take(1)
     draw.looked_at(one, 0)
     assert draw.given_up == 1
     for number in range(200):
-        draw.consider(trained(A, number, True), True)
+        considered(draw, trained(A, number, True), True)
     assert 30 <= len(draw.waiting) < 60, "all of its first tokens, and then few"
     draw.forget(A)
     assert not draw.waiting
-    draw.consider(trained(A, 0, True), True)
+    considered(draw, trained(A, 0, True), True)
     assert len(draw.waiting) == 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 import urllib.request
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
@@ -25,10 +26,12 @@ from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import SamplingParams
 from echo2.cli.demo.ports import choose_ports
+from echo2.learner.batch import Batch
 from echo2.learner.delta_setting import SettingWish
 from echo2.learner.group import exam_version_of
 from echo2.learner.runtime.daemon import LearnerDaemon
 from echo2.learner.runtime.ending import RunSummary
+from echo2.learner.runtime.inspection import keep_for_inspection
 from echo2.learner.runtime.model import PolicyModel
 from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TaskOptions
 from echo2.learner.runtime.prometheus import gauge_name
@@ -483,10 +486,17 @@ def test_what_a_curriculum_remembers_outlives_a_restart(model_path: Path, tmp_pa
 
 
 def test_a_loss_that_stays_without_a_finite_value_ends_the_run_and_keeps_its_batches(
-    model_path: Path, tmp_path: Path
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = options_for(tmp_path / "run", model_path, evaluation=EvaluationOptions(prompts=0), steps=12)
     trainer = replace(options.trainer, nonfinite_steps_max=2)
+    wrote: list[threading.Thread] = []
+
+    def kept_here(batch: Batch, folder: Path) -> None:
+        wrote.append(threading.current_thread())
+        keep_for_inspection(batch, folder)
+
+    monkeypatch.setattr("echo2.learner.runtime.loop.keep_for_inspection", kept_here)
     run = Run(replace(options, trainer=trainer))
 
     def spoil() -> None:
@@ -499,6 +509,7 @@ def test_a_loss_that_stays_without_a_finite_value_ends_the_run_and_keeps_its_bat
         go(run.finish())
     kept = sorted(path.name for path in (tmp_path / "run" / "not_finite").iterdir())
     assert kept == ["step-00000001.json", "step-00000002.json", "step-00000003.json"]
+    assert len(wrote) == 3 and threading.main_thread() not in wrote, "the event loop serves meanwhile"
     assert [row["is_skipped"] for row in rows_of(tmp_path / "run")[1:]] == [False, True, True]
 
 
