@@ -111,7 +111,9 @@ async def measured() -> list[AgentRow]:
     reading = ChatReading(ChatFormat(tokenizer))
     fleet = InstantFleet(tuple(tokenizer.encode("abc the 12 " * 40, add_special_tokens=False)[:TOKENS]))
     keys = iter(range(1 << 30))
-    sessions = Sessions(GatewayLimits(8192, 128, len(tokenizer), 32), reading, lambda: f"{next(keys):032x}", has_harness=False)
+    sessions = Sessions(
+        GatewayLimits(8192, 128, len(tokenizer), 32), reading, lambda: f"{next(keys):032x}", has_harness=False
+    )
     fleet.desk = desk = GatewayDesk(sessions, fleet, time.monotonic)
     port = GatewayPort("")
     serving = asyncio.create_task(port.run(GatewayApp(desk, "m", "master", reading.token_text).application()))
