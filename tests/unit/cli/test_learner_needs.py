@@ -125,6 +125,8 @@ def test_each_example_plan_and_doctor_agree_on_the_learners_gpus(
     assert main(["plan", str(path)]) == 0
     told = capsys.readouterr().out
     assert f"on {gpus_text(asked)} (" in told and "SHORT" not in told
+    if config.coordinator.usd_per_hour_cap:
+        assert "not feasible" not in told, "the example's own cap pays for the pool that it needs"
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert finding_of(path, machine(asked)).is_good
     assert asked == 1 or not finding_of(path, machine(asked // 2)).is_good
