@@ -45,6 +45,7 @@ from echo2.worker.runtime.engines.vllm_start import (
     BaseOfAdapter,
     adapter_arguments,
     check_device,
+    check_attention,
     check_rounding,
     drafting_arguments,
     environment,
@@ -113,6 +114,7 @@ class VllmEngine:
         tuning: VllmTuning = VllmTuning(),
     ) -> None:
         self._config = load_config(config)
+        check_attention(self._config)
         check_rounding(self._config, quantisation, adapter)
         self._quantisation = quantisation
         limit = int(str(self._config.get("max_position_embeddings", 0)))

@@ -24,9 +24,8 @@ _ROUNDINGS = {Quantisation.NONE: None, Quantisation.FP8: "fp8_per_channel"}
 """vLLM's names. One scale a row of a matrix, and one a token for what it is multiplied with."""
 _UNROUNDED = {
     "num_experts": "experts", "num_local_experts": "experts", "n_routed_experts": "experts",
-    "kv_lora_rank": "latent attention",
 }  # fmt: skip
-"""By the field of a model's config that says so, layers that are not rounded, or from whose weights others follow."""
+"""By the field of a model's config that says so, layers that are not rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,20 @@ class BaseOfAdapter:
 
     spec: AdapterSpec
     base_path: str
+
+
+def check_attention(config: Mapping[str, object]) -> None:
+    """ConfigError for latent attention: vLLM derives further matrices from such weights when it loads them. A change in place would
+    not reach those, and the fingerprint of the weights would not show it."""
+    if rank := _text_config(config).get("kv_lora_rank"):
+        raise ConfigError(
+            f"model: vLLM's workers do not follow changes of latent attention (kv_lora_rank {rank!r}); expected a model without it"
+        )
+
+
+def _text_config(config: Mapping[str, object]) -> dict[str, object]:
+    text = config.get("text_config")
+    return {**config, **(text if isinstance(text, Mapping) else {})}
 
 
 def check_rounding(config: Mapping[str, object], quantisation: Quantisation, adapter: BaseOfAdapter | None) -> None:
@@ -46,8 +59,7 @@ def check_rounding(config: Mapping[str, object], quantisation: Quantisation, ada
         return
     if adapter is not None:
         raise ConfigError(f"{whose} is for whole weights, but the learner publishes an adapter alone; expected none")
-    text = config.get("text_config")
-    said = {**config, **(text if isinstance(text, Mapping) else {})}
+    said = _text_config(config)
     for field, what in _UNROUNDED.items():
         if said.get(field):
             raise ConfigError(f"{whose} is not for models with {what} ({field} {said[field]!r}); expected none")

@@ -110,7 +110,12 @@ def test_each_engine_rounds_in_its_way_and_refuses_the_others_by_name(tmp_path: 
             make_engine(choice, small, rounding, fit)
 
 
-@pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank"])
+def test_latent_attention_is_refused_on_vllm_which_would_not_follow_its_changes() -> None:
+    with pytest.raises(ConfigError, match="latent attention"):
+        VllmEngine({**tiny_config("qwen3"), "kv_lora_rank": 8})
+
+
+@pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
 def test_models_whose_layers_cannot_follow_are_refused_before_vllm_starts(tmp_path: Path, field: str) -> None:
     rounding = replace(options(tmp_path), quantisation=Quantisation.FP8)
     fit = fit_engine(EngineChoice.VLLM, tiny_config("qwen3"), rounding, FOUR_GPUS)
