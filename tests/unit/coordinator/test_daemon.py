@@ -238,7 +238,7 @@ def test_a_renewed_certificate_must_be_of_the_key_that_was_asked_for(
             before = worker.credentials.certificate
             others = certificate_request(worker.credentials.identity, TlsKey.generate())
             monkeypatch.setattr(RunAuthority, "issue", lambda self, der, *more, **by: issue(self, others, *more, **by))
-            with pytest.raises(TrustError, match="expected one of the key that we asked for"):
+            with pytest.raises(TrustError, match="expected one for the key that we sent"):
                 await renew(worker.credentials)
             assert worker.credentials.certificate.pem == before.pem
             await worker.close()
