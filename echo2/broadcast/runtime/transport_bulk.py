@@ -165,7 +165,8 @@ class BulkConnection(asyncio.BufferedProtocol):
         await self.send_parts((frame,))
 
     async def send_parts(self, parts: Sequence[bytes | memoryview]) -> None:
-        """One frame of several parts, none of which is copied before it is encrypted."""
+        """Sends one frame of several parts, without copying them before encryption. Frames of more than WRITE_BYTES are written in
+        pieces: only one task may send such frames, and a connection whose send was cancelled must be closed."""
         if not self._is_open():
             raise Unreachable(f"peer {self.peer.peer_id}: the bulk connection ended")
         *small, large = parts
