@@ -140,11 +140,13 @@ def test_the_hub_is_waited_for_as_long_as_it_is_worth_it_and_let_go_with_the_bas
 
     async def scene() -> None:
         monkeypatch.setattr(base_checkpoint, "download", download)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         loader = BaseCheckpointLoader(RUN, "nobody/at-all", "m", keyframe_s=lambda: 7.0)
         node = Node()
         offering = asyncio.create_task(loader.offer_to(node))  # type: ignore[arg-type]
-        while not asked:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):
+            while not asked:
+                await asyncio.sleep(0.01)
         assert node.is_sought == [True], "nothing is fetched beside it"
         loader.end()
         await asyncio.wait_for(offering, 10)
