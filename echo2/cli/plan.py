@@ -19,6 +19,7 @@ from echo2.coordinator.runtime import experience_file
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import GpuType, gpu_of, parse_catalogue, train_s_prior
+from echo2.cost_model.checkpoint_interval import CHECKPOINT_BYTES_PER_S, steps_between
 from echo2.cost_model.experience import JOIN_S
 from echo2.cost_model.memory import TOKEN_BUDGET_MAX, fewest_gpus
 from echo2.cost_model.offers import EGRESS_USD_PER_GIB
@@ -29,7 +30,6 @@ from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate,
 MARKET_COUNT = 48
 LEARNER_GPU = "H100"  # of a learner of which nothing else is said
 CHECKPOINT_BYTES_PER_PARAMETER = 14  # float32 masters, two moments of Adam, the bf16 weights last published
-CHECKPOINT_BYTES_PER_S = 5e9  # of one GPU or CPU, into host memory that is not pinned
 DELTA_SHARE = 0.01  # of all bf16 bytes, a step; between the 0.7 % and 0.9 % measured, with the container
 MEAN_SHARE, TAIL_SHARE = 0.35, 0.85  # of the longest completion, where no lengths are given
 
@@ -258,7 +258,8 @@ def _learner(
     whole = float(size.gpu_weight_bytes)
     train_s = fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * mean_tokens))
     copied_s = CHECKPOINT_BYTES_PER_PARAMETER * size.billions * 1e9 / (CHECKPOINT_BYTES_PER_S * gpu_count)
-    idle_s = fields.seconds("checkpoint", copied_s) / config.learner.checkpoint_every_steps
+    copied_s = fields.seconds("checkpoint", copied_s)
+    idle_s = copied_s / (config.learner.checkpoint_every_steps or steps_between(copied_s, train_s, train_s))
     made = LearnerEstimate(
         rollouts_per_step=batch + evaluation,
         evaluation_rollouts=evaluation,

@@ -224,8 +224,12 @@ class LearnerSection(Section):
     emulated_step_s: Annotated[Seconds, Field(description="A step takes at least this long, for trials; 0: off.")] = 0.0
     device: Annotated[str, Field(description="Where the trainer runs: auto, cpu, cuda, cuda:0 ...")] = "auto"
     checkpoint_every_steps: Annotated[
-        Count, Field(description="Steps between checkpoints; what a restart trains again.")
-    ] = 20
+        int,
+        Field(
+            ge=0,
+            description="Steps between checkpoints; what a restart trains again; 0: by what both cost, at most 20.",
+        ),
+    ] = 0
     checkpoints_kept: Annotated[Count, Field(description="Newest checkpoints kept on disk.")] = 2
     keyframe_every_versions: Annotated[
         Count, Field(description="Whole snapshots among the published versions, for newcomers.")
