@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOptions:
     """The learner's options from the resolved config. `link`: a join link, or @FILE; empty where none is needed."""
     from echo2.broadcast.link_shape import LinkShape
+    from echo2.cost_model.checkpoint_interval import STEPS_MAX
     from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
 
     learner = config.learner
@@ -77,7 +78,11 @@ def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOption
         task=_task_options(config),
         sampling=_sampling(config),
         evaluation=_evaluation_options(config),
-        checkpoint=CheckpointOptions(learner.checkpoint_every_steps, learner.checkpoints_kept),
+        checkpoint=CheckpointOptions(
+            learner.checkpoint_every_steps or STEPS_MAX,
+            learner.checkpoints_kept,
+            follows_cost=not learner.checkpoint_every_steps,
+        ),
         kappa=config.staleness.kappa or None,
         seed=config.run.seed,
         host=learner.host,

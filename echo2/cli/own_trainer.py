@@ -132,7 +132,8 @@ class Run:
                 "learner.replicas: expected 1 with a trainer of one's own, whose engine spreads its weights itself, got "
                 f"{resolved.learner.replicas}"
             )
-        self.options = replace(options, evaluation=EvaluationOptions(prompts=0))
+        told = replace(options.checkpoint, follows_cost=False)  # the trainer keeps to the number
+        self.options = replace(options, evaluation=EvaluationOptions(prompts=0), checkpoint=told)
         model, ranks = DeclaredModel(resolved.model.path, resolved.model.weights_dtype), ranks_of_environment()
         self.trainer: LentTrainer | FollowingTrainer = (
             LentTrainer(model) if ranks.count == 1

@@ -30,6 +30,7 @@ from echo2.coordinator.runtime import experience_file
 from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
 from echo2.coordinator.runtime.quiet import quiet_solver
 from echo2.cost_model.catalogue import CPU, GpuType, gpu_of, parse_catalogue, train_s_prior
+from echo2.cost_model.checkpoint_interval import CHECKPOINT_BYTES_PER_S, steps_between
 from echo2.cost_model.experience import JOIN_S
 from echo2.cost_model.memory import checkpoint_bytes
 from echo2.cost_model.offers import EGRESS_USD_PER_GIB
@@ -40,7 +41,6 @@ from echo2.cost_model.sizing import ModelSize, size_by_billions
 from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
 
 MARKET_COUNT = 48
-CHECKPOINT_BYTES_PER_S = 5e9  # of one GPU or CPU, into host memory that is not pinned
 DROPPED_GROUPS = 0.25
 """Of the groups, what dynamic sampling is assumed to throw away where it is on: those that the model always or never solves."""
 DELTA_SHARE = 0.01  # of all bf16 bytes, a step; between the 0.7 % and 0.9 % measured, with the container
@@ -317,8 +317,8 @@ def _learner(
     train_s = fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * mean_tokens))
     run = learner_run(config, size)
     copied = checkpoint_bytes(run.trained_parameters(size), run.published_bytes(size))
-    copied_s = copied / (CHECKPOINT_BYTES_PER_S * gpu_count)
-    idle_s = fields.seconds("checkpoint", copied_s) / config.learner.checkpoint_every_steps
+    copied_s = fields.seconds("checkpoint", copied / (CHECKPOINT_BYTES_PER_S * gpu_count))
+    idle_s = copied_s / (config.learner.checkpoint_every_steps or steps_between(copied_s, train_s, train_s))
     made = LearnerEstimate(
         rollouts_per_step=batch + evaluation,
         evaluation_rollouts=evaluation,

@@ -10,10 +10,11 @@ import os
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from echo2.base.units import format_bytes
+from echo2.base.units import format_bytes, format_seconds
 from echo2.broadcast.topology import CHUNKS_AIM, chunk_bytes_for
 from echo2.cli.run_shape import guessed_model_of, learner_run, lengths_of
 from echo2.config.run import RunConfig
+from echo2.cost_model.checkpoint_interval import REPLAY_S, STEPS_MAX
 from echo2.cost_model.memory import (
     CHECKPOINTING_FROM_BYTES,
     TOKEN_BUDGET_MAX_CPU,
@@ -54,6 +55,12 @@ def resolved(config: RunConfig, cores: int = 0) -> dict[str, Resolved[object]]:
         found["learner.objective"] = objective(config)
     if config.learner.normalisation == "auto":
         found["learner.normalisation"] = normalisation(config)
+    if not config.learner.checkpoint_every_steps:
+        found["learner.checkpoint_every_steps"] = Resolved(
+            f"at most {STEPS_MAX}",
+            f"as many as cost least with what a kill has trained again, and train for {format_seconds(REPLAY_S)} at most; the "
+            "learner's log says how many",
+        )
     if config.model.path:
         size, origin = guessed_model_of(config.model.path)
         longest = lengths_of(config).of(size)

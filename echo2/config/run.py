@@ -241,8 +241,12 @@ class LearnerSection(Section):
     ] = 0.0
     device: Annotated[str, Field(description="Where the trainer runs: auto, cpu, cuda, cuda:0 ...")] = "auto"
     checkpoint_every_steps: Annotated[
-        Count, Field(description="Steps between checkpoints; a restart repeats at most this many.")
-    ] = 20
+        int,
+        Field(
+            ge=0,
+            description="Steps between checkpoints; a restart repeats at most this many; 0: by what both cost, at most 20.",
+        ),
+    ] = 0
     checkpoints_kept: Annotated[Count, Field(description="Newest checkpoints kept on disk.")] = 2
     keyframe_every_versions: Annotated[
         Count, Field(description="Versions between full snapshots, which newcomers start from.")

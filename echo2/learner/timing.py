@@ -26,6 +26,13 @@ class Utilisation:
         self.wait_s += wait_s
 
     @property
+    def means_s(self) -> tuple[float, float]:
+        """Of the window's steps: busy, and with what was waited."""
+        count = max(1, len(self.recent))
+        busy_s = sum(busy for busy, _ in self.recent) / count
+        return busy_s, busy_s + sum(wait for _, wait in self.recent) / count
+
+    @property
     def window(self) -> float:
         return _share(sum(busy for busy, _ in self.recent), sum(wait for _, wait in self.recent))
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from echo2.base.errors import TrainingError
 from echo2.base.ids import Step, Version
+from echo2.cost_model.checkpoint_interval import CHECKPOINT_BYTES_PER_S, steps_between
 from echo2.learner.batch import Batch
 from echo2.learner.pace import StepPace, step_line
 from echo2.learner.recent import RecentRollouts
@@ -95,6 +96,7 @@ class TrainingLoop:
         self.publish_waits: deque[float] = deque(maxlen=PUBLISH_WAITS_KEPT)
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._checkpointed = prepared.checkpoint_step
+        self._told_every = 0
         self._is_stopping = self._was_stopped = False
         self._is_warm = False
         self.pace = StepPace()
@@ -112,7 +114,16 @@ class TrainingLoop:
     def idle_s(self) -> float:
         """A step on average, in which nothing is trained though no rollout is waited for: checkpoints and publications."""
         waited_s = sum(self.publish_waits) / max(1, len(self.publish_waits))
-        return waited_s + self.checkpoint_s / self.options.checkpoint.every_steps
+        return waited_s + self.checkpoint_s / self.checkpoint_every_steps
+
+    @property
+    def checkpoint_every_steps(self) -> int:
+        """As the options say, or by what a checkpoint and a step cost now."""
+        options = self.options.checkpoint
+        if not options.follows_cost or not self.utilisation.recent:
+            return options.every_steps
+        cost_s = self.checkpoint_s or self.p.team.checkpoint_bytes / (CHECKPOINT_BYTES_PER_S * world_size())
+        return steps_between(cost_s, *self.utilisation.means_s)
 
     def stop(self) -> None:
         """Ends the loop after the step that runs."""
@@ -178,7 +189,7 @@ class TrainingLoop:
         self.utilisation.add(times.busy_s(result), waited_s)
         self.publish_waits.append(times.publish_wait_s)
         self._is_warm = True
-        if self.step % self.options.checkpoint.every_steps == 0:
+        if self._is_checkpoint_due():
             await self._checkpoint(times)
         if result.is_skipped:
             await asyncio.to_thread(keep_for_inspection, batch, self.p.folder.path)
@@ -205,6 +216,20 @@ class TrainingLoop:
         self.exams.version_left(Version(self.step), self.is_finished)
 
     # ---- checkpoints
+
+    def _is_checkpoint_due(self) -> bool:
+        if not self.options.checkpoint.follows_cost:
+            return self.step % self.options.checkpoint.every_steps == 0
+        if self._checkpoint_task is not None and not self._checkpoint_task.done():
+            return False  # a slow disk takes its time; nothing waits for it
+        every, train_s = self.checkpoint_every_steps, self.utilisation.means_s[0]
+        if every != self._told_every:
+            self._told_every = every
+            _log.info(
+                "a checkpoint every %d steps: a step trains for %.3g s, so a restart trains again for %.3g s at most",
+                every, train_s, every * train_s,
+            )  # fmt: skip
+        return self.step - (self._checkpointed or 0) >= every
 
     async def _checkpoint(self, times: StepTimes) -> None:
         """Copies the state between two steps; the writing goes on beside the next ones."""

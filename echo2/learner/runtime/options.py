@@ -10,6 +10,7 @@ from typing import Literal
 from echo2.base.errors import ConfigError
 from echo2.base.rollout import SamplingParams
 from echo2.broadcast.link_shape import LinkShape
+from echo2.cost_model.checkpoint_interval import STEPS_MAX
 from echo2.cost_model.sizing import longest_sequence
 from echo2.learner.advantage import ADVANTAGES, AdvantageConfig
 from echo2.learner.delta_setting import SettingWish
@@ -90,11 +91,13 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """`free_bytes_min`: a checkpoint is not begun with less than its size and this much free."""
+    """`free_bytes_min`: a checkpoint is not begun with less than its size and this much free. `follows_cost`: after fewer than
+    `every_steps` where that costs less (cost_model/checkpoint_interval)."""
 
-    every_steps: int = 20
+    every_steps: int = STEPS_MAX
     kept: int = 2
     free_bytes_min: int = 64 << 20
+    follows_cost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

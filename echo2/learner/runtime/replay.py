@@ -17,15 +17,18 @@ from typing import Protocol
 from torch import Tensor
 
 from echo2.base.errors import EchoError, FingerprintMismatch
-from echo2.base.ids import Version
+from echo2.base.ids import Step, Version
+from echo2.base.units import format_seconds
 from echo2.broadcast.runtime.left_versions import LeftVersions
 from echo2.learner.history import History
 from echo2.learner.runtime.prompts import Prompts
 from echo2.learner.runtime.record import RunFacts, StepTimes, step_row, task_fields
 from echo2.learner.runtime.training_side import TrainingSide
 from echo2.learner.shelf import Shelf
+from echo2.outside import monotonic
 from echo2.weights import HostWeights
 
+TOLD_EVERY_S = 10.0
 _log = logging.getLogger("echo2.learner")
 
 
@@ -79,12 +82,32 @@ class _Difference:
     found: str
 
 
+@dataclass(slots=True)
+class _Progress:
+    """Says now and then how far it is. `last`: the newest recorded batch's step."""
+
+    last: Step
+    began_s: float
+    told_s: float = float("-inf")
+
+    def tell(self, done: int, step: Step, now: float) -> None:
+        """Before a batch is trained on again, behind `done` others."""
+        if now - self.told_s < TOLD_EVERY_S:
+            return
+        self.told_s = now
+        left = self.last + 1 - step
+        about = f", about {format_seconds((now - self.began_s) / done * left)}" if done else ""
+        _log.info("trained again on %d recorded batches, %d are left%s", done, left, about)
+
+
 def replay(checkpointed: StandingVersion, learner: Learner, left: LeftVersions) -> Replayed:
     """Trains all that is recorded. `checkpointed`: the newest version at the checkpoint, with its exact weights."""
     published = _as_they_left(learner.history.published, left)
     exact, begun, difference = checkpointed, None, None
     rows: list[Mapping[str, object]] = []
+    progress = _Progress(max(learner.history.drawn, default=Step(0)), monotonic())
     while (batch := learner.history.next_batch(learner.shelf)) is not None:
+        progress.tell(len(rows), batch.step, monotonic())
         version = Version(batch.step + 1)
         result = learner.team.step(batch, version in published)
         row = step_row(batch, result, StepTimes(), RunFacts())

@@ -33,8 +33,8 @@ def begin(run: echo2.Run) -> None:
 
 
 def test_a_run_that_was_never_begun_is_closed_without_a_word(tmp_path: Path) -> None:
-    with run_of(tmp_path):
-        pass
+    with run_of(tmp_path) as run:
+        assert run.checkpoint_every_steps == 20 and not run.options.checkpoint.follows_cost, "it is told once"
 
 
 def test_a_failure_that_nobody_asked_for_is_raised_by_close_once(tmp_path: Path) -> None:

@@ -272,8 +272,8 @@ def test_the_learners_gpus_of_the_fleet_file_reach_memory_and_audit(
         return capsys.readouterr().out
 
     eight, two = printed("H100", 8), printed("H100", 2)
-    assert "learner: 33.6 GB on each of 8 GPUs" in eight and "9.85 s where no worker can score" in eight
-    assert "on each of 2 GPUs" in two and "39.4 s where no worker can score" in two
+    assert "learner: 33.6 GB on each of 8 GPUs" in eight and "9.87 s where no worker can score" in eight
+    assert "on each of 2 GPUs" in two and "39.8 s where no worker can score" in two
     assert "GPU memory is SHORT: 95.0 GB needed on each of 2 GPUs, 76.9 GB there" in two and "4 such GPUs" in two
     assert "SHORT" not in eight and "SHORT" not in printed("H200", 2)
     with pytest.raises(ConfigError, match="gpu_count: expected a number above 0"):

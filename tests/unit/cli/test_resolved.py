@@ -28,6 +28,9 @@ def test_the_trainer_takes_all_cores_but_one_unless_told() -> None:
 def test_reward_processes_follow_the_cores() -> None:
     assert [reward_processes(cores) for cores in (1, 2, 16, 64, 256)] == [2, 2, 4, 16, 16]
     found = resolved(load_config((), None, {"task.name": "sort_digits"}), 32)
+    assert found["learner.checkpoint_every_steps"].value == "at most 20"
+    given = load_config((), None, {"learner.checkpoint_every_steps": "7"})
+    assert "learner.checkpoint_every_steps" not in resolved(given, 32)
     assert found["task.reward_processes"].value == 8
 
 
@@ -36,6 +39,14 @@ def test_chunks_follow_the_keyframe() -> None:
     assert large["broadcast.chunk_bytes"].value == "1.0 MB" and "keyframe" in large["broadcast.chunk_bytes"].why
     small = resolved(load_config([EXAMPLES / "math-qwen3-8b.toml"], None, {"broadcast.chunk_bytes": "4MiB"}), 4)
     assert "broadcast.chunk_bytes" not in small
+
+
+def test_checkpoints_follow_their_cost_unless_a_number_is_given(tmp_path: Path) -> None:
+    free = learner_options(load_config([EXAMPLES / "math-qwen3-8b.toml"], None, {}), "", tmp_path).checkpoint
+    assert free.follows_cost and free.every_steps == 20
+    told = load_config([EXAMPLES / "math-qwen3-8b.toml"], None, {"learner.checkpoint_every_steps": "7"})
+    given = learner_options(told, "", tmp_path).checkpoint
+    assert not given.follows_cost and given.every_steps == 7
 
 
 @pytest.mark.parametrize(("example", "does"), [("math-qwen3-8b", True), ("laptop", False)])

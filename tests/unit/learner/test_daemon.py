@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
 import threading
@@ -511,6 +512,30 @@ def test_a_loss_that_stays_without_a_finite_value_ends_the_run_and_keeps_its_bat
     assert kept == ["step-00000001.json", "step-00000002.json", "step-00000003.json"]
     assert len(wrote) == 3 and threading.main_thread() not in wrote, "the event loop serves meanwhile"
     assert [row["is_skipped"] for row in rows_of(tmp_path / "run")[1:]] == [False, True, True]
+
+
+def checkpointed_steps(model: Path, folder: Path, *, follows_cost: bool) -> list[int]:
+    every = CheckpointOptions(kept=8, free_bytes_min=1 << 20, follows_cost=follows_cost)
+    go(Run(options_for(folder, model, checkpoint=every)).finish())
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+
+
+def test_a_checkpoint_is_taken_as_often_as_its_cost_allows(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    costs: list[tuple[float, float, float]] = []
+
+    def every_other(checkpoint_s: float, train_s: float, step_s: float) -> int:
+        costs.append((checkpoint_s, train_s, step_s))
+        return 2
+
+    monkeypatch.setattr("echo2.learner.runtime.loop.steps_between", every_other)
+    with caplog.at_level("INFO", "echo2.learner"):
+        found = checkpointed_steps(model_path, tmp_path / "by_cost", follows_cost=True)
+    assert found[-1] == 6 and len(found) >= 2 and min(b - a for a, b in itertools.pairwise([0, *found[:-1]])) >= 2
+    assert "a checkpoint every 2 steps" in caplog.text
+    assert all(one[0] > 0 and 0 < one[1] <= one[2] for one in costs)
+    assert checkpointed_steps(model_path, tmp_path / "given", follows_cost=False) == [6], "20, as the options say"
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(model_path: Path, tmp_path: Path) -> None:

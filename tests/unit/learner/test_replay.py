@@ -276,11 +276,18 @@ def test_where_the_store_lost_the_published_version_the_start_says_so(model_path
     folder.release()
 
 
-def test_on_the_same_device_the_store_is_not_asked(model_path: Path, tmp_path: Path) -> None:
+def test_on_the_same_device_the_store_is_not_asked(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says how far training again is."""
+    monkeypatch.setattr("echo2.learner.runtime.replay.TOLD_EVERY_S", 0.0)
     crashed, _ = killed(model_path, tmp_path, 5, kappa=2)
     shutil.rmtree(chunk_folder(crashed))
-    summary = go(new_run(crashed).finish())
+    with caplog.at_level("INFO", "echo2.learner"):
+        summary = go(new_run(crashed).finish())
     assert summary.is_finished and summary.version == 6
+    assert "trained again on 0 recorded batches, 5 are left" in caplog.text
+    assert "trained again on 4 recorded batches, 1 are left, about" in caplog.text
 
 
 def versions_from_base(options: LearnerOptions) -> set[int]:

@@ -8,7 +8,7 @@ changed behind it. Leaves to others: where published tensors lie (weight_map), w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -83,20 +83,36 @@ class FormerVersions:
             self._steps.popleft()
 
     @contextmanager
-    def as_of(self, version: int, live: int) -> Iterator[None]:
-        """The parameters are those of `version` meanwhile."""
-        versions = self.versions
-        if version != live and version not in versions:
-            raise EngineError(f"version {version}: expected one that is kept, {[*versions, live]}, got another")
-        # Of a version that was put on twice, the last time: before it some bits may have been wrong.
-        back = 0 if version == live else 1 + versions[::-1].index(version)
+    def walking(self, live: int) -> Iterator[Callable[[int], None]]:
+        """A call takes the parameters from the version that they are of to another, one step after the other; at the end they are
+        those of `live` again."""
+        back = list(reversed(self._steps))
+        ends: list[int] = []  # of each step that was taken back, so many of `turned`
         turned: list[Replaced] = []
-        try:
-            for step in list(self._steps)[len(versions) - back :][::-1]:
-                for one in reversed(step.replaced):
+
+        def turn_back(count: int) -> None:
+            while len(turned) > count:
+                turned[-1].exchange()
+                turned.pop()
+
+        def go_to(version: int) -> None:
+            versions = [step.version for step in back]
+            if version != live and version not in versions:
+                raise EngineError(
+                    f"version {version}: expected one that is kept, {[*self.versions, live]}, got another"
+                )
+            # Of a version that was put on twice, the last time: before it some bits may have been wrong.
+            far = 0 if version == live else 1 + versions.index(version)
+            while len(ends) > far:
+                ends.pop()
+                turn_back(ends[-1] if ends else 0)
+            while len(ends) < far:
+                for one in reversed(back[len(ends)].replaced):
                     one.exchange()
                     turned.append(one)
-            yield
+                ends.append(len(turned))
+
+        try:
+            yield go_to
         finally:
-            for one in reversed(turned):
-                one.exchange()
+            turn_back(0)

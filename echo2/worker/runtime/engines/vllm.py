@@ -27,7 +27,7 @@ from echo2.base.rng import derived_seed
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import Fit, Quantisation
-from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
+from echo2.scoring.request import ScoreRequest, TokenScores
 from echo2.worker.engine import (
     EngineStats,
     GenerateRequest,
@@ -143,7 +143,7 @@ class VllmEngine:
         self._keeps_former = tuning.keeps_former
         self._swap_order = asyncio.Lock()
         self._scores = False
-        self._scoring: set[asyncio.Task[TokenScores]] = set()
+        self._scoring: set[asyncio.Task[tuple[TokenScores, ...]]] = set()
         self._counters = _VllmCounters()
 
     @property
@@ -166,26 +166,23 @@ class VllmEngine:
 
     async def score(self, request: ScoreRequest) -> tuple[TokenScores, ...]:
         refuse_bad_scoring(request, self._context_tokens, self._vocab_count)
-        # One stretch at a time, so that decode steps come between.
-        return tuple([await self._score(request, stretch) for stretch in request.stretches])
-
-    async def _score(self, request: ScoreRequest, stretch: Stretch) -> TokenScores:
         # To its end, also where the caller gives up: generation must not stay paused, nor former weights live.
-        task = asyncio.create_task(self._paused_score(request, stretch))
+        task = asyncio.create_task(self._paused_score(request))
         self._scoring.add(task)
         task.add_done_callback(self._scoring.discard)
         return await asyncio.shield(task)
 
-    async def _paused_score(self, request: ScoreRequest, stretch: Stretch) -> TokenScores:
+    async def _paused_score(self, request: ScoreRequest) -> tuple[TokenScores, ...]:
+        """All its stretches at once: each former version costs its way there and back."""
         async with self._swap_order:
             live = self._version
-            if live is None or stretch.version not in self.scorable:
+            if live is None or not request.versions <= self.scorable:
                 raise EngineError(
-                    f"scoring {request.request_id}: expected a version of {sorted(self.scorable)}, got {stretch.version}"
+                    f"scoring {request.request_id}: expected versions of {sorted(self.scorable)}, got {sorted(request.versions)}"
                 )
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             try:
-                return await self._weights.scores(request, stretch, live)
+                return await self._weights.scores(request, live)
             finally:
                 await self._llm.resume_generation()
 

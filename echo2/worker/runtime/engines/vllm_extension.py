@@ -216,18 +216,23 @@ class WorkerExtension:
         """What keeps this model from scoring; empty: it scores."""
         return vllm_scoring.why_not_scoring(self.model_runner)
 
-    def echo2_score(self, token_ids: list[int], place: tuple[int, int, int, int], sampling: dict[str, Any]) -> Any:
-        """Columns of `TokenScores`; none on a rank that gets no logits. `place`: the version, the live one, first token, stop."""
-        version, live, first, stop = place
+    def echo2_score(
+        self, token_ids: list[int], places: list[tuple[int, int, int]], live: int, sampling: dict[str, Any]
+    ) -> Any:
+        """Of each place columns of `TokenScores`; none on a rank that gets no logits. A place: the version, first token, stop. From
+        the newest version to the oldest, so that the weights cross each change twice."""
+        found: list[Any] = [None] * len(places)
         drawn = SamplingParams(**{**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])})
         try:
             if not isinstance(self._echo2_map, WeightMap):
                 raise EngineError("expected a keyframe of weights that are not rounded first, got tokens to score")
-            with self._echo2_map.as_of(version, live):
-                found = vllm_scoring.scores(self.model_runner, token_ids, first, stop, drawn)
+            with self._echo2_map.walking(live) as go_to:
+                for number, (version, first, stop) in sorted(enumerate(places), key=lambda one: -one[1][0]):
+                    go_to(version)
+                    found[number] = vllm_scoring.scores(self.model_runner, token_ids, first, stop, drawn)
         except (EchoError, RuntimeError) as error:  # RuntimeError: as torch says that memory is short
             return f"error: {error}"
-        return [] if found is None else [column.tolist() for column in found.columns]
+        return [[column.tolist() for column in one.columns] for one in found if one is not None]
 
     def echo2_sums(self, key: int, is_base: bool) -> Any:
         """What the tensors held here add to the keyed fingerprint."""

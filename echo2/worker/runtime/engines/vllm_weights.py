@@ -26,7 +26,7 @@ from echo2.base.ids import Version
 from echo2.base.staged import StagedVersion, TensorUpdate
 from echo2.base.units import format_bytes
 from echo2.cost_model.sizing import ROUND_BYTES
-from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
+from echo2.scoring.request import ScoreRequest, TokenScores
 from echo2.weights.elements import bits_of
 from echo2.worker.runtime.engines.adapter import AdapterSpec
 from echo2.worker.runtime.engines.checking import UpdateCheck
@@ -108,15 +108,15 @@ class VllmWeights:
             return "its weights are rounded (worker.quantisation)"
         return next(filter(None, await self._answers("echo2_why_not_scoring")), "")
 
-    async def scores(self, request: ScoreRequest, stretch: Stretch, live: Version) -> TokenScores:
-        """While generation is paused. EngineError where its version is not kept, or memory is short."""
+    async def scores(self, request: ScoreRequest, live: Version) -> tuple[TokenScores, ...]:
+        """Of each stretch, while generation is paused. EngineError where a version is not kept, or memory is short."""
         sampling = asdict(request.sampling) | {"stop_token_ids": list(request.sampling.stop_token_ids)}
-        place = [stretch.version, live, stretch.first, stretch.stop]
-        answers = await self._answers("echo2_score", list(request.token_ids[: stretch.stop]), place, sampling)
-        columns = next(filter(None, answers), None)
-        if columns is None:
+        places = [[stretch.version, stretch.first, stretch.stop] for stretch in request.stretches]
+        answers = await self._answers("echo2_score", list(request.token_ids), places, live, sampling)
+        found = next(filter(None, answers), None)
+        if found is None:
             raise EngineError(f"scoring {request.request_id}: expected logits on one of {len(answers)} ranks, got none")
-        return TokenScores(*(np.array(column, dtype=np.float64) for column in columns))
+        return tuple(TokenScores(*(np.array(column, dtype=np.float64) for column in one)) for one in found)
 
     async def fingerprint(self, key: int) -> int:
         """Of the published weights, from what is live; none that any weights have where processes disagree."""

@@ -197,9 +197,9 @@ class WeightMap:
         """Those that the weights can be of for a while, oldest first."""
         return self._former.versions
 
-    def as_of(self, version: int, live: int) -> AbstractContextManager[None]:
-        """The live weights, which are of version `live`, are those of `version` meanwhile; EngineError where it is not kept."""
-        return self._former.as_of(version, live)
+    def walking(self, live: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Meanwhile a call makes the live weights, of version `live`, those of another one; EngineError where that is not kept."""
+        return self._former.walking(live)
 
     @property
     def _parameter_bytes(self) -> int:

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from echo2.base.errors import EngineError, ResourceError
-from echo2.base.ids import Version
+from echo2.base.ids import GroupId, Version
+from echo2.base.rollout import SamplingParams
 from echo2.base.staged import TensorUpdate
+from echo2.scoring.request import ScoreRequest, Stretch
 from echo2.weights.fingerprint import fingerprint
 from echo2.worker.runtime.engines import vllm_weights
 from echo2.worker.runtime.engines.vllm_weights import NO_FINGERPRINT, VllmWeights, read_patches
@@ -81,7 +83,9 @@ def test_an_update_reaches_every_rank_or_none() -> None:
         await weights.settle(is_kept=True, replaced=Version(0))
         assert await weights.fingerprint(5) == fingerprint(changed, 5)
         assert weights.former == {0}, "both ranks can go back to it"
-        with ranks[0].map.as_of(0, 1), ranks[1].map.as_of(0, 1):
+        with ranks[0].map.walking(1) as first_goes_to, ranks[1].map.walking(1) as second_goes_to:
+            first_goes_to(0)
+            second_goes_to(0)
             assert await weights.fingerprint(5) == fingerprint(first, 5)
 
         ranks[1].q.data = ranks[1].q.data.double()  # writes of this rank fail from now on
@@ -91,6 +95,26 @@ def test_an_update_reaches_every_rank_or_none() -> None:
         with pytest.raises(EngineError, match=r"rank 1 of 2: tensor q: .* expected an engine of dtype bfloat16"):
             await weights.apply()
         assert torch.equal(ranks[0].q, before), "the rank that had written has its old values back"
+        weights.close()
+
+    asyncio.run(body())
+
+
+def test_a_request_is_scored_at_once_by_the_ranks_that_get_logits() -> None:
+    asked: list[tuple[object, ...]] = []
+
+    async def rpc(method: str, *arguments: object) -> list[Any]:
+        asked.append((method, *arguments))
+        return [[], [[[float(number)]] * 7 for number in range(3)]]
+
+    async def body() -> None:
+        weights = VllmWeights(rpc, "halves", None)
+        stretches = tuple(Stretch(Version(version), 1, 1, GroupId("g"), 0) for version in (4, 2, 5))
+        found = await weights.scores(ScoreRequest("s", (7, 8), SamplingParams(), stretches), Version(5))
+        assert [float(one.logprobs[0]) for one in found] == [0.0, 1.0, 2.0], "in the order of the stretches"
+        ((method, tokens, places, live, _),) = asked
+        assert (method, tokens, live) == ("echo2_score", [7, 8], 5)
+        assert places == [[4, 1, 2], [2, 1, 2], [5, 1, 2]]
         weights.close()
 
     asyncio.run(body())

@@ -15,6 +15,7 @@ from echo2.weights.fingerprint import fingerprint
 from echo2.worker.runtime.engines.derived import Scaled
 from echo2.worker.runtime.engines.past import VERSIONS_MAX
 from echo2.worker.runtime.engines.ranks import joined
+from echo2.worker.runtime.engines.replaced import Replaced
 from echo2.worker.runtime.engines.weight_map import Patch, WeightMap, record_map
 from tests.unit.worker.runtime.engines.halves import Half
 
@@ -171,11 +172,37 @@ def test_weights_are_those_of_a_former_version_for_a_while(reorders: bool) -> No
     assert weight_map.former_versions == [0, 1]
     for _ in range(2):
         for version, tensors in enumerate(versions):
-            with weight_map.as_of(version, 2):
+            with weight_map.walking(2) as go_to:
+                go_to(version)
                 assert weight_map.fingerprint(3) == fingerprint(tensors, 3), version
             assert weight_map.fingerprint(3) == fingerprint(whole, 3), "back to the bit"
-    with pytest.raises(EngineError, match=r"version 7: expected one that is kept, \[0, 1, 2\]"), weight_map.as_of(7, 2):
-        pass
+    for path in ((2, 1, 0), (0, 2, 1, 1), (1, 0, 1, 2, 0)):
+        with weight_map.walking(2) as go_to:
+            for version in path:
+                go_to(version)
+                assert weight_map.fingerprint(3) == fingerprint(versions[version], 3), path
+        assert weight_map.fingerprint(3) == fingerprint(whole, 3), "back to the bit"
+    with (
+        pytest.raises(EngineError, match=r"version 7: expected one that is kept, \[0, 1, 2\]"),
+        weight_map.walking(2) as go_to,
+    ):
+        go_to(0)
+        go_to(7)
+    assert weight_map.fingerprint(3) == fingerprint(whole, 3), "also where one is not kept"
+
+
+def test_a_walk_over_several_versions_crosses_each_change_once_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, weight_map = loaded(published(0))
+    for version in range(8):
+        weight_map.apply([Patch("q", "bfloat16", torch.tensor([version]), torch.tensor([version + 1]).short())])
+        weight_map.settle(is_kept=True, replaced=version)
+    crossed: list[Replaced] = []
+    exchange = Replaced.exchange
+    monkeypatch.setattr(Replaced, "exchange", lambda one: (crossed.append(one), exchange(one)))
+    with weight_map.walking(8) as go_to:
+        for version in (8, 6, 6, 5, 3, 2):
+            go_to(version)
+    assert len(crossed) == 2 * 6 and len({id(one) for one in crossed}) == 6
 
 
 def test_former_versions_are_bounded_by_number_and_bytes() -> None:
