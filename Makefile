@@ -89,6 +89,10 @@ proto-check: $(STAMP)
 bench: $(STAMP)
 	@for name in $$(ls benchmarks | sed -n 's/^bench_\(.*\)\.py$$/\1/p'); do $(MAKE) --no-print-directory bench-$$name || exit 1; done
 
+# A pretrained model, whole runs of a quarter of an hour each: three seeds, and by vLLM where .venv-vllm has been made.
+bench-demo-llm: $(LLM_STAMP)
+	$(BIN)/python -m benchmarks.bench_demo_llm
+
 bench-%: $(STAMP)
 	$(BIN)/python -m benchmarks.bench_$(subst -,_,$*)
 

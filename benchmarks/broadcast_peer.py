@@ -72,7 +72,8 @@ async def run(folder: Path, index: int) -> None:
     tls.bind_server(server, mine["address"], tls.server_credentials(credentials))
     await server.start()
     await node.start()
-    node.set_publisher(scene["peer_ids"][0], scene["nodes"][0]["address"])
+    seed = scene["nodes"][0]
+    node.set_publisher(scene["peer_ids"][0], "" if seed["is_natted"] else seed["address"])
     made = make_plan(scene)
     node.set_plan(made)
     wanted = len(made.neighbours(identity.peer_id))

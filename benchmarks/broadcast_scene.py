@@ -28,6 +28,7 @@ LINKS = {  # Mbit/s up and down: the seed's, then the workers'
     "slow downlink": ((200, 400), *[(100, 200)] * 5, (100, 20)),
     "giant relay": ((100, 200), (1000, 1000), *[(20, 100)] * 7),
     "home uplinks": ((40, 200), *[(20, 200)] * 6),
+    "small delta": ((200, 400), *[(100, 200)] * 8),
 }
 OWN_EARLIEST_TARGET = 1.25
 TARGETS = {
@@ -35,7 +36,8 @@ TARGETS = {
     ("heterogeneous", 4): 1.08, ("heterogeneous", 8): 1.12, ("heterogeneous", 16): 1.15,
     ("homogeneous, one dies at 0.5 of the time", 8): 1.25, ("homogeneous, 2 behind NAT, 0.1 % loss", 8): 1.20,
     ("homogeneous, 2 behind NAT, 0.1 % loss, without BBR", 8): 1.20,
-    ("slow downlink", 6): 1.10, ("giant relay", 8): 1.08, ("home uplinks", 6): 1.08,
+    ("slow downlink", 6): 1.10, ("giant relay", 8): 1.08, ("home uplinks", 6): 1.08, ("small delta", 8): 1.30,
+    ("heterogeneous, 3 behind NAT, 0.3 % loss", 10): 1.15, ("homogeneous, the learner behind NAT", 8): 1.10,
 }  # fmt: skip
 
 
@@ -89,8 +91,10 @@ class Scene:
         kind = self.kind
         if self.fault is not None:
             kind += f", {'one' if self.fault.node else 'the seed'} {self.fault.kind} at {self.fault.at:g} of the time"
-        if any(node.is_natted for node in self.nodes):
-            kind += f", {sum(node.is_natted for node in self.nodes)} behind NAT, {100 * self.loss:.1f} % loss"
+        if natted := sum(node.is_natted for node in self.nodes[1:]):
+            kind += f", {natted} behind NAT, {100 * self.loss:.1f} % loss"
+        if self.nodes[0].is_natted:
+            kind += ", the learner behind NAT"
         if not self.is_bbr_offered:
             kind += ", without BBR"
         return kind
@@ -108,6 +112,17 @@ class Scene:
         left = [node for number, node in enumerate(self.nodes) if number != self.fault.node]
         return max(whole, self.fault.at * whole + (1 - self.fault.at) * fluid_s(left, size))
 
+    @property
+    def path_s(self) -> float:
+        """One way from the seed over one relay to the worker that is farthest by its best such path."""
+        seed, workers = self.nodes[0], self.nodes[1:]
+        pairs = [(relay, worker) for worker in workers for relay in workers if relay is not worker]
+        least: dict[str, float] = {}
+        for relay, worker in pairs:
+            way_s = (_rtt_s(seed, relay) + _rtt_s(relay, worker)) / 2
+            least[worker.name] = min(way_s, least.get(worker.name, way_s))
+        return max(least.values(), default=0.0)
+
     def own_earliest_s(self, overhead: float) -> dict[str, float]:
         """By worker: by when it could have all while those that can be slower only take what their downlinks allow."""
         links = [NodeLink(PeerId(node.name), node.name, ("",), node.up, node.down, node.rtt_s) for node in self.nodes]
@@ -122,6 +137,10 @@ class Scene:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _rtt_s(first: SceneNode, second: SceneNode) -> float:
+    return RTT_S[(min(first.region, second.region), max(first.region, second.region))]
 
 
 def fluid_s(nodes: tuple[SceneNode, ...] | list[SceneNode], size_bytes: float) -> float:

@@ -61,8 +61,8 @@ class RelayWindow:
     """
 
     __slots__ = (
-        "_first_bytes", "_interval_s", "_last_ack_at", "_suspensions", "_window", "lap_s", "outstanding", "retry_at", "sent_bytes",
-        "slack_s",
+        "_first_bytes", "_interval_s", "_largest", "_last_ack_at", "_suspensions", "_window", "lap_s", "outstanding", "retry_at",
+        "sent_bytes", "slack_s",
     )  # fmt: skip
     SMALLEST, LARGEST = 2.0, 48.0
     PAUSE_MAX_S = 30.0
@@ -70,7 +70,7 @@ class RelayWindow:
     def __init__(self, slack_s: float, first_bytes: float = 0.0) -> None:
         self.slack_s = slack_s
         self._first_bytes = first_bytes
-        self._window = 3.0
+        self._window, self._largest = 3.0, self.LARGEST
         self._interval_s = 0.1
         self._last_ack_at: float | None = None
         self.lap_s = 0.0
@@ -82,7 +82,9 @@ class RelayWindow:
     def given(self, ref: tuple[bytes, int], size_bytes: int, is_owed: bool, now: float) -> None:
         """A chunk was assigned to the tree; `is_owed`: its relays will acknowledge it."""
         if self._first_bytes:
-            self._window = min(self.LARGEST, max(self._window, self._first_bytes / size_bytes))
+            planned = self._first_bytes / size_bytes
+            self._largest = max(self.LARGEST, 2 * planned)  # a relay that carries all of a fast link needs more
+            self._window = max(self._window, planned)
             self._first_bytes = 0.0
         self.sent_bytes += size_bytes
         if is_owed:
@@ -111,7 +113,7 @@ class RelayWindow:
         self._last_ack_at = now
         enough = max(2.0, self.slack_s / max(self._interval_s, 1e-3))
         if backlog < enough:
-            self._window = min(self.LARGEST, self._window + 0.5)
+            self._window = min(self._largest, self._window + 0.5)
         elif backlog > 2 * enough:
             self._window = max(self.SMALLEST, self._window - 0.5)
 

@@ -34,6 +34,7 @@ BALANCE_ROUNDS, BALANCE_STEP = 80, 0.1
 SEED_SPARED_SHARE = 1.1  # of what the seed must send: it may send this much, so that no uplink is completely full
 SLOWEST_NEAR = 1.05  # of the fastest candidate's time for all: among candidates within it, the mean decides
 MEAN_GAIN_MIN = 1.05  # a smaller gain is not worth a plan that does not treat all alike
+STRONG_ROOM = 1.25  # strong relays have this much of the uplink that they need, so that an error of measured rates does not bind
 WEIGHT_MIN = 2e-3  # a tree with less weight is not worth a relay window
 
 
@@ -65,6 +66,21 @@ def weighted_multi_tree(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
         trees.append(Tree(rest, (0,) * count))
     is_full_mesh = all(node.addresses for node in nodes) or sum(not node.addresses for node in nodes) < 2
     return tuple(trees) if is_full_mesh else _balanced(nodes, trees)
+
+
+def strong_relays(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
+    """Only the strongest uplinks relay, as few as suffice for the fluid bound with room to spare; the seed sends one copy. Empty
+    where all are needed or where the others do not make chunks smaller: then an even load is better."""
+    needed = STRONG_ROOM * (len(nodes) - 2) * fluid_bound(nodes).rate_bytes_per_s
+    order = sorted((i for i in range(1, len(nodes)) if nodes[i].addresses), key=lambda i: (-nodes[i].up, i))
+    sums = list(itertools.accumulate(nodes[i].up for i in order))
+    count = next((number for number, total in enumerate(sums, start=1) if total >= needed), 0)
+    if not count:
+        return ()
+    total, kept = sums[count - 1], order[:count]
+    trees = tuple(Tree(nodes[root].up / total, _relayed_by(nodes, root)) for root in kept)
+    weakest = min(node.up for node in nodes)
+    return trees if 2 * weakest <= min(nodes[0].up, nodes[kept[-1]].up) else ()
 
 
 def _direct_share(nodes: Sequence[NodeLink]) -> float:
@@ -215,7 +231,7 @@ def _builders(
     count = len(nodes)
     builders: dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]] = {"star": star, "chain": chain}
     if count <= degree_max + 1:
-        builders["multi_tree"] = weighted_multi_tree
+        builders |= {"multi_tree": weighted_multi_tree, "strong_relays": strong_relays}
     else:
         builders["interior_disjoint_trees"] = functools.partial(interior_disjoint, degree_max=degree_max)
     if any(node.egress_usd_per_gib for node in nodes):

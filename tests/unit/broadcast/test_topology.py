@@ -19,7 +19,7 @@ from echo2.broadcast.topology import (
     is_sound,
     predict,
 )
-from echo2.broadcast.trees import chain, plan, star, weighted_multi_tree
+from echo2.broadcast.trees import chain, plan, star, strong_relays, weighted_multi_tree
 from echo2.sim.broadcast_scenarios import broadcast, wan_fleet
 
 MBIT = 125e3
@@ -57,6 +57,34 @@ def test_multi_tree_is_near_the_bound_for_small_fleets(count: int, kind: str) ->
     assert made.topology == "multi_tree"
     assert made.predicted_all_s <= 1.1 * made.predicted_bytes / fluid_bound(nodes).rate_bytes_per_s
     assert degree_of(made.trees, len(nodes)) <= DEGREE_MAX
+
+
+def test_weak_uplinks_do_not_relay_where_strong_ones_suffice() -> None:
+    """One giant and seven of 20 Mbit/s: chunks as small as the weak ones need would cost all of them."""
+    nodes = fleet([1000, *[20] * 7], seed_up_mbit=100)
+    made = plan(nodes, 1, artifact_bytes=64 << 20)
+    assert made.topology == "strong_relays" and made.trees == (Tree(1.0, (0, *[1] * 7)),)
+    assert made.predicted_all_s <= 1.02 * made.predicted_bytes / fluid_bound(nodes).rate_bytes_per_s
+    assert chunk_bytes_for(made, 1 << 20) == 256 << 10 and chunk_bytes_for(plan(fleet([20] * 8), 1), 1 << 20) == 32 << 10
+
+
+@pytest.mark.parametrize(
+    ("ups", "seed_up", "why"),
+    [
+        ([140, *[20] * 7], 100, "the giant carries it, but with less than a quarter to spare"),
+        ([1000, *[60] * 7], 100, "chunks would not grow"),
+        ([30, *[20] * 7], 100, "all are needed"),
+        ([100] * 8, 1000, "all are alike"),
+    ],
+)
+def test_all_relay_where_strong_ones_alone_gain_nothing(ups: list[float], seed_up: float, why: str) -> None:
+    assert strong_relays(fleet(ups, seed_up)) == (), why
+
+
+def test_strong_relays_are_those_that_can_be_dialled() -> None:
+    nodes = fleet([2000, 1000, *[20] * 6], seed_up_mbit=100, natted=1)
+    made = strong_relays(nodes)
+    assert [tree.parents[0] for tree in made] == [2] and is_sound(nodes, made)
 
 
 def test_one_worker_gets_a_star_and_a_slow_seed_does_not() -> None:
