@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NewType
 
+from blake3 import blake3
+
 from echo2.base.errors import BadSignature, CorruptChunk, MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.trust.identity import Identity
@@ -127,22 +129,28 @@ class Chunk:
     def signed(
         cls, key: ArtifactKey, index: int, ends_block: bool, payload: bytes | memoryview, identity: Identity
     ) -> tuple[Chunk, bytes]:
-        """A signed chunk, and its payload's sha256."""
-        digest = hashlib.sha256(payload).digest()
+        """A signed chunk, and its payload's digest."""
+        digest = digest_of(payload)
         signature = identity.sign(_chunk_body(key, index, ends_block, digest))
         return cls(key, index, ends_block, payload, signature), digest
 
     def verify(self, publisher: PeerId) -> bytes:
-        """Returns the payload's sha256; CorruptChunk unless the publisher signed exactly this payload at this index."""
-        digest = hashlib.sha256(self.payload).digest()
+        """Returns the payload's digest; CorruptChunk unless the publisher signed exactly this payload at this index."""
+        digest = digest_of(self.payload)
         try:
             verify_signature(publisher, _chunk_body(self.key, self.index, self.ends_block, digest), self.signature)
         except BadSignature:
             raise CorruptChunk(
                 f"chunk {self.index} of artifact {self.key.hex()}: expected bytes signed by {publisher}, "
-                f"got sha256 {digest.hex()[:16]}, which it did not sign"
+                f"got blake3 {digest.hex()[:16]}, which it did not sign"
             ) from None
         return digest
+
+
+def digest_of(payload: bytes | memoryview) -> bytes:
+    """32 bytes that stand for a chunk's payload where it is signed, kept and compared: BLAKE3, five times as fast as SHA-256 even
+    where the processor has instructions for that."""
+    return blake3(payload).digest()
 
 
 def _chunk_body(key: ArtifactKey, index: int, ends_block: bool, digest: bytes) -> bytes:

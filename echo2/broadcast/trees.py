@@ -34,7 +34,7 @@ BALANCE_ROUNDS, BALANCE_STEP = 80, 0.1
 SEED_SPARED_SHARE = 1.1  # of what the seed must send: it may send this much, so that no uplink is completely full
 SLOWEST_NEAR = 1.05  # of the fastest candidate's time for all: among candidates within it, the mean decides
 MEAN_GAIN_MIN = 1.05  # a smaller gain is not worth a plan that does not treat all alike
-STRONG_ROOM = 1.25  # strong relays have this much of the uplink that they need, so that an error of measured rates does not bind
+STRONG_ROOM = 1.25  # of the uplink that strong relays need: an error of measured rates must not make it short
 WEIGHT_MIN = 2e-3  # a tree with less weight is not worth a relay window
 
 

@@ -7,7 +7,6 @@ disk and memory stay within their limits. When the disk is full, chunks of the n
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from echo2.base.errors import (
 from echo2.base.ids import RunId, Version
 from echo2.broadcast.catch_up import UNKNOWN_LINK, ArtifactOffer, Way, plan_way
 from echo2.broadcast.chunks import BlockAssembler
-from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, root_of
+from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Chunk, Header, Seal, digest_of, root_of
 from echo2.broadcast.room import expected_bytes, store_bytes_min
 from echo2.broadcast.runtime.chunk_store import ChunkStore, LeftRecords
 from echo2.broadcast.runtime.progress import AvailableArtifact
@@ -304,10 +303,10 @@ class Library:
             chunk = _chunk_of(bytes(frame), str(self.store.folder))
         except ProtocolError as error:
             raise CorruptChunk(f"chunk {index} of {entry.header.artifact} in {self.store.folder}: {error}") from None
-        digest = hashlib.sha256(chunk.payload).digest()
+        digest = digest_of(chunk.payload)
         if (chunk.key, chunk.index, digest) != (key, index, entry.digests[index]):
             raise CorruptChunk(
-                f"chunk {index} of {entry.header.artifact} in {self.store.folder}: expected sha256 "
+                f"chunk {index} of {entry.header.artifact} in {self.store.folder}: expected blake3 "
                 f"{entry.digests[index].hex()[:16]}, got {digest.hex()[:16]}"
             )
         return chunk

@@ -65,7 +65,9 @@ def test_weak_uplinks_do_not_relay_where_strong_ones_suffice() -> None:
     made = plan(nodes, 1, artifact_bytes=64 << 20)
     assert made.topology == "strong_relays" and made.trees == (Tree(1.0, (0, *[1] * 7)),)
     assert made.predicted_all_s <= 1.02 * made.predicted_bytes / fluid_bound(nodes).rate_bytes_per_s
-    assert chunk_bytes_for(made, 1 << 20) == 256 << 10 and chunk_bytes_for(plan(fleet([20] * 8), 1), 1 << 20) == 32 << 10
+    assert (
+        chunk_bytes_for(made, 1 << 20) == 256 << 10 and chunk_bytes_for(plan(fleet([20] * 8), 1), 1 << 20) == 32 << 10
+    )
 
 
 @pytest.mark.parametrize(
