@@ -31,6 +31,7 @@ LINKS = {  # Mbit/s up and down: the seed's, then the workers'
     "small delta": ((200, 400), *[(100, 200)] * 8),
 }
 OWN_EARLIEST_TARGET = 1.25
+EARLY_SHARE = 0.9
 TARGETS = {
     ("homogeneous", 4): 1.08, ("homogeneous", 8): 1.10, ("homogeneous", 16): 1.15,
     ("heterogeneous", 4): 1.08, ("heterogeneous", 8): 1.12, ("heterogeneous", 16): 1.15,
@@ -130,10 +131,13 @@ class Scene:
         return {node.name: size * time_s for node, time_s in zip(self.nodes[1:], own_earliest(links), strict=True)}
 
     def optimum_seed_bytes(self) -> float:
-        """What the seed has to send at the bound: what the workers' uplinks cannot carry, and all of it once."""
+        """What the seed has to send at the bound: what the workers' uplinks cannot carry, and all of it once. If some can be done
+        before the slowest, it is sending until the first is."""
         took = fluid_s(self.nodes, self.size_bytes)
         carried = sum(node.up for node in self.nodes[1:]) * took
-        return max(self.size_bytes, self.workers * self.size_bytes - carried)
+        first_s = min(self.own_earliest_s(1.0).values())
+        early = self.nodes[0].up * first_s if first_s < EARLY_SHARE * took else 0.0
+        return max(self.size_bytes, self.workers * self.size_bytes - carried, early)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -102,16 +102,29 @@ class Seeding:
         return ref, tree
 
     def _relayed_tree(self, ref: Ref, peers: Mapping[PeerId, Peer], now: float) -> SeedTree | None:
-        key, index = ArtifactKey(ref[0]), ref[1]
-        best: SeedTree | None = None
-        for tree in self.trees:
-            if not tree.relays or not tree.window.has_room(now):
-                continue
-            if not all(r in peers and not peers[r].is_stuck and not peers[r].has(key, index) for r in tree.relays):
-                continue
-            if best is None or tree.window.sent_bytes / tree.weight < best.window.sent_bytes / best.weight:
-                best = tree
+        """A planned tree with room; a spare one if the relays of all planned ones are gone."""
+        planned = [tree for tree in self.trees if tree.relays and tree.weight > 0]
+        best = self._least_used(planned, ref, peers, now)
+        if best is None and not any(self._is_at_work(tree, peers, now) for tree in planned):
+            spare = [tree for tree in self.trees if tree.relays and tree.weight == 0]
+            best = self._least_used(spare, ref, peers, now)
         return best
+
+    def _is_at_work(self, tree: SeedTree, peers: Mapping[PeerId, Peer], now: float) -> bool:
+        is_there = all(relay in peers and not peers[relay].is_stuck for relay in tree.relays)
+        return is_there and not tree.window.is_suspended(now)
+
+    def _least_used(
+        self, trees: Sequence[SeedTree], ref: Ref, peers: Mapping[PeerId, Peer], now: float
+    ) -> SeedTree | None:
+        """Of those with room whose relays lack the chunk: the one with the least bytes sent per weight."""
+        key, index = ArtifactKey(ref[0]), ref[1]
+        able = [
+            tree for tree in trees
+            if tree.window.has_room(now) and self._is_at_work(tree, peers, now)
+            and not any(peers[relay].has(key, index) for relay in tree.relays)
+        ]  # fmt: skip
+        return min(able, key=lambda tree: tree.window.sent_bytes / (tree.weight or 1.0), default=None)
 
     def _direct_tree(self, now: float) -> SeedTree | None:
         """The tree in which the seed sends to everyone itself: up to its share, or once all relays were full for RELAYS_FULL_S."""

@@ -72,7 +72,8 @@ def can_connect(first: NodeLink, second: NodeLink) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """One way through all nodes. `parents[i]` is the parent of node i + 1; node 0, the seed, has none."""
+    """One way through all nodes. `parents[i]` is the parent of node i + 1; node 0, the seed, has none. Weight 0: a spare, which the
+    seed uses once the relays of all other trees are gone, until there is a new plan."""
 
     weight: float
     parents: tuple[int, ...]
@@ -232,8 +233,10 @@ def suitable_chunk_bytes(nodes: Sequence[NodeLink], trees: Sequence[Tree], most:
 
 def _slowest_forwarding(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> float:
     forwarding = {
-        parent for tree in trees for node, parent in zip(nodes[1:], tree.parents, strict=True) if not node.is_late
-    }
+        parent
+        for tree in trees if tree.weight > 0
+        for node, parent in zip(nodes[1:], tree.parents, strict=True) if not node.is_late
+    }  # fmt: skip
     return min((nodes[number].up for number in forwarding), default=0.0)
 
 
@@ -269,6 +272,8 @@ def latencies(
     """Per worker, seconds that the longest of its paths adds: half a round trip and a chunk's copies at each hop."""
     latest = [0.0] * len(nodes)
     for tree in trees:
+        if not tree.weight:
+            continue
         delay, children = [0.0] * len(nodes), tree.children()
         for child in tree.depth_first_order():
             parent = tree.parents[child - 1]

@@ -69,18 +69,18 @@ def weighted_multi_tree(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
 
 
 def strong_relays(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
-    """Only the strongest uplinks relay, as few as suffice for the fluid bound with room to spare; the seed sends one copy. Empty
-    where all are needed or where the others do not make chunks smaller: then an even load is better."""
+    """Only the strongest uplinks relay, as few as suffice for the fluid bound with room to spare; the seed sends one copy. The
+    others' trees are spares. Empty if all are needed, or if the others do not make chunks smaller: then an even load is better."""
     needed = STRONG_ROOM * (len(nodes) - 2) * fluid_bound(nodes).rate_bytes_per_s
     order = sorted((i for i in range(1, len(nodes)) if nodes[i].addresses), key=lambda i: (-nodes[i].up, i))
     sums = list(itertools.accumulate(nodes[i].up for i in order))
     count = next((number for number, total in enumerate(sums, start=1) if total >= needed), 0)
     if not count:
         return ()
-    total, kept = sums[count - 1], order[:count]
-    trees = tuple(Tree(nodes[root].up / total, _relayed_by(nodes, root)) for root in kept)
-    weakest = min(node.up for node in nodes)
-    return trees if 2 * weakest <= min(nodes[0].up, nodes[kept[-1]].up) else ()
+    if 2 * min(node.up for node in nodes) > min(nodes[0].up, nodes[order[count - 1]].up):
+        return ()
+    weights = [nodes[root].up / sums[count - 1] if place < count else 0.0 for place, root in enumerate(order)]
+    return tuple(Tree(weight, _relayed_by(nodes, root)) for weight, root in zip(weights, order, strict=True))
 
 
 def _direct_share(nodes: Sequence[NodeLink]) -> float:

@@ -84,6 +84,22 @@ def test_relay_that_dies_is_replaced() -> None:
     assert net.slowest_s <= 1.25 * max(bound_s(nodes, 64), bound_s(survivors, 64))
 
 
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_weak_uplinks_relay_once_the_only_strong_one_is_gone_and_not_before(fault: str) -> None:
+    nodes = fleet([1000.0, *[20.0] * 7], seed_up_mbit=100)
+    net = network(nodes, mib=64, chunk_bytes=1 << 20)
+    half = bound_s(nodes, 64) / 2
+    weak = [node for name, node in net.nodes.items() if name not in (net.seed_id, PeerId("w0"))]
+    before = list[int]()
+    net.at(half, lambda: before.extend(node.sent_bytes for node in weak))
+    net.at(half, lambda: getattr(net, fault)(PeerId("w0")))
+    net.run(60)
+    times = [t for name, t in net.worker_times().items() if name != "w0"]
+    star_s = half + 7 * (64 * MIB - half * nodes[0].up) / nodes[0].up
+    assert before == [0] * 7
+    assert all(t is not None and t < 0.85 * star_s for t in times), "the learner sent it to each of them itself"
+
+
 def test_relay_that_freezes_is_replaced_and_catches_up() -> None:
     nodes = fleet([100.0] * 4)
     net = network(nodes, mib=64)

@@ -63,7 +63,8 @@ def test_weak_uplinks_do_not_relay_where_strong_ones_suffice() -> None:
     """One giant and seven of 20 Mbit/s: chunks as small as the weak ones need would cost all of them."""
     nodes = fleet([1000, *[20] * 7], seed_up_mbit=100)
     made = plan(nodes, 1, artifact_bytes=64 << 20)
-    assert made.topology == "strong_relays" and made.trees == (Tree(1.0, (0, *[1] * 7)),)
+    assert made.topology == "strong_relays" and made.trees[0] == Tree(1.0, (0, *[1] * 7))
+    assert [tree.weight for tree in made.trees[1:]] == [0.0] * 7, "spares"
     assert made.predicted_all_s <= 1.02 * made.predicted_bytes / fluid_bound(nodes).rate_bytes_per_s
     assert (
         chunk_bytes_for(made, 1 << 20) == 256 << 10 and chunk_bytes_for(plan(fleet([20] * 8), 1), 1 << 20) == 32 << 10
@@ -86,7 +87,7 @@ def test_all_relay_where_strong_ones_alone_gain_nothing(ups: list[float], seed_u
 def test_strong_relays_are_those_that_can_be_dialled() -> None:
     nodes = fleet([2000, 1000, *[20] * 6], seed_up_mbit=100, natted=1)
     made = strong_relays(nodes)
-    assert [tree.parents[0] for tree in made] == [2] and is_sound(nodes, made)
+    assert [(tree.weight > 0, tree.parents[0]) for tree in made] == [(i == 2, i) for i in range(2, 9)] and is_sound(nodes, made)
 
 
 def test_one_worker_gets_a_star_and_a_slow_seed_does_not() -> None:
