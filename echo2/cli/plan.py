@@ -242,10 +242,12 @@ class Fields:
 
 
 def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType], gpus: int = 1) -> PoolOffer:
-    """One `[[worker]]` table: `count` machines of `gpus` GPUs each, where the table names no other number."""
+    """One `[[worker]]` table: `count` machines of `gpus` GPUs each, if the table names no other number (0: as many as the model
+    needs). A rate that the table names is that of a machine, of one GPU unless it says more."""
     fields = Fields(f"worker {index}", table)
     gpu = gpu_of(catalogue, fields.text("gpu", "RTX4090"))
     provider = fields.text("provider", "")
+    tokens_per_s = fields.number("tokens_per_s", 0.0)
     made = PoolOffer(
         gpu=gpu.name,
         count=int(fields.number("count", 1)),
@@ -257,9 +259,9 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType], gpus: 
         apply_s=fields.seconds("apply", 1.0),
         swap_s=fields.seconds("swap", 0.0),
         slots=int(fields.number("slots", 0)),
-        tokens_per_s=fields.number("tokens_per_s", 0.0),
+        tokens_per_s=tokens_per_s,
         egress_usd_per_gib=fields.number("egress_usd_per_gib", EGRESS_USD_PER_GIB.get(provider.lower(), 0.0)),
-        gpus=int(fields.number("gpus", gpus)),
+        gpus=int(fields.number("gpus", 1 if tokens_per_s else gpus)),
     )
     fields.text("origin", "")
     fields.done()

@@ -87,7 +87,9 @@ def test_all_relay_where_strong_ones_alone_gain_nothing(ups: list[float], seed_u
 def test_strong_relays_are_those_that_can_be_dialled() -> None:
     nodes = fleet([2000, 1000, *[20] * 6], seed_up_mbit=100, natted=1)
     made = strong_relays(nodes)
-    assert [(tree.weight > 0, tree.parents[0]) for tree in made] == [(i == 2, i) for i in range(2, 9)] and is_sound(nodes, made)
+    assert [(tree.weight > 0, tree.parents[0]) for tree in made] == [(i == 2, i) for i in range(2, 9)] and is_sound(
+        nodes, made
+    )
 
 
 def test_one_worker_gets_a_star_and_a_slow_seed_does_not() -> None:
