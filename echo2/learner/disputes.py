@@ -69,7 +69,7 @@ class ScorerTrust:
 
     @property
     def accusation(self) -> Accusation | None:
-        """None while the scorer may be honest."""
+        """The accusation, if the evidence suffices, else None. An uncertain one also needs `UNCERTAIN_TOKENS`."""
         needed, certain = -math.log(self.config.false_alarms_per_day), self._fabrication.log_wealth - math.log(2.0)
         evidence = log_mean([self._noise.log_wealth, self._fabrication.log_wealth])
         if evidence < needed or (certain < needed and self.tokens < UNCERTAIN_TOKENS):

@@ -96,7 +96,7 @@ def check_prompt(root: GroupId, prompt: tuple[int, ...], vocabulary_size: int) -
 
 def common_beginning(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The longest common prefix of the prompts."""
-    # The first and last in order differ earliest, so their common prefix is that of all.
+    # In lexicographic order, a prefix shared by the first and the last prompt is shared by all prompts between them.
     first, last = min(prompts), max(prompts)
     same = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return first[:same]
