@@ -104,7 +104,7 @@ class _Telling:
 
 @dataclass(slots=True)
 class DisputeCounts:
-    """Since the process began."""
+    """Counts since the process began."""
 
     disputes: int = 0
     false_scorers: int = 0

@@ -26,7 +26,7 @@ from echo2.base.errors import ConfigError
 from echo2.learner.correction import LOG_RATIO_LIMIT, Segments
 
 LOG_WEIGHT_MIN = math.log(1e-8)
-"""Lower clamp of vespo's log-weights: a rollout of smaller weight counts as good as nothing, and log 0 is avoided."""
+"""Lower clamp of vespo's log-weights. A smaller weight is practically 0, and a weight of 0 has no finite logarithm."""
 
 
 class Objective(enum.Enum):

@@ -1,8 +1,8 @@
 """How many groups to offer, and which step is expected to train on each.
 
-Guarantees: the groups in flight (offered, or finished but not yet drawn for a batch) never exceed the cap, and the cap is
-never below one batch, so the learner can always continue. Leaves to others: the cap itself (the coordinator's plan), which
-worker gets a group (leases), whether a worker is fresh enough to begin it (staleness.may_begin).
+Guarantees: no group is offered beyond the cap on groups in flight (offered, or finished but not yet drawn for a batch). The
+cap is never below one batch, so the learner can always continue. Leaves to others: the cap itself (the coordinator's plan),
+which worker gets a group (leases), whether a worker is fresh enough to begin it (staleness.may_begin).
 
 The expected step is a queueing estimate: with p groups ahead of it and g groups per batch, a group is trained on in step
 `next_step + p // g`. This assumes that groups finish in the order offered. A fleet nearly does that; otherwise the estimate

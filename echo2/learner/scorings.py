@@ -48,7 +48,7 @@ BURST_TOKENS = 1 << 16
 LEASED_TOKENS_MAX = 1 << 16
 """Longest rollout that is leased: its scores make a message of less than 4 MB."""
 SILENT_MAX = 16
-"""A scorer that leaves this many leases unanswered, while it samples, is accused."""
+"""A scorer that leaves this many leases in a row unanswered, while it samples, is accused."""
 DECLINED_MAX = 16
 """A scorer that hands back this many leases in a row, although it still claims to keep the versions, is not asked any more."""
 EXCUSED_MAX = 4 * DECLINED_MAX
@@ -400,7 +400,8 @@ class Scorings:
         """Records a lease handed back. `is_answer`: scores came but did not match the request.
 
         An honest worker that has dropped a version first reports its new set of versions. It is held to that: a version that it
-        gave up is never asked of it again. A lease handed back without such a reason counts as declined."""
+        gave up is never asked of it again. A lease handed back without such a reason counts as declined.
+        """
         record = one.record
         missing = one.request.versions - self._scorers[one.worker].versions
         record.handed_back_at = now
