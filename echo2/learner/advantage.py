@@ -1,12 +1,12 @@
 """Group-relative advantages: how much better a rollout did than its siblings on the same prompt.
 
-Guarantees: groups may be ragged (rollouts lost, pruned or refused); a group with equal rewards, or of one rollout, gets
-advantage zero and never NaN; the arithmetic is float64 inside, float32 outside. Leaves to others: which rollouts are
-admitted (staleness/), dropping groups with equal rewards (selection), the loss itself (loss).
+Guarantees: groups may be ragged (rollouts lost, pruned or refused); a group with equal rewards, or with a single rollout,
+gets advantage zero and never NaN; the arithmetic is in float64, the results are float32. Leaves to others: which rollouts
+are admitted (staleness/), dropping groups with equal rewards (selection), the loss itself (loss).
 
 Shapes: R rollouts of the batch, G groups.
 
-Sources. grpo: Shao et al., arXiv 2402.03300, with the unbiased std and 1e-4 outside the root that TRL made customary.
+Sources. grpo: Shao et al., arXiv 2402.03300, with the unbiased std and 1e-4 outside the root, as in TRL.
 dr_grpo (no division): Liu et al., arXiv 2503.20783. rloo: Ahmadian et al., arXiv 2402.14740. mc_grpo (median, median
 absolute deviation, pivot left out): Kim, arXiv 2601.22582. minimum variance: Huang et al. (VCPO), arXiv 2602.17616.
 """
@@ -29,10 +29,10 @@ STD_EPSILON = 1e-4
 class Baseline(enum.Enum):
     """What is subtracted from a rollout's reward."""
 
-    MEAN = "mean"  # of its group, itself included
-    LEAVE_ONE_OUT = "leave_one_out"  # of its siblings
-    MEDIAN = "median"  # of its group; the pivot (the median rollout itself) is left out of the gradient
-    MINIMUM_VARIANCE = "minimum_variance"  # weighted by squared importance ratio and squared gradient norm
+    MEAN = "mean"  # the group's mean, this rollout included
+    LEAVE_ONE_OUT = "leave_one_out"  # the mean of the other rollouts of the group
+    MEDIAN = "median"  # the group's median; the pivot (the median rollout itself) is left out of the gradient
+    MINIMUM_VARIANCE = "minimum_variance"  # the mean weighted by squared importance ratio times squared gradient norm
 
 
 class Scale(enum.Enum):
@@ -60,12 +60,12 @@ ADVANTAGES: Mapping[str, AdvantageConfig] = {
     "mc_grpo": AdvantageConfig(Baseline.MEDIAN, Scale.GROUP_MAD),
     "vcpo": AdvantageConfig(Baseline.MINIMUM_VARIANCE, Scale.GROUP_STD),
 }
-"""The estimators that people know, by the name that configuration uses."""
+"""Well-known estimators, by their name in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """`values_R` float32, and `trained_R`: False for a pivot, which costs no backward pass and counts nowhere."""
+    """`values_R`: float32. `trained_R`: bool, False for a pivot, which gets no backward pass and is not counted."""
 
     values_R: Tensor
     trained_R: Tensor
@@ -74,11 +74,11 @@ class Advantages:
 def group_advantages(
     rewards_R: Tensor, group_R: Tensor, config: AdvantageConfig, weight_R: Tensor | None = None
 ) -> Advantages:
-    """Advantage of each rollout within its group.
+    """Computes the advantage of each rollout within its group.
 
-    rewards_R: any float dtype, finite. group_R: int64, the index (0 to G-1, any order, none need be empty) of the group
-    that each rollout belongs to. weight_R: for MINIMUM_VARIANCE, squared importance ratio times squared gradient norm
-    of each rollout (`minimum_variance_weights`); ignored by the others.
+    rewards_R: any float dtype, finite. group_R: int64, the index of each rollout's group (0 to G-1, in any order; an index
+    may be unused). weight_R: for MINIMUM_VARIANCE, squared importance ratio times squared gradient norm of each rollout
+    (`minimum_variance_weights`); the other baselines ignore it. Raises `ConfigError` if MINIMUM_VARIANCE gets no weights.
     """
     assert rewards_R.shape == group_R.shape and rewards_R.ndim == 1, "one reward and one group index a rollout"
     values_R = rewards_R.detach().to(torch.float64)
@@ -94,11 +94,11 @@ def group_advantages(
 
 
 def minimum_variance_weights(log_ratio_R: Tensor, gradient_norm_sq_R: Tensor | None) -> Tensor:
-    """Weights of the baseline that minimises the variance of `sum_i w_i (r_i - b) g_i`.
+    """Computes the weights of the baseline that minimises the variance of `sum_i w_i (r_i - b) g_i`.
 
     Setting the derivative of `sum_i w_i^2 |g_i|^2 (r_i - b)^2` to zero gives b as the mean of the rewards weighted by
-    `w_i^2 |g_i|^2`. log_ratio_R: log of a rollout's importance ratio, current to behaviour. gradient_norm_sq_R: the
-    squared norm of its score function, or None to take them equal. Only proportions matter, so the largest ratio is
+    `w_i^2 |g_i|^2`. log_ratio_R: log of each rollout's importance ratio, current over behaviour. gradient_norm_sq_R: the
+    squared norm of its score function; None assumes equal norms. Only proportions matter, so the largest ratio is
     scaled to 1 to stay finite.
     """
     log_weight_R = 2.0 * log_ratio_R.detach().to(torch.float64)
@@ -138,8 +138,8 @@ def _spread(values_R: Tensor, group_R: Tensor, group_count: int, scale: Scale) -
         case Scale.GROUP_MAD:
             deviation_R = (values_R - _median_by(values_R, group_R, group_count)[group_R]).abs()
             mad_R = _median_by(deviation_R, group_R, group_count)[group_R]
-            # With binary rewards more than half of a group is often equal: its MAD is 0 though it has contrast, and
-            # dividing by the epsilon alone would blow such a group up ten-thousandfold. Its std stands in.
+            # With binary rewards, more than half of a group's rewards are often equal. Its MAD is then 0 although it has
+            # contrast, and dividing by epsilon alone would scale the advantages up ten-thousandfold. So use the std.
             std_R = _std_by(values_R, group_R, group_count)[group_R]
             return torch.where(mad_R > 0, mad_R, std_R) + STD_EPSILON
 
@@ -154,7 +154,7 @@ def _mean_by(values_R: Tensor, group_R: Tensor, group_count: int) -> Tensor:
 
 
 def _weighted_mean_by(values_R: Tensor, weight_R: Tensor, group_R: Tensor, group_count: int) -> Tensor:
-    """Falls back to the plain mean where the weights of a group have all underflowed."""
+    """Weighted mean of each group; the plain mean if all weights of a group have underflowed."""
     weight_G = _sum_by(weight_R, group_R, group_count)
     weighted_G = _sum_by(weight_R * values_R, group_R, group_count) / weight_G.clamp(min=1e-300)
     return torch.where(weight_G > 1e-300, weighted_G, _mean_by(values_R, group_R, group_count))
@@ -167,7 +167,7 @@ def _std_by(values_R: Tensor, group_R: Tensor, group_count: int) -> Tensor:
 
 
 def _median_by(values_R: Tensor, group_R: Tensor, group_count: int) -> Tensor:
-    """The middle value; of an even group, the lower of the two, so that it is always some rollout's own value."""
+    """Median of each group. For an even count, the lower middle value, so the median is always one rollout's value."""
     medians = [
         values_R[group_R == g].median() if bool((group_R == g).any()) else values_R.new_zeros(())
         for g in range(group_count)
@@ -176,7 +176,7 @@ def _median_by(values_R: Tensor, group_R: Tensor, group_count: int) -> Tensor:
 
 
 def _pivot(values_R: Tensor, group_R: Tensor, group_count: int) -> Tensor:
-    """One rollout of each odd group, the first whose reward is the median. Even groups have no pivot."""
+    """bool_R: in each group of odd size, the first rollout whose reward is the median. Even groups have no pivot."""
     pivot_R = torch.zeros_like(group_R, dtype=torch.bool)
     median_G = _median_by(values_R, group_R, group_count)
     for g in range(group_count):

@@ -1,12 +1,13 @@
-"""Which tokens to score under which version, for an audit: exact numbers beside those that a worker claimed.
+"""Decides which tokens an audit scores under which version, and pairs the exact numbers with those that the worker claimed.
 
-Guarantees: a rollout is examined whole, whatever its versions, workers and turns: every token under the version that its
-span names, behind the key-value cache that an honest engine had there, and under an older version. Leaves
-to others: which rollouts (audit_draw), keeping the versions and running the forward pass (`ScoreUnderVersion`,
+Guarantees: a rollout is scored whole, with all its versions, workers and turns. Every token is scored under the version
+that its span names, with the KV cache that an honest engine had at that point, and under an older version. Leaves
+to others: which rollouts are audited (audit_draw), keeping the versions and running the forward pass (`ScoreUnderVersion`,
 learner/runtime/snapshots), what the numbers say about the worker (suspicion).
 
-An engine computes its cache anew where the rollout came from another worker, where a turn begins, and, unless its worker
-says that it keeps its cache, where the version changes; elsewhere the cache of a piece is that of the piece before it.
+An engine prefills again (recomputes its KV cache) when it takes over a rollout from another worker, when a turn begins,
+and, unless its worker says that it keeps the cache, when the version changes. Otherwise a piece continues with the cache
+of the piece before it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What a worker says of its engine. `draws_by_seed`: each token is the one that the position's random number of its
-    lease's seed picks. `keeps_cache`: sequences keep their key-value cache when the weights change."""
+    """What a worker claims about its engine. `draws_by_seed`: each token is picked by the random number that the lease's seed
+    gives for its position. `keeps_cache`: sequences keep their KV cache when the weights change."""
 
     draws_by_seed: bool = False
     keeps_cache: bool = False
@@ -43,8 +44,9 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Sampled tokens `start` to `stop - 1`: reported by `worker` as of `version`; `keeps_cache` of the piece before. They are of
-    turn number `turn`, whose first sampled token is number `turn_start`."""
+    """Sampled tokens `start` to `stop - 1` of a rollout, which `worker` reported as sampled by `version`. `keeps_cache`: the
+    piece continues with the KV cache of the piece before it. `turn`: the number of its turn, counted from 0; `turn_start`:
+    the index of that turn's first sampled token."""
 
     worker: PeerId
     version: Version
@@ -58,8 +60,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A rollout as its engines read it: `token_ids` of prompt, world and policy; `places` of those that were sampled, with
-    the `uniforms` of their seeds. `siblings`: the completions of the same prompt that the same worker sent alone."""
+    """A rollout as its engines read it. `token_ids`: all tokens, from prompt, environment and policy. `places`: int64, the
+    indices of the sampled tokens in `token_ids`. `uniforms`: float64, the random number that the seed gives for each sampled
+    token. `siblings`: completions of the same prompt, if one worker reported all of this rollout and all of theirs."""
 
     rollout: Rollout
     sampling: SamplingParams
@@ -76,9 +79,9 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was claimed of a piece and what is so. `older`: under an older version; None where none is kept.
-    `is_next_older`: no version was published between the two.
-    `uniforms`: empty where the worker does not say that it draws by its seeds."""
+    """The claimed and the recomputed scores of a piece. `claimed`: the worker's log-probabilities. `exact`: scores under the
+    piece's version. `older`: scores under `older_version`; None if no older version is kept. `is_next_older`: no version was
+    published between the two. `uniforms`: empty if the worker does not claim to draw by its seeds."""
 
     piece: Piece
     claimed: Column
@@ -90,8 +93,8 @@ class Evidence:
 
 
 class ScoreUnderVersion(Protocol):
-    """The forward pass under a kept version. `cache`: what the call for the piece before gave, where this one keeps it; what
-    is given back is for the piece behind it."""
+    """Runs the forward pass under a kept version. `cache`: the cache returned by the call for the previous piece, if this
+    piece continues it, else None. Returns the scores, and the cache for the next piece."""
 
     def __call__(
         self, version: Version, passage: Passage, piece: Piece, cache: object | None
@@ -99,11 +102,11 @@ class ScoreUnderVersion(Protocol):
 
 
 ScoreTogether = Callable[[Version, Sequence[tuple[Passage, Piece]]], list[TokenScores]]
-"""The same for pieces that stand alone, all under one version."""
+"""Scores pieces that continue no other piece's cache, all under one version; returns one `TokenScores` for each."""
 
 
 def passage_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habits]) -> Passage:
-    """The rollout `member` of a group that is trained on: all its tokens and their numbers, milliseconds of work for a long one."""
+    """Builds the passage of rollout `member` of a training group. Takes milliseconds for a long rollout."""
     rollout = group.rollouts[member]
     insertions = group.insertions[member] if group.insertions else ()
     text, sampled_at = group.text_of(member)
@@ -128,7 +131,7 @@ def _uniforms_of(rollout: Rollout, seed: int, insertions: Sequence[Insertion]) -
 
 
 class _Runs(Generic[T]):
-    """Consecutive tokens that share a value, counted."""
+    """Run-length encoding: maps a token index to the value of its run. `starts`: where runs begin; `end`: total tokens."""
 
     def __init__(self, counted: Iterable[tuple[T, int]]) -> None:
         self.starts: list[int] = []
@@ -145,7 +148,7 @@ class _Runs(Generic[T]):
 
 
 def pieces_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habits]) -> tuple[Piece, ...]:
-    """The rollout `member` cut where its version, its sender or its turn changes."""
+    """Cuts rollout `member` wherever its version, its worker or its turn changes."""
     versions = _Runs((span.version, span.count) for span in group.rollouts[member].version_spans)
     peers = _Runs((sent.peer_id, sent.token_count) for sent in group.senders[member])
     turns = [insertion.position for insertion in (group.insertions[member] if group.insertions else ())]
@@ -185,9 +188,12 @@ def examined(
     olders: Sequence[Mapping[Version, Version] | None] = (),
     together: ScoreTogether | None = None,
 ) -> list[list[Evidence]]:
-    """Of each passage, the evidence of its pieces whose version is among the `kept` ones (ascending); the older version that it
-    is compared with is that of `olders`, where it says one of the passage, else it lies `steps_back` before. Pieces that stand
-    alone are scored version by version, so that each is loaded once."""
+    """Scores the passages; returns, for each, the evidence of the pieces whose version is in `kept` (ascending).
+
+    The older version to compare with comes from `olders[n]`, if given for passage n, else it is `steps_back()` versions
+    earlier. Pieces that continue no cache are scored version by version, so each version is loaded once. A chain of pieces
+    that share a cache is scored only if all its versions are kept.
+    """
     found: list[list[Evidence]] = [[] for _ in passages]
     alone: list[tuple[int, Piece]] = []
     compared: list[Mapping[Version, Version]] = []
@@ -215,14 +221,14 @@ def examined(
 
 
 def older_of(passage: Passage, kept: Sequence[Version], steps_back: int) -> dict[Version, Version]:
-    """With which older version tokens of each are compared: `steps_back` before, as far as so many are kept, and one where the
-    passage's workers do not draw by their seeds."""
+    """Maps each kept version, except the oldest, to the older version to compare with: `steps_back` versions earlier, or the
+    oldest kept. Goes back one version if a worker of the passage does not draw by its seeds."""
     back = steps_back if all(piece.draws_by_seed for piece in passage.pieces) else 1
     return {version: kept[max(0, place - back)] for place, version in enumerate(kept) if place > 0}
 
 
 def _chains(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Pieces with those behind them that keep their cache."""
+    """Splits pieces into chains: a piece, then the pieces that continue its KV cache."""
     chain: list[Piece] = []
     for piece in pieces:
         if chain and not piece.keeps_cache:
@@ -257,7 +263,8 @@ def evidence_of(
     before: Version | None,
     published: Sequence[Version],
 ) -> Evidence:
-    """`before`: the version of `older`; `published`: all that were, ascending, as far as they are remembered."""
+    """Pairs a piece's claims with its scores. `before`: the version of `older`. `published`: the versions still remembered,
+    ascending; they decide `is_next_older`."""
     own = slice(piece.start, piece.stop)
     numbers = passage.uniforms[own] if piece.draws_by_seed else NOTHING
     is_next = before is not None and not any(before < version < piece.version for version in published)
@@ -265,10 +272,10 @@ def evidence_of(
 
 
 def copies(passage: Passage, evidence: Sequence[Evidence]) -> float | None:
-    """How much likelier equal siblings are than by chance: the mean over siblings of [equal] / P(the completion).
+    """Likelihood ratio of copied siblings against chance: the mean over siblings of [equal] / P(the completion).
 
-    Its expectation is at most 1 for completions drawn independently. None where the passage was not examined whole, is not
-    of one worker, or has no siblings.
+    For completions drawn independently its expectation is at most 1. None if not all tokens were scored, or if the
+    passage has no siblings (it has none if several workers sampled it).
     """
     if not passage.siblings or sum(len(one.claimed) for one in evidence) != len(passage.rollout.token_ids):
         return None

@@ -1,11 +1,11 @@
-"""Which rollouts an audit looks at: drawn by dice of the learner's own, after the reports are in.
+"""Chooses which rollouts to audit, with the learner's own random numbers, after the rollouts were reported.
 
-Guarantees: every rollout that is trained on is drawn with the same chance, whatever its versions, turns, length and end;
-what is drawn and waits is bounded in rollouts and tokens, and what then is given up is chosen so that the share looked at
-is even over workers, and over the kinds of rollout of each worker: being slow to look at, or coming when the queue is
-full, hides nothing. Which of a worker's rollouts is looked at next is for dice to say and for nothing that can be seen of it:
-bets on how rollouts end would otherwise be bets on the order. What could not be looked at counts against nobody and is
-counted (`unaudited`).
+Guarantees: a worker's rollouts are all drawn with the same probability, whatever their versions, turns, length and finish
+reason. The queue of drawn rollouts is bounded in rollouts and tokens. If it overflows, the audit gives up rollouts of the
+worker, and of the kind, of which it has audited the largest share. So a rollout escapes neither by being slow to score nor by
+arriving when the queue is full. Which of a worker's queued rollouts is audited next is random and depends on nothing in the
+rollout; otherwise the order would bias the bets on how rollouts end. A rollout that could not be audited counts against no
+worker; the share is reported (`unaudited`).
 Leaves to others: scoring (audit), the verdict (suspicion).
 """
 
@@ -20,20 +20,22 @@ from echo2.base.rollout import Rollout
 from echo2.learner.audit import Passage
 
 NEWCOMER_TOKENS = 2048
+"""All rollouts of a worker are audited until this many of its tokens were drawn."""
 OWN_NOISE_FACTOR = 3.0
-"""A worker that cannot draw by its seeds, as it says, is looked at this many times as often."""
+"""A worker that says it cannot draw by its seeds is audited this many times as often."""
 WAITING_MAX = 256
 WAITING_TOKENS_MAX = 1 << 20
 WORKERS_MAX = 16_384
 KIND_SEEN = 16.0
-"""Rollouts of a kind from which on its own share counts more than that of all its worker's."""
+"""Prior weight, in rollouts: once a worker has sent this many of a kind, that kind's own audited share outweighs the
+worker's overall share."""
 SEEN_MIN = 64
-"""The share of a worker that is not looked at is told from so many rollouts on."""
+"""A worker's unaudited share is reported once it has this many rollouts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawnPassage:
-    """`kind`: what a worker may choose of a rollout, as text."""
+    """A rollout drawn for audit. `kind`: the properties that a worker may influence (`kind_of`). `at_s`: when it was drawn."""
 
     worker: PeerId
     kind: str
@@ -43,18 +45,18 @@ class DrawnPassage:
 
 @dataclass(slots=True)
 class _Account:
-    """Of one worker: rollouts trained on and looked at, and tokens looked at or waiting."""
+    """One worker's counts: `seen`, rollouts trained on, and `looked`, rollouts audited, by kind; `tokens` drawn for audit."""
 
     seen: Counter[str] = field(default_factory=Counter)
     looked: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
 
     def share(self) -> float:
-        """Looked at of the seen; a little above 0 so that larger accounts come first."""
+        """Audited share of the rollouts; smoothed, so that among workers without audits the one with most rollouts is first."""
         return (self.looked.total() + 1.0) / (self.seen.total() + 1.0)
 
     def share_of(self, kind: str) -> float:
-        """The same of one kind, which is as any other until enough of it were seen."""
+        """Audited share of one kind; close to the worker's overall share until enough of the kind were seen."""
         return (self.looked[kind] + KIND_SEEN * self.share()) / (self.seen[kind] + KIND_SEEN)
 
 
@@ -66,8 +68,8 @@ class _InLine:
 
 @dataclass(slots=True)
 class AuditDraw:
-    """`share`: of the rollouts of a worker that draws by its seeds. `rng`: nobody else can know its numbers. `given_up`: drawn,
-    and not looked at for want of room, or of a version that is kept."""
+    """`share`: the share of rollouts to audit, for a worker that draws by its seeds. `rng`: must be unpredictable to workers.
+    `given_up`: rollouts drawn but not audited, because the queue was full or their versions are not kept any longer."""
 
     share: float
     rng: random.Random
@@ -76,14 +78,14 @@ class AuditDraw:
     _accounts: dict[PeerId, _Account] = field(default_factory=dict)
 
     def falls_on(self, worker: PeerId, kind: str, draws_by_seed: bool) -> bool:
-        """Whether a rollout that was trained on, and whose every token is in, is to be looked at: then it is `add`ed."""
+        """Counts a complete rollout that was trained on; returns whether to audit it. If so, the caller `add`s it."""
         account = self._account(worker)
         account.seen[kind] += 1
         chance = self.share if draws_by_seed else OWN_NOISE_FACTOR * self.share
         return account.tokens < NEWCOMER_TOKENS or self.rng.random() < chance
 
     def add(self, drawn: DrawnPassage) -> None:
-        """One on which the dice fell."""
+        """Queues a rollout for which `falls_on` returned True; drops rollouts while the queue is over its limits."""
         self._account(drawn.worker).tokens += len(drawn.passage.places)
         self._waiting.append(_InLine(drawn, self.rng.random()))
         while len(self._waiting) > WAITING_MAX or self._waiting_tokens() > WAITING_TOKENS_MAX:
@@ -91,7 +93,7 @@ class AuditDraw:
             self.given_up += 1
 
     def take(self, tokens_max: int) -> list[DrawnPassage]:
-        """What to look at now: of the worker least looked at first, up to so many tokens and one rollout at least."""
+        """Takes rollouts from the queue: least audited worker first, up to `tokens_max` tokens, at least one rollout."""
         taken: list[_InLine] = []
         for one in sorted(self._waiting, key=self._turn):
             tokens_max -= len(one.drawn.passage.token_ids)
@@ -102,14 +104,14 @@ class AuditDraw:
         return [one.drawn for one in taken]
 
     def looked_at(self, drawn: DrawnPassage, tokens: int) -> None:
-        """Of `tokens` of it; none where its versions are not kept any longer."""
+        """Counts a rollout as audited if `tokens` of it were scored; with 0 (its versions are not kept), as given up."""
         if tokens:
             self._account(drawn.worker).looked[drawn.kind] += 1
         else:
             self.given_up += 1
 
     def forget(self, worker: PeerId) -> None:
-        """Its account begins anew, as a newcomer's."""
+        """Resets the worker's counts, as for a newcomer, and drops its queued rollouts."""
         self._accounts.pop(worker, None)
         self._waiting = [one for one in self._waiting if one.drawn.worker != worker]
 
@@ -119,7 +121,7 @@ class AuditDraw:
 
     @property
     def unaudited(self) -> dict[PeerId, float]:
-        """The share of each worker's rollouts that was not looked at."""
+        """Share of each worker's rollouts that was not audited, for workers with at least `SEEN_MIN` rollouts."""
         known = {worker: account for worker, account in self._accounts.items() if account.seen.total() >= SEEN_MIN}
         return {worker: 1.0 - account.looked.total() / account.seen.total() for worker, account in known.items()}
 
@@ -140,5 +142,5 @@ class AuditDraw:
 
 
 def kind_of(rollout: Rollout, piece_count: int) -> str:
-    """What a worker may choose of a rollout: how it ends, over how many versions and hands, how long it is."""
+    """What a worker may influence: finish reason, number of pieces (up to 3), bit length of the token count."""
     return f"{rollout.finish_reason.value}/{min(3, piece_count)}/{len(rollout.token_ids).bit_length()}"

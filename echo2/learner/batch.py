@@ -1,4 +1,4 @@
-"""What a step trains on: complete groups with their rewards, as the shelf hands them out.
+"""What a step trains on: complete groups with their rewards, as drawn from the shelf.
 
 Leaves to others: which groups (shelf), tensors (runtime/collate).
 """
@@ -14,10 +14,10 @@ from echo2.learner.episodes import Insertion, SentTokens
 
 @dataclass(frozen=True, slots=True)
 class TrainGroup:
-    """A complete group as it is trained on. Rollouts whose reward failed are left out, so it may be ragged.
+    """A complete group. Rollouts whose reward failed are left out, so it may be ragged.
 
-    `rollouts` hold the sampled tokens alone. `insertions` holds, for each of them, what the world said in between,
-    which is read and not trained on; empty for a group of one turn. `senders` says who reported which tokens.
+    `rollouts` hold only the sampled tokens. `insertions` holds, for each rollout, the environment's tokens in between, which
+    the model reads but is not trained on; empty if all rollouts have one turn. `senders`: which worker reported which tokens.
     """
 
     spec: GroupSpec
@@ -28,7 +28,7 @@ class TrainGroup:
     senders: tuple[tuple[SentTokens, ...], ...] = ()
 
     def text_of(self, index: int) -> tuple[list[int], list[int]]:
-        """All tokens behind the prompt of its rollout `index`, the world's among them, and the places of the sampled ones."""
+        """All tokens after the prompt of rollout `index`, the environment's included, and the indices of the sampled ones."""
         token_ids = self.rollouts[index].token_ids
         text: list[int] = []
         sampled_at: list[int] = []
@@ -42,14 +42,14 @@ class TrainGroup:
         return text, sampled_at
 
     def tokens_of(self, index: int) -> int:
-        """All tokens behind the prompt of its rollout `index`, the world's included."""
+        """Number of tokens after the prompt of rollout `index`, the environment's included."""
         said = self.insertions[index] if self.insertions else ()
         return len(self.rollouts[index].token_ids) + sum(len(insertion.token_ids) for insertion in said)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What step `step` trains on: `step` optimiser steps are complete before it."""
+    """The groups that optimiser step `step`, counted from 0, trains on."""
 
     step: Step
     groups: tuple[TrainGroup, ...]

@@ -1,14 +1,14 @@
-"""The learner's groups behind one door: `handle` takes an event and returns all that follows from it.
+"""The only entry point to the learner's groups: `handle` takes an event and returns all actions that follow from it.
 
     opened --Reported--> sampled --Rewarded--> ready --BatchWanted--> trained
        |                    |   ^                 |
        |                  Said: the next turn     |
        '----------- stale, quarantined, ... ------'--> closed, maybe drawn again
 
-Guarantees: after each event whatever was closed is told, whatever is due earlier is offered anew, and as many prompts are
-asked for as the cap allows; there is nothing that a caller must ask for besides. What is held can be read (`held`), and
-changed by `handle` alone. Leaves to others: which tokens may be trained on (shelf), drawing prompts and tokenising
-(runtime/prompts), rewards (tasks), carrying the actions out in their order (runtime/intake).
+Guarantees: the actions that `handle` returns report every closed group, offer again every group that is now due earlier, and
+ask for as many prompts as the cap allows; callers need not poll for anything. Callers can read the groups (`held`), but
+only `handle` changes them. Leaves to others: which tokens may be trained on (shelf), drawing prompts and tokenising
+(runtime/prompts), rewards (tasks), carrying out the actions in order (runtime/intake).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from echo2.staleness.ledger import Ledger
 
 
 class Held(Protocol):
-    """A shelf, to be read."""
+    """The read-only view of a shelf."""
 
     @property
     def config(self) -> ShelfConfig: ...
@@ -95,7 +95,7 @@ class Held(Protocol):
 
 
 class Batcher:
-    """`shelf` is the batcher's from now on. Offers nothing before `Resumed`."""
+    """Takes ownership of `shelf`: no other code may change it. Offers nothing before `Resumed`."""
 
     def __init__(self, shelf: Shelf, offers: OfferConfig, exams: ExamRules | None = None) -> None:
         self._shelf = shelf
@@ -112,33 +112,33 @@ class Batcher:
 
     @property
     def deliveries(self) -> Deliveries:
-        """What each worker delivered, on its way to the coordinator."""
+        """What each worker delivered; reported to the coordinator from here."""
         return self._shelf.deliveries
 
     def group(self, group_id: GroupId) -> Group | None:
-        """To train on or to evaluate by, to be read."""
+        """An open training or evaluation group, read-only; None if it is not open."""
         return self._home_of(group_id).groups.get(group_id)
 
     def turns(self, root: GroupId, index: int) -> list[Turn]:
         return self._home_of(root).turns(root, index)
 
     def lacking(self) -> list[tuple[GroupSpec, int]]:
-        """Every group that still needs a worker, and how many tokens of it have come."""
+        """Every group that still needs a worker, and how many of its tokens have arrived."""
         homes = [self._shelf, *self._exams.shelves]
         return [(spec, home.held_tokens(spec.group_id)) for home in homes for spec in home.incomplete_specs()]
 
     @property
     def exam_waits_for(self) -> str:
-        """What the evaluation under way, or due, still lacks; empty when there is none."""
+        """What the running evaluation is waiting for, as text; empty if none is running."""
         return self._exams.waits_for
 
     @property
     def is_short(self) -> bool:
-        """Whether the prompts ended and what is in flight does not make another batch."""
+        """Whether the prompts are exhausted and the groups in flight cannot fill another batch."""
         return self._is_exhausted and self._shelf.in_flight_groups < self.offers.groups_per_step
 
     def handle(self, event: Event) -> list[Action]:
-        """All that follows from the event, in the order in which it is to be done."""
+        """Processes the event; returns the actions in the order in which they must be carried out."""
         return [*self._handled(event), *self._settled(), *self._exams.settled()]
 
     def _home_of(self, group_id: GroupId) -> Shelf:
@@ -190,12 +190,13 @@ class Batcher:
     # ---- events
 
     def _resumed(self) -> list[Action]:
-        """Finished rollouts that the journal gave back have no reward, and no next turn, yet."""
+        """Starts offering. Finished rollouts restored from the journal have no reward or next turn yet, so they are scored."""
         shelf = self._shelf
         self._is_offering = True
         shelf.drop_unfinished_episodes()
         shelf.drop_stale()
-        shelf.move_up()  # the journal has the steps that groups were first offered for; the hello tells today's
+        # The journal has the steps that groups were first offered for. The specs are not offered here: the next hello sends them.
+        shelf.move_up()
         actions: list[Action] = []
         for group_id, group in shelf.groups.items():
             if is_driven(group_id):
@@ -213,15 +214,17 @@ class Batcher:
         )
         actions: list[Action] = []
         for verdict in verdicts:
-            group = self.group(verdict.group_id)  # gone if a later segment showed it to be stale
+            group = self.group(verdict.group_id)  # None if a later segment of this report made the group stale
             if verdict.verdict is Verdict.ADMITTED and group is not None:
                 rollout = group.rollouts[verdict.index]
                 follows = CallSampled(rollout) if is_driven(verdict.group_id) else Score(rollout)
                 actions += [Keep(Finished(rollout, group.senders.get(verdict.index, ()))), follows]
             elif verdict.verdict is Verdict.HELD and group is not None and is_driven(verdict.group_id):
                 grown = group.rollouts[verdict.index]
-                actions += [] if grown.is_finished else [CallGrown(grown)]  # finished by a later segment of this report
-        # A copy of a rollout whose first acknowledgement was lost is durable only once that one is.
+                actions += (
+                    [] if grown.is_finished else [CallGrown(grown)]
+                )  # finished: by a later segment of this report
+        # A duplicate is synced too: if the first acknowledgement was lost, the first copy may not be on disk yet.
         is_final = any(verdict.verdict in (Verdict.ADMITTED, Verdict.DUPLICATE) for verdict in verdicts)
         accused = [AccuseWorker(peer_id, text) for peer_id, text in shelf.untruths.take()]
         return [*actions, AnswerReport(verdicts, is_final), *accused]
@@ -263,7 +266,7 @@ class Batcher:
         batch = self._shelf.draw_batch()
         return [] if batch is None else [Keep(drawn_of(batch)), Train(batch)]
 
-    # ---- what follows from any of them
+    # ---- what follows from any event
 
     def _opened(self, specs: Sequence[GroupSpec]) -> list[Action]:
         homes = [(self._home_of(spec.group_id), spec) for spec in specs]
@@ -274,7 +277,7 @@ class Batcher:
         return [*kept, OfferGroups(offered)] if offered and self._is_offering else kept
 
     def _settled(self) -> list[Action]:
-        """Closures told, groups behind them moved up, prompts asked for, the trainer woken."""
+        """Reports closures, moves up the groups behind them, asks for prompts and wakes the trainer."""
         closures = self._shelf.take_closures()
         early = [closure for closure in closures if closure.reason != "complete"]
         self._retries += [closure.retry for closure in early if closure.retry is not None]
@@ -299,7 +302,7 @@ class Batcher:
 
 
 def _fared(group: Group | None) -> list[Action]:
-    """To the curriculum, once the group's rewards are complete."""
+    """The group's rewards, for the curriculum, once they are complete."""
     if group is None or not group.is_ready:
         return []
     return [Fared(group.draw.cursor, tuple(value for value in group.rewards.values() if value is not None))]

@@ -18,15 +18,15 @@ from echo2.learner.history import Record
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The run begins, or goes on after a restart with what the journal gave back. `exams`: groups of evaluations without a
-    result, by version."""
+    """The run starts, or resumes with what the journal restored. `exams`: groups of evaluations that have no result yet,
+    by version."""
 
     exams: Mapping[Version, Sequence[Group]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The segments of one report of the lease's `attempt`, which the worker `sender` holds."""
+    """The segments of one report, from worker `sender`, which holds the lease as its `attempt`."""
 
     segments: tuple[RolloutSegment, ...]
     attempt: int
@@ -35,7 +35,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """A worker goes on with a group as `attempt` and asks what is held of it."""
+    """A worker takes over a group as `attempt` and asks for the tokens that the learner holds."""
 
     group_id: GroupId
     attempt: int
@@ -43,7 +43,7 @@ class TakenOver:
 
 @dataclass(frozen=True, slots=True)
 class Rewarded:
-    """Of a finished rollout, to the last of its turns; None when scoring it failed."""
+    """The reward of a finished rollout, given after its last turn; None if scoring failed. `parts`: named components."""
 
     group_id: GroupId
     index: int
@@ -53,7 +53,7 @@ class Rewarded:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The world answered a finished turn with words: another turn follows."""
+    """The environment answered the finished turn `before` with `token_ids`, so another turn follows."""
 
     before: TurnOf
     token_ids: tuple[int, ...]
@@ -61,8 +61,8 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class CallAsked:
-    """An agent asks for a completion of `prompt_token_ids`: behind the last call of `chain`, or of a chain that begins.
-    `temperature`: of a problem that evaluates, another than the evaluation's."""
+    """An agent asks for a completion of `prompt_token_ids`, as the next call of `chain`; None starts a new chain.
+    `temperature`: if not None, replaces the evaluation's temperature, when the problem belongs to an evaluation."""
 
     root: GroupId
     chain: int | None
@@ -73,9 +73,9 @@ class CallAsked:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeEnded:
-    """An agent's episode: how many calls of each of its `chains` count, and their reward; None: it failed.
+    """An agent's episode ended. `chains`: how many calls of each chain count. `reward`: None if the episode failed.
 
-    Not `is_final`: it was lost, and another takes its seat.
+    If not `is_final`, the episode was lost, and another one takes its seat.
     """
 
     root: GroupId
@@ -87,14 +87,14 @@ class EpisodeEnded:
 
 @dataclass(frozen=True, slots=True)
 class PromptsDrawn:
-    """Prompts that were asked for. Fewer than were asked for: there are no more."""
+    """The answer to `AskPrompts`. Fewer draws than asked for means that the prompts are exhausted."""
 
     draws: tuple[Draw, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CapPlanned:
-    """The plan's bound on rollouts in flight; None while there is no plan."""
+    """The plan's bound on rollouts in flight; None if there is no plan."""
 
     rollouts: int | None
 
@@ -108,7 +108,7 @@ class VersionLeft:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBarred:
-    """Nothing that this worker reported is to be trained on."""
+    """The worker was banned or quarantined: nothing that it reported may be trained on."""
 
     peer_id: PeerId
 
@@ -120,19 +120,19 @@ class WorkerReleased:
 
 @dataclass(frozen=True, slots=True)
 class BatchWanted:
-    """The trainer is free."""
+    """The trainer is free and asks for a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExamDue:
-    """This version, which has left, is to be evaluated; behind the evaluation under way, and instead of one that waits."""
+    """Evaluate this version, which was published: after the running evaluation, and instead of any version that waits."""
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionsDrawn:
-    """Questions that were asked for."""
+    """The answer to `AskQuestions`."""
 
     version: Version
     draws: tuple[Draw, ...]
@@ -140,14 +140,14 @@ class QuestionsDrawn:
 
 @dataclass(frozen=True, slots=True)
 class ExamTick:
-    """Told every second or so: an evaluation that does not go on is ended by it."""
+    """Sent about every second; ends or moves an evaluation that makes no progress. `now`: seconds, monotonic."""
 
     now: float
 
 
 @dataclass(frozen=True, slots=True)
 class OffersEnded:
-    """No groups are offered any more."""
+    """Stop offering groups."""
 
 
 Event = (
@@ -175,7 +175,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerReport:
-    """`is_synced_first`: the journal must be on the disk before the worker reads it."""
+    """Answers a report. `is_synced_first`: sync the journal to disk before the answer is sent."""
 
     verdicts: tuple[SegmentVerdict, ...]
     is_synced_first: bool
@@ -183,28 +183,29 @@ class AnswerReport:
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """What is held of a group, to the worker that takes it over; None: it is closed, or taken over by a later attempt."""
+    """Sends the held rollouts of a group to the worker that takes it over; None: the group is closed, or a later attempt
+    has taken it over."""
 
     rollouts: tuple[Rollout, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """In the journal."""
+    """Appends the record to the journal."""
 
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Ask the world what it says to this finished turn."""
+    """Asks the task or environment for the reward of this finished turn, or for the next turn's prompt."""
 
     rollout: Rollout
 
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """Agents may begin with the episodes of this problem."""
+    """Lets agents start episodes of this problem."""
 
     spec: GroupSpec
     draw: Draw
@@ -212,28 +213,28 @@ class Drive:
 
 @dataclass(frozen=True, slots=True)
 class CallOpened:
-    """As which group an agent's call is leased; None: the group of its episode is gone."""
+    """The group as which an agent's call is leased; None: the group of its episode is closed."""
 
     group_id: GroupId | None
 
 
 @dataclass(frozen=True, slots=True)
 class CallGrown:
-    """More of an agent's call has come; it goes on."""
+    """More tokens of an agent's call arrived; it is not finished."""
 
     rollout: Rollout
 
 
 @dataclass(frozen=True, slots=True)
 class CallSampled:
-    """An agent's call has its completion."""
+    """An agent's call is finished: `rollout` is its completion."""
 
     rollout: Rollout
 
 
 @dataclass(frozen=True, slots=True)
 class AskPrompts:
-    """Draw these `again`, then up to `fresh` new ones, and come back with `PromptsDrawn`, even with none."""
+    """Draws the prompts in `again` once more, then up to `fresh` new ones. `PromptsDrawn` must follow, even if it is empty."""
 
     again: tuple[Draw, ...]
     fresh: int
@@ -258,7 +259,7 @@ class AccuseWorker:
 
 @dataclass(frozen=True, slots=True)
 class Fared:
-    """How the group on prompt `cursor` fared, for the curriculum."""
+    """The rewards of the group on prompt `cursor`, for the curriculum."""
 
     cursor: int
     rewards: tuple[float, ...]
@@ -266,14 +267,14 @@ class Fared:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """On this batch, once its record is on the disk."""
+    """Trains on this batch, once its record is on disk."""
 
     batch: Batch
 
 
 @dataclass(frozen=True, slots=True)
 class AskQuestions:
-    """Make the prompts of these questions of a version's evaluation and come back with `QuestionsDrawn`."""
+    """Makes the prompts of these questions of a version's evaluation; `QuestionsDrawn` must follow."""
 
     version: Version
     numbers: range
@@ -281,21 +282,21 @@ class AskQuestions:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A question of the evaluation is answered: to be audited and shown, never to be trained on."""
+    """All rollouts of an evaluation question have rewards. The group is audited and shown, never trained on."""
 
     group: TrainGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """The evaluation has ended."""
+    """The evaluation ended, with a result or given up."""
 
     result: ExamResult
 
 
 @dataclass(frozen=True, slots=True)
 class WakeTrainer:
-    """Whoever waits for a batch: there is one, or there will be none."""
+    """Wakes the trainer, if it waits for a batch: one is ready, or none will come."""
 
 
 Action = (

@@ -1,13 +1,13 @@
 """Corrections for stale and mismatched samples: weights that turn samples of one policy into samples of another.
 
 Three policies: behaviour (sampled the token, perhaps several versions ago and on another machine), proximal (the
-learner's own weights when the batch is consumed), current (being optimised). A correction weighs a token by
-proximal over behaviour; the clipped ratio of the objective then goes from proximal to current.
+learner's own weights when the batch is consumed), current (being optimised). A correction weighs each token by
+proximal over behaviour; the objective's clipped ratio is then current over proximal.
 
-Guarantees: weights are detached, finite and at least 0; positions off the mask get weight 0. Leaves to others: the
-objective (loss), whether a token is fresh enough at all (staleness/).
+Guarantees: weights are detached, finite and at least 0; masked positions get weight 0. Leaves to others: the
+objective (loss), whether a token is fresh enough (staleness/).
 
-Shapes: T tokens of a packed micro-batch, R rollouts; `sequence_T` is the rollout that a token belongs to.
+Shapes: T tokens of a packed micro-batch, R rollouts; `sequence_T` is the index of each token's rollout.
 
 Sources. Truncated importance sampling: Ionides 2008; for the mismatch of engine and trainer Yao et al. 2025.
 Masking outside a band: IcePop (Ling team 2025), arXiv 2510.18855. Decoupled: Hilton et al., arXiv 2110.00641; AReaL,
@@ -31,28 +31,28 @@ LOG_RATIO_LIMIT = 20.0
 
 
 TOKEN_LOG_RATIO_MAX = 3.0
-"""A reported log-probability this far from the learner's own (a ratio of 20) is not believed: its token is left out."""
+"""Nats (a ratio of 20). A token whose reported log-probability is further than this from the learner's own is left out."""
 ROLLOUT_LOG_RATIO_MAX = 1.0
-"""A rollout whose tokens are off by more than this on average, in nats, is left out whole. With the limit for a token, no
-rollout weighs more than (2 + e^3) / 3, about 7.4 times, what it would with honest numbers."""
+"""Nats. A rollout whose mean absolute difference exceeds this is left out whole. Together with the limit per token, no
+rollout weighs more than (2 + e^3) / 3, about 7.4 times, what it would weigh with honest numbers."""
 
 
 class Correction(enum.Enum):
-    """What is done about samples of another policy."""
+    """How samples of another policy are corrected."""
 
-    NONE = "none"  # trust them: the ratio goes from proximal to current, behaviour is ignored
-    BEHAVIOUR_RATIO = "behaviour"  # the objective's clipped ratio goes straight from behaviour to current
-    TIS_TOKEN = "tis_token"  # weight proximal / behaviour within floor and cap, token by token
-    TIS_SEQUENCE = "tis_sequence"  # the same on the product over the rollout
+    NONE = "none"  # not at all: the ratio is current / proximal, behaviour is ignored
+    BEHAVIOUR_RATIO = "behaviour"  # the objective's clipped ratio is current / behaviour
+    TIS_TOKEN = "tis_token"  # weight proximal / behaviour, clamped to floor and cap, token by token
+    TIS_SEQUENCE = "tis_sequence"  # the same with the product of the ratios over the rollout
     MASKED = "masked"  # weight proximal / behaviour inside the band, 0 outside (IcePop)
-    MASKED_SEQUENCE = "masked_sequence"  # the same on the product over the rollout: a rollout is in or out
+    MASKED_SEQUENCE = "masked_sequence"  # the same with the product over the rollout: keeps or drops whole rollouts
     DECOUPLED = "decoupled"  # weight proximal / behaviour, neither capped nor masked
 
 
 @dataclass(frozen=True, slots=True)
 class CorrectionConfig:
-    """`cap` bounds the truncated weights from above, `floor` from below (0: not at all); `mask_low` to `mask_high` is the band
-    of the masked ones.
+    """`cap`, `floor`: upper and lower bound of the TIS weights (floor 0: no lower bound). `mask_low`, `mask_high`: the band of
+    ratios that the masked corrections keep.
     """
 
     kind: Correction = Correction.BEHAVIOUR_RATIO
@@ -72,7 +72,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionWeights:
-    """`weights_T`: what a token's loss is multiplied by. `altered_T`: True where the cap or the band took effect."""
+    """`weights_T`: factor on each token's loss. `altered_T`: bool, True where floor, cap or band took effect."""
 
     weights_T: Tensor
     altered_T: Tensor
@@ -80,7 +80,7 @@ class CorrectionWeights:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Which rollout each packed token belongs to (`sequence_T` int64), which tokens count (`mask_T` bool)."""
+    """`sequence_T`: int64, the index of each packed token's rollout. `mask_T`: bool, which tokens count."""
 
     sequence_T: Tensor
     mask_T: Tensor
@@ -92,14 +92,14 @@ class Segments:
         return kept_T.new_zeros(self.rollout_count).index_add(0, self.sequence_T, kept_T)
 
     def count_R(self) -> Tensor:
-        """Counted tokens of each rollout, as float."""
+        """Number of counted tokens of each rollout, float32."""
         return self.sum_R(torch.ones_like(self.sequence_T, dtype=torch.float32))
 
 
 def correction_weights(
     proximal_logprobs_T: Tensor, behaviour_logprobs_T: Tensor, segments: Segments, config: CorrectionConfig
 ) -> CorrectionWeights:
-    """Weight of each token, proximal over behaviour, as `config` bounds it. NONE and BEHAVIOUR_RATIO give ones."""
+    """Weight of each token: proximal over behaviour, bounded as in `config`. 1 for NONE and BEHAVIOUR_RATIO."""
     with torch.no_grad():
         log_ratio_T = masked_log_ratio(proximal_logprobs_T, behaviour_logprobs_T, segments.mask_T)
         weights_T, altered_T = _weights(log_ratio_T, segments, config)
@@ -107,14 +107,14 @@ def correction_weights(
 
 
 def masked_log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
-    """`numerator - denominator` in float32, clamped to the limit; 0 off the mask, whatever stands there (even NaN)."""
+    """`numerator - denominator` in float32, clamped to +-`LOG_RATIO_LIMIT`; 0 at masked positions, even if they hold NaN."""
     difference_T = numerator_T.to(torch.float32) - denominator_T.to(torch.float32)
     kept_T = torch.where(mask_T, difference_T, torch.zeros_like(difference_T))
     return kept_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def believed(logprobs_T: Tensor, behaviour_logprobs_T: Tensor, segments: Segments) -> Tensor:
-    """bool_T: the counted tokens whose reported number is near enough to the learner's own to be trained on."""
+    """bool_T: the counted tokens whose reported log-probability is close enough to the learner's own to train on."""
     with torch.no_grad():
         off_T = masked_log_ratio(logprobs_T, behaviour_logprobs_T, segments.mask_T).abs()
         mean_R = segments.sum_R(off_T) / segments.count_R().clamp(min=1.0)
@@ -150,9 +150,9 @@ RULES: dict[Correction, Callable[[Tensor, CorrectionConfig], Bounded]] = {
     Correction.MASKED_SEQUENCE: _in_band,
     Correction.DECOUPLED: _as_it_is,
 }
-"""From ratios to weights, and True where the rule took effect."""
+"""Each rule maps ratios to weights, and a mask that is True where the rule took effect."""
 OF_WHOLE_ROLLOUTS = {Correction.TIS_SEQUENCE, Correction.MASKED_SEQUENCE}
-"""Their ratio is the product over the rollout, the same for all its tokens."""
+"""Corrections whose ratio is the product over the rollout, the same for all its tokens."""
 
 
 def _weights(log_ratio_T: Tensor, segments: Segments, config: CorrectionConfig) -> Bounded:
@@ -162,18 +162,19 @@ def _weights(log_ratio_T: Tensor, segments: Segments, config: CorrectionConfig) 
 
 
 def learning_rate_scale(sample_fraction: float, floor: float = 0.0) -> float:
-    """VCPO's factor on the learning rate: the root of the effective fraction (the rule for Adam), at least `floor`."""
+    """VCPO's factor on the learning rate: the square root of the effective sample fraction (the rule for Adam), at least
+    `floor`. Raises `ConfigError` if the fraction is not within 0 to 1."""
     if not (math.isfinite(sample_fraction) and 0.0 <= sample_fraction <= 1.0 + 1e-6):
         raise ConfigError(f"effective sample fraction: expected 0 to 1, got {sample_fraction}")
     return max(floor, math.sqrt(min(1.0, sample_fraction)))
 
 
 def score_norm_sq_proxy(logprobs_T: Tensor, segments: Segments) -> Tensor:
-    """A stand-in for each rollout's squared gradient norm, from the log-probabilities at hand.
+    """Approximates each rollout's squared gradient norm from its log-probabilities.
 
     The gradient of log p(token) with respect to the logits is `onehot - p`, whose squared norm lies between
-    `(1 - p_token)^2` and twice that; tokens add up as if independent. Ours, not VCPO's, which measures true gradient
-    norms with one backward pass a rollout; it costs nothing and keeps the ordering of sure and unsure rollouts.
+    `(1 - p_token)^2` and twice that; tokens are summed as if independent. VCPO instead measures true gradient norms, with
+    one backward pass per rollout; this proxy costs nothing and keeps the order of sure and unsure rollouts.
     """
     with torch.no_grad():
         miss_T = 1.0 - torch.exp(logprobs_T.to(torch.float32).clamp(max=0.0))

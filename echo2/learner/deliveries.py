@@ -1,9 +1,10 @@
-"""What each worker has delivered: for the coordinator, which believes nothing else about a worker's speed.
+"""Counts what each worker delivered. The coordinator believes nothing else about a worker's speed.
 
-Of each worker: how many different rollouts gave tokens in the last `HEARD_S` seconds (a level), and how many rollouts of
-it were admitted since that was last told; a rollout that several workers sampled counts for each by its share of the tokens.
+For each worker: the number of its rollouts that received tokens in the last `HEARD_S` seconds (a gauge), and the number of
+its rollouts admitted since the last report. If several workers sampled a rollout, each is credited its share of the tokens.
 
-Guarantees: only what passed the admission rule counts; bounded memory. Leaves to others: telling it (runtime/shift).
+Guarantees: only rollouts that passed the admission rule count; memory is bounded. Leaves to others: reporting
+(runtime/shift).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from echo2.base.ids import GroupId, PeerId
 from echo2.learner.episodes import NOBODY, SentTokens
 
 HEARD_S = 6.0
-"""Longer than any worker's report interval by far, so that each rollout in progress is among those heard of."""
+"""Much longer than any worker's report interval, so that every rollout in progress is counted."""
 NEWS_S, TELL_S = 0.25, 1.0
-"""Told every `TELL_S`; within `NEWS_S` of the first tokens of a worker that was silent before."""
+"""Reports go out every `TELL_S`; every `NEWS_S` while there are tokens of a worker that was not in the last report."""
 ROLLOUTS_MAX = 1 << 20
 WORKERS_MAX = 16_384
 
@@ -27,7 +28,7 @@ _Place = tuple[GroupId, int]
 
 @dataclass(frozen=True, slots=True)
 class DeliveryTally:
-    """By one worker."""
+    """One worker's deliveries. `heard_rollouts`: with tokens in the last `HEARD_S`; `admitted_rollouts`: since the last report."""
 
     worker_id: PeerId
     heard_rollouts: int
@@ -36,28 +37,26 @@ class DeliveryTally:
 
 @dataclass(slots=True)
 class Deliveries:
-    """`take` gives what is to be told now, or None while nothing is due."""
+    """`take` returns the report that is due, or None."""
 
     _fresh: set[tuple[PeerId, _Place]] = field(default_factory=set)
-    _last: dict[tuple[PeerId, _Place], float] = field(
-        default_factory=dict
-    )  # in the order in which they were heard last
+    _last: dict[tuple[PeerId, _Place], float] = field(default_factory=dict)  # seconds; ordered by time, oldest first
     _admitted: dict[PeerId, float] = field(default_factory=dict)
     _told_of: set[PeerId] = field(default_factory=set)
     _told_at: float | None = None
     _proven: dict[PeerId, None] = field(default_factory=dict)
 
     def is_proven(self, worker: PeerId) -> bool:
-        """Whether a rollout of it was ever admitted; the WORKERS_MAX last ones are remembered."""
+        """Whether the worker has ever had a rollout admitted. Remembers the last `WORKERS_MAX` such workers."""
         return worker in self._proven
 
     def heard(self, worker: PeerId, group_id: GroupId, index: int) -> None:
-        """New tokens of this rollout came from this worker."""
+        """The worker delivered new tokens of this rollout."""
         if worker != NOBODY and len(self._fresh) < ROLLOUTS_MAX:
             self._fresh.add((worker, (group_id, index)))
 
     def admitted(self, senders: Iterable[SentTokens]) -> None:
-        """A rollout was admitted; `senders`: who sent which share of it."""
+        """A rollout was admitted. `senders`: which worker sent how many of its tokens."""
         known = [sent for sent in senders if sent.token_count > 0]
         total = sum(sent.token_count for sent in known)
         for sent in known:
@@ -70,7 +69,7 @@ class Deliveries:
             del self._proven[next(iter(self._proven))]
 
     def take(self, now: float) -> tuple[DeliveryTally, ...] | None:
-        """All workers of which something was heard, as of now."""
+        """The tallies of all workers that delivered something, if a report is due at `now` (seconds), else None."""
         silent_s = float("inf") if self._told_at is None else now - self._told_at
         is_news = any(worker not in self._told_of for worker, _ in self._fresh)
         if silent_s < (NEWS_S if is_news else TELL_S):

@@ -1,7 +1,7 @@
-"""Which setting deltas are coded in: the one asked for, else by what the network and this machine can carry.
+"""Chooses the codec setting for deltas: the configured one, else the best for this network and this machine.
 
-Guarantees: the rule is delta/policy's; what it is fed with is measured as soon as there was something to measure, and
-until then taken from `make bench-delta`. Leaves to others: measuring the uplink, encoding.
+Guarantees: the rule is `choose_setting` of weights/policy. Its inputs (sizes, rates) come from `make bench-delta` until the
+first delta was encoded, then from measurements. Leaves to others: measuring the uplink, encoding.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from echo2.weights.policy import SettingCost, choose_setting
 SettingWish = Literal["auto", "fast", "dense"]
 
 FIRST_SHARE = {CodecSetting.FAST: 0.0119, CodecSetting.DENSE: 0.0088}
-"""Of the full weights' bytes, as long as none was encoded."""
+"""A delta's size as a share of the full weights' bytes; used until the first delta was encoded."""
 ENCODE_BYTES_PER_S = {CodecSetting.FAST: 6.2e9, CodecSetting.DENSE: 2.4e9}
 DECODE_BYTES_PER_S = {CodecSetting.FAST: 7.1e9, CodecSetting.DENSE: 2.2e9}
-"""Full weights per second and core, as the share is: at a learning rate of 3e-6, one step apart."""
+"""Bytes of full weights per second and core. Measured, like the shares, at a learning rate of 3e-6, one step apart."""
 WORKER_CORES = 1
 """A worker decodes in one thread: its other cores may be busy."""
 ENCODE_CORES_MAX = 3
-"""As many blocks are coded at a time (delta/encode): one drawn and two ahead."""
+"""weights/encode codes this many blocks at a time: the one being consumed and two ahead."""
 
 
 def encode_cores(device_type: str, cores: int) -> int:
-    """Threads that encode: half of the cores; one where the CPU trains, which more would only hold up."""
+    """Number of encoding threads: half of the cores, at most `ENCODE_CORES_MAX`. One if the model trains on the CPU, because
+    more threads would slow the training."""
     return max(1, min(ENCODE_CORES_MAX, cores // 2)) if device_type != "cpu" else 1
 
 
 class SettingChoice:
-    """`setting` and `reason` as chosen last. `cores`: those that encode."""
+    """`setting`, `reason`: the latest choice. `cores`: number of encoding threads."""
 
     def __init__(self, wish: SettingWish = "auto", cores: int = 1) -> None:
         self.wish = wish
@@ -41,7 +42,8 @@ class SettingChoice:
         self._encode_bytes_per_s = dict(ENCODE_BYTES_PER_S)
 
     def encoded(self, setting: CodecSetting, weights_bytes: int, encoded_bytes: int, seconds: float) -> None:
-        """What a delta came to; the other setting is taken to differ from it as it did in the benchmark."""
+        """Records the size and duration of an encoded delta. The other setting's figures are scaled by the same factors, so
+        that their proportions stay those of the benchmark."""
         if encoded_bytes <= 0 or seconds <= 0 or weights_bytes <= 0:
             return
         share, rate = encoded_bytes / weights_bytes, weights_bytes / seconds / self.cores
@@ -50,8 +52,8 @@ class SettingChoice:
             self._encode_bytes_per_s[each] = rate * ENCODE_BYTES_PER_S[each] / ENCODE_BYTES_PER_S[setting]
 
     def choose(self, weights_bytes: int, spread_bytes_per_s: float) -> bool:
-        """Chooses for the next delta; whether the setting changed. `spread_bytes_per_s`: how fast one artifact gets to
-        all workers; 0 while it is not known."""
+        """Chooses the setting of the next delta; returns whether it changed. `spread_bytes_per_s`: the rate at which one
+        artifact reaches all workers; 0 if it is not known yet."""
         if self.wish != "auto":
             return False
         before = self.setting

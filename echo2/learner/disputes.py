@@ -1,11 +1,11 @@
-"""What scorers say of rollouts, until the learner's own numbers decide: suspicion of authors, and trust in scorers.
+"""Collects scorers' numbers about rollouts until the learner's own numbers decide: suspicion of authors, trust in scorers.
 
-Guarantees: nobody is accused on a worker's word. Scorers' numbers grow the same eight bets as the learner's would, an account of
-its own for each author; once that says that honesty is unlikelier than one in `DISPUTE_CHANCE`, the learner scores what it
-rests on, as far as it is kept, and all that is drawn of that author next (`WATCH_TOKENS`). A scorer is judged by what the learner
-scored too: by disputes, and by the known answers that nobody can tell from others (scorings). An honest scorer is accused
-with probability at most that of `SuspicionConfig` a day, as authors are. Leaves to others: verdicts on authors by the learner's
-numbers (suspicion), leases (scorings).
+Guarantees: no worker is accused on another worker's word alone. Scorers' numbers feed the same eight bets as the learner's
+would, in a separate account for each author. Once that account makes honesty less likely than `DISPUTE_CHANCE`, the learner
+scores the rollouts that the suspicion rests on, as far as they are kept, and the author's next `WATCH_TOKENS` drawn tokens.
+A scorer is judged by rollouts that the learner scored too: disputed ones, and known answers, which the scorer cannot tell
+from other leases (scorings). An honest scorer, like an honest author, is accused with at most the daily probability of
+`SuspicionConfig`. Leaves to others: verdicts on authors by the learner's numbers (suspicion), leases (scorings).
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from echo2.learner.suspicion import (
 from echo2.scoring.request import FLOOR_NATS, Column, TokenScores
 
 DISPUTE_CHANCE = 1e-3
-"""How often, a day, an honest author's rollouts are scored by the learner for chance alone."""
+"""Probability per day that an honest author is disputed by chance."""
 WATCH_TOKENS = 8192
-"""Of a suspect, scored by the learner from a dispute on: enough for the slowest bet at the rollouts of small runs."""
+"""Tokens of a suspect that the learner scores itself after a dispute: enough for the slowest bet with the rollout lengths of
+small runs."""
 TELLINGS_TOKENS_MAX = 1 << 18
-"""Kept of all authors together, at about 110 bytes each; the oldest go first."""
+"""Tokens whose scorers' numbers are kept, all authors together, at about 110 bytes each; the oldest are dropped first."""
 WORKERS_MAX = 16_384
 LOOKS_MAX, OWN_MAX = 4096, 256
 FALSE = 5.0
-"""A scorer is certainly false whose numbers are so many times further off than honest engines' may be."""
+"""A scorer is certainly dishonest if its numbers are off by this many times what is allowed for honest engines."""
 _SPREAD = np.array([1.0, 1.0, 4.0, 0.5, 1.0, 0.5, 1.0])
-"""By how much each column of `TokenScores` moves at most, in the mean square, for a noise of one nat."""
+"""For each column of `TokenScores`, the largest root-mean-square change caused by a noise of one nat."""
 
 
 @dataclass(slots=True)
 class ScorerTrust:
-    """What is held against a scorer since `since` (seconds); it starts anew every day."""
+    """The evidence against a scorer since `since` (seconds); reset every day. `excuses_noise`: skip the noise bet."""
 
     config: SuspicionConfig
     since: float
@@ -59,7 +60,7 @@ class ScorerTrust:
     _fabrication: Mixture = field(default_factory=lambda: Mixture(NOISE_STAKES))
 
     def observe(self, told: TokenScores, exact: TokenScores) -> None:
-        """Numbers of the same tokens under the same version: the scorer's and the learner's."""
+        """Compares the scorer's and the learner's numbers of the same tokens under the same version."""
         squares = _differences(told, exact) / (NOISE_CAP * self.config.noise_nats) ** 2
         self.tokens += len(squares)
         if not self.excuses_noise:
@@ -68,7 +69,7 @@ class ScorerTrust:
 
     @property
     def accusation(self) -> Accusation | None:
-        """None while the scorer may be honest."""
+        """The accusation, if the evidence suffices, else None. An uncertain one also needs `UNCERTAIN_TOKENS`."""
         needed, certain = -math.log(self.config.false_alarms_per_day), self._fabrication.log_wealth - math.log(2.0)
         evidence = log_mean([self._noise.log_wealth, self._fabrication.log_wealth])
         if evidence < needed or (certain < needed and self.tokens < UNCERTAIN_TOKENS):
@@ -81,7 +82,7 @@ class ScorerTrust:
 
 
 def _differences(told: TokenScores, exact: TokenScores) -> Column:
-    """Mean squares over the columns, each as nats of noise."""
+    """For each token, the largest squared difference of any column, each column scaled to nats of noise by `_SPREAD`."""
     pairs = zip(told.columns, exact.columns, strict=True)
     apart = np.array([np.maximum(one, FLOOR_NATS) - np.maximum(other, FLOOR_NATS) for one, other in pairs])
     found: Column = ((apart / _SPREAD[:, None]) ** 2).max(axis=0)
@@ -90,7 +91,7 @@ def _differences(told: TokenScores, exact: TokenScores) -> Column:
 
 @dataclass(frozen=True, slots=True)
 class _Telling:
-    """What a scorer said of a rollout."""
+    """A scorer's numbers for one rollout."""
 
     look: Look
     scorer: PeerId
@@ -103,7 +104,7 @@ class _Telling:
 
 @dataclass(slots=True)
 class DisputeCounts:
-    """Since the process began."""
+    """Counts since the process began."""
 
     disputes: int = 0
     false_scorers: int = 0
@@ -111,7 +112,7 @@ class DisputeCounts:
 
 @dataclass(slots=True)
 class Disputes:
-    """`watched`: how many tokens of each suspect the learner still scores itself."""
+    """The accounts of authors and scorers. `watched`: how many tokens of each suspect the learner still has to score itself."""
 
     config: SuspicionConfig
     counts: DisputeCounts = field(default_factory=DisputeCounts)
@@ -128,7 +129,7 @@ class Disputes:
         return any(worker in self.watched for worker in workers)
 
     def told(self, look: Look, scorer: PeerId, evidence: tuple[Evidence, ...], now: float) -> list[Action]:
-        """A scorer's numbers came."""
+        """Takes a scorer's numbers; returns the rollouts to score again and the scorers to accuse. `now`: seconds."""
         own = self._own.pop(look.number, None)
         self._keep(_Telling(look, scorer, evidence))
         actions = self._compared(look.number, own, now) if own is not None else []
@@ -143,13 +144,13 @@ class Disputes:
         return actions
 
     def asked(self, look: Look) -> None:
-        """The learner is about to score it."""
+        """Notes that the learner will score this rollout, so that a dispute does not request it again."""
         self._asked[look.number] = None
         if len(self._asked) > LOOKS_MAX:
             del self._asked[next(iter(self._asked))]
 
     def proven(self, look: Look, evidence: tuple[Evidence, ...], now: float) -> list[Action]:
-        """The learner's numbers came."""
+        """Takes the learner's numbers of a rollout and compares them with the scorer's, if those are known."""
         for worker in {one.piece.worker for one in evidence} & self.watched.keys():
             self.watched[worker] -= sum(len(one.claimed) for one in evidence if one.piece.worker == worker)
             if self.watched[worker] <= 0:
@@ -163,7 +164,7 @@ class Disputes:
         return []
 
     def forget(self, worker: PeerId, excuses_noise: bool) -> None:
-        """It is taken back: its accounts begin anew."""
+        """The worker was readmitted: resets its accounts. `excuses_noise`: stop betting on its noise."""
         self._told.pop(worker, None)
         self._trust.pop(worker, None)
         self.watched.pop(worker, None)
@@ -180,7 +181,7 @@ class Disputes:
         return account
 
     def _disputed(self, worker: PeerId) -> list[Action]:
-        """What speaks against the author goes to the learner, and what is drawn of it next."""
+        """Opens a dispute: the learner scores the rollouts that speak against the author, and those drawn from it next."""
         self.counts.disputes += 1
         del self._told[worker]
         self.watched[worker] = WATCH_TOKENS
@@ -201,7 +202,7 @@ class Disputes:
             self._tokens -= oldest.tokens
 
     def _compared(self, number: int, own: Sequence[Evidence], now: float) -> list[Action]:
-        """A scorer's numbers with the learner's."""
+        """Compares the scorer's numbers with the learner's (`own`); accuses the scorer if they differ too much."""
         telling = self._tellings[number]
         trust = self._trust.setdefault(telling.scorer, self._fresh(telling.scorer, now))
         if now - trust.since >= DAY_S:

@@ -1,8 +1,8 @@
-"""Rollouts of several turns: the groups that their turns are leased as, and the one rollout that they make together.
+"""Rollouts of several turns: each turn's group, by which it is leased, and the joined rollout.
 
-Guarantees: every turn behind the first is a group of one rollout, whose id says of which rollout it is the turn, so that
-a journal needs no other record of it; what a turn's prompt holds beyond the turn before it is what the world said.
-Leaves to others: the world (tasks), which turn comes next (intake).
+Guarantees: every turn after the first is a group of one rollout. The group's id names the rollout and the turn, so the
+journal needs no other record of the relation. A turn's prompt is the previous turn's prompt and completion, followed by the
+environment's tokens. Leaves to others: the environment (tasks), which turn comes next (intake).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARK = "."
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """Tokens of the world that stand before the sampled token at `position` of a rollout of several turns."""
+    """Tokens of the environment, inserted before the sampled token with index `position`. Empty: a turn begins there."""
 
     position: int
     token_ids: tuple[int, ...]
@@ -29,7 +29,7 @@ class Insertion:
 
 @dataclass(frozen=True, slots=True)
 class SentTokens:
-    """`token_count` consecutive tokens of a rollout that the worker `peer_id` reported."""
+    """Worker `peer_id` reported `token_count` consecutive tokens of a rollout."""
 
     peer_id: PeerId
     token_count: int
@@ -37,7 +37,7 @@ class SentTokens:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn: all tokens before it, and what was sampled."""
+    """One turn: all tokens before it, its sampled tokens, and the workers that reported them."""
 
     prompt_token_ids: tuple[int, ...]
     rollout: Rollout
@@ -46,7 +46,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class JoinedRollout:
-    """The sampled tokens of all turns as one rollout, and what stands between them."""
+    """The sampled tokens of all turns as one rollout, and the environment's tokens in between."""
 
     rollout: Rollout
     insertions: tuple[Insertion, ...]
@@ -63,12 +63,12 @@ class TurnOf:
 
     @property
     def group_id(self) -> GroupId:
-        """The id of the group that this turn is leased as; the first turns of a prompt are leased together."""
+        """The id of this turn's group. The first turns of all rollouts of a prompt are leased as one group, the root."""
         return GroupId(f"{self.root}{_MARK}{self.index}{_MARK}{self.turn}") if self.turn else self.root
 
 
 def turn_of(group_id: GroupId, index: int) -> TurnOf:
-    """Which turn of which rollout the rollout `index` of a leased group is."""
+    """Maps rollout `index` of a leased group to its rollout and turn. Raises `StateError` if the id is malformed."""
     root, *rest = group_id.split(_MARK)
     if not rest:
         return TurnOf(group_id, index, 0)
@@ -86,7 +86,7 @@ def root_of(group_id: GroupId) -> GroupId:
 
 
 def check_prompt(root: GroupId, prompt: tuple[int, ...], vocabulary_size: int) -> None:
-    """Raises `MalformedMessage` unless the model has every token of a call's prompt."""
+    """Raises `MalformedMessage` if a call's prompt is empty or has a token outside the model's vocabulary."""
     if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary_size:
         raise MalformedMessage(
             f"prompt of a call of {root}: expected 1 or more token ids below {vocabulary_size}, got {len(prompt)} from "
@@ -95,17 +95,18 @@ def check_prompt(root: GroupId, prompt: tuple[int, ...], vocabulary_size: int) -
 
 
 def common_beginning(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The tokens with which all of them begin."""
+    """The longest common prefix of the prompts."""
+    # In lexicographic order, a prefix shared by the first and the last prompt is shared by all prompts between them.
     first, last = min(prompts), max(prompts)
     same = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return first[:same]
 
 
 def joined(turns: Sequence[Turn], index: int, opening: tuple[int, ...] | None = None) -> JoinedRollout:
-    """All turns of one rollout, in order, as rollout `index` of the first one's group.
+    """Joins all turns of one rollout, given in order, into rollout `index` of the first turn's root group.
 
-    `opening`: of an agent's calls, the beginning of the first one's prompt that its siblings have as well; the rest of that
-    prompt stands between the prompt and the first sampled token, as the world's words do.
+    `opening`: for an agent's calls, the prefix that the first call's prompt shares with its siblings'; it becomes the prompt.
+    The rest of that prompt becomes an insertion before the first sampled token, like the environment's tokens.
     """
     first, last = turns[0], turns[-1]
     insertions: list[Insertion] = []
@@ -119,7 +120,7 @@ def joined(turns: Sequence[Turn], index: int, opening: tuple[int, ...] | None = 
     for number, turn in enumerate(turns):
         assert turn.prompt_token_ids[: len(before)] == before, "a turn's prompt begins with all that came before it"
         said = turn.prompt_token_ids[len(before) :]
-        if said or number > 0 or opening is not None:  # a turn begins there, also where the world said nothing
+        if said or number > 0 or opening is not None:  # an empty insertion marks a turn's start, too
             insertions.append(Insertion(len(token_ids), said))
         routing = joined_routing(routing, len(token_ids), turn.rollout.routing, len(turn.rollout.token_ids))
         token_ids += turn.rollout.token_ids
@@ -135,7 +136,7 @@ def joined(turns: Sequence[Turn], index: int, opening: tuple[int, ...] | None = 
 
 
 def extended_senders(held: tuple[SentTokens, ...], peer_id: PeerId, token_count: int) -> tuple[SentTokens, ...]:
-    """`held` with `token_count` more tokens of `peer_id`."""
+    """Returns `held` extended by `token_count` tokens of `peer_id`; unchanged if there are none or the worker is unknown."""
     if token_count <= 0 or not peer_id:
         return held
     if held and held[-1].peer_id == peer_id:

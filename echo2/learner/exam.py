@@ -1,15 +1,15 @@
-"""The evaluation under way: held-out prompts as leases of one version, from the first question to the result.
+"""One evaluation ("exam"): held-out prompts ("questions"), leased for one version, from the first question to the result.
 
     due --AskQuestions--> opened --reports, rewards--> answered --all answered--> result
                             |   or agents' episodes       |
                             |<-- a worker is barred ------'
-                            '--> the version is out of reach: once more with the newest, `MOVES_MAX` times, then given up
+                            '--> no progress: again with the newest version, `MOVES_MAX` times, then given up
 
-Guarantees: a question's rollouts hold tokens of the exam's version alone, and none of them can come into a batch, for they
-lie on a shelf of their own from which no batch is drawn and whose ledger records nothing; at most `OPEN_MAX` questions are
-open at once; an exam without progress for `patience_s` ends, with a result or without; an agent's episode that is lost for a fault
-of the machinery counts for nothing, not as 0, and is told. Leaves to others: prompts
-and rewards (runtime), which versions are examined (runtime/loop), the sets' meaning (runtime/exam_prompts).
+Guarantees: a question's rollouts hold only tokens of the exam's version. They never enter a batch, because they are on a
+separate shelf from which no batch is drawn and whose ledger records nothing. At most `OPEN_MAX` questions are open at once.
+An exam without progress for `patience_s` ends or moves to a newer version. An agent's episode lost to an infrastructure
+failure is counted as lost, not as reward 0. Leaves to others: which versions are evaluated (runtime/exams), prompts and
+rewards (runtime/examination).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from echo2.learner.shelf import Shelf, ShelfConfig
 from echo2.staleness.ledger import Ledger
 
 OPEN_MAX = 256
-"""Questions open at once; the next is opened when one is answered."""
+"""Questions open at once; the next one opens when one is answered."""
 MOVES_MAX = 3
-"""How often an exam of which a part was sampled begins anew, with a newer version."""
+"""How often an exam that was partly sampled restarts with a newer version."""
 BEHIND_VERSIONS = 2
-"""An exam of which nothing was sampled moves to the newest version once so many newer ones have left."""
+"""An exam that has no samples yet moves to the newest version once this many newer ones were published."""
 RETRIES_MAX = 64
-"""How often a question is asked again because a worker that answered a part of it was barred."""
+"""How often a question is asked again because a worker that answered part of it was banned."""
 PASSED_FROM = 1.0 - 1e-9
-"""A reward from which a sample counts as passed."""
+"""A sample passes if its reward is at least this."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExamSet:
-    """`samples` completions of each of `questions` prompts, named in the metrics."""
+    """A set of `questions` prompts with `samples` completions each. `name`: as in the metrics."""
 
     name: str
     questions: int
@@ -50,7 +50,8 @@ class ExamSet:
 
 @dataclass(frozen=True, slots=True)
 class ExamRules:
-    """Which sets are asked, in order; an exam whose fleet does nothing for `patience_s` ends. `is_driven`: agents play them."""
+    """`sets`: what to ask, in order. `patience_s`: an exam without progress for so long ends. `is_driven`: agents play the
+    questions."""
 
     sets: tuple[ExamSet, ...] = ()
     patience_s: float = 600.0
@@ -61,7 +62,7 @@ class ExamRules:
         return sum(one.questions for one in self.sets)
 
     def set_of(self, number: int) -> tuple[ExamSet, int]:
-        """The set in which question `number` of all stands, and its place there."""
+        """The set that contains question `number` (counted over all sets), and its index there. Raises `IndexError`."""
         for one in self.sets:
             if number < one.questions:
                 return one, number
@@ -71,7 +72,7 @@ class ExamRules:
 
 @dataclass(frozen=True, slots=True)
 class SetResult:
-    """`rewards[q][s]`: of sample s of question q. `parts`: means over all samples of what the scorer told beside."""
+    """`rewards[q][s]`: the reward of sample s of question q. `parts`: the scorer's other numbers, means over all samples."""
 
     name: str
     rewards: tuple[tuple[float, ...], ...]
@@ -82,7 +83,7 @@ class SetResult:
         return statistics.fmean(value for rewards in self.rewards for value in rewards)
 
     def pass_at(self, k: int) -> float:
-        """Probability that one of k samples of a question passes: the unbiased estimate from n >= k samples."""
+        """pass@k: probability that at least one of k samples passes; unbiased estimate from n >= k samples per question."""
         return statistics.fmean(
             1.0 - comb(len(rewards) - sum(value >= PASSED_FROM for value in rewards), k) / comb(len(rewards), k)
             for rewards in self.rewards
@@ -90,14 +91,15 @@ class SetResult:
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """1, 2, 4, .. up to the samples of a question."""
+        """The k of pass@k: 1, 2, 4, ... up to the number of samples per question."""
         samples = min(len(rewards) for rewards in self.rewards)
         return tuple(1 << power for power in range(samples.bit_length()))
 
 
 @dataclass(frozen=True, slots=True)
 class ExamResult:
-    """`sets` is empty and `reason` says why where the exam was given up. `lost`: of agents, episodes that came to no reward."""
+    """The result. If the exam was given up, `sets` is empty and `reason` says why. `lost`: episodes of agents that ended
+    without a reward; None if agents do not play."""
 
     version: Version
     sets: tuple[SetResult, ...]
@@ -114,7 +116,7 @@ class ExamResult:
 
 @dataclass(slots=True)
 class Exam:
-    """One version's. `training` is the shelf of the training's groups, whose accounts of workers are shared."""
+    """The evaluation of one version. `training`: the shelf of the training groups; its accounts of workers are shared."""
 
     rules: ExamRules
     version: Version
@@ -123,10 +125,10 @@ class Exam:
     asked: int = 0  # questions opened so far
     shelf: Shelf = field(init=False)
     _parts: dict[tuple[GroupId, int], Mapping[str, float]] = field(default_factory=dict)
-    told: set[GroupId] = field(default_factory=set)  # answered, and closed with the coordinator
+    told: set[GroupId] = field(default_factory=set)  # answered, and reported closed to the coordinator
     _played: dict[GroupId, list[tuple[float, Mapping[str, float]]]] = field(default_factory=dict)  # agents' episodes
     _lost_episodes: int = 0
-    _lost_numbers: set[int] = field(default_factory=set)  # questions of which no episode came to a reward
+    _lost_numbers: set[int] = field(default_factory=set)  # questions without any episode that got a reward
     _seen: tuple[int, int] = (-1, -1)
     _progress_at: float | None = None
 
@@ -144,12 +146,12 @@ class Exam:
     # ---- questions
 
     def wanted(self) -> range:
-        """The numbers of the questions to open now."""
+        """Numbers of the questions to open now."""
         is_open = sum(not is_later_turn(group_id) for group_id in self.shelf.groups) - len(self.told)
         return range(self.asked, min(self.rules.questions, self.asked + max(0, OPEN_MAX - is_open)))
 
     def open(self, draws: Iterable[Draw]) -> list[GroupSpec]:
-        """`draw.cursor` is the question's number."""
+        """Opens one group per draw. `draw.cursor` is the question's number."""
         return [self._opened(draw) for draw in draws]
 
     def _opened(self, draw: Draw) -> GroupSpec:
@@ -162,7 +164,7 @@ class Exam:
         return spec
 
     def take_back(self, groups: Iterable[Group]) -> None:
-        """What a journal gave back of it."""
+        """Restores the groups that the journal had of this exam."""
         for group in groups:
             self.shelf.groups[group.spec.group_id] = group
             self.asked = max(self.asked, group.draw.cursor + 1)
@@ -172,7 +174,8 @@ class Exam:
     def reward(
         self, group_id: GroupId, index: int, reward: float | None, parts: Mapping[str, float]
     ) -> TrainGroup | None:
-        """Of a finished rollout; one that could not be scored is worth 0. Returns a question that is answered by it."""
+        """Records the reward of a finished rollout; None (scoring failed) counts as 0. Returns the question's group if this
+        completes it."""
         group = self.shelf.groups.get(group_id)
         if group is None:
             return None
@@ -192,7 +195,7 @@ class Exam:
         *,
         is_final: bool,
     ) -> TrainGroup | None:
-        """Of an agent, as `Shelf.end_episode`. Returns a question that is answered by it."""
+        """Ends an agent's episode as `Shelf.end_episode` does. Returns the question's group if this completes it."""
         group = self.shelf.groups.get(root)
         if group is None:
             return None
@@ -209,7 +212,7 @@ class Exam:
         return self.shelf.train_group(group)
 
     def drop_sent_by(self, peer_id: PeerId) -> None:
-        """Questions that a barred worker answered, if only in part, are to be answered by others."""
+        """Closes every question that a banned worker answered even in part, so that other workers answer it again."""
         self.shelf.drop_sent_by(peer_id)
         self.told &= self.shelf.groups.keys()
 
@@ -222,7 +225,7 @@ class Exam:
         return any(rollout.token_ids for group in self.shelf.groups.values() for rollout in group.rollouts)
 
     def result(self) -> ExamResult:
-        """Once it is answered."""
+        """The result of an answered exam."""
         assert self.is_answered, "an exam has a result once all of it is answered"
         by_number = {self.shelf.groups[group_id].draw.cursor: self.shelf.groups[group_id] for group_id in self.told}
         sets, begin = [], 0
@@ -241,7 +244,7 @@ class Exam:
         return ExamResult(self.version, tuple(sets), *self._size(), lost=self._lost)
 
     def _samples_of(self, group: Group, samples: int) -> list[tuple[float, Mapping[str, float]]]:
-        """Reward of each sample, and what the scorer told beside."""
+        """The reward of each sample, and the scorer's other numbers."""
         group_id = group.spec.group_id
         if self.rules.is_driven:
             return self._played[group_id]
@@ -255,7 +258,7 @@ class Exam:
         return self._lost_episodes if self.rules.is_driven else None
 
     def _size(self) -> tuple[int, int]:
-        """Rollouts, or episodes that have ended, and tokens."""
+        """Number of begun rollouts (of ended episodes, if agents play), and of sampled tokens."""
         rollouts = [rollout for group in self.shelf.groups.values() for rollout in group.rollouts if rollout.token_ids]
         played = sum(map(len, self._played.values())) + self._lost_episodes
         return played if self.rules.is_driven else len(rollouts), sum(len(rollout.token_ids) for rollout in rollouts)
@@ -263,14 +266,14 @@ class Exam:
     # ---- time
 
     def idle_s(self, now: float) -> float:
-        """How long nothing of it has come."""
+        """Seconds since the last progress: a new token or a newly answered question."""
         seen = (len(self.told), self._size()[1])
         if seen != self._seen or self._progress_at is None:
             self._seen, self._progress_at = seen, now
         return now - self._progress_at
 
     def moved(self, version: Version, is_begun: bool) -> Exam:
-        """The same exam of a newer version, from its beginning."""
+        """The same exam from the start, with a newer version. `is_begun`: counts as one of the `MOVES_MAX` moves."""
         return Exam(self.rules, version, self.training, self.moves + is_begun)
 
     @property
@@ -283,7 +286,7 @@ class Exam:
 
 
 def exam_row(result: ExamResult, wall_s: float) -> dict[str, object]:
-    """A line of evaluations.jsonl; names in docs/learner.md."""
+    """One line of evaluations.jsonl; docs/learner.md explains the names."""
     row: dict[str, object] = {
         "step": int(result.version), "eval/reward": result.reward, "eval/rollouts": result.rollouts,
         "eval/tokens": result.tokens, "eval/wall_s": wall_s,

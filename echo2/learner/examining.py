@@ -1,7 +1,7 @@
-"""Which evaluation is under way and which is due: one at a time, part of the batcher's door.
+"""Runs the evaluations ("exams") one at a time, and keeps the next one that is due. Part of the batcher.
 
-Guarantees: whatever the exam opens, closes and answers is an action, as for groups to train on; an exam that stands still ends.
-Leaves to others: what an exam is (exam).
+Guarantees: every group that an exam opens, closes or answers is reported as an action, as for training groups; an exam
+without progress ends. Leaves to others: the exam itself (exam).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ OVER = "evaluation over"
 
 
 class Examining:
-    """`training`: the shelf of the training's groups."""
+    """`training`: the shelf of the training groups."""
 
     def __init__(self, rules: ExamRules, training: Shelf) -> None:
         self.rules = rules
         self._training = training
         self._exam: Exam | None = None
         self._due: Version | None = None
-        self._asked = 0  # questions asked for and not drawn yet
-        self._left_after: list[Version] = []  # newer than the exam's
+        self._asked = 0  # questions asked for but not drawn yet
+        self._left_after: list[Version] = []  # published versions newer than the exam's
         self._is_ended = False
 
     @property
@@ -53,7 +53,7 @@ class Examining:
         return [] if self._exam is None else [self._exam.shelf]
 
     def home_of(self, group_id: GroupId) -> Shelf | None:
-        """Where a group of the exam under way lies."""
+        """The shelf of the running exam, if the group belongs to it; else None."""
         return self._exam.shelf if self._exam is not None and self._exam.holds(group_id) else None
 
     @property
@@ -63,7 +63,7 @@ class Examining:
     # ---- events
 
     def resumed(self, exams: Mapping[Version, Sequence[Group]]) -> list[Action]:
-        """Goes on with the newest exam that a journal gave back. What is sampled of it is scored again."""
+        """Resumes the newest exam that the journal restored and drops the groups of older ones."""
         actions: list[Action] = []
         for version in sorted(exams):
             if version == max(exams) and self.rules.questions:
@@ -74,7 +74,7 @@ class Examining:
         return actions
 
     def _taken_back(self, exam: Exam, groups: Sequence[Group]) -> list[Action]:
-        """What is sampled is scored again. Agents are gone with the process that they asked: they play again."""
+        """Restores the groups; finished rollouts are scored again. Agents did not survive the restart, so they play again."""
         if any(is_driven(group.spec.group_id) for group in groups) or self.rules.is_driven:
             roots = [group for group in groups if not is_later_turn(group.spec.group_id)]
             actions: list[Action] = [Keep(GroupDropped(group.spec.group_id)) for group in groups]
@@ -88,7 +88,7 @@ class Examining:
         ]
 
     def due(self, version: Version) -> list[Action]:
-        """Begins it, or has it wait for the one under way."""
+        """Starts the evaluation of `version`; if one is running, keeps the version as the next, in place of any other."""
         if not self.rules.questions or self._is_ended:
             return []
         if self._exam is None:
@@ -104,7 +104,7 @@ class Examining:
         return self._opened(self._exam, self._exam.open(event.draws))
 
     def asked_call(self, event: CallAsked) -> list[Action]:
-        """Of an agent that plays a question."""
+        """Opens a call of an agent that plays a question."""
         assert self._exam is not None, "calls of an exam come to it"
         spec = self._exam.shelf.open_call(
             event.root, event.chain, event.prompt_token_ids, event.sampling, event.temperature
@@ -134,7 +134,7 @@ class Examining:
             self._exam.drop_sent_by(peer_id)
 
     def tick(self, now: float) -> list[Action]:
-        """An exam that cannot be answered any more moves to the newest version, or is given up."""
+        """Moves an exam without progress, or one overtaken before its first sample, to the newest version, or gives it up."""
         exam = self._exam
         if exam is None:
             return []
@@ -151,7 +151,7 @@ class Examining:
         return actions
 
     def ended(self) -> None:
-        """No more questions are asked."""
+        """Stops asking questions."""
         self._is_ended = True
 
     # ---- what follows from any event
@@ -187,7 +187,7 @@ class Examining:
         return [*kept, OfferGroups(offered)] if offered else kept
 
     def _over(self, exam: Exam) -> list[Action]:
-        """Nothing of it is needed any more."""
+        """Drops all groups of the exam and closes those not answered yet."""
         open_ids = tuple(group_id for group_id in exam.shelf.groups if root_of(group_id) not in exam.told)
         kept: list[Action] = [Keep(GroupDropped(group_id)) for group_id in exam.shelf.groups]
         return [*kept, Close(open_ids, OVER)] if open_ids else kept

@@ -1,6 +1,6 @@
-"""One prompt on its way: the draw that it came from, the rollouts held of it, their rewards.
+"""One prompt group: the draw that it came from, its rollouts and their rewards.
 
-Guarantees: a group's id is a function of its draw, so that after a restart the same draw is the same group. Leaves to
+Guarantees: a group's id is a function of its draw, so that after a restart the same draw gives the same group. Leaves to
 others: every decision (batcher).
 """
 
@@ -15,16 +15,16 @@ from echo2.learner.episodes import SentTokens, is_later_turn
 from echo2.learner.segment import empty_rollout
 
 EXAM_MARK = "e"
-"""With which ids of groups begin that evaluate; those to train on begin with another letter."""
+"""First letter of the ids of evaluation groups."""
 AGENT_MARK = "a"
-"""With which ids of groups begin whose prompts come from agents, call by call, and not from the task."""
+"""First letter of the ids of groups whose prompts come from agents, call by call, and not from the task."""
 AGENT_EXAM_MARK = "x"
-"""With which ids begin of which both is true: agents play held-out problems."""
+"""First letter of the ids of groups with both properties: agents play held-out problems."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Prompt number `cursor` of the run, in its `retry`-th try after the first."""
+    """Prompt number `cursor` of the run. `retry`: 0 for the first try, then counts up."""
 
     cursor: int
     retry: int
@@ -32,7 +32,7 @@ class Draw:
     sampling: SamplingParams
 
     def again(self) -> Draw:
-        """The same prompt by the same random numbers: who makes a group fail, or stale, does not draw another sample by it."""
+        """The same prompt with the same seed: a worker that lets a group fail or go stale cannot force another sample."""
         return replace(self, retry=self.retry + 1)
 
 
@@ -42,23 +42,23 @@ def group_id_of(cursor: int, retry: int, *, is_driven: bool = False) -> GroupId:
 
 
 def is_driven(group_id: GroupId) -> bool:
-    """Whether an agent's calls make the group, or it is such a call."""
+    """Whether the group is an agent's problem, or one call of an agent."""
     return group_id.startswith((AGENT_MARK, AGENT_EXAM_MARK))
 
 
 def is_driven_root(group_id: GroupId) -> bool:
-    """Whether it stands for the episodes of one problem; it is never leased, its agents' calls are."""
+    """Whether the group stands for the episodes of one problem. It is never leased; the agents' calls are."""
     return is_driven(group_id) and not is_later_turn(group_id)
 
 
 def exam_group_id(version: Version, number: int, retry: int, *, is_driven: bool = False) -> GroupId:
-    """Of question `number` of the evaluation of `version`."""
+    """The id of question `number` of the evaluation of `version`."""
     mark = AGENT_EXAM_MARK if is_driven else EXAM_MARK
     return GroupId(f"{mark}{version:08d}-{number:05d}" + (f"r{retry}" if retry else ""))
 
 
 def exam_version_of(group_id: GroupId) -> Version | None:
-    """The version that a group, or a turn of one, evaluates; None of one to train on."""
+    """The version that a group (or a turn of one) evaluates; None for a training group."""
     if not group_id.startswith((EXAM_MARK, AGENT_EXAM_MARK)):
         return None
     return Version(int(group_id[1:].partition("-")[0]))
@@ -66,10 +66,11 @@ def exam_version_of(group_id: GroupId) -> Version | None:
 
 @dataclass(slots=True)
 class Group:
-    """`rollouts` has one entry an index, empty at first; `scored`: indices whose reward is known, or known to fail.
+    """A prompt's rollouts and rewards.
 
-    `senders`: by index, who reported which of its tokens. `pruned`: how many of its rollouts were given up. `seats_open`: of
-    agents' episodes, how many have not ended; each rollout is then one chain of calls, and stands here without tokens.
+    `rollouts`: one entry per index, empty at first. `scored`: indices whose reward is known, or whose scoring failed.
+    `senders`: by index, which worker reported which tokens. `pruned`: number of rollouts given up as hopeless. `seats_open`:
+    number of agents' episodes that have not ended; in a group of agents each rollout is one chain of calls and has no tokens.
     """
 
     spec: GroupSpec
@@ -98,27 +99,28 @@ class Group:
 
     @property
     def oldest_version(self) -> Version:
-        """Of all its tokens; the newest possible while it has none."""
+        """The oldest version of all tokens; a version beyond all others if there are no tokens."""
         versions = [rollout.oldest_version for rollout in self.rollouts]
         return min((version for version in versions if version is not None), default=Version(1 << 62))
 
 
 def opened_group(spec: GroupSpec, draw: Draw) -> Group:
-    """As it is before anything was sampled of it."""
+    """A group before its first sampled token."""
     if is_driven_root(spec.group_id):
         return Group(spec, draw, [], seats_open=spec.rollout_count)
     return Group(spec, draw, [empty_rollout(spec.group_id, index) for index in range(spec.rollout_count)])
 
 
 def add_chain(group: Group) -> int:
-    """Room for one more chain of an agent's calls; returns its index."""
+    """Adds a chain of an agent's calls; returns its index."""
     index = len(group.rollouts)
     group.rollouts.append(replace(empty_rollout(group.spec.group_id, index), finish_reason=FinishReason.STOP))
     return index
 
 
 def end_seat(group: Group, chains: Iterable[int], reward: float | None, *, is_final: bool) -> None:
-    """An episode that took `chains` has ended with `reward`, or is begun anew by another (not `is_final`)."""
+    """Records that an episode with these `chains` ended with `reward`. If not `is_final`, it was lost, and its seat stays
+    open for another episode."""
     for chain in chains:
         while len(group.rollouts) <= chain:
             add_chain(group)

@@ -1,8 +1,8 @@
-"""What the learner's journal says happened, and what follows from it after a restart.
+"""The records of the learner's journal, and the state restored from them after a restart.
 
-Guarantees: replaying a journal from the step of a checkpoint gives every batch drawn since, in order, with the tokens
-and rewards that it was trained on; every admitted rollout that was neither trained nor dropped; and every version
-that may have left the learner. Applying a record twice changes nothing. Leaves to others: bytes and disks
+Guarantees: replaying a journal from a checkpoint's step gives every batch drawn since, in order, with the tokens
+and rewards that it was trained on; every admitted rollout that was neither trained on nor dropped; and every version
+that may have been published. Applying a record twice is idempotent. Leaves to others: bytes and disks
 (runtime/journal), training again (runtime/replay).
 """
 
@@ -21,7 +21,8 @@ from echo2.learner.shelf import Shelf
 
 @dataclass(frozen=True, slots=True)
 class SegmentBegan:
-    """A journal segment begins after `step` steps, `cursor` prompts drawn; `published`: versions still known."""
+    """First record of a journal segment, begun after `step` steps and `cursor` drawn prompts. `published`: versions that
+    workers may still name."""
 
     run_id: str
     step: Step
@@ -37,7 +38,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A rollout, or a turn of one, and who reported which of its tokens."""
+    """A rollout, or one turn of it, is finished. `senders`: which worker reported which tokens."""
 
     rollout: Rollout
     senders: tuple[SentTokens, ...] = ()
@@ -45,7 +46,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class BatchDrawn:
-    """`rewards[g][i]`: of rollout i of the g-th group; None where scoring failed."""
+    """A batch was drawn. `rewards[g][i]`: the reward of rollout i of the g-th group; None if scoring failed."""
 
     step: Step
     group_ids: tuple[GroupId, ...]
@@ -54,7 +55,7 @@ class BatchDrawn:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """Version `version` is about to leave (`fingerprint` empty), or has left."""
+    """The version is about to be published (`fingerprint` empty), or was published."""
 
     version: Version
     fingerprint: str
@@ -62,9 +63,10 @@ class VersionPublished:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeScored:
-    """An agent's episode ended: its `chains` of calls have this reward; None: it failed. Nobody can compute it again.
+    """An agent's episode ended with this reward for its `chains` of calls; None: it failed. Journalled because the reward
+    cannot be computed again.
 
-    `lost`: chains of it that count nothing. Not `is_final`: another took its seat.
+    `lost`: chains that do not count. If not `is_final`, another episode took its seat.
     """
 
     group_id: GroupId
@@ -84,7 +86,7 @@ Record = SegmentBegan | Opened | Finished | BatchDrawn | VersionPublished | Grou
 
 @dataclass(slots=True)
 class History:
-    """The records since a checkpoint, put together."""
+    """The state that the records since a checkpoint add up to. `opened_in`: the journal segment of each group."""
 
     cursor: int = 0
     groups: dict[GroupId, Group] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class History:
     dropped: set[GroupId] = field(default_factory=set)
 
     def apply(self, record: Record, segment: Step) -> None:
-        """`segment`: the step of the journal's segment in which the record stands."""
+        """Adds a record. `segment`: the step at which the record's journal segment begins."""
         match record:
             case SegmentBegan():
                 self.cursor = max(self.cursor, record.cursor)
@@ -131,7 +133,7 @@ class History:
                     add_chain(root)
 
     def restore(self, shelf: Shelf) -> None:
-        """Puts every group that a later batch may need into `shelf`, which stands at the checkpoint's step."""
+        """Adds every group that a later batch may need to `shelf`, which must be at the checkpoint's step."""
         shelf.published = sorted({*shelf.published, *self.published})
         trained_before = (drawn.group_ids for step, drawn in self.drawn.items() if step < shelf.next_step)
         gone = self.dropped.union(*trained_before)
@@ -141,7 +143,7 @@ class History:
                 shelf.groups[group_id] = group
 
     def exam_groups(self) -> dict[Version, list[Group]]:
-        """Of evaluations that had no result yet, by version."""
+        """Groups of evaluations that have no result yet, by version."""
         found: dict[Version, list[Group]] = {}
         for group_id, group in self.groups.items():
             version = exam_version_of(group_id)
@@ -150,7 +152,8 @@ class History:
         return found
 
     def next_batch(self, shelf: Shelf) -> Batch | None:
-        """The batch that was drawn at the shelf's step, drawn again; None when there is no record of one."""
+        """Draws the batch recorded for the shelf's step again; None if none is recorded. Raises `StateError` if the journal
+        lacks the rollouts of one of its groups."""
         record = self.drawn.get(shelf.next_step)
         if record is None:
             return None
@@ -164,7 +167,7 @@ class History:
 
 
 def drawn_of(batch: Batch) -> BatchDrawn:
-    """The record of a batch, enough to draw it again."""
+    """The record of a batch: enough to draw it again."""
     rewards = []
     for group in batch.groups:
         known = {rollout.index: reward for rollout, reward in zip(group.rollouts, group.rewards, strict=True)}

@@ -1,11 +1,12 @@
-"""Whose completions hold up the scorers: counted for each worker, told when it is far more than the others'.
+"""Counts, for each worker, completions that blocked their scorer, and reports workers with far more of them than others.
 
-A completion that used up its scorer's time, memory or output limit, or killed it, counts. The policy may learn to write
-such things by itself, and then honest workers hand them in alike; so a worker stands out only beside the rest of the fleet.
+A completion counts if it exhausted its scorer's limit of time, memory or output, or killed the scorer. The policy may learn
+to write such completions, and then all honest workers deliver them; so a worker is compared with the rest of the fleet.
 
-Guarantees: a worker is told of once, after `HELD_MIN` completions of its that held a scorer, if their share is `TIMES_OTHERS`
-times that of all others, who must have had `OTHERS_MIN` scored. Counts halve, so that an account is of the recent past.
-Leaves to others: the reward of such a completion (tasks/runtime/rewards), what becomes of the worker (runtime/orders).
+Guarantees: a worker is reported once, after at least `HELD_MIN` such completions, if their share is at least `TIMES_OTHERS`
+times that of all other workers, which must have had at least `OTHERS_MIN` completions scored. Counts are halved from time to
+time, so that an account reflects the recent past. Leaves to others: the reward of such a completion (tasks/runtime/rewards),
+what happens to the worker (runtime/orders).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WORKERS_MAX = 16_384
 
 @dataclass(slots=True)
 class Account:
-    """Of one worker, recent: completions scored, those of them that held a scorer, and the seconds these took."""
+    """One worker's recent completions: number scored, number that blocked their scorer, and the seconds that those took."""
 
     scored: float = 0.0
     held: float = 0.0
@@ -33,14 +34,14 @@ class Account:
 
 @dataclass(slots=True)
 class Holding:
-    """`seconds_held` is of all workers since the start."""
+    """`seconds_held`, `completions_held`: totals over all workers since the start."""
 
     seconds_held: float = 0.0
     completions_held: int = 0
     _accounts: dict[PeerId, Account] = field(default_factory=dict)
 
     def scored(self, worker: PeerId, seconds: float, is_held: bool) -> str | None:
-        """Counts a completion; what to tell the operator of its worker, if that is due."""
+        """Counts a completion. Returns a text about the worker for the operator when the worker first stands out, else None."""
         account = self._account(worker)
         account.scored += 1
         if account.scored > RECENT_MAX:
@@ -60,7 +61,7 @@ class Holding:
         )
 
     def forget(self, worker: PeerId) -> None:
-        """Its account begins anew."""
+        """Resets the worker's account."""
         self._accounts.pop(worker, None)
 
     def _account(self, worker: PeerId) -> Account:

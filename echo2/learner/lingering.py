@@ -1,8 +1,8 @@
-"""How long a finished learner stays to serve its last version.
+"""How long a finished learner stays up to serve its last version.
 
-Guarantees: it stays while a worker that is connected fetches that version, or has not got it whole, and `QUIET_S` beyond,
-in which one whose link is down comes back; never longer than its limit: whoever is later has it from other workers. Leaves
-to others: who fetches (broadcast), waiting (runtime).
+Guarantees: it stays while any connected worker lacks part of that version, and `QUIET_S` longer, so that a worker whose link
+is down can reconnect; never longer than its limit. Later workers fetch the version from other workers. Leaves
+to others: which workers are fetching (broadcast), waiting (runtime).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ QUIET_S = 3.0
 
 @dataclass(slots=True)
 class Lingering:
-    """From `began`; asked again and again."""
+    """Polled by the runtime with `is_over`. `began`, `needed_at`: seconds, same clock as `now`."""
 
     began: float
     limit_s: float

@@ -1,10 +1,9 @@
 """The policy-gradient loss on packed sequences, exact across micro-batches.
 
-Guarantees: the losses of a batch's micro-batches, however it is split (rollouts whole), add up to the loss of the batch
-in one piece, and so do their gradients, for every normalisation but bnpo, which is defined by the micro-batch;
-positions off the mask contribute neither loss nor gradient, whatever stands there; the metrics are sums and counts and
-add up as well. Leaves to others: the forward pass that makes `logprobs_T`, what a token contributes (objectives),
-advantages, the optimiser.
+Guarantees: the losses and gradients of a batch's micro-batches add up to those of the undivided batch, however it is split
+between rollouts, for every normalisation except bnpo, which is defined per micro-batch; masked positions contribute neither
+loss nor gradient, whatever they hold (even NaN); the metrics are sums and counts, so they add up too. Leaves to others: the
+forward pass that computes `logprobs_T`, each token's contribution (objectives), advantages, the optimiser.
 
 Shapes: T tokens of one packed micro-batch, R rollouts in it, M metric sums. A rollout lies within one micro-batch.
 
@@ -36,17 +35,19 @@ from echo2.learner.objectives import Objective, ObjectiveConfig, Ratios, near_en
 class Normalisation(enum.Enum):
     """What the sum of token losses is divided by."""
 
-    DAPO = "dapo"  # the tokens of the whole batch
-    BNPO = "bnpo"  # the tokens of the micro-batch, then the number of micro-batches
-    DR_GRPO = "dr_grpo"  # rollouts times the longest completion allowed: a constant
-    GRPO = "grpo"  # each rollout by its own tokens, then by the rollouts of the whole batch
-    LUSPO = "luspo"  # the rollouts of the whole batch: with gspo, each rollout counts by its length
+    DAPO = "dapo"  # the number of tokens in the whole batch
+    BNPO = "bnpo"  # the number of tokens in the micro-batch, then the number of micro-batches
+    DR_GRPO = "dr_grpo"  # the number of rollouts times the longest completion allowed: a constant
+    GRPO = "grpo"  # each rollout's sum by its number of tokens, then by the number of rollouts in the whole batch
+    LUSPO = (
+        "luspo"  # the number of rollouts in the whole batch: with gspo, a rollout weighs in proportion to its length
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossConfig:
-    """What is optimised. `kl_weighted_by_ratio` multiplies the k3 term by the ratio, which makes its gradient unbiased off
-    policy.
+    """What the loss consists of. `kl_weighted_by_ratio` multiplies the k3 term by the ratio, which makes its gradient
+    unbiased off policy.
     """
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -66,9 +67,9 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True, slots=True)
 class BatchTotals:
-    """Counts of the whole batch of one optimiser step, over all micro-batches and ranks: the global denominators.
+    """Counts over all micro-batches and ranks of one optimiser step: the global denominators.
 
-    With data parallelism that averages gradients (FSDP, DDP) the caller multiplies the loss by the number of ranks.
+    If data parallelism averages gradients (FSDP, DDP), the caller multiplies the loss by the number of ranks.
     """
 
     token_count: int
@@ -84,11 +85,12 @@ class BatchTotals:
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """One packed micro-batch. All `_T` tensors are aligned: element i speaks of the i-th sampled token.
+    """One packed micro-batch. All `_T` tensors are aligned: element i belongs to the same token.
 
     logprobs_T: current policy, with gradient, at the sampling temperature. behaviour_logprobs_T: as the worker
-    reported them. proximal_logprobs_T: the learner's own before this batch's first step; None when the batch makes one
-    step only, for then it is the current one, detached. mask_T: bool, False for prompt, padding and environment tokens.
+    reported them. proximal_logprobs_T: the learner's own before this batch's first step; None if the batch makes only
+    one step, because they then equal the current ones, detached. sequence_T: int64, index of the token's rollout. mask_T:
+    bool, False for prompt, padding and environment tokens.
     """
 
     logprobs_T: Tensor
@@ -117,13 +119,13 @@ SUM_NAMES = (
     "weight_sq", "altered", "kl_behaviour", "kl_reference", "entropy", "sampled_nll", "rollout_ratio",
     "rollout_ratio_sq",
 )  # fmt: skip
-"""What `PolicyLoss.sums_M` holds, in its order: sums over tokens unless a name says rollout."""
+"""The elements of `PolicyLoss.sums_M`, in order: sums over tokens, unless the name says rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """`loss`: scalar with gradient, this micro-batch's share. `sums_M`: float64, detached; add them up, over
-    micro-batches and ranks, and read them with `loss_metrics`. `ratio_max`: scalar, detached, of the counted tokens.
+    """`loss`: scalar with gradient, this micro-batch's share. `sums_M`: float64, detached; add them up over
+    micro-batches and ranks, then read them with `loss_metrics`. `ratio_max`: scalar, detached, over the counted tokens.
     """
 
     loss: Tensor
@@ -133,10 +135,10 @@ class PolicyLoss:
 
 @dataclass(frozen=True, slots=True)
 class LossMetrics:
-    """What a batch looked like to the objective. Ratios go from the behaviour policy to the current one.
+    """Metrics of one batch. Ratios are current over behaviour.
 
-    `ratio_ess` and `rollout_ratio_ess`: effective fraction of the sample, by token and by rollout (1: on policy).
-    `entropy`: of the distributions where given, else the sampled estimate, minus log p of the tokens.
+    `ratio_ess`, `rollout_ratio_ess`: effective sample size as a fraction, by token and by rollout (1: on policy).
+    `entropy`, nats per token: of the model's distributions if given, else estimated as minus log p of the sampled tokens.
     """
 
     token_count: int
@@ -158,7 +160,8 @@ class LossMetrics:
 
 
 def policy_loss(tokens: PackedTokens, config: PolicyLossConfig, totals: BatchTotals) -> PolicyLoss:
-    """This micro-batch's share of the batch's loss, and its metric sums."""
+    """Computes this micro-batch's share of the batch's loss, and its metric sums. Raises `ConfigError` if the KL coefficient
+    is above 0 and the reference log-probabilities are missing."""
     segments = tokens.segments
     logprobs_T = tokens.logprobs_T.to(torch.float32)
     proximal_T = logprobs_T.detach() if tokens.proximal_logprobs_T is None else tokens.proximal_logprobs_T
@@ -192,7 +195,7 @@ def policy_loss(tokens: PackedTokens, config: PolicyLossConfig, totals: BatchTot
 
 
 def loss_metrics(sums_M: Tensor, ratio_max: float) -> LossMetrics:
-    """Reads sums added up over micro-batches and ranks."""
+    """Computes the metrics from sums added up over micro-batches and ranks."""
     sums = dict(zip(SUM_NAMES, sums_M.tolist(), strict=True))
     tokens, rollouts = max(sums["tokens"], 1.0), max(sums["rollouts"], 1.0)
     return LossMetrics(
@@ -216,7 +219,7 @@ def loss_metrics(sums_M: Tensor, ratio_max: float) -> LossMetrics:
 
 
 def _kl_reference(logprobs_T: Tensor, tokens: PackedTokens) -> Tensor:
-    """k3, `exp(d) - d - 1` with d = reference - current: estimates KL(current, reference), never negative."""
+    """k3 estimate of KL(current || reference): `exp(d) - d - 1` with d = log reference - log current; never negative."""
     if tokens.reference_logprobs_T is None:
         return torch.zeros_like(logprobs_T)
     log_ratio_T = masked_log_ratio(tokens.reference_logprobs_T, logprobs_T, tokens.mask_T)

@@ -1,8 +1,8 @@
-"""The objectives: what one token contributes to the loss, from the ratio of policies and the advantage.
+"""The objectives: each token's contribution to the loss, computed from the policy ratio and the advantage.
 
-Each is one function and one line in `OBJECTIVES`. Guarantees: everything that joins tokens (a mean ratio, a second
-moment) joins the counted tokens of one rollout, never of several, so that a batch may be split between any two rollouts;
-finite for every finite input, since log-ratios come clamped. Leaves to others: correction weights, KL, normalisation (loss).
+Each objective is one function and one line in `OBJECTIVES`. Guarantees: reductions over tokens (a mean ratio, a second
+moment) stay within the counted tokens of one rollout, so a batch may be split between any two rollouts; results are
+finite for every finite input, because log-ratios are clamped. Leaves to others: correction weights, KL, normalisation (loss).
 
 Shapes: T tokens of one packed micro-batch, R rollouts in it; r is the ratio current over anchor, A the advantage.
 
@@ -26,23 +26,23 @@ from echo2.base.errors import ConfigError
 from echo2.learner.correction import LOG_RATIO_LIMIT, Segments
 
 LOG_WEIGHT_MIN = math.log(1e-8)
-"""Below it a rollout's weight is as good as 0; vespo's rule takes its logarithm."""
+"""Lower clamp of vespo's log-weights. A smaller weight is practically 0, and a weight of 0 has no finite logarithm."""
 
 
 class Objective(enum.Enum):
-    """Where the ratio is taken, and what bounds it."""
+    """Whether the ratio is by token or by rollout, and how it is bounded."""
 
     TOKEN_CLIP = "token"  # min(r A, clip(r) A), token by token
-    GSPO = "gspo"  # the same with one length-normalised ratio a rollout
+    GSPO = "gspo"  # the same with one length-normalised ratio per rollout
     CISPO = "cispo"  # -min(r, 1 + clip_high) A log p, the ratio detached: every token keeps a gradient
     SAPO = "sapo"  # a sigmoid gate around r = 1 instead of a clip
-    VESPO = "vespo"  # -phi(w) A log p, with w the whole rollout's ratio and phi a Gamma weight of it
-    M2PO = "m2po"  # r A, without the tokens that hold a rollout's second moment of log r above a limit
+    VESPO = "vespo"  # -phi(w) A log p, with w the whole rollout's ratio and phi a Gamma-shaped weight
+    M2PO = "m2po"  # r A, without the tokens that push a rollout's second moment of log r above a limit
 
 
 @dataclass(frozen=True, slots=True)
 class GammaShape:
-    """phi(w) = e^lambda w^k e^(-lambda w), which is 1 at w = 1: `k` presses small weights down, `decay` (lambda) large ones."""
+    """phi(w) = e^lambda w^k e^(-lambda w), which is 1 at w = 1. `k` damps small weights, `decay` (lambda) large ones."""
 
     k: float
     decay: float
@@ -54,12 +54,12 @@ class GammaShape:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveConfig:
-    """`clip_low`, `clip_high`: the ratio stays within 1 - low and 1 + high (token, gspo; cispo takes the upper bound alone).
+    """`clip_low`, `clip_high`: the ratio is clipped to 1 - low to 1 + high (token, gspo; cispo uses only the upper bound).
 
     `ratio_ceiling` bounds the ratio where the advantage is negative (token, gspo); None leaves it unbounded.
-    `sapo_temperatures`: of positive advantages, and of the others. `vespo_shapes`: the same. `second_moment_max`: m2po's
-    limit on a rollout's mean (log r)^2. `off_policy_nats_max`: a rollout of negative advantage whose mean log-ratio
-    behaviour over current passes it is left out, under every objective; None: none is.
+    `sapo_temperatures`: for positive advantages, and for the others. `vespo_shapes`: for advantages of 0 or more, and for
+    negative ones. `second_moment_max`: m2po's limit on a rollout's mean (log r)^2. `off_policy_nats_max`: leaves out every
+    rollout of negative advantage whose mean log-ratio, behaviour over current, exceeds it, under any objective; None: off.
     """
 
     kind: Objective = Objective.TOKEN_CLIP
@@ -86,9 +86,9 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """What an objective is computed from. All `_T` tensors are aligned.
+    """An objective's inputs. All `_T` tensors are aligned.
 
-    logprobs_T: current policy, float32, with gradient. log_ratio_T: current over anchor, clamped, 0 off the mask, with
+    logprobs_T: current policy, float32, with gradient. log_ratio_T: current over anchor, clamped, 0 at masked positions, with
     gradient. advantage_T: float32. log_weight_T: logarithm of the correction's weights, detached.
     """
 
@@ -101,9 +101,8 @@ class Ratios:
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """Per-token loss before the correction's weights, and the ratio it came from; the flags are for the metrics.
-
-    `is_weighted`: the correction's weights are in it already.
+    """`loss_T`: loss per token, without the correction's weights unless `is_weighted`. `ratio_T`: the ratio used. `held_low_T`,
+    `held_high_T`, `ceiling_T`: bool, the tokens bounded by the lower clip, the upper clip and the ceiling, for the metrics.
     """
 
     loss_T: Tensor
@@ -115,15 +114,15 @@ class Surrogate:
 
 
 def surrogate(ratios: Ratios, config: ObjectiveConfig) -> Surrogate:
-    """The objective's loss of each token."""
+    """Computes each token's loss with the configured objective."""
     return OBJECTIVES[config.kind](ratios, config)
 
 
 def near_enough(behaviour_log_ratio_T: Tensor, advantage_T: Tensor, segments: Segments, limit: float) -> Tensor:
-    """bool_T: False for the tokens of rollouts with negative advantage that the policy has moved away from.
+    """bool_T: False for tokens of rollouts with negative advantage that the policy has moved away from by more than `limit`.
 
-    `behaviour_log_ratio_T` is current over behaviour. Such rollouts push where the policy no longer goes; their gradient is
-    mostly noise (off-policy sequence masking).
+    `behaviour_log_ratio_T` is current over behaviour. Such rollouts penalise what the policy no longer does; their gradient
+    is mostly noise (off-policy sequence masking).
     """
     with torch.no_grad():
         moved_R = -segments.sum_R(behaviour_log_ratio_T) / segments.count_R().clamp(min=1.0)
@@ -178,11 +177,11 @@ def _vespo(ratios: Ratios, config: ObjectiveConfig) -> Surrogate:
 
 
 def _m2po(ratios: Ratios, config: ObjectiveConfig) -> Surrogate:
-    """Only tokens whose push is away from the anchor are limited: they are the ones that a clip would stop."""
+    """Limits only tokens whose gradient pushes the policy further from the anchor: those that a clip would stop."""
     ratio_T, advantage_T = torch.exp(ratios.log_ratio_T), ratios.advantage_T
     with torch.no_grad():
         square_T = ratios.log_ratio_T.square()
-        away_T = ratios.log_ratio_T * advantage_T > 0  # off the mask the ratio is 1
+        away_T = ratios.log_ratio_T * advantage_T > 0  # False at masked positions, whose log-ratio is 0
         kept_T = _within_moment(
             square_T, Segments(ratios.segments.sequence_T, away_T, ratios.segments.rollout_count), config
         )
@@ -193,10 +192,10 @@ def _m2po(ratios: Ratios, config: ObjectiveConfig) -> Surrogate:
 
 
 def _within_moment(square_T: Tensor, away: Segments, config: ObjectiveConfig) -> Tensor:
-    """bool_T: the most tokens of each rollout, smallest first, whose mean square is at most the limit.
+    """bool_T: in each rollout, the largest set of tokens, smallest squares first, whose mean square is at most the limit.
 
-    One sort: tokens ordered by rollout and then by size; the running mean of a rollout's smallest k rises with k, so the
-    tokens to keep are those at which it is still within the limit.
+    Sorts tokens by rollout, then by size. The mean of a rollout's k smallest squares rises with k, so the tokens to keep are
+    those at which this running mean is still within the limit.
     """
     order_T = torch.argsort(square_T, stable=True)
     order_T = order_T[torch.argsort(away.sequence_T[order_T], stable=True)]
@@ -220,7 +219,7 @@ def _with(ratios: Ratios, log_ratio_T: Tensor) -> Ratios:
 def _score_function(
     ratios: Ratios, weight_T: Tensor, ratio_T: Tensor, high_T: Tensor, is_weighted: bool = False
 ) -> Surrogate:
-    """-weight A log p, the weight detached: REINFORCE with a bounded weight."""
+    """The loss -weight A log p with a detached weight: REINFORCE with a bounded weight."""
     none_T = torch.zeros_like(high_T)
     kept_T = torch.where(ratios.segments.mask_T, ratios.logprobs_T, torch.zeros_like(ratios.logprobs_T))
     return Surrogate(-weight_T * ratios.advantage_T * kept_T, ratio_T, none_T, high_T, none_T, is_weighted)

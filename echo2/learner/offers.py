@@ -1,12 +1,12 @@
-"""How many groups to offer, and for which step each is meant.
+"""How many groups to offer, and which step is expected to train on each.
 
-Guarantees: what is in flight (offered, or finished and not yet drawn for a batch) never passes the cap, and the cap
-never falls below one batch, so the learner can always go on. Leaves to others: the cap itself (the coordinator's
-plan), who gets a group (leases), whether a worker is fresh enough to begin it (staleness.may_begin).
+Guarantees: no group is offered beyond the cap on groups in flight (offered, or finished but not yet drawn for a batch). The
+cap is never below one batch, so the learner can always continue. Leaves to others: the cap itself (the coordinator's plan),
+which worker gets a group (leases), whether a worker is fresh enough to begin it (staleness.may_begin).
 
-The step for which a group is meant is a queueing estimate: with p groups ahead of it and g groups a batch, it is
-trained in batch `next_step + p // g`. Oldest first is nearly true of a fleet, and where it is not the error is a batch
-or so, which the admission rule catches.
+The expected step is a queueing estimate: with p groups ahead of it and g groups per batch, a group is trained on in step
+`next_step + p // g`. This assumes that groups finish in the order offered. A fleet nearly does that; otherwise the estimate
+is off by about one batch, and the admission rule still refuses stale tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OfferConfig:
-    """`batches_max` bounds the cap in batches whatever the plan says: S + 1, for what lies deeper grows stale."""
+    """The batch shape. `batches_max`: upper bound of the cap, in batches, whatever the plan says: S + 1, because groups
+    further back in the queue would go stale."""
 
     rollouts_per_step: int
     rollouts_per_group: int
@@ -32,12 +33,12 @@ class OfferConfig:
 
 
 DEFAULT_BATCHES_IN_FLIGHT = 2
+"""The cap until a plan arrives: one batch being sampled and one in the buffer."""
 REMIND_FIRST_S, REMIND_EVERY_S = 3.0, 30.0
-"""While no plan has come: one batch in the making and one in the buffer."""
 
 
 def cap_groups(config: OfferConfig, planned_cap_rollouts: int | None) -> int:
-    """Most groups in flight: the plan's cap, at least one batch and at most S + 1."""
+    """The most groups allowed in flight: the plan's cap, bounded to 1 to S + 1 batches."""
     planned = planned_cap_rollouts or DEFAULT_BATCHES_IN_FLIGHT * config.rollouts_per_step
     lowest, highest = config.groups_per_step, config.batches_max * config.groups_per_step
     return max(lowest, min(planned // config.rollouts_per_group, highest))
@@ -55,14 +56,14 @@ def consume_step(config: OfferConfig, next_step: int, groups_ahead: int) -> int:
 
 @dataclass(slots=True)
 class Reminders:
-    """When a wait for rollouts is reported again: after 3 s, 9 s, 27 s, and then every 30 s."""
+    """When to report a wait for rollouts again: after 3 s, 9 s, 27 s, and then every 30 s."""
 
     _reminded_s: float = 0.0  # how long the wait had lasted at the last reminder
 
     def is_due(self, waited_s: float) -> bool:
-        """Whether to remind now, `waited_s` into the wait; to be asked every second or so, with 0 while nothing waits."""
+        """Whether to report now, `waited_s` seconds into the wait. Call about every second, with 0 if nothing waits."""
         if waited_s < self._reminded_s:
-            self._reminded_s = 0.0  # another wait
+            self._reminded_s = 0.0  # a new wait began
         if waited_s < self._reminded_s + min(REMIND_EVERY_S, max(REMIND_FIRST_S, 2 * self._reminded_s)):
             return False
         self._reminded_s = waited_s

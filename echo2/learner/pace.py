@@ -1,4 +1,4 @@
-"""How fast the run goes, waits included, and the one line that a terminal shows of each step."""
+"""The run's speed, waits included, and the line that the terminal shows for each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS_TIMED = 20
 
 @dataclass(slots=True)
 class StepPace:
-    """`made` is told of each step."""
+    """Call `made` after each step. `steps`: step number and time in seconds of the newest steps."""
 
     steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=STEPS_TIMED))
 
@@ -22,7 +22,7 @@ class StepPace:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """By the newest steps; None before the second."""
+        """Mean over the newest steps; None before the second step."""
         if len(self.steps) < 2:
             return None
         (first, began), (last, ended) = self.steps[0], self.steps[-1]

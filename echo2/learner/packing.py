@@ -1,13 +1,12 @@
 """How a batch is laid out for the forward pass: prompts shared, completions packed into rows, rows into micro-batches.
 
-Guarantees: every completion stands in exactly one place, whole; its prompt stands in the same unit, before it; a
-micro-batch holds at most `token_budget` positions, padding included, unless one row alone is longer. The layout is a
-function of the lengths, so a batch trained again is computed in the same order. Leaves to others: tensors and masks
-(runtime/collate).
+Guarantees: every completion is placed exactly once, whole, in a unit that begins with its prompt; a micro-batch has at most
+`token_budget` positions, padding included, unless a single row is longer. The layout depends only on the lengths, so a
+batch that is replayed is computed in the same order. Leaves to others: tensors and masks (runtime/collate).
 
-A unit is one prompt followed by some of its completions; a completion sees its prompt and itself, never a sibling. n
-completions of one prompt then cost one pass over the prompt instead of n. Units are put into rows, first fit, longest
-first. Rows are kept short (`row_tokens`) because dense attention costs the square of a row.
+A unit is one prompt followed by some of its completions; a completion attends to its prompt and itself, never to a sibling.
+So n completions of a prompt cost one pass over the prompt instead of n. Units are packed into rows, first fit, longest
+first. Rows are kept short (`row_tokens`) because the cost of dense attention grows with the square of a row's length.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from echo2.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PackingLimits:
-    """`row_tokens`: a row is filled up to this; one completion with its prompt may be longer and gets its own row."""
+    """`token_budget`: positions per micro-batch. `row_tokens`: length to which rows are filled; if the batch's longest
+    completion with its prompt is longer, that length applies instead. `shares_prompts`: whether a unit may have several
+    completions."""
 
     token_budget: int
     row_tokens: int
@@ -33,7 +34,7 @@ class PackingLimits:
 
 @dataclass(frozen=True, slots=True)
 class GroupLengths:
-    """One group: tokens of its prompt and of its completions."""
+    """Lengths, in tokens, of a group's prompt and completions."""
 
     prompt: int
     completions: tuple[int, ...]
@@ -41,7 +42,7 @@ class GroupLengths:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Prompt of `group`, then its completions `members` (indices within the group), in that order."""
+    """The prompt of `group`, followed by its completions `members` (indices within the group), in that order."""
 
     group: int
     members: tuple[int, ...]
@@ -61,7 +62,7 @@ class MicroBatch:
 
 
 def plan_microbatches(groups: Sequence[GroupLengths], limits: PackingLimits) -> list[MicroBatch]:
-    """The layout of a batch of groups. Groups without completions take no place."""
+    """Lays out a batch of groups. Groups without completions are skipped."""
     longest = max((g.prompt + c for g in groups for c in g.completions), default=0)
     row_tokens = max(longest, min(limits.row_tokens, limits.token_budget))
     units = [unit for index, group in enumerate(groups) for unit in _units(index, group, row_tokens, limits)]
@@ -103,7 +104,7 @@ def _row_tokens(row: Sequence[Unit]) -> int:
 
 
 def _stacked(rows: Sequence[Sequence[Unit]], token_budget: int) -> list[MicroBatch]:
-    """Rows come longest first, so a micro-batch is as wide as its first row."""
+    """Stacks rows, given longest first, into micro-batches. Each is as wide as its first row."""
     stacks: list[list[tuple[Unit, ...]]] = []
     for row in rows:
         if stacks and (len(stacks[-1]) + 1) * _row_tokens(stacks[-1][0]) <= token_budget:

@@ -1,7 +1,7 @@
-"""What is plainly wrong with a report: no honest worker sends it, whatever its engine and its numbers.
+"""Checks reports for errors that no honest worker makes, whatever its engine's numerical noise.
 
-Guarantees: each answer says what was expected and what came; None where nothing is wrong. Leaves to others: whether tokens
-and numbers are those of the version named (audit), what is done about an untruth (untruths).
+Guarantees: each function returns a text that says what was expected and what came, or None if nothing is wrong. Leaves to
+others: whether tokens and log-probabilities come from the version named (audit), counting false reports (untruths).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment
 
 RELATION_NATS = 1e-3
-"""How far the two numbers of a token may be from what the sampling parameters say of them: float32 kernels differ less."""
+"""Nats. Tolerance for the relation between a token's two log-probabilities that the sampling parameters imply; float32
+kernels differ by less."""
 
 
 def problem_of_segment(
     segment: RolloutSegment, spec: GroupSpec, vocabulary_size: int, published: Collection[Version]
 ) -> str | None:
-    """Of a segment in itself, before it is put behind what is held."""
+    """Checks a segment by itself, before it is appended to the held tokens."""
     if not 0 <= segment.index < spec.rollout_count:
         return f"expected an index of 0 to {spec.rollout_count - 1}, got {segment.index}"
     if any(not 0 <= token < vocabulary_size for token in segment.token_ids):
@@ -35,7 +36,8 @@ def problem_of_segment(
 
 
 def _problem_of_numbers(segment: RolloutSegment, spec: GroupSpec) -> str | None:
-    """At temperature 1 a token's two numbers are one, or differ by a filter, which can only make it likelier."""
+    """Checks log-probabilities at temperature 1. There a token's two numbers are equal without a filter (top-p, top-k), and
+    a filter can only make a sampled token more likely."""
     if spec.sampling.temperature != 1.0:
         return None
     for place, (logprob, raw) in enumerate(zip(segment.logprobs, segment.raw_logprobs, strict=True)):
@@ -48,8 +50,8 @@ def _problem_of_numbers(segment: RolloutSegment, spec: GroupSpec) -> str | None:
 
 
 def problem_of_end(grown: Rollout, held_tokens: int, spec: GroupSpec) -> str | None:
-    """Of a rollout with a segment's tokens behind the `held_tokens` that were held: it ends where its lease says it must,
-    and nowhere else."""
+    """Checks a rollout that a segment has extended beyond the `held_tokens` held before: it must end where the sampling
+    parameters require, and nowhere else."""
     sampling, count = spec.sampling, len(grown.token_ids)
     if count > sampling.max_new_tokens:
         return f"expected at most {sampling.max_new_tokens} tokens, got {count}"

@@ -1,19 +1,20 @@
-"""When a version is published, and when a keyframe goes with it.
+"""When a version is published, and when a keyframe, a merged delta or a delta from the base goes with it.
 
-Guarantees: a version is due kappa steps after the last; kappa lies between 1 and S (1 when S is 0), because with a
-larger one the newest version would be over the bound before the next comes. Leaves to others: encoding and sending
-(runtime/publisher), choosing kappa (the user, else the coordinator's planner).
+Guarantees: a version is due kappa steps after the last; kappa is between 1 and S (1 if S is 0), because with a
+larger kappa the newest version would exceed the staleness bound before the next one arrives. Leaves to others: encoding and
+sending (runtime/publisher), choosing kappa (the user, else the coordinator's planner).
 
-The keyframe rule. A joiner fetches the newest keyframe and the deltas behind it. A keyframe of the newest version is
-made when those deltas together weigh more than `keyframe_share` of a keyframe, or when they are more than
-`chain_max`: so a joiner never fetches more than (1 + share) keyframes nor applies a longer chain.
+Keyframes. A newcomer fetches the newest keyframe and the deltas after it. A keyframe of the newest version is due when
+those deltas together exceed `keyframe_share` of a keyframe's bytes, or when they number `chain_max`. So a newcomer fetches
+at most about (1 + share) keyframes' worth of bytes and applies at most about `chain_max` deltas.
 
-The merging rule. The n-th publication also gets a delta from the one 2^j before it where 2^j divides n, put together
-from two halves that were published before. So whoever is k publications behind needs at most 2 log2(k) + 1 pieces.
+Merged deltas. The n-th publication also gets a delta from the publication 2^j before it, for each 2^j that divides n. It is
+merged from two halves that were published already. So a worker that is k publications behind needs at most 2 log2(k) + 1
+pieces.
 
-The base rule. Who has the base checkpoint needs a delta from version 0 and the few behind it: at every `BASE_REACH`-th
-publication the newest such delta is put together with the merged one that goes on from there. Each start makes one anew
-from the base, which it has loaded.
+Deltas from the base. A worker that has the base checkpoint needs a delta from version 0 and the few deltas after it. At
+every `BASE_REACH`-th publication, the newest delta from version 0 is merged with the merged delta that continues it. Each
+start of the learner makes a new delta from the base, which it has loaded anyway.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from echo2.base.ids import Step, Version
 from echo2.weights.policy import BASE_SHARE_MAX, parents_to_publish
 
 MERGED_LAG_MAX = 64
+"""The most publications that a merged delta spans."""
 BASE_REACH = 16
-"""As many publications as a keyframe's chain has by default: the delta from the base is renewed about as often."""
-"""No merged delta spans more publications."""
+"""Publications between two deltas from the base: the learner's default for the length of a keyframe's chain, so that both
+are renewed about equally often."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublicationConfig:
-    """`kappa` None: the coordinator's plan chooses, and S - 1 holds until it has."""
+    """`kappa` None: the coordinator's plan chooses it; S - 1 until a plan arrives. `keyframe_share`, `chain_max`: see above."""
 
     staleness_bound: int
     kappa: int | None = None
@@ -43,7 +45,7 @@ class PublicationConfig:
 
 @dataclass(slots=True)
 class PublicationSchedule:
-    """What was published last, and how heavy the chain behind the newest keyframe is."""
+    """The newest version, and the size of the chain of deltas after the newest keyframe."""
 
     config: PublicationConfig
     newest: Version = field(default_factory=lambda: Version(0))
@@ -59,16 +61,16 @@ class PublicationSchedule:
         return max(1, min(wanted, bound))
 
     def is_due(self, step: Step) -> bool:
-        """Whether the weights after `step` optimiser steps are to be published."""
+        """Whether to publish the weights after `step` optimiser steps."""
         return step - self.newest >= self.kappa
 
     def begin(self, version: Version) -> None:
-        """The version is on its way; the next is due kappa steps after it, however long it takes to leave."""
+        """Notes that `version` is being published. The next is due kappa steps after it, however long publishing takes."""
         assert version > self.newest, f"version {version} after {self.newest}"
         self.newest = version
 
     def delta_published(self, version: Version, delta_bytes: int) -> None:
-        """The delta to `version` has left."""
+        """The delta to `version` was published."""
         assert version == self.newest, f"version {version}, begun was {self.newest}"
         self.chain_bytes += delta_bytes
         self.chain_length += 1
@@ -86,7 +88,7 @@ class PublicationSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A delta `parent` -> `version` to be put together from those to and from `middle`."""
+    """A delta `parent` -> `version`, to be merged from `parent` -> `middle` and `middle` -> `version`."""
 
     parent: Version
     middle: Version
@@ -95,13 +97,14 @@ class Merge:
 
 @dataclass(slots=True)
 class MergeSchedule:
-    """Which merged deltas go with a version. Counts from the version that this process found published."""
+    """Which merged deltas go with a version. Counts publications from the version that this process found published."""
 
     _ordinal: int = 0
     _recent: deque[Version] = field(default_factory=lambda: deque(maxlen=MERGED_LAG_MAX + 1))
 
     def published(self, version: Version, parent: Version) -> list[Merge]:
-        """The delta to `version` has left: what can be merged now, the shortest first."""
+        """The delta to `version` was published; returns the merges that are due, shortest span first. If `parent` is not the
+        last version that it knows, it counts from `parent` again."""
         if not self._recent or self._recent[-1] != parent:
             self._ordinal = 0
             self._recent.clear()
@@ -115,12 +118,12 @@ class MergeSchedule:
 
 @dataclass(slots=True)
 class BaseSchedule:
-    """To which version the newest delta from version 0 leads; None: none does, and none can be put together."""
+    """`at`: the target of the newest delta from version 0; None: there is none, and none can be merged."""
 
     at: Version | None = field(default_factory=lambda: Version(0))
 
     def step(self, merges: Sequence[Merge], reach: int = BASE_REACH) -> Merge | None:
-        """The delta from 0 that is due beside these merges, the shortest first, in two halves."""
+        """The delta from version 0 that is due with these `merges` (shortest first), as a merge of two halves, or None."""
         if self.at is None or len(merges) < reach.bit_length() - 1:
             return None
         merge = merges[reach.bit_length() - 2]
@@ -129,6 +132,6 @@ class BaseSchedule:
         return Merge(Version(0), self.at, merge.version)
 
     def left(self, delta_bytes: int, keyframe_bytes: int) -> None:
-        """How large it came out: one that saves a newcomer little is not made again."""
+        """The delta from the base was published. If it saves a newcomer too little, no more are made."""
         if delta_bytes > BASE_SHARE_MAX * keyframe_bytes:
             self.at = None

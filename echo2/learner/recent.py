@@ -1,7 +1,7 @@
-"""The rollouts of the newest steps, kept so that an operator can look at them.
+"""Keeps the rollouts of the newest steps, for operators to look at.
 
-Guarantees: at most `tokens_max` tokens are kept and at most a quarter of them of one step; of a larger step, rollouts at even
-distances. Leaves to others: texts, messages (runtime/showing). A restart begins with none.
+Guarantees: keeps at most `tokens_max` tokens, about a quarter of them from one step; from a larger step, every n-th rollout.
+After a restart, it is empty. Leaves to others: texts, messages (runtime/showing).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from echo2.base.rollout import VersionSpan
 from echo2.learner.batch import Batch, TrainGroup
 
 TOKENS_KEPT_MAX = 2 << 20
-"""Eight bytes each, in the host's memory."""
+"""8 bytes per token, in host memory."""
 STEP_SHARE = 4
+"""One step gets 1/4 of the tokens kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeenRollout:
-    """A rollout as step number `step` trained on it: its sampled tokens alone, of several turns one behind the other."""
+    """A rollout as step number `step` (counted from 1) trained on it: only the sampled tokens, all turns concatenated."""
 
     rollout_id: str
     step: Step
@@ -41,7 +42,7 @@ class SeenRollout:
 
 
 class RecentRollouts:
-    """Newest first. `add` each batch that was trained on."""
+    """Kept rollouts, newest first. `add` each batch that was trained on."""
 
     def __init__(self, tokens_max: int = TOKENS_KEPT_MAX) -> None:
         self._tokens_max = tokens_max
@@ -61,11 +62,11 @@ class RecentRollouts:
         return list(islice(self._kept, count))
 
     def __getitem__(self, rollout_id: str) -> SeenRollout:
-        """KeyError for one that is not kept, or no longer."""
+        """Raises KeyError if the rollout is not kept."""
         return self._by_id[rollout_id]
 
     def _keep(self, seen: SeenRollout) -> None:
-        if seen.rollout_id in self._by_id:  # a step that was trained again after a restart
+        if seen.rollout_id in self._by_id:  # the step was trained again after a restart
             return
         self._kept.appendleft(seen)
         self._by_id[seen.rollout_id] = seen

@@ -6,7 +6,8 @@ import math
 
 
 def learning_rate(step: int, base: float, warmup_steps: int, total_steps: int, schedule: str) -> float:
-    """Rises linearly over the warm-up, then stays (`constant`), or falls to 0 at `total_steps` (`linear`, `cosine`)."""
+    """Rises linearly over the warm-up, then stays at `base` (`constant`) or falls to 0 at `total_steps` (`linear`, `cosine`).
+    `step` is counted from 0."""
     if step < warmup_steps:
         return base * (step + 1) / warmup_steps
     if schedule == "constant" or total_steps <= warmup_steps:

@@ -1,17 +1,19 @@
-"""Who scores which rollout again: leases to workers that score, and what the learner scores itself.
+"""Assigns the audited rollouts to scorers: scoring leases to workers, the rest to the learner.
 
-    drawn --Look--> LeaseScoring --ScoresCame--> Told
-              |          |  '--- late, handed back, gone: another worker, `TRIES_MAX` times, then the learner
-              |          '-- and LookSelf beside it: a known answer, by which the scorer is judged
-              '--> LookSelf: nobody may score it, or its worker is under suspicion (disputes)
+    drawn --LookAt--> LeaseScoring --ScoresCame--> Told
+              |          |  '--- late, handed back, gone: another worker, at most `TRIES_MAX` in all, then the learner
+              |          '-- sometimes also LookSelf: a known answer, by which the scorer is judged
+              '--> LookSelf: no worker may score it, or its author is under suspicion (disputes)
 
-Guarantees: who scores a rollout is drawn when all of it is in, by dice of the learner's own, from workers that sampled none of
-it, each by what it has delivered: so workers that delivered a share c of what others did score a rollout with chance c /
-`WEIGHT_MIN` at most, whoever sampled it and however many names they go by; a scorer is told tokens and versions, and neither
-whose they are nor what was claimed of them; `VERIFIED_SHARE` of what is leased, and a scorer's first ones, are scored by the
-learner too, and nothing in the lease says so; workers read at most `tokens_share` times the tokens that were sampled; what is known
-of a scorer is its peer's, not its stream's, so that a new stream changes nothing of it. Leaves to others: which rollouts
-(audit_draw), what the numbers say (disputes, suspicion), the streams (runtime/scoring).
+Guarantees:
+- The scorer of a rollout is drawn after the whole rollout has arrived, with the learner's own random numbers, from workers
+  that sampled none of it, each weighted by the tokens it has delivered. So workers that delivered a share c of what others
+  did score a rollout with probability at most c / `WEIGHT_MIN`, whoever sampled it and however many identities they use.
+- A scorer gets tokens and versions, but neither the author nor the claimed numbers.
+- The learner also scores `VERIFIED_SHARE` of the leased rollouts, and each scorer's first ones; the lease does not show it.
+- Workers read at most `tokens_share` times the tokens that were trained on, and a fixed burst.
+- A scorer's record belongs to its peer ID, so a new stream does not reset it.
+Leaves to others: which rollouts (audit_draw), what the numbers say (disputes, suspicion), the streams (runtime/scoring).
 """
 
 from __future__ import annotations
@@ -29,38 +31,40 @@ from echo2.learner.suspicion import Accusation
 from echo2.scoring.request import ScoreRequest, Stretch, TokenScores
 
 VERIFIED_SHARE = 1.0 / 16.0
-"""A scorer that lies in each of n scorings stays unknown with chance (15/16)^n: 5 % after 47, 0.2 % after 100. For this the learner
-scores a sixteenth of what it would score by itself."""
+"""A scorer that lies in each of n scorings stays undetected with probability (15/16)^n: 5 % after 47, 0.2 % after 100. The cost is
+a sixteenth of the learner scoring everything itself."""
 VERIFIED_FIRST = 2
-"""Of a scorer that nobody has checked yet, so that a new name buys no free lie."""
+"""A scorer's first leases that are always checked, so that a new identity gets no unchecked lie."""
 WEIGHT_MIN = 0.5
-"""Those who can score a rollout must have delivered so much of what all others have: where few keep its versions, a few could
-say that they do."""
+"""The workers able to score a rollout must have delivered at least this share of what all but its authors have. Otherwise, if few
+workers keep its versions, a few colluders could claim to keep them and get all its scorings."""
 LEASE_S = 120.0
 TRIES_MAX = 3
+"""Workers that are asked to score a rollout before the learner scores it."""
 OPEN_MAX = 4
-"""Leases of one worker at a time; those of a stream that has ended count until their time is over."""
+"""Open leases per worker. Leases of a stream that has ended count until they expire."""
 BURST_TOKENS = 1 << 16
-"""Read before anything is counted against the share, for newcomers are looked at more."""
+"""Tokens that workers may read beyond the share, because newcomers are audited more."""
 LEASED_TOKENS_MAX = 1 << 16
-"""Of one rollout: its scores are a message of less than 4 MB."""
+"""Longest rollout that is leased: its scores make a message of less than 4 MB."""
 SILENT_MAX = 16
+"""A scorer that leaves this many leases in a row unanswered, while it samples, is accused."""
 DECLINED_MAX = 16
-"""Leases in a row that a scorer hands back though it says that it keeps the versions: as if it had said that it does not score."""
+"""A scorer that hands back this many leases in a row, although it still claims to keep the versions, is not asked any more."""
 EXCUSED_MAX = 4 * DECLINED_MAX
-"""The same of leases that it hands back because it keeps a version no more."""
+"""The same limit for leases handed back because the scorer no longer keeps a version."""
 ASKED_AGAIN_S = 600.0
-"""After the last lease that it handed back: it may have been started anew with room for versions."""
+"""A scorer is asked again this long after the last lease that it handed back: it may have restarted with room for versions."""
 SCORERS_MAX = 16_384
 GIVEN_UP_MAX = 256
 WEIGHT_KEPT = 0.9
-"""Of what was delivered, at each version: who has left soon counts for little."""
+"""Decay of a worker's weight at each published version, so that a worker that has left soon counts for little."""
 PUBLISHED_MAX = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Look:
-    """A rollout to be scored again. `older`: with which version tokens of each are compared; None: whoever scores it chooses."""
+    """A rollout to be scored again. `older`: for each version, the older version to compare with; None: the scorer's choice."""
 
     number: int
     drawn: DrawnPassage
@@ -72,14 +76,14 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class VersionKept:
-    """It was published, and may be named from now on."""
+    """The version was published; workers may name it from now on."""
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class TokensDelivered:
-    """Tokens of this worker were trained on."""
+    """`tokens` of this worker were trained on."""
 
     worker: PeerId
     tokens: int
@@ -87,7 +91,7 @@ class TokensDelivered:
 
 @dataclass(frozen=True, slots=True)
 class ScorerCame:
-    """A worker scores tokens under these versions; repeated whenever they change."""
+    """A worker can score under these versions. Sent again whenever they change."""
 
     worker: PeerId
     versions: frozenset[Version]
@@ -95,14 +99,15 @@ class ScorerCame:
 
 @dataclass(frozen=True, slots=True)
 class ScorerGone:
-    """It does not score any more, or is not believed any more."""
+    """The worker stopped scoring, or is not trusted any more."""
 
     worker: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class LookAt:
-    """This was drawn. `is_own`: the learner is to score it itself. `steps_back`: of the older version."""
+    """A rollout was drawn for audit. `is_own`: the learner must score it itself. `steps_back`: how many versions back the older
+    version is."""
 
     drawn: DrawnPassage
     is_own: bool
@@ -111,7 +116,7 @@ class LookAt:
 
 @dataclass(frozen=True, slots=True)
 class ScoresCame:
-    """Empty: the worker could not, for it has moved on."""
+    """The answer to a lease. Empty `scores`: the worker hands the lease back."""
 
     worker: PeerId
     lease_id: LeaseId
@@ -120,7 +125,7 @@ class ScoresCame:
 
 @dataclass(frozen=True, slots=True)
 class ScoringTick:
-    """Told every second or so."""
+    """Sent about every second; expires leases."""
 
 
 Event = VersionKept | TokensDelivered | ScorerCame | ScorerGone | LookAt | ScoresCame | ScoringTick
@@ -137,7 +142,7 @@ class LeaseScoring:
 
 @dataclass(frozen=True, slots=True)
 class LookSelf:
-    """The learner scores it. `reason`: known answer | no scorer | suspicion."""
+    """The learner scores the rollout itself. `reason`: known answer | no scorer | suspicion."""
 
     look: Look
     reason: str
@@ -145,7 +150,7 @@ class LookSelf:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the scorer says of a rollout."""
+    """A scorer's numbers for a rollout, paired with the author's claims."""
 
     look: Look
     scorer: PeerId
@@ -165,8 +170,8 @@ NO_SCORER, KNOWN_ANSWER, SUSPICION = "no scorer", "known answer", "suspicion"
 
 @dataclass(slots=True)
 class ScoringCounts:
-    """Since the process began. `read_tokens`: by the forward passes of workers, without those of leases that were handed back or
-    whose stream ended: another worker reads these, and is counted."""
+    """Counts since the process began. `read_tokens`: read by workers' forward passes. Leases that were handed back, or whose
+    stream ended, do not count, because the worker that scores the rollout next is counted."""
 
     leased: int = 0
     answered: int = 0
@@ -178,14 +183,14 @@ class ScoringCounts:
 
 @dataclass(slots=True)
 class _Record:
-    """Of a worker, over all its streams."""
+    """A worker's record over all its streams."""
 
     open: set[LeaseId] = field(default_factory=set)
-    silent: int = 0  # leases without an answer since the last scores, though it sampled meanwhile
-    declined: int = 0  # leases handed back since the last scores, without a reason
-    excused: int = 0  # the same, with a reason
+    silent: int = 0  # leases unanswered since the last scores, while the worker sampled
+    declined: int = 0  # leases handed back since the last scores, although it kept all versions
+    excused: int = 0  # leases handed back since the last scores, because it no longer kept a version
     handed_back_at: float = 0.0
-    given_up: frozenset[Version] = frozenset()  # versions that were such a reason: it is not asked for them again
+    given_up: frozenset[Version] = frozenset()  # versions that it gave up in this way; it is not asked for them again
     checked: int = 0
 
     @property
@@ -199,7 +204,7 @@ class _Record:
 
 @dataclass(slots=True)
 class _Scorer:
-    """It has a stream now."""
+    """A worker with an open stream. `versions`: those that it can be asked for."""
 
     versions: frozenset[Version]
     record: _Record
@@ -207,7 +212,8 @@ class _Scorer:
 
 @dataclass(slots=True)
 class _Open:
-    """`is_left`: its stream has ended, and another scores it; it is kept until its time is over."""
+    """An open lease, which expires at `until` (seconds). `delivered_before`: the worker's delivered tokens when it was leased.
+    `is_left`: its stream has ended and the rollout was handed on; the lease still counts until it expires."""
 
     look: Look
     worker: PeerId
@@ -221,16 +227,15 @@ class _Open:
 
 @dataclass(slots=True)
 class Scorings:
-    """`tokens_share` 0: the learner scores everything."""
+    """The scoring leases. `tokens_share`: tokens that workers may read, as a share of the tokens trained on; 0: the learner
+    scores everything."""
 
     rng: random.Random
     tokens_share: float
     counts: ScoringCounts = field(default_factory=ScoringCounts)
     _published: list[Version] = field(default_factory=list)
     _scorers: dict[PeerId, _Scorer] = field(default_factory=dict)
-    _records: dict[PeerId, _Record] = field(
-        default_factory=dict
-    )  # of those that had a lease, the last to have one at the end
+    _records: dict[PeerId, _Record] = field(default_factory=dict)  # workers that had a lease, most recently leased last
     _weights: dict[PeerId, float] = field(default_factory=dict)
     _delivered: dict[PeerId, int] = field(default_factory=dict)
     _open: dict[LeaseId, _Open] = field(default_factory=dict)
@@ -238,7 +243,7 @@ class Scorings:
 
     @property
     def has_room(self) -> bool:
-        """Whether workers may be given more to score; where nobody scores, the learner always has room."""
+        """Whether more rollouts may be handed out. True if no worker scores, because the learner then scores."""
         if not self._scorers or not self.tokens_share:
             return True
         limit = self.tokens_share * self.counts.delivered_tokens + BURST_TOKENS
@@ -292,7 +297,8 @@ class Scorings:
         scorer.versions = versions - record.given_up
 
     def _gone(self, worker: PeerId, now: float) -> list[Action]:
-        """Its leases go to others at once. They stay on its record until their time is over, as they would had it stayed."""
+        """Hands the worker's open leases on at once. They stay on its record until they expire, as if it had stayed, so that
+        reconnecting gains nothing."""
         scorer = self._scorers.pop(worker, None)
         left = [self._open[lease_id] for lease_id in sorted(scorer.record.open)] if scorer is not None else []
         left = [one for one in left if not one.is_left]
@@ -301,7 +307,8 @@ class Scorings:
         return [action for one in left for action in self._handed_on(one, now)]
 
     def _able(self, passage: Passage, but: Collection[PeerId]) -> list[PeerId]:
-        """Who may score it; nobody, where they have delivered too little of what others have."""
+        """Free workers that may score the passage, without those in `but`. Empty if all able workers together have delivered
+        less than `WEIGHT_MIN` of what all but the authors have."""
         needed = {piece.version for piece in passage.pieces}
         authors = {piece.worker for piece in passage.pieces}
         others = sum(weight for worker, weight in self._weights.items() if worker not in authors)
@@ -355,7 +362,7 @@ class Scorings:
         return actions
 
     def _recorded(self, worker: PeerId, scorer: _Scorer) -> _Record:
-        """Kept from its first lease on: a worker without one has nothing on record."""
+        """Stores the worker's record, from its first lease on; a worker without a lease has nothing to record."""
         self._records.pop(worker, None)
         self._records[worker] = scorer.record
         if len(self._records) > SCORERS_MAX:
@@ -363,12 +370,13 @@ class Scorings:
         return scorer.record
 
     def _handed_on(self, one: _Open, now: float) -> list[Action]:
-        """Of a lease that this worker does not score; what it would have read counts for whoever does."""
+        """Hands on a lease that its worker does not score; the tokens count for the next scorer instead."""
         self.counts.read_tokens -= one.request.read_tokens
         return self._again(one, now)
 
     def _again(self, one: _Open, now: float) -> list[Action]:
-        """Another worker, or the learner; which older version it is compared with follows from who scores."""
+        """Leases the rollout to another worker, or gives it to the learner after `TRIES_MAX` tries. The older version may
+        change, because it must be one that the new scorer keeps."""
         if one.tries >= TRIES_MAX:
             return [LookSelf(one.look, NO_SCORER)]
         wished = one.look.older or {}
@@ -377,7 +385,7 @@ class Scorings:
     def _scored(self, worker: PeerId, lease_id: LeaseId, scores: tuple[TokenScores, ...], now: float) -> list[Action]:
         one = self._open.get(lease_id)
         if one is None or one.worker != worker or one.is_left:
-            return []  # too late
+            return []  # too late, or not this worker's lease
         del self._open[lease_id]
         record = one.record
         record.open.discard(lease_id)
@@ -389,8 +397,11 @@ class Scorings:
         return [Told(one.look, worker, tuple(evidence_from(one.look, scores, self._published)))]
 
     def _handed_back(self, one: _Open, is_answer: bool, now: float) -> None:
-        """Versions change, and an honest worker then says so first. It is taken at its word: what it keeps no more it does not keep
-        again. With no such reason a lease that is handed back only uses up the tries."""
+        """Records a lease handed back. `is_answer`: scores came but did not match the request.
+
+        An honest worker that has dropped a version first reports its new set of versions. It is held to that: a version that it
+        gave up is never asked of it again. A lease handed back without such a reason counts as declined.
+        """
         record = one.record
         missing = one.request.versions - self._scorers[one.worker].versions
         record.handed_back_at = now
@@ -408,7 +419,7 @@ class Scorings:
         record = one.record
         record.open.discard(lease_id)
         self.counts.unanswered += 1
-        # One that samples all the while is there, and does not answer.
+        # A worker that delivered tokens meanwhile is alive, so its silence counts against it.
         record.silent += self._delivered.get(one.worker, 0) > one.delivered_before
         actions = [] if one.is_left else self._again(one, now)
         if record.silent >= SILENT_MAX:
@@ -421,7 +432,7 @@ class Scorings:
 def _kept_older(
     passage: Passage, wished: Mapping[Version, Version], versions: Collection[Version]
 ) -> dict[Version, Version]:
-    """What was wished, or the newest before it that the scorer keeps."""
+    """For each version, the wished older version, or else the newest one before it that the scorer keeps."""
     found: dict[Version, Version] = {}
     for version in {piece.version for piece in passage.pieces}:
         at_most = [one for one in versions if one <= wished.get(version, Version(-1))]
@@ -431,7 +442,7 @@ def _kept_older(
 
 
 def request_of(lease_id: LeaseId, look: Look) -> ScoreRequest:
-    """Each piece under its version, and those that are compared with an older one under that too."""
+    """Builds the request: each piece under its version, followed by the same piece under its older version, if it has one."""
     passage, older = look.drawn.passage, look.older or {}
     stretches = []
     for piece in passage.pieces:
@@ -447,7 +458,7 @@ def request_of(lease_id: LeaseId, look: Look) -> ScoreRequest:
 
 
 def answers(request: ScoreRequest, scores: Sequence[TokenScores]) -> bool:
-    """Whether these are scores of what was asked for, as far as their sizes tell."""
+    """Whether the scores have the number and the sizes that the request asks for."""
     return len(scores) == len(request.stretches) and all(
         len(column) == stretch.count
         for stretch, one in zip(request.stretches, scores, strict=True)
@@ -456,7 +467,7 @@ def answers(request: ScoreRequest, scores: Sequence[TokenScores]) -> bool:
 
 
 def evidence_from(look: Look, scores: Sequence[TokenScores], published: Sequence[Version]) -> Iterator[Evidence]:
-    """In the order of `request_of`."""
+    """Pairs the scores, in the order of `request_of`, with the claims."""
     passage, older, rest = look.drawn.passage, look.older or {}, iter(scores)
     for piece in passage.pieces:
         exact, before = next(rest), older.get(piece.version)

@@ -1,7 +1,7 @@
-"""How the tokens of one rollout grow, report by report.
+"""Appends reported segments to a rollout.
 
-Guarantees: a rollout's held tokens never change under it: what is sent twice must be the same both times. Leaves to
-others: whether a segment may be believed or trained on (batcher).
+Guarantees: the held tokens never change; tokens that are sent again must equal the held ones. Leaves to others: whether a
+segment may be believed or trained on (shelf).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def empty_rollout(group_id: GroupId, index: int) -> Rollout:
 
 
 def extended(held: Rollout, segment: RolloutSegment) -> Rollout | None:
-    """`held` with the segment's new tokens behind it; None when they do not fit what is held.
+    """Returns `held` with the segment's new tokens appended; None if the overlap differs from the held tokens.
 
-    `segment.offset` must not lie beyond the held tokens. ABORTED leaves the rollout open, to be gone on with.
+    `segment.offset` must not be beyond the held tokens. ABORTED leaves the rollout unfinished, to be continued later.
     """
     held_count = len(held.token_ids)
     assert segment.offset <= held_count, "a gap is answered with RESEND before"
@@ -42,7 +42,7 @@ def extended(held: Rollout, segment: RolloutSegment) -> Rollout | None:
 
 
 def spans_from(spans: tuple[VersionSpan, ...], count: int) -> tuple[VersionSpan, ...]:
-    """The spans of the tokens behind the first `count`."""
+    """The version spans without the first `count` tokens."""
     kept: list[VersionSpan] = []
     for span in spans:
         skipped = min(count, span.count)

@@ -1,10 +1,10 @@
 """Which groups and rollouts are worth training on: dynamic sampling, overlong shaping, pruning of hopeless rollouts.
 
-Guarantees: pure rules on rewards, lengths and tokens; refilling is bounded, so that a task that has become too easy or
-is too hard slows a run down and never stops it. Leaves to others: drawing the refills and aborting what is pruned
+Guarantees: pure rules on rewards, lengths and tokens; replacements are bounded, so a task that is too easy or too hard
+slows a run down but never stops it. Leaves to others: drawing the replacements and aborting pruned rollouts
 (batcher, runtime), staleness (staleness/).
 
-Sources. Dynamic sampling and soft overlong punishment: Yu et al. (DAPO), arXiv 2503.14476. Pruning: the idea of ARRoL;
+Sources. Dynamic sampling and soft overlong punishment: Yu et al. (DAPO), arXiv 2503.14476. Pruning: the idea is ARRoL's;
 the two rules here are our own.
 """
 
@@ -18,25 +18,25 @@ from dataclasses import dataclass
 from echo2.base.errors import ConfigError
 
 CONTRAST_MIN = 1e-6
-"""Rewards of a group closer than this are equal: their advantages would be noise of rounding."""
+"""Rewards of a group that differ by no more than this count as equal: their advantages would be rounding noise."""
 
 
 def has_contrast(rewards: Sequence[float]) -> bool:
-    """Whether a group's rewards differ, and so say anything about which rollout was better."""
+    """Whether a group's rewards differ, so that the group gives a gradient."""
     return len(rewards) > 1 and max(rewards) - min(rewards) > CONTRAST_MIN
 
 
 class GroupVerdict(enum.Enum):
-    """What becomes of a scored group."""
+    """What to do with a scored group."""
 
     TRAIN = "train"
     DROP = "drop"  # no contrast: draw another prompt in its place
-    TRAIN_ANYWAY = "train_anyway"  # no contrast, but the step has dropped as many as it may
+    TRAIN_ANYWAY = "train_anyway"  # no contrast, but the step has reached its limit of dropped groups
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicSampling:
-    """`dropped_max_ratio` bounds the groups dropped for one step, as a multiple of the groups that the step wants.
+    """`dropped_max_ratio`: limit on the groups dropped for one step, as a multiple of `groups_per_step`.
 
     0 switches dynamic sampling off: groups with equal rewards are trained on (their gradient is zero).
     """
@@ -52,7 +52,7 @@ class DynamicSampling:
             )
 
     def verdict(self, rewards: Sequence[float], dropped_count: int) -> GroupVerdict:
-        """What becomes of a group with these rewards when `dropped_count` were dropped for the step before it."""
+        """What to do with a group of these rewards, if `dropped_count` groups were dropped for this step already."""
         if has_contrast(rewards):
             return GroupVerdict.TRAIN
         can_drop = dropped_count < int(self.dropped_max_ratio * self.groups_per_step)
@@ -61,7 +61,7 @@ class DynamicSampling:
 
 @dataclass(frozen=True, slots=True)
 class OverlongShaping:
-    """A completion loses reward linearly over the last `buffer_tokens` before `limit_tokens`, `penalty` in the end."""
+    """Length penalty: rises linearly over the last `buffer_tokens` before `limit_tokens`, from 0 to `penalty`."""
 
     limit_tokens: int
     buffer_tokens: int
@@ -75,26 +75,26 @@ class OverlongShaping:
             )
 
     def shaped(self, reward: float, completion_tokens: int) -> float:
-        """The reward less the punishment for this length."""
+        """The reward minus the penalty for this length."""
         excess_tokens = completion_tokens - (self.limit_tokens - self.buffer_tokens)
         return reward - self.penalty * min(1.0, max(0.0, excess_tokens / self.buffer_tokens))
 
 
 class Hopeless(enum.Enum):
-    """Why a rollout in progress will not come to anything."""
+    """Why a rollout in progress is given up."""
 
-    LOOP = "loop"  # repeats itself word for word
-    LOST = "lost"  # has been unsure of nearly every token for long
+    LOOP = "loop"  # repeats itself token by token
+    LOST = "lost"  # has had low log-probabilities for a long stretch
 
 
 @dataclass(frozen=True, slots=True)
 class PruningRule:
-    """When to give up on a rollout in progress. Off by default: it trades a little bias for generation time.
+    """When to give up on a rollout in progress. Off by default: it saves generation time but adds a little bias.
 
-    LOOP: the last `loop_tokens` tokens are one phrase of at most `period_max` tokens over and over, at least
-    `loop_repeats` times. LOST: the mean log-probability of the last `window_tokens` is below `logprob_floor`. A group
-    keeps at least `keep_min_fraction` of its rollouts. A pruned rollout is scored as it stands, as one cut off by the
-    length limit would be: dropping it instead would hide failures from the baseline.
+    LOOP: the last `loop_tokens` tokens are one phrase of at most `period_max` tokens, repeated at least `loop_repeats`
+    times. LOST: the mean log-probability of the last `window_tokens` is below `logprob_floor` (nats). A group keeps at least
+    `keep_min_fraction` of its rollouts. A pruned rollout is scored as it is, like one cut off by the length limit;
+    dropping it would hide failures from the baseline.
     """
 
     loop_tokens: int = 256
@@ -111,7 +111,7 @@ class PruningRule:
             raise ConfigError(f"pruning: expected a fraction to keep from 0 to 1, got {self.keep_min_fraction}")
 
     def reason(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> Hopeless | None:
-        """Why this rollout is hopeless; None while there is hope."""
+        """Why this rollout is hopeless; None if it is not."""
         if self._is_loop(token_ids):
             return Hopeless.LOOP
         recent = logprobs[-self.window_tokens :]
@@ -120,7 +120,7 @@ class PruningRule:
         return None
 
     def may_prune(self, group_size: int, pruned_count: int) -> bool:
-        """Whether one more rollout of a group may be given up."""
+        """Whether one more rollout of the group may be given up."""
         return group_size - pruned_count - 1 >= math.ceil(self.keep_min_fraction * group_size)
 
     def _is_loop(self, token_ids: Sequence[int]) -> bool:

@@ -1,9 +1,9 @@
-"""The groups that the batcher holds, from the offer to the batch: what is admitted, what is trained next.
+"""The groups that the batcher holds, from the offer to the batch: which tokens are admitted, which groups are trained next.
 
-Guarantees: no batch holds a token over the staleness bound (the one rule, asked on arrival and again when a batch is
-drawn); a group enters one batch at most (ledger); a batch is R/n complete groups, those that grow stale first going
-first. A group whose tokens can no longer be trained is closed, counted, and its prompt is offered again under
-another id. Leaves to others: telling anyone about it (batcher, the only one who changes a shelf once the run has begun).
+Guarantees: no batch has a token over the staleness bound (one rule, checked on arrival and again when a batch is drawn);
+a group enters at most one batch (ledger); a batch is R/n complete groups, those that would go stale first. A group whose
+tokens can no longer be trained on is closed and counted, and its prompt is offered again under another id, a limited number of
+times. Leaves to others: reporting this (batcher; once the run has begun, no other code changes a shelf).
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from echo2.staleness.ledger import Ledger
 from echo2.staleness.rule import is_admissible
 
 LEDGER_STEPS_KEPT = 256
-"""For how many steps a trained group is remembered by name. A late copy of one is answered DUPLICATE while it is, and
-CLOSED after: it is not open either way, so it cannot be trained again."""
+"""For how many steps the ledger remembers a trained group's id. A late copy of its rollouts is answered DUPLICATE in that
+time and CLOSED afterwards. It cannot be trained on again either way, because the group is not open."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShelfConfig:
-    """R, n, S and the limits of what is held."""
+    """S (`staleness_bound`), R (`rollouts_per_step`), n (`rollouts_per_group`) and the rules for groups."""
 
     staleness_bound: int
     rollouts_per_step: int
     rollouts_per_group: int
     vocabulary_size: int
-    retries_max: int = 2  # how often a prompt is offered again after its group went stale
-    drops_equal_rewards: bool = False  # a group with equal rewards has no gradient: replace it, within a bound
+    retries_max: int = 2  # how often a prompt is offered again after its group went stale or was quarantined
+    drops_equal_rewards: bool = False  # replaces groups with equal rewards (no gradient), within a bound
     pruning: PruningRule | None = None  # gives up on hopeless rollouts while they are sampled
     is_driven: bool = False  # prompts come from agents, call by call
 
@@ -68,22 +68,22 @@ class ShelfConfig:
 
     @property
     def dynamic_sampling(self) -> DynamicSampling:
-        """Bounded at twice the groups of a step; 0 when off: then every group is trained on."""
+        """Drops at most twice the groups of a step; if switched off, drops none."""
         return DynamicSampling(self.groups_per_step, 2.0 if self.drops_equal_rewards else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Closure:
-    """A group that is not open any longer. `retry` is the draw that takes its place, if its prompt gets another try."""
+    """A closed group. `retry`: the draw that replaces it, if its prompt gets another try."""
 
     group_id: GroupId
-    reason: str  # complete | stale | quarantined | no contrast | reward failed
+    reason: str  # complete | stale | quarantined | no contrast | reward failed | unused | restarted
     retry: Draw | None = None
 
 
 @dataclass(slots=True)
 class Counts:
-    """Rollouts by fate, since the run began."""
+    """Rollouts by outcome, counted since the run began."""
 
     admitted: int = 0
     duplicate: int = 0
@@ -99,7 +99,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Shelf:
-    """`next_step` is the step of the batch that is drawn next; `published` the versions that workers may name."""
+    """The open groups. `next_step`: the step of the next batch to be drawn. `published`: versions that workers may name."""
 
     config: ShelfConfig
     ledger: Ledger
@@ -115,7 +115,7 @@ class Shelf:
     # ---- offering
 
     def open_group(self, draw: Draw, consume_step: int) -> GroupSpec:
-        """Opens the group of one draw. The same draw always gives the same id, prompt and seed."""
+        """Opens a draw's group. The same draw always gives the same id, prompt and seed."""
         group_id = group_id_of(draw.cursor, draw.retry, is_driven=self.config.is_driven)
         assert group_id not in self.groups, f"group {group_id} is open already"
         sampling = draw.sampling
@@ -124,14 +124,14 @@ class Shelf:
         return spec
 
     def open(self, spec: GroupSpec, draw: Draw) -> None:
-        """Opens a group as it is given."""
+        """Opens the group of a given spec."""
         self.groups[spec.group_id] = opened_group(spec, draw)
 
     def move_up(self) -> list[GroupSpec]:
-        """Groups that are due earlier than was told, because others before them were closed; they are to be offered anew.
+        """Moves groups up when groups before them were closed; returns the specs that are due earlier, to be offered again.
 
-        A group that waits for a version newer than its turn needs would wait for ever once the groups before it are
-        gone: the version comes only with a step, and the step needs the group.
+        Without this, a group could wait for ever for a version that is newer than its new place requires: the version comes
+        only with a step, and the step needs the group.
         """
         moved: list[GroupSpec] = []
         families = [self._members(group_id) for group_id in self.groups if not is_later_turn(group_id)]
@@ -145,7 +145,7 @@ class Shelf:
         return moved
 
     def open_turn(self, before: TurnOf, said: tuple[int, ...]) -> GroupSpec | None:
-        """Opens the turn that follows a finished one, behind what the world `said`; None if the group is gone."""
+        """Opens the turn after `before`, with the environment's tokens `said` appended; None if the group is gone."""
         asked = self.groups.get(before.group_id)
         root = self.groups.get(before.root)
         if asked is None or root is None:
@@ -171,10 +171,10 @@ class Shelf:
         sampling: SamplingParams,
         temperature: float | None = None,
     ) -> GroupSpec | None:
-        """Opens an agent's next call, behind the last one of `chain`, which has ended; None: with it a chain begins. Length and
-        stops are as `sampling` has them, temperature and what goes with it as the problem has them; `temperature`: another.
+        """Opens an agent's next call, after the last call of `chain`, which must have ended; `chain` None starts a chain. Length
+        and stops come from `sampling`; temperature, top-p and top-k from the problem, unless `temperature` is given.
 
-        Returns None if the episode's group is gone. MalformedMessage: the model does not have a token of the prompt.
+        Returns None if the episode's group is gone. Raises `MalformedMessage` if the model lacks a token of the prompt.
         """
         check_prompt(root, prompt, self.config.vocabulary_size)
         group = self.groups.get(root)
@@ -195,7 +195,7 @@ class Shelf:
         return spec
 
     def end_episode(self, root: GroupId, chains: Mapping[int, int], reward: float | None, *, is_final: bool) -> None:
-        """As `EpisodeEnded` says; what was sampled behind the calls that count is dropped."""
+        """Carries out `EpisodeEnded`; drops the calls after those that count."""
         group = self.groups.get(root)
         if group is None:
             return
@@ -210,13 +210,13 @@ class Shelf:
         self._judge_ready(group)
 
     def drop_unfinished_episodes(self) -> None:
-        """After a restart: agents that were at work are gone, so their problems are drawn again."""
+        """After a restart, closes problems whose agents had not finished, to be drawn again: the agents are gone."""
         for group_id, group in list(self.groups.items()):
             if is_driven_root(group_id) and group.seats_open:
                 self._drop(group, "restarted")
 
     def turns(self, root: GroupId, index: int) -> list[Turn]:
-        """The turns so far of one rollout, the one being sampled included."""
+        """The turns of one rollout so far, including the one being sampled."""
         found: list[Turn] = []
         at = TurnOf(root, index, 1 if is_driven(root) else 0)
         while (group := self.groups.get(at.group_id)) is not None:
@@ -231,12 +231,12 @@ class Shelf:
         return [group.spec for group in self.groups.values() if not group.is_sampled]
 
     def held_tokens(self, group_id: GroupId) -> int:
-        """How much of a group has come."""
+        """Number of the group's tokens that have arrived."""
         return sum(len(rollout.token_ids) for rollout in self.groups[group_id].rollouts)
 
     @property
     def in_flight_groups(self) -> int:
-        """Offered or buffered; a batch that was drawn no longer counts, nor do a rollout's later turns of their own."""
+        """Groups offered or buffered. Groups drawn into a batch do not count, nor do the groups of later turns."""
         return sum(not is_later_turn(group_id) for group_id in self.groups)
 
     @property
@@ -245,7 +245,7 @@ class Shelf:
 
     @property
     def buffered_rollouts(self) -> int:
-        """Finished to the last of their turns."""
+        """Rollouts whose turns so far are all finished."""
         turns = (1 if is_later_turn(group_id) else 0 for group_id, g in self.groups.items() if not g.is_sampled)
         firsts = (group for group_id, group in self.groups.items() if not is_later_turn(group_id))
         return sum(rollout.is_finished for group in firsts for rollout in group.rollouts) - sum(turns)
@@ -253,7 +253,7 @@ class Shelf:
     # ---- receiving
 
     def receive(self, segment: RolloutSegment, attempt: int, sender: PeerId = NOBODY) -> SegmentVerdict:
-        """Takes one segment of the lease's `attempt`. ADMITTED must be answered only once the rollout is durable."""
+        """Takes a segment from the lease's `attempt`. The caller must make the rollout durable before it answers ADMITTED."""
         group = self.groups.get(segment.group_id)
         if group is None:
             return self._verdict_on_closed(segment)
@@ -274,7 +274,7 @@ class Shelf:
         return self._grow(segment, group, held, sender)
 
     def held_rollouts(self, group_id: GroupId, attempt: int) -> list[Rollout] | None:
-        """What is held of a group, for the worker that goes on as `attempt`; None if it is closed or taken over."""
+        """The held rollouts, for the worker that continues as `attempt`; None if closed or taken over by a later attempt."""
         group = self.groups.get(group_id)
         if group is None or attempt < group.lease_attempt:
             return None
@@ -284,7 +284,7 @@ class Shelf:
     def _grow(self, segment: RolloutSegment, group: Group, held: Rollout, sender: PeerId) -> SegmentVerdict:
         senders, held_tokens = group.senders.get(segment.index, ()), len(held.token_ids)
         grown = extended(held, segment)
-        if grown is None:  # a worker that lost its state may begin the rollout anew, at its first token
+        if grown is None:  # a worker that lost its state may restart the rollout from its first token
             if segment.offset != 0:
                 return self._refused(segment, "its tokens differ from those held of the same positions", group)
             senders, held_tokens = (), 0
@@ -313,7 +313,7 @@ class Shelf:
         return self._answer(segment, Verdict.ADMITTED, group)
 
     def _is_hopeless(self, rollout: Rollout, group: Group) -> bool:
-        """Whether to give up on a rollout in progress: it is admitted as it stands, which tells its worker to stop."""
+        """Whether to give up on a rollout in progress. It is then admitted as it is, which tells its worker to stop."""
         rule = self.config.pruning
         if rule is None or not rule.may_prune(len(group.rollouts), group.pruned):
             return False
@@ -340,7 +340,7 @@ class Shelf:
     # ---- rewards
 
     def reward(self, group_id: GroupId, index: int, reward: float | None) -> None:
-        """The reward of a finished rollout; None when scoring it failed. Ignored if the group is gone by now."""
+        """Records the reward of a finished rollout; None if scoring failed. Ignored if the group is gone."""
         group = self.groups.get(group_id)
         if group is None or not group.rollouts[index].is_finished:
             return
@@ -350,7 +350,7 @@ class Shelf:
         self._judge_ready(group)
 
     def _judge_ready(self, group: Group) -> None:
-        """A group whose rewards are complete is dropped if they teach nothing."""
+        """Drops a group with complete rewards if all scoring failed, or if the rewards are equal and may be replaced."""
         if not group.is_ready:
             return
         known = [value for value in group.rewards.values() if value is not None]
@@ -365,11 +365,11 @@ class Shelf:
 
     @property
     def is_batch_ready(self) -> bool:
-        """Asked after every event, so it counts and does not sort."""
+        """Called after every event, so it counts instead of sorting."""
         return sum(group.is_ready for group in self.groups.values()) >= self.config.groups_per_step
 
     def draw_batch(self) -> Batch | None:
-        """The next batch, or None while complete groups are short. Its groups leave the batcher for the ledger."""
+        """Draws the next batch; None if there are too few complete groups. Its groups are closed and entered in the ledger."""
         self.drop_stale()
         ready = self._ready()[: self.config.groups_per_step]
         if len(ready) < self.config.groups_per_step:
@@ -377,7 +377,7 @@ class Shelf:
         return self._consume(ready)
 
     def draw_recorded(self, group_ids: Sequence[GroupId], rewards: Sequence[Sequence[float | None]]) -> Batch:
-        """The batch that a journal recorded: the same groups, order and rewards as then."""
+        """Draws the batch that the journal recorded: the same groups, in the same order, with the same rewards."""
         for group_id, values in zip(group_ids, rewards, strict=True):
             group = self.groups[group_id]
             group.rewards = dict(enumerate(values))
@@ -403,7 +403,7 @@ class Shelf:
         return Batch(step, tuple(trained))
 
     def train_group(self, group: Group) -> TrainGroup:
-        """A complete group with the turns of its rollouts joined."""
+        """Joins the turns of a complete group's rollouts, for training. Rollouts whose reward failed are left out."""
         kept = [i for i in range(len(group.rollouts)) if group.rewards.get(i) is not None]
         rewards = tuple(value for i in kept if (value := group.rewards[i]) is not None)
         turns = {i: self.turns(group.spec.group_id, i) for i in kept}
@@ -423,7 +423,7 @@ class Shelf:
         )
 
     def family(self, root: GroupId, index: int | None = None) -> list[GroupId]:
-        """A group and the later turns of its rollouts; of one rollout the later turns alone."""
+        """The ids of a group and its rollouts' later turns; with `index`, only that rollout's later turns."""
         found = [root] if index is None else []
         for place in range(len(self.groups[root].rollouts)) if index is None else (index,):
             at = TurnOf(root, place, 1)
@@ -436,7 +436,7 @@ class Shelf:
         return [self.groups[group_id] for group_id in self.family(root)]
 
     def _ready(self) -> list[Group]:
-        """Complete, scored groups; those that will be stale first, then those offered first."""
+        """Complete, scored groups: those that will go stale first, then in the order of their offers."""
         ready = [group for group in self.groups.values() if group.is_ready]
         return sorted(ready, key=self._oldest_version)
 
@@ -446,7 +446,7 @@ class Shelf:
     # ---- staleness
 
     def drop_stale(self) -> None:
-        """Closes every group that holds a token which the next step may not train on."""
+        """Closes every group with a token that is too old for the next step."""
         for group_id, group in list(self.groups.items()):
             if group_id in self.groups and not all(
                 self._is_fresh(rollout, self.next_step) for rollout in group.rollouts
@@ -454,7 +454,7 @@ class Shelf:
                 self._drop(group, "stale")
 
     def drop_sent_by(self, peer_id: PeerId) -> None:
-        """Closes every group that holds a token which this worker reported; its prompt gets another try."""
+        """Closes every group with a token that this worker reported; their prompts get another try."""
         for group_id, group in list(self.groups.items()):
             if group_id in self.groups and any(
                 sent.peer_id == peer_id for senders in group.senders.values() for sent in senders
@@ -465,7 +465,7 @@ class Shelf:
         """From now on workers may name `version`."""
         assert version > self.published[-1], f"version {version} after {self.published[-1]}"
         self.published.append(version)
-        # The oldest admissible version stays known, and one before it, so that late tokens are called stale, not false.
+        # Versions are remembered for 256 steps past the bound, so that late tokens are refused as stale, not as false.
         floor = self.next_step - self.config.staleness_bound - 256
         self.published = [known for known in self.published if known >= floor]
 
@@ -480,7 +480,7 @@ class Shelf:
         )
 
     def _drop(self, member: Group, reason: str) -> None:
-        """Closes a group with all turns of its rollouts; `member` may be one of those."""
+        """Closes a group with all turns of its rollouts. `member`: the group, or the group of any of its turns."""
         group = self.groups[turn_of(member.spec.group_id, 0).root]
         retry = None
         if reason == "stale":
@@ -495,6 +495,6 @@ class Shelf:
             self.closures.append(Closure(group_id, reason, retry if group_id == group.spec.group_id else None))
 
     def take_closures(self) -> list[Closure]:
-        """Groups closed since the last call."""
+        """Returns the groups closed since the last call."""
         taken, self.closures = self.closures, []
         return taken

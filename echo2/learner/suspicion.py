@@ -1,39 +1,40 @@
-"""A sequential test for each worker: are its rollouts what it says they are?
+"""A sequential test for each worker: are its rollouts what it claims they are?
 
-Guarantees: an honest worker is accused with probability at most `false_alarms_per_day` a day, however often one looks
-and whatever is sampled when; a cheat is found after a number of tokens that falls with the square of what it changed.
-Leaves to others: the numbers (audit), what is done to an accused worker.
+Guarantees: an honest worker is accused with probability at most `false_alarms_per_day` per day, however often the test is
+evaluated and whichever rollouts are sampled when; the number of tokens needed to find a cheat falls with the square of what
+it changed. Leaves to others: the numbers (audit), what happens to an accused worker.
 
-The test bets against honesty (Ville's inequality; Wald 1945 for the ratio of likelihoods, Waudby-Smith and Ramdas 2024
-for bounded means). Each bet starts with 1 and, while the worker is honest, grows on average never; so the mean of all
-bets reaches 1/alpha with probability at most alpha. Eight bets, each with what it takes for granted of honest workers:
+The test bets against honesty (Ville's inequality; Wald 1945 for likelihood ratios, Waudby-Smith and Ramdas 2024
+for bounded means). Each bet starts with a wealth of 1, which does not grow on average while the worker is honest. So the mean
+wealth of all bets reaches 1/alpha with probability at most alpha. Each of the eight bets is against one property of honest
+workers:
 
 - *noise*: the mean square of claimed minus exact log-probability is at most `noise_nats` squared. Catches altered and
   coarsely quantised models.
 - *fabrication*: the same with `FABRICATION` times `noise_nats`. Catches made-up numbers.
-- *version*: noise does not lean towards the version before by more than chance (correlation below 0.1). The claims are
-  projected on the difference between the two versions; catches a worker that stayed on the old one, also where that
-  difference is below its noise, down to `SHIFT_MIN` of it.
-- *draw*: tokens are drawn from the version named: the sum of log-probabilities has a known mean. Catches greedy, cold,
-  repeated and forged tokens with honest numbers.
-- *length*: completions end as often as the version named says. Catches truncation, and ends that are put off.
-- *copies*: siblings are drawn independently. Catches completions handed in twice.
-- *choice*: each token is the one that the random number of its place in the lease picks: the number lies in the token's part
-  of the cumulative distribution, or no further outside than `CHOICE_SIGMAS` times what the worker's own noise moves that
-  part's edge, but for a share `CHOICE_MISSES` of the tokens at most (Chebyshev's inequality gives less than half of it). Catches
-  every choice between samples, whoever made it and by whatever rule, and tokens of another version. Made only of workers
-  that say they draw so.
-- *older*: where that random number picks one token under the version named and another under an older one, the worker's
-  is not the older one's more often than its own noise explains: a noise of `sigma` moves the edge between the two tokens
-  by `x` with probability at most `sigma`^2 / (`sigma`^2 + `x`^2) (Cantelli), and with `OLDER_LEAN` at most, as it leans to no
-  version. Catches tokens of an older version, whose numbers were recomputed under the one named, also where the two differ by
-  less than honest noise. Made of the same workers.
+- *version*: noise leans towards the previous version by no more than chance (correlation below 0.1). The bet projects
+  the differences onto the shift between the two versions. Catches a worker that stayed on the old version, even if
+  the shift is smaller than its noise, down to `SHIFT_MIN` of it.
+- *draw*: tokens are drawn from the version named, so the sum of their log-probabilities has a known mean. Catches greedy,
+  cold, repeated and forged tokens with honest numbers.
+- *length*: completions end as often as the version named implies. Catches truncated completions, and ends that are delayed.
+- *copies*: siblings are drawn independently. Catches completions delivered twice.
+- *choice*: each token is the one picked by the lease's random number for its position. The number lies in the token's
+  interval of the cumulative distribution, or outside it by at most `CHOICE_SIGMAS` times what the worker's own noise moves the
+  interval's edge, except for at most a share `CHOICE_MISSES` of the tokens (Chebyshev's inequality gives less than half of
+  that). Catches any selection among samples, by whatever rule, and tokens of another version. Only for workers that claim to
+  draw by their seeds.
+- *older*: if the random number picks different tokens under the version named and under an older one, the worker's token is
+  the older version's no more often than its own noise explains. Noise of `sigma` moves the edge between the two tokens
+  by `x` with probability at most `sigma`^2 / (`sigma`^2 + `x`^2) (Cantelli), and at most `OLDER_LEAN`, because noise leans to
+  no version. Catches tokens of an older version whose numbers were recomputed under the one named, even if the versions
+  differ by less than honest noise. For the same workers as *choice*.
 
-How much honest engines differ is the one thing here that depends on kernels and cards, so a finding that rests on
-*noise* alone is not certain (`Accusation.is_certain`): what is done then can be undone, and a person decides. Nor is one
-that rests on *version* while less than three quarters of the worker's differences are explained by the version before: perturbed
-weights lean that way too, for whatever disturbs a model makes it less sure of itself, and so may an engine's noise. A
-finding is certain when the mean of all bets reaches 1/alpha with those two counted as lost.
+How much honest engines differ is the only assumption here that depends on kernels and cards. So a finding that rests on
+*noise* alone is not certain (`Accusation.is_certain`): its consequence can be undone, and a person decides. A finding that rests
+on *version* is not certain either, while the previous version explains less than three quarters of the worker's differences:
+perturbed weights lean that way too, because any disturbance makes a model less sure, and so may an engine's noise. A
+finding is certain if the mean of all bets reaches 1/alpha even with these uncertain bets counted as lost.
 """
 
 from __future__ import annotations
@@ -52,38 +53,39 @@ DAY_S = 86_400.0
 NOISE_STAKES = (0.5, 2.0, 8.0, 24.0)
 DRAW_STAKES = (0.02, 0.1, 0.4, 0.9, -0.02, -0.1, -0.4, -0.9)
 STOP_FACTORS = (3.0, 20.0, 0.3)
-"""How much more often than it should a cheat ends its sequences: the alternatives that are bet on."""
+"""Alternatives that *length* bets on: a cheat ends its sequences this many times as often as it should."""
 STOP_CHANCE_MAX = 0.9
 COPY_STAKE = 0.01
 CHOICE_SIGMAS = 6.0
 CHOICE_MISSES = 1.0 / 16.0
 CHOICE_STAKES = (0.02, 0.2, 0.9)
-"""Shares of a worker's rollouts that are chosen, for the alternatives that are bet on."""
+"""Alternatives that *choice* bets on: shares of a worker's rollouts that were selected instead of drawn."""
 CHOICE_ROUNDING = 1e-5
 CHOICE_SIGMA_MIN, CHOICE_SIGMA_MAX = 0.004, 0.5
-"""The worker's noise counts as no less, and as no more, in nats."""
+"""Bounds, in nats, of the noise that *choice* and *older* assume for a worker."""
 NOISE_CAP = 8.0
 """Differences beyond this many `noise_nats` count as this many."""
 LEARN_TOKENS = 200
-"""Before so many, a worker's own noise is not known well enough to bet on its version."""
+"""Tokens needed to know a worker's own noise well enough to bet on its version."""
 FABRICATION = 10.0
 UNCERTAIN_TOKENS = 600
-"""A finding of noise alone waits for so many, in which the other bets may still say what kind of noise it is."""
+"""An uncertain finding waits for this many tokens, because the other bets may still tell what kind of noise it is."""
 EXPLAINED_MIN = 0.75
-"""The share of a worker's differences (in squares) that the version before must explain for that to be certain."""
+"""The share of a worker's squared differences that the previous version must explain for a *version* finding to be certain."""
 SIGMA_MIN = 1e-7
 OLDER_LEAN = 0.6
 OLDER_CHANCE_MIN = 0.02
 OLDER_STAKES = (0.05, 0.3, 0.9)
-"""Shares of a worker's tokens that an older version drew, for the alternatives that are bet on."""
+"""Alternatives that *older* bets on: shares of a worker's tokens that an older version drew."""
 SHIFT_MIN = 0.2
-"""Two versions closer than this share of a worker's noise are not told apart: the noise of another precision is a fixed
-function of the tokens, and may by chance lean a little towards the version before."""
+"""*version* does not bet if the two versions differ by less than this share of the worker's noise: the noise of another
+precision is a fixed function of the tokens, and may by chance lean a little towards the previous version."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuspicionConfig:
-    """`noise_nats`: root mean square by which honest engines may differ from the learner, of any precision and batch size."""
+    """`noise_nats`: root mean square by which honest engines, of any precision and batch size, may differ from the learner.
+    `false_alarms_per_day`: the largest probability per day that an honest worker is accused."""
 
     noise_nats: float = 0.05
     false_alarms_per_day: float = 1e-6
@@ -97,7 +99,8 @@ class SuspicionConfig:
 
 @dataclass(frozen=True, slots=True)
 class Accusation:
-    """`bet`: the one that grew most. `evidence`: natural logarithm of the mean bet. `is_certain`: also without *noise*."""
+    """`bet`: the bet that grew most. `evidence`: natural logarithm of the mean bet. `is_certain`: the evidence suffices without
+    the uncertain bets."""
 
     bet: str
     evidence: float
@@ -107,14 +110,15 @@ class Accusation:
 
 
 class Mixture:
-    """The mean of bets on one bounded quantity with several stakes; `log_wealth` of it."""
+    """Bets on one bounded quantity with several stakes. `log_wealth`: logarithm of their mean wealth."""
 
     def __init__(self, stakes: Sequence[float]) -> None:
         self._stakes = stakes
         self._logs = [0.0] * len(stakes)
 
     def bet(self, excess: Column) -> None:
-        """`excess`: each at most 0 on average for an honest worker; every stake times it is above -1."""
+        """Places one bet per element of `excess`, whose mean is at most 0 for an honest worker. Every stake times every element
+        must be above -1."""
         for number, stake in enumerate(self._stakes):
             self._logs[number] += float(np.log1p(stake * excess).sum())
 
@@ -125,9 +129,9 @@ class Mixture:
 
 @dataclass(slots=True)
 class Suspicion:
-    """What is held against one worker since `since` (seconds); it starts anew every day.
+    """The evidence against one worker since `since` (seconds); reset every day.
 
-    `excuses_noise`: somebody has looked at this worker's noise and let it pass; that bet is not made.
+    `excuses_noise`: a person has judged this worker's noise to be harmless; the *noise* bet is not placed.
     """
 
     config: SuspicionConfig
@@ -143,14 +147,15 @@ class Suspicion:
     _far_older: Mixture = field(default_factory=lambda: Mixture(OLDER_STAKES))
     _version: float = 0.0
     _copies: float = 0.0
-    _squares: float = 0.0  # of the worker's differences, and of those of the two versions, where both are known
+    # Sums over tokens with scores under the next older version: squared differences, squared shifts, their products, count.
+    _squares: float = 0.0
     _shift_squares: float = 0.0
     _products: float = 0.0
     _counted: int = 0
-    _all_squares: float = 0.0
+    _all_squares: float = 0.0  # squared differences of all tokens
 
     def observe(self, evidence: Evidence) -> None:
-        """Takes a piece into account."""
+        """Places all bets on one piece."""
         exact = evidence.exact
         differences = evidence.claimed - exact.logprobs
         self.tokens += len(differences)
@@ -171,13 +176,14 @@ class Suspicion:
                 older.bet(_older_excess(exact, evidence.older, evidence.uniforms, sigma))
 
     def observe_copies(self, likelihood: float) -> None:
-        """`audit.copies` of a group."""
+        """Places the *copies* bet. `likelihood`: from `audit.copies`."""
         self._copies += math.log1p(COPY_STAKE * (min(likelihood, 1e12) - 1.0))
 
     def _bet_on_version(self, differences: Column, shifts: Column) -> None:
-        """Wald's ratio for a shift by the difference of two versions, in Gaussian noise of the worker's own size.
+        """Wald's likelihood ratio for a shift by the difference of the two versions, in Gaussian noise of the worker's own size.
 
-        Shift and noise are cut at one and three standard deviations: what counts is the direction.
+        Shift and noise are clipped at one and three standard deviations, because only the direction matters. The sums are
+        updated after the bet, so that each bet uses only earlier tokens.
         """
         is_clear = self._shift_squares >= SHIFT_MIN**2 * self._squares and self._counted >= LEARN_TOKENS
         if is_clear:
@@ -191,7 +197,7 @@ class Suspicion:
         self._counted += len(differences)
 
     def _bet_on_stops(self, chances: Column, stopped: Column) -> None:
-        """The ratio of likelihoods of ending there, were it so many times as likely."""
+        """Likelihood ratios of the ends observed, for each alternative of `STOP_FACTORS`."""
         chances = np.clip(chances, 1e-9, STOP_CHANCE_MAX)
         for number, factor in enumerate(STOP_FACTORS):
             others = np.minimum(factor * chances, STOP_CHANCE_MAX)
@@ -199,20 +205,22 @@ class Suspicion:
             self._stops[number] += float(np.log(ratios).sum())
 
     def _bet_on_choice(self, exact: TokenScores, numbers: Column, sigma: float) -> None:
-        """The ratio of likelihoods of as many misses, were the piece's tokens drawn by other numbers; a share of the wealth is
-        staked on each piece, for a worker may choose some rollouts only."""
+        """Likelihood ratio of the misses observed, if the piece's tokens were drawn by other random numbers. Each piece stakes
+        only a share of the wealth, because a worker may select only some of its rollouts."""
         low, high = _part(exact)
         edges = np.where(numbers < low, low, high)
         allowed = CHOICE_SIGMAS * sigma * np.sqrt(edges * (1.0 - edges)) + CHOICE_ROUNDING
         misses = np.maximum(low - numbers, numbers - high) > allowed
-        chances = 0.8 * (1.0 - exact.collisions)  # of a miss by other numbers, less what the allowance hides
+        chances = 0.8 * (
+            1.0 - exact.collisions
+        )  # probability of a miss by other numbers, less what the allowance hides
         ratios = np.where(misses, chances / CHOICE_MISSES, (1.0 - chances) / (1.0 - CHOICE_MISSES))
         evident = float(np.log(ratios[chances > 2.0 * CHOICE_MISSES]).sum())
         for number, stake in enumerate(CHOICE_STAKES):
             self._choice[number] += float(np.logaddexp(math.log1p(-stake), math.log(stake) + evident))
 
     def expire(self, now: float) -> None:
-        """Forgets what is older than a day, so that false alarms are counted by the day."""
+        """Resets the evidence after a day, so that `false_alarms_per_day` holds for each day."""
         if now - self.since >= DAY_S:
             self.__init__(self.config, now, self.excuses_noise)  # type: ignore[misc]
 
@@ -231,7 +239,7 @@ class Suspicion:
 
     @property
     def noise_nats(self) -> float:
-        """How far its log-probabilities are off: root mean square over all tokens seen."""
+        """Root mean square of claimed minus exact log-probability over all tokens seen."""
         return math.sqrt(self._all_squares / max(1, self.tokens))
 
     @property
@@ -241,7 +249,7 @@ class Suspicion:
 
     @property
     def accusation(self) -> Accusation | None:
-        """None while the worker may be honest."""
+        """The accusation, if the evidence suffices, else None. An uncertain one also needs `UNCERTAIN_TOKENS`."""
         evidence, needed = self.evidence, -math.log(self.config.false_alarms_per_day)
         if evidence < needed:
             return None
@@ -272,13 +280,13 @@ _TEXTS = {
 
 
 def _part(scores: TokenScores) -> tuple[Column, Column]:
-    """Of the cumulative distribution, each token's own."""
+    """Each token's interval of the cumulative distribution: lower and upper edge."""
     return scores.below, np.minimum(1.0, scores.below + np.exp(scores.drawn))
 
 
 def _older_excess(exact: TokenScores, older: TokenScores, numbers: Column, sigma: float) -> Column:
-    """Of tokens that are the pick of just one of the two versions. The edge that decides lies between the two picks: the
-    distance to it is the same whichever of them the worker took."""
+    """The excess for *older*, of tokens that the random number picks under exactly one of the two versions. The deciding edge
+    lies between the two picks, so its distance from the number is the same whichever of them the worker took."""
     (low, high), (old_low, old_high) = _part(exact), _part(older)
     is_named, is_older = (low <= numbers) & (numbers < high), (old_low <= numbers) & (numbers < old_high)
     is_above = np.where(is_older, numbers >= high, numbers >= old_high)
@@ -291,5 +299,6 @@ def _older_excess(exact: TokenScores, older: TokenScores, numbers: Column, sigma
 
 
 def log_mean(logs: Sequence[float]) -> float:
+    """Logarithm of the mean of `exp(logs)`, without overflow."""
     largest = max(logs)
     return largest + math.log(math.fsum(math.exp(log - largest) for log in logs) / len(logs))

@@ -1,7 +1,7 @@
-"""Where the learner's time goes: phases of a step, and how busy it is.
+"""The learner's utilisation: the share of time that it trains.
 
-Guarantees: utilisation is busy over busy and waiting, both measured; evaluation, checkpoints' snapshots and the wait for
-the first batch of a process (workers join, load, compile) count as neither. Leaves to others: reading clocks (runtime).
+Guarantees: utilisation is busy / (busy + waiting), both measured. Evaluations, checkpoints' snapshots and a process's wait
+for its first batch (workers join, load, compile) count as neither. Leaves to others: reading clocks (runtime).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WINDOW_STEPS = 50
 
 @dataclass(slots=True)
 class Utilisation:
-    """Over the last `WINDOW_STEPS` steps, and over the run."""
+    """Busy and waiting seconds of the last `WINDOW_STEPS` steps (`recent`) and of all steps since the process began."""
 
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     busy_s: float = 0.0
@@ -27,7 +27,7 @@ class Utilisation:
 
     @property
     def means_s(self) -> tuple[float, float]:
-        """Of the window's steps: busy, and with what was waited."""
+        """Mean seconds per step over the window: busy, and busy plus waiting."""
         count = max(1, len(self.recent))
         busy_s = sum(busy for busy, _ in self.recent) / count
         return busy_s, busy_s + sum(wait for _, wait in self.recent) / count

@@ -1,11 +1,12 @@
-"""What a worker said that cannot be so: counted, until it is too much for an accident.
+"""Counts impossible reports of each worker, and accuses a worker that sends too many to be an accident.
 
-Reports are refused for what is plainly wrong in them (a version that was never published, a token outside the
-vocabulary), and the group goes back to the queue. A worker that is refused again and again takes leases from those who
-would make something of them, and may keep a run from going on; so it is accused, which ends that.
+A report is refused if it is plainly wrong (a version that was never published, a token outside the vocabulary), and the
+group goes back to the queue. A worker that is refused again and again takes leases from workers that would use them, and
+may stop the run's progress; so it is accused.
 
-Guarantees: each refusal counts one, each admitted rollout takes one away, and `UNTRUTHS_MAX` accuse, once. Leaves to
-others: what is wrong with a report (batcher), what becomes of the accused (learner/runtime/orders, coordinator).
+Guarantees: each refusal adds one, each admitted rollout subtracts one; a worker whose count reaches `UNTRUTHS_MAX` is
+accused. Leaves to others: what is wrong with a report (plausible), what happens to the accused (learner/runtime/orders,
+coordinator).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ WORKERS_MAX = 16_384
 
 @dataclass(slots=True)
 class Untruths:
-    """`take` gives the accusations since the last call: whom, and why."""
+    """The counts. `take` returns the accusations since its last call."""
 
     _counts: dict[PeerId, int] = field(default_factory=dict)
     _accused: list[tuple[PeerId, str]] = field(default_factory=list)
 
     def told(self, worker: PeerId, problem: str) -> None:
-        """A report of this worker was refused."""
+        """A report of this worker was refused because of `problem`."""
         if worker not in self._counts and len(self._counts) >= WORKERS_MAX:
             del self._counts[next(iter(self._counts))]
         self._counts[worker] = self._counts.get(worker, 0) + 1
@@ -35,12 +36,12 @@ class Untruths:
             self._accused.append((worker, text))
 
     def admitted(self, worker: PeerId) -> None:
-        """A rollout of this worker was admitted."""
+        """A rollout of this worker was admitted: its count falls by one."""
         if self._counts.get(worker, 0) > 0:
             self._counts[worker] -= 1
 
     def forget(self, worker: PeerId) -> None:
-        """Its account begins anew."""
+        """Resets the worker's count."""
         self._counts.pop(worker, None)
 
     def take(self) -> list[tuple[PeerId, str]]:
