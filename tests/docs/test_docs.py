@@ -202,6 +202,15 @@ def test_readmes_figures_are_those_of_the_file_that_make_demos_writes() -> None:
     )
 
 
+def test_quick_starts_figures_of_a_pretrained_model_are_those_of_the_file() -> None:
+    from benchmarks import bench_demo_llm as bench
+
+    runs = json.loads(bench.CURVES.read_text())
+    assert bench.PASSAGE.findall(bench.PAGE.read_text()) == [bench.passage(runs)], (
+        "python -m benchmarks.bench_demo_llm --again"
+    )
+
+
 def test_the_task_of_the_page_on_ones_own_task_scores_and_its_run_file_loads(tmp_path: Path) -> None:
     """Its code as it stands there, word for word, in files of the names that it gives."""
     from echo2.config.load import load_config
