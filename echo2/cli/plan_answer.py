@@ -334,7 +334,7 @@ def _egress_lines(question: PlanQuestion, kappa: int) -> list[str]:
 
 
 def plot(question: PlanQuestion, path: Path) -> None:
-    """Plots cost and utilisation against kappa, and against S at the best kappa, into `path`. Raises `ConfigError`."""
+    """Plots cost and utilisation against kappa, and against S at the best kappa, into `path`. Raises `ConfigError` if it cannot."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -6,8 +6,8 @@
 
 Guarantees: a history that a client repeats maps back to the sampled token ids, or starts a new chain (tree); if a client
 disconnects, a retry of the same call gets its answer; a completion that no client received is not trained on; every list has a
-limit, and a client that hits one is told when to retry. Leaves to others: HTTP and processes (runtime), leases and training (the
-learner).
+limit, and a client that hits one is refused, with a time to retry if a retry can help. Leaves to others: HTTP and processes
+(runtime), leases and training (the learner).
 """
 
 from __future__ import annotations

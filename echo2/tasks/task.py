@@ -2,8 +2,8 @@
 
 Guarantees required of an implementation: `sample` is a pure function of the task's seed and the index, on every machine and after
 every restart; `score` is a pure function of the instance and the text. So the data plane's whole state is a cursor, and a reward
-can be computed anywhere. Leaves to others: which index comes next (split), time and
-memory limits on rewards (runtime/rewards), tokens (the learner's tokenizer).
+can be computed anywhere. Leaves to others: which index comes next (split), time and memory limits on rewards
+(runtime/rewards), tokens (the learner's tokenizer).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ LAST_WORDS_LINES = 8
 
 
 class ChildFailed(EchoError):
-    """A process of the demo ended with an error."""
+    """A child process ended with an error."""
 
 
 class Children:

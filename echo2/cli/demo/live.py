@@ -127,7 +127,7 @@ class LiveRun:
 class LastMove:
     """Tracks when a run last made progress: a step, an evaluation, a new version, a version live on a worker, or sampled tokens.
 
-    Workers' activity without a step or an evaluation delays the alarm only STILL_STEPS-fold.
+    If only workers make progress, the limit on standing still is STILL_STEPS times as long.
     """
 
     at: float
@@ -136,7 +136,7 @@ class LastMove:
     _steps: tuple[object, ...] = ()
 
     def still_s(self, state: ScreenState, now: float) -> float:
-        """Returns the seconds without progress; without learner progress, at least the time since then / STILL_STEPS."""
+        """Returns the larger of the seconds since any progress, and the seconds since the learner's divided by STILL_STEPS."""
         steps: tuple[object, ...] = (len(state.rewards), len(state.evaluations))
         beats: tuple[object, ...] = ()
         if state.status is not None:

@@ -29,7 +29,7 @@ _SOURCE_MEMBERS = ("name", "size", "open")
 
 
 def make_task(spec: TaskSpec) -> Task:
-    """The task that `spec` describes."""
+    """Makes the task that `spec` describes. Raises `ConfigError` for an unknown name or argument."""
     if is_environment(spec):
         raise ConfigError(f"task {spec.name}: expected a task of one completion, got an environment of several turns")
     if ":" in spec.name:
@@ -45,7 +45,7 @@ def make_task(spec: TaskSpec) -> Task:
 
 
 def make_environment_source(spec: TaskSpec) -> EnvironmentSource:
-    """The environments that `spec` describes."""
+    """Makes the source of environments that `spec` describes. Raises `ConfigError` for an unknown name or argument."""
     if ":" in spec.name:
         return cast(EnvironmentSource, _users_own(spec, _SOURCE_MEMBERS))
     if spec.name not in _BUILT_IN_ENVIRONMENTS:

@@ -199,7 +199,7 @@ class _Tally:
 
 
 class InProcessScorer:
-    """For tasks whose score is trusted and takes microseconds: no process, no queue, the future is done at once."""
+    """Scores in this process, for trusted scores that take microseconds: no queue, and each future is done at once."""
 
     def __init__(self, task: Task):
         self._task = task
@@ -223,7 +223,7 @@ class InProcessScorer:
 
 
 class RewardPool:
-    """Contained processes that score or step, or processes that are not contained where rewards are trusted."""
+    """A pool of processes that score or step; contained, unless rewards are trusted."""
 
     def __init__(self, spec: TaskSpec, limits: RewardLimits | None = None, containment: Containment | None = None):
         containment = containment or Containment()

@@ -1,6 +1,6 @@
 """Tasksets of the verifiers library (0.4, its v1 API), with one completion each or played by its agents. An optional extra.
 
-Guarantees: prompts and rewards are the taskset's own; a taskset whose rewards need a container is refused with their names, not
+Guarantees: prompts and rewards are the taskset's own; a taskset with rewards that need a container is refused by naming them, not
 silently scored 0. Leaves to others: verifiers' harnesses, tools, turns and sandboxes, which run their own model client through the
 gateway (gateway/runtime/verifiers_agent); limits on time and memory (rewards).
 """
