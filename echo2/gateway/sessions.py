@@ -183,7 +183,7 @@ class Sessions:
             self.counts.refused += 1
             yield refused
             return
-        session.call_count += 1  # counts even if refused below: looking at it costs time
+        session.call_count += 1  # refused or not: to look at it costs time
         place = session.tree.place_of(request)
         if place.wording.text_bytes > self.limits.context_tokens * self.limits.token_bytes_max:
             yield self._no_room(event.call_id, f"a text of {place.wording.text_bytes} bytes")
