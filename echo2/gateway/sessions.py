@@ -399,7 +399,7 @@ class Sessions:
             return
         told = dict(parts) if isinstance(parts, dict) else {}
         wrong = [number for number in (value, *told.values()) if not is_reward(number)]
-        if wrong:  # checked here for every source: harness, client, task
+        if wrong:  # whoever gave it: a harness, a client, the task
             yield from self._failed(
                 session_id, f"expected a reward within {REWARD_MAX:,.0f} of 0, got {wrong[0]!r:.40}"
             )
