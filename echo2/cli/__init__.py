@@ -1,1 +1,1 @@
-"""The commands, and the only place where real parts are put together: echo2, echo-learner, echo-worker, echo-coordinator."""
+"""The commands echo2, echo-learner, echo-worker and echo-coordinator: the only place that wires the real parts together."""

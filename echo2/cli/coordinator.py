@@ -1,4 +1,4 @@
-"""`echo-coordinator`: holds a run's control state and decides who works."""
+"""`echo-coordinator`: keeps a run's control state and decides which workers work."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def coordinator_options(config: RunConfig, folder: Path) -> CoordinatorOptions:
 
 
 def _daemon(options: CoordinatorOptions) -> Daemon:
-    from echo2.coordinator.runtime.daemon import CoordinatorDaemon  # pays for gRPC after bad arguments were refused
+    from echo2.coordinator.runtime.daemon import (
+        CoordinatorDaemon,
+    )  # imports gRPC, so only after bad arguments were refused
 
     return CoordinatorDaemon(options)
 

@@ -1,8 +1,7 @@
-"""`echo2 doctor`: looks at this machine and says what to do about each finding.
+"""`echo2 doctor`: checks this machine and says what to do about each problem.
 
-Guarantees: changes nothing, joins nothing and uses up no token; each line says what was found and, where it is not good,
-what was expected and what to do. Exit code 6 when something is bad. Waits: for the disk, and for the coordinator as the
-network part says.
+Guarantees: changes nothing, joins no run and uses up no token; each line says what was found and, if it is bad, what was expected
+and what to do. Exit code 6 if anything is bad. Waits for: the disk, and the coordinator as doctor_network says.
 """
 
 from __future__ import annotations
@@ -108,8 +107,8 @@ def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
 
 
 def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Finding]:
-    """How the run's model goes on this machine as a worker and as its learner, and on the kinds of machine that the catalogue
-    knows."""
+    """Checks how the run's model fits this machine, as a worker and as its learner, and workers on the catalogue's kinds of
+    machine."""
     from echo2.worker.runtime.machine import chosen_engine
 
     size, origin = guessed_model_of(config.model.path)
@@ -129,7 +128,7 @@ def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Findin
 
 
 def learner_finding(machine: WorkerMachine, config: RunConfig, size: ModelSize) -> Finding:
-    """What the learner needs, and whether it is there. Started by torchrun, it has the GPUs of all ranks (`WORLD_SIZE`)."""
+    """Checks whether the learner fits here. Under torchrun it counts the GPUs of all ranks (`WORLD_SIZE`)."""
     here = [] if config.learner.device == "cpu" else [gpu.memory_bytes for gpu in machine.gpus]
     ranks = os.environ.get("WORLD_SIZE", "")
     count = max(len(here), int(ranks)) if here and ranks.isdigit() else len(here)
@@ -161,7 +160,7 @@ def _python() -> Finding:
 
 
 def _packages() -> Finding:
-    """Which roles this environment can play."""
+    """Lists the roles that this environment has the packages for."""
     roles = ["coordinator"]
     missing = {extra: [m for m in names if importlib.util.find_spec(m) is None] for extra, names in MODULES.items()}
     roles += [role for role, extra in (("learner", "learner"), ("worker", "engine")) if not missing[extra]]
@@ -173,7 +172,7 @@ def _packages() -> Finding:
 
 
 def _containment(config: RunConfig) -> Iterator[Finding]:
-    """Whether a learner here could shut in what looks at completions. Workers and coordinators run no such code."""
+    """Checks whether a learner here could contain the code that reads completions. Workers and coordinators run no such code."""
     from echo2.contain.runtime.box import bubblewrap, containment_problem
     from echo2.tasks.executing import PLAIN_TASKS, trusted_text
 

@@ -1,7 +1,7 @@
 """The network part of `echo2 doctor`: ports, the coordinator of a join link, this machine's own link, workers that run here.
 
-Guarantees: those of the doctor. Waits: TIMEOUT_S for the coordinator, then as broadcast/runtime/probing says: half a
-minute at most where nobody else is measured.
+Guarantees: those of the doctor. Waits for: the coordinator, at most TIMEOUT_S, then link probing (broadcast/runtime/probing), at
+most half a minute if no other machine is being measured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RATE_ADVICE = (
 
 
 def ports_finding(config: RunConfig) -> Finding:
-    """Whether a coordinator of this config could listen."""
+    """Checks whether a coordinator of this config could listen on its ports."""
     wanted = {getattr(config.coordinator, option): name for option, name in PORT_OPTIONS.items()}
     wanted.pop(0, None)
     busy = []
@@ -67,7 +67,7 @@ def no_link_findings() -> Iterator[Finding]:
 
 
 def coordinator_findings(link: JoinLink, config: RunConfig) -> Iterator[Finding]:
-    """Whether the very coordinator of the link answers, how far it is, and what it sees of this machine."""
+    """Checks that the coordinator that the link pins answers, its round-trip time, and what it sees of this machine."""
     coordinator = config.coordinator
     advice = (
         f"check the address in the link, that the coordinator runs, and the firewall: its ports are {link.port} and "
@@ -118,7 +118,7 @@ def _own_link_findings(link: JoinLink, config: RunConfig) -> Iterator[Finding]:
 
 
 def _reach_finding(role: str, found: OwnLink) -> Finding:
-    """A worker works behind any NAT, only with less help from others; a learner must be reached."""
+    """Judges reachability: a learner must be dialled; a worker works behind any NAT, but peers can then help it less."""
     way = own_reach(found.seen)
     if way.kind is LinkKind.DIRECT:
         return Finding("reach", str(way))
@@ -143,7 +143,7 @@ def _rate_findings(found: OwnLink) -> Iterator[Finding]:
 
 
 def worker_findings() -> Iterator[Finding]:
-    """What workers of this machine have found out, from those who run."""
+    """Reports what the workers running on this machine have found out."""
     from echo2.worker.runtime.control import ask_at
     from echo2.worker.runtime.running import running_workers
 

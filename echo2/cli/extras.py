@@ -1,4 +1,4 @@
-"""Says which extra a command needs, before a traceback would."""
+"""Checks that a command's extra is installed, so that the user sees what to install instead of a traceback."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ MODULES = {
     "engine": ("torch", "transformers", "safetensors"),
     "learner": ("torch", "transformers", "safetensors", "tokenizers", "matplotlib", "reasoning_gym", "math_verify"),
 }
-"""Modules that each extra brings, of those that its commands import."""
+"""The modules of each extra that its commands import."""
 
 
 def require_extra(extra: str, command: str) -> None:
-    """ConfigError that names what to install, unless everything of `extra` is there."""
+    """Raises ConfigError that names what to install, unless all modules of `extra` are there."""
     missing = [name for name in MODULES[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(

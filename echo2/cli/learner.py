@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("model.path: expected a model folder or hub id, got nothing")
         folder = own.folder or Path(config.run.folder) / config.run.name / "learner"
         is_follower = int(os.environ.get("RANK") or 0) > 0
-        # Rank 0 alone joins: another machine's ranks need no link, and no file that holds one.
+        # Only rank 0 joins: other ranks, perhaps on another machine, need neither a link nor a file with one.
         options = learner_options(config, "" if is_follower else own.link, folder)
     except EchoError as error:
         return report_error(error)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def learner_options(config: RunConfig, link: str, folder: Path) -> LearnerOptions:
-    """The learner's options from the resolved config. `link`: a join link, or @FILE; empty where none is needed."""
+    """Returns the learner's options from the resolved config. `link`: a join link or @FILE; empty if none is needed."""
     from echo2.broadcast.link_shape import LinkShape
     from echo2.cost_model.checkpoint_interval import STEPS_MAX
     from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
@@ -205,9 +205,9 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
 
 
 def follow_rank_0(options: LearnerOptions) -> int:
-    """One of several processes that torchrun started: the first is the daemon, this one does what that says.
+    """Runs a torchrun rank above 0, which follows rank 0's orders; rank 0 runs the daemon. Returns the exit code.
 
-    Signals are rank 0's to answer: it leaves a checkpoint behind, for which it needs the others.
+    Ignores SIGINT and SIGTERM: rank 0 answers them with a last checkpoint, for which it needs the other ranks.
     """
     from echo2.learner.runtime.ranks import ranks_of_environment
     from echo2.learner.runtime.startup import follow
@@ -222,11 +222,11 @@ def follow_rank_0(options: LearnerOptions) -> int:
 
 
 def _daemon(options: LearnerOptions) -> Daemon:
-    from echo2.learner.runtime.daemon import LearnerDaemon  # pays for torch after bad arguments were refused
+    from echo2.learner.runtime.daemon import LearnerDaemon  # imports torch, so only after bad arguments were refused
     from echo2.learner.runtime.ranks import ranks_of_environment
     from echo2.learner.runtime.startup import prepare
 
-    # Now: the other ranks wait for this one, however long the coordinator takes.
+    # Before the daemon runs: the other ranks wait here for this one, and the coordinator may take long.
     ranks = ranks_of_environment(options.trainer.replicas)
     return LearnerDaemon(options, make_prepared=lambda given, folder: prepare(given, folder, ranks))
 

@@ -1,7 +1,7 @@
-"""Whether a machine has room for a run's learner: device memory, host memory and disk, and what would fit instead.
+"""Checks whether a machine has room for a run's learner (device memory, host memory, disk), and says what would fit instead.
 
-Guarantees: `echo2 plan` and `echo2 doctor` judge by this alone. Leaves to others: what a learner needs (cost_model/memory by
-run_shape), looking at the machine (worker/runtime/machine).
+Guarantees: `echo2 plan` and `echo2 doctor` both judge by this module only. Leaves to others: what a learner needs
+(cost_model/memory through run_shape), inspecting the machine (worker/runtime/machine).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from echo2.cost_model.memory import learner_memory as memory_of
 from echo2.cost_model.sizing import GPU_MEMORY_SHARE, ModelSize
 
 LEARNER_GPU = "H100"
-"""Of a learner of which nothing else is said."""
+"""Default GPU of a learner."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerMachine:
-    """`gpu_count` GPUs of `gpu_memory_bytes` each, of all the learner's machines; 0: the CPU. `memory_bytes`, `disk_bytes`: of the
-    host, 0: not known. `gpus_here`: of this host; 0: all."""
+    """A learner's hardware. `gpu_count`: GPUs of `gpu_memory_bytes` each on all the learner's machines; 0: it runs on the CPU.
+    `memory_bytes`, `disk_bytes`: this host's; 0: unknown. `gpus_here`: GPUs on this host; 0: all of them."""
 
     gpu_count: int
     gpu_memory_bytes: int = 0
@@ -34,13 +34,13 @@ class LearnerMachine:
 
     @property
     def host_share(self) -> float:
-        """Of what all ranks keep in host memory, this host's."""
+        """This host's share of what all ranks keep in host memory."""
         return (self.gpus_here or self.gpu_count) / self.gpu_count if self.gpu_count else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """`text`: needed and there. `would_fit`: what to have or to change instead."""
+    """A resource that is too small. `text`: what is needed and what there is. `would_fit`: hardware or settings that would do."""
 
     what: str
     text: str
@@ -48,24 +48,24 @@ class Shortage:
 
 
 def needs_on(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> LearnerNeeds:
-    """What the learner takes on this machine."""
+    """Computes what the learner needs on this machine."""
     return learner_needs(config, model, machine.gpu_count, machine.gpu_memory_bytes or machine.memory_bytes)
 
 
 def gpus_needed(config: RunConfig, model: ModelSize, gpu_memory_bytes: int) -> int:
-    """The fewest GPUs of this memory among which the learner fits."""
+    """Returns the smallest number of GPUs with this memory that the learner fits on."""
     budget, asked = config.learner.token_budget or TOKEN_BUDGET_MAX, config.learner.gradient_checkpointing
     return fewest_gpus(model, budget, gpu_memory_bytes, learner_run(config, model), asked)
 
 
 def shortages(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> list[Shortage]:
-    """What this machine lacks for the learner; nothing where it fits."""
+    """Lists what this machine lacks for the learner; empty if it fits."""
     needs = needs_on(config, model, machine)
     return [*_of_device(config, model, machine, needs), *_of_host(machine, needs)]
 
 
 def verdict(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> str:
-    """What to say behind what the learner needs; nothing where it fits."""
+    """Returns the text to append to the learner's needs; empty if it fits."""
     found = shortages(config, model, machine)
     return "".join(f"; {one.what} is SHORT: {one.text}; what would fit: {one.would_fit}" for one in found)
 
@@ -99,7 +99,7 @@ def _of_host(machine: LearnerMachine, needs: LearnerNeeds) -> Iterator[Shortage]
 
 
 def _instead(config: RunConfig, model: ModelSize, machine: LearnerMachine, needed_bytes: int) -> Iterator[str]:
-    """More GPUs, larger ones or more memory, smaller micro-batches."""
+    """Yields alternatives: more GPUs, larger ones or more memory, smaller micro-batches."""
     gpu = built_in_catalogue()[LEARNER_GPU]
     memory_bytes, kind = (machine.gpu_memory_bytes, "such") if machine.gpu_count else (gpu.memory_bytes, gpu.name)
     count = gpus_needed(config, model, memory_bytes)
@@ -116,7 +116,7 @@ def _instead(config: RunConfig, model: ModelSize, machine: LearnerMachine, neede
 
 
 def _fits(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int, budget: int) -> bool:
-    """With micro-batches of `budget` tokens; 0: as asked."""
+    """Whether the learner fits with micro-batches of `budget` tokens; 0: the configured or largest budget."""
     budget = budget or config.learner.token_budget or TOKEN_BUDGET_MAX
     keeps = checkpointing_of(config.learner.gradient_checkpointing, model, budget, 2 if gpu_count else 4)
     found = memory_of(model, budget, keeps, gpu_count=gpu_count, run=learner_run(config, model))

@@ -1,4 +1,4 @@
-"""Join links on the command line: the link itself, or @FILE that holds it (so that secrets stay out of `ps`)."""
+"""Join links on the command line: the link itself, or @FILE that holds it (which keeps secrets out of `ps`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from echo2.base.errors import ConfigError
 
 
 def link_file(argument: str) -> Path | None:
-    """Where a link lies that was given as `@FILE`: it may be another one by the time that it is needed again."""
+    """Returns the path of a link given as `@FILE`, else None. Read it again when needed: the file may hold a newer link by then."""
     return Path(argument[1:]) if argument.startswith("@") else None
 
 
 def link_text(argument: str) -> str:
-    """The text of a join link given directly or as `@FILE`."""
+    """Returns the text of a join link given directly or as `@FILE`. Raises `ConfigError` if the file cannot be read."""
     path = link_file(argument)
     if path is None:
         return argument

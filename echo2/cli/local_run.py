@@ -1,6 +1,6 @@
-"""`echo2 run RUN.toml --workers N`: coordinator, learner and workers of an own config on this machine, with the live screen.
+"""`echo2 run RUN.toml --workers N`: runs coordinator, learner and workers of a user's config here, with the live screen.
 
-Guarantees: every process is gone when it returns; what was saved goes on by the same command. Waits for: the learner's end.
+Guarantees: every process has ended when it returns; the same command continues from what was saved. Waits for: the learner's end.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LEARNER_PORT = 8421
 
 
 class StoppedByUser(EchoError):
-    """The person at the keyboard stopped the run."""
+    """The user stopped the run."""
 
     exit_code = 130
 
 
 def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    """The whole run; the exit code."""
+    """Runs the whole run; returns the exit code."""
     make_importable([own.file])
     config = load_config([own.file], own.preset, parse_overrides(rest))
     if not 1 <= own.workers <= WORKERS_MAX:
@@ -48,7 +48,7 @@ def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _with_ports(config: RunConfig) -> RunConfig:
-    """Other ports where those of the config are taken."""
+    """Replaces ports of the config that are taken by free ones."""
     c = config.coordinator
     wanted = (c.enrol_port, c.port, c.dashboard_port, config.learner.port or LEARNER_PORT)
     enrol, services, page, learner = choose_ports(wanted)
@@ -61,7 +61,7 @@ def _with_ports(config: RunConfig) -> RunConfig:
 
 
 def commands_of(folder: Path, workers: int) -> dict[str, list[str]]:
-    """As a person would type them, by process name."""
+    """Returns the commands as a person would type them, by process name."""
     config, links = str(folder / "run.toml"), folder / "links"
     found = {
         "coordinator": ["echo-coordinator", "--config", config],
@@ -80,7 +80,7 @@ async def _run(config: RunConfig, folder: Path, own: argparse.Namespace, console
     except OSError as error:
         raise StateError(f"{folder}: expected a folder that can be written, got: {error.strerror}") from None
     commands = commands_of(folder, own.workers)
-    paths = [str(own.file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # a task of the user's own
+    paths = [str(own.file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for a user's own task
     children = Children(folder, commands, sys.executable, {"PYTHONPATH": os.pathsep.join(paths)})
 
     def is_over(status: object) -> bool:
@@ -106,7 +106,7 @@ async def _run(config: RunConfig, folder: Path, own: argparse.Namespace, console
 
 
 def _on_signal(task: asyncio.Task[Any], children: Children) -> None:
-    """The first asks for an end, the second ends at once."""
+    """The first signal asks for a clean end; the second kills the processes and exits at once."""
     if task.cancelling():
         children.kill_all()
         raise SystemExit(StoppedByUser.exit_code)

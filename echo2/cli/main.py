@@ -1,4 +1,4 @@
-"""`echo2`: the operator's and newcomer's command."""
+"""`echo2`: the command for operators and newcomers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echo2.config.load import load_config, parse_overrides, to_toml
 from echo2.tasks.executing import trusted_text
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-# A command takes its parsed arguments and the arguments that it did not know, and returns the exit code.
+# Takes the parsed arguments and the unrecognised ones; returns the exit code.
 Command = Callable[[argparse.Namespace, Sequence[str]], int]
 
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except EchoError as error:
         return report_error(error)
-    except BrokenPipeError:  # whoever read has seen enough, as `head` has
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 def add_command(
     commands: Commands, name: str, command: Command, text: str, takes_overrides: bool = False
 ) -> argparse.ArgumentParser:
-    """One subcommand; `takes_overrides` lets `--section.option VALUE` through."""
+    """Adds a subcommand. `takes_overrides`: it accepts `--section.option VALUE`."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(command=command, takes_overrides=takes_overrides)
     return parser
@@ -148,7 +148,7 @@ def _add_demo(commands: Commands) -> None:
 
 def _demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
     require_extra("learner", "echo2 demo")
-    from echo2.cli.demo.run import run_demo  # only the demo pays for its imports
+    from echo2.cli.demo.run import run_demo  # slow imports, needed only here
 
     return run_demo(own, parse_overrides(rest))
 
@@ -163,7 +163,7 @@ def _add_run(commands: Commands) -> None:
 
 def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     require_extra("learner", "echo2 run")
-    from echo2.cli.local_run import run_here  # pays for the screen
+    from echo2.cli.local_run import run_here  # imports the screen, needed only here
 
     return run_here(own, rest)
 
@@ -177,7 +177,7 @@ def _add_export(commands: Commands) -> None:
 
 def _export(own: argparse.Namespace, rest: Sequence[str]) -> int:
     require_extra("learner", "echo2 export")
-    from echo2.learner.runtime.startup import export_run  # pays for torch
+    from echo2.learner.runtime.startup import export_run  # imports torch
 
     step = export_run(own.run, own.target, own.model)
     print(f"{own.target}: the policy after step {step}")

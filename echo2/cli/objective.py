@@ -1,4 +1,4 @@
-"""What the run's config says about the objective, as the learner's own settings."""
+"""Converts the config's objective options into the learner's settings."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from echo2.cli.resolved import normalisation, objective
 from echo2.config.run import RunConfig
 
-if TYPE_CHECKING:  # pays for torch
+if TYPE_CHECKING:  # imports torch
     from echo2.learner.loss import PolicyLossConfig
 
 
 def policy_loss_of(config: RunConfig) -> PolicyLossConfig:
-    """Raises ConfigError for values that no objective can have."""
+    """Builds the policy loss's settings. Raises ConfigError for values that no objective can have."""
     from echo2.learner.correction import Correction, CorrectionConfig
     from echo2.learner.loss import Normalisation, PolicyLossConfig
     from echo2.learner.objectives import GammaShape, Objective, ObjectiveConfig

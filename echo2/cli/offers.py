@@ -1,4 +1,4 @@
-"""`echo2 offers`: what can be rented, by what a million useful tokens of this run would cost on it."""
+"""`echo2 offers`: ranks the machines on offer by what a million useful tokens of this run would cost on each."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _source_line(found: Catalogue, count: int) -> str:
 
 
 def _experience_line(known: Experience, kinds: set[str]) -> str:
-    """Where rates are from."""
+    """Describes where the predicted rates come from."""
     measured = {kind: known.belief(kind).machines for kind in sorted(kinds & set(known.ratios)) if known.ratios[kind]}
     newest = known.newest_unix_s()
     if not measured or newest is None:

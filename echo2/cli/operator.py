@@ -1,6 +1,6 @@
 """An operator's connection to the coordinator, for the demo's screen and the `echo2` commands.
 
-Guarantees: enrols once per identity folder and keeps the certificate; every call has a timeout.
+Guarantees: enrols once per identity folder and coordinator, and keeps the certificate; every call has a timeout.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class OperatorClient:
         return self._called
 
     async def status(self) -> coordinator_pb2.RunStatus:
-        """The whole state of the run. `Unreachable` when the coordinator does not answer."""
+        """Returns the whole state of the run. Raises `Unreachable` if the coordinator does not answer."""
         try:
             status: coordinator_pb2.RunStatus = await self._stub.GetStatus(
                 coordinator_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S
@@ -74,7 +74,7 @@ class OperatorClient:
         return status
 
     async def create_link(self, role: str, lifetime_s: float, use_limit: int, label: str) -> str:
-        """A new join link; it is shown once."""
+        """Makes a new join link, which the coordinator returns only this once."""
         request = coordinator_pb2.CreateTokenRequest(role=role, lifetime_s=lifetime_s, use_limit=use_limit, label=label)
         try:
             reply = await self._stub.CreateToken(request, timeout=CALL_TIMEOUT_S)
@@ -83,7 +83,7 @@ class OperatorClient:
         return str(reply.join_link)
 
     async def outlook(self, offers: Sequence[MarketOffer], prices: str, learner_usd_per_hour: float) -> dict[str, Any]:
-        """What to do next and how predictions came out; at most `OFFERS_MAX` offers of the market."""
+        """Asks for advice on what to do next and for the history of predictions. Sends at most `OFFERS_MAX` offers."""
         request = coordinator_pb2.GetOutlookRequest(
             offers=[offered_machine_to_message(one) for one in offers[:OFFERS_MAX]], prices=prices[:TEXT_CHARS_MAX],
             learner_usd_per_hour=learner_usd_per_hour,

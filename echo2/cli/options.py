@@ -17,7 +17,7 @@ _OVERRIDE = re.compile(r"--[a-z_0-9]+\.[a-z_0-9.]+")
 
 
 def with_values(arguments: Sequence[str] | None) -> list[str]:
-    """`--section.option VALUE` as one word, so that VALUE is not taken for an argument of the command's own."""
+    """Joins `--section.option VALUE` into one word, so that argparse does not take VALUE for a positional argument."""
     words: list[str] = []
     for word in sys.argv[1:] if arguments is None else arguments:
         if words and _OVERRIDE.fullmatch(words[-1]) and not word.startswith("--"):
@@ -47,8 +47,8 @@ def add_log_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_importable(files: Sequence[Path]) -> None:
-    """A task of the user's own lies beside the run file that names it: their folders come first on the module path, as a
-    script's own folder does. The first file's folder comes before the second's."""
+    """Puts the run files' folders first on the module path, as Python does with a script's folder: a user's own task lies beside
+    the run file that names it. The first file's folder comes before the second's."""
     for path in reversed(files):
         folder = str(path.resolve().parent)
         if folder not in sys.path:
@@ -56,7 +56,7 @@ def make_importable(files: Sequence[Path]) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, RunConfig]:
-    """The command's own arguments and the resolved config."""
+    """Returns the command's own arguments and the resolved config."""
     own, rest = parser.parse_known_args(with_values(arguments))
     check_options(rest, parser)
     make_importable(own.config)
@@ -64,7 +64,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> t
 
 
 def check_options(rest: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Of what the command did not take, an option without a dot is none of the config either: perhaps one is meant."""
+    """Raises ConfigError for an unrecognised option without a dot, which cannot be a config override either."""
     for word in rest:
         if word.startswith("--") and "." not in word.partition("=")[0]:
             raise ConfigError(f"command line: {unknown([word], all_options(parser))}")

@@ -8,10 +8,10 @@
             publisher.publish(batch.step + 1, model.named_parameters())
 
 The process takes the learner's place in the run: prompts, rewards, the staleness rule, the journal, publication and the
-ledger are those of `echo-learner`; loss, optimiser and their checkpoints are yours. Under torchrun every rank does the
-same, with what it holds of the weights (DTensors of any parallelism); rank 0 is the run's learner. Guarantees: every
-batch keeps the staleness bound; no rollout comes twice, except that batches since the last checkpoint come again, in
-order, after a restart. Waits for: rollouts, in `Rollouts`; `Run.waits_for` says on whom.
+ledger are those of `echo-learner`; loss, optimiser and their checkpoints are yours. Under torchrun every rank makes the
+same calls with its own part of the weights (DTensors of any parallelism); rank 0 is the run's learner. Guarantees: every
+batch respects the staleness bound; no rollout is delivered twice, except that after a restart the batches since the last
+checkpoint come again, in order. Waits for: rollouts, in `Rollouts`; `Run.waits_for` says what is missing.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ CLOSE_WITHIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One rollout. Per token of `token_ids`: `logprobs`, natural, as it was sampled: at temperature 1 of the raw model, at
-    another under the sampling distribution; and `versions`, the version that sampled it. `group` numbers the prompts of a
-    batch."""
+    """One rollout.
+
+    `logprobs`: per token of `token_ids`, in nats, recorded at sampling; at temperature 1 those of the raw model, else of the
+    sampling distribution. `versions`: the version that sampled each token. `group`: number of the prompt within its batch.
+    """
 
     group: int
     prompt_token_ids: tuple[int, ...]
@@ -64,7 +66,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """B rows of L positions, prompts and completions from the left, padded on the right; rewards and groups by row.
+    """B rows of L positions: prompt, then completion, padded on the right; rewards and groups by row.
 
     `token_ids_BL` int64; `is_sampled_BL` bool marks what the policy sampled; `logprobs_BL` float32, 0 elsewhere;
     `versions_BL` int64, -1 elsewhere; `rewards_B` float32; `groups_B` int64.
@@ -80,13 +82,13 @@ class PaddedBatch:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """What to train step `step` on: `step` optimiser steps are complete before it. Samples of a prompt are neighbours."""
+    """The samples of one step, to train on after `step` complete optimiser steps. Samples of one prompt are adjacent."""
 
     step: int
     samples: tuple[Sample, ...]
 
     def padded(self, pad_token_id: int = 0, device: torch.device | str = "cpu") -> PaddedBatch:
-        """As tensors."""
+        """Returns the batch as padded tensors on `device`."""
         shape = (len(self.samples), max(len(s.prompt_token_ids) + len(s.token_ids) for s in self.samples))
         token_ids, sampled = torch.full(shape, pad_token_id), torch.zeros(shape, dtype=torch.bool)
         logprobs, versions = torch.zeros(shape), torch.full(shape, -1)
@@ -104,9 +106,9 @@ class TrainingBatch:
 
 
 class Run:
-    """This process as the learner of a run. `link`: the learner's join link, or @FILE; needed on the first start.
+    """Makes this process the learner of a run. `link`: the learner's join link, or @FILE; needed on the first start.
 
-    `config`: a TOML file, or a resolved config. `folder` keeps identity, journal and checkpoints (default: as
+    `config`: a TOML file, or a resolved config. `folder`: keeps identity, journal and checkpoints (default: as in
     `echo-learner`). Nothing starts before the first `Publisher.publish`. Raises `ConfigError` for a bad option.
     """
 
@@ -132,7 +134,7 @@ class Run:
                 "learner.replicas: expected 1 with a trainer of one's own, whose engine spreads its weights itself, got "
                 f"{resolved.learner.replicas}"
             )
-        told = replace(options.checkpoint, follows_cost=False)  # the trainer keeps to the number
+        told = replace(options.checkpoint, follows_cost=False)  # the trainer checkpoints after a fixed number of steps
         self.options = replace(options, evaluation=EvaluationOptions(prompts=0), checkpoint=told)
         model, ranks = DeclaredModel(resolved.model.path, resolved.model.weights_dtype), ranks_of_environment()
         self.trainer: LentTrainer | FollowingTrainer = (
@@ -155,7 +157,7 @@ class Run:
 
     @property
     def resume_step(self) -> int:
-        """The step of the newest checkpoint: load your own of that step, and begin with `publish(resume_step, …)`."""
+        """The step of the newest checkpoint: load your own checkpoint of that step, then call `publish(resume_step, …)`."""
         if self._daemon is None:
             return self._told_step
         store = CheckpointStore(self.options.folder / "checkpoints", CheckpointOptions(), is_owner=False)
@@ -163,21 +165,21 @@ class Run:
 
     @property
     def checkpoint_every_steps(self) -> int:
-        """A checkpoint is taken after every so many steps; yours must be on the disk before you ask for the next batch."""
+        """Steps between checkpoints. After each such step, write your own checkpoint to disk before asking for the next batch."""
         return self.options.checkpoint.every_steps
 
     @property
     def step(self) -> int:
-        """Optimiser steps complete."""
+        """Number of complete optimiser steps."""
         return self.trainer.step_count
 
     @property
     def waits_for(self) -> str:
-        """What the run waits for; empty when it works. Rank 0 knows it."""
+        """What the run waits for; empty while it works, and on ranks other than 0."""
         return self._daemon.waits_for[0] if self._daemon is not None else ""
 
     def start(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Joins the run with the weights of step `step`. Done by the first `publish`."""
+        """Joins the run with the weights of step `step`. The first `publish` calls it."""
         self.trainer.begin(step, tensors)
         self._is_started = True
         if self._daemon is None:
@@ -190,18 +192,18 @@ class Run:
         return self._is_started
 
     def close(self) -> None:
-        """Leaves the run. What was trained is on the disk; a batch that was not comes again at the next start.
+        """Leaves the run. Steps trained so far are on disk; a batch not trained on is delivered again at the next start.
 
-        After the last step it waits until the last version could be fetched. Raises what ended the run, if that was not
-        raised yet, and `Unreachable` when the run's side has not ended within a minute: its text says what it waits for.
-        (Where another error leaves a `with` block, both are warnings.)
+        After the last step, waits until workers could fetch the last version. Raises the error that ended the run, unless it
+        was raised before, and `Unreachable`, which names what it waits for, if the run's side has not ended within
+        CLOSE_WITHIN_S. (If another error is already leaving a `with` block, both become warnings.)
         """
         trouble = self._leave()
         if trouble is not None:
             raise trouble
 
     def _leave(self) -> BaseException | None:
-        """What went wrong with the end."""
+        """Leaves the run; returns the error to raise, or None."""
         if self._daemon is None:
             self.trainer.end()
             return None
@@ -260,13 +262,13 @@ class Publisher:
         self.run = run
 
     def publish(self, step: int, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> bool:
-        """Says that `step` optimiser steps are complete, and gives the weights after them.
+        """Reports that `step` optimiser steps are complete, and hands over the weights after them.
 
         `named_tensors`: all parameters by their Hugging Face names, any float dtype, any device; they are rounded to the
-        run's published dtype. To be called once before the first batch and after each batch. They are copied only when
-        a version is due, which the coordinator's plan or `staleness.kappa` decides; returns whether they were. The
-        tensors may be changed as soon as it returns. Raises `ConfigError` for other tensors than the model's,
-        `StateError` for a step out of order, and whatever ended the run.
+        run's published dtype. Call it once before the first batch and after each batch. Copies the tensors only if a
+        version is due, which the coordinator's plan or `staleness.kappa` decides; returns whether it did. You may change
+        the tensors as soon as it returns. Raises `ConfigError` for tensors other than the model's, `StateError` for a step
+        out of order, and the error that ended the run, if any.
         """
         tensors = dict(named_tensors)
         if not self.run.is_started:

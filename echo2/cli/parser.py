@@ -1,4 +1,4 @@
-"""Command lines that say what was expected, what came and what was perhaps meant."""
+"""Argument parsing whose errors say what was expected, what came and what may have been meant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "Path": "a path"}
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse, with errors in the style of all others; the exit code is 2."""
+    """An ArgumentParser with errors in echo2's style; exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage()
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def all_options(parser: argparse.ArgumentParser) -> list[str]:
-    """Every option of a command and of those below it, as they are written."""
+    """Returns every long option of a command and its subcommands, as written."""
     found = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -46,7 +46,7 @@ def all_options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def unknown(words: Iterable[str], known: Iterable[str]) -> str:
-    """What is said of an option that the command does not have."""
+    """Returns the error text for an unknown option."""
     first = next(iter(words))
     return f"no such option: {first}{_perhaps(first.partition('=')[0], list(known))}"
 

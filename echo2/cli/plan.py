@@ -42,8 +42,8 @@ from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate,
 
 MARKET_COUNT = 48
 DROPPED_GROUPS = 0.25
-"""Of the groups, what dynamic sampling is assumed to throw away where it is on: those that the model always or never solves."""
-DELTA_SHARE = 0.01  # of all bf16 bytes, a step; between the 0.7 % and 0.9 % measured, with the container
+"""Assumed share of groups that dynamic sampling, if on, discards: those that the model always or never solves."""
+DELTA_SHARE = 0.01  # bytes of a step's delta per byte of bf16 weights; 0.7 % to 0.9 % measured, plus the container
 
 
 def add_plan_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -84,7 +84,7 @@ def add_plan_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
 
 def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     if own.live or own.history:
-        from echo2.cli.plan_live import show  # loads gRPC: only this pays for it
+        from echo2.cli.plan_live import show  # imports gRPC, needed only here
 
         return show(own.live or own.history, own.history is not None, own)
     make_importable(own.files)
@@ -94,7 +94,7 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     question, origin = question_of(config, fleet, catalogue, own.billions)
     for name, value in [pair for text in own.what_if for pair in parse_what_if(text)]:
         question = question.what_if(name, value)
-    from echo2.cli.plan_answer import (  # loads the planner: only this command pays for it
+    from echo2.cli.plan_answer import (  # imports the planner, needed only here
         PlannedRun,
         as_json,
         plot,
@@ -125,8 +125,8 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _planned(config: RunConfig, question: PlanQuestion) -> tuple[PlanQuestion, Plan, ForeseenAudit | None]:
-    """The question, its answer and what the audit takes. Where caches are kept, which rollouts workers may score follows from
-    the period and the pool: then it is planned twice."""
+    """Returns the question, its answer and the audit's cost. Plans twice if workers keep KV caches, since which rollouts they may
+    score then depends on the planned period and pool."""
     from echo2.cost_model.egress import plan_with_egress
 
     audited = _audit(config, question, 0.0)
@@ -141,12 +141,12 @@ def _planned(config: RunConfig, question: PlanQuestion) -> tuple[PlanQuestion, P
 
 
 def _audit(config: RunConfig, question: PlanQuestion, kept_share: float) -> ForeseenAudit | None:
-    prompt = config.sampling.max_prompt_tokens / 2  # of usual length
+    prompt = config.sampling.max_prompt_tokens / 2  # assumes prompts of half the longest length
     return audit_costs(config, prompt, question.tokens.mean, question.learner.train_s, kept_share)
 
 
 def _prefill_work(config: RunConfig, question: PlanQuestion, audited: ForeseenAudit | None) -> PrefillWork:
-    """Audits read of what is trained on alone; workers sample for evaluations and for groups that are thrown away too."""
+    """Converts the audit's share from tokens trained on to tokens sampled, which include evaluations and discarded groups."""
     learner = question.learner
     trained = learner.trained_rollouts / learner.rollouts_per_step
     share = audited.fleet_share * trained if audited else 0.0
@@ -154,7 +154,7 @@ def _prefill_work(config: RunConfig, question: PlanQuestion, audited: ForeseenAu
 
 
 def _kept_share(question: PlanQuestion, answer: Plan) -> float:
-    """Of the tokens, those of rollouts that a version meets while they run, on the pool's machines."""
+    """Returns the share of tokens in rollouts during which a new version arrives, on the pool's machines."""
     from echo2.cost_model.prefill import kept_cache_share
 
     workers = {worker.worker_id: worker for worker in question.snapshot().workers}
@@ -169,7 +169,7 @@ def _kept_share(question: PlanQuestion, answer: Plan) -> float:
 
 
 def read_toml(path: Path) -> dict[str, object]:
-    """A TOML file, or `ConfigError` naming it."""
+    """Reads a TOML file. Raises `ConfigError` that names it."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -179,7 +179,7 @@ def read_toml(path: Path) -> dict[str, object]:
 
 
 def load_catalogue(path: Path | None) -> dict[str, GpuType]:
-    """The user's catalogue, or the built-in one."""
+    """Loads the user's catalogue, or the built-in one if `path` is None."""
     if path is not None:
         return parse_catalogue(read_toml(path))
     return dict(built_in_catalogue())
@@ -195,29 +195,29 @@ class Fields:
         self.table = dict(table)
 
     def number(self, name: str, default: float) -> float:
-        """A bare number."""
+        """Takes a bare number."""
         value = self.table.pop(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{self.whose}: {name}: expected a number, got {value!r}")
         return float(value)
 
     def text(self, name: str, default: str) -> str:
-        """A text."""
+        """Takes a text."""
         value = self.table.pop(name, default)
         if not isinstance(value, str):
             raise ConfigError(f"{self.whose}: {name}: expected a text, got {value!r}")
         return value
 
     def rate(self, name: str, default: float) -> float:
-        """Bytes/s from `300mbit` or a number."""
+        """Takes bytes/s, from `300mbit` or a number."""
         return self._parsed(name, default, parse_rate_bytes_per_s)
 
     def seconds(self, name: str, default: float) -> float:
-        """Seconds from `80ms` or a number."""
+        """Takes seconds, from `80ms` or a number."""
         return self._parsed(name, default, parse_duration_s)
 
     def size(self, name: str, default: float) -> float:
-        """Bytes from `120MB` or a number."""
+        """Takes bytes, from `120MB` or a number."""
         return float(self._parsed(name, default, parse_bytes))
 
     def _parsed(self, name: str, default: float, parse: Callable[[str | float], float]) -> float:
@@ -230,20 +230,20 @@ class Fields:
             raise ConfigError(f"{self.whose}: {name}: {error}") from None
 
     def link(self, uplink: float, downlink: float, rtt_s: float) -> LinkEstimate:
-        """Fields uplink, downlink and rtt."""
+        """Takes the fields uplink, downlink and rtt."""
         return LinkEstimate(
             self.rate("uplink", uplink), self.rate("downlink", downlink), self.seconds("rtt", rtt_s)
         )  # fmt: skip
 
     def done(self) -> None:
-        """Raises when a field is left that nobody asked for."""
+        """Raises `ConfigError` if any field was not taken."""
         if self.table:
             raise ConfigError(f"{self.whose}: no such field: {', '.join(sorted(self.table))}")
 
 
 def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType], gpus: int = 1) -> PoolOffer:
-    """One `[[worker]]` table: `count` machines of `gpus` GPUs each, if the table names no other number (0: as many as the model
-    needs). A rate that the table names is that of a machine, of one GPU unless it says more."""
+    """Parses one `[[worker]]` table. `gpus`: GPUs per machine, unless the table has its own number (0: as many as the model needs).
+    If the table names a rate, that is the rate of a machine of one GPU, unless it says more."""
     fields = Fields(f"worker {index}", table)
     gpu = gpu_of(catalogue, fields.text("gpu", "RTX4090"))
     provider = fields.text("provider", "")
@@ -271,8 +271,8 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType], gpus: 
 def question_of(
     config: RunConfig, fleet: Mapping[str, object], catalogue: Mapping[str, GpuType], billions: float = 0.0
 ) -> tuple[PlanQuestion, str]:
-    """The run's config and the fleet file as one question, and where the model's size is known from; other numbers that
-    neither says are priors. `billions` 0: by the fleet file or the model's config."""
+    """Combines the run's config and the fleet file into one question, with priors for numbers that neither gives; also returns the
+    source of the model's size. `billions` 0: take the size from the fleet file or the model's config."""
     model = Fields("model", fleet.get("model", {}))
     told = size_of(billions or model.number("billions", 0.0))
     size, origin = (told, "as given") if told is not None else model_of(config.model.path)
@@ -298,12 +298,12 @@ def question_of(
 
 
 def size_of(billions: float) -> ModelSize | None:
-    """A model of so many parameters; None for 0."""
+    """Returns the size of a model with `billions` parameters; None for 0."""
     return size_by_billions(built_in_models(), billions) if billions > 0 else None
 
 
 def _market(catalogue: Mapping[str, GpuType]) -> list[PoolOffer]:
-    """Without a fleet file: plenty of every GPU at its typical price, 100 Mbit/s up, 400 down."""
+    """Offers to assume without a fleet file: MARKET_COUNT of every GPU at its typical price, 100 Mbit/s up, 400 down."""
     link = LinkEstimate(12.5e6, 50e6, 0.08)
     return [PoolOffer(g.name, MARKET_COUNT, g.usd_per_hour, link) for g in catalogue.values() if g.name != "cpu"]
 
@@ -341,7 +341,7 @@ def _learner(
 
 
 def evaluation_rollouts(config: RunConfig) -> float:
-    """That workers make for evaluations, a step on average."""
+    """Returns the rollouts per step, on average, that workers generate for evaluations."""
     task = config.task
     asked = sum(task.held_out.values()) * task.eval_samples + sum(
         one.prompts * one.samples for one in task.eval_sets.values()
@@ -352,7 +352,7 @@ def evaluation_rollouts(config: RunConfig) -> float:
 def learner_gpus(
     config: RunConfig, fleet: Mapping[str, object], size: ModelSize, catalogue: Mapping[str, GpuType]
 ) -> tuple[GpuType, int]:
-    """By `[learner]` of the fleet file: which GPU and how many. Where it says nothing, the fewest on which the learner fits."""
+    """Returns the learner's GPU and their number from `[learner]` of the fleet file; by default, the fewest that it fits on."""
     fields = Fields("learner", fleet.get("learner", {}))
     usual = LEARNER_GPU if LEARNER_GPU in catalogue else next(iter(catalogue))
     gpu = gpu_of(catalogue, fields.text("gpu", usual))

@@ -1,4 +1,4 @@
-"""The answer of `echo2 plan`: what to rent and what the run costs, alternatives, the calculation, JSON and a plot."""
+"""Prints the answer of `echo2 plan`: what to rent, what the run costs, alternatives, the calculation; also as JSON and a plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from echo2.cost_model.snapshot import LearnerEstimate
 
 
 def alternatives(question: PlanQuestion) -> dict[str, Plan]:
-    """Side by side: cheapest, fastest (a quarter more rate, target 1), fewest workers; and the paper's kappa."""
+    """Plans alternatives by name: cheapest, fastest (a quarter more rate, target 1), fewest workers, and kappa = S - 1 as in the
+    paper."""
     snapshot, wishes = question.snapshot(), question.wishes
     fast = replace(wishes, target_utilisation=1.0, hysteresis=replace(wishes.hysteresis, add_margin=0.25))
     alike = replace(
@@ -50,12 +51,12 @@ def alternatives(question: PlanQuestion) -> dict[str, Plan]:
 
 
 def pool_by_kind(answer: Plan) -> dict[str, int]:
-    """How many of which machine."""
+    """Counts the pool's workers by kind of machine."""
     return dict(sorted(Counter(worker.rpartition("#")[0] for worker in answer.pool).items()))
 
 
 def _useful_per_hour(question: PlanQuestion, answer: Plan) -> float:
-    """Rollouts that are trained on."""
+    """Rollouts per hour that are trained on."""
     learner = question.learner
     trained_s = learner.train_s * learner.training_share
     return answer.predicted_utilisation * learner.trained_rollouts / trained_s * 3600
@@ -63,20 +64,20 @@ def _useful_per_hour(question: PlanQuestion, answer: Plan) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """`origin`: where the model's size is known from."""
+    """The run to plan. `origin`: source of the model's size."""
 
     steps: int
     origin: str
 
 
 def hours_of(question: PlanQuestion, answer: Plan, run: PlannedRun) -> float:
-    """The whole run at this plan's utilisation; infinite where nothing is generated."""
+    """Hours of the whole run at this plan's utilisation; infinite if nothing is generated."""
     busy_s = run.steps * question.learner.train_s * question.learner.training_share
     return busy_s / answer.predicted_utilisation / 3600 if answer.predicted_utilisation > 0 else math.inf
 
 
 def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, object]:
-    """The plan with everything that was asked, for programs."""
+    """Returns the plan and its inputs, for programs."""
     told = dataclasses.asdict(answer)
     told["binding"] = answer.binding.value
     told["terms"] = [{**term, "limit_kind": term["limit_kind"].value} for term in told["terms"]]
@@ -109,12 +110,12 @@ def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, 
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
+    """Replaces infinity by None, since JSON has no infinity."""
     return value if math.isfinite(value) else None
 
 
 def _planned(question: PlanQuestion) -> Plan:
-    """As this command plans."""
+    """Plans as this command does, egress prices included."""
     return plan(question.snapshot(), question.wishes)
 
 
@@ -122,7 +123,7 @@ def _planned(question: PlanQuestion) -> Plan:
 
 
 def print_answer(question: PlanQuestion, answer: Plan, run: PlannedRun, with_sums: bool) -> None:
-    """What to rent, or what would make it possible; then tables, and the calculation if asked for."""
+    """Prints what to rent, or what would make the run feasible; then tables, and the calculation if `with_sums`."""
     console = Console(highlight=False)
     learner = question.learner
     console.print(
@@ -151,7 +152,7 @@ def print_answer(question: PlanQuestion, answer: Plan, run: PlannedRun, with_sum
 
 
 def _step_text(learner: LearnerEstimate) -> str:
-    """What a step takes, evaluations and checkpoints told apart."""
+    """Describes what a step takes, with evaluations and checkpoints apart."""
     rollouts = f"{learner.trained_rollouts} rollouts"
     if learner.evaluation_rollouts:
         rollouts += f" and {learner.evaluation_rollouts} of evaluations"
@@ -162,13 +163,13 @@ def _step_text(learner: LearnerEstimate) -> str:
 
 
 def _pool(question: PlanQuestion, answer: Plan) -> str:
-    """A worker may take several GPUs."""
+    """Describes the pool in words, by kind of machine."""
     offers, kinds = {offer.key: offer for offer in question.offers}, pool_by_kind(answer)
     return ", ".join(_machines(question, offers[kind], count) for kind, count in kinds.items()) or "no worker"
 
 
 def pool_offers(question: PlanQuestion, answer: Plan) -> list[PoolOffer]:
-    """The machines on offer of which the pool has some, one of each kind."""
+    """Returns the offers that the pool uses, one per kind."""
     offers = {offer.key: offer for offer in question.offers}
     return [offers[kind] for kind in pool_by_kind(answer)]
 
@@ -196,7 +197,7 @@ def _print_price(console: Console, question: PlanQuestion, answer: Plan, run: Pl
 
 
 def _print_what_would_do(console: Console, question: PlanQuestion, answer: Plan) -> None:
-    """Each line was tried."""
+    """Prints changes that would make the run feasible; each was tried with the planner."""
     term = answer.binding_term
     busy = f"the learner would train {answer.predicted_utilisation:.0%} of the time"
     console.print(f"not feasible with these machines: {busy}; what limits it: {term.limit_kind.value}", style="bold")
@@ -211,7 +212,7 @@ def _print_what_would_do(console: Console, question: PlanQuestion, answer: Plan)
 
 
 def verdict(term: Term) -> str:
-    """How a term stands, in figures that mean something at any distance from the limit."""
+    """Compares a term with its limit in words that make sense at any distance from it."""
     if term.is_met:
         return "OK"
     if not (math.isfinite(term.value) and term.limit > 0):
@@ -250,7 +251,7 @@ def _print_alternatives(console: Console, question: PlanQuestion, answer: Plan) 
 
 
 def print_fits(question: PlanQuestion) -> None:
-    """How the model goes on each kind of machine: what a worker there will say of itself, too."""
+    """Prints how the model fits each kind of machine; a worker there will report the same."""
     longest = question.lengths.of(question.model)
     table = Table(title=f"one worker by kind of machine, sequences of up to {longest} tokens")
     for column in FIT_COLUMNS:
@@ -261,7 +262,7 @@ def print_fits(question: PlanQuestion) -> None:
 
 
 def _print_sums(console: Console, question: PlanQuestion, answer: Plan) -> None:
-    """Every relation with its numbers put in."""
+    """Prints every relation with its numbers filled in."""
     learner, kappa, bound = question.learner, answer.kappa, question.wishes.staleness_bound
     train_s, batch, rate = learner.train_s, learner.rollouts_per_step, answer.throughput_rollouts_per_s
     size = learner.artifact_bytes(kappa)
@@ -291,7 +292,7 @@ def _print_sums(console: Console, question: PlanQuestion, answer: Plan) -> None:
 
 
 def _prefill_lines(question: PlanQuestion, answer: Plan) -> list[str]:
-    """What the pool's machines prefill beside what they sample, and what is left of their rate."""
+    """Describes what the pool's machines prefill besides sampling, and what rate that leaves."""
     return [
         f"prefill     {offer.key}: {_prefill_text(question, offer, answer.kappa)}"
         for offer in pool_offers(question, answer)
@@ -323,7 +324,7 @@ def _prefill_text(question: PlanQuestion, offer: PoolOffer, kappa: int) -> str:
 
 
 def _egress_lines(question: PlanQuestion, kappa: int) -> list[str]:
-    """What traffic costs a worker, by provider, where one charges for it."""
+    """Describes a worker's egress cost by provider; empty if no provider charges for egress."""
     charged = {
         offer.provider or offer.gpu: offer.egress_usd_per_gib for offer in question.offers if offer.egress_usd_per_gib
     }
@@ -333,7 +334,7 @@ def _egress_lines(question: PlanQuestion, kappa: int) -> list[str]:
 
 
 def plot(question: PlanQuestion, path: Path) -> None:
-    """Cost and utilisation of each kappa, and of the chosen one against S."""
+    """Plots cost and utilisation against kappa, and against S at the best kappa, into `path`. Raises `ConfigError` if it cannot."""
     import matplotlib
 
     matplotlib.use("Agg")

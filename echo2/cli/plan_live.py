@@ -1,7 +1,7 @@
 """`echo2 plan --live RUN` and `--history RUN`: what to do next with a running run, and how its predictions came out.
 
-The coordinator weighs the actions by its own planner; this end brings the prices that its machine knows of. Guarantees: nothing is
-rented or changed from here.
+The coordinator evaluates the actions with its own planner; this side sends it the market prices. Guarantees: rents and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HISTORY_LINES = 8
 
 
 def show(run: str, is_history: bool, own: argparse.Namespace) -> int:
-    """Prints it; returns the exit code."""
+    """Prints the advice or the history; returns the exit code."""
     if not (math.isfinite(own.learner_usd_per_hour) and own.learner_usd_per_hour >= 0):
         raise ConfigError(f"--learner-usd-per-hour: expected 0 or more, got {own.learner_usd_per_hour}")
     offers, prices = ([], "") if is_history else _market(own.offline)
@@ -48,13 +48,13 @@ def show(run: str, is_history: bool, own: argparse.Namespace) -> int:
 
 
 def _link_of(run: str) -> str:
-    """A run's folder has its operator's link in it."""
+    """Returns the operator's link from a run's folder, or `run` itself as a link or @FILE."""
     link = Path(run) / "links" / "operator.link"
     return link_text(f"@{link}") if link.is_file() else link_text(run)
 
 
 def _market(is_offline: bool) -> tuple[list[MarketOffer], str]:
-    """The cheapest of each kind and provider, as many as a request holds, and where they are from."""
+    """Returns the cheapest offers of each kind and provider, at most OFFERS_MAX, and their source."""
     found = newest(
         kept_file(),
         built_in_catalogue(),
@@ -76,7 +76,7 @@ async def _asked(link: str, offers: list[MarketOffer], prices: str, learner_usd_
 
 
 def live_lines(told: dict[str, Any], learner_usd_per_hour: float) -> list[str]:
-    """As the operator reads it."""
+    """Formats the advice for the operator."""
     if not told.get("is_known"):
         return [f"nothing to advise yet: the run waits for {told.get('waits_for', 'a first plan')}"]
     before = told["before"]
@@ -168,7 +168,7 @@ def _earlier(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def history_lines(told: dict[str, Any]) -> list[str]:
-    """One line for each quantity, then the newest of each."""
+    """Formats one line per quantity, followed by its newest predictions."""
     lines = []
     for what, one in told.items():
         if not one["count"]:

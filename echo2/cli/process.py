@@ -26,23 +26,23 @@ from echo2.base.errors import DiskFull, EchoError, ResourceError
 FORCED_EXIT_CODE = 130
 LINES_PER_S, LINES_BURST = 2.0, 20.0
 UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
-"""Of a folder that was named by hand."""
+"""Errors that a folder named by the user can cause."""
 
 
 class Daemon(Protocol):
-    """What the three daemons have in common."""
+    """The common interface of the three daemons."""
 
     async def run(self) -> object:
-        """Works until it is done or asked to stop. Raises an `EchoError` where it cannot go on."""
+        """Runs until done or asked to stop. Raises an `EchoError` if it cannot continue."""
         ...
 
     def stop(self) -> None:
-        """Asks for a clean end; `run` returns soon after. May be called from the loop's thread only."""
+        """Asks for a clean end; `run` returns soon after. Call it from the event loop's thread only."""
         ...
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object a line, for machines."""
+    """One JSON object per line, for machines."""
 
     def format(self, record: logging.LogRecord) -> str:
         row = {"time": record.created, "level": record.levelname, "logger": record.name, "text": record.getMessage()}
@@ -63,7 +63,7 @@ class _PlainLines(logging.Formatter):
 
 
 class Seldom(logging.Filter):
-    """Lets LINES_PER_S lines through a second, and with the next one says how many were not: no peer fills a disk by mishaps."""
+    """Rate-limits to LINES_PER_S lines a second and reports how many it dropped, so that no peer can fill the disk with errors."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -85,12 +85,10 @@ class Seldom(logging.Filter):
 
 
 def set_up_logging(as_json: bool, verbose: bool = False) -> None:
-    """Logs of `echo2.*` to stderr."""
+    """Sends logs of `echo2.*` to stderr, and warnings of other libraries too, rate-limited."""
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonLines() if as_json else _PlainLines())
-    logging.lastResort = foreign = (
-        logging.StreamHandler()
-    )  # what libraries have to say: asyncio and gRPC of each mishap
+    logging.lastResort = foreign = logging.StreamHandler()  # for libraries' logs: asyncio and gRPC log every failure
     foreign.setLevel(logging.WARNING)
     foreign.setFormatter(handler.formatter)
     foreign.addFilter(Seldom())
@@ -102,9 +100,9 @@ def set_up_logging(as_json: bool, verbose: bool = False) -> None:
 
 @contextmanager
 def ended_by_interrupt() -> Iterator[None]:
-    """Inside, Ctrl-C ends the process at once and without a word: torch and numpy, interrupted while they load, print pages.
+    """Lets Ctrl-C end the process at once and silently: torch and numpy print long tracebacks if interrupted while importing.
 
-    `run_daemon` asks the daemon to stop instead, as soon as there is one. Does nothing outside the main thread.
+    Once a daemon exists, `run_daemon` asks it to stop instead. Does nothing outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -117,8 +115,8 @@ def ended_by_interrupt() -> Iterator[None]:
 
 
 def run_daemon(make: Callable[[], Daemon], folder: Path = Path()) -> int:
-    """Runs the daemon that `make` gives, which writes under `folder`, until its end. Returns the exit code."""
-    from echo2.trust.runtime.port_limits import raise_descriptor_limit  # as below
+    """Runs the daemon that `make` returns, which writes under `folder`, until it ends. Returns the exit code."""
+    from echo2.trust.runtime.port_limits import raise_descriptor_limit  # imported late, as in `_with_signals`
 
     raise_descriptor_limit()
     try:
@@ -135,14 +133,14 @@ def run_daemon(make: Callable[[], Daemon], folder: Path = Path()) -> int:
 
 
 def report_error(error: EchoError) -> int:
-    """Prints an error as one line and gives its exit code."""
+    """Prints an error as one line on stderr; returns its exit code."""
     text = " ".join(str(error).split())
     print(f"error: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
     return error.exit_code
 
 
 async def _with_signals(make: Callable[[], Daemon]) -> None:
-    from echo2.trust.runtime.tls import calls_have_ended  # every daemon has loaded it; other commands do without
+    from echo2.trust.runtime.tls import calls_have_ended  # imports gRPC, which other commands do not need
 
     daemon = make()
     loop = asyncio.get_running_loop()

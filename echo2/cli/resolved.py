@@ -1,7 +1,7 @@
-"""Options that follow the machine and the model: what each becomes here, and why.
+"""Resolves options whose default depends on the machine and the model, each with the reason.
 
-`echo2 config show` prints it behind the option; `echo-learner` trains by it. Guarantees: a value that the user gave is
-kept. Leaves to others: the rules (cost_model).
+`echo2 config show` prints the result after the option; `echo-learner` uses it. Guarantees: a value that the user gave is kept.
+Leaves to others: the rules (cost_model).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[_T_co]):
-    """What an option becomes."""
+    """An option's resolved value, and why it is this one."""
 
     value: _T_co
     why: str
 
 
 def resolved(config: RunConfig, cores: int = 0) -> dict[str, Resolved[object]]:
-    """By option; those that the user gave are not among them. `cores` 0: of this machine."""
+    """Resolves all such options, by name; leaves out those that the user set. `cores` 0: this machine's."""
     found: dict[str, Resolved[object]] = {}
     if not (config.task.reward_processes or config.task.ray):
         found["task.reward_processes"] = scorers(cores or available_cores())
@@ -80,7 +80,7 @@ TOKEN_CLIP_BOUND_MAX = 4
 
 
 def objective(config: RunConfig) -> Resolved[str]:
-    """Of the policy loss; what the user named, unless that is auto."""
+    """Resolves the policy loss's objective: the user's choice, unless that is auto."""
     named, bound = config.learner.objective, config.staleness.bound
     if named != "auto":
         return Resolved(named, "given")
@@ -95,7 +95,7 @@ def objective(config: RunConfig) -> Resolved[str]:
 
 
 def normalisation(config: RunConfig) -> Resolved[str]:
-    """Of the policy loss: each objective's own, as its paper has it; luspo where gspo was chosen for a large bound."""
+    """Resolves the policy loss's normalisation: that of the objective's paper, or luspo if gspo was chosen for a large bound."""
     if config.learner.normalisation != "auto":
         return Resolved(config.learner.normalisation, "given")
     chosen = objective(config).value
@@ -110,19 +110,19 @@ def normalisation(config: RunConfig) -> Resolved[str]:
 
 
 def threads(cores: int) -> Resolved[int]:
-    """Of the trainer."""
+    """Resolves the trainer's thread count: all cores but one."""
     if cores <= 1:
         return Resolved(1, "there is one core")
     return Resolved(cores - 1, f"{cores} cores, one of them for sockets, rewards and the codec")
 
 
 def scorers(cores: int) -> Resolved[int]:
-    """Processes that compute contained rewards."""
+    """Resolves the number of processes that compute contained rewards."""
     return Resolved(reward_processes(cores), f"a quarter of {cores} cores, two at least")
 
 
 def chunk_bytes(config: RunConfig, size: ModelSize) -> Resolved[str] | None:
-    """Of a keyframe, where that takes larger chunks than others on links that bear them."""
+    """Resolves the chunk size of a keyframe on fast links; None if it is the configured size."""
     keyframe_bytes = size.gpu_weight_bytes
     most = config.broadcast.chunk_bytes
     taken = chunk_bytes_for(None, most, keyframe_bytes)
@@ -133,7 +133,7 @@ def chunk_bytes(config: RunConfig, size: ModelSize) -> Resolved[str] | None:
 
 
 def token_budget(config: RunConfig) -> Resolved[int]:
-    """Of a micro-batch of the trainer on this machine."""
+    """Resolves the tokens per micro-batch of the trainer on this machine."""
     if config.learner.token_budget:
         return Resolved(config.learner.token_budget, "given")
     if not config.model.path:
@@ -156,7 +156,7 @@ def token_budget(config: RunConfig) -> Resolved[int]:
 
 
 def gradient_checkpointing(config: RunConfig) -> Resolved[bool]:
-    """Whether layers are computed again in the backward pass."""
+    """Resolves whether the backward pass recomputes layers."""
     if not config.model.path:
         return Resolved(False, "no model is named")
     size, _ = guessed_model_of(config.model.path)

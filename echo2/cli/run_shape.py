@@ -1,9 +1,9 @@
-"""A run's model and lengths, as the sizing rule takes them: from its config, before anything is loaded.
+"""Derives a run's model size and sequence lengths from its config, before any weights are loaded.
 
-`model_of` looks for the model's config.json in a local folder, then in the hub's cache on this machine, then among the
-shapes that come with the package; where none knows the model it refuses. It says which it was. `guessed_model_of` takes a
-guess by the parameter count in the name instead, for settings that must have some value.
-Guarantees: opens no connection, loads no torch. Leaves to others: what fits (cost_model/sizing).
+`model_of` looks for the model's config.json in a local folder, then in the hub's cache on this machine, then among the built-in
+shapes; it returns the source, and refuses an unknown model. `guessed_model_of` guesses from the parameter count in the name
+instead, for settings that need some value.
+Guarantees: opens no connection, imports no torch. Leaves to others: what fits (cost_model/sizing).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from echo2.cost_model.sizing import (
 )
 
 DEFAULT_BILLIONS = 8.0
-MEAN_SHARE, TAIL_SHARE = 0.35, 0.85  # of the longest completion, where no lengths are given
-SCORED_VERSIONS = 2  # each rollout, under its version and an older one
+MEAN_SHARE, TAIL_SHARE = 0.35, 0.85  # of the longest completion, if no lengths are given
+SCORED_VERSIONS = 2  # the audit scores each rollout under its version and an older one
 CHECKPOINTING_WORDS = {
     Checkpointing.OFF: "", Checkpointing.FULL: ", checkpointed", Checkpointing.SELECTIVE: ", selectively checkpointed",
 }  # fmt: skip
@@ -50,9 +50,13 @@ FIT_COLUMNS = ("machine", "GPUs a worker", "sequences", "at full length", "token
 
 @dataclass(frozen=True, slots=True)
 class ForeseenAudit:
-    """`fleet_share`: tokens that workers read, of those trained on. `own_s_per_step`: the learner's, for known answers and for
-    rollouts that no worker may score; `alone_s_per_step`: where it scores everything. `kept_share`: of the tokens, those of
-    rollouts that keep their cache across versions, which the learner scores itself; 0 where caches are recomputed."""
+    """Predicted cost of the audit.
+
+    `fleet_share`: tokens that workers prefill for it, per token trained on. `own_s_per_step`: the learner's seconds per step for
+    known answers and for rollouts that no worker may score. `alone_s_per_step`: its seconds per step if it scores everything.
+    `kept_share`: share of tokens in rollouts that keep their KV cache across versions, which the learner scores itself; 0 if
+    caches are recomputed.
+    """
 
     fleet_share: float
     own_s_per_step: float
@@ -61,7 +65,7 @@ class ForeseenAudit:
 
 
 def model_of(path: str) -> tuple[ModelSize, str]:
-    """Its size, and where that is known from. ConfigError where it is not known."""
+    """Returns the model's size and the source of it. Raises ConfigError if the model is unknown."""
     found = _known(path)
     if found is not None:
         return found
@@ -81,7 +85,7 @@ def model_of(path: str) -> tuple[ModelSize, str]:
 
 
 def guessed_model_of(path: str) -> tuple[ModelSize, str]:
-    """The same, and a guess where it is not known."""
+    """Like `model_of`, but guesses the size of an unknown model."""
     found = _known(path)
     if found is not None:
         return found
@@ -102,7 +106,7 @@ def _known(path: str) -> tuple[ModelSize, str] | None:
 
 
 def turns_max(config: RunConfig) -> int:
-    """Completions of one rollout at most, one behind the other: of an agent, or of the task that has most turns."""
+    """Returns the most completions of one rollout: an agent's turns, or those of the task with most turns."""
     from echo2.tasks.runtime.registry import turns_of
     from echo2.tasks.task import TaskSpec
 
@@ -113,15 +117,15 @@ def turns_max(config: RunConfig) -> int:
 
 
 def lengths_of(config: RunConfig) -> RunLengths:
-    """The run's longest sequence, and what its workers are told to stay below."""
+    """Returns the run's longest sequence and the limits that its config sets for workers."""
     sampling, worker = config.sampling, config.worker
     longest = longest_sequence(sampling.max_prompt_tokens, sampling.max_new_tokens, turns_max(config))
     return RunLengths(longest, worker.slots, worker.context_tokens, Quantisation(worker.quantisation))
 
 
 def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[GpuType]) -> Iterator[tuple[str, ...]]:
-    """How the model goes on each kind of machine, as FIT_COLUMNS: by the number of GPUs that makes most tokens for its price,
-    behind a row of one GPU where the model fits one too."""
+    """Yields rows of FIT_COLUMNS: how the model fits each kind of machine, with the number of GPUs that gives most tokens for its
+    price. If that is more than one and the model also fits one GPU, a row for one GPU comes first."""
     for gpu in gpus:
         name = f"{gpu.name} ({format_bytes(gpu.memory_bytes)})"
         try:
@@ -144,7 +148,7 @@ def _fit_row(gpu: GpuType, prior: WorkerPrior) -> tuple[str, ...]:
 
 
 def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
-    """What the run has its learner keep. Rollouts: at most those of S + 1 steps are open or wait for theirs."""
+    """Returns what the learner keeps for this run. Rollouts of at most S + 1 steps are open or wait to be trained on."""
     learner, bound = config.learner, config.staleness.bound
     rollouts = learner.prompts_per_step * learner.rollouts_per_prompt * (bound + 1)
     made = LearnerRun(
@@ -162,7 +166,7 @@ def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
 
 @dataclass(frozen=True, slots=True)
 class LearnerNeeds:
-    """Of a learner on `gpu_count` GPUs, or on the CPU for 0, with micro-batches of `budget` tokens."""
+    """Needs of a learner on `gpu_count` GPUs (0: on the CPU) with micro-batches of `budget` tokens."""
 
     gpu_count: int
     budget: int
@@ -171,7 +175,7 @@ class LearnerNeeds:
 
 
 def learner_needs(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> LearnerNeeds:
-    """Of a learner on so many GPUs of so much memory each, or on the CPU for 0: the sum that plan and doctor tell."""
+    """Computes the needs of a learner on `gpu_count` GPUs (0: on the CPU) of `memory_bytes` each, for plan and doctor."""
     run = learner_run(config, model)
     budget = config.learner.token_budget or token_budget_for(
         model, lengths_of(config).of(model), memory_bytes, gpu_count, run
@@ -181,12 +185,12 @@ def learner_needs(config: RunConfig, model: ModelSize, gpu_count: int, memory_by
 
 
 def gpus_text(count: int) -> str:
-    """As the place of something that is there once on each."""
+    """Names the GPUs that each hold one copy of something."""
     return "one GPU" if count == 1 else f"each of {count} GPUs"
 
 
 def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> str:
-    """What the learner needs, in words."""
+    """Describes what the learner needs, in one line."""
     needs, replicas = learner_needs(config, model, gpu_count, memory_bytes), config.learner.replicas
     found = needs.memory
     where = gpus_text(gpu_count) if gpu_count else "the CPU, in memory"
@@ -207,9 +211,9 @@ def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_byt
 def audit_costs(
     config: RunConfig, prompt_tokens: float, completion_tokens: float, train_s: float, kept_share: float = 0.0
 ) -> ForeseenAudit | None:
-    """What the audit takes; None where it is off, as with an adapter. `train_s`: of a step. A token that is trained on takes three
-    forward passes, one that is scored takes one. `kept_share`: see ForeseenAudit."""
-    from echo2.learner.scorings import VERIFIED_SHARE  # loads numpy: only who asks pays for it
+    """Predicts the cost of the audit; None if it is off, as with an adapter. `train_s`: training time of a step. Training on a
+    token costs three forward passes, scoring it costs one. `kept_share`: see ForeseenAudit."""
+    from echo2.learner.scorings import VERIFIED_SHARE  # imports numpy, needed only here
 
     given = config.learner
     if not given.audit_share or config.model.lora_rank:
@@ -219,14 +223,14 @@ def audit_costs(
     own_s = wanted * train_s / 3
     for_workers = wanted * (1.0 - kept_share)
     share = min(for_workers, given.audit_fleet_share)
-    # Where workers may not read more, less is drawn of everything.
+    # If the fleet limit caps the workers' share, everything is sampled less.
     drawn = share / for_workers if given.audit_fleet_share and for_workers > 0 else 1.0
     own = drawn * kept_share + VERIFIED_SHARE * share / wanted
     return ForeseenAudit(share, own * own_s, own_s, kept_share)
 
 
 def audit_line(found: ForeseenAudit | None) -> str:
-    """For people."""
+    """Describes the audit's cost in one line."""
     if found is None:
         return "audit: off"
     alone = f"{format_seconds(found.alone_s_per_step)} where no worker can score"

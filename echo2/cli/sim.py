@@ -1,4 +1,4 @@
-"""`echo2 sim`: a scenario under the real planner, staleness rule and ledger, on a virtual clock."""
+"""`echo2 sim`: simulates a scenario with the real planner, staleness rule and ledger, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echo2.sim.fleet_scenario import ColocatedCluster, FleetScenario, PriceChang
 from echo2.sim.lengths import LengthDistribution
 
 DELTA_SHARE = 0.01
-PROMPT_TOKENS = 1024  # beside the longest completion: what a run that says nothing else allows
+PROMPT_TOKENS = 1024  # a run's default prompt limit, added to the longest completion
 
 
 def add_sim_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,7 +48,7 @@ def add_sim_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    from echo2.cli.sim_report import print_reports  # loads the planner: only this command pays for it
+    from echo2.cli.sim_report import print_reports  # imports the planner, needed only here
     from echo2.sim.fleet_report import simulate
 
     catalogue = load_catalogue(own.catalogue)
@@ -76,7 +76,7 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def scenario_of(tables: Mapping[str, object], name: str, catalogue: Mapping[str, GpuType]) -> FleetScenario:
-    """A scenario file's tables as a checked scenario."""
+    """Parses and checks a scenario file's tables. Raises `ConfigError`."""
     top = Fields(name, {k: v for k, v in tables.items() if not isinstance(v, dict | list)})
     size = size_of(top.number("model_billions", DEFAULT_BILLIONS))
     if size is None:

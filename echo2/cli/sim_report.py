@@ -1,4 +1,4 @@
-"""Reports of `echo2 sim` as a table."""
+"""Prints the reports of `echo2 sim` as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echo2.sim.fleet_report import FleetReport
 
 
 def print_reports(reports: Sequence[tuple[int, FleetReport]]) -> None:
-    """One column for each report, and why the last plan of each is as it is."""
+    """Prints one column per report, then the reason for each report's last plan."""
     console = Console(highlight=False)
     table = Table(title="fleet simulation")
     for name in ("", *(one.name for _, one in reports)):

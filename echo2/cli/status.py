@@ -1,4 +1,4 @@
-"""`echo2 status`: one look at a run."""
+"""`echo2 status`: prints a run's state once. Also makes join links, for `echo2 link`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def _show(link: str, as_json: bool) -> int:
 
 
 def make_link(link: str, role: str, lifetime_s: float, use_limit: int, label: str) -> int:
-    """Prints a new join link; it is shown this once."""
+    """Prints a new join link, which cannot be shown again; returns the exit code."""
 
     async def ask() -> str:
         async with OperatorClient(link_text(link), OPERATOR_FOLDER.expanduser()) as operator:

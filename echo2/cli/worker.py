@@ -26,7 +26,7 @@ from echo2.worker.engine import SwapMode
 from echo2.worker.options import EngineChoice, MachinePlace, WorkerOptions
 from echo2.worker.place import place_of
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # it names a folder as well
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # it is a folder name, too
 
 
 JOIN = "join a run and generate rollouts for it until stopped, or until the run is finished"
@@ -109,7 +109,7 @@ def _advertised(text: str) -> tuple[str, ...]:
 
 
 def _default_folder(config: RunConfig, name: str) -> Path:
-    """Beside the run's other folders where a config names the run, else under the home folder."""
+    """Returns a folder in the run's folder if the config names the run, else one under the home folder."""
     if config.run.name != RunConfig().run.name:
         return Path(config.run.folder) / config.run.name / "workers" / name
     return Path(f"~/.local/share/echo2/worker-{name}").expanduser()
@@ -119,7 +119,7 @@ def _daemon(options: WorkerOptions, as_json: bool) -> Daemon:
     from echo2.outside.allocator import limit_arenas
 
     limit_arenas()  # before the first thread
-    from echo2.worker.runtime.daemon import WorkerDaemon  # pays for gRPC after bad arguments were refused
+    from echo2.worker.runtime.daemon import WorkerDaemon  # imports gRPC, so only after bad arguments were refused
     from echo2.worker.runtime.log_tail import LogTail
     from echo2.worker.runtime.progress import progress_for
 

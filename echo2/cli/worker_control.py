@@ -1,4 +1,4 @@
-"""`echo-worker status`, `drain` and `leave`: words to a worker that runs on this machine."""
+"""`echo-worker status`, `drain` and `leave`: commands to a worker that runs on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_control(own: argparse.Namespace) -> int:
 
 
 async def _asked(folder: Path | None, name: str, command: str) -> CommandAnswer:
-    """Of the worker of `folder`, or else of the one that runs."""
+    """Asks the worker of `folder` if given, else the running worker called `name`, or the only one."""
     if folder is not None:
         return await ask(folder, command)
     worker = the_one(await running_workers(), name)

@@ -1,4 +1,4 @@
-"""What the sessions keep: problems with their seats, episodes with their calls, and counts."""
+"""State that the sessions keep: problems with their seats, episodes with their calls, and counters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from echo2.gateway.tree import Node, TokenTree, TreePlace
 
 @dataclass(slots=True)
 class Problem:
-    """`seats`: by number, the session that has it; None: free. `restarts`: of each seat."""
+    """One problem and its seats. `seats`: session id by seat number, None if free. `restarts`: count by seat number. `told`: what
+    its agents learn about it."""
 
     root: str
     told: dict[str, object]
@@ -28,25 +29,28 @@ class Problem:
 
 @dataclass(slots=True)
 class Call:
-    """One request under way. `number`: its own for good; `call_id`: whom it is answered, the client's last try. `sampled`: what
-    came, by choice."""
+    """One request under way.
+
+    `number`: identifies the call for its whole life. `call_id`: identifies the client's latest try, which gets the answer.
+    `depths`: chain and depth, by choice. `sampled`: finished completions, by choice.
+    """
 
     number: int
     call_id: int
     request: CallRequest
     place: TreePlace
-    prompt_token_ids: tuple[int, ...] = ()  # once it is tokens
+    prompt_token_ids: tuple[int, ...] = ()  # empty until encoded
     depths: dict[int, tuple[int, int]] = field(default_factory=dict)
     sampled: dict[int, e.CallTokens] = field(default_factory=dict)
     is_waited_for: bool = True
     answer: e.CallAnswer | None = None
-    told_text: str = ""  # of a stream, what its client has read
+    told_text: str = ""  # text already sent to a streaming client
     grown_at: float = -math.inf
 
 
 @dataclass(slots=True)
 class Session:
-    """One episode of one seat. `told_calls`: by chain, so many calls were answered and count."""
+    """One episode in one seat. `told_calls`: how many calls of each chain were answered, and so count for training."""
 
     session_id: str
     key: str
@@ -64,12 +68,12 @@ class Session:
 
     @property
     def kept_bytes(self) -> int:
-        """About what the gateway keeps of it: its tokens, and requests that are under way or whose answer nobody read."""
+        """Approximate memory of the episode: its tokens, and its requests that are under way or not yet answered to a client."""
         waiting = sum(c.request.size_bytes + ID_BYTES * len(c.prompt_token_ids) for c in self.calls.values())
         return self.tree.kept_bytes + waiting
 
     def call_of(self, request: CallRequest) -> Call | None:
-        """The same call made before, behind which nobody waits any more."""
+        """Finds an earlier identical call whose client has disconnected."""
         return next(
             (c for c in self.calls.values() if c.request.digest == request.digest and not c.is_waited_for), None
         )
@@ -77,7 +81,7 @@ class Session:
 
 @dataclass(slots=True)
 class GatewayCounts:
-    """Since the start."""
+    """Counters since the start."""
 
     sessions: int = 0
     calls: int = 0
@@ -88,4 +92,4 @@ class GatewayCounts:
     dropped: int = 0
     rewarded: int = 0
     prompt_tokens: int = 0
-    kept_tokens: int = 0  # of prompts, those that stood in the tree already
+    kept_tokens: int = 0  # prompt tokens that were in the tree already

@@ -13,8 +13,8 @@ from echo2.gateway.tree import Wording
 
 @dataclass(frozen=True, slots=True)
 class ProblemOpened:
-    """The learner wants `seats` episodes of this problem; `told`: what their agents are told of it. `is_evaluation`: it is
-    played before those to train on."""
+    """The learner wants `seats` episodes of this problem. `told`: what their agents learn about it. `is_evaluation`: it is played
+    before training problems."""
 
     root: str
     seats: int
@@ -24,7 +24,7 @@ class ProblemOpened:
 
 @dataclass(frozen=True, slots=True)
 class ProblemClosed:
-    """It is trained on, or dropped."""
+    """The learner has trained on the problem, or dropped it."""
 
     root: str
     reason: str
@@ -32,7 +32,8 @@ class ProblemClosed:
 
 @dataclass(frozen=True, slots=True)
 class SeatAsked:
-    """By an outside harness. Episodes of one `label` are of one problem, whose rewards are compared; empty: any."""
+    """An outside harness asks for an episode. Episodes with the same `label` get the same problem, so that their rewards can be
+    compared; empty: any problem."""
 
     call_id: int
     label: str = ""
@@ -47,7 +48,7 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The tokens of what a call adds, or why there are none. `number`: as `Encode` has it."""
+    """The encoded tokens that a call adds, or the `problem` that encoding met. `number`: as in `Encode`."""
 
     session_id: str
     number: int
@@ -57,14 +58,14 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class CallRefused:
-    """What a client of this episode sent was no call: it counts as one, since reading it cost time."""
+    """A client of this episode sent a malformed call. It counts towards the call limit, since parsing it cost time."""
 
     session_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """What became of an `Ask`: the group and the chain; an empty group: the problem is gone."""
+    """The answer to an `Ask`: the leased group and its chain. An empty group ID: the problem is gone."""
 
     call_id: int
     choice: int
@@ -74,7 +75,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class CallTokens:
-    """A call's completion. `logprobs` are those of sampling, in nats; `is_cut`: it ended for its length."""
+    """A finished completion. `logprobs`: recorded at sampling, in nats. `is_cut`: it hit the length limit."""
 
     group_id: str
     token_ids: tuple[int, ...]
@@ -85,7 +86,7 @@ class CallTokens:
 
 @dataclass(frozen=True, slots=True)
 class CallGrew:
-    """What there is of a completion that goes on."""
+    """All tokens so far of an unfinished completion."""
 
     group_id: str
     token_ids: tuple[int, ...]
@@ -93,14 +94,14 @@ class CallGrew:
 
 @dataclass(frozen=True, slots=True)
 class ClientLeft:
-    """Whoever made the call does not wait for it any more; a second try of the same call takes its answer."""
+    """The client disconnected; a retry of the same call gets its answer."""
 
     call_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class CallBroke:
-    """An error that nobody foresaw in handling it, by its class."""
+    """Handling the call raised an unexpected error. `name`: the error's class."""
 
     call_id: int
     name: str
@@ -108,7 +109,7 @@ class CallBroke:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRewarded:
-    """By the harness or the task; the episode ends with it."""
+    """The harness or the task gave a reward, which ends the episode."""
 
     session_id: str
     value: float
@@ -117,7 +118,7 @@ class EpisodeRewarded:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeFailed:
-    """For a reason that is not the model's: the harness or its tools broke, or scoring failed."""
+    """The episode failed through no fault of the model: the harness or its tools broke, or scoring failed."""
 
     session_id: str
     reason: str
@@ -125,14 +126,14 @@ class EpisodeFailed:
 
 @dataclass(frozen=True, slots=True)
 class HarnessDone:
-    """It ended well and gave no reward: the task has the word."""
+    """The harness finished without giving a reward, so the task scores the episode."""
 
     session_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayTick:
-    """Every second or so."""
+    """Sent about once a second."""
 
 
 Event = (
@@ -158,7 +159,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class RunHarness:
-    """Begin an episode with the harness that echo2 runs."""
+    """Start an episode with echo2's own harness."""
 
     session_id: str
     key: str
@@ -172,8 +173,8 @@ class StopHarness:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """A long text is to become tokens beside the loop, and to come back as `Encoded`. `number`: the call's for good, also when a
-    client's second try takes it over."""
+    """Encode a long text off the event loop, and report `Encoded`. `number`: the call's permanent number, which stays the same if a
+    retry takes the call over."""
 
     session_id: str
     number: int
@@ -182,7 +183,7 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Have a completion leased and come back with `Leased`. `chain` None: it begins one. `temperature` None: the problem's own."""
+    """Lease a completion, and report `Leased`. `chain` None: start a new one. `temperature` None: use the problem's own."""
 
     call_id: int
     choice: int
@@ -196,7 +197,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One completion of a call as its client reads it."""
+    """One completion of a call, as returned to the client."""
 
     text: str
     tool_calls: tuple[Mapping[str, object], ...]
@@ -208,7 +209,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """More of a streamed completion's text."""
+    """The next piece of a streamed completion's text."""
 
     call_id: int
     text: str
@@ -223,7 +224,7 @@ class CallAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """`retry_after_s` 0: there is no use in trying again."""
+    """Refuse a call. `retry_after_s` 0: a retry cannot succeed."""
 
     call_id: int
     status: int
@@ -234,7 +235,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """An outside harness has its episode."""
+    """An outside harness gets its episode."""
 
     call_id: int
     session_id: str
@@ -246,7 +247,7 @@ class Seated:
 
 @dataclass(frozen=True, slots=True)
 class AskScore:
-    """Have the task score the last completion of the episode, and come back with its reward, or with `EpisodeFailed`."""
+    """Let the task score the episode's last completion, and report `EpisodeRewarded` or `EpisodeFailed`."""
 
     session_id: str
     root: str
@@ -255,7 +256,7 @@ class AskScore:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLost:
-    """It failed, for this reason, which the log is to say."""
+    """Log that the episode failed, and why."""
 
     session_id: str
     reason: str
@@ -263,7 +264,8 @@ class EpisodeLost:
 
 @dataclass(frozen=True, slots=True)
 class EndEpisode:
-    """`chains`: how many calls of each count. `reward` None: it failed. Not `is_final`: another takes its seat."""
+    """End an episode. `chains`: how many calls of each chain count. `reward` None: it failed. `is_final` false: another episode
+    takes its seat."""
 
     root: str
     chains: Mapping[int, int]

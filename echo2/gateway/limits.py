@@ -1,4 +1,4 @@
-"""What a client of the gateway may ask for, and how much of it is kept."""
+"""Limits on what a client of the gateway may ask for, and on how much of it the gateway keeps."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ BODY_BYTES_MAX = 8 << 20
 MESSAGES_MAX = 2048
 TOOLS_MAX = 128
 BODY_VALUES_MAX = 1 << 19
-"""Commas and opening brackets in it: the interpreter does nothing else while it makes lists and objects of them."""
+"""Commas and opening brackets in one body: parsing holds the interpreter, so nothing else runs meanwhile."""
 CHOICES_MAX = 16
 LABEL_CHARS_MAX = 200
 CHAINS_MAX = 256
-"""Of one episode: beginnings of chats that do not continue one another."""
+"""Chains per episode: chats that do not continue one another."""
 REWARD_MAX = 1e6
-"""Of either sign. No task is worth more, and sums and squares of rewards stay finite."""
+"""Largest absolute reward. No task needs more, and sums and squares of rewards stay finite."""
 
 
 def is_reward(told: object) -> bool:
-    """Whether it is a number from -REWARD_MAX to REWARD_MAX. NaN is none, and a whole number of any length is compared as it is."""
+    """Whether `told` is a number from -REWARD_MAX to REWARD_MAX. False for NaN; compares integers exactly, however long."""
     return isinstance(told, int | float) and abs(told) <= REWARD_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """`vocabulary_size`: of the model; token ids of clients are below it. `idle_s`: an episode that asks nothing for so long is
-    lost; `episode_s`: none lasts longer. `restarts_max`: how often a lost episode is begun anew before its rollout is dropped.
-    `harnesses_max`: episodes that echo2 runs at the same time. `token_bytes_max`: of the tokenizer's longest token: a text of more
-    than `context_tokens` times that has no room. `encoded_at_once_max`: characters that become tokens on the loop, more in a
-    thread. `session_bytes_max`: about what the gateway keeps of one episode.
+    """Limits of one gateway.
+
+    `vocabulary_size`: the model's; clients' token ids must be below it. `token_bytes_max`: length of the tokenizer's longest token;
+    a text longer than `context_tokens` times that cannot fit. `sessions_max`: open sessions. `calls_max`: calls per episode.
+    `session_bytes_max`: approximate memory per episode. `encoded_at_once_max`: longer texts, in characters of JSON, are encoded in
+    a thread, not on the event loop. `calls_at_once_max`: unanswered calls per episode. `calls_in_flight_max`: completions under way
+    in the whole gateway. `idle_s`: an episode without a call for this long is lost. `episode_s`: longest episode. `restarts_max`:
+    restarts of a lost episode before its rollout is dropped. `harnesses_max`: episodes that echo2 runs at once. `retry_after_s`:
+    what a refused client is told to wait.
     """
 
     context_tokens: int

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's API has them: JSON bodies, and the pieces of a stream."""
+"""Builds replies in the OpenAI API's format: JSON bodies, and server-sent events of a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TextOf = Callable[[int], str]
 
 
 def reply_of(answer: e.CallAnswer, request: CallRequest, model: str, now_s: int, text_of: TextOf) -> Json:
-    """The whole answer. `text_of`: of a token."""
+    """Builds the whole reply. `text_of`: returns the text of a token ID."""
     is_chat = request.prompt is None
     choices = []
     for number, choice in enumerate(answer.choices):
@@ -38,7 +38,7 @@ def reply_of(answer: e.CallAnswer, request: CallRequest, model: str, now_s: int,
 
 
 def piece_of(call_id: int, text: str, request: CallRequest, model: str, now_s: int, *, is_first: bool) -> str:
-    """More of the one choice of a call, as a server-sent event."""
+    """Builds the server-sent event for the next piece of a single-choice stream."""
     choice: Json = {"index": 0, "logprobs": None, "finish_reason": None}
     if request.prompt is not None:
         choice["text"] = text
@@ -50,7 +50,7 @@ def piece_of(call_id: int, text: str, request: CallRequest, model: str, now_s: i
 def pieces_of(
     answer: e.CallAnswer, request: CallRequest, model: str, now_s: int, text_of: TextOf, told: str = ""
 ) -> Iterator[str]:
-    """The answer as server-sent events. `told`: with what text the one choice has been told to begin."""
+    """Yields the answer as server-sent events. `told`: text of the single choice that was streamed already, and is left out."""
     is_chat = request.prompt is None
     head = _head(answer.call_id, request, model, now_s, _piece_kind(request))
     for number, whole in enumerate(answer.choices):
@@ -98,7 +98,7 @@ def _message(choice: e.Choice) -> Json:
 
 
 def _written(choice: e.Choice) -> list[Json]:
-    """Calls of tools with their arguments as text."""
+    """Returns the tool calls with their arguments as JSON text."""
     written = []
     for call in choice.tool_calls:
         function = call["function"]

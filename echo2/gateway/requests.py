@@ -1,7 +1,7 @@
-"""Bodies of OpenAI's `chat/completions` and `completions`, parsed into what the gateway acts on.
+"""Parses request bodies of OpenAI's `chat/completions` and `completions` into `CallRequest`.
 
-Guarantees: what is returned is within the limits; anything else is a `MalformedMessage` that names the field, what was expected
-and what came. Fields that have no meaning here are listed in `ignored`. Leaves to others: tokens (tree), replies.
+Guarantees: a returned request is within the limits; any other body raises `MalformedMessage`, which names the field, what was
+expected and what came. `CallRequest.ignored` lists fields that the gateway does not use. Leaves to others: tokens (tree), replies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echo2.gateway.limits import BODY_VALUES_MAX, CHOICES_MAX, MESSAGES_MAX, TOO
 
 Message = Mapping[str, object]
 ID_BYTES = 8
-"""Of a token id in a prompt."""
+"""Memory per token ID of a prompt."""
 JSON_DEPTH_MAX = 200
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 ROLES = ("system", "user", "assistant", "tool")
@@ -31,11 +31,11 @@ _TAKEN = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """`messages` of a chat, or the `prompt` of a text: its characters, or its token ids. `max_tokens` None: as many as may be.
-    `temperature` is obeyed in evaluations alone; None: not told, or not a number from 0 to 100.
+    """A parsed call: the `messages` of a chat, or the `prompt` of a text completion, as a string or as token ids.
 
-    `digest`: of all that decides the answer, the same for a client's second try. Of a chat, `history` has the key of its tools,
-    then of the chat up to each message, and `sizes` how long these are as JSON.
+    `max_tokens` None: as many as the limits allow. `temperature`: obeyed in evaluations only; None: missing, or not a number from 0
+    to 100. `digest`: covers everything that determines the answer, so a retry has the same one. For a chat, `history` holds the key
+    of its tools, then the key of the chat up to each message; `sizes` holds the length of each as JSON, in characters.
     """
 
     messages: tuple[Message, ...] = ()
@@ -56,13 +56,13 @@ class CallRequest:
 
     @property
     def size_bytes(self) -> int:
-        """About what is kept of it while it waits."""
+        """Approximate memory of the request while it waits."""
         if self.prompt is None:
             return sum(self.sizes)
         return len(self.prompt) * (1 if isinstance(self.prompt, str) else ID_BYTES)
 
     def with_digests(self) -> CallRequest:
-        """Whole: hashing a large one takes a while."""
+        """Returns a copy with `digest`, `history` and `sizes` filled in. Slow for a large request."""
         said = [self.messages, self.tools, self.prompt, self.max_tokens, self.stops, self.choices, self.temperature]
         digest = blake2b(json.dumps(said, sort_keys=True, default=dict).encode(), digest_size=16).digest()
         if self.prompt is not None:
@@ -77,7 +77,7 @@ class CallRequest:
 
 
 def body_of(data: bytes) -> dict[str, object]:
-    """The JSON object that a request brings; without a body, an empty one."""
+    """Parses the body as a JSON object; an empty body gives an empty object."""
     count = data.count(b",") + data.count(b"[") + data.count(b"{")
     if count > BODY_VALUES_MAX:
         raise MalformedMessage(f"body: expected at most {BODY_VALUES_MAX} commas and opening brackets, got {count}")
@@ -92,7 +92,7 @@ def body_of(data: bytes) -> dict[str, object]:
 
 
 def chat_call(body: Mapping[str, object]) -> CallRequest:
-    """Of a body of `chat/completions`."""
+    """Parses a body of `chat/completions`."""
     told = body.get("messages")
     if not isinstance(told, list) or not 1 <= len(told) <= MESSAGES_MAX:
         raise MalformedMessage(f"messages: expected a list of 1 to {MESSAGES_MAX}, got {_shown(told)}")
@@ -106,7 +106,7 @@ def chat_call(body: Mapping[str, object]) -> CallRequest:
 
 
 def text_call(body: Mapping[str, object]) -> CallRequest:
-    """Of a body of `completions`."""
+    """Parses a body of `completions`."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -146,13 +146,13 @@ def _call(
 
 
 def beginning(tools: Sequence[Message]) -> tuple[bytes, int]:
-    """The key of a chat's beginning, and how long its tools are as JSON."""
+    """Returns the key of an empty chat with these tools, and the length of the tools as JSON."""
     said = json.dumps(list(tools), sort_keys=True, default=dict)
     return blake2b(said.encode(), digest_size=16).digest(), len(said)
 
 
 def behind(key: bytes, message: Message) -> tuple[bytes, int]:
-    """The key of a chat with one more message, and how long that is as JSON."""
+    """Returns the key of the chat extended by `message`, and the length of the message as JSON."""
     calls = message.get("tool_calls")
     told = [_call_key(call) for call in calls] if isinstance(calls, list) else []
     said = json.dumps([message["role"], message["content"], told], sort_keys=True)
@@ -160,14 +160,14 @@ def behind(key: bytes, message: Message) -> tuple[bytes, int]:
 
 
 def _call_key(call: Mapping[str, object]) -> object:
-    """Without the id, which some clients make anew."""
+    """Leaves out the call ID, which some clients generate anew."""
     function = call["function"]
     assert isinstance(function, Mapping), "parsed before"
     return [function["name"], function["arguments"]]
 
 
 def _message(told: object, place: int) -> Message:
-    """With plain text as content, and calls of tools as name and arguments."""
+    """Parses one message: content as plain text, tool calls as name and arguments."""
     whose = f"messages[{place}]"
     if not isinstance(told, dict):
         raise MalformedMessage(f"{whose}: expected an object, got {_shown(told)}")
@@ -204,7 +204,7 @@ def _tool_call(told: object, whose: str) -> Message:
 
 
 def _parsed(text: str, whose: str) -> object:
-    """JSON that can be written again: of text that is Unicode, and not nested too deeply."""
+    """Parses JSON. Refuses what could not be serialised again: surrogate halves, and nesting deeper than JSON_DEPTH_MAX."""
     try:
         told: object = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -227,7 +227,7 @@ def _is_deeper(told: object, depth_max: int) -> bool:
 
 
 def _is_unicode(told: object) -> bool:
-    """A pair that was written as two halves is one character by now."""
+    """Whether all text encodes as UTF-8. The JSON parser has joined complete surrogate pairs, so only lone halves fail."""
     try:
         json.dumps(told, ensure_ascii=False).encode()
     except UnicodeEncodeError:

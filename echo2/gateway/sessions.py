@@ -1,12 +1,13 @@
-"""Episodes of agents behind one door: `handle` takes an event and returns all that follows from it.
+"""State machine of the agents' episodes: `handle` takes an event and returns every action that follows from it.
 
-    seat free --harness begun, or an outside one asked--> session --reward--> ended
-       ^                                                    |
-       '------ lost: broken off, idle, failed (restarts) ---'--> after `restarts_max`: dropped, counted, never worth 0
+    seat free --harness started, or an outside one asked--> session --reward--> ended
+       ^                                                      |
+       '------ lost: given up, idle, failed (restarts) -------'--> after `restarts_max`: dropped and counted, never scored 0
 
-Guarantees: the client's words for what was sampled become the sampled ids again, or begin a chain (tree); a call behind which
-nobody waits is answered to its second try; what nobody was told does not count; every list has a limit, and who meets one is told
-when to come again. Leaves to others: HTTP and processes (runtime), leases and training (the learner).
+Guarantees: a history that a client repeats maps back to the sampled token ids, or starts a new chain (tree); if a client
+disconnects, a retry of the same call gets its answer; a completion that no client received is not trained on; every list has a
+limit, and a client that hits one is refused, with a time to retry if a retry can help. Leaves to others: HTTP and processes
+(runtime), leases and training (the learner).
 """
 
 from __future__ import annotations
@@ -27,20 +28,24 @@ from echo2.gateway.tree import Speech
 
 
 class ModelReading(Speech, Protocol):
-    """Also tells what sampled tokens say."""
+    """Encodes text like `Speech`, and also decodes sampled tokens."""
 
     def said(self, token_ids: tuple[int, ...], stops: tuple[str, ...], *, has_tools: bool) -> tuple[str, list[Message]]:
-        """The text without stop strings, and calls of tools as OpenAI's API has them."""
+        """Returns the text before the first stop string, and the tool calls in the OpenAI API's shape."""
         ...
 
 
 PIECES_S = 0.5
-"""A stream is told more so often at most."""
+"""Least time between two pieces of one stream, in seconds."""
 
 
 @dataclass(slots=True)
 class Sessions:
-    """`new_key`: an unguessable text each time. `has_harness`: echo2 runs the agents; else outside harnesses ask for seats."""
+    """All open problems and sessions.
+
+    `new_key`: returns a fresh unguessable string. `has_harness`: echo2 runs the agents itself; otherwise outside harnesses ask for
+    seats.
+    """
 
     limits: GatewayLimits
     reading: ModelReading
@@ -57,7 +62,7 @@ class Sessions:
         self._numbers = tuple(range(self.limits.vocabulary_size))
 
     def handle(self, event: e.Event, now: float) -> list[e.Action]:
-        """All that follows, in the order in which it is to be done."""
+        """Returns the actions that follow from `event`, in the order in which to carry them out."""
         return [*self._on(event, now), *(self._begun(now) if self.has_harness else ())]
 
     def key_fits(self, session_id: str, key: str) -> bool:
@@ -65,14 +70,14 @@ class Sessions:
         return session is not None and hmac.compare_digest(session.key.encode(), key.encode())
 
     def is_spent(self, session_id: str) -> bool:
-        """Whether any further call will be refused, but one that was made before."""
+        """Whether every new call will be refused: the call limit is reached and no abandoned call is left to retry."""
         session = self.sessions.get(session_id)
         if session is None or session.call_count < self.limits.calls_max:
             return False
         return all(call.is_waited_for for call in session.calls.values())
 
     def evaluates(self, session_id: str) -> bool:
-        """Whether nothing of it is trained on: then the client chooses the temperature."""
+        """Whether the session is an evaluation. Its tokens are not trained on, so the client may choose the temperature."""
         session = self.sessions.get(session_id)
         return session is not None and self.problems[session.root].is_evaluation
 
@@ -125,7 +130,7 @@ class Sessions:
 
     @property
     def _by_urgency(self) -> list[Problem]:
-        """Those that evaluate first: workers hold a version up until they are through."""
+        """Evaluations first: workers delay their next version until the evaluation is complete."""
         return sorted(self.problems.values(), key=lambda problem: not problem.is_evaluation)
 
     def _seated(self, event: e.SeatAsked, now: float) -> Iterator[e.Action]:
@@ -142,8 +147,8 @@ class Sessions:
         yield e.Seated(event.call_id, session.session_id, session.key, problem.root, seat, problem.told)
 
     def _free(self, label: str) -> tuple[Problem, int] | None:
-        """A free seat: of the problem that has the label, of one to train on that nobody has begun for a new label, of any for
-        none."""
+        """Finds a free seat: on the problem with this label; for a new label, on a training problem that no session has touched;
+        without a label, on any unlabelled problem."""
         labelled = [problem for problem in self.problems.values() if label and problem.label == label]
         fresh = [one for one in self.problems.values() if one.is_untouched and not one.is_evaluation]
         unnamed = [problem for problem in self._by_urgency if not problem.label]
@@ -219,7 +224,7 @@ class Sessions:
     def _encoded(self, event: e.Encoded, now: float) -> Iterator[e.Action]:
         session = self.sessions.get(event.session_id)
         call = next((c for c in session.calls.values() if c.number == event.number), None) if session else None
-        if session is None or call is None:  # the episode has ended meanwhile
+        if session is None or call is None:  # the episode has ended in the meantime
             return
         session.heard_at = now
         if event.problem:
@@ -228,7 +233,7 @@ class Sessions:
             yield from self._placed(session, call, event.token_ids)
 
     def _placed(self, session: Session, call: Call, token_ids: Sequence[int]) -> Iterator[e.Action]:
-        """All tokens of the call's prompt are known. They are of one table, so that a number is in memory once."""
+        """Asks for completions once all prompt tokens are known. Interns the ids, so that equal ids share one int object."""
         place, length = call.place, call.place.length + len(token_ids)
         room = self.limits.context_tokens - length
         if room < 1 or not length:
@@ -286,7 +291,9 @@ class Sessions:
         if session is None or call is None or not call.is_waited_for or not is_told_in_pieces(call.request):
             return
         session.heard_at = now
-        if now - call.grown_at < PIECES_S:  # each reads the whole text again, and a worker may report token by token
+        if (
+            now - call.grown_at < PIECES_S
+        ):  # every piece decodes the whole text again, and a worker may report token by token
             return
         call.grown_at, stops = now, call.request.stops
         text = certain_part(self.reading.said(token_ids, stops, has_tools=False)[0], stops)
@@ -310,7 +317,7 @@ class Sessions:
         return e.CallAnswer(call.call_id, call.prompt_token_ids, tuple(choices))
 
     def _told(self, session: Session, call: Call) -> Iterator[e.Action]:
-        """The client learns the answer: from now on its calls count, and others may continue them."""
+        """Delivers the answer. From now on the call counts for training, and later calls may continue it."""
         assert call.answer is not None, "it has its answer"
         prompt = call.request.prompt
         for number, choice in enumerate(call.answer.choices):
@@ -327,7 +334,7 @@ class Sessions:
         yield call.answer
 
     def _taken_up(self, session: Session, call: Call, call_id: int) -> Iterator[e.Action]:
-        """The same call again, behind which nobody waits."""
+        """A retry takes over the abandoned call, and its answer if there is one."""
         self.counts.retried += 1
         self._forget(session, call)
         for group_id, (session_id, old, choice) in list(self._of_group.items()):
@@ -347,7 +354,7 @@ class Sessions:
             found[1].is_waited_for = False
 
     def _broke(self, call_id: int, name: str) -> Iterator[e.Action]:
-        """Nothing of the call stays behind, and its client need not wait."""
+        """Removes the call after an unexpected error, and answers its client with 500."""
         every = ((session, call) for session in self.sessions.values() for call in session.calls.values())
         found = next((one for one in every if call_id in (one[1].call_id, one[1].number)), None)
         if found is not None:
@@ -403,7 +410,7 @@ class Sessions:
         yield e.EndEpisode(session.root, chains, value, told, is_final=True)
 
     def _failed(self, session_id: str, reason: str) -> Iterator[e.Action]:
-        """Begun anew as often as may be, then dropped: no fault of the machinery becomes a reward."""
+        """Restarts the episode, or drops it after `restarts_max`: a fault of the machinery never becomes a reward."""
         session = self.sessions.get(session_id)
         if session is None:
             return

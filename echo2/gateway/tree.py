@@ -1,11 +1,11 @@
-"""The append-only tree of one episode's tokens: where in it a request stands.
+"""Append-only tree of one episode's tokens; finds the node that a request continues.
 
-Guarantees: what was sampled stands in later prompts as the very ids that were sampled; a history that does not repeat it word for
-word begins a chain of its own, which is counted. Nodes are added, never changed; each keeps what it adds to its parent, in four
-bytes a token, and a text or list of ids is known again by its digest alone. Leaves to others: templates (Speech), leases.
+Guarantees: sampled tokens appear in later prompts as the same ids; a history that does not repeat a completion word for word starts
+a new chain, which is counted. Nodes are added, never changed. A node stores only the tokens that it adds to its parent, four bytes
+a token; texts and lists of ids are recognised by digest, not kept. Leaves to others: templates (Speech), leases.
 
     opening --sampled--> node --between + sampled--> node --...      one chain: each call continues the one before
-                           '-- another request continues it ------> a chain of its own (a branch)
+                           '-- another request continues it ------> a new chain (a branch)
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Protocol
 from echo2.gateway.requests import CallRequest, Message, behind
 
 NODE_BYTES = 512
-"""About what a node takes beside its tokens."""
+"""Approximate memory of a node without its tokens."""
 
 
 class Speech(Protocol):
-    """A model's words as tokens. An `EchoError` says what it cannot say."""
+    """Encodes text for one model. Raises an `EchoError` for what the model's template cannot express."""
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Message]) -> Sequence[int]: ...
 
@@ -35,8 +35,8 @@ class Speech(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One call that has its answer. `added`: what its prompt adds to its parent, then the `sampled_count` sampled ids; `length`: of
-    all tokens up to its end."""
+    """One answered call. `added`: the tokens that its prompt adds to its parent's, then `sampled_count` sampled ids. `length`:
+    tokens from the root to the end of this node."""
 
     chain: int
     depth: int
@@ -47,7 +47,7 @@ class Node:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """What was sampled."""
+        """The sampled ids."""
         return tuple(self.added[len(self.added) - self.sampled_count :])
 
     @property
@@ -62,8 +62,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """What a request adds behind its parent, before it is tokens: `token_ids` of its own, a `text`, or `messages` of a chat, which
-    begins with `tools` or goes on behind the sampled `turn`. `size`: of all of it as JSON."""
+    """What a request adds after its parent, before encoding: `token_ids`, a `text`, or chat `messages`.
+
+    A chat without `turn` starts with `tools`; otherwise the messages follow the sampled `turn`. `size`: length of the addition
+    (characters of JSON for a chat, bytes for a text), 0 for token ids.
+    """
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
@@ -74,12 +77,12 @@ class Wording:
 
     @property
     def text_bytes(self) -> int:
-        """Of what people and tools say in it; as tokens it is no shorter than this by the longest token."""
+        """UTF-8 bytes of its text and message contents. Divided by the longest token's bytes, a lower bound on its tokens."""
         texts = [self.text, *(str(message["content"]) for message in self.messages)]
         return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
     def tokens(self, speech: Speech) -> Sequence[int]:
-        """Raises what `speech` raises."""
+        """Encodes the addition. Raises what `speech` raises."""
         if self.messages and self.turn is None:
             return speech.opening(self.messages, self.tools)
         if self.messages:
@@ -89,7 +92,8 @@ class Wording:
 
 @dataclass(frozen=True, slots=True)
 class TreePlace:
-    """Where a request stands: behind `parent`, or at a beginning. `key`: of its history, behind which the answer comes."""
+    """A request's position: after `parent`, or at the root if None. `key`: the chat history's key, which the answer will extend;
+    empty for a text."""
 
     wording: Wording
     parent: Node | None
@@ -97,7 +101,7 @@ class TreePlace:
 
     @property
     def length(self) -> int:
-        """Of the tokens that are known."""
+        """Number of prompt tokens known already."""
         return 0 if self.parent is None else self.parent.length
 
     @property
@@ -107,7 +111,7 @@ class TreePlace:
 
 @dataclass(slots=True)
 class _Beginnings:
-    """What a prompt may begin with, by its length in bytes and a digest."""
+    """Index of known prompt prefixes, by length in bytes and digest."""
 
     _nodes: dict[bytes, Node] = field(default_factory=dict)
     _lengths: dict[int, None] = field(default_factory=dict)
@@ -117,7 +121,7 @@ class _Beginnings:
         self._lengths[len(data)] = None
 
     def longest(self, data: bytes, limit: int) -> tuple[int, Node] | None:
-        """The longest of at most `limit` bytes that `data` begins with."""
+        """Returns length and node of the longest known prefix of `data` of at most `limit` bytes."""
         digest, at, found = blake2b(digest_size=16), 0, None
         for length in sorted(length for length in self._lengths if length <= limit):
             digest.update(memoryview(data)[at:length])
@@ -129,7 +133,8 @@ class _Beginnings:
 
 @dataclass(slots=True)
 class TokenTree:
-    """`lengths`: calls of each chain, those under way included. `kept_bytes`: about what all nodes take."""
+    """Token tree of one episode. `lengths`: calls of each chain, including those under way. `kept_bytes`: approximate memory of all
+    nodes."""
 
     _by_history: dict[bytes, Node] = field(default_factory=dict)
     _texts: _Beginnings = field(default_factory=_Beginnings)
@@ -139,7 +144,7 @@ class TokenTree:
     kept_bytes: int = 0
 
     def place_of(self, request: CallRequest) -> TreePlace:
-        """Of token ids, all are below 2**32."""
+        """Finds the longest known history that the request continues. Prompt token ids must be below 2**32."""
         if request.prompt is not None:
             return self._place_of_text(request.prompt)
         sizes, messages = request.sizes, request.messages
@@ -166,14 +171,14 @@ class TokenTree:
         return TreePlace(Wording(token_ids=prompt[found[1].length :]), found[1], b"")
 
     def chain_for(self, place: TreePlace) -> int | None:
-        """The chain that a call at this place goes on with; None: it begins one."""
+        """Returns the chain that a call at this place continues; None: the call starts a new one."""
         parent = place.parent
         if parent is not None and self.lengths[parent.chain] == parent.depth:
             return parent.chain
         return None
 
     def began(self, chain: int) -> int:
-        """A call of this chain is under way; returns its depth. A second beginning in an episode is a branch."""
+        """Records a new call of this chain and returns its depth. Each chain after an episode's first counts as a branch."""
         self.branches += chain not in self.lengths and bool(self.lengths)
         self.lengths[chain] = self.lengths.get(chain, 0) + 1
         return self.lengths[chain]
@@ -181,18 +186,18 @@ class TokenTree:
     def node(
         self, place: TreePlace, chain: int, depth: int, prompt_token_ids: tuple[int, ...], token_ids: tuple[int, ...]
     ) -> Node:
-        """What a call at `place` becomes with its answer."""
+        """Makes the node of an answered call at `place`."""
         added = array("I", prompt_token_ids[place.length :])
         added.extend(token_ids)
         self.kept_bytes += NODE_BYTES + added.itemsize * len(added)
         return Node(chain, depth, place.parent, added, len(token_ids), len(prompt_token_ids) + len(token_ids))
 
     def answered(self, node: Node, key: bytes, answer: Message) -> None:
-        """The answer to the chat at `key` is known, as the client will repeat it."""
+        """Registers the answer to the chat at `key`, in the form in which the client will repeat it."""
         self._by_history.setdefault(behind(key, answer)[0], node)
 
     def completed(self, node: Node, text: str) -> None:
-        """So is the answer to a text, which with its prompt is `text`, or to token ids, where it is empty."""
+        """Registers the answer to a text completion. `text`: prompt and completion; empty if the prompt was token ids."""
         self._ids.add(array("I", node.all_token_ids).tobytes(), node)
         if text:
             self._texts.add(text.encode(), node)

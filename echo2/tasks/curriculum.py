@@ -1,7 +1,7 @@
-"""Which training prompts to prefer, from how the policy fared on them: a hook between the cursor and the task.
+"""Which training prompts to prefer, given earlier rewards on them: a hook between the cursor and the task.
 
-Guarantees: a pure function of positions and recorded rewards, so that a restart with the saved state goes on alike;
-memory is bounded. Leaves to others: the order of prompts (split), dropping groups with equal rewards (learner/selection).
+Guarantees: a pure function of positions and recorded rewards, so that a restart from saved state continues identically; memory is
+bounded. Leaves to others: the order of prompts (split), dropping groups with equal rewards (learner/selection).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Curriculum(Protocol):
         ...
 
     def record(self, index: int, rewards: Sequence[float]) -> None:
-        """How a group on the instance at `index` fared."""
+        """Records the rewards of a group on the instance at `index`."""
         ...
 
     def state(self) -> Mapping[str, float]:
-        """What a checkpoint keeps: JSON-ready; `make_curriculum` takes it back."""
+        """Returns the state for a checkpoint, as JSON-compatible values; `make_curriculum` restores it."""
         ...
 
 
@@ -63,10 +63,10 @@ class BandConfig:
 
 
 class SuccessBand:
-    """Prefers what is neither mastered nor hopeless yet: there the group's rewards differ and teach.
+    """Prefers instances that are neither mastered nor hopeless: there a group's rewards differ, so it has a gradient.
 
-    Instances never seen are always wanted. `revisit` above 0 keeps every instance coming back, and bounds the search
-    for a wanted one: at most 1 / revisit draws on average.
+    Instances not seen yet are always wanted. `revisit` above 0 makes every instance return some day, and bounds the search for a
+    wanted one to 1 / revisit draws on average.
     """
 
     def __init__(self, config: BandConfig, state: Mapping[str, float] | None = None):
@@ -92,7 +92,7 @@ class SuccessBand:
 
 
 def make_curriculum(name: str, seed: int, state: Mapping[str, float] | None = None) -> Curriculum:
-    """The curriculum called `name`, new or as `state` has it."""
+    """Makes the curriculum called `name`, new or restored from `state`."""
     match name:
         case "in_order":
             return InOrder()

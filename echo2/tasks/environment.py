@@ -1,9 +1,9 @@
 """Environments: tasks of several turns, in which the world answers between the model's completions.
 
-Guarantees asked of an implementation: an episode is a pure function of its index and of the completions so far, so that
+Guarantees required of an implementation: an episode is a pure function of its index and of the completions so far, so that
 it can be replayed on another process or after a restart; it ends after a stated number of turns. Leaves to others:
 running it under limits (runtime/rewards), tokens and masks (episode), asking workers for the next turn: every turn is
-a lease of its own whose prompt is all that came before, so workers know nothing of environments.
+a lease of its own whose prompt is everything before it, so workers know nothing about environments.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Environment(Protocol):
     """One episode."""
 
     def reset(self) -> Prompt:
-        """Back to the beginning; the opening prompt."""
+        """Restarts the episode and returns the opening prompt."""
         ...
 
     def step(self, completion_text: str) -> Observation:
-        """The world's answer to a completion. Not called again once an observation was done."""
+        """Returns the world's answer to a completion. Callers must stop once an observation is done."""
         ...
 
 
@@ -51,14 +51,15 @@ class EnvironmentSource(Protocol):
 
     @property
     def size(self) -> int | None:
-        """How many distinct episodes there are; None: without end."""
+        """Number of distinct episodes; None: unlimited."""
         ...
 
     def open(self, index: int) -> Environment: ...
 
 
 def replayed(source: EnvironmentSource, index: int, completions: tuple[str, ...]) -> tuple[Prompt, list[Observation]]:
-    """The episode at `index` after these completions, from its beginning."""
+    """Replays the episode at `index`: returns its opening prompt and the observation after each completion. Raises `TaskError` if a
+    completion follows the end."""
     environment = source.open(index)
     prompt = environment.reset()
     observations: list[Observation] = []

@@ -1,8 +1,8 @@
-"""Which scorers execute text: the data sets of reasoning-gym that `eval` or parse, as a program, what they are given.
+"""Lists the scorers that execute text: reasoning-gym data sets that `eval` their input or parse it as a program.
 
-Guarantees: the list is what a reading of reasoning-gym's sources finds, through all that its scorers call
-(`tests/security/test_no_foreign_code.py` compares them). A few of them execute the problem's own text alone; they are listed
-all the same. Leaves to others: containing them, which is done for every data set (runtime/rewards).
+Guarantees: the list matches an analysis of reasoning-gym's sources through everything that its scorers call
+(`tests/security/test_no_foreign_code.py` compares the two). A few of them execute only the problem's own text; they are listed too.
+Leaves to others: containment, which covers every data set (runtime/rewards).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ EXECUTING_DATA_SETS = frozenset({
 
 
 PLAIN_TASKS = frozenset({"sort_digits"})
-"""Tasks whose score is a plain comparison of echo2's own: scored in the learner's process."""
+"""Tasks that echo2 scores by plain comparison, in the learner's process."""
 
 
 def text_executing_scorer(task_name: str, args: Mapping[str, object]) -> str:
-    """The name of the task's scorer if it is known to execute text, else nothing."""
+    """Returns the name of the task's scorer if it is known to execute text, else an empty string."""
     data_set = args.get("dataset")
     if task_name == "reasoning_gym" and data_set in EXECUTING_DATA_SETS:
         return f"reasoning_gym/{data_set}"
@@ -37,7 +37,7 @@ def text_executing_scorer(task_name: str, args: Mapping[str, object]) -> str:
 
 
 def trusted_text(task_name: str, args: Mapping[str, object]) -> str:
-    """What it means to trust this task's rewards."""
+    """Returns the warning about trusting this task's rewards."""
     executing = text_executing_scorer(task_name, args)
     return (
         "task.trusted_rewards is on: rewards are not contained, and what a completion makes them do is done with the "

@@ -18,7 +18,7 @@ TEXT_CHARS_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MathRow:
-    """One problem: the prompt, its reference answer and where it came from."""
+    """One problem: prompt, reference answer and origin."""
 
     prompt: Prompt
     answer: str
@@ -72,11 +72,11 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
 
 
 def _final(completion_text: str) -> str:
-    """From the last box on: the parser would take all boxes together, and a completion could list many answers."""
+    """Drops the text before the last box: the parser would take all boxes together, so a completion could list many answers."""
     start = completion_text.rfind("\\boxed")
     return completion_text[start:] if start >= 0 else completion_text
 
 
 def _as_latex(reference: str) -> str:
-    """References come bare (`\\frac{1}{2}`) as often as wrapped; the parser wants them wrapped."""
+    """Wraps a bare reference (`\\frac{1}{2}`) in $ signs, as the parser needs; data sets have both forms."""
     return reference if "$" in reference or "\\boxed" in reference else f"${reference}$"

@@ -1,10 +1,10 @@
-"""Several tasks in one run: whose turn each position is, and which of that task's instances comes.
+"""Several tasks in one run: which task, and which of its instances, is at each position.
 
-Positions go in cycles. Within a cycle each task has as many places as its weight asks for, spread evenly: up to every position a
-task has had its share to within one prompt for each other task, so that a step's batch has all of them.
-Guarantees: a position names the same instance of the same task after every restart; each task keeps the held-out instances and the
-order that it has alone (split); a finite task that was drawn as often as it may be leaves its places empty, which are passed over.
-Leaves to others: what a task is (task), prompts that are passed over for their length (learner/runtime/prompts).
+Positions form cycles. Within a cycle each task has a number of places proportional to its weight, spread evenly: up to any position
+a task deviates from its share by at most one prompt per other task, so a step's batch contains all of them.
+Guarantees: a position names the same instance of the same task after every restart; each task has the same held-out instances and
+order as it has alone (split); once a finite task has used up its epochs, its places stay empty and are skipped.
+Leaves to others: what a task is (task), prompts skipped for their length (learner/runtime/prompts).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from echo2.base.errors import TaskError
 from echo2.tasks.split import TaskSplit
 
 CYCLE_MAX = 1000
-"""Places of a cycle at most: weights are kept to one in so many."""
+"""Largest number of places in a cycle, so weights are exact to one part in CYCLE_MAX."""
 
 
 class Split(Protocol):
-    """Which instance comes at which position: of one task, or of a mixture."""
+    """Maps positions to instances, of one task or of a mixture."""
 
     @property
     def train_count(self) -> int | None: ...
@@ -32,7 +32,7 @@ class Split(Protocol):
     def epochs_max(self) -> int | None: ...
 
     def upcoming(self, position: int) -> int:
-        """The first position from this one on that has an instance; where none has, this one."""
+        """Returns the first position at or after this one that has an instance; if there is none, this one."""
         ...
 
     def has(self, position: int) -> bool: ...
@@ -41,9 +41,10 @@ class Split(Protocol):
 
 
 def places(weights: Sequence[float]) -> tuple[int, ...]:
-    """Of each place of a cycle, which task has it.
+    """Returns the task of each place of a cycle.
 
-    The cycle is the shortest that gives every task its very share, or else CYCLE_MAX places, shared out by largest remainder.
+    The cycle is the shortest in which every task gets its exact share; if none of up to CYCLE_MAX places does, CYCLE_MAX places are
+    apportioned by largest remainder.
     """
     total = sum(weights)
     counts = next((exact for length in range(1, CYCLE_MAX + 1) if (exact := _exact(weights, total, length))), None)
@@ -71,13 +72,13 @@ def _rounded(weights: Sequence[float], total: float) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class MixedSplit:
-    """`splits` of the tasks; an instance's index of task t is t + its index there * number of tasks."""
+    """The tasks' `splits` combined. Instance i of task t has index t + i * number of tasks."""
 
     splits: tuple[TaskSplit, ...]
     weights: tuple[float, ...]
     _places: tuple[int, ...] = field(init=False)
-    _ranks: tuple[int, ...] = field(init=False)  # of each place, how many before it in the cycle are the same task's
-    _counts: tuple[int, ...] = field(init=False)  # of each task
+    _ranks: tuple[int, ...] = field(init=False)  # per place: earlier places of the same task in the cycle
+    _counts: tuple[int, ...] = field(init=False)  # per task: its places in a cycle
 
     def __post_init__(self) -> None:
         assert len(self.splits) == len(self.weights) > 0, "a weight for each task"
@@ -114,7 +115,7 @@ class MixedSplit:
         return self.index_of(task, self.splits[task].train_index(place))
 
     def held_out_index(self, position: int) -> int:
-        """The held-out instances of the first task, then those of the second, ..."""
+        """Counts through the held-out instances of the first task, then those of the second, and so on."""
         ends = list(accumulate(split.held_out_count for split in self.splits))
         assert 0 <= position < ends[-1], "held-out positions are below the held-out counts' sum"
         task = bisect_right(ends, position)
@@ -125,12 +126,12 @@ class MixedSplit:
         return task + own_index * len(self.splits)
 
     def parted(self, index: int) -> tuple[int, int]:
-        """The task of an index, and the index there."""
+        """Splits an index into its task and the index within that task."""
         own_index, task = divmod(index, len(self.splits))
         return task, own_index
 
     def task_at(self, position: int) -> int:
-        """Whose turn it is."""
+        """Returns the task whose turn it is."""
         return self._at(position)[0]
 
     def _at(self, position: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Any data set of reasoning-gym by its name: problems made from a seed, scored by the data set itself.
+"""Any reasoning-gym data set by name: problems generated from a seed, scored by the data set itself.
 
 Guarantees: an index gives the same problem whatever was drawn before. Leaves to others: limits on time and memory;
 some of these scorers parse programs or solve equations, so they are not cheap.
@@ -17,7 +17,7 @@ _ANSWER_OPEN, _ANSWER_CLOSE = "<answer>", "</answer>"
 
 
 class _DataSet(Protocol):
-    """The part of reasoning-gym's data sets that is used here."""
+    """The part of reasoning-gym's data set interface that echo2 uses."""
 
     def __getitem__(self, index: int) -> dict[str, object]: ...
     def __len__(self) -> int: ...
@@ -25,7 +25,7 @@ class _DataSet(Protocol):
 
 
 class ReasoningGym:
-    """Data set `dataset` with its own options (`args`). Problems are made on demand, `size` of them."""
+    """Data set `dataset` with its own options (`args`). It has `size` problems, generated on demand."""
 
     def __init__(self, dataset: str, seed: int, size: int = DEFAULT_SIZE, args: Mapping[str, object] | None = None):
         self._dataset_name = dataset
@@ -54,7 +54,7 @@ class ReasoningGym:
 
 
 def answer_in(completion_text: str) -> str:
-    """The content of the last `<answer>` element if there is one, else the whole text; outer blanks removed."""
+    """Returns the content of the last `<answer>` element if there is one, else the whole text; stripped."""
     _, opening, rest = completion_text.rpartition(_ANSWER_OPEN)
     return rest.partition(_ANSWER_CLOSE)[0].strip() if opening else completion_text.strip()
 

@@ -20,12 +20,11 @@ DIGITS_MAX = 12
 
 @dataclass(frozen=True, slots=True)
 class SortDigits:
-    """`digit_count` digits to a prompt. Half of the reward is for getting all of them right, half the share in place.
+    """Prompts of `digit_count` digits. Half of the reward is for a fully correct answer, half is the share of digits in place.
 
-    The share gives a beginner something to climb, the other half makes the whole worth more than its parts: a start
-    that repeats the prompt's digits in any order earns about 0.13 with five digits. A completion of another length is
-    worth 0; blanks, which some tokenizers put between characters, do not count. The part `exact` logs the
-    all-or-nothing score.
+    The share gives a weak policy a gradient; the other half rewards the complete answer beyond its parts. A checkpoint that repeats
+    the prompt's digits in random order earns about 0.13 with five digits. A completion of another length scores 0; blanks, which
+    some tokenizers put between characters, are ignored. The part `exact` logs the all-or-nothing score.
     """
 
     digit_count: int = 5
@@ -60,7 +59,7 @@ class SortDigits:
 
 
 def format_only_target(instance: TaskInstance, rng: random.Random) -> str:
-    """What a warm-up teaches: the prompt's digits in any order. Right in form, right in substance once in n! times."""
+    """Returns the target of the warm-up: the prompt's digits in random order. The form is right; the order, once in n! times."""
     digits = list(instance.answer)
     rng.shuffle(digits)
     return "".join(digits)

@@ -16,7 +16,7 @@ from echo2.base.rng import derived_seed
 
 @dataclass(frozen=True, slots=True)
 class TaskSplit:
-    """Held-out and training indices of a task of `size` instances (None: without end).
+    """Held-out and training indices of a task of `size` instances (None: unlimited).
 
     `epochs_max` ends training on a finite task with a `TaskError`; None repeats it, in a new order each time.
     """
@@ -34,7 +34,7 @@ class TaskSplit:
 
     @property
     def train_count(self) -> int | None:
-        """Instances of one training epoch; None: without end."""
+        """Instances of one training epoch; None: unlimited."""
         return None if self.size is None else self.size - self.held_out_count
 
     def has(self, position: int) -> bool:
@@ -42,7 +42,7 @@ class TaskSplit:
         return self.epochs_max is None or self.train_count is None or position < self.epochs_max * self.train_count
 
     def upcoming(self, position: int) -> int:
-        """The first position from this one on that has an instance; where none has, this one."""
+        """Returns the first position at or after this one that has an instance; if there is none, this one."""
         return position
 
     def held_out_index(self, position: int) -> int:

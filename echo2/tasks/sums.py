@@ -1,7 +1,7 @@
 """One-digit sums as a chat: the smallest verifiable task for a model that was pretrained.
 
 Guarantees: all 100 prompts are distinct, so held-out prompts are never trained on; scoring takes microseconds. A small
-instruct model begins with a fifth of them right and much talk, and learns within minutes on a CPU to answer. Leaves to
+instruct model starts with a fifth of them right and long answers, and learns to answer briefly within minutes on a CPU. Leaves to
 others: the model and its chat template.
 """
 
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums of two numbers below `numbers`. The last number of a completion is its answer: 1 where it is right, else 0."""
+    """Sums of two numbers below `numbers`. The last number of a completion is its answer: reward 1 if right, else 0."""
 
     numbers: int = 10
 

@@ -1,9 +1,9 @@
 """What a task is: prompts that can be drawn again by their index, and a score for a completion.
 
-Guarantees asked of an implementation: `sample` is a pure function of the task's seed and the index, on every machine
-and after every restart; `score` is a pure function of the instance and the text. Then a cursor is all the state that
-the data plane has, and a reward can be computed anywhere. Leaves to others: which index comes next (split), time and
-memory limits on rewards (runtime/rewards), tokens (the learner's tokenizer).
+Guarantees required of an implementation: `sample` is a pure function of the task's seed and the index, on every machine and after
+every restart; `score` is a pure function of the instance and the text. So the data plane's whole state is a cursor, and a reward
+can be computed anywhere. Leaves to others: which index comes next (split), time and memory limits on rewards
+(runtime/rewards), tokens (the learner's tokenizer).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Prompt = str | tuple[ChatMessage, ...]
 
 @dataclass(frozen=True, slots=True)
 class TaskInstance:
-    """One problem. `answer` is the reference that `score` compares with; `metadata` is whatever else it needs."""
+    """One problem. `answer`: the reference that `score` compares with. `metadata`: anything else that `score` needs."""
 
     index: int
     prompt: Prompt
@@ -41,7 +41,7 @@ class TaskInstance:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """`value` is what is trained on; `parts` are logged by name beside it, such as accuracy or format."""
+    """`value`: the number to train on. `parts`: further numbers to log by name, such as accuracy or format."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -60,13 +60,13 @@ class Task(Protocol):
 
     @property
     def size(self) -> int | None:
-        """How many distinct instances there are; None: without end."""
+        """Number of distinct instances; None: unlimited."""
         ...
 
     @property
     def is_cheap(self) -> bool:
-        """Whether scoring compares plainly, in well under a millisecond, so that it needs no process of its own. Believed
-        of a user's task only where the operator trusts rewards.
+        """Whether scoring is a plain comparison, well under a millisecond, that needs no process of its own. For a user's task
+        this counts only if the operator trusts rewards.
         """
         ...
 

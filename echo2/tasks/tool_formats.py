@@ -1,7 +1,7 @@
-"""Tool calls as model families write them in a completion's text.
+"""Parses tool calls from a completion's text, in the formats of several model families.
 
-Guarantees: what does not parse stays text, never half a call; one pass, bounded by the text's length and `CALLS_MAX`. Leaves to
-others: carrying calls out (tools), messages of the OpenAI kind (gateway).
+Guarantees: text that does not parse stays text, never half a call; one pass, bounded by the text's length and `CALLS_MAX`. Leaves
+to others: executing calls (tools), OpenAI-style messages (gateway).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CALLS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """One call that a completion holds; `begin` and `end` are its place in the text."""
+    """One call in a completion, at text[begin:end]."""
 
     name: str
     arguments: Mapping[str, object]
@@ -26,14 +26,14 @@ class WrittenCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A family: the text in its chat template that tells it, and how its calls are found."""
+    """One family's format. `sign`: text in the chat template that identifies it. `found`: yields the calls of a text."""
 
     name: str
     sign: str
     found: Callable[[str], Iterator[WrittenCall]]
 
     def split(self, text: str) -> tuple[str, tuple[WrittenCall, ...]]:
-        """The text without its calls, and the calls in order."""
+        """Returns the text without its calls, and the first CALLS_MAX calls in order."""
         calls: list[WrittenCall] = []
         for call in self.found(text):
             calls.append(call)
@@ -47,7 +47,7 @@ class ToolFormat:
 
 
 def _call(told: object, begin: int, end: int) -> WrittenCall | None:
-    """Of `{"name": ..., "arguments" or "parameters": {...}}`."""
+    """Reads `{"name": ..., "arguments" or "parameters": {...}}`; None if it has another shape."""
     if not isinstance(told, dict) or not isinstance(told.get("name"), str) or not told["name"]:
         return None
     arguments = told.get("arguments", told.get("parameters", {}))
@@ -64,7 +64,7 @@ def _json(text: str) -> object:
 
 
 def _between(text: str, opening: str, closing: str) -> Iterator[tuple[str, int, int]]:
-    """What stands between the marks, and where the marks begin and end."""
+    """Yields each text between the marks, with the offsets where the opening mark begins and the closing one ends."""
     at = 0
     while (begin := text.find(opening, at)) >= 0:
         close = text.find(closing, begin + len(opening))
@@ -87,9 +87,10 @@ _SPACE = re.compile(r"\s*")
 def _values(
     text: str, opening: str, closing: str, key_at: Callable[[str, int], tuple[str, int] | None]
 ) -> Iterator[tuple[str, int, int]]:
-    """The keys behind `opening`, and where the value of each begins and ends. `key_at`: the key that begins there, and where its
-    value does. Ends at the first value without `closing`: those behind it have none either, and looking for it from each would take
-    the square of the text's length.
+    """Yields each key after `opening`, with the offsets of its value.
+
+    `key_at`: returns the key at an offset and where its value begins, or None. Stops at the first value without `closing`: later
+    values have none either, and searching from each of them would take quadratic time.
     """
     at = 0
     while (begin := text.find(opening, at)) >= 0:
@@ -106,7 +107,7 @@ def _values(
 
 
 def _key(text: str, at: int, end: str, but: str) -> str | None:
-    """Of 1 to KEY_CHARS_MAX characters, none of them in `but`."""
+    """Returns the key from `at` to `end`, of 1 to KEY_CHARS_MAX characters and without `but`; else None."""
     close = text.find(end, at, at + KEY_CHARS_MAX + len(end))
     key = text[at:close] if close > at else ""
     return key if key and but not in key else None
@@ -130,19 +131,19 @@ def _argument_key(text: str, at: int) -> tuple[str, int] | None:
 
 
 def _parameters(text: str) -> Iterator[tuple[str, str]]:
-    """`<parameter=KEY>VALUE</parameter>`, without a line's end at either end of the value."""
+    """Yields keys and values of `<parameter=KEY>VALUE</parameter>`, without one newline at either end of the value."""
     for key, first, close in _values(text, "<parameter=", "</parameter>", _parameter_key):
         yield key, text[first : close - (close > first and text[close - 1] == "\n")]
 
 
 def _arguments(text: str) -> Iterator[tuple[str, str]]:
-    """`<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>`."""
+    """Yields keys and values of `<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>`."""
     for key, first, close in _values(text, "<arg_key>", "</arg_value>", _argument_key):
         yield key, text[first:close]
 
 
 def _value(text: str) -> object:
-    """JSON where it is some, else text."""
+    """Parses the value as JSON; if it is none, returns the text."""
     value = _json(text.strip())
     return text if value is None and text.strip() != "null" else value
 
@@ -163,7 +164,7 @@ def _glm(text: str) -> Iterator[WrittenCall]:
 
 
 def _mistral(text: str) -> Iterator[WrittenCall]:
-    """`[TOOL_CALLS][{...}, ...]`, or of newer models `[TOOL_CALLS]name[ARGS]{...}` once for each call."""
+    """Parses `[TOOL_CALLS][{...}, ...]`, or newer models' `[TOOL_CALLS]name[ARGS]{...}`, once per call."""
     mark = "[TOOL_CALLS]"
     at = text.find(mark)
     while at >= 0:
@@ -182,7 +183,7 @@ def _deepseek(text: str) -> Iterator[WrittenCall]:
     for inside, begin, end in _between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
         first, _, second = inside.partition("<｜tool▁sep｜>")
         name, arguments = first, second
-        if first.strip() == "function":  # R1 and V3 write the name behind it, and the arguments in a block of code
+        if first.strip() == "function":  # R1 and V3 write the name after it, and the arguments in a code block
             name, _, arguments = second.partition("\n")
             arguments = arguments.strip().removeprefix("```json").removesuffix("```")
         told = _json(arguments.strip())
@@ -191,7 +192,7 @@ def _deepseek(text: str) -> Iterator[WrittenCall]:
 
 
 def _listed(text: str) -> Iterator[WrittenCall]:
-    """Granite and Phi: a list behind `<|tool_call|>`."""
+    """Parses Granite's and Phi's list after `<|tool_call|>`."""
     mark = "<|tool_call|>"
     begin = text.find(mark)
     if begin < 0:
@@ -205,7 +206,7 @@ def _listed(text: str) -> Iterator[WrittenCall]:
 
 
 def _llama(text: str) -> Iterator[WrittenCall]:
-    """The whole answer is the call."""
+    """Parses an answer that consists of nothing but a call, or a list of calls."""
     body = text.removeprefix("<|python_tag|>").strip()
     told = _json(body) if body.startswith(("{", "[")) else None
     for one in told if isinstance(told, list) else [told]:
@@ -227,5 +228,5 @@ _DEFAULT = next(one for one in FORMATS if one.name == "hermes")
 
 
 def tool_format_of(template: str) -> ToolFormat:
-    """The family by its chat template; that of Qwen and Hermes, which most models know, where the template has no sign."""
+    """Chooses the family by the chat template; if no sign matches, the Qwen and Hermes format, which most models know."""
     return next((one for one in FORMATS if one.sign in template), _DEFAULT)

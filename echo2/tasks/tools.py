@@ -1,9 +1,9 @@
 """Tool use: an environment in which the model may call tools before it answers, and a calculator as a real tool.
 
-Guarantees: a call that is malformed, unknown or fails is answered with a message saying so, and the episode goes on; an
-answer without a call ends it and is scored by the task underneath; after `turns_max` turns the last completion is
-scored as it stands. The calculator evaluates arithmetic and nothing else, in bounded time. Leaves to others: limits on
-what a user's own tools do (runtime/rewards).
+Guarantees: a malformed, unknown or failing call is answered with an error message, and the episode continues; a completion without
+a call ends the episode and is scored by the underlying task; after `turns_max` turns the last completion is scored, calls or not.
+The calculator evaluates arithmetic and nothing else, in bounded time. Leaves to others: limits on what a user's own tools do
+(runtime/rewards).
 
 A call is written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen and Hermes models do.
 """
@@ -38,7 +38,7 @@ class Tool(Protocol):
 
     @property
     def description(self) -> str:
-        """What it does and takes, for the system prompt."""
+        """What the tool does and takes, for the system prompt."""
         ...
 
     def call(self, arguments: Mapping[str, object]) -> str: ...
@@ -46,7 +46,7 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as the model wrote it; `problem` says what is wrong with the writing, if anything."""
+    """One call as the model wrote it. `problem`: why it is malformed, if it is."""
 
     name: str
     arguments: Mapping[str, object]
@@ -54,7 +54,7 @@ class ToolCall:
 
 
 def tool_calls_in(completion_text: str) -> tuple[ToolCall, ...]:
-    """The first calls of a completion, in order; malformed ones with their problem. One pass over the text."""
+    """Returns the first CALLS_PER_TURN_MAX calls of a completion, in order; malformed ones with their problem. Takes one pass."""
     calls: list[ToolCall] = []
     end = 0
     while len(calls) < CALLS_PER_TURN_MAX:
@@ -81,7 +81,7 @@ def _parsed(text: str) -> ToolCall:
 
 
 class ToolEnvironment:
-    """One episode: problem, calls and their results, answer."""
+    """One episode: a problem, tool calls with their results, and the answer."""
 
     def __init__(self, task: Task, instance: TaskInstance, tools: Sequence[Tool], turns_max: int):
         self._task = task
@@ -151,7 +151,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
 
 
 def _evaluated(node: ast.expr) -> float:
-    """The value of an arithmetic tree; anything else in it is a `ValueError`."""
+    """Evaluates an arithmetic tree. Raises `ValueError` for anything else in it."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return _bounded(float(number))
@@ -173,7 +173,7 @@ def _bounded(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticProblems:
-    """Products and sums that are tedious in the head and easy with a calculator. An exact last number is right."""
+    """Products and sums that are tedious by head and easy with a calculator. Right if the completion's last number is exact."""
 
     seed: int = 0
 
@@ -202,7 +202,7 @@ class ArithmeticProblems:
 
 @dataclass(frozen=True, slots=True)
 class CalculatorEnvironments:
-    """Arithmetic with a calculator at hand: the built-in example of a tool-calling environment."""
+    """Arithmetic with a calculator tool: the built-in example of a tool-calling environment."""
 
     seed: int = 0
     turns_max: int = 4

@@ -1,1 +1,1 @@
-"""`echo2 demo`: the whole system on one machine, as real processes, with a live screen and a summary."""
+"""`echo2 demo`: runs the whole system on one machine, as real processes, with a live screen and a summary."""

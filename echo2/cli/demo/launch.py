@@ -1,7 +1,7 @@
-"""Runs the demo's processes and watches over them.
+"""Starts, checks and stops a run's child processes.
 
-Guarantees: whatever happens, no process of the demo outlives it; a process that dies by itself ends the demo with its
-last words. Waits for: the coordinator's links (20 s), then the learner's end; woken every half second.
+Guarantees: `kill_all` leaves no child process; `raise_if_failed` reports a child that ended with an error by the last error in its
+log. Waits for: the coordinator's links, at most LINKS_WITHIN_S; the end of a child told to stop, at most STOP_WITHIN_S.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LAST_WORDS_LINES = 8
 
 
 class ChildFailed(EchoError):
-    """A process of the demo ended with an error."""
+    """A child process ended with an error."""
 
 
 class Children:
-    """A run's processes by name, each with its log file. `environment`: beside this process's own."""
+    """A run's processes by name, each with its log file. `environment`: variables added to this process's own."""
 
     def __init__(
         self, run_folder: Path, commands: Mapping[str, list[str]], worker_python: str, environment: Mapping[str, str]
@@ -38,7 +38,7 @@ class Children:
         (run_folder / "logs").mkdir(parents=True, exist_ok=True)
 
     async def start(self, name: str) -> None:
-        """Starts one; its output goes to logs/NAME.log."""
+        """Starts one process; its output goes to logs/NAME.log."""
         with self.log_path(name).open("ab") as log:
             self.processes[name] = await asyncio.create_subprocess_exec(
                 *executable(self.commands[name], self.worker_python), stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL,
@@ -53,7 +53,7 @@ class Children:
         return process is not None and process.returncode is None
 
     def raise_if_failed(self) -> None:
-        """A process that ended with an error ends the demo; one killed by a signal from outside may be restarted."""
+        """Raises ChildFailed if a process exited with an error. Ignores one killed by a signal: it may be restarted."""
         for name, process in self.processes.items():
             if process.returncode is not None and process.returncode > 0:
                 raise ChildFailed(f"{name} ended with code {process.returncode}: {self.last_words(name)}")
@@ -64,7 +64,7 @@ class Children:
         return (errors or lines or ["no output"])[-1]
 
     async def stop(self, name: str) -> int | None:
-        """SIGTERM, then SIGKILL after a while. The exit code."""
+        """Sends SIGTERM, then SIGKILL after STOP_WITHIN_S. Returns the exit code."""
         process = self.processes[name]
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -77,7 +77,7 @@ class Children:
         return process.returncode
 
     async def stop_all(self) -> None:
-        """Workers first, the coordinator last, so that goodbyes are heard."""
+        """Stops the workers first and the coordinator last, so that it still receives their clean disconnects."""
         names = list(self.processes)
         workers = [name for name in names if name not in ("coordinator", "learner")]
         await asyncio.gather(*(self.stop(name) for name in workers))
@@ -95,7 +95,7 @@ class Children:
             os.killpg(process.pid, signal.SIGKILL)
 
     async def wait_for_links(self) -> None:
-        """Until the coordinator has written its join links."""
+        """Waits until the coordinator has written its join links. Raises Unreachable after LINKS_WITHIN_S."""
         links = self.run_folder / "links"
         deadline = time.monotonic() + LINKS_WITHIN_S
         while not all((links / f"{role}.link").exists() for role in ("worker", "learner", "operator")):
@@ -109,7 +109,7 @@ class Children:
 
 
 def prepare_run_folder(folder: Path) -> None:
-    """Makes a fresh run folder; refuses one that holds a run, so that nothing is overwritten."""
+    """Makes a fresh run folder. Raises StateError for one that holds a run, so that nothing is overwritten."""
     if (folder / "run.toml").exists():
         raise StateError(f"run folder {folder}: expected an empty folder for a new demo, found a run; choose --name")
     try:

@@ -1,8 +1,8 @@
-"""The processes of a run on this machine, from their start to their end, with the live screen: `echo2 demo` and `echo2 run`.
+"""Runs a run's processes on this machine from start to end, with the live screen, for `echo2 demo` and `echo2 run`.
 
-Waits for: the end that the caller names, as long as anything moves within `still_s`; woken twice a second. Guarantees: every
-process is asked to end when `run` returns or is cancelled. Leaves to others: which processes (commands), signals, what is said
-at the end.
+Waits for: the end that the caller's `is_over` detects, unless nothing makes progress for `still_s`; polls twice a second.
+Guarantees: every process is asked to stop when `run` returns or is cancelled. Leaves to others: which processes to start, signals,
+the final report.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STILL_STEPS = 6.0
 
 
 class LiveRun:
-    """`is_over` is asked after each look."""
+    """`is_over`: asked after each poll. `still_s`: seconds without progress after which `run` raises Unreachable."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class LiveRun:
         self.printed_at = 0.0
 
     async def run(self, names: Sequence[str]) -> None:
-        """The coordinator first, then `names`, until the end."""
+        """Starts the coordinator, then `names`; returns at the end of the run, with all processes stopped."""
         try:
             await self.children.start("coordinator")
             await self.children.wait_for_links()
@@ -84,7 +84,7 @@ class LiveRun:
                     f"stands at step {self.state.status.learner.step if self.state.status else '?'}"
                     f"{f', waiting for {waits}' if waits else ''}; logs in {self.run_folder / 'logs'}"
                 )
-            with contextlib.suppress(Unreachable):  # the coordinator may be away for a while: that must not end a run
+            with contextlib.suppress(Unreachable):  # a run survives a coordinator that is away for a while
                 self.state.status = await operator.status()
             self._read_metrics()
             self._show(live)
@@ -93,7 +93,7 @@ class LiveRun:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _read_metrics(self) -> None:
-        """New whole lines of metrics.jsonl and evaluations.jsonl."""
+        """Reads new complete lines of metrics.jsonl and evaluations.jsonl."""
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             path = self.run_folder / "learner" / name
             if not path.exists():
@@ -125,8 +125,10 @@ class LiveRun:
 
 @dataclass(slots=True)
 class LastMove:
-    """When anything of a run last moved: a step, an evaluation, a version that went live on a worker, tokens of a worker. What
-    workers do without a step or an evaluation counts for STILL_STEPS times as long."""
+    """Tracks when a run last made progress: a step, an evaluation, a new version, a version live on a worker, or sampled tokens.
+
+    If only workers make progress, the limit on standing still is STILL_STEPS times as long.
+    """
 
     at: float
     stepped_at: float = math.nan
@@ -134,7 +136,7 @@ class LastMove:
     _steps: tuple[object, ...] = ()
 
     def still_s(self, state: ScreenState, now: float) -> float:
-        """For how many seconds nothing has."""
+        """Returns the larger of the seconds since any progress, and the seconds since the learner's divided by STILL_STEPS."""
         steps: tuple[object, ...] = (len(state.rewards), len(state.evaluations))
         beats: tuple[object, ...] = ()
         if state.status is not None:
@@ -149,7 +151,7 @@ class LastMove:
 
 
 def phase_of(status: coordinator_pb2.RunStatus | None) -> str:
-    """In a word."""
+    """Returns the run's phase in a word or two."""
     if status is not None and status.finished:
         return "finished"
     if status is None or not status.learner_is_connected:
@@ -160,7 +162,7 @@ def phase_of(status: coordinator_pb2.RunStatus | None) -> str:
 
 
 def plain_line(state: ScreenState) -> str:
-    """Where no screen is drawn. What has not been measured yet is left out."""
+    """Formats one status line for use without a screen. Leaves out what has not been measured yet."""
     status = state.status
     if status is None or not status.learner_is_connected:
         what = "the coordinator starts" if status is None else "the learner loads its model"
@@ -178,6 +180,6 @@ def plain_line(state: ScreenState) -> str:
 
 
 def results_of(run_folder: Path) -> str:
-    """Where the model lies."""
+    """Says where the model and the metrics are."""
     learner = run_folder / "learner"
     return f"the trained model is in {learner / 'model'}, one row a step in {learner / 'metrics.jsonl'}"

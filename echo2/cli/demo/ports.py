@@ -1,7 +1,7 @@
-"""Free loopback ports: the ones people know where they are free, else any.
+"""Finds free loopback ports: the well-known ones if they are free, else any.
 
-What is chosen here is bound a moment later, by another process. So never one of those that the system gives to outgoing
-connections: between the two moments one of them could have got it.
+Another process binds the chosen port a moment later. So a substitute never comes from the ephemeral range, from which an outgoing
+connection could take it meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TRIES = 100
 
 
 def choose_ports(preferred: Sequence[int], host: str = "127.0.0.1") -> tuple[int, ...]:
-    """One free port for each preferred one, all different; 0 prefers none."""
+    """Returns a free port for each preferred one, all different; 0: no preference. Raises OSError if none is free."""
     chosen: dict[int, None] = {}
     for port in preferred:
         candidates = [port] * bool(port) + random.SystemRandom().sample(CHOSEN_PORTS, TRIES)

@@ -1,7 +1,7 @@
 """`echo2 demo`: prepares a base model, runs the daemons, draws the screen, checks the end and writes the summary.
 
-Waits for: the learner to finish its steps, given up after `STILL_S` in which nothing moved; woken twice a second. Every
-process is gone when it returns.
+Waits for: the learner to finish its steps; gives up after `STILL_S` without progress; polls twice a second. Guarantees: every
+process has ended when it returns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2
 STEPS = 120
 STILL_S = 300.0
 LLM_STILL_S = 900.0
-"""A machine that is busy elsewhere may take minutes for a start or a step of the larger model."""
+"""Limit for the larger model: on a busy machine its start, or one step, may take minutes."""
 LOOK_EVERY_S = 0.5
 PLAIN_LINE_EVERY_S = 10.0
 FINAL_VERSION_WITHIN_S = 30.0
@@ -42,13 +42,13 @@ CACHE = Path("~/.cache/echo2/demo")
 
 
 class Interrupted(EchoError):
-    """The person at the keyboard stopped the demo."""
+    """The user stopped the demo."""
 
     exit_code = 130
 
 
 def run_demo(own: argparse.Namespace, overrides: Mapping[str, str]) -> int:
-    """The whole demo; the exit code."""
+    """Runs the whole demo; returns the exit code."""
     if own.model == "smollm2":
         llm.require_package()
     options = DemoOptions(
@@ -126,7 +126,7 @@ class _Demo:
         process = await asyncio.create_subprocess_exec(sys.executable, *arguments, start_new_session=True)
         try:
             code = await process.wait()
-        finally:  # Ctrl-C is for us to hear
+        finally:  # the child has its own session, so Ctrl-C reaches only us
             if process.returncode is None:
                 process.kill()
         if code != 0:
@@ -149,7 +149,10 @@ class _Demo:
         self.console.print(f"\nthe operator's page is at {page} while it runs\n", highlight=False)
 
     def _is_over(self, status: coordinator_pb2.RunStatus | None) -> bool:
-        """The run is finished and every worker holds the final version."""
+        """Whether the learner is finished and every live worker has the final version, or FINAL_VERSION_WITHIN_S has passed.
+
+        Also true once the learner's process has ended and the model is written.
+        """
         if status is not None and status.learner.is_finished:
             self.finished_at = self.finished_at or time.monotonic()
             waited_s = time.monotonic() - self.finished_at
@@ -167,7 +170,7 @@ class _Demo:
         )
 
     def _summarise(self) -> int:
-        from echo2.cli.demo.summary import write_summary  # pays for matplotlib at the end only
+        from echo2.cli.demo.summary import write_summary  # imports matplotlib, needed only here
 
         status = self.live.state.status
         assert status is not None

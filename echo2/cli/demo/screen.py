@@ -1,4 +1,4 @@
-"""The demo's live screen: reward curve, versions, lags, workers, bytes, utilisation, money. Draws what it is given."""
+"""Draws the demo's live screen from a given state: reward curve, versions, lags, workers, bytes, utilisation, money."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CURVE_HEIGHT = 6
 
 @dataclass(slots=True)
 class ScreenState:
-    """What the screen shows."""
+    """The data that the screen shows."""
 
     title: str
     elapsed_s: float = 0.0
@@ -32,7 +32,7 @@ class ScreenState:
 
 
 def curve(values: Sequence[float], width: int = _CURVE_WIDTH, height: int = _CURVE_HEIGHT) -> list[str]:
-    """A block chart of values in 0..1, `height` lines, top first; each column is the mean of its share."""
+    """Draws a block chart of values in 0..1 as `height` lines, top first; each column is the mean of its slice of `values`."""
     if not values:
         return [""] * height
     columns = min(width, len(values))
@@ -46,12 +46,12 @@ def curve(values: Sequence[float], width: int = _CURVE_WIDTH, height: int = _CUR
 
 
 def bar(share: float, width: int) -> str:
-    """`share` of `width` in block characters."""
+    """Draws a bar of block characters: `share` (0 to 1) of `width`."""
     return "█" * round(max(0.0, min(1.0, share)) * width)
 
 
 def lag_lines(histogram: Mapping[int, int] | Sequence[int], bound: int, width: int = 22) -> list[str]:
-    """One line per lag 0..bound with its share of trained tokens."""
+    """Formats one line per lag, 0 to at least `bound`, with its share of trained tokens."""
     counts = dict(enumerate(histogram)) if not isinstance(histogram, Mapping) else dict(histogram)
     total = sum(counts.values()) or 1
     last = max(bound, *counts) if counts else bound
@@ -62,7 +62,7 @@ def lag_lines(histogram: Mapping[int, int] | Sequence[int], bound: int, width: i
 
 
 def draw(state: ScreenState) -> RenderableType:
-    """The whole screen."""
+    """Draws the whole screen."""
     parts: list[RenderableType] = [_header(state)]
     if state.status is not None:
         parts += [_middle(state, state.status), _workers(state.status)]
@@ -103,7 +103,7 @@ def _middle(state: ScreenState, status: coordinator_pb2.RunStatus) -> Renderable
 def _learner_text(status: coordinator_pb2.RunStatus) -> Text:
     learner, hello = status.learner, status.learner_hello
     rows = [f"step {learner.step} / {hello.step_limit}   version {learner.newest_version}"]
-    if learner.step:  # before the first one nothing of this was measured
+    if learner.step:  # nothing of this is measured before the first step
         measured, predicted = status.measured_utilisation or learner.utilisation, status.plan.predicted_utilisation
         rows += [
             f"step takes {learner.train_s:.2f} s, waited {learner.wait_s:.2f} s",
@@ -120,7 +120,7 @@ def _learner_text(status: coordinator_pb2.RunStatus) -> Text:
 
 
 def useful_share(status: coordinator_pb2.RunStatus) -> float:
-    """Of the bill, what workers cost while they worked."""
+    """Share of the bill that paid for workers while they were working."""
     return status.usd_useful / status.usd_spent if status.usd_spent > 0 else 1.0
 
 

@@ -1,4 +1,4 @@
-"""The end of a demo: what happened, as text, JSON and plots; and what should not have happened."""
+"""Summarises a finished demo as text, JSON and plots, and lists violated promises."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ RAMP_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`problems` is empty when every promise was kept."""
+    """The summary's text. `problems`: violated promises, empty if there are none."""
 
     text: str
     problems: tuple[str, ...]
 
 
 def write_summary(run_folder: Path, config: RunConfig, status: coordinator_pb2.RunStatus, elapsed_s: float) -> Summary:
-    """Writes summary.json, metrics.jsonl, samples.jsonl and plots into the run folder."""
+    """Writes summary.json and plots into the run folder, from the learner's metrics.jsonl, samples.jsonl and evaluations.jsonl."""
     rows = _rows(run_folder / "learner" / "metrics.jsonl")
     samples = _rows(run_folder / "learner" / "samples.jsonl")
     steps = [row for row in rows if "reward/mean" in row]
@@ -80,8 +80,8 @@ def _facts(
 
 
 def _published_bytes(steps: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """What the learner made for its workers, by kind: each worker takes the deltas; keyframes and merged deltas are for
-    those that come late or fall behind."""
+    """Returns the bytes that the learner published, by kind: every worker fetches the deltas; keyframes and merged deltas serve
+    workers that join late or fall behind."""
     last = steps[-1] if steps else {}
     kinds = (("delta_bytes", "deltas"), ("keyframe_bytes", "keyframes"), ("merged_delta_bytes", "merged"))
     return {
@@ -91,7 +91,7 @@ def _published_bytes(steps: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def published_text(facts: Mapping[str, Any]) -> str:
-    """One line: deltas against full snapshots of the same versions, and what was published beside them."""
+    """Formats one line: deltas against full snapshots of the same versions, and what else was published."""
     whole = facts["full_snapshot_bytes"]
     share = facts["delta_bytes"] / whole if whole else 0.0
     return (
@@ -102,7 +102,7 @@ def published_text(facts: Mapping[str, Any]) -> str:
 
 
 def audit_text(fleet_share: float, own_s_per_step: float) -> str:
-    """One line: what the audit cost."""
+    """Formats one line: the audit's cost."""
     return (
         f"audit                  workers read {fleet_share:.0%} of the tokens trained on once more; the learner scored "
         f"{own_s_per_step:.3g} s a step itself"
@@ -110,9 +110,9 @@ def audit_text(fleet_share: float, own_s_per_step: float) -> str:
 
 
 def steady_utilisation(steps: Sequence[dict[str, Any]]) -> tuple[float | None, float | None]:
-    """Measured and predicted utilisation over the same steps: those after the first that had a prediction.
+    """Returns measured and predicted utilisation over the same steps: from RAMP_STEPS after the first step with a prediction.
 
-    Before it the learner waits for machines to start and for the first rates to be measured; no model speaks of that.
+    Earlier the learner waits for machines to start and for the first rates to be measured, which the model does not cover.
     """
     planned = [number for number, row in enumerate(steps) if row.get("utilisation/predicted")]
     steady = steps[planned[0] + RAMP_STEPS :] if planned else []

@@ -1,6 +1,6 @@
-"""Compiles the delta codec once, so that a run's processes find it in the cache instead of compiling it at the same time.
+"""Compiles the delta codec once, so that a run's processes find it in the cache instead of all compiling it at the same time.
 
-Run as a module, so that only that process pays for torch.
+Runs as a module, so that only that process imports torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ WARM_WITHIN_S = 300.0
 
 
 def is_warm() -> bool:
-    """Whether `warm_once` would have nothing to do."""
+    """Whether the codec is compiled, so that `warm_once` has nothing to do."""
     return _stamp().exists()
 
 
 def warm_once() -> None:
-    """Compiles in a process of its own unless this very code, in this place, was compiled before."""
+    """Compiles the codec in a process of its own, unless the same code at the same path was compiled before."""
     if not is_warm():
         subprocess.run([sys.executable, "-m", "echo2.cli.demo.warm"], check=True, timeout=WARM_WITHIN_S)
         _stamp().parent.mkdir(parents=True, exist_ok=True)

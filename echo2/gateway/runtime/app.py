@@ -1,8 +1,7 @@
 """OpenAI's API over HTTP, on Starlette: `chat/completions`, `completions`, `models`, and the sessions that agents' calls belong to.
 
-Guarantees: a call is answered for its own session alone, by that session's key; a refusal says why, and when to come again where
-that helps. Waits for each call's completion as long as its client does. Leaves to others: keys and
-bodies of strangers (guard), everything else.
+Guarantees: a session's key gives access to that session only; a refusal says why, and when to retry if a retry can help. Waits for
+each completion as long as its client does. Leaves to others: authentication and body limits (guard), decisions (sessions).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _SAMPLED_ANEW = e.Refuse(0, 502, "sampled_anew", "another worker began this comp
 
 
 class GatewayApp:
-    """`master_key`: of outside harnesses, which ask for episodes; sessions have keys of their own."""
+    """`master_key`: outside harnesses ask for episodes with it; each session has a key of its own."""
 
     def __init__(self, desk: GatewayDesk, model: str, master_key: str, text_of: TextOf) -> None:
         self._desk, self._model, self._master_key, self._text_of = desk, model, master_key, text_of
@@ -81,7 +80,7 @@ class GatewayApp:
         headers = {"x-echo2-ignored": ", ".join(ignored)} if ignored else {}
         call_id, waiting = self._desk.call(session_id, call)
         if call.is_streamed and not waiting.done():
-            stream = self._desk.stream_of(call_id)  # at once, so that it misses nothing
+            stream = self._desk.stream_of(call_id)  # registered before any await, so that no piece is missed
             return StreamingResponse(
                 self._streamed(call_id, waiting, stream, call), media_type="text/event-stream", headers=headers
             )
@@ -96,7 +95,7 @@ class GatewayApp:
         return JSONResponse(reply_of(reply, call, self._model, now_s, self._text_of), headers=headers)
 
     async def _waited(self, request: Request, call_id: int, waiting: asyncio.Future[Reply]) -> Reply:
-        """The reply; whoever hangs up before leaves a call to which it may come back."""
+        """Returns the reply. Raises ClientDisconnect if the client hangs up first; its call stays open for a retry."""
         if waiting.done():
             return waiting.result()
         hung_up = asyncio.ensure_future(_hung_up(request))
@@ -185,7 +184,7 @@ class GatewayApp:
         return JSONResponse({"open": len(sessions.sessions), **asdict(sessions.counts)})
 
     async def _told(self, request: Request, caller: str, parse: Callable[[Mapping[str, object]], T]) -> T:
-        """What `parse` makes of the body; of a large one in a thread."""
+        """Parses the body with `parse`; a large body in a thread."""
         async with self._bodies.read(request, caller) as data:
             if len(data) <= PARSED_AT_ONCE_BYTES_MAX:
                 return parse(body_of(data))
@@ -194,14 +193,15 @@ class GatewayApp:
     # ---- who asks
 
     def _caller_of(self, key: str) -> str | None:
-        """The open session that has this key, or MASTER, or None."""
+        """Returns the open session with this key, MASTER for the gateway's key, or None."""
         if hmac.compare_digest(key.encode(), self._master_key.encode()):
             return MASTER
         session_id, _, _ = key.partition(".")
         return session_id if self._desk.sessions.key_fits(session_id, key) else None
 
     def _session_of(self, request: Request) -> str:
-        """The session of the path, or the one whose key the request bears; by its own key or the master's."""
+        """Returns the session that the path names, or else the key's. Raises Refused (401) unless the key is that session's or the
+        master's."""
         caller, named = self._caller_of(key_of(request)), request.path_params.get("session")
         if caller == MASTER and named in self._desk.sessions.sessions:
             return str(named)

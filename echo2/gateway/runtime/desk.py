@@ -1,7 +1,7 @@
-"""Carries out what the sessions decide: calls answered, completions asked for, agents run.
+"""Carries out the sessions' decisions: answers calls, asks for completions, runs agents.
 
-Waits for nothing itself; who calls waits for its answer, as long as it likes. Leaves to others: decisions (sessions), HTTP (app),
-leases and rewards (`Fleet`, which the learner is).
+Never blocks; each caller awaits its own answer for as long as it likes. Leaves to others: decisions (sessions), HTTP (app), leases
+and rewards (`Fleet`, implemented by the learner).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _log = logging.getLogger("echo2.gateway")
 
 
 class Fleet(Protocol):
-    """Who samples and trains."""
+    """The side that samples and trains."""
 
     def ask(self, asked: e.Ask) -> tuple[str, int] | None:
-        """Has a completion leased; the group it is leased as, and its chain. None: the problem is gone."""
+        """Leases a completion; returns its group ID and chain, or None if the problem is gone."""
         ...
 
     def ended(self, ended: e.EndEpisode) -> None: ...
 
     async def score(self, root: str, token_ids: tuple[int, ...]) -> e.EpisodeRewarded | str:
-        """By the task: with an empty session id; or why there is none."""
+        """Lets the task score a completion. Returns the reward, with an empty session ID, or the reason why there is none."""
         ...
 
 
@@ -85,7 +85,7 @@ class GatewayDesk:
         return call_id, self._told(call_id, e.Called(call_id, session_id, request))
 
     def stream_of(self, call_id: int) -> asyncio.Queue[str]:
-        """The text of a call as it grows, until `left`."""
+        """Returns the queue of a call's new pieces of text; `left` removes it."""
         return self._streams.setdefault(call_id, asyncio.Queue())
 
     def seat(self, label: str) -> asyncio.Future[Reply]:
@@ -97,7 +97,7 @@ class GatewayDesk:
         self._waiting[call_id] = future
         try:
             self.tell(event)
-        except Exception as error:  # noqa: BLE001 - whatever a call brings about is an answer to its client
+        except Exception as error:  # noqa: BLE001 - any error becomes an answer to the client
             self._broke(call_id, error)
         return future
 
@@ -106,13 +106,13 @@ class GatewayDesk:
         self.tell(e.CallBroke(call_id, type(error).__name__))
 
     def left(self, call_id: int) -> None:
-        """Nobody waits for the call any more."""
+        """The client has stopped waiting for the call."""
         self._streams.pop(call_id, None)
         if self._waiting.pop(call_id, None) is not None:
             self.tell(e.ClientLeft(call_id))
 
     async def run(self) -> None:
-        """Ticks until it is cancelled."""
+        """Sends a tick every TICK_S until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             self.tell(e.GatewayTick())

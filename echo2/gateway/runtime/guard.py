@@ -1,9 +1,9 @@
-"""Who may ask the gateway, and what its requests may bring: looked at before anything of a body is read.
+"""Authenticates the gateway's requests and limits their bodies, before any byte of a body is read.
 
-Guarantees: a request that shows neither the gateway's key nor that of an open episode is answered 401 and its connection ends,
-whatever else it brings; bodies are JSON and say so, for which a browser asks permission that it does not get; a body has BODY_S,
-is of at most BODY_BYTES_MAX, and unfinished ones together hold what `Bodies` says; an error that nobody foresaw is answered 500
-and logged seldom. Leaves to others: which session a key is for (app), connections (trust/runtime/http_port).
+Guarantees: a request without the gateway's key or an open episode's key is answered 401 and its connection is closed; a body must
+declare JSON as its content type, which makes browsers send a CORS preflight, and that is never granted; a body must arrive within
+BODY_S and hold at most BODY_BYTES_MAX; `Bodies` bounds the bodies in progress together; an unexpected error is answered 500, and
+its log lines are rate-limited. Leaves to others: which session a key is for (app), connections (trust/runtime/http_port).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ BODY_S = 60.0
 BODIES_BYTES_MAX = 256 << 20
 BODIES_OF_ONE_BYTES_MAX = 4 * BODY_BYTES_MAX
 LINGER_S, LINGER_BYTES_MAX = 1.0, 1 << 20
-"""So much of a refused request is still read and thrown away: a client that is sending would not read its answer."""
+"""Limits for draining a refused request, in seconds and bytes: a client that is still sending would not read its answer."""
 MASTER = ""
-"""In place of a session: whoever has the gateway's own key."""
+"""Caller of a request that bears the gateway's own key, in place of a session ID."""
 
 
 class Refused(Exception):
-    """Answered so."""
+    """Ends a request with the error reply `reply`."""
 
     def __init__(self, status: int, code: str, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class Refused(Exception):
 
 
 class GatewayGuard:
-    """ASGI around the whole application. `caller_of`: the session whose key it is, or MASTER; None: nobody's."""
+    """ASGI middleware around the whole application. `caller_of`: maps a key to its session, to MASTER, or to None if unknown."""
 
     def __init__(self, app: ASGIApp, caller_of: Callable[[str], str | None]) -> None:
         self._app, self._caller_of = app, caller_of
@@ -58,19 +58,19 @@ class GatewayGuard:
         scope.get(KEY_SHOWN, _nothing)()
         try:
             await self._app(scope, receive, send)
-        except Exception as error:  # noqa: BLE001 - answered 500 by the application
+        except Exception as error:  # noqa: BLE001 - the application has answered 500
             MISHAPS.note("a request", caller or "a harness", error)
 
 
 class Bodies:
-    """Bodies that are being read or parsed: together, and of one episode, they hold so much."""
+    """Bounds the bytes of bodies that are being read or parsed, per episode and in total."""
 
     def __init__(self) -> None:
         self._held: Counter[str] = Counter()
 
     @asynccontextmanager
     async def read(self, request: Request, caller: str) -> AsyncIterator[bytes]:
-        """The whole body of a request. It counts until the context ends."""
+        """Reads the whole body of a request. It counts towards the limits until the context ends."""
         parts: list[bytes] = []
         count = 0
         try:
@@ -119,7 +119,7 @@ def _refusal(request: Request, *, is_known: bool) -> Refused | None:
     if kind != "application/json":
         return Refused(415, "invalid_request_error", f"content-type: expected application/json, got {kind[:80]!r}")
     length = request.headers.get("content-length", "0")
-    return too_large() if int(length) > BODY_BYTES_MAX else None  # a number of at most 20 digits, says h11
+    return too_large() if int(length) > BODY_BYTES_MAX else None  # h11 has checked: at most 20 digits
 
 
 def _has_body(request: Request) -> bool:
@@ -127,7 +127,7 @@ def _has_body(request: Request) -> bool:
 
 
 async def _answer_unread(refused: Refused, request: Request, receive: Receive, send: Send) -> None:
-    """The answer at once, the rest of the request for a moment, then the connection's end."""
+    """Answers at once, drains the rest of the request within LINGER_S and LINGER_BYTES_MAX, then ends the connection."""
     response = error_response(refused.reply)
     response.headers["connection"] = "close"
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
@@ -145,4 +145,4 @@ async def _answer_unread(refused: Refused, request: Request, receive: Receive, s
 
 
 def _nothing() -> None:
-    """Where no connection waits for a key: the application is called without a port."""
+    """Used if the scope has no KEY_SHOWN callback: the application is called without a port."""

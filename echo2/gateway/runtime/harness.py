@@ -1,7 +1,7 @@
-"""Runs agents: a function of the user's, in this process, or a program, one process an episode.
+"""Runs agents: a user's function in this process, or a program in one process per episode.
 
-Guarantees: an episode's program is ended, with what it started, when its episode is over; what a harness raises or how it exits is
-told, never taken for a reward. Waits for each harness at most as long as its episode may last. Leaves to others: which episodes,
+Guarantees: when an episode is over, its program is killed with its whole process group; an exception or a non-zero exit is reported
+as a failure, never taken as a reward. Waits for each harness at most `episode_s`. Leaves to others: which episodes to run, and
 rewards that the task computes (sessions).
 """
 
@@ -31,7 +31,7 @@ _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "TM
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What an agent is told: where its model answers, as whom it asks, and its problem (index, prompt, answer, metadata)."""
+    """An agent's input: the model's base URL, its API key, and its problem (index, prompt, answer, metadata)."""
 
     base_url: str
     api_key: str
@@ -40,19 +40,19 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """`reward` None: the agent leaves it to the task, or has posted it."""
+    """A finished episode. `reward` None: the task scores it, or the agent has posted the reward."""
 
     reward: float | None = None
 
 
 class Harness(Protocol):
     async def play(self, episode: Episode) -> Played:
-        """Raises whatever breaks it."""
+        """Plays one episode. May raise anything; the exception fails the episode."""
         ...
 
 
 class FunctionHarness:
-    """`module:function` of the user's, async or not, called with the `Episode`; returns a number, or None."""
+    """Calls a user's `module:function`, async or not, with the `Episode`; it returns a number or None."""
 
     def __init__(self, name: str, at_once: int) -> None:
         self._function = _loaded(name)
@@ -67,8 +67,11 @@ class FunctionHarness:
 
 
 class ProgramHarness:
-    """A command. It finds OPENAI_BASE_URL, OPENAI_API_KEY and ECHO2_PROBLEM (JSON) in its environment and nothing of the
-    learner's; its last line of output is the reward, a number or {"reward": number}, or nothing."""
+    """Runs a command with OPENAI_BASE_URL, OPENAI_API_KEY and ECHO2_PROBLEM (JSON) in its environment.
+
+    Of the learner's environment it gets only `_PASSED_ON`. Its last line of output may be the reward: a number or
+    {"reward": number}.
+    """
 
     def __init__(self, command: str) -> None:
         self._arguments = shlex.split(command)
@@ -102,14 +105,14 @@ class ProgramHarness:
 
 
 def make_harness(told: str, at_once: int) -> Harness | None:
-    """By `agent.harness`: module:function, a command, or nothing."""
+    """Makes the harness that `agent.harness` names: module:function or a command; None if it is empty."""
     if not told:
         return None
     return FunctionHarness(told, at_once) if _FUNCTION.fullmatch(told) else ProgramHarness(told)
 
 
 class Harnesses:
-    """The episodes under way. `tell`: takes what becomes of them."""
+    """The episodes under way. `tell`: called with the event that ends each."""
 
     def __init__(self, harness: Harness, base_url: str, episode_s: float, tell: Callable[[e.Event], None]) -> None:
         self._harness, self._base_url, self._episode_s, self._tell = harness, base_url, episode_s, tell
@@ -139,14 +142,14 @@ class Harnesses:
             event = e.HarnessDone(session_id)
             if played.reward is not None:
                 event = e.EpisodeRewarded(session_id, played.reward)
-        except Exception as error:  # noqa: BLE001 - the user's code; recorded, counted and begun anew by rule
+        except Exception as error:  # noqa: BLE001 - the user's code; the sessions count the failure and restart
             event = e.EpisodeFailed(session_id, f"{type(error).__name__}: {error}"[:500])
         self._playing.pop(session_id, None)
         self._tell(event)
 
 
 async def _last_of(stream: asyncio.StreamReader) -> str:
-    """The end of what comes, all of which is read."""
+    """Reads the stream to its end and returns its last OUTPUT_BYTES_MAX bytes as text."""
     held = b""
     while data := await stream.read(1 << 16):
         held = (held + data)[-OUTPUT_BYTES_MAX:]

@@ -1,7 +1,7 @@
-"""Long work of one call, in threads, so that it holds up nobody else's.
+"""Runs long work of single calls in threads, so that it does not block other calls on the event loop.
 
-Guarantees: THREADS pieces of work run at a time, one of each caller; those of a caller wait for one another, in the order in which
-they came. Leaves to others: what is short enough for the loop.
+Guarantees: at most THREADS jobs run at a time, at most one per caller; a caller's jobs run in the order in which they came. Leaves
+to others: deciding what is short enough for the event loop.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class LongWork:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="gateway")
         self._turns: dict[str, asyncio.Lock] = {}
-        self._asked: Counter[str] = Counter()  # by caller, pieces of work that run or wait
+        self._asked: Counter[str] = Counter()  # jobs running or waiting, by caller
 
     async def run(self, caller: str, work: Callable[[], T]) -> T:
-        """What `work` returns or raises."""
+        """Runs `work` in a thread; returns or raises what it does."""
         turn = self._turns.setdefault(caller, asyncio.Lock())
         self._asked[caller] += 1
         try:
@@ -37,5 +37,5 @@ class LongWork:
                 del self._asked[caller], self._turns[caller]
 
     def close(self) -> None:
-        """What runs ends by itself; what waits is given up."""
+        """Cancels waiting jobs; running ones finish by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What a model's tokens say, by its tokenizer and the family of its template."""
+"""Encodes chats and decodes completions of one model, by its tokenizer and the tool-call format of its template."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ class ChatReading:
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
-    """Up to the first stop string; without it, as clients of the API expect."""
+    """Returns the text before the first stop string. The API leaves the stop string out."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]

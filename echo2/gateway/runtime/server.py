@@ -1,4 +1,4 @@
-"""The gateway's port: none unless agents are configured, loopback unless an address is given, which then needs TLS."""
+"""The gateway's port: opened only if agents are configured; on loopback by default; any other address needs TLS."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STOP_GRACE_S = 1
 
 
 class GatewayPort:
-    """Listens at once, on `host:port` (port 0: any free one), so that its address is known; `run` serves."""
+    """Binds `host:port` (port 0: any free port) on construction, so that `url` is known before `run` serves."""
 
     def __init__(self, listen: str, certificate: str = "", key: str = "", limits: HttpLimits = GATEWAY) -> None:
         host, _, port = (listen or "127.0.0.1:0").rpartition(":")
@@ -29,7 +29,7 @@ class GatewayPort:
                 "travel in clear text"
             )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # Named TCP, for asyncio sends at once only on such sockets: else each answer waits 40 ms for an acknowledgement.
+        # With IPPROTO_TCP, since asyncio sets TCP_NODELAY only on such sockets: without it each answer waits 40 ms for an ACK.
         self._listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -37,7 +37,7 @@ class GatewayPort:
         except OSError as error:
             self._listener.close()
             raise PortBusy(f"agent.listen: expected to listen on {host}:{port}: {error.strerror}") from None
-        self._listener.listen(limits.backlog)  # who comes before it serves waits
+        self._listener.listen(limits.backlog)  # connections that arrive before `run` wait here
         self._limits = limits
         self._tls = {"ssl_certfile": certificate, "ssl_keyfile": key} if certificate else {}
         shown = f"[{host}]" if ":" in host else host
@@ -45,7 +45,7 @@ class GatewayPort:
         self._server: HttpServer | None = None
 
     async def run(self, app: ASGIApp) -> None:
-        """Serves until `stop`, or until it is cancelled."""
+        """Serves until `stop` or cancellation."""
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none",
             timeout_graceful_shutdown=STOP_GRACE_S, timeout_keep_alive=75, server_header=False, **self._tls,

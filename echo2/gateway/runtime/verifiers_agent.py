@@ -1,12 +1,12 @@
-"""Plays tasksets of the verifiers library (0.4) with its own agents, their turns and their tools, through the gateway.
+"""Plays tasksets of the verifiers library (0.4) through the gateway, with the library's own agents, turns and tools.
 
     [task]   name = "verifiers", args = {taskset = "...", agent = {max_turns = 8}}, trusted_rewards = true
     [agent]  harness = "echo2.gateway.runtime.verifiers_agent:play"
 
-Guarantees: rewards are the taskset's own; an episode in which anything failed but the model is lost, not worth 0; servers of a
-taskset run while one of its episodes does, once for all of them, and are begun anew after EPISODES_MAX, for the library keeps what
-it made for each. Leaves to others: problems and their order (tasks), leases and tokens (the gateway), containment: verifiers'
-harness and tools run where `agent.runtime` says, by default beside the learner.
+Guarantees: rewards are the taskset's own; an episode in which anything but the model failed is lost, not scored 0; all episodes of
+a taskset share one set of servers, which run while any of them plays and restart after EPISODES_MAX episodes, since the library
+keeps what it allocates for each episode. Leaves to others: problems and their order (tasks), leases and tokens (the gateway),
+containment: verifiers' harness and tools run where `agent.runtime` says, by default on the learner's machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echo2.base.errors import TaskError
 from echo2.gateway.runtime.harness import Episode
 from echo2.tasks.runtime.verifiers_task import loaded
 
-_HARNESS = {"id": "null"}  # a chat with the task's tools, that executes nothing itself
+_HARNESS = {"id": "null"}  # a chat with the task's tools; the harness itself executes nothing
 _RUNTIME = {"type": "subprocess"}
 EPISODES_MAX = 256
 _numbers = itertools.count()
@@ -31,11 +31,11 @@ _stages: dict[str, _ServedTaskset] = {}
 
 
 async def play(episode: Episode) -> float:
-    """The reward of one episode. TaskError where it failed for another reason than the model's answer."""
+    """Plays one episode and returns its reward. Raises TaskError if anything but the model's answer failed."""
     from verifiers.v1.clients import EvalClientConfig, ModelContext
 
     told = episode.problem["metadata"]
-    key_name = f"ECHO2_EPISODE_KEY_{next(_numbers)}"  # the library takes keys from the environment alone
+    key_name = f"ECHO2_EPISODE_KEY_{next(_numbers)}"  # the library reads keys only from the environment
     os.environ[key_name] = episode.api_key
     try:
         client = EvalClientConfig(base_url=episode.base_url, api_key_var=key_name)
@@ -50,7 +50,7 @@ async def play(episode: Episode) -> float:
 
 
 class _ServedTaskset:
-    """A taskset's environment and the servers that its episodes share, in a task of their own."""
+    """A taskset's environment, and the servers that its episodes share, run by one asyncio task."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         from verifiers.v1.configs.agent import AgentConfig
@@ -75,7 +75,7 @@ class _ServedTaskset:
         except Exception as error:
             if self._is_ready.done():
                 raise
-            self._is_ready.set_exception(error)  # whatever a taskset's servers raise is told to those that wait
+            self._is_ready.set_exception(error)  # raised again in every episode that awaits `ready`
 
     async def ready(self) -> None:
         await asyncio.shield(self._is_ready)

@@ -1,1 +1,1 @@
-"""The parts of the data plane that act: files, processes, other packages."""
+"""The data plane's I/O: files, processes, other packages."""

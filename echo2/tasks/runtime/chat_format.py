@@ -1,11 +1,11 @@
-"""Chats as a model's template writes them, token for token.
+"""Renders chats with a model's template, token for token.
 
-Guarantees: what the model sampled is never encoded again: the next prompt is the last one, the sampled ids, and what the template
-puts behind them (`between`); a message that the template drops or refuses is said in a role that it knows, or it is a clear
-error. Leaves to others: what is said (world, gateway), where completions stop (token_text).
+Guarantees: sampled tokens are never re-encoded: the next prompt is the previous prompt, the sampled ids, and the template's text
+after them (`between`); a message that the template drops or refuses is rendered in a role that it supports, or ConfigError is
+raised. Leaves to others: the messages (world, gateway), where completions stop (token_text).
 
-Templates differ in which roles they know. A system message that is refused is said at the head of the first user message; a
-message of a tool, as the user's; neighbours of one role are joined where roles must alternate.
+Templates support different roles. If a template refuses a system message, its text is put before the first user message; a tool's
+message becomes a user message; adjacent messages of one role are joined if roles must alternate.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _Chat = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """`system_prompt` opens every chat that brings none of its own; `arguments` go to the template, such as enable_thinking;
-    `is_plain`: text prompts stay text, and environments speak in plain lines, though there is a template."""
+    """`system_prompt`: opens every chat without a system message. `arguments`: passed to the template, such as enable_thinking.
+    `is_plain`: ignore the template; text prompts stay text, and environments' messages become plain lines."""
 
     system_prompt: str = ""
     arguments: Mapping[str, object] = field(default_factory=dict)
@@ -40,11 +40,11 @@ class ChatFormat:
         self.is_chat = bool(tokenizer.chat_template) and not self.options.is_plain
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens."""
+        """Decodes a completion, leaving out special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """A task's prompt as the model reads it."""
+        """Encodes a task's prompt."""
         if isinstance(prompt, str):
             if not self.is_chat:
                 system = self.options.system_prompt
@@ -53,7 +53,7 @@ class ChatFormat:
         return self.opening([{"role": message.role, "content": message.content} for message in prompt])
 
     def opening(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """A whole chat up to where the model speaks."""
+        """Encodes a whole chat, up to the point where the model answers."""
         chat = [dict(message) for message in messages]
         if self.options.system_prompt and not any(message["role"] == "system" for message in chat):
             chat.insert(0, {"role": "system", "content": self.options.system_prompt})
@@ -64,15 +64,15 @@ class ChatFormat:
         return self._encoded(self._rendered(chat, tools, _contents(chat)))
 
     def between(self, messages: Sequence[Mapping[str, Any]], turn: Sequence[int]) -> tuple[int, ...]:
-        """All tokens from the end of the model's `turn` to where it speaks again, after `messages`."""
+        """Encodes everything between the end of the model's `turn` and its next one: `messages`, and what the template adds."""
         if not self.is_chat:
             text = "\n" + "\n".join(_content(message) for message in messages) + "\n"
             return tuple(self._encoded(text))
         behind = self._behind([dict(message) for message in messages])
-        # The model's own closing token, where it sampled one, is not said twice.
+        # If the model sampled its closing token, do not repeat that token.
         closing = str(self.tokenizer.decode(list(turn[-1:]), skip_special_tokens=False)) if turn else ""
         if closing and int(turn[-1]) in self._special_ids() and behind.startswith(closing):
-            # Encoded with it, for a text that follows a special token may begin otherwise than one that stands alone.
+            # Encode both together: some tokenizers encode text differently after a special token.
             whole, alone = self._encoded(behind), self._encoded(closing)
             if whole[: len(alone)] == alone:
                 return tuple(whole[len(alone) :])
@@ -91,7 +91,7 @@ class ChatFormat:
     # ---- what a template takes
 
     def _rendered(self, chat: _Chat, tools: Sequence[Mapping[str, Any]], must_hold: Sequence[str]) -> str:
-        """The chat by the first way of saying it in which the template keeps every message."""
+        """Renders the first variant of the chat in which the template keeps every message. Raises ConfigError if there is none."""
         problem = ""
         for way in (chat, *_other_ways(chat)):
             try:
@@ -104,7 +104,7 @@ class ChatFormat:
                         **dict(self.options.arguments),
                     )
                 )
-            except Exception as error:  # noqa: BLE001 - a template raises what it likes: TemplateError, TypeError, ...
+            except Exception as error:  # noqa: BLE001 - a template may raise anything: TemplateError, TypeError, ...
                 problem = problem or f"{type(error).__name__}: {error}"
                 continue
             lost = [content for content in must_hold if content.strip() not in text]
@@ -127,19 +127,19 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _contents(chat: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What must be read back. Of the model's earlier turns templates may leave out thoughts, so those are not asked for."""
+    """Returns the texts that a rendering must contain. Leaves out the model's turns, since templates may drop its thoughts."""
     return [_content(message) for message in chat if message["role"] != "assistant"]
 
 
 def _other_ways(chat: _Chat) -> list[_Chat]:
-    """The same chat for templates that know fewer roles: more is given up from one to the next."""
+    """Returns variants of the chat for templates that support fewer roles, each giving up more than the one before."""
     untooled = [{"role": "user", "content": _content(m)} if m["role"] == "tool" else m for m in chat]
     unsystemed = _folded(untooled)
     return [untooled, _joined(untooled), unsystemed, _joined(unsystemed)]
 
 
 def _folded(chat: _Chat) -> _Chat:
-    """The system's words at the head of the first user message."""
+    """Moves the system messages' text to the start of the first user message."""
     system = "\n\n".join(_content(message) for message in chat if message["role"] == "system")
     rest = [dict(message) for message in chat if message["role"] != "system"]
     first = next((message for message in rest if message["role"] == "user"), None)
@@ -151,7 +151,7 @@ def _folded(chat: _Chat) -> _Chat:
 
 
 def _joined(chat: _Chat) -> _Chat:
-    """Neighbours of one role as one message."""
+    """Joins adjacent messages of one role."""
     found: _Chat = []
     for message in chat:
         if found and found[-1]["role"] == message["role"]:

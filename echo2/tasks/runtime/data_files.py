@@ -1,12 +1,11 @@
 """Reads problems from local files: JSON lines, parquet, or a folder in Hugging Face layout.
 
-Guarantees: rows come in a fixed order (files by name, rows as they stand); a missing column, an empty cell or a broken
-line is a `TaskError` that names the file, the row and what was found. Leaves to others: downloading (hub_data); a data set is
-given by its local path.
+Guarantees: rows come in a fixed order (files by name, rows in file order); a missing column, an empty cell or a broken line raises
+a `TaskError` that names the file, the row and what was found. Leaves to others: downloading (hub_data); callers pass a local path.
 
 Columns. The prompt is `prompt`, `problem` or `question`: text, or a chat as a list of {role, content}. The answer is
-`answer`, `ground_truth`, `reward_model.ground_truth`, `final_answer` or `target`; of a worked answer that ends in
-`#### 42`, what follows the mark. `data_source` is kept where there is one.
+`answer`, `ground_truth`, `reward_model.ground_truth`, `final_answer` or `target`; if it is a worked answer that ends in `#### 42`,
+only the part after the mark counts. `data_source` is kept if present.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ColumnChoice:
-    """Columns that the user names; empty: the usual names are tried."""
+    """Columns that the user names; empty: try the usual names."""
 
     prompt: str = ""
     answer: str = ""
@@ -43,7 +42,7 @@ class ColumnChoice:
 def read_math_rows(
     path: Path, split: str = "train", columns: ColumnChoice | None = None, subset: str = ""
 ) -> list[MathRow]:
-    """All problems under `path`; of a folder, the files of `split`, and of `subset` where it has several."""
+    """Reads all problems under `path`. In a folder, reads the files of `split`, and of `subset` if there are several."""
     choice = columns or ColumnChoice()
     rows: list[MathRow] = []
     for file in data_files(path, split, subset):
@@ -57,7 +56,7 @@ def read_math_rows(
 
 
 def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
-    """The file itself, or the folder's files of `split` (`train-00000-of-00002.parquet`, `train/*.arrow`, ...)."""
+    """Returns the file itself, or the folder's files of `split` (`train-00000-of-00002.parquet`, `train/*.arrow`, ...)."""
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise TaskError(f"data set {path}: expected one of {', '.join(SUFFIXES)}, got {path.suffix or 'no suffix'}")
@@ -78,13 +77,14 @@ def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
 
 
 def _subset_of(relative: Path, split: str) -> str:
-    """The folder that a configuration of the data set has to itself: `main/train-00000-of-00001.parquet` -> main."""
+    """Returns the folder of the data set's configuration, '' if none: `main/train-00000-of-00001.parquet` -> main."""
     own = [part for part in relative.parts[:-1] if part not in (split, "data")]
     return own[0] if own else ""
 
 
 def _split_words(relative: Path) -> set[str]:
-    """`data/train-00000-of-00002.parquet` -> {data, train}: the folders, and the name up to its first - . or _."""
+    """Returns the words that may name the split, the folders and the file name up to its first - . or _:
+    `data/train-00000-of-00002.parquet` -> {data, train}."""
     stem = relative.name.replace("_", "-").replace(".", "-").split("-")[0]
     return {*relative.parts[:-1], stem}
 

@@ -1,7 +1,7 @@
-"""A data set by its path or by its id on the Hugging Face hub, as a folder of this machine.
+"""Finds a data set by its path or Hugging Face hub ID, as a local file or folder.
 
-Guarantees: what is in the hub's cache is taken as it stands, so that a run meets the same rows at every start; the hub is
-asked only for what is not there, and not where HF_HUB_OFFLINE is 1. Leaves to others: reading the files (data_files).
+Guarantees: a copy in the hub's cache is used as it is, so that a run gets the same rows at every start; the hub is asked only for
+data sets not in the cache, and never if HF_HUB_OFFLINE is 1. Leaves to others: reading the files (data_files).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _FILES = ["*.jsonl", "*.parquet", "*.arrow"]
 
 
 def local_data_set(path: str) -> Path:
-    """The file or folder at `path`; of a hub id, its folder in the cache, fetched if need be."""
+    """Returns the file or folder at `path`; for a hub ID, its folder in the cache, downloaded if missing. Raises `TaskError` if the
+    download fails or is not allowed."""
     local = Path(path).expanduser()
     if local.exists() or not _HUB_ID.fullmatch(path):
         return local
@@ -37,7 +38,8 @@ def local_data_set(path: str) -> Path:
 
 
 def folder_to_show(folder: Path) -> Path:
-    """What a process must see to read `folder`: files of the hub's cache are links into the folder above."""
+    """Returns the folder that a contained process must see to read `folder`: files in the hub's cache are links to `blobs` beside
+    `snapshots`."""
     kept = folder.parent.parent
     return kept if folder.parent.name == "snapshots" and kept.name.startswith("datasets--") else folder
 
@@ -48,7 +50,7 @@ def _cache() -> Path:
 
 
 def _cached(hub_id: str) -> Path | None:
-    """The snapshot that `refs/main` names, else the newest."""
+    """Returns the cached snapshot that `refs/main` names, else the newest one, else None."""
     folder = _cache() / f"datasets--{hub_id.replace('/', '--')}"
     main = folder / "refs" / "main"
     if main.is_file() and (named := folder / "snapshots" / main.read_text().strip()).is_dir():

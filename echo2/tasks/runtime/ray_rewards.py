@@ -1,10 +1,10 @@
-"""Rewards on the machines of a Ray cluster: for each process of the pool an actor somewhere, with a contained process of its own.
+"""Computes rewards on a Ray cluster: each slot of the pool is an actor on some machine, which runs one contained process.
 
-Guarantees: what is contained here is contained there, by that machine's own bubblewrap, or it takes no request; a machine that is
-gone costs time, for its request is asked again elsewhere; a request that lost several is a fault of the machinery, so its rollout
-goes without a reward and never gets 0. Waits: for a machine with a CPU free, saying so every TOLD_S; as long as a request may take.
-Leaves to others: order and fairness among requests (contain/runtime/pool), who may join the cluster (whoever runs it: Ray knows no
-such check, so its ports belong on a network of their own).
+Guarantees: an actor contains rewards as this machine would, by its own machine's bubblewrap, or takes no request; if a machine is
+lost, its request is retried elsewhere; a request that lost several machines is a machinery fault, so its rollout gets no reward,
+never 0. Waits for: a machine with a free CPU, logging a warning every TOLD_S; an answer, at most as long as a request may take.
+Leaves to others: order and fairness among requests (contain/runtime/pool), access to the cluster (its operator: Ray does not
+authenticate, so its ports belong on a private network).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _connected(address: str) -> Any:
 
 
 def processes_of_cluster(address: str) -> int:
-    """One for each CPU of the cluster, PROCESSES_MAX at most. ConfigError where there is no such cluster, or it has none."""
+    """Returns one per CPU of the cluster, at most PROCESSES_MAX. Raises ConfigError if it is unreachable or has no CPU."""
     cpus = int(_connected(address).cluster_resources().get("CPU", 0))
     if cpus < 1:
         raise ConfigError(f"task.ray: expected a Ray cluster with CPUs at {address}, it offers none")
@@ -56,20 +56,20 @@ def processes_of_cluster(address: str) -> int:
 
 
 class RayScorer:
-    """The actor, on the machine that Ray chose."""
+    """The actor, on the machine that Ray selected."""
 
     def __init__(self, spec: TaskSpec, limits: RewardLimits, containment: Containment) -> None:
         self._sandbox = Sandbox(launch_of(spec, limits, containment))
 
     def ready(self) -> None:
-        """Its machine can contain rewards."""
+        """Returns once the actor is constructed, which fails on a machine that cannot contain rewards."""
 
     def ask(self, body: Mapping[str, object], times: int) -> Answer:
         return self._sandbox.ask(body, times)
 
 
 class RayRunner:
-    """`Pool`'s runner, for one actor at a time. The cluster is connected with already."""
+    """A runner of `Pool` that holds one actor at a time. The cluster must be connected already."""
 
     def __init__(self, spec: TaskSpec, limits: RewardLimits, containment: Containment) -> None:
         self._told = spec, limits, containment
@@ -77,7 +77,7 @@ class RayRunner:
         self._actor: Any = None
 
     def prepare(self, is_wanted: Callable[[], bool]) -> bool:
-        """Waits for a machine with a CPU free: a request is taken from the others only where it can be answered."""
+        """Waits for a machine with a free CPU before a request is taken from the queue. Returns False once `is_wanted` does."""
         if self._actor is not None:
             return True
         ray, waited_s, problem = _ray(), 0.0, "it has no CPU free"

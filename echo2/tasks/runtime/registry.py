@@ -29,7 +29,7 @@ _SOURCE_MEMBERS = ("name", "size", "open")
 
 
 def make_task(spec: TaskSpec) -> Task:
-    """The task that `spec` describes."""
+    """Makes the task that `spec` describes. Raises `ConfigError` for an unknown name or argument."""
     if is_environment(spec):
         raise ConfigError(f"task {spec.name}: expected a task of one completion, got an environment of several turns")
     if ":" in spec.name:
@@ -45,7 +45,7 @@ def make_task(spec: TaskSpec) -> Task:
 
 
 def make_environment_source(spec: TaskSpec) -> EnvironmentSource:
-    """The environments that `spec` describes."""
+    """Makes the source of environments that `spec` describes. Raises `ConfigError` for an unknown name or argument."""
     if ":" in spec.name:
         return cast(EnvironmentSource, _users_own(spec, _SOURCE_MEMBERS))
     if spec.name not in _BUILT_IN_ENVIRONMENTS:
@@ -67,7 +67,7 @@ def is_environment(spec: TaskSpec) -> bool:
 
 
 def turns_of(spec: TaskSpec) -> int:
-    """Completions of one episode at most: the argument `turns_max`, or its default; 1 of a task."""
+    """Returns the most completions of one episode: the argument `turns_max`, or its default; 1 for a task."""
     if not is_environment(spec):
         return 1
     maker = load_class(spec.name) if ":" in spec.name else _BUILT_IN_ENVIRONMENTS[spec.name]
@@ -77,7 +77,7 @@ def turns_of(spec: TaskSpec) -> int:
 
 
 def is_users_own(spec: TaskSpec) -> bool:
-    """Whether `spec` names a class of the user's, not one that echo2 brings."""
+    """Whether `spec` names a user's own class, not a built-in one."""
     return ":" in spec.name
 
 
@@ -147,7 +147,7 @@ def _check_arguments(spec: TaskSpec, maker: Callable[..., object]) -> None:
 
 
 def load_class(name: str) -> Callable[..., object]:
-    """The class that `module:Class` names, or a `ConfigError` that says which half was not found."""
+    """Loads the class that `module:Class` names. Raises a `ConfigError` that says which half was not found."""
     module_name, _, class_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -1,14 +1,13 @@
 """Computes rewards: in this process for echo2's own plain comparisons, else in contained processes with limits on time,
 memory and output. The same pool steps multi-turn environments.
 
-Guarantees: a completion's text is executed, if its scorer executes text, where it sees no network, file or key, and in a
-process of its own; what comes back is a finite number within bounds. A reward that raises, hangs, eats memory or kills its
-process costs its own rollout, is counted, and is reported by `Scored.failure`; nothing here raises because of it.
-Leaves to others: what becomes of a rollout without a reward (it is dropped), whom failures are counted against
-(learner/holding).
+Guarantees: if a scorer executes a completion's text, it does so in a process of its own, without network, files or keys; a reward
+is a finite number within bounds. A scorer that raises, hangs, exhausts memory or kills its process costs only that rollout; the
+failure is counted and reported in `Scored.failure`, and nothing here raises because of it. Leaves to others: what becomes of a
+rollout without a reward (it is dropped), which sender failures are counted against (learner/holding).
 
-What a completion made its scorer use up (CPU time, memory, output) is worth 0; whatever else failed is worth nothing
-(None), for it may be the machine's fault or the scorer's. docs/tasks.md argues for this rule.
+A completion that made its scorer exhaust a limit (CPU time, memory, output) gets reward 0; any other failure gives no reward
+(None), since it may be the machine's or the scorer's fault. docs/tasks.md argues for this rule.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ class RewardFailure(enum.Enum):
 
     @property
     def is_held_against_sender(self) -> bool:
-        """Whether the completion may have meant it: everything but what is certainly the machine's or the scorer's."""
+        """Whether the failure may be deliberate: any but those that are certainly the machine's or the scorer's fault."""
         return self not in (RewardFailure.RAISED, RewardFailure.FAULT)
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward, or why there is none. `seconds` is the time it took, waiting in the queue excluded."""
+    """A reward, or why there is none. `seconds`: time taken, without waiting in the queue."""
 
     reward: Reward | None
     failure: RewardFailure | None
@@ -76,7 +75,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The world's answer to a completion, or why there is none."""
+    """The world's answer to a completion, or why there is none. `seconds`: as in `Scored`."""
 
     observation: Observation | None
     failure: RewardFailure | None
@@ -90,7 +89,8 @@ PROCESSES_MIN, PROCESSES_MAX = 2, 16
 
 @dataclass(frozen=True, slots=True)
 class RewardLimits:
-    """Bounds of the pool. `start_timeout_s` covers importing the task's packages and reading its data."""
+    """Bounds of the pool. `cpu_s` and `timeout_s` (wall time) apply to each request. `start_timeout_s` covers importing the task's
+    packages and reading its data."""
 
     cpu_s: int = 2
     timeout_s: float = 10.0
@@ -101,18 +101,18 @@ class RewardLimits:
 
 
 def available_cores() -> int:
-    """That this process may use."""
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def reward_processes(cores: int) -> int:
-    """How many score at once: a quarter of the cores, since the trainer has the others, and two at least, so that one slow
-    completion holds up no other."""
+    """Number of processes: a quarter of the cores, since the trainer uses the others, but at least two, so that one slow
+    completion does not block the others."""
     return max(PROCESSES_MIN, min(PROCESSES_MAX, cores // 4))
 
 
 def limits_of(spec: TaskSpec) -> RewardLimits:
-    """Scorers that echo2 brings need milliseconds; a user's own may run tests."""
+    """Chooses default limits: built-in scorers need milliseconds, a user's own may run tests."""
     count = reward_processes(available_cores())
     if is_users_own(spec):
         return RewardLimits(cpu_s=10, timeout_s=30.0, process_count=count)
@@ -121,9 +121,9 @@ def limits_of(spec: TaskSpec) -> RewardLimits:
 
 @dataclass(frozen=True, slots=True)
 class Containment:
-    """`is_trusted`: rewards run with the learner's own rights. `readable`: what contained ones may read beside the task's
-    own package and data. `hidden`: folders that they see nothing of even there. `ray`: the cluster on whose machines they run, as
-    Ray names it; empty: this machine. `processes`: how many at once; 0: by the cores.
+    """How rewards are contained. `is_trusted`: they are not; they run with the learner's own rights. `readable`: paths that
+    contained rewards may read besides the task's own package and data. `hidden`: folders hidden from them even inside those. `ray`:
+    address of the Ray cluster that runs them; empty: this machine. `processes`: how many at once; 0: derived from the cores.
     """
 
     is_trusted: bool = False
@@ -135,7 +135,7 @@ class Containment:
 
 @dataclass(frozen=True, slots=True)
 class RewardCounts:
-    """What became of rewards since the start."""
+    """Counts of rewards and failures since the start."""
 
     scored: int = 0
     raised: int = 0
@@ -151,22 +151,22 @@ class RewardScorer(Protocol):
     """Computes rewards of one task. Results come as futures, so that threads and event loops can both wait."""
 
     def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
-        """Asks for the reward of a completion of instance `index`. `LimitExceeded` when the queue is full. `sender`: whose
-        completion it is; those of a sender whose rewards take long wait behind others'.
+        """Asks for the reward of a completion of instance `index`. Raises `LimitExceeded` if the queue is full. `sender`: the
+        completion's sender; senders whose rewards take long are queued behind others.
         """
         ...
 
     def counts(self) -> RewardCounts: ...
 
     def close(self) -> None:
-        """Ends the processes; requests that wait are cancelled."""
+        """Ends the processes and cancels waiting requests."""
         ...
 
 
 def make_scorer(
     task: Task, spec: TaskSpec, limits: RewardLimits | None = None, containment: Containment | None = None
 ) -> RewardScorer:
-    """In this process for a plain comparison of echo2's own, else a pool. `spec` must be what `task` was made from.
+    """Makes a scorer: in this process for echo2's own plain comparisons, else a pool. `spec` must be what `task` was made from.
 
     A user's own task that says it is cheap is scored here only if rewards are trusted.
     """
@@ -182,7 +182,7 @@ def make_scorer(
 
 
 class _Tally:
-    """Counts, shared by threads."""
+    """Thread-safe counts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -199,7 +199,7 @@ class _Tally:
 
 
 class InProcessScorer:
-    """For tasks whose score is trusted and takes microseconds: no process, no queue, the future is done at once."""
+    """Scores in this process, for trusted scores that take microseconds: no queue, and each future is done at once."""
 
     def __init__(self, task: Task):
         self._task = task
@@ -223,7 +223,7 @@ class InProcessScorer:
 
 
 class RewardPool:
-    """Contained processes that score or step, or processes that are not contained where rewards are trusted."""
+    """A pool of processes that score or step; contained, unless rewards are trusted."""
 
     def __init__(self, spec: TaskSpec, limits: RewardLimits | None = None, containment: Containment | None = None):
         containment = containment or Containment()
@@ -242,8 +242,8 @@ class RewardPool:
         )
 
     def submit_step(self, index: int, completions: Sequence[str], sender: str = "") -> Future[Stepped]:
-        """Asks for the world's answer to the last of an episode's completions; all of them are told, so that any
-        process can answer, and the time allowed grows with them. The pool must have been made for environments.
+        """Asks for the world's answer to the last of an episode's completions. Sends all of them, so that any process can
+        answer; the time limit grows with their number. The pool must have been made for environments.
         """
         read = partial(_stepped, is_trusted=self._is_trusted, bound=self._bound)
         body = {"index": index, "completions": list(completions)}
@@ -273,14 +273,14 @@ def _pool_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) -> 
 
 
 def bounds_of(limits: RewardLimits) -> Limits:
-    """Of one run."""
+    """Limits of one request, as contain takes them."""
     return Limits(
         cpu_s=limits.cpu_s, wall_s=limits.timeout_s, memory_bytes=limits.memory_bytes, start_s=limits.start_timeout_s
     )
 
 
 def launch_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) -> Launch:
-    """How the processes are started. `ConfigError` where they cannot be contained and are not trusted."""
+    """Describes how to start the processes. Raises `ConfigError` if they cannot be contained and are not trusted."""
     bounds = bounds_of(limits)
     module = "echo2.tasks.runtime.scorer"
     if containment.is_trusted:
@@ -296,7 +296,7 @@ def launch_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) ->
     modules = [spec.name.partition(":")[0]] if is_users_own(spec) else []
     path = spec.args.get("path")
     data: tuple[str, ...] = ()
-    if isinstance(path, str) and path and not modules:  # what runs contained has no network: it is given the folder
+    if isinstance(path, str) and path and not modules:  # contained processes have no network, so fetch the data here
         local = local_data_set(path)
         spec, data = replace(spec, args={**spec.args, "path": str(local)}), (str(folder_to_show(local)),)
     view = view_here(modules, (*containment.readable, *data), containment.hidden)
@@ -308,7 +308,7 @@ def launch_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) ->
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What a scorer answered, or why it did not."""
+    """A scorer's answer, or why there is none."""
 
     answer: Mapping[str, object]
     failure: RewardFailure | None
@@ -343,7 +343,7 @@ def _told(answer: Mapping[str, object], seconds: float) -> _Told:
 
 
 def _nought(told: _Told, is_trusted: bool) -> Reward | None:
-    """The reward of a completion that used its scorer up."""
+    """Returns reward 0 for a completion that exhausted its scorer, else None."""
     is_used_up = told.failure is RewardFailure.EXHAUSTED or (
         told.failure is RewardFailure.OUT_OF_MEMORY and not is_trusted
     )

@@ -1,10 +1,10 @@
 """Runs inside the containment (contain/runtime/inside): computes rewards and steps environments.
 
-Guarantees: completions are looked at by `answer` alone, which runs in a fork for each; instances are drawn and packages
-are loaded before. Whatever a task raises becomes an answer. Leaves to others: limits, processes, frames.
+Guarantees: only the handler's `answer`, which runs in a fork of its own for each request, reads completions; instances are drawn
+and packages imported before the fork. Whatever a task raises becomes an answer. Leaves to others: limits, processes, frames.
 
-{index, text} asks for the reward of a completion, answered by {value, parts}; {index, completions} for the world's answer to
-the last of an episode's completions, answered by {messages} or {value, parts}. What the task raises is answered by
+Request {index, text} asks for the reward of a completion; the answer is {value, parts}. Request {index, completions} asks for the
+world's answer to an episode's last completion; the answer is {messages} or {value, parts}. If the task raises, the answer is
 {error, is_memory}.
 """
 
@@ -30,7 +30,7 @@ Answer = dict[str, object]
 
 
 def scored(task: Task, instance: TaskInstance, text: str) -> Answer:
-    """The answer to one request for a reward. Whatever the task raises becomes the answer."""
+    """Scores one completion. Whatever the task raises becomes the answer."""
     return _caught(lambda: _reward(task.score(instance, text)))
 
 
@@ -54,7 +54,7 @@ def _observation(observation: Observation) -> Answer:
 
 
 def _made(setup: str) -> Handler:
-    """What answers for the task or the environments that `setup` describes."""
+    """Makes the request handler for the task or the environments that `setup` (a TaskSpec as JSON) describes."""
     spec = spec_from_json(setup)
     if is_environment(spec):
         steps = EpisodeReplay(make_environment_source(spec))
@@ -70,9 +70,9 @@ def _made(setup: str) -> Handler:
 
 
 def _warm(task: Task) -> None:
-    """Scores answers of the task's own, so that what its scorer loads lazily is there before the first fork."""
+    """Scores some sample answers, so that the scorer's lazy imports are loaded before the first fork."""
     for text in ("", (answer := task.sample(0).answer), f"\\boxed{{{answer}}}"):
-        with contextlib.suppress(Exception):  # a real completion will meet it, and tell
+        with contextlib.suppress(Exception):  # a real completion will raise it again, and that is reported
             task.score(task.sample(0), text)
 
 
@@ -95,14 +95,14 @@ def _completions(request: Body) -> tuple[str, ...]:
 
 
 class EpisodeReplay:
-    """Steps episodes that are told whole each time. Keeps the newest few open, so that most steps replay nothing."""
+    """Steps episodes, given all completions so far. Keeps the newest EPISODES_OPEN_MAX open, so that most steps replay nothing."""
 
     def __init__(self, source: EnvironmentSource):
         self._source = source
         self._open: OrderedDict[tuple[int, tuple[str, ...]], Environment] = OrderedDict()
 
     def step(self, index: int, completions: tuple[str, ...]) -> Observation:
-        """The world's answer to the last of `completions`."""
+        """Returns the world's answer to the last of `completions`. Raises `TaskError` if there are none or the episode is over."""
         if not completions:
             raise TaskError(f"{self._source.name} episode {index}: expected at least one completion")
         environment = self._open.pop((index, completions[:-1]), None)

@@ -1,7 +1,7 @@
-"""The bytes of each token of a Hugging Face tokenizer, and which of them can be part of a stop string.
+"""The bytes of each token of a Hugging Face tokenizer, and which tokens can be part of a stop string.
 
-Guarantees: what the tokens of a completion decode to is their bytes one behind the other, but for special tokens, which have none.
-Leaves to others: where a completion stops (base/stops).
+Guarantees: a completion decodes to its tokens' bytes, concatenated; special tokens have no bytes. Leaves to others: where a
+completion stops (base/stops).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _SPACE = "▁"
 
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's: which byte a character of a byte-level token stands for."""
+    """Returns GPT-2's table: the byte that each character of a byte-level token stands for."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
 def token_texts(tokenizer: Any) -> list[bytes]:
-    """By id. Empty: a special token, or none."""
+    """Returns each token's bytes, indexed by ID; empty for special tokens and unused ids."""
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     special = set(tokenizer.all_special_ids)
     added = {number: token.content for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
@@ -52,7 +52,7 @@ def token_texts(tokenizer: Any) -> list[bytes]:
 
 
 class _Sorted:
-    """Texts in order, to be found by how they begin."""
+    """Sorted texts, for lookup by prefix."""
 
     def __init__(self, texts: Sequence[bytes], numbers: Sequence[int]) -> None:
         order = sorted(range(len(texts)), key=texts.__getitem__)
@@ -60,13 +60,13 @@ class _Sorted:
         self._numbers = [numbers[place] for place in order]
 
     def beginning_with(self, start: bytes) -> Sequence[int]:
-        """Numbers of the texts that begin so. `start` is no byte of 255 alone."""
+        """Returns the numbers of the texts that begin with `start`, which must not consist of 0xFF bytes only."""
         first = bisect_left(self._texts, start)
         return self._numbers[first : bisect_left(self._texts, _behind(start), first)]
 
 
 class TokenIndex:
-    """Finds the tokens that can be part of a stop string without a look at each of them: a vocabulary has 150,000 and more."""
+    """Finds the tokens that can be part of a stop string, without scanning a vocabulary of 150,000 tokens or more."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         self.texts = texts
@@ -79,11 +79,11 @@ class TokenIndex:
             self._same.setdefault(texts[number], []).append(number)
         self._numbers = numbers
         self._starts = list(itertools.accumulate((len(text) + 1 for text in known), initial=0))
-        self._joined = b"\xff".join(known)  # stands in no text that is Unicode
+        self._joined = b"\xff".join(known)  # 0xFF occurs in no UTF-8 text
 
     def parts_of(self, strings: Sequence[bytes], most: int) -> set[int]:
-        """Numbers of all tokens that hold one of `strings`, stand in one, end with its beginning or begin with its end; some more
-        than `most` of them where there are so many."""
+        """Returns the ids of all tokens that contain one of `strings`, lie within one, end with its beginning or begin with its
+        end. Stops early once there are more than `most`."""
         found: set[int] = set()
         for string in strings:
             for numbers in self._parts_of(string):
@@ -107,13 +107,13 @@ class TokenIndex:
 
 
 def _behind(start: bytes) -> bytes:
-    """The first of all texts, in order, that comes behind those that begin so."""
+    """Returns the smallest byte string greater than all that begin with `start`."""
     kept = start.rstrip(b"\xff")
     return kept[:-1] + bytes((kept[-1] + 1,))
 
 
 class StopStrings:
-    """What a lease carries of stop strings, by the texts of one tokenizer's tokens."""
+    """Computes what a lease carries for stop strings, for one tokenizer. Caches up to 64 sets of strings."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -121,16 +121,17 @@ class StopStrings:
 
     @cached_property
     def index(self) -> TokenIndex:
-        """Made at the first look: some tenths of a second for a large vocabulary."""
+        """Built at first use: some tenths of a second for a large vocabulary."""
         return TokenIndex(token_texts(self._tokenizer))
 
     @property
     def longest_bytes(self) -> int:
-        """Of all tokens."""
+        """Length of the longest token in bytes."""
         return max(map(len, self.index.texts), default=1)
 
     def pieces_of(self, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
-        """Ids and texts of all tokens that can be part of one of `strings`. Raises `ConfigError` if there are too many."""
+        """Returns ids and pieces of all tokens that can be part of one of `strings`. Raises `ConfigError` if there are too many
+        tokens or strings, or a string is too long."""
         key = tuple(strings)
         if key not in self._known:
             if len(self._known) >= 64:

@@ -1,7 +1,7 @@
-"""Tasksets of the verifiers library (0.4, its v1 API): of one completion, or as problems for its agents. An optional extra.
+"""Tasksets of the verifiers library (0.4, its v1 API), with one completion each or played by its agents. An optional extra.
 
-Guarantees: prompts and rewards are the taskset's own; signals that need a container are refused by name, not silently
-counted as 0. Leaves to others: verifiers' harnesses, tools, turns and sandboxes, which run their own model client through the
+Guarantees: prompts and rewards are the taskset's own; a taskset with rewards that need a container is refused by naming them, not
+silently scored 0. Leaves to others: verifiers' harnesses, tools, turns and sandboxes, which run their own model client through the
 gateway (gateway/runtime/verifiers_agent); limits on time and memory (rewards).
 """
 
@@ -22,8 +22,8 @@ PLAYER = "echo2.gateway.runtime.verifiers_agent:play"
 
 
 class VerifiersTask:
-    """Taskset `taskset` (the name of an installed package) with its own options; at most its first `size` tasks. `agent`: who
-    plays them, as verifiers' AgentConfig has it; None: nobody, one completion is all.
+    """Taskset `taskset` (the name of an installed package) with its own options; at most its first `size` tasks. `agent`: fields of
+    verifiers' AgentConfig for the agent that plays them; None: each task is answered by one completion.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ def loaded(taskset: str, options: Mapping[str, object], size: int) -> list[Any]:
 
 
 def _refuse_container(task: Any, taskset: str) -> None:
-    """Its library skips signals that need a container when there is none; a reward of fewer parts would look real."""
+    """Refuses a task whose rewards need a container. The library would skip them, and the incomplete reward would look real."""
     parameters = {fn.__name__: inspect.signature(fn).parameters.get("runtime") for fn in task.hooks("reward")}
     needing = [name for name, found in parameters.items() if found is not None and found.default is found.empty]
     if needing or task.NEEDS_CONTAINER:
@@ -113,7 +113,7 @@ def _prompt(data: Any) -> Prompt:
 
 
 def _trace(task: Any, prompt: Prompt, completion_text: str) -> Any:
-    """What the library would have recorded of an agent that answered once."""
+    """Builds the trace that the library would have recorded for an agent that answered once."""
     import verifiers.v1 as verifiers
 
     kinds = {"system": verifiers.SystemMessage, "user": verifiers.UserMessage, "assistant": verifiers.AssistantMessage}
