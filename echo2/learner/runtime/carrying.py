@@ -69,7 +69,7 @@ def to_leader(folder: Path, written: Sequence[str], ranks: Ranks, *, is_shared: 
 
 @contextmanager
 def for_reading(folder: Path, ranks: Ranks) -> Iterator[Path]:
-    """Yields `folder` if it holds the same files as rank 0's; else a copy of rank 0's beside it, removed afterwards. A collective."""
+    """Yields `folder` if it holds rank 0's files; else a copy of rank 0's folder beside it, removed afterwards. A collective."""
     group = ranks.writers
     if group is None or ranks.count == 1:
         yield folder

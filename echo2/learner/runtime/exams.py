@@ -30,7 +30,7 @@ _log = logging.getLogger("echo2.learner")
 
 
 class Exams:
-    """The evaluations of a run. `rewards`: mean over all prompts, by version. `written`: called with each line once it is written."""
+    """The evaluations of a run. `rewards`: mean over all prompts, by version. `written`: called with each line after writing it."""
 
     def __init__(
         self,

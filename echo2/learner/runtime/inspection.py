@@ -1,8 +1,8 @@
 """Writes batches whose loss or gradient was not finite as JSON, for manual inspection.
 
-Guarantees: at most `KEPT_MAX` per run; a file is complete or absent. Do not call it on the event loop's thread: a batch of 6 million
-tokens is 300 MB of text and takes seconds. It writes one rollout at a time, so that other threads get the GIL. Leaves to others:
-which batches (loop).
+Guarantees: at most `KEPT_MAX` per run; a file is complete or absent. Do not call it on the event loop's thread: a batch of 6
+million tokens is 300 MB of text and takes seconds. It writes one rollout at a time, so that other threads get the GIL. Leaves to
+others: which batches (loop).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The learner's side of scoring: one stream per scoring worker, which carries leases out and scores in.
 
-Guarantees: a worker has one such stream, the newest; its messages are bounded and use no more than its fair share of the event loop;
-a barred worker scores nothing. Waits for: workers' messages, and leases to send. Leaves to others: who scores what
+Guarantees: a worker has one such stream, the newest; its messages are bounded and use no more than its fair share of the event
+loop; a barred worker scores nothing. Waits for: workers' messages, and leases to send. Leaves to others: who scores what
 (learner/scorings), judging the scores (learner/disputes).
 """
 

@@ -96,7 +96,7 @@ class SeedNode:
 
     @property
     def spread_bytes_per_s(self) -> float:
-        """Upper bound of the rate to all workers (fluid bound), from the plan and this node's uplink; 0 while the uplink is unknown.
+        """Fluid bound of the rate to all workers, from the plan and this node's uplink; 0 while the uplink is unknown.
 
         The uplink is the emulated one, else the one that the node has measured, else the planned one, within the configured limit.
         The workers' uplinks count too: a larger pool, or one with slower uplinks, gets an artifact later.
