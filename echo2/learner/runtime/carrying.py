@@ -47,8 +47,8 @@ def sees_leader(folder: Path, ranks: Ranks) -> bool:
 
 
 def to_leader(folder: Path, written: Sequence[str], ranks: Ranks, *, is_shared: bool) -> None:
-    """Sends the files that this rank has `written` in its `folder` to rank 0's folder and removes its own; does nothing if the
-    folder `is_shared` with rank 0. A collective."""
+    """Sends the files that this rank has `written` in its `folder` to rank 0's folder and removes its own folder. If the folder
+    `is_shared` with rank 0, it sends and removes nothing. A collective."""
     group = ranks.writers
     if group is None or ranks.count == 1:
         return

@@ -156,7 +156,7 @@ class TrainingLoop:
             raise self.intake.exhausted
 
     async def _make_up(self) -> None:
-        """At a start, publishes and evaluates what is due because a kill came first, and writes the rows of replayed steps."""
+        """At a start, writes the rows of replayed steps, then starts the publication and evaluation that a kill prevented."""
         for row in self.p.rows_again:
             self._write(row)  # metrics.jsonl ignores a second row of the same step
         is_last = self.is_finished and self.p.schedule.newest < self.step

@@ -261,7 +261,7 @@ class LearnerShift:
             self._failure.set_exception(error)
             self._failure.exception()  # mark as retrieved: the run may be ending for another reason
 
-    # ---- beside the training
+    # ---- while training runs
 
     async def _talk(self) -> None:
         """Talks to the coordinator until it refuses this learner."""
@@ -303,7 +303,7 @@ class LearnerShift:
                     self.session.delivered(delivered_message(told))
             await asyncio.sleep(NEWS_S)
 
-    # ---- what parts tell
+    # ---- callbacks of the parts
 
     def _report(self) -> None:
         self.session.report(report_of(self.loop, self.waits_for))

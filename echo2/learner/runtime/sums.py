@@ -85,7 +85,7 @@ class SummingFile:
 
 @contextmanager
 def written_with_sums(path: Path) -> Iterator[SummingFile]:
-    """Opens a new file for writing; its checksums lie in a file beside it until `gather_sums`."""
+    """Opens a new file for writing; its checksums are in a file next to it until `gather_sums`."""
     with path.open("wb", buffering=0) as file:
         summing = SummingFile(file)
         yield summing

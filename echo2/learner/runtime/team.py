@@ -153,7 +153,7 @@ class Team:
     # ---- other ranks
 
     def follow(self) -> None:
-        """Carries out rank 0's commands until it says stop."""
+        """Carries out rank 0's commands until `stop`."""
         assert self.ranks.encoders is not None, "several ranks have a group to code in"
         follower = ShardFollower(self.ranks.encoders, self._held)
         # A daemon thread, so that it cannot keep this process alive if rank 0 dies without sending "stop".
