@@ -1,7 +1,7 @@
-"""LoRA: a low-rank adapter on every linear layer but the head, trained and published alone.
+"""LoRA: a low-rank adapter on every linear layer except the head; only the adapter is trained and published.
 
-Guarantees: the base beneath is frozen and held at the published precision, so that a worker with the same base computes
-with the same policy; a start with the same seed draws the same adapter; names are those of peft's adapter files.
+Guarantees: the base is frozen and held at the published precision, so that a worker with the same base computes the same policy;
+a start with the same seed draws the same adapter; names are those of peft's adapter files.
 Leaves to others: training (trainer), the worker's side (worker/runtime/engines/adapter).
 """
 
@@ -18,13 +18,13 @@ from echo2.base.errors import ConfigError
 from echo2.weights import fingerprint
 
 CONFIG_KEY = "echo2_adapter"
-"""Where the config that workers get says that an adapter is published, and of what."""
+"""Key in the workers' config that describes the published adapter."""
 _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterOptions:
-    """The adapter's product counts `alpha / rank` times."""
+    """The product of the adapter's matrices is scaled by `alpha / rank`."""
 
     rank: int
     alpha: int
@@ -32,7 +32,8 @@ class AdapterOptions:
 
 @dataclass(frozen=True, slots=True)
 class PutOn:
-    """An adapter in place. `base_fingerprint`: of the base's parameters as published, key 0, in hex."""
+    """An adapter attached to a model. `base_fingerprint`: fingerprint of the base's parameters in the published dtype, with key 0,
+    in hex."""
 
     options: AdapterOptions
     dtype: str
@@ -52,7 +53,10 @@ class PutOn:
 
 
 def put_on_adapter(hf_model: Any, options: AdapterOptions, weights_dtype: str) -> PutOn:
-    """Freezes the model, rounds it to the published precision and puts a fresh adapter on it, in place."""
+    """Freezes the model, rounds it to the published precision and attaches a fresh adapter, all in place.
+
+    Raises `ConfigError` if peft is missing or the model has no linear layers.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -74,12 +78,12 @@ def put_on_adapter(hf_model: Any, options: AdapterOptions, weights_dtype: str) -
 
 
 def published_name(name: str) -> str:
-    """`model.layers.0.self_attn.q_proj.lora_A.default.weight` -> the name in peft's adapter files."""
+    """Turns a name like `model.layers.0.self_attn.q_proj.lora_A.default.weight` into the name in peft's adapter files."""
     return _PREFIX + name.replace(".default.", ".")
 
 
 def merge_into(base: Any, policy: Mapping[str, Tensor], adapter: PutOn, weights_dtype: str) -> None:
-    """Adds the adapter `policy` to a whole model of float32, which is then rounded to the published precision."""
+    """Adds the adapter `policy` to `base`, a whole float32 model, and rounds that to the published precision."""
     dtype = _dtype(weights_dtype)
     with torch.no_grad():
         for parameter in base.parameters():

@@ -1,7 +1,8 @@
-"""The learner's side of the gateway: problems for agents out, their calls leased, their episodes' rewards in.
+"""The learner's side of the gateway: hands problems to agents, leases their calls, takes in their episodes' rewards.
 
-Guarantees: a call is a lease like any other, with the run's sampling, the staleness rule and numbers that the client cannot choose;
-what is trained on is what workers reported. Leaves to others: who asks and for what (gateway), admission and batches (batcher).
+Guarantees: a call is leased like any other group, under the run's sampling, the staleness rule and seeds that the client cannot
+choose; training uses only what workers reported. Leaves to others: clients and their requests (gateway), admission and batches
+(batcher).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ Tell = Callable[[b.Event], IntakeOutcome]
 
 
 class Agents:
-    """One per learner whose prompts come from agents. `tell`: the intake's door; `failed`: what ends the run."""
+    """Runs the gateway of a learner whose prompts come from agents. `tell`: passes an event to the intake. `failed`: ends the run
+    with an error."""
 
     def __init__(
         self,
@@ -56,7 +58,8 @@ class Agents:
         self._options, self._prompts, self._tell, self._failed = options, prompts, tell, failed
         self._examination = examination
         self._refusals = Refusals(_log)
-        self._problems: dict[str, tuple[int, PromptWorld | None]] = {}  # by group: the index, and whose it is
+        # By group: the instance's index and its world; None: the run's own.
+        self._problems: dict[str, tuple[int, PromptWorld | None]] = {}
         limits = GatewayLimits(
             prompts.context_tokens, prompts.sampling.max_new_tokens, prompts.vocabulary_size,
             prompts.stop_strings.longest_bytes, idle_s=options.idle_s, episode_s=options.episode_s,
@@ -96,7 +99,7 @@ class Agents:
             self._failed(error)
 
     def numbers(self) -> Mapping[str, float]:
-        """For the metrics, since the start."""
+        """Counters for the metrics, since the start."""
         sessions, counts = self.desk.sessions, self.desk.sessions.counts
         return {
             "agents/open": len(sessions.sessions),
@@ -110,7 +113,7 @@ class Agents:
     # ---- from the intake
 
     def drive(self, spec: GroupSpec, draw: Draw) -> None:
-        """Agents may begin with this problem."""
+        """Lets agents begin with this problem."""
         prompts, is_exam = self._prompts, spec.work is Work.EVALUATE
         world: PromptWorld | None = None
         if is_exam:

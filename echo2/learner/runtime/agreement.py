@@ -1,9 +1,9 @@
-"""Whether all ranks were started alike, asked before any of them loads the model.
+"""Checks that all ranks were started with the same configuration, before any of them loads the model.
 
-Guarantees: ranks that would train by other options, on another kind of device or from another model than rank 0 all end with one
-`ConfigError` that names rank, machine, what was expected and what came; nothing has been loaded or written by then. Of weights the
-size and samples of each file are compared, not every byte. A model that is named by its hub id is compared by that name. Waits
-for: the slowest rank, as any collective. Leaves to others: what may differ (run folder, threads, addresses).
+Guarantees: if a rank would train with other options, on another kind of device or from another model than rank 0, all ranks end
+with one `ConfigError` that names rank, machine, expected and actual value; nothing has been loaded or written by then. For weights
+it compares the size and samples of each file, not every byte; for a model given by hub id, only that id. Waits for: the slowest
+rank, as any collective. Not compared: what may differ (run folder, threads, addresses).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from echo2.learner.runtime.options import LearnerOptions, TrainerOptions
 from echo2.learner.runtime.ranks import Ranks, local_device
 
 SAMPLE_BYTES, SAMPLES = 64 << 10, 16
-"""Of each file of weights, evenly spread."""
+"""Bytes per sample, and intervals between evenly spread samples, of each weight file."""
 _OWN = {"model_path", "device", "threads", "emulated_step_s"}
-"""Options that each rank may have of its own; of the first two what they lead to is compared."""
+"""Options that may differ between ranks; for the first two, the resulting model and device are compared instead."""
 _HOST, _MODEL = "host", "model"
 
 
 def check_agreement(options: LearnerOptions, ranks: Ranks) -> None:
-    """A collective. ConfigError on every rank if one of them differs from rank 0."""
+    """Raises `ConfigError` on every rank if one of them differs from rank 0. A collective."""
     if ranks.writers is None:
         return
     told = gathered(dict(_facts(options)), ranks.writers, ranks.count)
@@ -39,7 +39,7 @@ def check_agreement(options: LearnerOptions, ranks: Ranks) -> None:
 
 
 def difference(told: Sequence[Mapping[str, str]]) -> str:
-    """The first thing in which a rank differs from rank 0, for people; empty where all agree."""
+    """Describes the first difference between a rank and rank 0; empty if all agree."""
     first = told[0]
     for rank, other in enumerate(told):
         for name in sorted(first.keys() | other.keys()):
@@ -74,7 +74,7 @@ def _facts(options: LearnerOptions) -> Iterator[tuple[str, str]]:
 
 
 def _model_facts(path: str) -> Iterator[tuple[str, str]]:
-    """By file of the model's folder; one that cannot be read is told as such, so that all ranks hear of it."""
+    """One fact per file of the model's folder. An unreadable file is reported as a fact, so that all ranks see the problem."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         is_folder = path.startswith((".", "/", "~")) or path.count("/") > 1

@@ -1,14 +1,14 @@
-"""Who sees whom in packed rows, as the attention of the device wants it.
+"""Attention masks of packed rows, in the form that the device's attention needs.
 
-A row holds units one behind the other; a unit is a prompt (part 0) and some of its completions (parts 1, 2, ...): a tree of
-depth one. A token sees the tokens before it that are of its unit and of the prompt or of its own part. Padding sees itself
-alone: a row of a softmax is never empty, and nothing is computed for it.
+A row holds units one after another; a unit is a prompt (part 0) and some of its completions (parts 1, 2, ...): a tree of depth
+one. A token attends to itself and to earlier tokens of its unit that belong to the prompt or to its own part. A padding token
+attends only to itself, so that no softmax row is empty; its result is not used.
 
-Two forms, of the same numbers: a dense mask, which any attention takes and which costs the square of a row in memory; and
-the blocks of 128 by 128 that hold anything at all, for FlexAttention, which computes no other. Both are made on the device
-from two integers a token. Leaves to others: the layout (learner/packing), the model.
+The mask has two equivalent forms: a dense mask, which any attention takes and whose memory grows with the square of the row; and
+the non-empty blocks of 128 by 128, for FlexAttention, which computes only those. Both are made on the device from two integers
+per token. Leaves to others: the layout (learner/packing), the model.
 
-Shapes: B rows, W positions of a row, N blocks of a row.
+Shapes: B rows, W positions per row, N blocks per row.
 
 Sources. FlexAttention: Dong et al., arXiv 2412.05496.
 """
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
-"""Positions of a side of a block: FlexAttention's own default."""
+"""Positions per side of a block: FlexAttention's own default."""
 
 
 class Attention(enum.Enum):
-    """What computes attention over packed rows."""
+    """Implementation of attention over packed rows."""
 
     DENSE = "dense"  # torch's scaled_dot_product_attention with a mask of W x W
-    FLEX = "flex"  # torch's FlexAttention with a mask of blocks; no gradient on a CPU
+    FLEX = "flex"  # torch's FlexAttention with a block mask; no gradient on a CPU
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTree:
-    """`unit_BW` and `part_BW`, int32. Each position of padding is a unit of its own."""
+    """Unit and part of each position: `unit_BW` and `part_BW`, int32. Each padding position is its own unit."""
 
     unit_BW: Tensor
     part_BW: Tensor
@@ -47,14 +47,14 @@ class UnitTree:
         return UnitTree(self.unit_BW.to(device, non_blocking=True), self.part_BW.to(device, non_blocking=True))
 
     def visible(self, b: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether `key` is seen from `query` in row `b`; index tensors that broadcast."""
+        """Whether position `query` attends to position `key` in row `b`; the arguments are index tensors that broadcast."""
         part = self.part_BW[b, key]
         same_part = (part == 0) | (part == self.part_BW[b, query])
         return (self.unit_BW[b, key] == self.unit_BW[b, query]) & same_part & (key <= query)
 
 
 def dense_mask(tree: UnitTree) -> Tensor:
-    """bool_BWW, True where attention is allowed."""
+    """Returns a bool mask of shape (B, W, W), True where attention is allowed."""
     unit_BW, part_BW = tree.unit_BW, tree.part_BW
     width = unit_BW.shape[1]
     same_unit = unit_BW[:, :, None] == unit_BW[:, None, :]
@@ -64,9 +64,9 @@ def dense_mask(tree: UnitTree) -> Tensor:
 
 
 def block_mask(tree: UnitTree) -> BlockMask:
-    """The blocks that hold anything, and those that hold everything, for which no mask is evaluated.
+    """Finds the blocks with any allowed pair, and those with only allowed pairs, for which FlexAttention evaluates no mask.
 
-    Made from one band of 128 queries after another, so that W x W exists nowhere: 2 MiB for a row of 16,384.
+    Works through one band of 128 queries after another, so that no W x W tensor exists: 2 MiB for a row of 16,384.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -90,7 +90,7 @@ def block_mask(tree: UnitTree) -> BlockMask:
 
 
 def _ordered(held_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each band of queries holds, and which, first to last; for the one head that all share."""
+    """Number of blocks per band of queries, and their indices in ascending order, with a head dimension of 1."""
     numbers_BN = held_BNN.sum(-1, dtype=torch.int32)
     indices_BNN = torch.argsort(held_BNN.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
     return numbers_BN[:, None], indices_BNN[:, None]

@@ -1,7 +1,7 @@
-"""Which attention a learner computes with: FlexAttention on a GPU where it gives the dense mask's numbers there, else dense.
+"""Chooses the learner's attention: FlexAttention on a GPU if it gives the same results as the dense mask, else dense.
 
-Guarantees: FlexAttention is taken only after it agreed with the dense mask on this model and this device, forward and
-backward; several ranks choose alike. Leaves to others: both forms of a mask (attention).
+Guarantees: FlexAttention is chosen only if, with this model on this device, its log-probabilities agree with the dense mask's and
+its gradient is finite; all ranks make the same choice. Leaves to others: both forms of a mask (attention).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from echo2.learner.runtime.ranks import Ranks
 
 Wish = Literal["auto", "dense", "flex"]
 TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
-"""Largest difference of one token's log-probability; a thousand roundings of bf16 add up to a few hundredths."""
+"""Largest allowed difference of a token's log-probability; a thousand bf16 roundings add up to a few hundredths."""
 TRIAL_ROWS, TRIAL_BLOCKS = 2, 3
 
 _log = logging.getLogger("echo2.learner")
 
 
 def choose_attention(policy: Policy, wish: Wish, device: torch.device, ranks: Ranks | None = None) -> Attention:
-    """Switches `policy` to what it returns. Raises ConfigError where `flex` is wished for and cannot be had."""
+    """Chooses an attention, switches `policy` to it and returns it. Raises `ConfigError` if `wish` is `flex` and that fails."""
     if wish == "flex" and device.type == "cpu":
         raise ConfigError(
             "learner.attention: expected auto or dense on a CPU, where FlexAttention has no gradient, got flex"
@@ -54,7 +54,7 @@ def choose_attention(policy: Policy, wish: Wish, device: torch.device, ranks: Ra
 def trial_inputs(
     vocabulary: int, seed: int = 0, rows: int = TRIAL_ROWS, width: int = TRIAL_BLOCKS * BLOCK
 ) -> PackedInputs:
-    """Random units over whole rows, with padding behind them; every token that is sampled is read."""
+    """Random units that fill rows, with padding after them; every sampled token is a target."""
     draw = torch.Generator().manual_seed(seed)
     unit = -torch.arange(1, width + 1, dtype=torch.int32).repeat(rows, 1)
     part, positions = torch.zeros(rows, width, dtype=torch.int32), torch.zeros(rows, width, dtype=torch.long)
@@ -79,15 +79,15 @@ def trial_inputs(
 
 
 def difference_of(found_T: Tensor, expected_T: Tensor, dtype: torch.dtype) -> str:
-    """Why log-probabilities are not those with a dense mask, computed in `dtype`; empty if they are, up to rounding."""
+    """How log-probabilities computed in `dtype` differ from those with a dense mask; empty if they agree up to rounding."""
     off, limit = float((found_T - expected_T).abs().max()), TOLERANCE_NATS.get(dtype, 1e-1)
-    if off <= limit:  # never of NaN
+    if off <= limit:  # false for NaN
         return ""
     return f"log-probabilities differ by {off:.3g} nats from those with a dense mask, {limit:g} at most expected"
 
 
 def _failure_of_flex(policy: Policy, device: torch.device) -> str:
-    """Why FlexAttention is not to be used; empty if it may."""
+    """Why FlexAttention cannot be used; empty if it works."""
     inputs = trial_inputs(int(policy.hf_model.get_input_embeddings().weight.shape[0])).to(device)
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     try:
@@ -104,7 +104,7 @@ def _failure_of_flex(policy: Policy, device: torch.device) -> str:
             )
         if not all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
             return "its gradient is not finite"
-    except Exception as error:  # noqa: BLE001 (kernels fail by many kinds; each means dense)
+    except Exception as error:  # noqa: BLE001 (kernels raise many kinds of errors; each means dense)
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
         for parameter in parameters:

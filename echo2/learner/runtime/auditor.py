@@ -1,14 +1,14 @@
-"""The audit at work: some rollouts of each batch are scored again under the versions that they name, beside the training.
+"""Runs the audit: scores some rollouts of each batch again under the versions that they name, while training continues.
 
-Guarantees: training waits for it at most `TRAINER_SHARE` of the time, a second or one rollout at a time; which rollouts is
-decided after they are in, by dice that no worker can know (learner/audit_draw), and so is who scores them (learner/scorings):
-workers, where enough of them can, and the learner what they dispute, some known answers, and what nobody else can; a worker
-is accused once, on the event loop, and by the learner's own numbers; an audit that fails is told (`AuditCalls`). Waits for:
-batches (`consider`), scorers (`tell`), its threads. Leaves to others: the verdict (learner/suspicion, learner/disputes),
-banning and dropping (`AuditCalls.accused`).
+Guarantees: training waits for it at most `TRAINER_SHARE` of the time, a second or one rollout at a time; the rollouts to audit are
+drawn after they have arrived, with randomness that no worker can know (learner/audit_draw), and so are their scorers
+(learner/scorings): workers, if enough of them can score; the learner scores what they dispute, some known answers, and what no
+worker can score; a worker is accused once, on the event loop, and on the learner's own numbers; an audit that fails is reported
+(`AuditCalls`). Waits for: batches (`consider`), scorers (`tell`), its threads. Leaves to others: the verdict (learner/suspicion,
+learner/disputes), banning and dropping (`AuditCalls.accused`).
 
-Costs host memory for what each version changed (learner/runtime/snapshots) and, of what the learner scores itself, the time of the
-device that trains: one forward pass over a rollout under its version, one under an older one.
+Costs host memory for each version's changes (learner/runtime/snapshots). What the learner scores itself costs time on the training
+device: one forward pass over a rollout under its version, one under an older one.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from echo2.outside import monotonic, unix_now
 from echo2.scoring.request import ScoreRequest
 
 TURN_TOKENS = 16_384
-"""Looked at in one turn of the thread, prompts included; one rollout at least."""
+"""Tokens scored in one turn of the thread, prompts included; at least one rollout."""
 TRAINER_TURN_S = 1.0
-"""So long a turn may be on the trainer's thread, by the speed of those before; one rollout at least."""
+"""Longest turn on the trainer's thread, estimated from the speed of earlier turns; at least one rollout."""
 TRAINER_SHARE = 0.1
-"""Of the time in which there is something to train on. Scoring everything that is drawn by default takes about as much: two
-forward passes over 12 % of the tokens, where a step makes one and a backward pass of twice its work."""
+"""Share of the trainer's thread while there is something to train on. Scoring all that is drawn by default takes about as much:
+two forward passes over 12 % of the tokens, while a step takes one and a backward pass of twice its work."""
 IDLE_LOOK_S = 0.05
 WORKERS_MAX = 16_384
 STEPS_BACK = 4
@@ -53,7 +53,7 @@ _log = logging.getLogger("echo2.learner")
 
 @dataclass(slots=True)
 class AuditCounts:
-    """Since the process began. `own_`: of what the learner scored itself, and the seconds that this took."""
+    """Counts since the process began. `own_`: what the learner scored itself, and the seconds that took."""
 
     steps: int = 0
     tokens: int = 0
@@ -67,8 +67,8 @@ class AuditCounts:
 
 @dataclass(frozen=True, slots=True)
 class AuditCosts:
-    """`fleet_share`: tokens that workers read, of those trained on; `own_s_per_step`: what the learner scored itself, in seconds of
-    the trainer's device."""
+    """`fleet_share`: tokens that workers read to score, per delivered token. `own_s_per_step`: seconds of the trainer's device per
+    step that the learner spends on its own scoring."""
 
     fleet_share: float
     own_s_per_step: float
@@ -76,8 +76,8 @@ class AuditCosts:
 
 @dataclass(frozen=True, slots=True)
 class AuditCalls:
-    """Who is told of a verdict, who takes a lease to its scorer, who hears of an audit that failed; what a worker says of its
-    engine."""
+    """Callbacks. `accused`: a verdict against a worker. `lease`: send a scoring lease to a worker. `failed`: an audit raised an
+    error. `habits_of`: what a worker reports about its engine."""
 
     accused: Callable[[PeerId, Accusation], None] = lambda peer_id, accusation: None
     lease: Callable[[PeerId, ScoreRequest, float], None] = lambda worker, request, within_s: None
@@ -86,9 +86,9 @@ class AuditCalls:
 
 
 class Auditor:
-    """`share` of the rollouts are looked at: by workers that read `fleet_share` of what is sampled at most, and by the scorer
-    that `begin` gives, which keeps `versions_max`; nothing is scored by the learner before. All methods belong to the event
-    loop's thread; times are unix seconds."""
+    """Audits `share` of the rollouts. Workers score them, reading at most `fleet_share` of the sampled tokens, and so does the
+    scorer given to `begin`, which keeps `versions_max` versions; before `begin` the learner scores nothing itself. Call all methods
+    on the event loop's thread; times are unix seconds."""
 
     def __init__(
         self, share: float, rng: random.Random, fleet_share: float, calls: AuditCalls, versions_max: int = 1
@@ -122,17 +122,18 @@ class Auditor:
         return AuditCosts(scored.read_tokens / max(1, scored.delivered_tokens), counts.own_s / max(1, counts.steps))
 
     def begin(self, scorer: Scorer, trainer_thread: Executor, is_trainer_idle: Callable[[], bool]) -> None:
-        """`trainer_thread`: for the trainer's own scorer. `is_trainer_idle`: it has nothing to train on."""
+        """Starts the learner's own scoring. `trainer_thread`: runs a scorer that uses the trainer's model. `is_trainer_idle`:
+        whether there is nothing to train on."""
         self._scorer, self._trainer_thread, self._is_trainer_idle = scorer, trainer_thread, is_trainer_idle
 
     def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors` of a version that was published; never changed in place. Returns at once."""
+        """Keeps a published version for scoring; its `tensors` must never change in place. Returns at once."""
         if self._scorer is not None:
             self._begin(self._in_thread(self._thread, self._scorer.keep, version, tensors))
             self.tell(scorings.VersionKept(version))
 
     def tell(self, event: scorings.Event) -> None:
-        """What happened to those who score. An accused worker is heard no more."""
+        """Takes an event from or about a scoring worker; ignores what an accused worker sends."""
         match event:
             case scorings.ScorerCame(worker) | scorings.ScoresCame(worker) if worker in self.accused:
                 return
@@ -141,7 +142,7 @@ class Auditor:
         self._place(now)
 
     def consider(self, groups: Sequence[TrainGroup], now: float) -> None:
-        """Draws of groups that were trained on, or that a version is evaluated by. Returns at once."""
+        """Draws rollouts to audit from groups that were trained on or used in an evaluation. Returns at once."""
         if not self.is_on:
             return
         for group in groups:
@@ -154,13 +155,13 @@ class Auditor:
                         self.scorings.handle(scorings.TokensDelivered(sent.peer_id, sent.token_count), now)
                 kind = kind_of(group.rollouts[member], len(pieces_of(group, member, self._calls.habits_of)))
                 by_seed = all(self._calls.habits_of(worker).draws_by_seed for worker in workers)
-                if self.draw.falls_on(workers[-1], kind, by_seed):  # the dice first: a passage is work
+                if self.draw.falls_on(workers[-1], kind, by_seed):  # draw first: building a passage is expensive
                     passage = passage_of(group, member, self._calls.habits_of)
                     self.draw.add(DrawnPassage(workers[-1], kind, passage, now))
         self._place(now)
 
     def _place(self, now: float) -> None:
-        """What was drawn goes to those who score it, as far as they have room."""
+        """Hands drawn rollouts to scorers, as far as they have room."""
         while self.draw.waiting and self.scorings.has_room and self._own_tokens() < TURN_TOKENS:
             for drawn in self.draw.take(0):
                 is_own = self.disputes.is_watched(piece.worker for piece in drawn.passage.pieces)
@@ -185,7 +186,7 @@ class Auditor:
             self._begin(self._look(self._scorer, now))
 
     async def _look(self, scorer: Scorer, now: float) -> None:
-        """Until the learner has nothing to score."""
+        """Scores until the learner has nothing left to score itself."""
         assert self._trainer_thread is not None, "begin comes first"
         thread = self._trainer_thread if scorer.is_of_trainer else self._thread
         try:
@@ -211,7 +212,8 @@ class Auditor:
         return min(TURN_TOKENS, round(TRAINER_TURN_S * self.counts.own_read_tokens / max(1e-6, self.counts.own_s)))
 
     async def _leave_to_training(self, took_s: float) -> None:
-        """The trainer's thread is the training's until the turn was its share of the time, or there is nothing to train on."""
+        """Leaves the trainer's thread to training until a turn of `took_s` is no more than its share of the time, or there is
+        nothing to train on."""
         until = monotonic() + took_s * (1.0 / TRAINER_SHARE - 1.0)
         while not self._is_trainer_idle() and monotonic() < until:
             await asyncio.sleep(min(IDLE_LOOK_S, max(0.0, until - monotonic())))
@@ -220,7 +222,7 @@ class Auditor:
         return sum(len(look.drawn.passage.token_ids) for look in self._own)
 
     def _count(self, look: Look, tokens: int) -> None:
-        """Once of each rollout, whoever scored it."""
+        """Counts each rollout once, even if several score it."""
         if look.number in self._counted:
             return
         self._counted[look.number] = None
@@ -231,7 +233,7 @@ class Auditor:
         self.counts.tokens += tokens
 
     def _weigh(self, look: Look, found: Sequence[Evidence], now: float) -> None:
-        """The learner's own numbers."""
+        """Judges the workers of a rollout on the learner's own numbers."""
         drawn, tokens = look.drawn, sum(len(evidence.claimed) for evidence in found)
         self._count(look, tokens)
         self.counts.own_rollouts += tokens > 0
@@ -248,7 +250,7 @@ class Auditor:
     # ---- in the thread that scores
 
     def _score(self, scorer: Scorer, looks: Sequence[Look]) -> tuple[list[list[Evidence]], float]:
-        """And the seconds that it took."""
+        """Returns the evidence of each rollout, and the seconds that took."""
         begun = monotonic()
         passages, olders = [look.drawn.passage for look in looks], [look.older for look in looks]
         with scorer.turn():
@@ -256,7 +258,7 @@ class Auditor:
         return found, monotonic() - begun
 
     def _steps_back(self) -> int:
-        """One in half of all cases, two in a quarter, four in an eighth, and so on."""
+        """How many versions older the second scoring is: 1 with probability 1/2, 2 with 1/4, 4 with 1/8, and so on."""
         return next((1 << step for step in range(STEPS_BACK) if self.draw.rng.random() < 0.5), 1 << STEPS_BACK)
 
     def _in_thread(self, thread: Executor, call: Callable[..., Any], *arguments: object) -> asyncio.Future[Any]:
@@ -299,7 +301,7 @@ class Auditor:
         self._carry_out(self.scorings.handle(scorings.ScorerGone(worker), now), now)
 
     def release(self, worker: PeerId) -> None:
-        """The operator takes it back: it is watched from the start. A finding of noise alone is not made again."""
+        """Takes a worker back on the operator's order and watches it afresh; an accusation of noise alone is not repeated."""
         accusation = self.accused.pop(worker, None)
         self._suspicions.pop(worker, None)
         self.draw.forget(worker)
@@ -309,13 +311,13 @@ class Auditor:
             self._excused.add(worker)
 
     def close(self) -> None:
-        """What is still looked at is given up."""
+        """Cancels all running audits."""
         for task in list(self._tasks):
             task.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def auditor_of(options: LearnerOptions, rng: random.Random, calls: AuditCalls) -> Auditor:
-    """By the run's options; where an adapter is published, nothing is looked at."""
+    """Makes the auditor from the run's options; if an adapter is published, it audits nothing."""
     share = 0.0 if options.trainer.lora_rank else options.audit_share
     return Auditor(share, rng, options.audit_fleet_share, calls, audit_versions(options.staleness_bound))

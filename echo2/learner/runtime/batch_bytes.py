@@ -1,10 +1,9 @@
-"""A batch as bytes, for the other ranks.
+"""Serialises a batch for the other ranks.
 
-Guarantees: what is read is what was written, tokens, log-probabilities, versions and rewards. Leaves to others: sending
-(ranks).
+Guarantees: tokens, log-probabilities, versions and rewards survive the round trip unchanged. Leaves to others: sending (ranks).
 
-Layout: frames of four bytes of length and the payload. The first is JSON: the step and, group by group, cursor, rewards,
-insertions and the number of rollouts; then for each group its GroupSpec and its rollouts as messages.
+Layout: frames, each a little-endian length of 4 bytes and the payload. The first frame is JSON: the step and, per group, cursor,
+rewards, insertions and the number of rollouts. Then follow, per group, its GroupSpec and its rollouts as protobuf messages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the learner needs of the broadcast: artifacts out to the fleet. Its own node is one (seed).
+"""What the learner needs from the broadcast: sending artifacts to the fleet. The real implementation is in `seed`.
 
-Guarantees: nothing; these are the shapes.
+Guarantees: nothing; this module only defines interfaces.
 """
 
 from __future__ import annotations
@@ -18,65 +18,65 @@ from echo2.wire.gen.echo2.v1 import broadcast_pb2
 
 
 class Broadcaster(Protocol):
-    """Takes an artifact's frames as they are encoded and moves them to the fleet."""
+    """Takes an artifact's frames as they are encoded and sends them to the fleet."""
 
     @property
     def sent_bytes(self) -> int:
-        """Chunk bytes that left this machine."""
+        """Chunk bytes that this machine has sent."""
         ...
 
     async def publish(
         self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
     ) -> int:
-        """Returns the artifact's size in bytes once it is sealed; draws the frames in a thread.
+        """Encodes the frames in a thread; returns the artifact's size in bytes once it is sealed.
 
-        A keyframe is fetched by those who need it, a delta is pushed to all. One that is sealed already, because an
-        earlier process of this run published it, may be left as it is: then no frame is drawn.
+        Workers that need a keyframe fetch it; a delta is pushed to all. If an earlier process of this run already sealed the
+        artifact, an implementation may keep that one and encode no frames.
         """
         ...
 
     def frames(self, version: Version, parent: Version) -> Iterator[bytes] | None:
-        """A delta that left before, as it was published; None where it is no longer kept."""
+        """The frames of a delta as it was published; None if it is no longer stored."""
         ...
 
     async def publish_merged(
         self, version: Version, parent: Version, frames: Iterator[bytes], fingerprint: str, full_snapshot_bytes: int
     ) -> int:
-        """Offers a delta of several versions to those who ask; draws the frames in a thread. Returns its size."""
+        """Offers a merged delta, which workers fetch if they need it; encodes the frames in a thread. Returns its size in bytes."""
         ...
 
     @property
     def spread_bytes_per_s(self) -> float:
-        """How fast one artifact gets to all workers; 0 while it is not known."""
+        """Bytes per second at which an artifact reaches all workers; 0 while unknown."""
         ...
 
 
 class FleetBroadcaster(Broadcaster, Protocol):
-    """What the daemon needs beside publishing."""
+    """What the learner daemon needs besides publishing."""
 
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
 
     async def serve_relay(self, listen_host: str, port: int) -> int:
-        """Begins to serve as a relay for workers behind NATs; returns the port."""
+        """Starts a relay for workers behind NATs; returns its port."""
         ...
 
     def hold_pipe_place(self, relay: PeerId, relay_address: str, own: tuple[str, int]) -> None:
-        """At the relay at `relay_address`, so that workers reach this learner through its byte pipes where they cannot dial it.
-        `own`: host and port of the learner's server, as this machine dials them."""
+        """Keeps a reservation at the relay at `relay_address`, so that workers that cannot dial this learner reach it through the
+        relay's byte pipes. `own`: host and port at which this machine itself can dial the learner's server."""
         ...
 
     def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
 
     def bar(self, peer_id: PeerId, *, is_lifted: bool) -> None:
-        """No chunks are exchanged with a banned worker."""
+        """Stops exchanging chunks with a banned worker; `is_lifted` allows it again."""
         ...
 
     def is_needed(self) -> bool:
-        """Whether a worker that is connected still fetches, or lacks the newest version."""
+        """Whether a connected worker is still fetching or lacks the newest version."""
         ...
 
 
 BroadcasterFactory = Callable[[GatedServer, Credentials, LearnerOptions, NodeCalls], FleetBroadcaster]
-"""Makes the broadcast node and registers its service with the learner's server, before that starts."""
+"""Makes the broadcast node and registers its service with the learner's server, before the server starts."""

@@ -1,10 +1,10 @@
-"""Checkpoints of ranks that do not see the first one's disk: their files travel to it, and back to be loaded.
+"""Moves checkpoint files between rank 0 and ranks that do not share its disk: to rank 0 when saving, back when loading.
 
-Guarantees: once `to_leader` returns on rank 0, its folder holds all ranks' files; what `for_reading` gives holds every file of rank
-0's folder, and ranks of one machine with one run folder share one copy of it. Where all see one disk, only names and sizes travel.
-Whether a rank sees rank 0's disk is told by a file that rank 0 makes for this, not by what folders list, which a network's
-file system may show late. Waits for: the other ranks, in the writers' group, as long as that
-allows. Leaves to others: what is in the files (checkpoint), whether they are whole (sums), when (team).
+Guarantees: once `to_leader` returns on rank 0, its folder holds all ranks' files; the folder from `for_reading` holds every file of
+rank 0's folder, and ranks of one machine with one run folder share one copy. If all ranks share a disk, only names and sizes are
+sent. A marker file that rank 0 creates shows if a rank shares its disk; folder listings would not do, because a network file system
+may show them late. Waits for: the other ranks, in the writers' group, up to that group's timeout. Leaves to others: what is in the
+files (checkpoint), whether they are undamaged (sums), when to move them (team).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 def sees_leader(folder: Path, ranks: Ranks) -> bool:
-    """Whether this rank's `folder` is rank 0's, in which rank 0 can write. A collective."""
+    """Whether this rank's `folder` is the same folder as rank 0's, which must be writable there. A collective."""
     group = ranks.writers
     if group is None or ranks.count == 1:
         return True
@@ -40,15 +40,15 @@ def sees_leader(folder: Path, ranks: Ranks) -> bool:
         (folder / mark).touch()
     (mark,) = _told({mark: 0}, group)
     sees = (folder / mark).exists()
-    gathered({}, group, ranks.count)  # all have looked
+    gathered({}, group, ranks.count)  # barrier: all ranks have looked
     if ranks.is_leader:
         (folder / mark).unlink()
     return sees
 
 
 def to_leader(folder: Path, written: Sequence[str], ranks: Ranks, *, is_shared: bool) -> None:
-    """Sends what this rank has `written` in its `folder` to rank 0's, and removes the folder; not where it `is_shared` with
-    rank 0. A collective."""
+    """Sends the files that this rank has `written` in its `folder` to rank 0's folder and removes its own folder. If the folder
+    `is_shared` with rank 0, it sends and removes nothing. A collective."""
     group = ranks.writers
     if group is None or ranks.count == 1:
         return
@@ -62,14 +62,14 @@ def to_leader(folder: Path, written: Sequence[str], ranks: Ranks, *, is_shared: 
                 _receive(folder / name, size, rank, group)
             elif ranks.rank == rank:
                 _send(folder / name, [0], group)
-    gathered({}, group, ranks.count)  # all of a machine's ranks have sent theirs
+    gathered({}, group, ranks.count)  # barrier: all ranks of a machine have sent their files
     if not is_shared:
-        shutil.rmtree(folder, ignore_errors=True)  # by several ranks at once
+        shutil.rmtree(folder, ignore_errors=True)  # several ranks may do so at once
 
 
 @contextmanager
 def for_reading(folder: Path, ranks: Ranks) -> Iterator[Path]:
-    """`folder`, where it holds what rank 0's does; else one beside it, filled from there and removed again. A collective."""
+    """Yields `folder` if it holds rank 0's files; else a copy of rank 0's folder beside it, removed afterwards. A collective."""
     group = ranks.writers
     if group is None or ranks.count == 1:
         yield folder
@@ -80,7 +80,7 @@ def for_reading(folder: Path, ranks: Ranks) -> Iterator[Path]:
         yield folder
         return
     takers = [rank for rank, place in enumerate(lacks) if place and place not in lacks[:rank]]
-    taker = lacks.index(lacks[ranks.rank])  # the first rank of this place
+    taker = lacks.index(lacks[ranks.rank])  # the first rank that shares this folder
     own = folder.with_name(f"{folder.name}.of-rank-{taker}") if lacks[ranks.rank] else folder
     if ranks.rank in takers:
         shutil.rmtree(own, ignore_errors=True)
@@ -91,16 +91,17 @@ def for_reading(folder: Path, ranks: Ranks) -> Iterator[Path]:
                 _send(folder / name, takers, group)
             elif ranks.rank in takers:
                 _receive(own / name, size, 0, group)
-        gathered({}, group, ranks.count)  # the copies are whole
+        gathered({}, group, ranks.count)  # barrier: the copies are complete
         yield own
-        gathered({}, group, ranks.count)  # nobody reads them any more
+        gathered({}, group, ranks.count)  # barrier: all ranks have finished reading
     finally:
         if ranks.rank in takers:
             shutil.rmtree(own, ignore_errors=True)
 
 
 def _place(folder: Path, ranks: Ranks) -> str:
-    """Alike for ranks that have one folder on one machine: those of one torchrun agent, which numbers them by GROUP_RANK."""
+    """A key that is equal for ranks that use the same folder on the same machine. A machine's ranks share a torchrun agent, whose
+    number is GROUP_RANK."""
     machine = os.environ.get("GROUP_RANK") or f"rank {ranks.rank}"
     return f"{machine}: {zlib.crc32(str(folder.absolute()).encode())}"
 
@@ -127,7 +128,7 @@ def _receive(path: Path, size: int, source: int, group: dist.ProcessGroup) -> No
 
 
 def _told(files: dict[str, int], group: dist.ProcessGroup) -> dict[str, int]:
-    """Rank 0's, on all."""
+    """Broadcasts rank 0's `files` to all ranks."""
     text = _packed(files)
     size = torch.tensor([text.numel()])
     dist.broadcast(size, 0, group=group)
@@ -137,7 +138,7 @@ def _told(files: dict[str, int], group: dist.ProcessGroup) -> dict[str, int]:
 
 
 def gathered(said: dict[str, _T], group: dist.ProcessGroup, count: int) -> list[dict[str, _T]]:
-    """What each rank said, on all. A collective."""
+    """All-gathers `said`; returns the dictionaries in order of rank. A collective."""
     text = _packed(said)
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(count)]
     dist.all_gather(sizes, torch.tensor([text.numel()]), group=group)

@@ -1,12 +1,11 @@
-"""Checkpoints on disk: masters, optimiser, published weights, ledger; whole or not there at all.
+"""Checkpoints on disk: masters, optimiser, published weights, ledger; each is either complete or absent.
 
-Guarantees: every rank writes its own shards beside the next steps, through torch.distributed.checkpoint; a checkpoint's
-folder gets its name by one rename after every byte of every rank is on the disk, so a kill at any instant leaves the
-earlier ones usable; one that needs more room than the disk has is refused with `DiskFull` before a byte is written; the
-newest `kept` remain; any number of ranks can read what any number wrote; a file that changed on the disk is a
-`StateError`, never weights. Nothing is pickled: tensors are safetensors, the rest is JSON. Leaves to others: checksums
-(sums), files of torch.distributed.checkpoint (tensor_files), taking the snapshot between two steps (loop), what happened
-since (journal).
+Guarantees: every rank writes its own shards while training continues, through torch.distributed.checkpoint; one rename gives a
+checkpoint's folder its name after all bytes of all ranks are synced, so a kill at any instant leaves the earlier checkpoints
+usable; a checkpoint that does not fit on the disk is refused with `DiskFull` before a byte is written; the newest `kept`
+remain; any number of ranks can read a checkpoint written by any number; a file that changed on disk raises `StateError` and
+never becomes weights. Nothing is pickled: tensors are safetensors, the rest is JSON. Leaves to others: checksums (sums), the
+files of torch.distributed.checkpoint (tensor_files), taking the snapshot between two steps (loop), later events (journal).
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ from echo2.outside import here
 FORMAT = 3
 FORMAT_WITHOUT_SUMS = 2
 STATE_FILE = "state.json"
-# One process is what was asked for (`no_dist`); torch warns of it at every checkpoint all the same.
+# A single process is intended (`no_dist`), yet torch would warn about it at every checkpoint.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 _log = logging.getLogger("echo2.learner")
 _MASTERS, _OPTIMISER, _PUBLISHED = "masters|", "optimiser|", "published|"
 
 
 class LaidOutModel(Protocol):
-    """Whose rows lie where: a rank's model as a checkpoint is read into."""
+    """What the checkpoint reader needs from a rank's model: its tensors and how they are sharded."""
 
     @property
     def path(self) -> str: ...
@@ -64,7 +63,7 @@ class LaidOutModel(Protocol):
 
 
 class LaidOut(Protocol):
-    """A rank of a trainer."""
+    """What the checkpoint reader needs from one rank of a trainer."""
 
     @property
     def ranks(self) -> Ranks: ...
@@ -75,10 +74,10 @@ class LaidOut(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Everything that step `step` needs to go on, apart from the journal. Tensors are copies on the host, but for `lent`.
+    """Everything needed to resume after `step`, apart from the journal. Tensors are copies in host memory unless `lent` is set.
 
-    `shards`: this rank's masters and optimiser state by `masters|NAME` and `optimiser|NAME|FIELD`. `published`: its
-    rows of the published weights. `lent`: those of `shards` that are the trainer's own, to be written from there.
+    `shards`: this rank's masters and optimiser state under `masters|NAME` and `optimiser|NAME|FIELD`. `published`: this rank's
+    rows of the published weights. `lent`: tracks those `shards` that still belong to the trainer and are written in place.
     """
 
     step: Step
@@ -91,7 +90,7 @@ class Checkpoint:
 
     @property
     def tensor_bytes(self) -> int:
-        """Of all ranks."""
+        """Bytes of the checkpoint's tensors over all ranks."""
         tensors = (*self.shards.values(), *self.published.values())
         return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -101,10 +100,10 @@ class Checkpoint:
 
 
 def take(trainer: Trainer, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]) -> Checkpoint:
-    """The tensors between two steps: borrowed from a trainer that lends them, else copied. `published`: the weights of
-    `version`; they are never changed in place.
+    """Takes a checkpoint between two steps: borrows the tensors if the trainer lends them, else copies them. `published`: the
+    weights of `version`, never changed in place.
 
-    `state`: what else must be kept, taken at the same step boundary on the event loop's thread.
+    `state`: other JSON state to save, taken at the same step boundary on the event loop's thread.
     """
     counts = (trainer.nonfinite_steps, trainer.nonfinite_in_a_row)
     step = Step(trainer.step_count)
@@ -119,7 +118,7 @@ def take(trainer: Trainer, published: Mapping[str, Tensor], version: Version, st
 def state_of(
     state: Mapping[str, Any], step: Step, version: Version, nonfinite_steps: int = 0, nonfinite_in_a_row: int = 0
 ) -> dict[str, Any]:
-    """The JSON of a checkpoint: `state` and where the trainer stood."""
+    """Returns the JSON of a checkpoint: `state` plus the trainer's counters."""
     return {
         **state,
         "format": FORMAT,
@@ -131,7 +130,7 @@ def state_of(
 
 
 def shards_of(trainer: Trainer) -> dict[str, Tensor]:
-    """This rank's part of masters and optimiser, copied to the host."""
+    """Copies this rank's shards of masters and optimiser state to host memory."""
     return {key: on_host(tensor, trainer.ranks) for key, tensor in _state_tensors(trainer)}
 
 
@@ -143,12 +142,13 @@ def _state_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 
 def published_shards(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's rows of the published weights, by their names in a checkpoint."""
+    """This rank's rows of the published weights, keyed by their names in a checkpoint."""
     return {f"{_PUBLISHED}{name}": tensor for name, tensor in published.items()}
 
 
 def put_back(checkpoint: Checkpoint, trainer: Trainer, *, is_given_away: bool = False) -> None:
-    """The trainer as it was. `is_given_away`: nobody else uses the checkpoint's tensors, so that the trainer may take them."""
+    """Restores the trainer from `checkpoint`. `is_given_away`: the caller no longer uses the checkpoint's tensors, so the trainer
+    may keep them instead of copying."""
     masters = trainer.model.masters_by_name()
     trainer.model.load_masters(checkpoint.masters)
     trainer.step_count = int(checkpoint.step)
@@ -178,7 +178,7 @@ def shelf_state(shelf: Held) -> dict[str, Any]:
 
 
 def put_back_shelf(state: Mapping[str, Any], step: Step, shelf: Shelf) -> None:
-    """Ledger, counts and published versions as they were at `step`."""
+    """Restores ledger, counts and published versions as of `step`."""
     shelf.next_step = step
     shelf.ledger.trained = {GroupId(name): Step(int(at)) for name, at in state["trained"].items()}
     shelf.ledger.tokens_by_lag = Counter({int(lag): int(n) for lag, n in state["tokens_by_lag"].items()})
@@ -187,8 +187,7 @@ def put_back_shelf(state: Mapping[str, Any], step: Step, shelf: Shelf) -> None:
 
 
 def write_shards(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, lent: LentTensors | None = None) -> None:
-    """Writes this rank's tensors; returns on rank 0 once all ranks have written theirs, and its `folder` holds them. A
-    collective."""
+    """Writes this rank's tensors. A collective: on rank 0 it returns once the tensors of all ranks are in its `folder`."""
     is_shared = sees_leader(folder, ranks)
     if not is_shared:
         folder.mkdir(parents=True, exist_ok=True)
@@ -198,7 +197,8 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks, lent
 
 
 class CheckpointStore:
-    """The checkpoints of one run folder. Only the learner that holds the folder's lock may own it."""
+    """The checkpoints of one run folder. Only the learner that holds the folder's lock may pass `is_owner`: it deletes
+    half-written checkpoints."""
 
     def __init__(self, folder: Path, options: CheckpointOptions, is_owner: bool = True) -> None:
         self.folder = folder
@@ -210,14 +210,14 @@ class CheckpointStore:
             shutil.rmtree(torn)
 
     def steps(self) -> list[Step]:
-        """Steps of the whole checkpoints, oldest first."""
+        """Steps of the complete checkpoints, oldest first."""
         return sorted(Step(int(path.name.removeprefix("step-"))) for path in self.folder.glob("step-????????"))
 
     def folder_of(self, step: Step) -> Path:
         return self.folder / f"step-{step:08d}"
 
     def begin(self, checkpoint: Checkpoint) -> Path:
-        """Makes the folder that all ranks then write to, if there is room."""
+        """Creates and returns the folder that all ranks then write to; raises `DiskFull` if the checkpoint does not fit."""
         self.check_room(checkpoint.tensor_bytes)
         partial = self.folder_of(checkpoint.step).with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -225,7 +225,8 @@ class CheckpointStore:
         return partial
 
     def save(self, checkpoint: Checkpoint) -> Step:
-        """Writes what was begun, lets old ones go, and returns the oldest journal segment still needed. In a thread."""
+        """Writes the checkpoint that `begin` prepared, deletes old ones and returns the oldest journal segment still needed.
+        Blocks, so call it in a thread; raises `DiskFull` if space runs out."""
         target = self.folder_of(checkpoint.step)
         partial = target.with_suffix(".partial")
         try:
@@ -251,16 +252,16 @@ class CheckpointStore:
                 shutil.rmtree(self.folder_of(step))
         try:
             return Step(int(_read_state(self.folder_of(kept[0]))["journal_from"]))
-        except StateError as error:  # the one before was damaged meanwhile; the one just written is good
+        except StateError as error:  # an older checkpoint was damaged; the one just written is good
             _log.error("%s. The journal is kept whole", error)
             return Step(0)
 
     def load(self, step: Step, trainer: LaidOut | None) -> Checkpoint:
-        """The checkpoint of `step`: the shards of `trainer`'s rank, everything whole where there is none."""
+        """Loads the checkpoint of `step`: the shards of `trainer`'s rank, or whole tensors if `trainer` is None."""
         return self.load_shards(self.folder_of(step), trainer, step)
 
     def load_newest(self, trainer: LaidOut | None = None) -> Checkpoint | None:
-        """The newest whole checkpoint, or None when there is none."""
+        """Loads the newest complete checkpoint; None if there is none."""
         steps = self.steps()
         return self.load(steps[-1], trainer) if steps else None
 
@@ -291,7 +292,7 @@ class CheckpointStore:
         return Checkpoint(step, shards, published, Version(state["published_version"]), state, ranks)
 
     def check_room(self, tensor_bytes: int) -> None:
-        """A checkpoint of this size, with the reserve, must fit on the disk."""
+        """Raises `DiskFull` unless a checkpoint of this size, plus the reserve, fits on the disk."""
         needed = tensor_bytes + self.options.free_bytes_min
         free = here().files.free_bytes(self.folder)
         if free < needed:
@@ -302,7 +303,7 @@ class CheckpointStore:
 
 
 def _room_for(key: str, said: TensorStorageMetadata, trainer: LaidOut | None, folder: Path) -> Tensor:
-    """An empty tensor to read into: sharded as the trainer's own is, else whole."""
+    """Allocates a tensor to read into: sharded like the trainer's own, or whole without a trainer."""
     whole = torch.empty(said.size, dtype=said.properties.dtype)
     if trainer is None or not said.size:
         return whole
@@ -320,7 +321,7 @@ def _room_for(key: str, said: TensorStorageMetadata, trainer: LaidOut | None, fo
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
-    """The JSON of a checkpoint, compared with its sum where one was kept."""
+    """Reads the JSON of a checkpoint and verifies its checksum if the checkpoint has checksums."""
     sums = read_sums(folder)
     if sums is not None:
         if STATE_FILE not in sums:
@@ -340,7 +341,7 @@ def _check_format(folder: Path, state: Mapping[str, Any], *, has_sums: bool) -> 
 
 
 def _told_by_reader(error: BaseException) -> StateError | None:
-    """What a rank found wrong with a file, in whatever the layers above made of that."""
+    """Finds the `StateError` of a rank's reader among the causes of an exception from torch."""
     return next((one for one in _causes(error) if isinstance(one, StateError)), None)
 
 
@@ -352,7 +353,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _is_disk_full(error: BaseException) -> bool:
-    """Whether the disk was full, in whatever the writer's layers made of that."""
+    """Whether the disk was full; the writer's layers wrap that error in several ways."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     text = str(error).lower()

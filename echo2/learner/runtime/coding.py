@@ -1,7 +1,7 @@
-"""Who codes a version's weights: this process all of them, or each rank its own rows.
+"""Encodes a version's weights: all in this process, or each rank its own rows.
 
-Guarantees: `LocalCoder` and the sharded learner's `ShardLeader` (broadcast/runtime/sharded.py) give the same weights
-and fingerprints. Leaves to others: when and from which parent (publisher).
+Guarantees: `LocalCoder` and the sharded learner's `ShardLeader` (broadcast/runtime/sharded.py) produce the same weights and
+fingerprints. Leaves to others: when to encode and from which parent (publisher).
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from echo2.weights import DeltaHeader, Encoding, WeightSet, encode_delta, encode
 
 
 class VersionCoder(Protocol):
-    """Sets of weights are snapshots as `TrainingSide` gives them: nothing changes them in place."""
+    """Encodes deltas and keyframes. Weight sets are snapshots from `TrainingSide`, never changed in place."""
 
     def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int: ...
 
     def delta(
         self, parent: WeightSet, target: WeightSet, header: DeltaHeader, executor: Executor | None = None
     ) -> Encoding:
-        """As `encode_delta`; the header names the versions that the sets hold."""
+        """As `encode_delta`; the header names the versions of `parent` and `target`."""
         ...
 
     def keyframe(self, target: WeightSet, header: DeltaHeader, executor: Executor | None = None) -> Encoding: ...
 
     def forget_before(self, version: Version) -> None:
-        """Earlier versions will not be asked for any more, except for the one that `keep` named."""
+        """Releases earlier versions, except for the one named by `keep`."""
         ...
 
     def keep(self, version: Version | None) -> None:
-        """`forget_before` leaves this version where it is; None: no version any more."""
+        """Exempts `version` from `forget_before`; None ends the exemption."""
         ...
 
 
 class LocalCoder:
-    """All weights lie in this process."""
+    """Encodes weights that are all in this process."""
 
     def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int:
         return fingerprint(weights, key)

@@ -1,9 +1,10 @@
-"""A planned micro-batch as tensors.
+"""Turns a planned micro-batch into tensors.
 
-Guarantees: a completion attends to its prompt and to itself only, and its positions count on from the prompt's end. Leaves to
+Guarantees: a completion attends only to its prompt and to itself, and its positions continue from the prompt's end. Leaves to
 others: the layout (learner/packing), masks (attention).
 
-Shapes: B rows, W positions of a row, P = B * W, T sampled tokens; of a mixture of experts L routers, each of which chooses K.
+Shapes: B rows, W positions per row, P = B * W, T sampled tokens, R rollouts; in a mixture of experts, L routers that each choose
+K experts.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _log = logging.getLogger("echo2.learner")
 
 @dataclass(frozen=True, slots=True)
 class PackedInputs:
-    """What the forward pass takes. `predictor_T`: flat position (row * W + column) whose hidden state predicts token i.
-    `experts_PLK`: for every flat position, the experts that routers replay; negative where they choose themselves."""
+    """Inputs of the forward pass. `predictor_T`: flat position (row * W + column) whose hidden state predicts each sampled token.
+    `experts_PLK`: int16, the experts that routers replay at each flat position; negative where routers choose themselves."""
 
     token_ids_BW: Tensor
     positions_BW: Tensor
@@ -49,7 +50,8 @@ class PackedInputs:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """`inputs`, and for each of its T tokens what is known of it. `sequence_T` counts rollouts over the micro-batch."""
+    """Inputs, and facts about each of the T sampled tokens. `behaviour_T`: float32 log-probabilities under the behaviour policy.
+    `sequence_T`: the token's rollout, numbered within the micro-batch."""
 
     inputs: PackedInputs
     behaviour_T: Tensor
@@ -61,20 +63,20 @@ class PackedBatch:
         return int(self.sequence_T.numel())
 
     def behind(self, rollouts: int) -> PackedBatch:
-        """The same of groups that stand behind so many rollouts of the whole batch."""
+        """The same batch with its rollout numbers shifted by `rollouts`, the rollouts of the whole batch before its groups."""
         return replace(self, rollout_R=self.rollout_R + rollouts) if rollouts else self
 
 
 def collated(
     groups: Sequence[TrainGroup], layout: Iterable[MicroBatch], multiple: int = 1, routing: RoutingShape | None = None
 ) -> Iterator[PackedBatch]:
-    """Each micro-batch as tensors, in order: the next one is made while the caller computes with the last, no more."""
+    """Yields each micro-batch as tensors, in order; prepares only the next one while the caller computes."""
     rest = iter(layout)
     first = next(rest, None)
     if first is None:
         return
     made = collate(groups, first, multiple, routing)
-    with ThreadPoolExecutor(1, "collate") as pool:  # starts its thread only where there is a second one
+    with ThreadPoolExecutor(1, "collate") as pool:  # starts its thread only for a second micro-batch
         for micro in rest:
             following = pool.submit(collate, groups, micro, multiple, routing)
             yield made
@@ -89,12 +91,12 @@ def lengths_of(groups: Sequence[TrainGroup]) -> list[GroupLengths]:
 def collate(
     groups: Sequence[TrainGroup], micro: MicroBatch, multiple: int = 1, routing: RoutingShape | None = None
 ) -> PackedBatch:
-    """Lays out one micro-batch of `groups`, its rows padded to a `multiple` of positions; with what a model of that shape
-    replays of its routing, where one is given."""
+    """Lays out one micro-batch of `groups`, its rows padded to a multiple of `multiple` positions. With `routing`, includes the
+    experts that a model with that routing shape replays."""
     first_rollout = _flat_offsets(groups)
     width = -(-micro.width // multiple) * multiple
     shape = (len(micro.rows), width)
-    # In numpy: there are several writes a rollout, each of a few tokens, and torch takes ten times as long for one.
+    # In numpy: each rollout takes several writes of a few tokens, and torch needs ten times as long for each.
     ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     unit = np.tile(-np.arange(1, width + 1, dtype=np.int32), (len(micro.rows), 1))
     part = np.zeros(shape, np.int32)
@@ -145,13 +147,13 @@ def collate(
 
 
 def _lay_prompt(experts_PLK: Tensor, group: TrainGroup, start: int, routing: RoutingShape) -> None:
-    """Of a group one rollout says its prompt's routing."""
+    """Lays out the routing of a group's prompt, which only one rollout of the group reports."""
     rows = next((rollout.routing.prompt for rollout in group.rollouts if rollout.routing.prompt), b"")
     _lay_rows(experts_PLK, rows, range(start, start + len(group.spec.prompt_token_ids) - 1), routing)
 
 
 def _lay_rows(experts_PLK: Tensor, rows: bytes, places: Sequence[int], routing: RoutingShape) -> None:
-    """What does not fit this model, or was not told, is left to its own routers."""
+    """Lays out the routing of `places`; if it is missing or does not fit this model, the model's own routers choose."""
     if not rows or len(rows) != len(places) * routing.row_bytes:
         return
     try:

@@ -1,10 +1,10 @@
-"""`echo-learner`: joins, loads, works, and lets go of everything.
+"""`echo-learner`: joins the run, loads the model, works, and releases everything.
 
-    joins --> loads, trains again what was recorded --> LearnerShift --> threads end, the folder is free
+    joins --> loads, trains again on recorded batches --> LearnerShift --> threads end, the folder is unlocked
 
-Guarantees: a clean stop leaves a checkpoint, a kill loses nothing that was acknowledged; an error of any part ends the
-run with that error, never silently; the coordinator may go and come back without the training noticing. Waits for: the coordinator
-before the first start, then for what its shift waits for. Leaves to others: the work (shift), command line and signals (cli).
+Guarantees: a clean stop leaves a checkpoint, a kill loses nothing that was acknowledged; an error in any part ends the run with
+that error, never silently; the coordinator may disappear and return without disturbing training. Waits for: the coordinator before
+the first start, then what its shift waits for. Leaves to others: the work (shift), command line and signals (cli).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Prepare = Callable[[LearnerOptions, RunFolder], Prepared]
 
 
 class LearnerDaemon:
-    """One run of one learner. `run` once; `stop` from the same event loop. `shift` is None until all is loaded."""
+    """One run of one learner. Call `run` once, and `stop` on the same event loop. `shift` is None until everything is loaded."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class LearnerDaemon:
 
     @property
     def waits_for(self) -> tuple[str, float]:
-        """What the learner waits for and for how many seconds; empty text when it works."""
+        """What the learner waits for, and for how many seconds; an empty text while it works."""
         if self.shift is None:
             return self._waits.longest()[0] or self._starting, 0.0
         return self.shift.waits_for
 
     async def run(self) -> RunSummary:
-        """Until the last step, `stop`, or an error."""
+        """Runs until the last step, `stop` or an error."""
         folder, threads = RunFolder(self.options.folder), Threads()
         in_trainer = asyncio.get_running_loop().run_in_executor
         try:

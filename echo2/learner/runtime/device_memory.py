@@ -1,6 +1,6 @@
-"""What the trainer does by its device's memory: pieces of logits, layers computed again, copies to the host, the optimiser.
+"""What depends on the device's memory: pieces of logits, recomputed layers, copies to the host, the optimiser.
 
-Guarantees: none of it changes what is computed, but for the order of rounding. Leaves to others: when (model, trainer).
+Guarantees: none of it changes results, except for the order of rounding. Leaves to others: when to use it (model, trainer).
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 LOGIT_BYTES_MIN = 64 << 20
-"""Of logits at a time, on a CPU, and on a device that is nearly full."""
+"""Bytes of logits at a time on a CPU, and on a GPU that is nearly full."""
 LOGIT_BYTES_MAX = 1 << 30
-"""More makes no product faster."""
+"""Most bytes of logits at a time; larger pieces make the matrix product no faster."""
 _FREE_SHARE = 16
-"""Logits, their float32 copy, softmax and gradient lie beside each other; the rest of what is free is others'."""
+"""Logits get 1/16 of free memory: their float32 copy, softmax and gradient exist at the same time, and other tensors need the
+rest."""
 
 
 def free_bytes(device: torch.device) -> int:
-    """That a tensor on the device could take; 0 where it is not known."""
+    """Bytes that a tensor on the device could still take; 0 if unknown."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
@@ -29,13 +30,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 def logit_bytes(free: int) -> int:
-    """How many bytes of logits exist at a time, of so many that are free."""
+    """Bytes of logits to compute at a time, given `free` bytes of memory."""
     return max(LOGIT_BYTES_MIN, min(LOGIT_BYTES_MAX, free // _FREE_SHARE))
 
 
 def host_copies(parts: Iterable[Tensor], dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
-    """Copies in host memory. `pinned`: the device copies all of them by itself, one behind the other, while the next is
-    ordered; they may be read once this returns."""
+    """Copies tensors to host memory in `dtype`. `pinned`: a GPU copies asynchronously into pinned memory, one tensor after another,
+    while the next is queued; all copies are complete on return."""
     if not pinned:
         return [part.to(device="cpu", dtype=dtype, copy=True) for part in parts]
     copies, device = [], None
@@ -49,15 +50,15 @@ def host_copies(parts: Iterable[Tensor], dtype: torch.dtype, *, pinned: bool) ->
 
 
 def adamw_of(masters: Iterable[Tensor], device: torch.device, **settings: Any) -> torch.optim.AdamW:
-    """On a GPU one kernel for all tensors; on a CPU the plain one, whose bits runs were recorded with."""
+    """Makes AdamW: fused on a GPU; on a CPU the plain one, because recorded runs depend on its exact bits."""
     return torch.optim.AdamW(masters, fused=True if device.type == "cuda" else None, **settings)
 
 
 class Chosen:
-    """What layers that are computed again keep all the same: what attention gave, and every second matrix product."""
+    """Checkpoint policy for recomputed layers: keeps attention outputs and every second matrix product."""
 
     def __init__(self) -> None:
-        self._products = {False: 0, True: 0}  # forward, and again
+        self._products = {False: 0, True: 0}  # by pass: forward, recomputation
 
     def __call__(self, context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         if op in _ATTENTION:
@@ -70,7 +71,7 @@ class Chosen:
 
 
 def selective_contexts() -> Any:
-    """For `torch.utils.checkpoint`: of one layer."""
+    """Contexts of one layer, for `torch.utils.checkpoint`."""
     return create_selective_checkpoint_contexts(Chosen())  # type: ignore[no-untyped-call]
 
 

@@ -1,10 +1,10 @@
-"""How a learner ends.
+"""Ends a learner.
 
     stopped  -------------------------------------------------------> leaves: "stopped"
     finished --> exported --> last version fetched --> coordinator heard --> leaves: "finished"
 
-Guarantees: what it waits for on the way is said; each of the later waits has a limit, and `stop` ends it at once. Leaves to others:
-how long a version is served (learner/lingering), the good-bye itself (shift).
+Guarantees: `waits_for` always names what it waits for; the waits after the export are bounded, and `stop` ends them at once. Leaves
+to others: how long a version is served (learner/lingering), the clean disconnect (shift).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("echo2.learner")
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """How the run stands at the end. `evaluations`: held-out reward by step."""
+    """State of the run at the end. `evaluations`: held-out reward by step."""
 
     steps: int
     is_finished: bool
@@ -51,7 +51,7 @@ class RunSummary:
 
 
 class LearnerEnding:
-    """`waits_for` is None until the training is over."""
+    """The steps from the end of training to the disconnect. `waits_for` is None while training runs."""
 
     def __init__(
         self,
@@ -67,15 +67,15 @@ class LearnerEnding:
 
     @property
     def waits_for(self) -> tuple[str, float] | None:
-        """And for how many seconds."""
+        """What it waits for, and for how many seconds."""
         return None if self._waits is None else (self._waits[0], monotonic() - self._waits[1])
 
     def waits(self, what: str) -> None:
-        """From now on."""
+        """Records that from now on it waits for `what`."""
         self._waits = (what, monotonic())
 
     async def exported(self, trainer: Executor) -> RunSummary:
-        """The model in its folder, if the run is complete: the version published last."""
+        """Writes the last published version to the model folder if the run is complete; returns the summary."""
         self.waits("the finished model to be written")
         loop, publisher, folder = self._loop, self._loop.publisher, None
         if loop.is_finished:
@@ -103,7 +103,7 @@ class LearnerEnding:
         )  # fmt: skip
 
     async def fetched(self) -> None:
-        """A finished learner serves its last version while workers fetch it."""
+        """Serves the last version of a finished run while workers fetch it, for at most `linger_s`."""
         self.waits(f"workers to fetch version {self._loop.publisher.newest_version}")
         if not self._loop.is_finished or self._options.linger_s <= 0:
             return
@@ -114,7 +114,8 @@ class LearnerEnding:
                 await asyncio.wait_for(self._stopped.wait(), LOOK_S)
 
     async def heard(self) -> None:
-        """Until the coordinator is there to hear that the run is finished, for a while: workers cost money until then."""
+        """Waits up to `HEARD_S` for a connection to the coordinator, which must learn that the run is finished: until then
+        workers cost money."""
         self.waits("the coordinator, to tell it that the run is finished")
         until = monotonic() + HEARD_S
         while not self._session.is_connected and not self._stopped.is_set() and monotonic() < until:

@@ -1,8 +1,8 @@
-"""The data plane of evaluations: which prompts each named set asks, and who scores their answers.
+"""The data plane of evaluations: the prompts of each named set, and the world that scores their answers.
 
-Guarantees: the first set (of a mixture: one for each task) is held out and never trained on; a set asks the same prompts in every
-evaluation, so that its curve is of one thing; the random numbers of a question follow from the run's secret and the version, so
-that no worker knows them before it is leased. Leaves to others: leases and results (learner/exam), training prompts (prompts).
+Guarantees: the first set (in a mixture, one set per task) is held out and never trained on; a set has the same prompts in every
+evaluation, so that its curve is comparable over time; the seed of a question is derived from the run's secret and the version, so
+that no worker knows it before the lease. Leaves to others: leases and results (learner/exam), training prompts (prompts).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from echo2.tasks.split import permuted
 from echo2.tasks.task import TaskInstance, TaskSpec
 
 OWN = "held_out"
-"""The name of the set that is held out of the run's own task."""
+"""Name of the set held out of the run's own task."""
 QUESTIONS_MAX = 16_384
-"""Of all sets together."""
+"""Limit for all sets together."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """One set; `world` None: held out of the run's own, from the place `first` on."""
+    """One set. `world` None: held-out prompts of the run's own task, from position `first` on."""
 
     name: str
     questions: int
@@ -41,7 +41,8 @@ class _Asked:
 
 
 class Examination:
-    """`rules` is empty where nothing is evaluated. Worlds of further tasks are made at once, so that a wrong one is known."""
+    """Draws and scores the questions of all sets. `rules` has no sets if nothing is evaluated. Makes the worlds of further tasks in
+    the constructor, so that a wrong one raises `ConfigError` at the start."""
 
     def __init__(self, options: EvaluationOptions, prompts: Prompts) -> None:
         self._prompts = prompts
@@ -73,7 +74,7 @@ class Examination:
         return _Asked(one.name, questions, one.samples, one.temperature, world)
 
     def draw(self, version: Version, number: int) -> Draw:
-        """Question `number` of all, as it is leased."""
+        """Draws question `number`, counted over all sets, for its lease."""
         asked, place = self._at(number)
         prompts = self._prompts
         digest = hmac.digest(prompts.secret, f"{prompts.seed}/evaluation/{version}/{number}".encode(), "sha256")
@@ -81,28 +82,28 @@ class Examination:
         sampling = replace(prompts.sampling, temperature=asked.temperature, seed=seed)
         if asked.temperature == 0:
             sampling = replace(sampling, top_p=1.0, top_k=0)
-        is_driven = prompts.is_driven  # then what is asked of the model is the agent's to say
+        is_driven = prompts.is_driven  # then the agent decides what to ask the model
         return Draw(
             number, 0, DRIVEN_PROMPT if is_driven else prompts.tokens_of(self._instance(asked, place)), sampling
         )
 
     def problem(self, number: int) -> tuple[TaskInstance, PromptWorld | None]:
-        """Question `number` as an agent is told it, and who scores its answer; None: the run's own world."""
+        """Question `number` for an agent, and the world that scores its answer; None for the run's own world."""
         asked, place = self._at(number)
         return self._instance(asked, place), asked.world
 
     async def answer(self, number: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str) -> TurnAnswer:
-        """To a finished turn of question `number`."""
+        """Answers a finished turn of question `number`."""
         asked, place = self._at(number)
         index = self._instance(asked, place).index
         return await self._prompts.answer_instance(index, turns, context_tokens, sender, asked.world)
 
     def name_of(self, number: int) -> str:
-        """Of the set in which a question stands."""
+        """Name of a question's set."""
         return self._at(number)[0].name
 
     def place_of(self, number: int) -> int:
-        """A question's place in its set."""
+        """Position of a question in its set."""
         return self._at(number)[1]
 
     def _at(self, number: int) -> tuple[_Asked, int]:

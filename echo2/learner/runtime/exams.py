@@ -1,9 +1,9 @@
-"""Evaluations as the run keeps them: when one is due, what it showed, its line in evaluations.jsonl.
+"""Starts evaluations when they are due and records their results in evaluations.jsonl.
 
-Guarantees: versions 0 and the last are evaluated, and the first version of every `every_steps` steps between; training goes on
-meanwhile; a version has one line, also where a kill came in between; answers are audited as rollouts to train on are. Waits for:
-in `ended`, the evaluation under way, which ends by itself (learner/exam); woken by its end or by `stop`. Leaves to others:
-leases (learner/examining), prompts and rewards (examination).
+Guarantees: version 0 and the last version are evaluated, and in between the first version of every `every_steps` steps; training
+continues meanwhile; a version gets one line, even if a kill interrupts its evaluation; answers are audited like rollouts for
+training. Waits for: in `ended`, the running evaluation, which ends by itself (learner/exam); its end or `stop` wakes it. Leaves to
+others: leases (learner/examining), prompts and rewards (examination).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("echo2.learner")
 
 
 class Exams:
-    """`rewards`: mean over all prompts, by version. `written` takes each line as it is written."""
+    """The evaluations of a run. `rewards`: mean over all prompts, by version. `written`: called with each line after writing it."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Exams:
         self._is_stopping = False
 
     def version_left(self, version: Version, is_last: bool) -> None:
-        """Has a version evaluated that is due."""
+        """Starts the evaluation of a newly published version if one is due."""
         every = self._options.every_steps
         is_due = self._newest_due < 0 or version // every > self._newest_due // every or is_last
         if not is_due or version in self.rewards or not self._examination.rules.questions:
@@ -63,11 +63,11 @@ class Exams:
 
     @property
     def rollouts_per_step(self) -> float:
-        """What evaluations ask of workers, spread over the steps between."""
+        """Rollouts that evaluations need from workers, averaged per step."""
         return sum(one.questions * one.samples for one in self._examination.rules.sets) / self._options.every_steps
 
     async def ended(self) -> None:
-        """Returns once no evaluation is under way, or after `stop`."""
+        """Waits until no evaluation is running, or for `stop`."""
         while self._intake.exam_waits_for and not self._is_stopping:
             self._news.clear()
             await self._news.wait()
@@ -77,7 +77,7 @@ class Exams:
         self._news.set()
 
     def answered(self, group: TrainGroup) -> None:
-        """Keeps a few as examples."""
+        """Appends the first few answers of each set to samples.jsonl."""
         if self._examination.place_of(group.cursor) >= self._options.examples_kept:
             return
         text_of, prompt = self._intake.prompts.text_of, group.spec.prompt_token_ids
@@ -90,7 +90,7 @@ class Exams:
                 )
 
     def examined(self, result: ExamResult) -> None:
-        """Its line, where there is a result."""
+        """Writes the line of a finished evaluation; logs a warning if it has no result."""
         self._news.set()
         wall_s = monotonic() - self._began_at.get(result.version, monotonic())
         if not result.sets:

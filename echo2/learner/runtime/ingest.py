@@ -1,11 +1,10 @@
-"""The Ingest service: workers' rollouts over mutual TLS.
+"""The Ingest service: receives workers' rollouts over mutual TLS.
 
-Guarantees: a segment is looked at only if its lease's ticket was signed by this run's coordinator for the very peer
-whose certificate opened the connection; reports of a stream are answered in order, one at a time, so a worker's
-unanswered reports are bounded by its stream's flow control; every message is within the limits of wire/rollout; what a peer
-sends and asks for takes its fair share of the loop (outside/guard), however many streams it opens one after another.
-Waits for: the next report of each stream, and for the journal before a verdict. Leaves to others: what is done with
-the segments (intake).
+Guarantees: a segment is processed only if this run's coordinator signed its lease's ticket for the peer whose certificate opened
+the connection; reports of a stream are answered one at a time, in order, so the stream's flow control bounds a worker's
+unanswered reports; every message is within the limits of wire/rollout; each peer gets its fair share of the event loop
+(outside/guard), however many streams it opens one after another. Waits for: the next report of each stream, and the journal
+before a verdict. Leaves to others: processing the segments (intake).
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ STREAMS_PER_PEER_MAX = 4
 LEASES_PER_STREAM_MAX = 2048
 WORKERS_MAX = 16_384
 REPLY_ROUTING_BYTES_MAX = 64 << 20
-"""Of one reply with partial rollouts; what is beyond it is gone on with without routing."""
+"""Routing bytes in one reply with partial rollouts; rollouts beyond the limit are sent without routing."""
 _log = logging.getLogger("echo2.learner")
 
 
 class IngestService(ingest_pb2_grpc.IngestServicer):
-    """Serves one run."""
+    """Serves the workers of one run. `failed`: reports an error of the learner's own, which ends it."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         except EchoError as error:
             await self._end(context, error, peer_id)
         except asyncio.CancelledError:
-            return  # the worker went, or the server stops: gRPC would log it as an error of ours
+            return  # the worker left or the server stops; gRPC would log it as our error
         finally:
             self._streams[peer_id] -= 1
             if not self._streams[peer_id]:
@@ -100,7 +99,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         except EchoError as error:
             await self._end(context, error, peer_id)
         except asyncio.CancelledError:
-            return  # the worker went, or the server stops
+            return  # the worker left or the server stops
 
     async def GetPartials(self, request: ingest_pb2.GetPartialsRequest, context: Any) -> ingest_pb2.GetPartialsReply:
         peer_id = await self._admitted_peer(context)
@@ -119,7 +118,8 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         return reply
 
     async def _partials(self, ticket: Ticket, peer_id: PeerId) -> ingest_pb2.GetPartialsReply | None:
-        """What is held of a group. A small question with a large answer: one at a time, within the asker's share."""
+        """The rollouts of a group so far; None if it is closed or taken over. A small request gets a large reply, so replies are
+        made one at a time per peer and within its fair share."""
         held = self.intake.held_rollouts(ticket.group_id, ticket.attempt)
         if held is None:
             return None
@@ -131,11 +131,11 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
                 routing_room -= len(rollout.routing.tokens) + len(rollout.routing.prompt)
                 told = rollout if routing_room >= 0 else replace(rollout, routing=NO_ROUTING)
                 reply.rollouts.append(rollout_to_message(told))
-                await self._pause(2 * (monotonic() - begun), peer_id)  # gRPC writes it all once more
+                await self._pause(2 * (monotonic() - begun), peer_id)  # gRPC serialises it once more
         return reply
 
     async def _pause(self, worked_s: float, peer_id: PeerId) -> None:
-        """After so much work for a peer, for as long as its share of the loop asks; others have their turn in any case."""
+        """Pauses after `worked_s` seconds of work for a peer, as long as its fair share requires; always yields to other tasks."""
         await asyncio.sleep(self._shares.of(peer_id).pause_s(worked_s, monotonic()))
 
     async def _answer(
@@ -150,7 +150,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
                 "set worker.draft_tokens = 0 there, or learner.drafting_workers = true here"
             )
         segments = segments_from_report(report)
-        await self._pause(2 * (monotonic() - begun), peer_id)  # as much again goes into what follows
+        await self._pause(2 * (monotonic() - begun), peer_id)  # the rest takes about as long again
         own = [segment for segment in segments if segment.group_id == ticket.group_id]
         self._note_habits(peer_id, Habits(report.draws_by_seed, report.keeps_cache))
         verdicts = await self.intake.report(own, ticket.attempt, peer_id)
@@ -163,11 +163,12 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         )
 
     def habits_of(self, peer_id: PeerId) -> Habits:
-        """What the worker says of its engine; nothing good where it has said nothing yet."""
+        """What the worker reports about its engine; the weakest assumptions if it has reported nothing yet."""
         return self._habits.get(peer_id, Habits())
 
     def _note_habits(self, peer_id: PeerId, told: Habits) -> None:
-        """A worker that once could not draw by its seeds cannot any more: it does not choose by the report how it is tested."""
+        """Records a worker's habits. One that once did not draw by its seeds stays marked so: otherwise it could choose with
+        each report how it is tested."""
         known = self._habits.get(peer_id, told)
         if peer_id not in self._habits and len(self._habits) >= WORKERS_MAX:
             del self._habits[next(iter(self._habits))]
@@ -176,7 +177,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
     def _ticket_of(self, report: ingest_pb2.RolloutReport, peer_id: PeerId, tickets: dict[LeaseId, Ticket]) -> Ticket:
         if report.HasField("ticket"):
             ticket = self._verified(report.ticket, peer_id)
-            if len(tickets) >= LEASES_PER_STREAM_MAX:  # the oldest ones ended long ago
+            if len(tickets) >= LEASES_PER_STREAM_MAX:  # the oldest lease ended long ago
                 del tickets[next(iter(tickets))]
             tickets[ticket.lease_id] = ticket
             return ticket
@@ -202,7 +203,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
             raise
 
     async def _end(self, context: Any, error: EchoError, peer_id: PeerId) -> None:
-        """Ends a call that broke a rule; an error of our own (a full disk) ends the learner too."""
+        """Aborts a call. If the peer broke a rule, counts and logs that; an error of our own (a full disk) ends the learner too."""
         if isinstance(error, TrustError | ProtocolError | LimitExceeded):
             self.refused_reports += 1
             self._refusals.warn("refused %s: %s", peer_id, error)

@@ -1,7 +1,7 @@
-"""Batches whose loss or gradient was not finite, kept as JSON for a person to look at.
+"""Writes batches whose loss or gradient was not finite as JSON, for manual inspection.
 
-Guarantees: at most `KEPT_MAX` of a run; a file is whole or not there. Not for the event loop's thread: a batch of 6 million
-tokens is 300 MB of text and seconds of work. One rollout is written at a time, so that other threads have their turns. Leaves to
+Guarantees: at most `KEPT_MAX` per run; a file is complete or absent. Do not call it on the event loop's thread: a batch of 6
+million tokens is 300 MB of text and takes seconds. It writes one rollout at a time, so that other threads get the GIL. Leaves to
 others: which batches (loop).
 """
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from echo2.learner.batch import Batch, TrainGroup
 
 KEPT_MAX = 16
-"""Later ones are counted only."""
+"""Batches kept per run; later ones are only counted."""
 
 
 def keep_for_inspection(batch: Batch, folder: Path) -> None:
-    """`folder` is the run's."""
+    """Writes `batch` to not_finite/ in the run folder `folder`, unless `KEPT_MAX` batches are already there."""
     kept = folder / "not_finite"
     kept.mkdir(exist_ok=True)
     if len(list(kept.glob("*.json"))) >= KEPT_MAX:

@@ -1,9 +1,9 @@
-"""Groups on their way, with their side effects: offers out, segments in, rewards, the journal, the next batch.
+"""Moves rollout groups from offer to batch and performs the side effects: offers, segments, rewards, journal, batches.
 
-Guarantees: ADMITTED is answered only once the rollout is on the disk; a batch leaves only once its composition is; the
-number of groups in flight follows the plan's cap. Waits for: rewards (bounded by the task's limits) and, in
-`next_batch`, for enough complete groups; woken by the reward that completes one. Everything runs on one event loop.
-Leaves to others: all decisions (learner/batcher, whose actions are carried out here), who may report (ingest), telling the
+Guarantees: the answer ADMITTED is sent only once the rollout is on disk; a batch is handed out only once its composition is on
+disk; the number of groups in flight follows the plan's cap. Waits for: rewards (bounded by the task's limits) and, in
+`next_batch`, for enough complete groups; the reward that completes a group wakes it. Everything runs on one event loop. Leaves to
+others: all decisions (learner/batcher, whose actions are carried out here), checking who may report (ingest), messages to the
 coordinator (`IntakeCalls`).
 """
 
@@ -41,7 +41,7 @@ _log = logging.getLogger("echo2.learner")
 
 @dataclass(slots=True)
 class RewardSums:
-    """Of the rewards computed since the last step: counts and seconds, for the metrics."""
+    """Counts and seconds of the rewards computed since the last step, for the metrics."""
 
     scored: int = 0
     failed: int = 0
@@ -50,7 +50,7 @@ class RewardSums:
 
 @dataclass(slots=True)
 class IntakeOutcome:
-    """What the asker of an event is told, once all that follows from it is under way."""
+    """What `Intake.tell` returns to its caller, after it has carried out the actions."""
 
     verdicts: tuple[SegmentVerdict, ...] = ()
     is_synced_first: bool = False
@@ -61,9 +61,9 @@ class IntakeOutcome:
 
 @dataclass(frozen=True, slots=True)
 class IntakeCalls:
-    """Who is told. `untruth`: a worker's report cannot be true; `held`: its completions hold up scorers; `answered`: a group by
-    which a version is evaluated has all its rewards; `drive`: agents may begin; `sampled`: one of their calls has its tokens;
-    `grown`: it has some of them."""
+    """Callbacks. `untruth`: a worker's report cannot be true. `held`: a worker's completions block scorers far more often than
+    others' do. `answered`: an evaluation group has all its rewards. `examined`: an evaluation has its result. `drive`: start agents
+    on a group. `sampled`: an agent's call has all its tokens. `grown`: it has some more. `failed`: scoring raised an error."""
 
     offer: Callable[[Sequence[GroupSpec]], None] = lambda specs: None
     close: Callable[[Sequence[GroupId], str], None] = lambda group_ids, reason: None
@@ -78,7 +78,7 @@ class IntakeCalls:
 
 
 class Intake:
-    """`cursor`: how many prompts of the run were drawn. `shelf` is handed over: only events change it from now on."""
+    """Runs the batcher. `cursor`: number of prompts drawn so far. Takes ownership of `shelf`: from now on only events change it."""
 
     def __init__(
         self,
@@ -109,31 +109,31 @@ class Intake:
 
     @property
     def held(self) -> Held:
-        """The groups, to be read."""
+        """Read-only view of the groups."""
         return self._batcher.held
 
     def holds(self, group_id: GroupId) -> bool:
-        """Whether a group, to train on or to evaluate by, is open or waits to be used."""
+        """Whether a training or evaluation group is open or waits to be used."""
         return self._batcher.group(group_id) is not None
 
     def lacking(self) -> list[tuple[GroupSpec, int]]:
-        """Every group that still needs a worker, and how many tokens of it have come."""
+        """Every group that still needs a worker, with the number of its tokens received so far."""
         return self._batcher.lacking()
 
     @property
     def exam_waits_for(self) -> str:
-        """What the evaluation under way still lacks, in words; empty when there is none."""
+        """Describes what the running evaluation still lacks; empty if none is running."""
         return self._batcher.exam_waits_for
 
     @property
     def deliveries(self) -> Deliveries:
-        """What each worker delivered, on its way to the coordinator."""
+        """What each worker has delivered, to be reported to the coordinator."""
         return self._batcher.deliveries
 
     # ---- the one door
 
     def tell(self, event: b.Event) -> IntakeOutcome:
-        """Has the batcher handle an event and carries out what follows."""
+        """Passes an event to the batcher and carries out the resulting actions."""
         outcome = IntakeOutcome()
         self._carry_out(self._batcher.handle(event), outcome)
         return outcome
@@ -185,7 +185,7 @@ class Intake:
             self._opened_in[record.spec.group_id] = self.journal.segment
 
     def _draw(self, again: Sequence[Draw], fresh: int) -> tuple[Draw, ...]:
-        """The prompts of draws that are drawn again, then of the next cursors, as long as there are any."""
+        """Draws the prompts of `again` once more, then up to `fresh` new ones, as long as the prompts last."""
         draws = [self.prompts.seeded(draw) for draw in again]
         for _ in range(fresh):
             cursor = self.prompts.next_wanted(self.cursor)
@@ -201,18 +201,19 @@ class Intake:
     async def report(
         self, segments: Sequence[RolloutSegment], attempt: int, sender: PeerId = NOBODY
     ) -> tuple[SegmentVerdict, ...]:
-        """Takes the segments of one report of one lease, which the worker `sender` holds."""
+        """Takes in the segments of one report for a lease that the worker `sender` holds."""
         outcome = self.tell(b.Reported(tuple(segments), attempt, sender))
         if outcome.is_synced_first:
             await self.journal.commit()
         return outcome.verdicts
 
     def held_rollouts(self, group_id: GroupId, attempt: int) -> tuple[Rollout, ...] | None:
-        """What is held of a group, for the worker that goes on as `attempt`; None if it is closed or taken over."""
+        """The rollouts of a group so far, for the worker that continues it as `attempt`; None if the group is closed or another
+        worker has taken it over."""
         return self.tell(b.TakenOver(group_id, attempt)).handed
 
     def published(self, version: Version) -> None:
-        """From now on workers may name `version`."""
+        """Accepts tokens sampled by `version` from now on."""
         self.tell(b.VersionLeft(version))
 
     def _begin_scoring(self, rollout: Rollout) -> None:
@@ -221,7 +222,7 @@ class Intake:
         task.add_done_callback(self._scored)
 
     async def _score(self, rollout: Rollout) -> None:
-        """Has a finished turn answered: by a reward, or by the world, to which the next turn then speaks."""
+        """Gets the answer to a finished turn: a reward, or the environment's message that the next turn replies to."""
         at = turn_of(rollout.group_id, rollout.index)
         group = self._batcher.group(at.root)
         if group is None:
@@ -244,14 +245,14 @@ class Intake:
     async def _answered(
         self, group: Group, sampled: Sequence[Sequence[int]], context_tokens: int, sender: PeerId
     ) -> TurnAnswer:
-        """What the world says to a completion. Its text must not be able to end the run by an error that nobody foresaw: such
-        a rollout goes without a reward, and the log names its sender. Foreseen errors are the task's own and do end it."""
+        """The environment's answer to a completion. An unexpected error must not end the run, because a worker's text can provoke
+        it: such a rollout gets no reward, and the log names its sender. An `EchoError` comes from the task and ends the run."""
         try:
             asked = self._exams if group.spec.work is Work.EVALUATE else self.prompts
             return await asked.answer(group.draw.cursor, sampled, context_tokens, sender)
         except EchoError:
             raise
-        except Exception as error:  # noqa: BLE001 - brought about by a completion, that is, by a worker
+        except Exception as error:  # noqa: BLE001 - a completion, that is a worker, can provoke it
             self._mishaps.note("the answer to a completion", sender, error)
             return TurnAnswer(Scored(None, RewardFailure.FAULT, f"unforeseen {type(error).__name__}", 0.0))
 
@@ -273,7 +274,8 @@ class Intake:
     # ---- batches out
 
     async def next_batch(self) -> Batch | None:
-        """The next batch, its composition on the disk; None once `stop_drawing` was called or the prompts ended."""
+        """Waits for the next batch and returns it once its composition is on disk; None after `stop_drawing` or once the prompts
+        are exhausted."""
         while not self._is_stopping:
             self._progress.clear()
             batch = self.tell(b.BatchWanted()).batch
@@ -286,13 +288,13 @@ class Intake:
         return None
 
     def stop_drawing(self) -> None:
-        """Ends `next_batch` where it waits; a batch that was drawn is still handed out."""
+        """Makes a waiting `next_batch` return; a batch that is already drawn is still handed out."""
         self._is_stopping = True
         self._progress.set()
 
     @property
     def waits_for(self) -> str:
-        """What a batch still lacks, in words."""
+        """Describes what the next batch still lacks."""
         groups = self.held.groups.values()
         ready = sum(group.is_ready for group in groups)
         need = self.offers.groups_per_step
@@ -306,7 +308,7 @@ class Intake:
     # ---- restarts
 
     def begin_segment(self, run_id: str) -> Step:
-        """Starts a journal segment at the batcher's step; returns the oldest one that a restart from here needs."""
+        """Starts a journal segment at the batcher's step; returns the oldest segment that a restart from here needs."""
         held = self.held
         live = {name: opened for name, opened in self._opened_in.items() if self._batcher.group(name) is not None}
         self._opened_in = live
@@ -314,20 +316,20 @@ class Intake:
         return min(live.values(), default=held.next_step)
 
     def restore(self, history: History) -> None:
-        """Takes up what a journal gave back; the shelf has its groups already."""
+        """Restores what the journal recorded; the shelf already has its groups."""
         self.cursor = max(self.cursor, history.cursor)
         self._opened_in = dict(history.opened_in)
         self._exams_held = history.exam_groups()
 
     def resume(self, examined: Iterable[Version] = ()) -> None:
-        """Begins, or goes on. `examined`: versions whose evaluation has its result."""
+        """Starts or resumes work. `examined`: versions whose evaluation is complete; their groups are dropped."""
         for version in self._exams_held.keys() & set(examined):
             for group in self._exams_held.pop(version):
                 self.journal.append(GroupDropped(group.spec.group_id))
         self.tell(b.Resumed(self._exams_held))
 
     async def close(self) -> None:
-        """Ends scoring; what was admitted stays in the journal."""
+        """Stops scoring and syncs the journal, which keeps what was admitted."""
         self.tell(b.OffersEnded())
         for task in list(self._scoring):
             task.cancel()

@@ -1,7 +1,7 @@
-"""The learner's way into a run: enrolment at its first start, and its credentials afterwards.
+"""Joins a run: enrols at the learner's first start, and loads its credentials afterwards.
 
-Guarantees: identity and credentials are kept in the folder, so a restart needs no token; an unreachable coordinator is tried until
-it answers or the learner is stopped. Leaves to others: trust itself (trust).
+Guarantees: identity and credentials are stored in the run folder, so a restart needs no token; it retries an unreachable
+coordinator until it answers or the learner is stopped. Leaves to others: trust itself (trust).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ PAUSE_S_MAX = 4.0
 
 
 async def join(options: LearnerOptions, waits: Waits, stopped: asyncio.Event) -> Credentials:
-    """Those of an earlier start of this run, or new ones."""
+    """Returns the credentials of an earlier start of this run, or enrols for new ones.
+
+    Raises `ConfigError` without a join link on the first start, `Unreachable` if stopped before the coordinator answered.
+    """
     folder = options.folder / "node"
     identity = load_or_create_identity(folder)
     kept = load_credentials(folder, identity)
@@ -41,12 +44,12 @@ async def join(options: LearnerOptions, waits: Waits, stopped: asyncio.Event) ->
 
 
 def keep(options: LearnerOptions, credentials: Credentials) -> None:
-    """In the run's folder, for the next start."""
+    """Stores the credentials in the run folder for the next start."""
     save_credentials(options.folder / "node", credentials)
 
 
 async def look_for_coordinator(options: LearnerOptions, credentials: Credentials) -> None:
-    """Has the credentials name the coordinator's address of now, where a link says how to find it."""
+    """Updates the coordinator's address in the credentials, if a join link shows how to find it."""
     if options.join_link:
         link = JoinLink.parse(options.join_link)
         await find_coordinator(link, options.link_file, credentials, lambda found: keep(options, found))

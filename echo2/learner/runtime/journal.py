@@ -1,10 +1,10 @@
-"""The learner's journal on disk: records that outlive a kill.
+"""The learner's journal on disk: records that survive a kill.
 
-Guarantees: what was appended before `commit` returned is on the disk; a torn record at the end (a kill in the middle
-of a write) is cut off, a damaged one anywhere is a `StateError` that says how to go on, and the file stays as it is. A
-segment begins with each checkpoint; records of a group stand in the segment in which it was opened or a later one, so a
-restart reads from the oldest segment in which a live group was opened. Leaves to others: framing, what is torn and what
-is damaged (segment), what the records mean (learner/history), which segments are still needed (intake, daemon).
+Guarantees: what was appended before `commit` is on disk when `commit` returns; a torn record at the end (a kill during a write) is
+cut off; a damaged record anywhere raises a `StateError` that says how to continue, and leaves the file unchanged. Each checkpoint
+begins a segment; a group's records are in the segment in which it was opened or in later ones, so a restart reads from the oldest
+segment in which a live group was opened. Leaves to others: framing, telling torn records from damaged ones (segment), the meaning
+of records (learner/history), which segments are still needed (intake, checkpoint).
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ _log = logging.getLogger("echo2.learner")
 
 
 class Journal:
-    """The segment that is being written. `append` and `commit` belong to one event loop's thread."""
+    """Writes the newest segment. Call `append` and `commit` only on one event loop's thread.
+
+    Writes raise `DiskFull` if space runs out, `StateError` if the folder is not writable.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +58,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, first: SegmentBegan) -> None:
-        """Starts the segment of `first.step`, or goes on with it if a killed learner had begun it."""
+        """Starts the segment of `first.step`, or continues it if a killed learner had begun it."""
         path = _path_of(self.folder, first.step)
         file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, self.folder)
         framing = Framing(path)
@@ -67,24 +70,24 @@ class Journal:
             os.close(file)
             raise
         if self._file is not None:
-            _synced(self._file, self.folder)  # `commit` looks at the newest segment only
+            _synced(self._file, self.folder)  # `commit` syncs only the newest segment
         self._replace(file, framing)
         self.segment = first.step
 
     def go_on(self, step: Step) -> None:
-        """Appends to the segment of `step`, which `read_journal` has mended."""
+        """Continues the segment of `step`, whose torn end `read_journal` has cut off."""
         path = _path_of(self.folder, step)
         self._replace(_open(path, os.O_WRONLY | os.O_APPEND, self.folder), Framing(path))
         self.segment = step
 
     def append(self, record: Record) -> None:
-        """Hands the record to the system; a kill of this process does not lose it, a power cut may until `commit`."""
+        """Writes the record without syncing: it survives a kill of this process, but a power cut only after `commit`."""
         assert self._file is not None and self._framing is not None, "begin or go_on comes first"
         _write(self._file, self._framing.framed(_payload(record)), self.folder)
         self._appended += 1
 
     async def commit(self) -> None:
-        """Returns once everything appended so far is on the disk. Callers at the same time share one sync."""
+        """Returns once everything appended so far is on disk. Concurrent callers share one sync."""
         target = self._appended
         while self._synced < target:
             if self._sync is None or self._sync.done():
@@ -97,7 +100,7 @@ class Journal:
             self._file = None
 
     def forget_before(self, step: Step) -> None:
-        """Deletes the segments that no kept checkpoint needs."""
+        """Deletes the segments before `step`, which no kept checkpoint needs."""
         for begun, path in _segments(self.folder):
             if begun < step:
                 _remove(path)
@@ -118,14 +121,14 @@ class Journal:
 
 
 def has_journal(folder: Path) -> bool:
-    """Whether anything was ever written."""
+    """Whether the folder has any segment."""
     return bool(_segments(folder))
 
 
 def read_journal(folder: Path, step: Step) -> tuple[list[tuple[Step, Record]], Step]:
-    """Records of all segments from the one of `step` on, each with its segment's, and the last segment's step.
+    """Reads all segments from the one of `step` on; returns each record with its segment's step, and the last segment's step.
 
-    Cuts a torn end off.
+    Cuts off a torn end. Raises `StateError` if the segment of `step` is missing or a record is damaged.
     """
     segments = [(begun, path) for begun, path in _segments(folder) if begun >= step]
     if not segments or segments[0][0] != step:
@@ -142,7 +145,7 @@ def _segments(folder: Path) -> list[tuple[Step, Path]]:
 
 
 def _path_of(folder: Path, step: Step) -> Path:
-    """A segment that an older release began is gone on with in its framing."""
+    """Path of a segment; one that an older release began keeps its suffix and thus its framing."""
     old = folder / f"segment-{step:08d}{OLD_SUFFIX}"
     return old if old.exists() else old.with_suffix(SUFFIX)
 
@@ -153,7 +156,7 @@ def _read_segment(path: Path, is_last: bool) -> Iterator[Record]:
         if not isinstance(payload, Break):
             yield _from_message(payload, path)
             continue
-        # Only the end of the last segment can be torn: bytes reach a file in order, and `begin` syncs the one before.
+        # Only the end of the last segment can be torn: bytes reach a file in order, and `begin` syncs the previous segment.
         if not (is_last and payload.is_torn):
             raise _damage(path, payload, is_last)
         _log.warning(
@@ -203,7 +206,7 @@ def _remove(path: Path) -> None:
 
 
 def _write(file: int, data: bytes, folder: Path) -> None:
-    """Appends all of `data` or nothing: a part before later records would be damage in the middle."""
+    """Appends all of `data` or nothing: a partial record followed by others would count as damage."""
     view = memoryview(data)
     while view:
         try:

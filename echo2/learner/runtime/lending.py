@@ -1,8 +1,8 @@
-"""Tensors of the training that a checkpoint is written from where they lie, while the next step already computes.
+"""Lends the trainer's tensors to the checkpoint writer, which writes them in place while the next step already computes.
 
-Guarantees: what is written is what the tensors held as they were lent: whoever is about to change them calls `keep`, which copies
-those that are not written yet. Masters and moments change at the end of a step, so that a disk which takes a checkpoint within
-a step costs no copy at all. Waits: the writer for `keep`, `keep` for one tensor's way to the disk. Leaves to others: which
+Guarantees: the checkpoint gets the values at the time of lending: before the trainer changes the tensors it calls `keep`, which
+copies those not written yet. Masters and moments change only at the end of a step, so if the disk takes the checkpoint within one
+step, nothing is copied. Waits for: the writer, while `keep` copies; `keep`, while one tensor is written. Leaves to others: which
 tensors (checkpoint), when they change (trainer).
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class LentTensors:
-    """By name. The writer takes each once, in any order; `keep` is called from another thread."""
+    """Lent tensors by name. The writer takes each once, in any order; the trainer calls `keep` from another thread."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
@@ -25,12 +25,12 @@ class LentTensors:
 
     @contextmanager
     def taken(self, name: str) -> Iterator[Tensor | None]:
-        """As it was when it was lent; nobody changes it meanwhile. None if it is not among them."""
+        """Yields the tensor with its value at the time of lending; `keep` waits meanwhile. None if `name` was not lent."""
         with self._lock:
             yield self._tensors.pop(name, None)
 
     def keep(self) -> None:
-        """Before they change: what is not written yet is copied. Idempotent."""
+        """Copies the tensors that are not written yet. Call it before they change. Idempotent."""
         with self._lock:
             if not self._are_own:
                 self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}

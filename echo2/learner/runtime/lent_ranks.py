@@ -1,13 +1,13 @@
-"""A trainer of the user's own that is spread over processes: tensor, expert or data parallel, by whatever engine.
+"""A user's own trainer that spans several processes: tensor, expert or data parallel, on any engine.
 
-On every rank the user's thread calls `begin`, `next_batch` and `hand_in` with what that rank holds: DTensors of any placement, or
-tensors that are whole on each. Guarantees: each rank keeps its own rows of what is published, no rank but the one that
-writes the finished model gathers all; a batch is handed out on all ranks; those of `lent_trainer` otherwise. Waits for: as there;
-other ranks, in `next_batch` and at the end, for rank 0's word. Leaves to others: how commands travel (ranks), coding
-(broadcast/runtime/sharded).
+On every rank the user's thread calls `begin`, `next_batch` and `hand_in` with that rank's tensors: DTensors of any placement, or
+tensors that are whole on each rank. Guarantees: each rank keeps its own rows of the published weights, and only the rank that
+writes the finished model gathers them all; a batch is handed out on all ranks; otherwise as `lent_trainer`. Waits for: what
+`lent_trainer` waits for; ranks other than 0, in `next_batch` and at the end, for rank 0's commands. Leaves to others: how
+commands travel (ranks), coding (broadcast/runtime/sharded).
 
-The engine's collectives run in the user's thread. Rank 0's learner gives orders only while that rank's user waits for a batch, or
-has left; the other ranks then wait for orders too, so no two threads are in one group's collectives.
+The engine's collectives run in the user's thread. Rank 0's learner sends commands only while rank 0's user thread waits for a
+batch or has left; the other ranks then wait for commands too, so two threads never use one process group at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from echo2.scoring.request import TokenScores
 
 
 class SpreadWeights:
-    """This rank's rows of the versions that may be asked for, and the table of all. `layout`: of the newest, by name."""
+    """This rank's rows of the versions that may still be needed. `layout`: the newest sharded tensors, by name."""
 
     def __init__(self, model: DeclaredModel, ranks: Ranks) -> None:
         self.model, self.ranks, self.held = model, ranks, HeldVersions()
@@ -45,7 +45,7 @@ class SpreadWeights:
         self.layout: dict[str, Tensor] = {}
 
     def rows_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies in host memory, in the published dtype, split by rows. A collective of all ranks."""
+        """Copies this rank's rows to host memory in the published dtype. A collective of all ranks."""
         self.model.check_table(tensors)
         rows = {name: self._rows(tensors[name].detach().to(self.model.dtype)) for name in sorted(self.model.shapes)}
         self.layout = rows
@@ -60,7 +60,7 @@ class SpreadWeights:
             if tensor.device_mesh.ndim == 1 and is_over_all and tensor.ndim:
                 part = tensor.redistribute(placements=[Shard(0)]).to_local()
                 return _split_by_rows(part.to("cpu", copy=True), tensor, self.ranks)
-            tensor = tensor.full_tensor()  # one at a time
+            tensor = tensor.full_tensor()  # one tensor at a time, to bound memory
         if tensor.ndim == 0:
             return tensor.to("cpu", copy=True)
         parts = torch.chunk(tensor, self.ranks.count, 0)
@@ -71,7 +71,7 @@ class SpreadWeights:
         return self.layout.get(name)
 
     def masters_by_name(self) -> dict[str, Tensor]:
-        """They are in the user's own checkpoints."""
+        """Returns nothing: the masters are in the user's own checkpoints."""
         return {}
 
     def take_rows(self, version: Version, name: str, payload: bytes) -> None:
@@ -80,14 +80,14 @@ class SpreadWeights:
         self.held.add(version, name, own_rows(tensor, layout, self.ranks))
 
     def load(self, folder: Path) -> Checkpoint:
-        """This rank's rows of a checkpoint. A collective of all ranks."""
+        """Loads this rank's rows of a checkpoint. A collective of all ranks."""
         step = Step(int(folder.name.removeprefix("step-")))
         checkpoint = CheckpointStore.load_shards(folder, _Laid(self, self.ranks), step)
         self.held.keep(checkpoint.published_version, checkpoint.published)
         return checkpoint
 
     def check_as_published(self, checkpoint: Checkpoint) -> None:
-        """ConfigError on all ranks unless the weights given to begin with are those published last. A collective."""
+        """Raises `ConfigError` on all ranks unless the user's initial weights equal the last published ones. A collective."""
         if int(checkpoint.published_version) != int(checkpoint.step):
             return
         pairs = ((own_part(self.layout[n]), own_part(t)) for n, t in checkpoint.published.items())
@@ -106,14 +106,14 @@ def _split_by_rows(part: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
 
 
 class _Laid:
-    """As the checkpoints' reader asks for a trainer."""
+    """Adapter: what the checkpoint reader needs from a trainer."""
 
     def __init__(self, model: SpreadWeights, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
 
 
 class SpreadTrainer(LentTrainer):
-    """Rank 0's."""
+    """Rank 0's side; it sends commands to the other ranks."""
 
     def __init__(self, model: DeclaredModel, ranks: Ranks) -> None:
         super().__init__(model)
@@ -171,7 +171,7 @@ class SpreadTrainer(LentTrainer):
         return checkpoint
 
     def scorer(self, versions_max: int, newest: Version) -> SpreadScorer:  # type: ignore[override]
-        """By a copy of the whole model in rank 0's host memory."""
+        """A scorer that uses a copy of the whole model in rank 0's host memory."""
         self._scorer = SpreadScorer(scorer_of(self.model.config, versions_max))
         self._scorer.bring(newest, self.whole(self.spread.held.of(newest), newest))
         return self._scorer
@@ -182,7 +182,7 @@ class SpreadTrainer(LentTrainer):
 
 
 class SpreadScorer:
-    """A scorer of whole weights, which are brought by the trainer's thread before they are kept as rows."""
+    """Scores with whole weights, which the trainer's thread brings before `keep` is called with rank 0's rows only."""
 
     is_of_trainer = False
 
@@ -211,7 +211,7 @@ class SpreadScorer:
 
 
 class FollowingTrainer:
-    """Another rank's: the same calls by the user's thread. `step_count` steps are complete."""
+    """The side of every other rank; the user's thread makes the same calls as on rank 0. `step_count`: completed steps."""
 
     def __init__(self, model: DeclaredModel, ranks: Ranks) -> None:
         self.ranks, self.spread = ranks, SpreadWeights(model, ranks)
@@ -229,7 +229,7 @@ class FollowingTrainer:
         threading.Thread(target=self._guarded, args=(follower.serve,), name="sections", daemon=True).start()
 
     def next_batch(self) -> Batch | None:
-        """As on rank 0; does meanwhile what that one's learner says."""
+        """Returns the same batch as on rank 0, or None at the end; carries out rank 0's commands while it waits."""
         while not self._is_over:
             head, payload = self.ranks.hear()
             if self._failure is not None:
@@ -249,7 +249,7 @@ class FollowingTrainer:
         return self._is_published
 
     def end(self, failure: BaseException | None = None) -> None:
-        """Serves what it holds until rank 0's learner has ended; of a rank that failed, not."""
+        """Carries out commands until rank 0's learner has ended, unless this rank failed."""
         if failure is None and self._live and self.next_batch() is not None:
             raise StateError(
                 f"rank {self.ranks.rank}: expected the trainer to take the batch of step {self.step_count}"
@@ -289,5 +289,5 @@ class FollowingTrainer:
     def _guarded(self, work: Any) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - raised by the user's thread at the next order
+        except Exception as error:  # noqa: BLE001 - the user's thread raises it at the next command
             self._failure = error

@@ -1,10 +1,9 @@
-"""A trainer of the user's own in the place of ours: the learner hands it batches and takes its weights.
+"""A user's own trainer instead of ours: the learner hands it batches and takes its weights.
 
-Guarantees: a batch is handed out once it is on the disk, one at a time, in order; after a restart the recorded batches
-since the last checkpoint are handed out again; weights are copied in the user's thread while the user waits, so the
-trainer may change its tensors as soon as `hand_in` returns; whoever waits on either side is woken when the other ends or
-fails. Waits for: the user's thread, in `step`; the learner, in `next_batch`. Leaves to others: the loss and the
-optimiser, and their checkpoints (the user), everything else (daemon, loop).
+Guarantees: batches are handed out one at a time, in order, each once it is on disk; after a restart the batches recorded since
+the last checkpoint are handed out again; weights are copied in the user's thread, so the trainer may change its tensors as soon
+as `hand_in` returns; if either side ends or fails, the other is woken. Waits for: the user's thread, in `step`; the learner, in
+`next_batch`. Leaves to others: the loss, the optimiser and their checkpoints (the user), everything else (daemon, loop).
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from echo2.weights import fingerprint
 
 
 class TrainerLeft(StateError):
-    """The user's trainer ended before the run's last step; what it had not trained on comes again at the next start."""
+    """The user's trainer ended before the run's last step; the next start hands out the untrained batches again."""
 
 
 class DeclaredModel:
-    """What workers need to know of a model whose weights the user's trainer holds. `path`: its Hugging Face folder or id.
+    """Describes to workers a model whose weights the user's trainer holds. `path`: its Hugging Face folder or id.
 
-    Loads configuration and the table of tensors, no weights.
+    Loads the configuration and the table of tensors, but no weights. Raises `ConfigError` if there is no configuration.
     """
 
     def __init__(self, path: str, weights_dtype: str) -> None:
@@ -52,7 +51,7 @@ class DeclaredModel:
         try:
             generation_config = GenerationConfig.from_pretrained(path)
         except OSError:
-            generation_config = None  # it has none: the model's config says what ends a completion
+            generation_config = None  # then the model's config names the stop tokens
         self.stop_token_ids = stop_tokens_of(generation_config, self.config)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(self.config)
@@ -73,7 +72,7 @@ class DeclaredModel:
 
     @property
     def flops_per_position(self) -> float:
-        """As if all of it were trained."""
+        """FLOPs of forward and backward pass, assuming that all parameters are trained."""
         return 6.0 * self.parameter_count
 
     def check_length(self, tokens: int) -> None:
@@ -90,7 +89,7 @@ class DeclaredModel:
         return digest_of(self.config_json(), self.shapes.items(), str(self.dtype).removeprefix("torch."))
 
     def check_table(self, tensors: Mapping[str, Tensor]) -> None:
-        """ConfigError unless they have the model's own names and shapes."""
+        """Raises `ConfigError` unless `tensors` have the model's names and shapes."""
         missing, odd = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
         if missing or odd:
             raise ConfigError(
@@ -102,7 +101,7 @@ class DeclaredModel:
                 raise ConfigError(f"publish: expected {name} of shape {shape}, got {tuple(tensors[name].shape)}")
 
     def copy_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights as they are published: host copies in the published dtype."""
+        """Copies the weights to host memory in the published dtype."""
         self.check_table(tensors)
         return {name: tensors[name].detach().to(device="cpu", dtype=self.dtype, copy=True) for name in self.shapes}
 
@@ -118,9 +117,10 @@ class DeclaredModel:
 
 
 class LentTrainer:
-    """The two sides of the hand-over. The user's thread calls `begin`, `next_batch` and `hand_in`."""
+    """Hands batches and weights between two threads: the user's, which calls `begin`, `next_batch` and `hand_in`, and the
+    learner's trainer thread."""
 
-    starts_from_base = False  # a start may be given the weights of a later step
+    starts_from_base = False  # at a start the user may give the weights of a later step
 
     def __init__(self, model: DeclaredModel) -> None:
         self.model = model
@@ -132,7 +132,7 @@ class LentTrainer:
         self._is_trained = True
         self._weights: dict[str, Tensor] | None = None
         self._live: Mapping[str, Tensor] = {}
-        self._is_waiting = False  # the user's thread: nobody changes `_live`
+        self._is_waiting = False  # the user's thread is in `next_batch`, so `_live` does not change
         self._failure: BaseException | None = None
         self._is_failure_told = False
         self._is_over = False
@@ -143,24 +143,25 @@ class LentTrainer:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The published weights; the rest is in the user's own checkpoint."""
+        """Bytes of the published weights; the rest is in the user's own checkpoint."""
         return self.model.snapshot_bytes
 
     # ---- the user's thread
 
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is published of the user's tensors, while nobody changes them."""
+        """Copies the user's tensors in published form. Call it only while they do not change."""
         return self.model.copy_of(tensors)
 
     def begin(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """The weights to start with, those of step `step`."""
+        """Sets the initial weights, which are those after `step` steps."""
         weights = self.copied(tensors)
         with self._changed:
             self.step_count, self._weights, self._live = step, weights, tensors
             self._changed.notify_all()
 
     def next_batch(self) -> Batch | None:
-        """The batch to train on; None once the run's last step is done."""
+        """Waits for the batch to train on; None once the run is over. Raises `StateError` if the previous batch was not handed in,
+        or the learner's failure."""
         with self._changed:
             if not self._is_trained:
                 raise StateError(
@@ -176,7 +177,8 @@ class LentTrainer:
             return batch
 
     def hand_in(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
-        """Says that the batch was trained on; `step` steps are complete. Returns whether the weights were taken."""
+        """Reports that the batch was trained on and `step` steps are complete. Returns whether the weights were copied for
+        publication. Raises `StateError` for any other step."""
         with self._changed:
             self._raise_failure()
             if self._is_trained or step != self.step_count + 1:
@@ -191,14 +193,14 @@ class LentTrainer:
         return is_published
 
     def end(self, failure: BaseException | None = None) -> None:
-        """Wakes both sides: the run is over, or has failed."""
+        """Marks the run as over or failed and wakes both sides."""
         with self._changed:
             self._failure = self._failure or failure
             self._is_over = True
             self._changed.notify_all()
 
     def untold_failure(self) -> BaseException | None:
-        """What ended the run and was raised nowhere yet; given once."""
+        """Returns the failure that ended the run if it has not been raised yet; at most once."""
         with self._changed:
             failure = None if self._is_failure_told else self._failure
             self._is_failure_told = True
@@ -243,7 +245,7 @@ class LentTrainer:
     def take(
         self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
     ) -> Checkpoint:
-        """Ledger and published weights; masters and optimiser are in the user's own checkpoint of this step."""
+        """Takes a checkpoint of ledger and published weights; the user's own checkpoint of this step has masters and optimiser."""
         step = Step(self.step_count)
         checkpoint = Checkpoint(step, {}, published, version, state_of(state, step, version))
         store.begin(checkpoint)
@@ -271,13 +273,14 @@ class LentTrainer:
             )
 
     def has_copy(self) -> bool:
-        """Waits until the weights of this step were copied, or the user's thread waits and they can be."""
+        """Waits until this step's weights are copied, or can be copied because the user's thread waits; returns whether they are
+        copied."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._weights is not None or self._is_waiting)
             return self._weights is not None
 
     def scorer(self, versions_max: int, newest: Version) -> VersionScorer:
-        """By a copy of the model: the one that trains is the user's."""
+        """A scorer with its own copy of the model, since the trained one is the user's."""
         return scorer_of(self.model.config, versions_max)
 
     def stop(self) -> None:

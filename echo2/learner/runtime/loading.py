@@ -1,9 +1,9 @@
-"""Reads a policy's weights: whole for one process; for one of several, layer by layer, so that no rank ever holds the whole model.
+"""Reads a policy's weights: whole for a single process; layer by layer for several, so that no rank ever holds the whole model.
 
-Guarantees: a `Skeleton` has the parameters that the whole model would have, filled from the same files; of them only those of one
-layer, or of what is in no layer, are whole at a time, if each is split before the next is filled. Leaves to others: splitting
-(model.shard). A checkpoint whose tensors have other names than the model's (which transformers converts as it loads), or that is
-not in safetensors, has no skeleton: each rank then loads all of it first.
+Guarantees: a `Skeleton` has the same parameters as the whole model, filled from the same files; only those of one layer, or those
+outside all layers, are whole at a time, provided that each layer is sharded before the next is filled. Leaves to others: sharding
+(model.shard). If a checkpoint's tensor names differ from the model's (transformers converts them while loading), or if it is not in
+safetensors, there is no skeleton: each rank first loads the whole model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load_whole(path: str, dtype: torch.dtype) -> Any:
-    """A causal LM in host memory."""
+    """Loads a causal LM into host memory; raises `ConfigError` if that fails."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -46,17 +46,17 @@ def _checked(path: str) -> Path:
 
 
 class Skeleton:
-    """`hf_model`'s parameters have no memory until `fill` gives them theirs; its buffers do."""
+    """A model whose parameters are on the meta device until `fill` reads them; its buffers are in memory."""
 
     def __init__(self, hf_model: Any, files: dict[str, Path], dtype: torch.dtype, device: torch.device) -> None:
         self.hf_model = hf_model
         self._files, self._dtype, self._device = files, dtype, device
-        self._empty = dict(hf_model.named_parameters())  # kept, so that no other object gets their ids
+        self._empty = dict(hf_model.named_parameters())  # keeps them alive, so that their ids stay unique
         self._names = {id(p): name for name, p in self._empty.items()}
-        self._filled: dict[int, nn.Parameter] = {}  # by the parameter without memory: tied ones stay one
+        self._filled: dict[int, nn.Parameter] = {}  # by id of the meta parameter, so that tied ones stay tied
 
     def fill(self, module: nn.Module) -> None:
-        """Reads what `module` holds and does not have yet."""
+        """Reads the parameters of `module` that are still on the meta device."""
         for owner in module.modules():
             for leaf, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
                 if parameter.is_meta:
@@ -74,16 +74,16 @@ class Skeleton:
 
         with safe_open(self._files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
-            # A copy: what lies in the file's own pages ends with it, and cannot be written.
+            # Copy: the tensor maps the file's pages, which are read-only and go away when the file is closed.
             return tensor.to(device=self._device, dtype=self._dtype, copy=True)
 
     def forget(self) -> None:
-        """Once all is filled and split."""
+        """Drops references to filled parameters, so that they can be freed once they are sharded."""
         self._filled.clear()
 
 
 def skeleton_of(path: str, dtype: torch.dtype, device: torch.device) -> Skeleton | None:
-    """None where the files do not hold the model's tensors under its own names."""
+    """Makes a skeleton; None if the files do not hold the model's tensors under its own names."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
@@ -115,7 +115,7 @@ def skeleton_of(path: str, dtype: torch.dtype, device: torch.device) -> Skeleton
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    """By tensor, the file that holds it; empty where there are none in safetensors."""
+    """The file of each tensor, by name; empty without safetensors files."""
     from safetensors import safe_open
 
     if (folder / _INDEX).is_file():
@@ -128,7 +128,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 def _odd(wanted: Iterable[tuple[str, tuple[int, ...]]], files: dict[str, Path], buffers: list[str]) -> str:
-    """Why the files cannot be read tensor by tensor; empty where they can."""
+    """Why the files cannot be read tensor by tensor; empty if they can."""
     from safetensors import safe_open
 
     if not files:

@@ -1,9 +1,9 @@
-"""The training loop: batch, step, publication, checkpoint, row; again.
+"""The training loop: batch, step, publication, checkpoint, row; repeat.
 
-Guarantees: a batch is on the disk before it is trained on; the event loop keeps serving while a step runs, because the
-trainer has a thread of its own; publications and checkpoints are written beside the next steps; time is counted once,
-under the phase that spent it. Waits for: enough complete groups (intake), the trainer's thread, the version or
-checkpoint before the one that is due; `waits_for` says which and since when. Leaves to others: serving (shift).
+Guarantees: a batch is on disk before it is trained on; the event loop keeps serving while a step runs, because the trainer has its
+own thread; publications and checkpoints are written while the next steps run; each second counts once, under the phase that spent
+it. Waits for: enough complete groups (intake), the trainer's thread, the previous version or checkpoint if another is due;
+`waiting` names the wait for rollouts or evaluation and its start. Leaves to others: serving (shift).
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from echo2.outside import monotonic, unix_now
 _log = logging.getLogger("echo2.learner")
 T = TypeVar("T")
 EVALUATION = "evaluation"
-"""What the loop waits for behind its last step."""
+"""What the loop waits for after its last step."""
 PUBLISH_WAITS_KEPT = 32
 """Steps over which the wait for publications is averaged."""
 LEFT_OUT_LINES_MAX = 8
-"""Workers named a step in the log; the metrics count all."""
+"""Workers named per step in the log; the metrics count all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopParts:
-    """Whom the loop works with. `stepped` is called behind each step's row, which also says what `further` does."""
+    """What the loop works with. `stepped` is called after each step's row is written; `further` gives more fields for the row."""
 
     intake: Intake
     publisher: VersionPublisher
@@ -73,7 +73,8 @@ class LoopParts:
 
 
 class TrainingLoop:
-    """Owns the trainer's thread. `facts` is what rows say beside their step; the coordinator's plan keeps it up to date."""
+    """Runs the steps on the trainer's thread. `facts`: fields of rows that do not come from the step; the coordinator's plan
+    updates them. `waiting`: what the loop waits for (empty if nothing) and since when."""
 
     def __init__(
         self, options: LearnerOptions, prepared: Prepared, parts: LoopParts, executor: ThreadPoolExecutor
@@ -92,7 +93,7 @@ class TrainingLoop:
         self.last_row: Mapping[str, object] = {}
         self._stepped, self._further = parts.stepped, parts.further
         self.waiting: tuple[str, float] = ("", 0.0)
-        self.checkpoint_s = 0.0  # that the newest one kept the loop
+        self.checkpoint_s = 0.0  # how long the newest checkpoint blocked the loop
         self.publish_waits: deque[float] = deque(maxlen=PUBLISH_WAITS_KEPT)
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._checkpointed = prepared.checkpoint_step
@@ -112,13 +113,13 @@ class TrainingLoop:
 
     @property
     def idle_s(self) -> float:
-        """A step on average, in which nothing is trained though no rollout is waited for: checkpoints and publications."""
+        """Average seconds per step spent waiting for checkpoints and publications."""
         waited_s = sum(self.publish_waits) / max(1, len(self.publish_waits))
         return waited_s + self.checkpoint_s / self.checkpoint_every_steps
 
     @property
     def checkpoint_every_steps(self) -> int:
-        """As the options say, or by what a checkpoint and a step cost now."""
+        """Steps between checkpoints: from the options, or from the current cost of a checkpoint and a step."""
         options = self.options.checkpoint
         if not options.follows_cost or not self.utilisation.recent:
             return options.every_steps
@@ -126,21 +127,21 @@ class TrainingLoop:
         return steps_between(cost_s, *self.utilisation.means_s)
 
     def stop(self) -> None:
-        """Ends the loop after the step that runs."""
+        """Ends the loop after the step in progress."""
         self._is_stopping = self._was_stopped = True
         self.intake.stop_drawing()
         self.exams.stop()
 
     async def run(self) -> None:
-        """Trains until the last step or `stop`, then leaves a checkpoint behind. Where the prompts end before the
-        steps, the run ends with that error, after its checkpoint.
+        """Trains until the last step or `stop`, then writes a checkpoint. If the prompts run out before the last step, raises
+        that error after the checkpoint.
         """
         if self.auditor.is_on:
             newest = self.p.schedule.newest
             scorer = await self._in_trainer(lambda: self.p.team.scorer(self.auditor.versions_max, newest))
             self.auditor.begin(scorer, self.executor, lambda: bool(self.waiting[0]))
             self.auditor.keep(newest, self.p.published)
-        self.p.published = {}  # the publisher holds them as long as they are the newest
+        self.p.published = {}  # drop the reference: the publisher holds them while they are the newest
         await self._make_up()
         while not self.is_finished and not self._is_stopping:
             await self._one_step()
@@ -155,9 +156,9 @@ class TrainingLoop:
             raise self.intake.exhausted
 
     async def _make_up(self) -> None:
-        """At a start: the version and the evaluation that are due, where a kill came before them."""
+        """At a start, writes the rows of replayed steps, then starts the publication and evaluation that a kill prevented."""
         for row in self.p.rows_again:
-            self._write(row)  # of a step that has its row already, metrics.jsonl takes no second one
+            self._write(row)  # metrics.jsonl ignores a second row of the same step
         is_last = self.is_finished and self.p.schedule.newest < self.step
         if is_last or self.p.schedule.is_due(Step(self.step)):
             await self._publish(await self._in_trainer(self.p.team.snapshot), StepTimes())
@@ -198,7 +199,8 @@ class TrainingLoop:
     def _train(
         self, batch: Batch, times: StepTimes, due_at: float
     ) -> tuple[StepResult, Mapping[str, Tensor] | None, float]:
-        """On the trainer's thread, which may have been at an audit when the step was due."""
+        """Trains one step on the trainer's thread, which may first have to finish an audit. Returns the result, the snapshot if
+        one is due, and the seconds it took."""
         times.audit_wait_s = monotonic() - due_at
         next_step = Step(self.step + 1)
         is_due = self.p.schedule.is_due(next_step) or next_step >= self.options.steps
@@ -221,7 +223,7 @@ class TrainingLoop:
         if not self.options.checkpoint.follows_cost:
             return self.step % self.options.checkpoint.every_steps == 0
         if self._checkpoint_task is not None and not self._checkpoint_task.done():
-            return False  # a slow disk takes its time; nothing waits for it
+            return False  # the disk is slow; do not make the loop wait for it
         every, train_s = self.checkpoint_every_steps, self.utilisation.means_s[0]
         if every != self._told_every:
             self._told_every = every
@@ -232,7 +234,7 @@ class TrainingLoop:
         return self.step - (self._checkpointed or 0) >= every
 
     async def _checkpoint(self, times: StepTimes) -> None:
-        """Copies the state between two steps; the writing goes on beside the next ones."""
+        """Takes the state between two steps and writes it while the next steps run."""
         if self._checkpointed == self.step:
             return
         began = monotonic()
@@ -254,7 +256,7 @@ class TrainingLoop:
         self.p.journal.forget_before(await asyncio.to_thread(save))
 
     async def _checkpoint_written(self) -> None:
-        """A checkpoint that could not be written ends the run: it would be lost with the next kill."""
+        """Waits for the running checkpoint. If it failed, raises its error, which ends the run: the next kill would lose work."""
         if self._checkpoint_task is not None:
             task, self._checkpoint_task = self._checkpoint_task, None
             await task
@@ -289,7 +291,7 @@ class TrainingLoop:
         self._stepped()
 
     def evaluated(self, row: Mapping[str, object]) -> None:
-        """An evaluation's row: to the sinks beside metrics.jsonl, which has rows of steps alone."""
+        """Writes an evaluation's row to all sinks except metrics.jsonl, which has only rows of steps."""
         for sink in self.sinks[1:]:
             sink.write({**row, "step": self.step, "eval/version": row["step"]})
 
@@ -300,6 +302,6 @@ class TrainingLoop:
 
 
 def _peak_flops(device: torch.device) -> float:
-    """Of all ranks; 0 where it is not known."""
+    """Peak FLOP/s of all ranks; 0 if unknown."""
     peak = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else 0.0
     return peak * world_size()

@@ -1,7 +1,7 @@
-"""metrics.jsonl, one row a step, and the optional sinks beside it.
+"""Writes metrics.jsonl, one row per step, and the optional sinks.
 
-Guarantees: a row is one line, written whole; after a restart a step that has its row gets no second one. Names: the
-table in docs/learner.md, which a test holds against the rows. Leaves to others: computing the values (record).
+Guarantees: a row is one complete line; after a restart, a step that already has its row gets no second one. A test compares the
+table of names in docs/learner.md with the rows. Leaves to others: computing the values (record).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Row = Mapping[str, object]
 
 
 class Sink(Protocol):
-    """Takes rows as they come."""
+    """Takes rows as they are made."""
 
     def write(self, row: Row) -> None: ...
 
@@ -27,7 +27,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Appends to a file; `last_step` is that of the last whole row found in it."""
+    """Appends to a file. `last_step`: step of the last complete row in it, -1 if it has none."""
 
     def __init__(self, path: Path) -> None:
         self.last_step = _mend(path)
@@ -47,7 +47,7 @@ class JsonLines:
 
 
 def _mend(path: Path) -> int:
-    """Cuts a torn last line off; returns the last step written, -1 for none."""
+    """Cuts off a torn last line; returns the last step written, -1 if there is none."""
     if not path.exists():
         return -1
     data = path.read_bytes()
@@ -59,7 +59,7 @@ def _mend(path: Path) -> int:
 
 
 class TensorBoard:
-    """Scalars under the row's own names."""
+    """Writes scalars to TensorBoard under the row's own names."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -80,7 +80,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """The W&B package, in whatever mode its environment variables ask for."""
+    """Logs to Weights & Biases, in the mode set by its environment variables."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
         try:
@@ -99,7 +99,7 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """Hugging Face's local tracker: kept where `TRACKIO_DIR` says, shown by `trackio show --project echo2`."""
+    """Logs to Trackio, Hugging Face's local tracker: data in `TRACKIO_DIR`, shown by `trackio show --project echo2`."""
 
     def __init__(self, run_id: str) -> None:
         try:
@@ -122,7 +122,7 @@ def _no_package(name: str, error: ImportError) -> ConfigError:
 
 
 def open_sinks(folder: Path, run_id: str, names: Sequence[str]) -> list[Sink]:
-    """metrics.jsonl first, then those asked for by name."""
+    """Opens metrics.jsonl, which comes first, and the sinks in `names`. Raises `ConfigError` for an unknown or missing one."""
     unknown = sorted(set(names) - {"tensorboard", "wandb", "trackio"})
     if unknown:
         raise ConfigError(f"sink: expected tensorboard, wandb or trackio, got {unknown[0]!r}")
@@ -139,9 +139,9 @@ def open_sinks(folder: Path, run_id: str, names: Sequence[str]) -> list[Sink]:
 
 
 def past_evaluations(folder: Path) -> dict[int, float]:
-    """Held-out reward by version, of the lines written before a restart; a torn last one does not count."""
+    """Held-out reward by version from the lines written before a restart; cuts off a torn last line."""
     found: dict[int, float] = {}
-    for path in (folder / "metrics.jsonl", folder / "evaluations.jsonl"):  # an older release had them in its rows
+    for path in (folder / "metrics.jsonl", folder / "evaluations.jsonl"):  # older releases wrote them to metrics.jsonl
         _mend(path)
         rows = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ())
         found |= {int(row["step"]): float(row["eval/reward"]) for row in rows if "eval/reward" in row}

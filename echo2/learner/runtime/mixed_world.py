@@ -1,6 +1,6 @@
-"""The tasks and environments of a mixture as one world: an index names the task and the instance there (tasks/mixture).
+"""Presents the tasks and environments of a mixture as one world: an index encodes the task and its instance (tasks/mixture).
 
-Leaves to others: whose turn it is, and weights (tasks/mixture); answers (each task's own world).
+Leaves to others: the order of tasks and their weights (tasks/mixture), answers (each task's own world).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from echo2.tasks.task import TaskInstance
 
 
 class MixedWorld:
-    """`names` of the tasks as the run calls them, and the world of each."""
+    """The worlds of several tasks. `names`: the run's names for them, in the same order."""
 
     name = "mixture"
 

@@ -1,9 +1,9 @@
-"""The policy: a Hugging Face causal LM, its float32 masters and the weights that are published.
+"""The policy: a Hugging Face causal LM, its float32 masters and the published weights.
 
-Guarantees: with `weights_dtype` bfloat16 the parameters always hold `master.bfloat16()`, so what is published is what
-the learner computes with (on a CPU the values stand in float32 tensors, where bf16 arithmetic is slow); logits are
-bounded by the device's free memory (device_memory). Leaves to others: the layout of a batch (learner/packing), the
-update (trainer).
+Guarantees: with `weights_dtype` bfloat16 the parameters always hold `master.bfloat16()`, so the learner computes with exactly
+the published weights (on a CPU, where bf16 arithmetic is slow, the rounded values are stored in float32 tensors); the memory
+for logits is bounded by the device's free memory (device_memory). Leaves to others: the layout of a batch (learner/packing),
+the update (trainer).
 
 Shapes: B rows, W positions of a row, T sampled tokens, H hidden size, V vocabulary.
 """
@@ -41,14 +41,15 @@ PROBE_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class HeadProbe:
-    """Asks whether hidden states times the head give the model's own logits."""
+    """Input that tests whether hidden states times the head give the model's own logits."""
 
     token_ids_BW: Tensor
 
 
 class Policy(nn.Module):
-    """The model as the trainer calls it: packed tokens in, log-probabilities of the sampled tokens out; and as an audit does:
-    a sequence in, the columns of `TokenScores` out. Both by `forward`, where the ranks' rows come together."""
+    """The model as the trainer and the audit call it. For training, packed tokens give the log-probabilities of the sampled
+    tokens; for an audit, a sequence gives the columns of `TokenScores`. Both go through `forward`, where FSDP gathers the
+    ranks' rows."""
 
     def __init__(self, hf_model: Any, temperature: float, slices_head: bool, replays_routing: bool = False) -> None:
         super().__init__()
@@ -60,19 +61,19 @@ class Policy(nn.Module):
         self.uses_float_mask = hf_model.config._attn_implementation == "eager"
 
     def attend_by(self, attention: Attention) -> None:
-        """Switches the model's attention; its numbers stay those of `DENSE` up to rounding."""
+        """Switches the attention implementation; results equal those of `DENSE` up to rounding."""
         self.hf_model.set_attn_implementation({Attention.DENSE: "sdpa", Attention.FLEX: "flex_attention"}[attention])
         self.attention = attention
         self.uses_float_mask = self.hf_model.config._attn_implementation == "eager"
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Of what is replayed; None: routers choose themselves."""
+        """Shape of the replayed expert routing; None if the routers choose the experts themselves."""
         return None if self.routers is None else self.routers.shape
 
     @property
     def row_multiple(self) -> int:
-        """Rows come as long as a multiple of this."""
+        """The length of each row must be a multiple of this."""
         return BLOCK if self.attention is Attention.FLEX else 1
 
     def _mask(self, tree: UnitTree) -> Tensor | BlockMask:
@@ -81,15 +82,15 @@ class Policy(nn.Module):
         mask_B1WW = dense_mask(tree)[:, None]
         if self.uses_float_mask:
             return torch.zeros(mask_B1WW.shape, device=mask_B1WW.device).masked_fill(~mask_B1WW, -1e30)
-        if mask_B1WW.device.type == "cpu":  # else each layer makes such a one, and keeps it for its backward pass
+        if mask_B1WW.device.type == "cpu":  # else each layer makes its own and keeps it for the backward pass
             return torch.zeros(mask_B1WW.shape, dtype=self.hf_model.dtype).masked_fill(~mask_B1WW, -torch.inf)
         return mask_B1WW
 
     def forward(
         self, inputs: PackedInputs | TokensToScore | HeadProbe, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """logprobs_T with gradient, and entropy_T without, both at the sampling temperature, in nats; or columns_CT; or of a
-        probe the model's own logits, and those of hidden states times the head."""
+        """For `PackedInputs`: logprobs_T with gradient and entropy_T without, in nats, both at the sampling temperature. For
+        `TokensToScore`: columns_CT and None. For a `HeadProbe`: the model's own logits, and hidden states times the head."""
         if isinstance(inputs, HeadProbe):
             return self._probed(inputs)
         if self.routers is not None:
@@ -129,7 +130,7 @@ class Policy(nn.Module):
 
     def _headed(self, hidden_TH: Tensor, target_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         head = self.hf_model.get_output_embeddings()
-        # More bytes of logits than this are computed in pieces, and again in the backward pass.
+        # More rows than this are computed in pieces, and recomputed in the backward pass, so that their logits fit.
         rows = max(1, logit_bytes(free_bytes(hidden_TH.device)) // (4 * head.weight.shape[0]))
         if hidden_TH.shape[0] <= rows:
             return self._read(head(hidden_TH), target_T, with_entropy)
@@ -154,14 +155,14 @@ class Policy(nn.Module):
 
 
 def shard(policy: Policy, ranks: Ranks, device: torch.device, skeleton: Skeleton | None = None) -> None:
-    """Spreads the parameters over the ranks (FSDP2), layer by layer; gradients are summed, not averaged, over them. Those of
-    a `skeleton` are read one layer at a time, before they are spread."""
+    """Shards the parameters over the ranks (FSDP2), layer by layer; gradients are summed over the ranks, not averaged. With a
+    `skeleton`, the weights of each layer are read just before the layer is sharded."""
     mesh = ranks.mesh(device.type)
     if mesh is None:
         return
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    # Of several copies, micro-batches are added up before they meet (`meet_copies`): in float32, whatever the parameters are.
+    # With several replicas, each sums its micro-batches before the all-reduce (`meet_copies`): in float32, whatever the dtype.
     summed = MixedPrecisionPolicy(reduce_dtype=torch.float32) if ranks.replicas > 1 else MixedPrecisionPolicy()
     layer_classes = set(getattr(policy.hf_model, "_no_split_modules", None) or ())
     for module in list(policy.modules()):
@@ -186,10 +187,10 @@ def _backbone(hf_model: Any) -> Any:
 
 
 class PolicyModel:
-    """Loads the policy and keeps masters, parameters and published bits in step.
+    """Loads the policy and keeps masters, parameters and published bits consistent.
 
-    `parameters` are the compute weights that train; `masters` the float32 values that the optimiser moves, the same
-    tensors where the policy itself is float32.
+    `parameters`: the trained weights used for computing. `masters`: the float32 values that the optimiser updates; the same
+    tensors if the policy itself is float32.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class PolicyModel:
         self.ranks = ranks or Ranks()
         self.weights_dtype = weights_dtype
         dtype = torch.bfloat16 if _computes_in_bf16(weights_dtype, device) else torch.float32
-        # An adapter's base is compared with the workers' by the fingerprint of all of it.
+        # With an adapter, load the whole base: workers compare their base with it by a fingerprint of all weights.
         skeleton = skeleton_of(path, dtype, device) if self.ranks.count > 1 and adapter is None else None
         self.hf_model = load_whole(path, dtype) if skeleton is None else skeleton.hf_model
         if self.ranks.count == 1:
@@ -228,7 +229,7 @@ class PolicyModel:
             self.round_to_policy()
         else:
             self.masters = [p.data for p in self.parameters]
-        self.policy.slices_head = self._head_can_be_sliced()  # last: the forward pass brings rows together
+        self.policy.slices_head = self._head_can_be_sliced()  # last: the probe's forward pass gathers sharded rows
 
     @property
     def vocabulary_size(self) -> int:
@@ -239,7 +240,7 @@ class PolicyModel:
         return int(getattr(self.config, "max_position_embeddings", 1 << 20))
 
     def check_length(self, tokens: int) -> None:
-        """Refuses sequences that the model, or our mask for packed rows, would get wrong."""
+        """Raises `ConfigError` for sequences that the model, or our mask for packed rows, would compute wrongly."""
         if tokens > self.context_tokens:
             raise ConfigError(
                 f"model {self.path}: expected prompt and completion within its context of {self.context_tokens} "
@@ -255,7 +256,7 @@ class PolicyModel:
             )
 
     def enable_gradient_checkpointing(self, *, is_selective: bool = False) -> None:
-        """Layers keep their inputs only, or what is dear to compute beside them, and are computed again in the backward pass."""
+        """Recomputes layers in the backward pass: they keep only their inputs or, if `is_selective`, expensive results as well."""
         how: dict[str, Any] = {"use_reentrant": False}
         if is_selective:
             how["context_fn"] = selective_contexts
@@ -266,7 +267,7 @@ class PolicyModel:
         self.hf_model.train()
 
     def round_to_policy(self) -> None:
-        """Parameters := masters rounded to bf16. A no-op for a float32 policy."""
+        """Sets the parameters to the masters rounded to bf16. A no-op for a float32 policy."""
         if not self.is_rounded:
             return
         with torch.no_grad():
@@ -274,19 +275,19 @@ class PolicyModel:
                 parameter.copy_(master.to(torch.bfloat16))
 
     def meet_copies(self, *, is_due: bool) -> None:
-        """Before a backward pass: whether the gradients of all copies of the weights are added up in it, together with what each
-        copy has kept since they were last. Once an update is enough, and all that crosses between machines."""
+        """Call before each backward pass. `is_due`: all-reduce the gradients over the replicas in this pass, including what each
+        replica has accumulated since the last all-reduce. Once per update is enough; nothing else crosses between machines."""
         if self.ranks.replicas > 1:
             self.policy.set_requires_all_reduce(is_due)  # type: ignore[operator]
 
     def gather_gradients(self) -> None:
-        """After each micro-batch: gradients of bf16 parameters are added up in float32."""
+        """Call after each micro-batch: adds the gradients of bf16 parameters up in float32."""
         if not self.is_rounded or not self.parameters or self.parameters[0].dtype == torch.float32:
             return
         self._add_gradients()
 
     def hand_over_gradients(self) -> None:
-        """After the last micro-batch: the masters have the batch's gradients."""
+        """Call after the last micro-batch: gives the masters the gradients of the update."""
         if self.is_rounded:
             self._add_gradients()
             return
@@ -309,7 +310,7 @@ class PolicyModel:
         return dict(zip(self.names, self.masters, strict=True))
 
     def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
-        """Puts a checkpoint's masters in place; names and shapes must be this model's."""
+        """Loads a checkpoint's masters; raises `StateError` unless names and shapes are this model's."""
         own = self.masters_by_name()
         if own.keys() != tensors.keys():
             odd = sorted(own.keys() ^ tensors.keys())[0]
@@ -324,8 +325,8 @@ class PolicyModel:
         self.round_to_policy()
 
     def snapshot(self) -> dict[str, Tensor]:
-        """The policy as published: each tensor by its Hugging Face name, copies in host memory; of several ranks, each
-        its own rows."""
+        """Copies the policy as it is published to host memory, each tensor under its Hugging Face name; with several ranks, each
+        copies its own rows."""
         parts = (own_part(parameter.detach()) for parameter in self.parameters)
         copies = host_copies(parts, self.published_dtype, pinned=self.device.type == "cuda")
         rows = zip(self.published_names, copies, self.parameters, strict=True)
@@ -336,11 +337,11 @@ class PolicyModel:
         return torch.bfloat16 if self.is_rounded else torch.float32
 
     def layout_of(self, published_name: str) -> Tensor | None:
-        """A tensor that is laid out over the ranks as the one published under this name; None where there is none."""
+        """A tensor sharded over the ranks like the one published under this name; None if the name is unknown."""
         return dict(zip(self.published_names, self.masters, strict=True)).get(published_name)
 
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
-        """Writes `policy`, a snapshot, in Hugging Face layout; an adapter as part of the weights that it adapts."""
+        """Writes the snapshot `policy` in Hugging Face layout; an adapter is merged into its base weights."""
         if self.adapter is not None:
             base = load_whole(self.path, torch.float32)
             merge_into(base, policy, self.adapter, self.weights_dtype)
@@ -356,7 +357,8 @@ class PolicyModel:
 
     @property
     def flops_per_position(self) -> float:
-        """Of forward and backward pass: 2 a parameter for each of forward, and gradients of inputs and of weights."""
+        """FLOPs of forward and backward pass: 2 per parameter for the forward pass, 2 for gradients with respect to inputs, and 2
+        per trained parameter for gradients with respect to weights."""
         everything = sum(int(p.numel()) for p in self.hf_model.parameters())
         return 4.0 * everything + 2.0 * self.parameter_count
 
@@ -365,20 +367,20 @@ class PolicyModel:
         return self.parameter_count * (2 if self.is_rounded else 4)
 
     def config_json(self) -> bytes:
-        """The config as workers get it; says of an adapter that one is published, and whether routing is asked for."""
+        """The config that workers receive; it also says if an adapter is published and if workers must report expert routing."""
         more: dict[str, object] = {CONFIG_KEY: self.adapter.for_workers()} if self.adapter else {}
         if self.policy.routers is not None:
             more[routing.CONFIG_KEY] = True
         return config_json_of(self.config, more)
 
     def digest(self) -> str:
-        """sha256 of the config and of the table of published tensors: names, shapes, dtypes."""
+        """sha256 over the config and the table of published tensors: names, shapes, dtypes."""
         shapes = zip(self.published_names, (p.shape for p in self.parameters), strict=True)
         return digest_of(self.config_json(), shapes, "bfloat16" if self.is_rounded else "float32")
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion, by the model's generation config."""
+        """Tokens that end a completion, from the model's generation config."""
         return stop_tokens_of(self.hf_model.generation_config, self.config)
 
     def _head_can_be_sliced(self) -> bool:
@@ -392,7 +394,7 @@ class PolicyModel:
 
 
 def pick_device(text: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, else the CPU."""
+    """`auto` picks the first CUDA device, or the CPU if there is none. Raises `ConfigError` for a device that is missing."""
     if text == "auto":
         text = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -409,7 +411,8 @@ def _computes_in_bf16(weights_dtype: str, device: torch.device) -> bool:
 
 
 def check_dtypes(parameters: Mapping[str, Tensor], path: str) -> None:
-    """What is trained must be of one floating-point type, or what is published would not be what is computed with."""
+    """Raises `ConfigError` unless all trained tensors share one floating-point dtype; otherwise the published weights would differ
+    from those the learner computes with."""
     first = ""
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
@@ -430,7 +433,7 @@ def _master_of(parameter: Tensor) -> Tensor:
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
-    """Dropout would make the learner's log-probabilities those of no policy that ever sampled."""
+    """Disables dropout: with it, the learner's log-probabilities would belong to no policy that ever sampled."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

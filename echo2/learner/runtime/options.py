@@ -1,4 +1,4 @@
-"""What the learner daemon and its parts are told. Plain values; `cli` maps the config onto them."""
+"""Options of the learner daemon and its parts. Plain values; `cli` maps the config onto them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from echo2.tasks.task import TaskSpec
 
 @dataclass(frozen=True, slots=True)
 class TrainerOptions:
-    """The optimiser step. `schedule` is the shape of the learning rate after the warm-up. `emulated_step_s`: a step takes
-    at least so long, to pretend a larger model on a small machine.
+    """Options of the training step. `schedule`: shape of the learning rate after warm-up. `emulated_step_s`: minimum duration of a
+    step, to emulate a larger model on a small machine.
     """
 
     model_path: str
@@ -44,16 +44,16 @@ class TrainerOptions:
     row_tokens: int = 0  # 0: from the model's width
     gradient_checkpointing: bool | Literal["selective"] = False
     attention: Literal["auto", "dense", "flex"] = "auto"
-    updates_per_batch: int = 1  # optimiser updates of one step, each on its share of the groups
-    trains_on_truncated: bool = True  # completions cut off at the longest length
+    updates_per_batch: int = 1  # optimiser updates per step, each on its share of the groups
+    trains_on_truncated: bool = True  # whether to train on completions cut off at the length limit
     scales_lr_by_ess: bool = False
     lr_scale_floor: float = 0.1
     nonfinite_steps_max: int = 5
     with_entropy: bool = True
-    lora_rank: int = 0  # 0: all weights are trained and published; else a low-rank adapter alone
+    lora_rank: int = 0  # 0: train and publish all weights; else only a low-rank adapter
     lora_alpha: int = 0  # 0: twice the rank
-    replicas: int = 1  # copies of the weights; each is spread over its share of the ranks
-    replays_routing: bool = False  # of a mixture of experts: tokens are trained by the experts that sampled them
+    replicas: int = 1  # copies of the weights; each is sharded over its share of the ranks
+    replays_routing: bool = False  # in a mixture of experts, train tokens through the experts that sampled them
 
     def __post_init__(self) -> None:
         if self.weights_dtype not in ("bfloat16", "float32"):
@@ -64,7 +64,7 @@ class TrainerOptions:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSet:
-    """`prompts` 0: all of a finite task. `temperature` 0: greedy."""
+    """A further evaluation set. `prompts` 0: all prompts of a finite task. `temperature` 0: greedy."""
 
     name: str
     task: str
@@ -76,9 +76,10 @@ class EvaluationSet:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """Prompts answered by the fleet at the start, every so many steps and at the end, `samples` times each: `prompts` held out
-    of the run's own task, and further `sets`. None of either: off. `patience_s`: an evaluation of which nothing comes for so
-    long is given up. Of a mixture each task says how many are held out (`MixedTask`), and `prompts` counts for nothing."""
+    """Evaluations: the fleet answers prompts at the start, every `every_steps` steps and at the end, `samples` times each. The
+    prompts are `prompts` held out of the run's own task, and those of further `sets`; if both are empty, evaluation is off. In a
+    mixture each task sets its held-out prompts (`MixedTask`) and `prompts` is ignored. `patience_s`: an evaluation that gets no
+    answer for so long is given up."""
 
     prompts: int = 64
     every_steps: int = 20
@@ -91,8 +92,8 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """`free_bytes_min`: a checkpoint is not begun with less than its size and this much free. `follows_cost`: after fewer than
-    `every_steps` where that costs less (cost_model/checkpoint_interval)."""
+    """When to write checkpoints. `free_bytes_min`: disk space that must stay free beside a new checkpoint. `follows_cost`:
+    checkpoint more often than every `every_steps` if that costs less (cost_model/checkpoint_interval)."""
 
     every_steps: int = STEPS_MAX
     kept: int = 2
@@ -102,8 +103,8 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, slots=True)
 class MixedTask:
-    """One of the tasks of a mixture: `weight` of all weights' sum of the prompts are its, and `held_out` of its own are kept for
-    evaluation, as a set of that name."""
+    """One task of a mixture. `weight`: its share of the prompts, relative to the sum of all weights. `held_out`: how many of its
+    prompts are kept for evaluation, as a set of the same name."""
 
     name: str
     task: str
@@ -114,31 +115,31 @@ class MixedTask:
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions:
-    """The adapter by name, with its arguments (tasks/), and which of its prompts are preferred. `mixture`: these tasks instead."""
+    """The task by name, with its arguments (tasks/), and its curriculum. `mixture`: several tasks instead of that one."""
 
     name: str = "sort_digits"
     args: Mapping[str, object] = field(default_factory=dict)
     curriculum: str = "in_order"  # in_order | success_band
     epochs: int = 0  # passes over a finite data set; 0: as many as the steps need
-    trusted_rewards: bool = False  # rewards run with this process' rights
-    readable: tuple[str, ...] = ()  # what contained rewards may read beside the task's own
-    reward_processes: int = 0  # 0: by the cores
-    ray: str = ""  # the cluster whose machines compute rewards; empty: this machine
+    trusted_rewards: bool = False  # run rewards with this process's rights
+    readable: tuple[str, ...] = ()  # paths that contained rewards may read besides the task's own
+    reward_processes: int = 0  # 0: from the number of cores
+    ray: str = ""  # Ray cluster that computes rewards; empty: this machine
     chat: ChatOptions = field(default_factory=ChatOptions)
     mixture: tuple[MixedTask, ...] = ()
 
     def specs(self, seed: int) -> tuple[TaskSpec, ...]:
-        """All that is asked in training."""
+        """The tasks to train on."""
         mixed = tuple(TaskSpec(one.task, one.args, seed) for one in self.mixture)
         return mixed or (TaskSpec(self.name, self.args, seed),)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """Prompts come from agents that speak OpenAI's API. `harness`: module:function or a command that plays an episode; empty:
-    outside harnesses ask for episodes. `listen`: HOST:PORT; empty: any port of loopback. An episode that asks nothing for
-    `idle_s`, takes over `episode_s` or breaks is begun anew `restarts_max` times, then dropped. `at_once`: episodes that echo2
-    plays together."""
+    """Prompts come from agents that use OpenAI's API. `harness`: module:function, or a command, that plays an episode; empty:
+    outside harnesses ask for episodes. `listen`: HOST:PORT; empty: any loopback port. An episode that makes no call for `idle_s`,
+    takes longer than `episode_s` or breaks is restarted up to `restarts_max` times, then dropped. `at_once`: episodes that echo2
+    plays concurrently."""
 
     harness: str = ""
     listen: str = ""
@@ -155,9 +156,9 @@ class AgentOptions:
 class LearnerOptions:
     """One run of the learner.
 
-    `sampling` holds temperature, filters and length; seed and stop tokens are filled in. `kappa` None: the
-    coordinator's plan chooses. `advertise` empty: workers are told the address listened on. `join_link` is needed
-    until the folder holds credentials of the run; with `link_file` it is read again where the coordinator is not met.
+    `sampling`: temperature, filters and length; seed and stop tokens are filled in later. `kappa` None: the coordinator's plan
+    chooses it. `advertise`: address given to workers; empty: the listening address. `join_link`: needed until the folder has the
+    run's credentials; if `link_file` is set, the link is read from it again when the coordinator cannot be reached.
     """
 
     folder: Path
@@ -182,21 +183,23 @@ class LearnerOptions:
     chunk_bytes: int = 256 << 10
     delta_setting: SettingWish = "auto"
     keyframe_chain_max: int = 16
-    store_bytes: int = 0  # disk kept for chunks; 0: from the model
+    store_bytes: int = 0  # disk space for chunks; 0: from the model
     uplink_limit_bytes_per_s: float = 0.0  # 0: none
-    link: LinkShape = field(default_factory=LinkShape)  # an emulated link, for trials
+    link: LinkShape = field(default_factory=LinkShape)  # emulated link, for experiments
     drops_equal_rewards: bool = False
-    prunes_hopeless: bool = False  # rollouts that repeat themselves or are lost end before their time
-    metrics_port: int = 0  # of the Prometheus endpoint; 0: none
-    overlong_buffer_tokens: int = 0  # completions lose reward over their last so many tokens before the limit; 0: off
+    prunes_hopeless: bool = False  # end repetitive or hopeless rollouts early
+    metrics_port: int = 0  # port of the Prometheus endpoint; 0: none
+    overlong_buffer_tokens: int = 0  # the last so many tokens before the limit cost reward; 0: off
     prompt_tokens_max: int = 1024
-    turns_max: int = 1  # completions of one rollout, one behind the other
-    linger_s: float = 20.0  # a finished learner serves its last version so long at most; see lingering
-    audit_share: float = 0.0  # of the rollouts, scored again to find workers that cheat; 0: off
-    audit_fleet_share: float = 0.0  # tokens that workers may read for that, of those sampled; 0: the learner scores all
-    requires_seeds: bool = False  # reports of engines that do not draw by the seeds of their leases are refused
+    turns_max: int = 1  # most completions in one rollout, one after another
+    linger_s: float = 20.0  # longest time that a finished learner serves its last version; see lingering
+    audit_share: float = 0.0  # share of rollouts scored again to detect cheating workers; 0: off
+    audit_fleet_share: float = (
+        0.0  # tokens that workers may read for audits, per sampled token; 0: the learner scores all
+    )
+    requires_seeds: bool = False  # refuse reports from engines that do not draw by their leases' seeds
     agent: AgentOptions | None = None
-    sinks: tuple[str, ...] = ()  # tensorboard | wandb, beside metrics.jsonl
+    sinks: tuple[str, ...] = ()  # tensorboard | wandb | trackio, in addition to metrics.jsonl
 
     def __post_init__(self) -> None:
         if self.rollouts_per_step % self.rollouts_per_group or self.rollouts_per_step < 1:
@@ -215,10 +218,10 @@ class LearnerOptions:
 
     @property
     def longest_tokens(self) -> int:
-        """Of any sequence of the run, unless the model can do less."""
+        """Longest sequence of the run in tokens, unless the model's context is shorter."""
         return longest_sequence(self.prompt_tokens_max, self.sampling.max_new_tokens, self.turns_max)
 
 
 def chunk_folder(options: LearnerOptions) -> Path:
-    """Where what was published lies in chunks."""
+    """Folder of the chunk store, which holds published artifacts."""
     return options.folder / "chunks"

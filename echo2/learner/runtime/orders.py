@@ -1,7 +1,7 @@
-"""What the coordinator orders, and what becomes of a worker that is accused.
+"""Carries out the coordinator's orders, and handles accused workers.
 
-Guarantees: nothing more is taken from a worker that the coordinator bars or this learner has found out, until the coordinator takes
-it back; then it begins with a clean slate. Leaves to others: the stream (session), verdicts (auditor, intake), bans (coordinator).
+Guarantees: nothing is accepted from a worker that the coordinator bars or this learner accuses, until the coordinator takes it
+back; then it starts with a clean slate. Leaves to others: the stream (session), verdicts (auditor, intake), bans (coordinator).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger("echo2.learner")
 
 
 class LearnerOrders:
-    """One per learner."""
+    """Carries out orders for one learner."""
 
     def __init__(
         self, loop: TrainingLoop, ingest: IngestService, broadcaster: FleetBroadcaster, session: LearnerSession
@@ -44,7 +44,7 @@ class LearnerOrders:
                 tokenizer = self._loop.p.prompts.tokenizer
                 self._session.show(answer(self._loop.recent, tokenizer, order.wanted))
             case _:
-                pass  # of a newer release
+                pass  # from a newer release
 
     def _bar(self, order: coordinator_pb2.WorkerBanned) -> None:
         peer_id = PeerId(order.peer_id)
@@ -59,7 +59,7 @@ class LearnerOrders:
         _log.info("worker %s is taken back", peer_id)
 
     def accuse(self, peer_id: PeerId, reason: str, *, is_certain: bool) -> None:
-        """What the worker sent and was not trained on is dropped, and the operator is told."""
+        """Bars the worker, drops what it sent and was not trained on, and reports the accusation to the coordinator."""
         self._ingest.barred[peer_id] = reason
         self._loop.intake.tell(batcher.WorkerBarred(peer_id))
         self._session.accuse(peer_id, reason, is_certain=is_certain)

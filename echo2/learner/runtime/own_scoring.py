@@ -1,9 +1,9 @@
-"""The learner's own scoring: by the model that trains, on its device, from its own rows, between two steps.
+"""The learner's own scoring: with the model that trains, on its device, between two steps.
 
-Guarantees: numbers are of the very bits that were published; after a turn the parameters hold the training's weights again, to
-the bit; no rank sees more than its own rows, and no whole weights come together for it. Of several ranks each reads a share of what
-is asked, and all meet in each forward pass. Leaves to others: which rollouts (auditor), when (auditor: it has the trainer's
-thread for a bounded share of the time), how ranks are told (team).
+Guarantees: scores are computed with exactly the published bits; after a turn the parameters hold the training weights again, bit
+for bit; each rank stores only its own rows of a version, and a version is never assembled whole. With several ranks, each reads a
+share of the requests, and all join each forward pass. Leaves to others: which rollouts (auditor), when (auditor: it gets the
+trainer's thread for a bounded share of the time), commands to ranks (team).
 
 Shapes: L tokens read, T tokens scored, C columns of `TokenScores`.
 """
@@ -52,7 +52,7 @@ def _reading_from(said: dict[str, Any]) -> Reading:
 
 
 class RankReader:
-    """One rank's part: the versions as its rows, the forward passes of its share."""
+    """One rank's part in scoring: keeps its rows of the versions and runs the forward passes of its share."""
 
     def __init__(self, model: PolicyModel, versions_max: int) -> None:
         self._model = model
@@ -64,17 +64,17 @@ class RankReader:
         self._attention = model.policy.attention
 
     def begin(self) -> None:
-        """Between two steps: the training's weights are put aside."""
+        """Sets the training weights aside. Call it between two steps."""
         self._was_training = self._model.hf_model.training
         self._model.hf_model.eval()
         self._attention = self._model.policy.attention
-        if self._attention is not Attention.DENSE:  # whose masks are of packed rows
+        if self._attention is not Attention.DENSE:  # its block masks are for packed rows
             self._model.policy.attend_by(Attention.DENSE)
-        if not self._model.is_rounded:  # else they come back from their masters
+        if not self._model.is_rounded:  # else `end` restores them from the masters
             self._trained = {name: own_part(p.detach()).cpu().clone() for name, p in self._parameters()}
 
     def end(self) -> None:
-        """The training's weights are back."""
+        """Restores the training weights."""
         self._cache = None
         with torch.no_grad():
             for name, parameter in self._parameters() if self._trained else ():
@@ -88,14 +88,16 @@ class RankReader:
             self._model.policy.attend_by(self._attention)
 
     def read(self, version: Version, readings: Sequence[Reading], *, is_shared: bool) -> list[Tensor]:
-        """`columns_CT` of each reading, on every rank. Not shared: each rank reads all, for the next goes on behind this one's
-        cache."""
+        """Returns columns_CT of each reading, on every rank. `is_shared`: the ranks divide the readings; else each rank reads all
+        of them, because the next reading continues this one's KV cache."""
         self._reshard()
         self.kept.load(version)
         count, rank = (self._ranks.count, self._ranks.rank) if is_shared else (1, 0)
         found = [torch.zeros(COLUMNS, one.count, dtype=torch.float64) for one in readings]
         for begin in range(0, len(readings), count):
-            own = min(begin + rank, len(readings) - 1)  # a rank without one repeats another's, for all must meet
+            own = min(
+                begin + rank, len(readings) - 1
+            )  # a rank without one repeats the last: all must join the forward pass
             columns_CT = self._columns(readings[own])
             if begin + rank < len(readings):
                 found[own] = columns_CT
@@ -110,7 +112,7 @@ class RankReader:
             if reading.begin == 0 or self._cache is None:
                 self._cache = DynamicCache()
             elif (later := self._cache.get_seq_length() - reading.begin) > 0:
-                self._cache.crop(-later)  # of the same piece under another version
+                self._cache.crop(-later)  # positions of the same piece, scored under another version
         tokens = torch.tensor(reading.token_ids, device=self._model.device)
         asked = TokensToScore(tokens[None, :-1], tokens[-reading.count :], reading.sampling, self._past(reading))
         with torch.no_grad():
@@ -118,7 +120,7 @@ class RankReader:
         return columns_CT
 
     def _reshard(self) -> None:
-        """What was gathered for the last pass may be of another version."""
+        """Drops gathered parameters, which may belong to another version."""
         for module in self._model.policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -131,7 +133,7 @@ class RankReader:
 
 
 class OwnScorer:
-    """A `Scorer` on the first rank. `tell_begin`, `tell_end` and `ask` reach all ranks."""
+    """A `Scorer` on rank 0. `tell_begin`, `tell_end` and `ask` reach all ranks."""
 
     is_of_trainer = True
 
@@ -172,7 +174,7 @@ class OwnScorer:
 
 
 def reading_of(passage: Passage, piece: Piece, begin: int) -> Reading:
-    """Of a piece, whose tokens follow one another; `begin`: so many tokens are in the cache already."""
+    """The reading of a piece, whose tokens are consecutive. `begin`: number of tokens already in the KV cache."""
     first, stop = int(passage.places[piece.start]), int(passage.places[piece.stop - 1]) + 1
     keeps = any(other.keeps_cache for other in passage.pieces)
     return Reading(

@@ -1,8 +1,8 @@
-"""The learner's numbers for Prometheus.
+"""Exports the learner's metrics to Prometheus.
 
-Guarantees: every number of the last row is a gauge, under a name that follows from the row's by rule (docs/learner.md);
-a request never waits for the training; CONNECTIONS_MAX at a time, each ended after CONNECTION_S, whatever it says or leaves
-out. Leaves to others: the values (record), the table of names (docs/learner.md). Waits for: requests, in threads of its own.
+Guarantees: every number of the last row is a gauge, whose name follows from the row's name by rule (docs/learner.md); a request
+never waits for training; at most CONNECTIONS_MAX connections are open, each closed after CONNECTION_S whatever the client does.
+Leaves to others: the values (record), the table of names (docs/learner.md). Waits for: requests, in its own threads.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
 def gauge_name(name: str) -> str:
-    """`phase/wait_s` -> `echo2_learner_phase_wait_s`."""
+    """Gauge name of a row's field: `phase/wait_s` becomes `echo2_learner_phase_wait_s`."""
     return PREFIX + _NOT_IN_NAMES.sub("_", name)
 
 
 class LastRow(Collector):
-    """Gauges of the last row, and what `now` says at the moment of the request."""
+    """Collects gauges from the last row and from `now`, which is called at each request."""
 
     def __init__(self, now: Callable[[], Mapping[str, float]]) -> None:
         self._now = now
@@ -59,7 +59,7 @@ class LastRow(Collector):
 
 
 class _BoundedServer(ThreadingMixIn, WSGIServer):
-    """A thread a connection; programs of this machine that say nothing take no more than CONNECTIONS_MAX of them."""
+    """Serves each connection in a thread; local programs that connect and stay silent can occupy at most CONNECTIONS_MAX."""
 
     daemon_threads = True
 
@@ -89,16 +89,16 @@ class _BoundedServer(ThreadingMixIn, WSGIServer):
 
 class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing: each look at the numbers is no event."""
+        """Logs nothing: scrapes are too frequent to log."""
 
 
 def _shut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # over already
+    with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
 
 
 class PrometheusEndpoint:
-    """A sink whose last row is served at /metrics, to this machine alone: plain HTTP asks nobody who he is."""
+    """A sink that serves its last row at /metrics, on loopback only, because plain HTTP authenticates nobody."""
 
     def __init__(self, port: int, now: Callable[[], Mapping[str, float]]) -> None:
         registry = CollectorRegistry(auto_describe=False)

@@ -1,8 +1,7 @@
-"""The data plane as the learner sees it: prompts as tokens, rewards of tokens.
+"""The learner's data plane: turns prompts into tokens and sampled tokens into rewards.
 
-Guarantees: the prompt of a cursor is the same after every restart; a prompt whose tokens the model does not have is a
-clear error before anything is sampled. What the curriculum remembers is part of the
-checkpoint. Leaves to others: the order of instances
+Guarantees: the prompt of a cursor is the same after every restart; a prompt with tokens that the model does not have raises
+`ConfigError` before anything is sampled. The curriculum's state is part of the checkpoint. Leaves to others: the order of instances
 (tasks/split), limits on rewards (tasks/runtime/rewards).
 """
 
@@ -30,27 +29,27 @@ from echo2.tasks.split import TaskSplit
 from echo2.tasks.task import TaskInstance, TaskSpec
 
 SKIPS_MAX = 64
-"""Prompts that may be passed over, as unwanted or too long, before the next is taken anyway."""
+"""Unwanted or too long prompts that may be skipped in a row before the next one is taken anyway."""
 DRIVEN_PROMPT = (0,)
-"""Stands for the prompt of a problem that agents work at; nobody reads it."""
+"""Placeholder for the prompt of a problem given to agents; it is never used."""
 _log = logging.getLogger("echo2.learner")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """The model's tokenizer, and the task or environments that are asked."""
+    """The model's tokenizer, and constructors of the run's world and of others."""
 
     tokenizer: Any
     make_world: Callable[[], PromptWorld]
-    make_other: Callable[[TaskSpec], PromptWorld] | None = None  # of an evaluation's further sets
+    make_other: Callable[[TaskSpec], PromptWorld] | None = None  # for further evaluation sets
 
 
 def source_of(options: LearnerOptions) -> PromptSource:
-    """By the run's options."""
+    """Makes the source of prompts from the run's options."""
     tokenizer = load_tokenizer(options.trainer.model_path)
     chat = ChatFormat(tokenizer, options.task.chat)
     task, folder = options.task, options.folder.absolute()
-    hidden = str(folder.parent if folder.name == "learner" else folder)  # a run's folder has its workers' keys, too
+    hidden = str(folder.parent if folder.name == "learner" else folder)  # the run's folder also has its workers' keys
     containment = Containment(task.trusted_rewards, task.readable, (hidden,), task.ray, task.reward_processes)
 
     def make(spec: TaskSpec) -> PromptWorld:
@@ -66,8 +65,8 @@ def source_of(options: LearnerOptions) -> PromptSource:
 
 
 class Prompts:
-    """One task with the model's tokenizer. `check_length` is the model's own, `context_tokens` the run's longest sequence;
-    `secret` the run's: whoever lacks it cannot know a seed before it is leased."""
+    """The run's prompts and rewards, with the model's tokenizer. `check_length`: raises for sequences too long for the model.
+    `context_tokens`: longest sequence of the run. `secret`: the run's; without it, a seed cannot be known before its lease."""
 
     def __init__(
         self,
@@ -111,8 +110,8 @@ class Prompts:
         self.is_driven = options.agent is not None
 
     def next_wanted(self, cursor: int) -> int:
-        """The first cursor from this one on whose prompt is short enough and wanted by the curriculum; after a bounded
-        search, the next."""
+        """The first cursor from `cursor` on whose prompt is short enough and wanted by the curriculum; after `SKIPS_MAX` misses,
+        the next one."""
         candidate = self.split.upcoming(cursor)
         for _ in range(SKIPS_MAX):
             if not self.split.has(candidate):
@@ -135,34 +134,34 @@ class Prompts:
         return tokens > self.prompt_tokens_max
 
     def take_back(self, state: Mapping[str, float]) -> None:
-        """The curriculum as a checkpoint kept it."""
+        """Restores the curriculum from a checkpoint."""
         self.curriculum = make_curriculum(self._curriculum_name, self.seed, state)
 
     def fared(self, cursor: int, rewards: Sequence[float]) -> None:
-        """Tells the curriculum how the group on prompt `cursor` fared."""
+        """Reports the rewards of the group on prompt `cursor` to the curriculum."""
         self.curriculum.record(self.split.train_index(cursor), rewards)
 
     def exhaustion(self) -> TaskError:
-        """What is said when there are no more prompts."""
+        """The error for a run whose prompts are exhausted."""
         return TaskError(
             f"data set exhausted: task {self.world.name} has {self.split.train_count} training prompts, which were drawn "
             f"{self.split.epochs_max} times over (task.epochs); expected prompts for every step, found no more"
         )
 
     def draw(self, cursor: int) -> Draw:
-        """Prompt number `cursor` of the run."""
-        if self.is_driven:  # what is asked of the model is the agent's to say
+        """Draws prompt number `cursor` of the run."""
+        if self.is_driven:  # the agent decides what to ask the model
             return self.seeded(Draw(cursor, 0, DRIVEN_PROMPT, self.sampling))
         prompt = self.tokens_of(self.world.instance(self.split.train_index(cursor)))
         return self.seeded(Draw(cursor, 0, prompt, self.sampling))
 
     def seeded(self, draw: Draw) -> Draw:
-        """With the prompt's seed: the same for every try and after every restart, and not to be foreseen."""
+        """Adds the prompt's seed: the same for every retry and after every restart, and unpredictable without the secret."""
         digest = hmac.digest(self.secret, f"{self.seed}/{draw.cursor}".encode(), "sha256")
         return replace(draw, sampling=replace(draw.sampling, seed=int.from_bytes(digest[:8], "big") >> 1))
 
     def tokens_of(self, instance: TaskInstance) -> tuple[int, ...]:
-        """The prompt as the model reads it."""
+        """The prompt as token ids; raises `ConfigError` if the model cannot read it or it is too long."""
         ids = self.chat.prompt(instance.prompt)
         if not ids or max(ids) >= self.vocabulary_size:
             raise ConfigError(
@@ -183,8 +182,8 @@ class Prompts:
     async def answer(
         self, cursor: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str = ""
     ) -> TurnAnswer:
-        """To a finished turn of prompt `cursor`, as it is trained on: a task's reward is shaped by the completion's
-        length where that is on. `context_tokens`: all tokens up to the turn's end. `sender`: who sampled it.
+        """Answers a finished turn of prompt `cursor` for training: if overlong shaping is on, the reward depends on the
+        completion's length. `context_tokens`: all tokens up to the turn's end. `sender`: the worker that sampled the turn.
         """
         answer = await self.answer_instance(self.split.train_index(cursor), turns, context_tokens, sender)
         scored = answer.scored
@@ -201,12 +200,12 @@ class Prompts:
         sender: str = "",
         world: PromptWorld | None = None,
     ) -> TurnAnswer:
-        """To a finished turn of instance `index` of the task, or of another `world`."""
+        """Answers a finished turn of instance `index` of the run's own world, or of `world`."""
         room_tokens = self.context_tokens - context_tokens - self.sampling.max_new_tokens
         return await (world or self.world).answer(index, turns, room_tokens, sender)
 
     def task_of(self, cursor: int) -> str:
-        """Whose turn it is in a mixture; empty where there is one task alone."""
+        """Name of the task of prompt `cursor` in a mixture; empty for a single task."""
         return self.world.name_of(self.split.train_index(cursor)) if self.is_mixed else ""
 
     @property
@@ -215,7 +214,7 @@ class Prompts:
 
     @property
     def held_out_counts(self) -> tuple[tuple[str, int], ...]:
-        """How many instances of each task are held out, by its name in the mixture; of one task alone the name is empty."""
+        """Held-out instances per task, with the task's name in the mixture; a single task has an empty name."""
         if isinstance(self.world, MixedWorld) and isinstance(self.split, MixedSplit):
             counts = (split.held_out_count for split in self.split.splits)
             return tuple(zip(self.world.names, counts, strict=True))
@@ -226,7 +225,7 @@ class Prompts:
         return self.world.instance(self.split.held_out_index(position))
 
     def make_world(self, spec: TaskSpec) -> PromptWorld:
-        """Another task's, with the run's tokenizer."""
+        """Makes the world of another task, with the run's tokenizer."""
         if self._make_other is None:
             raise ConfigError(f"task {spec.name}: expected none beside the run's own where prompts come from elsewhere")
         return self._make_other(spec)
@@ -245,7 +244,7 @@ def _split_of(world: PromptWorld, options: LearnerOptions) -> TaskSplit | MixedS
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer beside a model."""
+    """Loads the tokenizer in a model's folder; raises `ConfigError` if there is none."""
     from transformers import AutoTokenizer
 
     try:

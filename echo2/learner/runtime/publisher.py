@@ -1,9 +1,9 @@
-"""Versions out: encoded off the critical path, while the next step trains.
+"""Publishes versions, encoded off the critical path while the next step trains.
 
-Guarantees: versions leave one at a time and in order; that a version may have left is on the disk before its first
-byte does, so that a restart makes the same one again; deltas are taken from the last published weights, which nothing
-changes in place; a merged delta that cannot be put together is left out. Waits for: the encoder's thread, never for the
-network. Leaves to others: when (learner/publication), in which setting (learner/delta_setting), coding (coding;
+Guarantees: versions are published one at a time and in order; the journal records on disk that a version may have left before its
+first byte is sent, so that a restart makes the same version again; deltas are computed from the last published weights, which
+nothing changes in place; a merged delta that cannot be composed is skipped. Waits for: the encoder's thread, never for the
+network. Leaves to others: when to publish (learner/publication), the codec setting (learner/delta_setting), coding (coding;
 weights), chunks, signatures and transport (broadcast/runtime).
 """
 
@@ -35,7 +35,7 @@ _log = logging.getLogger("echo2.learner")
 
 @dataclass(frozen=True, slots=True)
 class PublishedArtifact:
-    """What left: `parent` None for a keyframe. `fingerprint` in hex, 16 digits."""
+    """A published artifact. `parent`: None for a keyframe. `fingerprint`: 16 hex digits."""
 
     version: Version
     parent: Version | None
@@ -47,18 +47,19 @@ class PublishedArtifact:
 
 @dataclass(slots=True)
 class ByteCounts:
-    """Since the run's folder was begun, of this process."""
+    """Bytes that this process has published."""
 
     deltas: int = 0
     keyframes: int = 0
     merged: int = 0
-    full_snapshots: int = 0  # what whole snapshots of the same versions would have been
+    full_snapshots: int = 0  # size of full snapshots of the same versions
     versions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PublisherCalls:
-    """Who is told: that workers may name a version from now on, that an artifact left, that publishing failed."""
+    """Callbacks. `left`: workers may sample with this version from now on. `published`: an artifact is out. `failed`: publishing
+    failed."""
 
     left: Callable[[Version], None] = lambda version: None
     published: Callable[[PublishedArtifact], None] = lambda artifact: None
@@ -66,7 +67,8 @@ class PublisherCalls:
 
 
 class VersionPublisher:
-    """`newest_tensors` are the weights of the version published last; of a sharded learner, this rank's rows of them."""
+    """Publishes versions one after another. `newest_tensors`: weights of the last published version; in a sharded learner, this
+    rank's rows."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class VersionPublisher:
         self.of_base = BaseSchedule()
         self._executor = executor
         self._coder = coder or LocalCoder()
-        self._plain: dict[tuple[Version, Version], list[bytes]] = {}  # what left coded densely, as it can be merged
+        self._plain: dict[tuple[Version, Version], list[bytes]] = {}  # mergeable copies of densely coded deltas
         self.newest: Version | None = None
         self.newest_tensors: Mapping[str, Tensor] = {}
         self.newest_fingerprint = 0
@@ -100,19 +102,20 @@ class VersionPublisher:
 
     @property
     def newest_version(self) -> Version:
-        """The version published last; one on its way out does not count yet."""
+        """The last published version; one that is still being published does not count."""
         assert self.newest is not None, "hold comes first"
         return self.newest
 
     def hold(self, tensors: Mapping[str, Tensor], version: Version) -> str:
-        """Takes `tensors` as the newest published weights without sending; returns their fingerprint in hex."""
+        """Sets `tensors` as the newest published weights without sending them; returns their fingerprint in hex."""
         self.newest, self.newest_tensors = version, tensors
         self.newest_fingerprint = self._coder.fingerprint(version, tensors, self.key)
         self._coder.forget_before(version)
         return f"{self.newest_fingerprint:016x}"
 
     async def publish_keyframe(self) -> None:
-        """Sends the newest weights whole: at the start, after a restart, and when the chain behind it is heavy."""
+        """Publishes the newest weights as a keyframe: at the start, after a restart, and when the chain of deltas since the last
+        keyframe has grown long."""
         self._is_something_lost = False
         header = DeltaHeader(target_version=self.newest_version, fingerprint_key=self.key)
         encoding = self._coder.keyframe(self.newest_tensors, header)
@@ -127,8 +130,9 @@ class VersionPublisher:
         cut_off: tuple[Version, Mapping[str, Tensor]] | None,
         base: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """At a start: sends the newest version again where a kill cut its delta off, and for newcomers whole, and as a
-        delta from version 0, whose weights are `base` and which the coder keeps until then.
+        """Publishes the newest version at a start. `cut_off`: the previous version and its weights, if a kill may have cut off the
+        delta from it; that delta is then sent again. A keyframe follows for newcomers if none was sent, and, with `base`, the
+        weights of version 0, a delta from that version; the coder keeps version 0 until then.
         """
         self.of_base.at = Version(0) if version == 0 else None
         if cut_off is None:
@@ -143,8 +147,8 @@ class VersionPublisher:
             self._begin(self._publish_of_base(base))
 
     async def _publish_of_base(self, base: Mapping[str, Tensor]) -> None:
-        """The newest version as a delta from the base, so that newcomers who have that fetch no keyframe. Beside the
-        training; the next version waits for it."""
+        """Publishes the newest version as a delta from the base, so that newcomers that have the base need no keyframe. Runs while
+        training continues; the next version waits for it."""
         version, tensors = self.newest_version, self.newest_tensors
         fingerprint = f"{self.newest_fingerprint:016x}"
         self.of_base.at = version
@@ -167,14 +171,14 @@ class VersionPublisher:
         self.of_base.left(size, self.schedule.keyframe_bytes)
 
     def replace_lost(self, what: str) -> None:
-        """A keyframe takes the place of what the disk lost: whoever waits for that goes on from the newest version."""
+        """Publishes a keyframe to replace an artifact that the disk damaged; workers waiting for it take the newest version."""
         _log.error("%s of what was published is lost: the disk changed it; a keyframe takes its place", what)
         self._is_something_lost = True
         if self._is_taken_up and (self._task is None or self._task.done()):
             self._begin(self.publish_keyframe())
 
     async def publish_soon(self, version: Version, tensors: Mapping[str, Tensor]) -> float:
-        """Publishes `version` beside the next step. Returns the seconds that it waited for the version before."""
+        """Starts publishing `version` while the next step trains. Returns the seconds it waited for the previous version."""
         began = monotonic()
         await self.settled()
         waited_s = monotonic() - began
@@ -188,7 +192,7 @@ class VersionPublisher:
         self._task.add_done_callback(self._done)
 
     async def settled(self) -> None:
-        """Returns once no version is on its way out."""
+        """Waits until no version is being published."""
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
@@ -231,10 +235,10 @@ class VersionPublisher:
         return self.choice.setting
 
     async def _merge(self, tensors: Mapping[str, Tensor], header: DeltaHeader, artifact: PublishedArtifact) -> None:
-        """Offers what this version's delta can be merged to with earlier ones."""
+        """Publishes the merged deltas that this version's delta completes."""
         assert artifact.parent is not None, "a delta has a parent"
         merges = self.merges.published(artifact.version, artifact.parent)
-        if header.setting is CodecSetting.DENSE:  # positions that depend on the weights do not merge
+        if header.setting is CodecSetting.DENSE:  # its positions depend on the weights, so it cannot be merged
             fast = replace(header, setting=CodecSetting.FAST)
             plain = self._coder.delta(self.newest_tensors, tensors, fast, self._executor)
             self._plain[artifact.parent, artifact.version] = await asyncio.to_thread(list, plain)
@@ -283,7 +287,7 @@ class VersionPublisher:
         size = await under_way(
             _log, f"{kind} of version {version}, {format_bytes(full_bytes)} of weights", sending, far
         )
-        # Frames that were not drawn, because the artifact lay sealed in the store, give no fingerprint.
+        # If the artifact was already sealed in the store, no frames were encoded and the encoding has no fingerprint.
         if encoding.stats.encoded_bytes:
             found = encoding.fingerprint
         else:
@@ -299,5 +303,5 @@ class VersionPublisher:
 
 
 def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
-    """Of all ranks' rows."""
+    """Bytes of the weights over all ranks."""
     return sum(t.numel() * t.element_size() for t in tensors.values())

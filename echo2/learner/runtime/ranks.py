@@ -1,10 +1,9 @@
-"""The processes that train one model together: rank 0 leads, the others do what it says.
+"""The processes that train one model together: rank 0 leads, the others carry out its commands.
 
-Guarantees: every rank carries out the same commands in the same order; commands travel as bytes with a JSON head,
-never pickled; with one process nothing of torch.distributed is touched and every collective is the identity. Waits for:
-in `hear`, the next command of rank 0, at most `IDLE_TIMEOUT_S`; in a collective, the slowest rank, at most
-`COLLECTIVE_TIMEOUT_S`. Leaves to others: starting the processes and ending them all when one fails (torchrun), what the
-commands mean (team).
+Guarantees: every rank carries out the same commands in the same order; commands travel as bytes with a JSON head, never pickled;
+a single process does not touch torch.distributed, and every collective is the identity. Waits for: in `hear`, rank 0's next
+command, at most `IDLE_TIMEOUT_S`; in a collective, the slowest rank, at most `COLLECTIVE_TIMEOUT_S`. Leaves to others: starting
+the processes and ending them all if one fails (torchrun), the meaning of commands (team).
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from torch.distributed.tensor import DTensor
 from echo2.base.errors import ConfigError
 
 IDLE_TIMEOUT_S = 86_400.0
-"""A learner that gets no rollouts for this long is given up by its other ranks."""
+"""If rank 0 gets no rollouts, and so sends no command, for this long, the other ranks give up."""
 COLLECTIVE_TIMEOUT_S = 1800.0
 
 
 class Ranks:
-    """One process on its own; `DistributedRanks` for one of several."""
+    """A single process; `DistributedRanks` is one of several."""
 
     rank = 0
     count = 1
     replicas = 1
-    """Copies of the weights. Each is spread over `shards` ranks that follow one another; rank 0 is the first of the first copy."""
+    """Copies of the weights. Each is sharded over `shards` consecutive ranks; the first copy starts at rank 0."""
 
     @property
     def shards(self) -> int:
-        """Ranks over which one copy of the weights is spread."""
+        """Ranks over which one copy of the weights is sharded."""
         return self.count // self.replicas
 
     @property
     def shard(self) -> int:
-        """Which part of its copy this rank holds."""
+        """Index of this rank's shard in its copy."""
         return self.rank % self.shards
 
     @property
@@ -51,34 +50,34 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Added up over the ranks, in the order of the ranks; host tensors."""
+        """Sums host tensors over the ranks, in order of rank, so that all ranks get the same bits."""
         return values
 
     def largest(self, value: float) -> float:
         return value
 
     def mesh(self, device_type: str) -> DeviceMesh | None:
-        """All ranks along one dimension, or copies by shards where there are several copies; None for one process."""
+        """Device mesh of all ranks: one dimension, or (replica, shard) with several copies; None for a single process."""
         return None
 
     @property
     def writers(self) -> dist.ProcessGroup | None:
-        """The group in whose collectives checkpoints are written, apart from the training's."""
+        """Process group for writing checkpoints, separate from training's; None for a single process."""
         return None
 
     @property
     def encoders(self) -> dist.ProcessGroup | None:
-        """The group over which a version's sections come together, apart from the training's; gloo."""
+        """Gloo process group for collecting the sections of a version, separate from training's; None for a single process."""
         return None
 
     def meet(self) -> None:
-        """Returns once all ranks have come here."""
+        """Barrier: returns once all ranks have called it."""
 
     def tell(self, head: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Rank 0: the next command."""
+        """On rank 0: sends the next command to the other ranks."""
 
     def hear(self) -> tuple[dict[str, Any], bytes]:
-        """Other ranks: the next command."""
+        """On the other ranks: waits for rank 0's next command and returns its head and payload."""
         raise AssertionError("a process on its own has nobody to hear")
 
     def close(self) -> None:
@@ -86,12 +85,12 @@ class Ranks:
 
 
 class DistributedRanks(Ranks):
-    """One of several processes, as torchrun's environment variables say. ConfigError unless `replicas` divides their number."""
+    """One of several processes, from torchrun's environment variables. ConfigError unless `replicas` divides their number."""
 
     def __init__(self, replicas: int = 1) -> None:
         check_replicas(replicas, world_size())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        self._is_owner = not dist.is_initialized()  # an engine of the user's may have made it
+        self._is_owner = not dist.is_initialized()  # the user's own engine may have initialised it
         if self._is_owner:
             dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         self.rank = dist.get_rank()
@@ -107,7 +106,7 @@ class DistributedRanks(Ranks):
     def sum(self, values: Tensor) -> Tensor:
         gathered = [torch.empty_like(values) for _ in range(self.count)]
         dist.all_gather(gathered, values.contiguous(), group=self._sums)
-        return torch.stack(gathered).sum(0)  # in one order everywhere: all ranks get the same bits
+        return torch.stack(gathered).sum(0)  # the same order everywhere, so all ranks get the same bits
 
     def largest(self, value: float) -> float:
         found = torch.tensor([value], dtype=torch.float64)
@@ -158,7 +157,7 @@ class DistributedRanks(Ranks):
 
 
 def ranks_of_environment(replicas: int = 1) -> Ranks:
-    """What torchrun started this process as; a process that it did not start is on its own."""
+    """The ranks that torchrun started, or a single process if it started none."""
     if world_size() > 1:
         return DistributedRanks(replicas)
     check_replicas(replicas, 1)
@@ -166,7 +165,7 @@ def ranks_of_environment(replicas: int = 1) -> Ranks:
 
 
 def check_replicas(replicas: int, count: int) -> None:
-    """ConfigError unless so many copies of the weights can be spread evenly over so many ranks."""
+    """Raises `ConfigError` unless `replicas` copies of the weights can be spread evenly over `count` ranks."""
     if replicas < 1 or count % replicas:
         fitting = ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)
         raise ConfigError(
@@ -183,29 +182,29 @@ def own_rank() -> int:
 
 
 def local_device(text: str) -> str:
-    """The device option of this rank: each of several on one machine gets a GPU of its own."""
+    """The device of this rank for the option `text`: with several ranks, each uses the GPU of its LOCAL_RANK."""
     has_own = world_size() > 1 and text in ("auto", "cuda") and torch.cuda.is_available()
     return f"cuda:{_number('LOCAL_RANK', 0)}" if has_own else text
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full value of a tensor that may be sharded; a collective where it is."""
+    """The full value of a tensor; a collective if the tensor is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This rank's shard, sharing storage; a tensor that is not sharded itself."""
+    """This rank's shard, sharing storage; a tensor that is not sharded is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def on_host(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy in host memory, sharded as it was; in another dtype where one is given."""
+    """Copies a tensor to host memory, sharded as before and in `dtype` if given."""
     part = own_part(tensor.detach()).to(device="cpu", dtype=dtype, copy=True)
     return as_sharded(part, tensor, ranks)
 
 
 def as_sharded(part: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
-    """`part`, in host memory, as this rank's shard of a tensor laid out as `like`."""
+    """Wraps `part`, in host memory, as this rank's shard of a tensor laid out like `like`."""
     mesh = ranks.mesh("cpu")
     if not isinstance(like, DTensor) or mesh is None:
         return part
@@ -213,7 +212,7 @@ def as_sharded(part: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
 
 
 def own_rows(tensor: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's rows of a whole tensor in host memory, laid out as `like`; no collective."""
+    """This rank's rows of a whole tensor in host memory, sharded like `like`; not a collective."""
     if not isinstance(like, DTensor):
         return tensor
     parts = torch.chunk(tensor, ranks.shards, 0)

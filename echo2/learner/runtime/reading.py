@@ -1,6 +1,6 @@
-"""A forward pass that scores: what ranks are told to read, and what the policy makes of it.
+"""Input and output of a scoring forward pass: what ranks read, and the columns that the policy computes.
 
-Guarantees: at most `rows_at_once` rows of logits exist at a time. Leaves to others: whose weights (own_scoring).
+Guarantees: at most `rows_at_once` rows of logits exist at a time. Leaves to others: the weights (own_scoring).
 Shapes: L tokens read, T tokens scored, H hidden size, V vocabulary, C columns of `TokenScores`.
 """
 
@@ -23,8 +23,8 @@ COLUMNS = len(fields(TokenScores))
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The last `count` of `token_ids` are scored, the last one is not read. `begin`: tokens before these that are in the cache;
-    `keeps`: a later reading may go on behind this one."""
+    """Scores the last `count` of `token_ids`; the very last token is only a target, not an input. `begin`: earlier tokens that are
+    already in the KV cache. `keeps`: keep the cache, because a later reading may continue this one."""
 
     token_ids: tuple[int, ...]
     count: int
@@ -35,7 +35,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class TokensToScore:
-    """A reading on the device. `past`: the cache to go on behind, and to fill; None: none is needed."""
+    """A reading on the device. `past`: the KV cache to continue and fill; None if no cache is needed."""
 
     token_ids_1L: Tensor
     target_T: Tensor
@@ -44,14 +44,14 @@ class TokensToScore:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of a model of transformers."""
+        """Keyword arguments for a transformers model."""
         is_kept = self.past is not None
         return {"input_ids": self.token_ids_1L, "use_cache": is_kept} | ({cache_name(): self.past} if is_kept else {})
 
 
 @functools.cache
 def cache_name() -> str:
-    """What transformers' models call the KV cache that they take and return: `past_key_values` until version 5.24."""
+    """Name of the KV cache in the arguments and outputs of transformers models: `past_key_values` until version 5.24."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     return "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -60,7 +60,8 @@ def cache_name() -> str:
 def columns_of(
     asked: TokensToScore, rows_TX: Tensor, vocabulary_size: int, logits_of: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """columns_CT in float64 on the host, from the last T rows of hidden states or logits."""
+    """Returns columns_CT, float64 on the host. `rows_TX`: the last T rows of hidden states or logits, which `logits_of` turns into
+    logits."""
     parts = []
     size = rows_at_once(vocabulary_size)
     for rows, targets in zip(torch.split(rows_TX, size), torch.split(asked.target_T, size), strict=True):

@@ -1,6 +1,6 @@
-"""The row of one step: what metrics.jsonl, the report to the coordinator and the sinks say of it.
+"""Builds the row of one step for metrics.jsonl, the report to the coordinator and the sinks.
 
-Names and meanings stand in docs/learner.md.
+docs/learner.md lists names and meanings.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from echo2.outside import unix_now
 from echo2.staleness.rule import lag_of
 
 PEAK_FLOPS_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
-"""Dense bf16 peaks by a part of the device's name, from their makers' data sheets."""
+"""Dense bf16 peak FLOP/s by a part of the device name, from the manufacturers' data sheets."""
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds of one step beside the trainer's own phases."""
+    """Seconds of one step outside the trainer's own phases."""
 
     wait_s: float = 0.0
     diff_s: float = 0.0
@@ -42,7 +42,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class RunFacts:
-    """What a row says beside its step."""
+    """Facts in a row that do not come from the step."""
 
     predicted_utilisation: float = 0.0
     flops_per_position: float = 0.0
@@ -62,7 +62,7 @@ def reward_fields(batch: Batch) -> dict[str, float]:
 
 
 def lag_fields(batch: Batch) -> dict[str, object]:
-    """`lag/histogram`[k]: tokens of this step that were k versions old; `lag/mean` and `lag/max` are of rollouts."""
+    """`lag/histogram`[k]: tokens of this step with a lag of k. `lag/mean` and `lag/max` are over rollouts."""
     tokens: Counter[int] = Counter()
     oldest: list[int] = []
     mixed = 0
@@ -152,7 +152,7 @@ def state_fields(
 
 
 def left_out_by_worker(batch: Batch, result: StepResult) -> Counter[PeerId]:
-    """Whose rollouts had tokens left out of the step because their reported numbers are too far from the learner's own."""
+    """Tokens left out of the step, by worker, because their reported log-probabilities are too far from the learner's own."""
     found: Counter[PeerId] = Counter()
     rollouts = [senders for group in batch.groups for senders in group.senders or [()] * len(group.rollouts)]
     for senders, tokens in zip(rollouts, result.left_out, strict=False):
@@ -183,13 +183,13 @@ def audit_fields(auditor: Auditor) -> dict[str, object]:
 
 
 def optimiser_fields(result: StepResult) -> dict[str, float]:
-    """Nothing where the optimiser is somebody else's."""
+    """Empty if the user's own trainer has the optimiser."""
     known = {"grad_norm": result.grad_norm, "lr": result.lr}
     return {name: value for name, value in known.items() if value is not None}
 
 
 def task_fields(batch: Batch, task_of: Callable[[int], str]) -> dict[str, float]:
-    """Of each task of a mixture that is in the batch: groups and mean reward. `task_of`: by cursor; empty where there is none."""
+    """Groups and mean reward of each task of a mixture in the batch. `task_of`: task name by cursor; empty without a mixture."""
     rewards: dict[str, list[float]] = {}
     groups: Counter[str] = Counter()
     for group in batch.groups:
@@ -203,7 +203,7 @@ def task_fields(batch: Batch, task_of: Callable[[int], str]) -> dict[str, float]
 
 
 def step_row(batch: Batch, result: StepResult, times: StepTimes, facts: RunFacts) -> dict[str, object]:
-    """Everything about the step itself; `state_fields` adds where the run stands."""
+    """All fields about the step itself; `state_fields` adds the state of the run."""
     completions = [len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts]
     return {
         "step": result.step,
@@ -227,5 +227,5 @@ def step_row(batch: Batch, result: StepResult, times: StepTimes, facts: RunFacts
 
 
 def peak_flops_of(device_name: str) -> float:
-    """0 where the device's peak is not known."""
+    """Peak FLOP/s of a device; 0 if unknown."""
     return next((peak for part, peak in PEAK_FLOPS_BF16.items() if part in device_name), 0.0)

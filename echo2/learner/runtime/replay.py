@@ -1,10 +1,10 @@
-"""Batches recorded since the checkpoint, trained on again after a start.
+"""After a start, trains again on the batches recorded since the checkpoint.
 
-Guarantees: every recorded batch is trained on once, in order. Where each version comes out with the fingerprint with which it
-was published, the learner stands where it stood. Where one does not (a GPU whose sums come in another order, other
-threads, another machine), nothing is lost: published versions stay as they are, the last of them is rebuilt bit by bit
-from the chunk store, and what was trained leaves as the next version, with a delta from that one. Leaves to others:
-records (history), files (left_versions), sending (publisher).
+Guarantees: every recorded batch is trained on once, in order. If each version gets the fingerprint with which it was published,
+the learner is back in its previous state. If one does not (a GPU that sums in another order, other threads, another machine),
+nothing is lost: published versions stay as they are, the last of them is rebuilt bit for bit from the chunk store, and the
+retrained weights are published as the next version, with a delta from that one. Leaves to others: records (history), files
+(left_versions), sending (publisher).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger("echo2.learner")
 
 @dataclass(frozen=True, slots=True)
 class StandingVersion:
-    """A version with its weights, a snapshot of the team."""
+    """A version with its weights, a snapshot from the team."""
 
     version: Version
     weights: Mapping[str, Tensor]
@@ -42,8 +42,8 @@ class StandingVersion:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """`before`: the version from which a delta to `newest` is still to leave; None where that one has left. `rows`: of each
-    step that was trained again, for a kill may have come before its row was written."""
+    """`before`: the parent of the delta to `newest` that is still to be published; None if it was published. `rows`: the metrics
+    row of each replayed step, because the kill may have come before the row was written."""
 
     newest: StandingVersion
     before: StandingVersion | None
@@ -55,7 +55,7 @@ class Replayed:
 
 
 class Learner(Protocol):
-    """What is trained, and by which records."""
+    """What replay needs: the team to train and the records to replay."""
 
     @property
     def team(self) -> TrainingSide: ...
@@ -75,7 +75,7 @@ class Learner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """The first version that came out otherwise than it was published."""
+    """The first version whose replayed fingerprint differs from the published one."""
 
     version: Version
     recorded: str
@@ -84,14 +84,14 @@ class _Difference:
 
 @dataclass(slots=True)
 class _Progress:
-    """Says now and then how far it is. `last`: the newest recorded batch's step."""
+    """Logs progress every `TOLD_EVERY_S`. `last`: step of the newest recorded batch."""
 
     last: Step
     began_s: float
     told_s: float = float("-inf")
 
     def tell(self, done: int, step: Step, now: float) -> None:
-        """Before a batch is trained on again, behind `done` others."""
+        """Call before each batch. `done`: batches already replayed."""
         if now - self.told_s < TOLD_EVERY_S:
             return
         self.told_s = now
@@ -101,7 +101,10 @@ class _Progress:
 
 
 def replay(checkpointed: StandingVersion, learner: Learner, left: LeftVersions) -> Replayed:
-    """Trains all that is recorded. `checkpointed`: the newest version at the checkpoint, with its exact weights."""
+    """Trains on all recorded batches. `checkpointed`: the newest version at the checkpoint, with its exact weights.
+
+    Raises `FingerprintMismatch` if a version comes out different and the last published one cannot be rebuilt.
+    """
     published = _as_they_left(learner.history.published, left)
     exact, begun, difference = checkpointed, None, None
     rows: list[Mapping[str, object]] = []
@@ -117,7 +120,7 @@ def replay(checkpointed: StandingVersion, learner: Learner, left: LeftVersions) 
         if version not in published or difference is not None:
             continue
         made = StandingVersion(version, learner.team.snapshot())
-        if not published[version]:  # on its way out when the learner was killed, and with no worker
+        if not published[version]:  # was being published when the learner was killed; no worker has it
             begun = made
             continue
         difference = _difference(made, published[version], learner)
@@ -128,7 +131,7 @@ def replay(checkpointed: StandingVersion, learner: Learner, left: LeftVersions) 
         newest, before = _go_on_from_published(exact, published, difference, learner, left)
     else:
         newest, before = (begun, exact) if begun is not None else (exact, None)
-    learner.shelf.take_closures()  # the coordinator learns what is open from the hello
+    learner.shelf.take_closures()  # discard them: the hello tells the coordinator what is open
     learner.shelf.drop_stale()
     if difference is not None:
         _tell(difference, newest, before, len(rows))
@@ -136,7 +139,8 @@ def replay(checkpointed: StandingVersion, learner: Learner, left: LeftVersions) 
 
 
 def _as_they_left(recorded: Mapping[Version, str], left: LeftVersions) -> dict[Version, str]:
-    """Fingerprints by version. A version that was sealed may be with a worker, though the kill came before its record."""
+    """Published fingerprints by version. Workers may hold a sealed version even if the kill came before its record was written, so
+    missing fingerprints are read from the sealed artifacts."""
     return {version: known or left.fingerprint_of(version) for version, known in recorded.items()}
 
 
@@ -152,7 +156,7 @@ def _go_on_from_published(
     learner: Learner,
     left: LeftVersions,
 ) -> tuple[StandingVersion, StandingVersion | None]:
-    """The newest version from now on, and the one from which its delta is to leave."""
+    """Rebuilds the last published version; returns the newest version from now on, and the parent for its delta, if one is due."""
     team = learner.team
     last = max(version for version, fingerprint in published.items() if fingerprint)
     host = HostWeights.from_tensors(team.whole(exact.weights, exact.version), exact.version, learner.fingerprint_key)

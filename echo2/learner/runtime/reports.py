@@ -1,4 +1,4 @@
-"""What the learner tells the coordinator, as messages."""
+"""Builds the learner's messages to the coordinator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echo2.wire.rollout import group_to_message
 def hello_of(
     options: LearnerOptions, loop: TrainingLoop, address: str, relay_address: str
 ) -> coordinator_pb2.LearnerHello:
-    """The first message of a stream: who the learner is, where it stands, every group that still needs a worker."""
+    """The first message of a stream: the learner's identity, its progress, and every group that still needs a worker."""
     model, held = loop.p.model, loop.intake.held
     return coordinator_pb2.LearnerHello(
         protocol_version=PROTOCOL_VERSION,
@@ -47,7 +47,7 @@ def hello_of(
 
 
 def report_of(loop: TrainingLoop, waits_for: tuple[str, float]) -> coordinator_pb2.LearnerReport:
-    """Where the run stands after its last step."""
+    """The state of the run after its last step."""
     held, publisher, row = loop.intake.held, loop.publisher, loop.last_row
     counts, ledger = held.counts, held.ledger
     histogram, audited = ledger.histogram(), loop.auditor.costs

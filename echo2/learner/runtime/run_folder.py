@@ -1,8 +1,8 @@
-"""The learner's folder of a run: one learner at a time, and always the same run.
+"""The learner's folder for a run: used by one learner at a time, always for the same run.
 
-Guarantees: a second learner on the same folder is refused while the first lives (the system drops the lock with the
-process, so a kill leaves nothing behind); a folder of another run, model or batch shape is refused with what differs.
-Leaves to others: what is inside (journal, checkpoint, metrics).
+Guarantees: a second learner on the same folder is refused while the first lives (the system releases the lock with the process,
+so a kill leaves no stale lock); a folder of another run, model or batch shape is refused with an error that names the difference.
+Leaves to others: the contents (journal, checkpoint, metrics).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_A_RUN = ("checkpoints/step-????????", "journal/segment-*")
 
 
 class RunFolder:
-    """Locked from construction to `release`."""
+    """A run folder, locked from construction to `release`. Raises `StateError` if another learner holds the lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,9 +39,9 @@ class RunFolder:
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
     def check_identity(self, identity: Mapping[str, object], notes: Mapping[str, object] | None = None) -> None:
-        """Notes what the run is on the first start; compares on every later one. `notes` are written only.
+        """Records the run's identity on the first start and compares it on every later one; raises `StateError` if it differs.
 
-        What an older release did not note yet is noted from now on.
+        `notes` are recorded but not compared. Fields that an older release did not record are added.
         """
         path = self.path / "run.json"
         wanted = json.loads(json.dumps(dict(identity)))
@@ -61,12 +61,12 @@ class RunFolder:
             _write(path, {**found, **wanted})
 
     def _trained(self) -> str:
-        """What only a run that has begun leaves."""
+        """Name of a file that only a run that has begun leaves; empty if there is none."""
         left = (path.name for name in _OF_A_RUN for path in sorted(self.path.glob(name)))
         return next(left, "")
 
     def secret(self) -> bytes:
-        """Random bytes of this run, made once, that nobody else knows: what its seeds are derived from."""
+        """The run's secret random bytes, made once, from which its seeds are derived."""
         path = self.path / "sampling.secret"
         if not path.exists():
             write_secret(path, here().rng.randbytes(SECRET_BYTES))
@@ -91,7 +91,7 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
 def _read(path: Path) -> dict[str, object]:
     try:
         found: dict[str, object] = json.loads(path.read_text())
-        check = found.pop("check", None)  # older releases kept none
+        check = found.pop("check", None)  # older releases wrote none
         if check is not None and check != _check_of(found):
             raise ValueError("it differs from what was written")
     except (OSError, ValueError, AttributeError) as error:

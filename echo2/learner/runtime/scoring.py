@@ -1,8 +1,8 @@
-"""The learner's end of scoring: a stream for each worker that scores, leases out and numbers in.
+"""The learner's side of scoring: one stream per scoring worker, which carries leases out and scores in.
 
-Guarantees: a worker has one such stream, the newest; what it says is within its bounds and costs it its fair share of the loop; a
-worker that is barred scores nothing. Waits for what workers say, and for leases to send. Leaves to others: who scores what
-(learner/scorings), what the numbers say (learner/disputes).
+Guarantees: a worker has one such stream, the newest; its messages are bounded and use no more than its fair share of the event
+loop; a barred worker scores nothing. Waits for: workers' messages, and leases to send. Leaves to others: who scores what
+(learner/scorings), judging the scores (learner/disputes).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Allowed = Callable[[PeerId], None]
 
 
 class ScoringStreams:
-    """`tell` takes what workers say."""
+    """The streams of all scoring workers. `tell`: called with each event from a worker."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
         self._leases: dict[PeerId, asyncio.Queue[ingest_pb2.ScoringLease | None]] = {}
 
     def lease(self, worker: PeerId, request: ScoreRequest, within_s: float) -> None:
-        """To a worker that has said that it scores; bounded by what it may hold at a time."""
+        """Sends a lease to a worker, if it has a stream. The queue is bounded by the leases that a worker may hold at a time."""
         if worker in self._leases:
             self._leases[worker].put_nowait(lease_to_message(request, within_s))
 
@@ -43,7 +43,7 @@ class ScoringStreams:
         check_allowed: Allowed,
         pause: Pause,
     ) -> AsyncIterator[ingest_pb2.ScoringLease]:
-        """The leases of one worker, until it goes or another stream of its takes its place."""
+        """Yields the leases of one worker until it leaves or opens another stream."""
         if worker in self._leases:
             self._leases[worker].put_nowait(None)
         queue: asyncio.Queue[ingest_pb2.ScoringLease | None] = asyncio.Queue()

@@ -1,7 +1,7 @@
-"""The learner's node in the broadcast: the seed that every version starts from.
+"""The learner's node in the broadcast: the seed, from which every version starts.
 
-Guarantees: deltas are pushed to the fleet by the plan, keyframes and merged deltas go to those who ask. Leaves to others: chunks,
-signatures, trees, repair (broadcast/runtime/node).
+Guarantees: deltas are pushed to the fleet according to the plan; keyframes and merged deltas go to the workers that ask. Leaves to
+others: chunks, signatures, trees, repair (broadcast/runtime/node).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from echo2.wire.gen.echo2.v1 import broadcast_pb2
 
 
 class SeedNode:
-    """A `FleetBroadcaster` over the real node."""
+    """A `FleetBroadcaster` on a real broadcast node."""
 
     def __init__(
         self, server: GatedServer, credentials: Credentials, options: LearnerOptions, calls: NodeCalls
     ) -> None:
         self._transport = MixedTransport(
             credentials,
-            lambda connection: self.node.accept(connection),  # noqa: PLW0108 - the node is made next
+            lambda connection: self.node.accept(connection),  # noqa: PLW0108 - the node does not exist yet
         )
         self.node = BroadcastNode(
             credentials,
@@ -96,9 +96,10 @@ class SeedNode:
 
     @property
     def spread_bytes_per_s(self) -> float:
-        """The fluid bound of the plan with the uplink as emulated, learned by the node or planned; 0: never seen full.
+        """Fluid bound of the rate to all workers, from the plan and this node's uplink; 0 while the uplink is unknown.
 
-        A pool that is larger, or has slower uplinks, gets an artifact later: so it is the workers', too.
+        The uplink is the emulated one, else the one that the node has measured, else the planned one, within the configured limit.
+        The workers' uplinks count too: a larger pool, or one with slower uplinks, gets an artifact later.
         """
         plan, options = self.node.session.plan, self.node.options
         planned = plan.nodes[0].uplink_bytes_per_s if plan is not None and plan.nodes else 0.0
@@ -111,7 +112,7 @@ class SeedNode:
         return fluid_bound([replace(seed, uplink_bytes_per_s=uplink), *workers]).rate_bytes_per_s
 
     def is_needed(self) -> bool:
-        """Whether a worker that is connected fetches something, or has not got the newest version whole."""
+        """Whether a connected worker is still fetching or lacks part of the newest version."""
         entries = self.node.library.entries
         newest = max((entry.header.artifact.version for entry in entries.values()), default=None)
         wholes = {

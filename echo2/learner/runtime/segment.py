@@ -1,13 +1,13 @@
-"""How records stand in a segment of the journal, and what a place that cannot be read means.
+"""Frames records in a journal segment, and tells torn writes from damage.
 
-Guarantees: a record is given out only if its checksum holds. A write that a kill or a power cut stopped is told from
-damage: such a write left fewer bytes than the record's header promises, or zeros where the disk had not stored its last
-sectors yet. Everything else is damage, also in the last record: it may have been acknowledged. Leaves to others: files
-(journal), what the records mean (learner/history).
+Guarantees: a record is returned only if its checksum matches. A write torn by a kill or a power cut is distinguished from damage:
+it left fewer bytes than the record's header promises, or zeros where the disk had not stored the last sectors yet. Everything else
+is damage, even in the last record, which may have been acknowledged. Leaves to others: files (journal), the meaning of records
+(learner/history).
 
-Framing in `.records`: length, CRC-32 of the payload, CRC-32 of these two (little-endian, 32 bits each), payload. The
-third number is why a flipped bit of a length is not taken for a torn end. `.log` segments of older releases lack it; they
-are read and written on, and in them damage is told from a torn end by whole records after it.
+Framing in `.records`: length, CRC-32 of the payload, CRC-32 of those two fields (little-endian, 32 bits each), payload. The second
+CRC prevents a flipped bit in a length from looking like a torn end. `.log` segments of older releases lack it; they are still read
+and appended to, and in them only a break without complete records after it counts as torn.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from pathlib import Path
 RECORD_BYTES_MAX = 256 << 20
 SUFFIX, OLD_SUFFIX = ".records", ".log"
 _SECTOR_BYTES = 512
-_LOOKED_THROUGH_BYTES = 16 << 20  # for whole records after damage; the count is for the operator alone
+_LOOKED_THROUGH_BYTES = 16 << 20
+"""Bytes searched for complete records after damage; in `.records` the count only informs the operator."""
 _PAIR = struct.Struct("<II")
 _TRIPLE = struct.Struct("<III")
 
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """The first place that is no whole record. `whole_after`: readable records behind it, as far as was looked."""
+    """The first position without a complete record. `whole_after`: readable records found after it, within the searched bytes."""
 
     position: int
     is_torn: bool
@@ -36,7 +37,7 @@ class Break:
 
 
 class Framing:
-    """Of one segment, by its file's suffix."""
+    """Framing of one segment, chosen by its file suffix."""
 
     def __init__(self, path: Path) -> None:
         self._is_checked = path.suffix == SUFFIX
@@ -47,7 +48,7 @@ class Framing:
         return pair + (struct.pack("<I", zlib.crc32(pair)) if self._is_checked else b"") + payload
 
     def payloads(self, data: bytes) -> Iterator[bytes | Break]:
-        """The records' payloads in order; a `Break`, if there is one, comes last."""
+        """Yields the records' payloads in order, and a `Break` last if there is one."""
         position = 0
         while position < len(data):
             payload = self._record_at(data, position)
@@ -58,11 +59,11 @@ class Framing:
             position += self.header_bytes + len(payload)
 
     def _end_at(self, data: bytes, position: int) -> int | None:
-        """Where the record at `position` ends by its header; None where no header stands there."""
+        """End of the record at `position` according to its header; None if there is no valid header."""
         if position + self.header_bytes > len(data):
             return None
         size = int(_PAIR.unpack_from(data, position)[0])
-        if not 0 < size <= RECORD_BYTES_MAX:  # zeros are no record
+        if not 0 < size <= RECORD_BYTES_MAX:  # a size of 0 would accept a run of zeros as records
             return None
         if self._is_checked:
             pair = data[position : position + _PAIR.size]
@@ -89,7 +90,7 @@ class Framing:
         return Break(position, is_short and not whole_after, whole_after)
 
     def _whole_after(self, data: bytes, start: int) -> int:
-        """How many records can be read one after another behind `start`."""
+        """Number of consecutive readable records in the first run of them from `start` on."""
         for begin in range(start, min(len(data) - self.header_bytes, start + _LOOKED_THROUGH_BYTES) + 1):
             count, position = 0, begin
             while (payload := self._record_at(data, position)) is not None:
@@ -101,7 +102,7 @@ class Framing:
 
 
 def _ends_in_lost_sectors(data: bytes, position: int, reach: int) -> bool:
-    """Whether the file grew by a record of which the disk stored no byte, or none from some sector before `reach` on."""
+    """Whether the file grew by a record of which the disk stored nothing, or nothing from some sector before `reach` on."""
     stored = len(data.rstrip(b"\0"))
     lost_from = -(-stored // _SECTOR_BYTES) * _SECTOR_BYTES
     return stored <= position or lost_from < min(reach, len(data))

@@ -1,7 +1,7 @@
-"""What the learner says to the coordinator, on its control session.
+"""Sends the learner's messages to the coordinator on its control session.
 
-Guarantees: the learner never waits for it; what is said while no stream is open goes nowhere, and the next hello, which
-carries every open group, makes up for it. Leaves to others: the stream (control/runtime/session), what orders mean (orders).
+Guarantees: the learner never waits for the coordinator; messages sent while no stream is open are dropped, and the next hello,
+which carries every open group, makes up for them. Leaves to others: the stream (control/runtime/session), orders (orders).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEAVE_S = 1.0
 
 
 class LearnerSession:
-    """One per learner; `run` is its loop and ends by a refusal only."""
+    """The learner's session. `run` is its loop; it ends only if the coordinator refuses the learner."""
 
     def __init__(self, control: ControlSession[coordinator_pb2.LearnerMessage]) -> None:
         self._control = control
@@ -35,7 +35,8 @@ class LearnerSession:
         find: Callable[[], Awaitable[None]] | None = None,
         welcomed: Callable[[coordinator_pb2.LearnerWelcome], None] = lambda welcome: None,
     ) -> None:
-        """Keeps the stream until it is refused or cancelled. `find` has the credentials name the coordinator's address of now."""
+        """Keeps the stream open until it is refused or cancelled. `find` looks up the coordinator's current address and stores it
+        in the credentials."""
         await self._control.run(
             Party(
                 dial=lambda channel: coordinator_pb2_grpc.CoordinatorStub(channel).LearnerSession(),
@@ -51,7 +52,7 @@ class LearnerSession:
         self._control.send(coordinator_pb2.LearnerMessage(report=report))
 
     def offer(self, specs: Sequence[GroupSpec], held_tokens: Sequence[int] = ()) -> None:
-        """`held_tokens`: of each group, in a reminder."""
+        """Offers groups. `held_tokens`: in a reminder, the tokens of each group received so far."""
         groups = [group_to_message(spec) for spec in specs]
         offer = coordinator_pb2.OfferGroups(groups=groups, held_tokens=held_tokens)
         self._control.send(coordinator_pb2.LearnerMessage(offer=offer))
@@ -71,10 +72,10 @@ class LearnerSession:
         self._control.send(coordinator_pb2.LearnerMessage(delivered=delivered))
 
     def show(self, shown: coordinator_pb2.RolloutsShown) -> None:
-        """The answer to what an operator looks at."""
+        """Sends the rollouts that an operator asked to see."""
         self._control.send(coordinator_pb2.LearnerMessage(shown=shown))
 
     async def leave(self, reason: str) -> None:
-        """Says good-bye behind everything queued."""
+        """Disconnects cleanly after all queued messages."""
         leaving = coordinator_pb2.LearnerLeaving(reason=reason)
         await self._control.leave(coordinator_pb2.LearnerMessage(leaving=leaving), LEAVE_S)

@@ -1,12 +1,12 @@
-"""The learner's work from prepared weights to the good-bye: all its parts, made in one place.
+"""The learner's work from prepared weights to the clean disconnect; all its parts are made here.
 
     made --run--> serves --> trains --+--> last step, prompts' end, stop --> LearnerEnding --> left
                                       '--> a part failed, or the coordinator refused --> left, with that error
 
-Guarantees: a part is whole once it is made, and is handed at its making whom it tells; the first failure of any part ends the run
-with that failure; whatever ends it, the coordinator is told and everything is closed. Waits for: the training loop, the
-coordinator's stream, a failure; whichever comes first. Leaves to others: joining (join), loading (startup), steps (loop), the end
-(ending).
+Guarantees: each part is complete once constructed and gets its callbacks in the constructor; the first failure of any part ends
+the run with that failure; however the run ends, the coordinator is told and everything is closed. Waits for: the training loop,
+the coordinator's stream, or a failure, whichever comes first. Leaves to others: joining (join), loading (startup), steps (loop),
+the end (ending).
 """
 
 from __future__ import annotations
@@ -66,27 +66,27 @@ _log = logging.getLogger("echo2.learner")
 
 
 class Threads:
-    """The trainer's own, and those that encode, once it is known how many."""
+    """The trainer's thread, and a pool of encoder threads, made once their number is known."""
 
     def __init__(self) -> None:
         self.trainer = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._encoders: ThreadPoolExecutor | None = None
 
     def encoders(self, cores: int) -> Executor | None:
-        """None where one core encodes: that is the caller's own thread."""
+        """A pool of `cores` threads; None for one core: the caller's own thread then encodes."""
         if cores > 1:
             self._encoders = ThreadPoolExecutor(cores, thread_name_prefix="encoder")
         return self._encoders
 
     def close(self) -> None:
-        """Once what they do is done."""
+        """Waits for running work, cancels queued work and ends the threads."""
         self.trainer.shutdown(wait=True, cancel_futures=True)
         if self._encoders is not None:
             self._encoders.shutdown(wait=True, cancel_futures=True)
 
 
 class LearnerShift:
-    """One per learner, once it is prepared. Make it on the event loop that runs it."""
+    """Runs one prepared learner. Construct it on the event loop that runs it."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class LearnerShift:
         self.relay_address = ""
         exams = Exams(
             prepared.folder.path, options.evaluation, prepared.examination, self.intake,
-            lambda row: self.loop.evaluated(row),  # noqa: PLW0108 - the loop is made next
+            lambda row: self.loop.evaluated(row),  # noqa: PLW0108 - the loop does not exist yet
         )  # fmt: skip
         further: Callable[[], Mapping[str, float]] = dict if self.agents is None else self.agents.numbers
         self._sinks = open_sinks(options.folder, options.run_id, options.sinks)
@@ -186,7 +186,7 @@ class LearnerShift:
 
     @property
     def waits_for(self) -> tuple[str, float]:
-        """What the learner waits for and for how many seconds; empty text when it works."""
+        """What the learner waits for, and for how many seconds; an empty text while it works."""
         if (ending := self.ending.waits_for) is not None:
             return ending
         text, since = self.loop.waiting
@@ -194,7 +194,7 @@ class LearnerShift:
         return (what, monotonic() - since) if text else ("", 0.0)
 
     async def run(self) -> RunSummary:
-        """Until the last step, `stop`, or an error."""
+        """Runs until the last step, `stop` or an error."""
         await self._server.start()
         await self._broadcaster.start()
         if not is_loopback(self.address):
@@ -222,7 +222,7 @@ class LearnerShift:
         try:
             await asyncio.wait({session, training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             if training.done() and self.intake.exhausted is not None and not self.loop.is_finished:
-                reason = FINISHED  # its prompts have ended before its steps
+                reason = FINISHED  # the prompts ran out before the last step
             for done in (self._failure, session, training):
                 if done.done():
                     done.result()
@@ -242,7 +242,7 @@ class LearnerShift:
 
     async def _close(self) -> None:
         self.ending.waits("rewards, broadcast and journal to close")
-        async with contextlib.AsyncExitStack() as rest:  # from the last to the first, whatever any of them raises
+        async with contextlib.AsyncExitStack() as rest:  # in reverse order, even if some of them raise
             for sink in self._sinks:
                 rest.callback(sink.close)
             rest.callback(self._prepared.journal.close)
@@ -259,12 +259,12 @@ class LearnerShift:
         """The first failure of any part ends the run."""
         if not self._failure.done():
             self._failure.set_exception(error)
-            self._failure.exception()  # it may come when the run ends for another reason; that is no lost error
+            self._failure.exception()  # mark as retrieved: the run may be ending for another reason
 
-    # ---- beside the training
+    # ---- while training runs
 
     async def _talk(self) -> None:
-        """With the coordinator, until it refuses this learner."""
+        """Talks to the coordinator until it refuses this learner."""
         await self.session.run(
             hello=lambda: hello_of(self.options, self.loop, self.address, self.relay_address),
             report=lambda: report_of(self.loop, self.waits_for),
@@ -280,9 +280,9 @@ class LearnerShift:
         await keep_renewed(self._credentials, lambda credentials: keep(self.options, credentials))
 
     async def _remind(self) -> None:
-        """A batch that does not fill for long: every group that lacks rollouts is offered again.
+        """If a batch stays incomplete for long, offers every group that lacks rollouts again.
 
-        The coordinator knows most of them and lets those be; one that it took for produced goes to a worker again.
+        The coordinator ignores the groups that it still knows and leases again a group that it believed to be produced.
         """
         reminders = Reminders()
         while True:
@@ -295,7 +295,7 @@ class LearnerShift:
                 self.session.offer([spec for spec, _ in lacking], [tokens for _, tokens in lacking])
 
     async def _tell_deliveries(self) -> None:
-        """What workers have delivered, for as long as the coordinator is there to hear it."""
+        """Reports what workers have delivered, every `NEWS_S` while the coordinator is connected."""
         while True:
             if self.session.is_connected:
                 told = self.intake.deliveries.take(monotonic())
@@ -303,7 +303,7 @@ class LearnerShift:
                     self.session.delivered(delivered_message(told))
             await asyncio.sleep(NEWS_S)
 
-    # ---- what parts tell
+    # ---- callbacks of the parts
 
     def _report(self) -> None:
         self.session.report(report_of(self.loop, self.waits_for))
@@ -333,6 +333,6 @@ class LearnerShift:
         self._orders.accuse(peer_id, f"audit: {accusation.text}", is_certain=accusation.is_certain)
 
     def _numbers_now(self) -> Mapping[str, float]:
-        """For Prometheus, from its own thread."""
+        """Numbers for Prometheus, which calls this from its own thread."""
         text, since = self.loop.waiting
         return {"step": self.loop.step, "waiting_s": monotonic() - since if text else 0.0}

@@ -1,7 +1,7 @@
-"""Recent rollouts as the operator's page shows them: the answer to one request of the coordinator.
+"""Prepares recent rollouts for the dashboard, in answer to one request of the coordinator.
 
-Guarantees: an answer is bounded whatever was sampled; its texts hold no control or direction characters but line breaks, which
-are shown as escapes otherwise. Leaves to others: which are kept (learner/recent), sending (session).
+Guarantees: an answer is bounded whatever was sampled; its texts contain no control or direction characters except line breaks and
+tabs: others are shown as escapes. Leaves to others: which rollouts are kept (learner/recent), sending (session).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _BREAKS = {"\n": "\n", "\t": "\t"}
 
 
 def plain(text: str, chars_max: int) -> str:
-    """Every character seen: what would be none on a screen stands there as its escape."""
+    """Replaces unprintable characters by their escapes and cuts the text to `chars_max`."""
     shown = "".join(c if c.isprintable() else _BREAKS.get(c) or ascii(c)[1:-1] for c in text[:chars_max])
     return shown if len(text) <= chars_max and len(shown) <= chars_max else shown[: chars_max - 1] + "…"
 
 
 def answer(recent: RecentRollouts, tokenizer: Any, wanted: pb.RolloutsWanted) -> pb.RolloutsShown:
-    """The list, or one rollout's tokens from `wanted.offset` on; nothing where that one is kept no longer."""
+    """Answers with the list of rollouts, or with one rollout's tokens from `wanted.offset` on; empty if it is no longer kept."""
     shown = pb.RolloutsShown(request=wanted.request)
     if not wanted.rollout_id:
         shown.rollouts.extend(_summary(one, tokenizer) for one in recent.newest(ROLLOUTS_SHOWN_MAX))

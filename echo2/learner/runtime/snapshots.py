@@ -1,13 +1,13 @@
-"""Published versions as the newest one and the changes between them, put into a model one at a time, and the forward pass
-under each: what an audit compares claims with.
+"""Stores published versions as the newest one plus the changes between versions, loads them into a model one at a time, and runs
+forward passes under each: an audit compares claims with those scores.
 
-Guarantees: scores are of exactly the published weights; at most `versions_max` versions and BYTES_MAX_OF_MODEL times
-their bytes of changes are held. Leaves to others: which rollouts to audit (auditor), what the numbers say
-(learner/suspicion). Costs for each version the places and bits of the weights that it changed: 6 bytes each of bf16 (2 a
-weight where more than a third changed). At 8 billion weights of which 2 in a hundred change, 1 GB a version. The model is
-the one that trains, between two steps (own_scoring), or a copy of its own (`VersionScorer`, beside a trainer of the user's).
+Guarantees: scores are computed with exactly the published weights; it holds at most `versions_max` versions, and changes of at most
+BYTES_MAX_OF_MODEL times a version's bytes. Leaves to others: which rollouts to audit (auditor), judging the scores
+(learner/suspicion). Each version costs the positions and bits of its changed weights: 6 bytes per changed bf16 weight (2 bytes per
+weight of the tensor if more than a third changed); with 8 billion weights of which 2 % change, 1 GB per version. The model is the
+one that trains, between two steps (own_scoring), or a separate copy (`VersionScorer`, with a user's own trainer).
 
-Not for the trainer's thread while a step runs, nor for the event loop's. Shapes: L tokens, V vocabulary, C of a chunk.
+Do not use it while a step runs on the trainer's thread, nor on the event loop's thread. Shapes: L tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from echo2.scoring.columns import scores_of
 from echo2.scoring.request import TokenScores
 
 BYTES_MAX_OF_MODEL = 2.0
-"""All changes together hold at most this many times the bytes of a published version."""
+"""Limit for all changes together, in bytes per byte of a published version."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Of one tensor: the bits that differ, at `places`, or everywhere where that is None. Works in both directions."""
+    """The change of one tensor between two versions. `bits`: XOR of the values at the flat positions `places` (None: all), so it
+    applies in both directions."""
 
     places: Tensor | None
     bits: Tensor
@@ -47,7 +48,7 @@ class _Change:
         return self.bits.nbytes + (self.places.nbytes if self.places is not None else 0)
 
     def turn(self, parameter: Tensor, dtype: torch.dtype) -> None:
-        """Turns one version's values into the other's. `dtype`: that in which they are published."""
+        """Turns one version's values into the other's, in place. `dtype`: the published dtype."""
         flat, bits = parameter.view(-1), self.bits.to(parameter.device)
         places = None if self.places is None else self.places.to(parameter.device).long()
         old = flat if places is None else flat[places]
@@ -59,15 +60,15 @@ class _Change:
 
 
 def rows_by_name(hf_model: Any) -> dict[str, Tensor]:
-    """A model's parameters, this rank's rows of them, by their own names and those under which they are published."""
+    """This rank's rows of a model's parameters, under both their own and their published names."""
     own = {name: own_part(parameter.detach()) for name, parameter in hf_model.named_parameters()}
-    return own | {published_name(name): rows for name, rows in own.items()}  # of an adapter
+    return own | {published_name(name): rows for name, rows in own.items()}  # names of an adapter's tensors
 
 
 class KeptVersions:
-    """The newest published versions, to be put into `rows`: a model's parameters, or this rank's rows of them.
+    """Keeps the newest published versions and loads them into `rows`: a model's parameters, or this rank's rows of them.
 
-    `keep` may be called from another thread than the rest. Of several ranks the first one says what is forgotten.
+    `keep` may be called from a different thread. With several ranks, rank 0 (`is_leader`) decides which versions to forget.
     """
 
     def __init__(self, rows: Mapping[str, Tensor], versions_max: int, *, is_leader: bool = True):
@@ -76,14 +77,14 @@ class KeptVersions:
         self._rows = dict(rows)
         self._is_leader = is_leader
         self._lock = threading.RLock()
-        self._changes: dict[Version, dict[str, _Change]] = {}  # from the version before
+        self._changes: dict[Version, dict[str, _Change]] = {}  # from the previous version
         self._order: list[Version] = []
         self._newest: dict[str, Tensor] = {}
         self._loaded: Version | None = None
 
     @property
     def versions(self) -> list[Version]:
-        """Ascending."""
+        """Kept versions, ascending."""
         with self._lock:
             return list(self._order)
 
@@ -92,7 +93,8 @@ class KeptVersions:
         return sum(change.size for changes in self._changes.values() for change in changes.values())
 
     def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors`: what is published of it, this rank's rows; never changed in place."""
+        """Keeps a version; ignores one that is not newer. `tensors`: its published weights, this rank's rows, never changed in
+        place. Raises `StateError` for tensors that the model does not have."""
         rows = {name: own_part(tensor) for name, tensor in tensors.items()}
         unknown = sorted(rows.keys() - self._rows.keys())
         if unknown:
@@ -113,7 +115,7 @@ class KeptVersions:
 
     @contextmanager
     def held(self) -> Iterator[list[Version]]:
-        """Nothing is forgotten meanwhile."""
+        """Yields the kept versions; none is forgotten within the context."""
         with self._lock:
             yield list(self._order)
 
@@ -123,7 +125,7 @@ class KeptVersions:
                 self._forget_oldest()
 
     def load(self, version: Version) -> None:
-        """Puts the weights of that version into the rows."""
+        """Loads the weights of a version into the rows; raises `StateError` if it is not kept."""
         with self._lock, torch.no_grad():
             if version not in self._order:
                 raise StateError(f"version {version}: expected a kept version among {', '.join(map(str, self._order))}")
@@ -139,7 +141,7 @@ class KeptVersions:
             self._loaded = version
 
     def changed_elsewhere(self) -> None:
-        """The rows hold other weights now; the next `load` begins anew."""
+        """Notes that something else has changed the rows, so that the next `load` copies all weights."""
         self._loaded = None
 
     def _forget_oldest(self) -> None:
@@ -155,7 +157,7 @@ def _change(old: Tensor, new: Tensor) -> _Change | None:
     count = int(torch.count_nonzero(bits))
     if not count:
         return None
-    if 3 * count > bits.numel():  # their places would take four times as much for a moment
+    if 3 * count > bits.numel():  # their int64 positions would take four times as much memory for a moment
         return _Change(None, bits)
     places = bits.nonzero()[:, 0]
     small = torch.int32 if bits.numel() < 1 << 31 else torch.int64
@@ -164,21 +166,21 @@ def _change(old: Tensor, new: Tensor) -> _Change | None:
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """What an engine's cache holds that has sampled up to here: `length` positions."""
+    """The KV cache that an engine has after sampling up to here: `length` positions."""
 
     values: Any
     length: int
 
 
 def scorer_of(config: Any, versions_max: int) -> VersionScorer:
-    """Of a model of this configuration (transformers'), in float32 on the CPU."""
+    """Makes a scorer with a model of this transformers configuration, in float32 on the CPU."""
     from transformers import AutoModelForCausalLM
 
     return VersionScorer(AutoModelForCausalLM.from_config(config, dtype=torch.float32), versions_max)
 
 
 class VersionScorer:
-    """A `Scorer` by a model of its own."""
+    """A `Scorer` with its own model."""
 
     is_of_trainer = False
 
@@ -210,7 +212,7 @@ class VersionScorer:
         begin = cache.length if isinstance(cache, _Cache) else 0
         end = int(places[-1])
         if isinstance(cache, _Cache) and (later := cache.values.get_seq_length() - cache.length):
-            cache.values.crop(-later)  # of the same piece under the version before
+            cache.values.crop(-later)  # positions of the same piece, scored under another version
         tokens_L = torch.tensor(passage.token_ids[begin:end], device=device)
         needed = end - int(places[0]) + 1
         keeps = any(other.keeps_cache for other in passage.pieces)

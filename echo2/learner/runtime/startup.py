@@ -1,6 +1,6 @@
-"""From a run folder to a learner that stands exactly where it stood.
+"""Restores a learner from its run folder to exactly its previous state.
 
-Guarantees: the last checkpoint is loaded and every batch that was recorded since is trained on again, in order (replay).
+Guarantees: the last checkpoint is loaded and every batch recorded since is trained on again, in order (replay).
 Leaves to others: sockets and the fleet (shift).
 """
 
@@ -45,17 +45,17 @@ from echo2.staleness.ledger import Ledger
 from echo2.weights.fingerprint import key_of_run
 
 MAPS_FROM_PARAMETERS = 10_000_000
-"""A smaller model's freed memory is not worth new pages."""
+"""From this many parameters on, large blocks are mapped separately; in a smaller model, freed memory is not worth new pages."""
 _log = logging.getLogger("echo2.learner")
 
 
 @dataclass(slots=True)
 class Prepared:
-    """Everything that does not need the network. `published`: weights of the newest published version, a snapshot of `team`.
+    """Everything that does not need the network. `published`: weights of the newest published version, a snapshot from `team`.
 
-    `cut_off`: the version before it with its weights, if a kill may have come before the newest one had left: workers
-    that saw a part of that delta wait for the rest of it. `base`: version 0, where it is a checkpoint that workers may have and
-    a later version is published; `team`'s coder keeps it until the publisher has sent the delta from it.
+    `cut_off`: the previous version and its weights, if a kill may have come before the newest one was fully sent: workers that
+    have part of that delta wait for the rest. `base`: version 0, if workers may have that checkpoint and a later version is
+    published; `team`'s coder keeps it until the publisher has sent the delta from it.
     """
 
     folder: RunFolder
@@ -79,7 +79,7 @@ class Prepared:
 
 
 def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
-    """Model and optimiser of this rank, at the run's beginning. A collective."""
+    """Makes model and optimiser of this rank in their initial state. A collective."""
     check_agreement(options, ranks)
     torch.set_num_threads(options.trainer.threads)
     torch.manual_seed(derived_seed(options.seed, "trainer"))
@@ -102,19 +102,19 @@ def _adapter_of(options: TrainerOptions) -> AdapterOptions | None:
 
 
 def prepare_here(options: LearnerOptions, folder: RunFolder) -> Prepared:
-    """As rank 0 of the processes that this one was started with."""
+    """Prepares as rank 0 of the processes that torchrun started, or as a single process."""
     return prepare(options, folder, ranks_of_environment(options.trainer.replicas))
 
 
 def prepare(options: LearnerOptions, folder: RunFolder, ranks: Ranks | None = None) -> Prepared:
-    """Loads, resumes, trains again what was recorded. Runs on the trainer's thread of rank 0."""
+    """Loads the model, resumes the run and trains again on recorded batches. Call it on rank 0's trainer thread."""
     return prepare_with(new_team(options, ranks or Ranks()), options, folder)
 
 
 def prepare_with(
     team: TrainingSide, options: LearnerOptions, folder: RunFolder, source: PromptSource | None = None
 ) -> Prepared:
-    """As `prepare`, for whoever trains, and whoever asks."""
+    """As `prepare`, with any training side and any source of prompts."""
     trainer, model = team.trainer, team.model
     prompts = Prompts(
         options, model.vocabulary_size, model.stop_token_ids, source, check_length=model.check_length,
@@ -163,7 +163,7 @@ def prepare_with(
 
 
 def _check_chunk_store(options: LearnerOptions, weights_bytes: int) -> None:
-    """Before training: later the first keyframe would end the run."""
+    """Raises `ConfigError` if the chunk store is too small for a keyframe; otherwise the first keyframe would end the run."""
     needed = store_bytes_min(weights_bytes)
     if options.store_bytes and options.store_bytes < needed:
         raise ConfigError(
@@ -173,7 +173,7 @@ def _check_chunk_store(options: LearnerOptions, weights_bytes: int) -> None:
 
 
 def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str, Tensor]) -> dict[str, object]:
-    """What must not change within a run: the journal would not give the same weights again."""
+    """What must not change within a run; otherwise replaying the journal would not give the same weights."""
     shares = [[one.name, one.task, dict(one.args), one.weight, one.held_out] for one in options.task.mixture]
     mixture: dict[str, object] = {"mixture": shares} if shares else {}
     return {
@@ -227,12 +227,12 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
 
 
 def follow(options: LearnerOptions, ranks: Ranks) -> None:
-    """What every rank but the first does, from its start to its end."""
+    """Runs a rank other than rank 0, from its start to its end."""
     new_team(options, ranks).follow()
 
 
 def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: object, folder: Path) -> None:
-    """`policy`, a snapshot of `model`, as a Hugging Face folder, in the dtype in which it was published."""
+    """Writes `policy`, a whole snapshot of `model`, as a Hugging Face folder in the published dtype; replaces `folder`."""
     partial = folder.with_name(folder.name + ".partial")
     model.save(policy, partial)
     tokenizer.save_pretrained(partial)  # type: ignore[attr-defined]
@@ -247,11 +247,10 @@ def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: objec
 
 
 def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
-    """The policy of a run folder's newest checkpoint as a Hugging Face folder; returns its step.
+    """Writes the policy of a run folder's newest checkpoint as a Hugging Face folder; returns the checkpoint's step.
 
-    `model_path`: the base model, where it is not any longer where the run found it.
-
-    For a run that was stopped, or that still runs: checkpoints are never changed in place.
+    `model_path`: the base model, if it has moved since the run began. The run may be stopped or still running: checkpoints are
+    never changed in place. Raises `StateError` without a checkpoint, `ConfigError` if `target` is not empty.
     """
     if not (folder / "checkpoints").is_dir():
         raise StateError(f"run folder {folder}: expected checkpoints, found none")

@@ -1,11 +1,11 @@
-"""Checksums of a checkpoint's files: made from what is written as it is written, compared as it is read.
+"""Checksums of a checkpoint's files, computed while writing and verified while reading.
 
-Guarantees: a byte that differs from what was written, a file that is missing, shorter, longer or not of this checkpoint is a
-`StateError` that names file and place before anything of that block is given out; no file is read twice for it: blocks are
-compared where tensors are about to be copied from them, so the second touch finds them in memory. Blocks are compared by
-several threads (xxh3 lets go of the interpreter). Leaves to others: what is in the files (checkpoint).
+Guarantees: a changed byte, or a file that is missing, shorter, longer or foreign to the checkpoint, raises a `StateError` that
+names file and place before any data of that block is used; verification costs no second read from disk: a block is verified just
+before tensors are copied from it, which then find it in memory. Several threads verify blocks (xxh3 releases the GIL). Leaves to
+others: what is in the files (checkpoint).
 
-`sums.json` holds, by file, its size and the XXH3-128 of each block, and a sum of its own.
+`sums.json` holds, per file, its size and the XXH3-128 of each block, and a checksum over all that.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PART_SUFFIX = ".sums"
 
 @dataclass(frozen=True, slots=True)
 class FileSums:
-    """Of one file. `blocks`: a sum for each `BLOCK_BYTES`, the last one shorter."""
+    """Checksums of one file. `size` in bytes. `blocks`: one hex digest per `BLOCK_BYTES`; the last block may be shorter."""
 
     size: int
     blocks: tuple[str, ...]
 
 
 class SummingFile:
-    """Writes on to `file` and keeps the sums of what went through."""
+    """Passes writes through to `file` and computes their checksums."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -65,7 +65,7 @@ class SummingFile:
         self._open_block = xxhash.xxh3_128()
 
     def sums(self) -> FileSums:
-        """Once, after the last byte."""
+        """Returns the checksums. Call it once, after the last write."""
         if self._size % BLOCK_BYTES:
             self._end_block()
         return FileSums(self._size, tuple(self._blocks))
@@ -74,7 +74,7 @@ class SummingFile:
         return self._size
 
     def flush(self) -> None:
-        """Nothing waits: every write went to the system."""
+        """Does nothing: writes are unbuffered."""
 
     def fileno(self) -> int:
         return self._file.fileno()
@@ -85,7 +85,7 @@ class SummingFile:
 
 @contextmanager
 def written_with_sums(path: Path) -> Iterator[SummingFile]:
-    """A new file; its sums lie beside it until `gather_sums`."""
+    """Opens a new file for writing; its checksums are in a file next to it until `gather_sums`."""
     with path.open("wb", buffering=0) as file:
         summing = SummingFile(file)
         yield summing
@@ -93,12 +93,12 @@ def written_with_sums(path: Path) -> Iterator[SummingFile]:
 
 
 def part_of(name: str) -> str:
-    """The file beside a file, which holds its sums until `gather_sums`."""
+    """Name of the file that holds the checksums of file `name` until `gather_sums`."""
     return name + _PART_SUFFIX
 
 
 def gather_sums(folder: Path) -> None:
-    """Puts the sums that all ranks left into one file. Every file of `folder` must have been written with sums."""
+    """Merges the checksum files of all ranks into `sums.json`. Every file in `folder` must have been written with checksums."""
     parts = {path.name.removesuffix(_PART_SUFFIX): path for path in _listed(folder) if path.suffix == _PART_SUFFIX}
     files = {name: json.loads(path.read_text()) for name, path in sorted(parts.items())}
     _write_text(folder / SUMS_FILE, json.dumps({"files": files, "sum": _sum_of(files)}))
@@ -107,7 +107,10 @@ def gather_sums(folder: Path) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, FileSums] | None:
-    """The sums of a checkpoint by file name, sizes and names compared with what lies there; None where none were kept."""
+    """Reads the checksums by file name and compares names and sizes with the folder; None if the checkpoint has no checksums.
+
+    Raises `StateError` if `sums.json` or the set of files is damaged.
+    """
     path = folder / SUMS_FILE
     if not path.exists():
         return None
@@ -130,7 +133,7 @@ def read_sums(folder: Path) -> dict[str, FileSums] | None:
 
 
 def damaged(folder: Path, what: str) -> StateError:
-    """What to do is the same whatever is damaged: another copy, or the checkpoint before."""
+    """The error for any damage; the remedy is always a backup or the previous checkpoint."""
     return StateError(
         f"checkpoint {folder}: expected {what}. Restore this folder from a backup; or remove it to go on from the "
         "checkpoint before, whose batches since are trained on again from the journal"
@@ -138,7 +141,7 @@ def damaged(folder: Path, what: str) -> StateError:
 
 
 class CheckedFile:
-    """A file that is compared from front to back, a few blocks ahead of what is asked for."""
+    """A file that is verified from front to back, some blocks ahead of the requested position."""
 
     def __init__(self, path: Path, sums: FileSums) -> None:
         self._path = path
@@ -147,7 +150,7 @@ class CheckedFile:
         self._threads = min(THREADS_MAX, os.cpu_count() or 1)
 
     def check_to(self, end: int) -> None:
-        """StateError unless all bytes before `end` are what was written."""
+        """Verifies all bytes before offset `end`; raises `StateError` if a block differs."""
         wanted = -(-end // BLOCK_BYTES)
         if wanted <= self._checked:
             return

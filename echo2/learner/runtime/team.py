@@ -1,10 +1,10 @@
-"""What the learner asks of all ranks at once: steps, snapshots, completions, checkpoints.
+"""Runs on all ranks what the learner asks for: steps, snapshots, scoring, checkpoints.
 
-Guarantees: on rank 0 each method first tells the other ranks, then does its own part; the others do theirs in `follow`.
-With one process it is a plain call. Rank 0 alone holds journal, ledger and network. Snapshots stay where their rows
-are: each rank keeps its own until rank 0's `coder` says that they are not needed any more. Leaves to others: how
-commands travel (ranks), the work itself (trainer, model, evaluate, checkpoint), coding (coding; on the other ranks in a
-thread beside the training). All methods but the coder's are called from one thread.
+Guarantees: on rank 0 each method first sends a command to the other ranks, then does rank 0's part; the others do theirs in
+`follow`. With one process it is a plain call. Only rank 0 has journal, ledger and network. Snapshots are not moved: each rank keeps
+its own rows until rank 0's `coder` releases them. Leaves to others: how commands travel (ranks), the work itself (trainer, model,
+own_scoring, checkpoint), coding (coding; the other ranks encode in a thread while training continues). Call all methods except the
+coder's from one thread.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Team:
     starts_from_base = True
 
     def __init__(self, trainer: Trainer, folder: Path | None = None) -> None:
-        """`folder`: this rank's own run folder, which need not be on the disk of rank 0's; None: it is."""
+        """`folder`: this rank's own run folder, possibly on another disk than rank 0's; None: use rank 0's paths."""
         self.trainer, self._folder = trainer, folder
         self.model = trainer.model
         self.ranks = trainer.ranks
@@ -64,37 +64,37 @@ class Team:
         self._keeping = ThreadPoolExecutor(1, thread_name_prefix="keep")
 
     def _leader(self) -> ShardLeader | None:
-        """On rank 0 of several: brings together what the first copy's ranks code."""
+        """On rank 0 of several ranks, the coder that joins the sections encoded by the ranks of the first replica; else None."""
         group = self.ranks.encoders
         return ShardLeader(group, self.ranks.shards) if group is not None and self.ranks.is_leader else None
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Masters, both moments, and the published weights; of all ranks."""
+        """Bytes of masters, both moments and the published weights, over all ranks."""
         return checkpoint_bytes(self.model.parameter_count, self.model.snapshot_bytes)
 
     # ---- rank 0
 
     def step(self, batch: Batch, is_published: bool = False) -> StepResult:
-        """`is_published`: a snapshot of the weights after it will be asked for."""
+        """Trains one step. `is_published`: the caller will take a snapshot after it."""
         if self.ranks.count > 1:
             self.ranks.tell({"command": "step"}, batch_to_bytes(batch))
         return self.trainer.step(batch)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Rank 0's rows of the weights; once it returns, all ranks hold theirs, as the version of this step."""
+        """Returns rank 0's rows of the weights; by then all ranks hold theirs, as the version of this step."""
         self.ranks.tell({"command": "snapshot"})
         taken = self.model.snapshot()
         self.ranks.meet()
         return taken
 
     def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]:
-        """All rows of a snapshot that is still held, gathered tensor by tensor."""
+        """Gathers all rows of a snapshot that is still held, tensor by tensor."""
         self.ranks.tell({"command": "gather", "version": version})
         return {name: whole(snapshot[name]) for name in sorted(snapshot)}
 
     def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Whole weights of a published version, by the names of a snapshot: each rank takes its rows of them."""
+        """Distributes whole weights of a published version, under the names of a snapshot; each rank keeps its rows."""
         for name in sorted(weights) if self.ranks.count > 1 else ():
             whole_bytes = weights[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             self.ranks.tell({"command": "hold", "version": version, "name": name}, whole_bytes)
@@ -108,21 +108,21 @@ class Team:
     def take(
         self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
     ) -> Checkpoint:
-        """The state between two steps; the other ranks begin to write theirs, rank 0 must `store.save` it."""
+        """Takes the state between two steps. The other ranks start writing theirs; the caller must `store.save` the result."""
         checkpoint = take(self.trainer, published, version, state)
         folder = store.begin(checkpoint)
         self.ranks.tell({"command": "save", "folder": str(folder), "version": version})
         return checkpoint
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
-        """Puts the newest checkpoint back on every rank."""
+        """Restores the newest checkpoint on every rank; None if there is none."""
         steps = store.steps()
         if not steps:
             return None
         self.ranks.tell({"command": "load", "folder": str(store.folder_of(steps[-1]))})
         checkpoint = store.load(steps[-1], self.trainer)
         put_back(checkpoint, self.trainer, is_given_away=True)
-        return replace(checkpoint, shards={})  # which lie in the trainer now
+        return replace(checkpoint, shards={})  # the trainer has taken them
 
     def scorer(self, versions_max: int, newest: Version) -> OwnScorer:
         self.ranks.tell({"command": "audit", "versions_max": versions_max, "newest": newest})
@@ -144,7 +144,7 @@ class Team:
         return OwnScorer(reader, begin, ask, end)
 
     def stop(self) -> None:
-        """Ends the other ranks. To be called once, when no checkpoint is being written."""
+        """Ends the other ranks. Call it once, while no checkpoint is being written."""
         if self._shards is not None:
             self._shards.stop()
         self.ranks.tell({"command": "stop"})
@@ -153,10 +153,10 @@ class Team:
     # ---- other ranks
 
     def follow(self) -> None:
-        """Carries out rank 0's commands until it says stop."""
+        """Carries out rank 0's commands until `stop`."""
         assert self.ranks.encoders is not None, "several ranks have a group to code in"
         follower = ShardFollower(self.ranks.encoders, self._held)
-        # A daemon: where rank 0 ends without a word, this process ends with an error of its own.
+        # A daemon thread, so that it cannot keep this process alive if rank 0 dies without sending "stop".
         self._coding = threading.Thread(target=self._code, args=(follower,), name="sections", daemon=True)
         self._coding.start()
         while True:
@@ -197,11 +197,11 @@ class Team:
                     raise StateError(f"rank {self.ranks.rank}: expected a known command of rank 0, got {command!r}")
 
     def _own(self, folder: str) -> Path:
-        """Where this rank has rank 0's checkpoint, or a part of it."""
+        """This rank's path of rank 0's checkpoint folder `folder`."""
         return Path(folder) if self._folder is None else self._folder / "checkpoints" / Path(folder).name
 
     def _keep_for_audits(self, version: Version) -> None:
-        """In a thread: comparing all rows with those before takes seconds."""
+        """Keeps a version for scoring, in a thread: comparing all rows with the previous version takes seconds."""
         if self._reader is not None:
             self._keeping.submit(self._reader.kept.keep, version, self._held.of(version)).add_done_callback(self._kept)
 
@@ -214,7 +214,7 @@ class Team:
         assert self._reader is not None, "rank 0 says audit first"
         match head["command"]:
             case "begin_scoring":
-                self._keeping.submit(lambda: None).result()  # all versions that rank 0 may name are kept
+                self._keeping.submit(lambda: None).result()  # wait until all versions that rank 0 may name are kept
                 self._reader.kept.forget_before(Version(head["oldest"]))
                 self._reader.begin()
             case "read":
@@ -232,7 +232,7 @@ class Team:
     def _code(self, follower: ShardFollower) -> None:
         try:
             follower.serve()
-        except Exception as error:  # noqa: BLE001 - raised by the main thread at the next command
+        except Exception as error:  # noqa: BLE001 - the main thread raises it at the next command
             self._failure = error
 
     def _begin_writing(self, folder: Path, version: Version) -> None:
@@ -244,7 +244,7 @@ class Team:
     def _write(self, shards: Mapping[str, Tensor], folder: Path) -> None:
         try:
             write_shards(shards, folder, self.ranks)
-        except Exception as error:  # noqa: BLE001 - raised by the main thread at the next command
+        except Exception as error:  # noqa: BLE001 - the main thread raises it at the next command
             self._failure = error
 
     def _written(self) -> None:

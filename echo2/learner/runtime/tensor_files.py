@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint's safetensors files, written with checksums and compared while they are read.
+"""torch.distributed.checkpoint's safetensors files, written with checksums and verified while reading.
 
-Guarantees: each rank sums its own file as it writes it, one tensor after another, so that writing takes no memory beside them;
-no tensor is given out before the blocks that it lies in were compared. Leaves to others: which tensors, where a checkpoint is
-whole (checkpoint), the sums themselves (sums).
+Guarantees: each rank computes the checksums of its own file as it writes one tensor after another, so that writing needs no extra
+memory; no tensor is used before its blocks are verified. Leaves to others: which tensors, completeness of a checkpoint
+(checkpoint), the checksums themselves (sums).
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from echo2.learner.runtime.lending import LentTensors
 from echo2.learner.runtime.sums import CheckedFile, FileSums, SummingFile, part_of, written_with_sums
 from echo2.outside import here
 
-_HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file: the size of the JSON that follows
+_HEADER_LENGTH = struct.Struct("<Q")  # start of a safetensors file: size of the JSON that follows
 _ALIGNMENT = 8
 _DTYPES = {dtype: name for name, dtype in DTYPE_MAP.items()}
 
 
 class SummingWriter(HuggingFaceStorageWriter):
-    """Leaves the sums of this rank's file beside it. `lent`: tensors that may be overwritten once they are written (lending);
-    they are among those that are saved."""
+    """Writes this rank's file, and its checksums beside it. `lent`: those of the saved tensors that are borrowed from the trainer,
+    which may change them once they are written (lending)."""
 
     def __init__(self, folder: Path, lent: LentTensors | None = None) -> None:
         super().__init__(str(folder), save_distributed=True)
@@ -64,7 +64,8 @@ class SummingWriter(HuggingFaceStorageWriter):
         """Names of this rank's files."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """torch's own makes one block of bytes of all tensors first, and copies it: twice the checkpoint in memory."""
+        """Writes tensor by tensor. torch's own method first serialises all tensors into one block and copies that, which takes
+        twice the checkpoint's size in memory."""
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._written(plan, planner) if plan.items else [])
         return done
@@ -99,7 +100,7 @@ def _bytes_of(item: WriteItem) -> int:
 
 
 def _header_of(items: Sequence[WriteItem]) -> bytes:
-    """Of a safetensors file: where each tensor lies, and, as torch's reader wants it, which part of the whole it is."""
+    """Header of a safetensors file: each tensor's place in the file and, for torch's reader, its offset in the whole tensor."""
     offsets = {item.index.fqn: {SAVED_OFFSETS_KEY: list(_data_of(item).chunk.offsets)} for item in items}
     metadata = {
         CUSTOM_METADATA_KEY: json.dumps(offsets),
@@ -128,7 +129,7 @@ def _write(file: SummingFile, tensor: Tensor, size: int) -> None:
 
 
 class CheckedReader(HuggingFaceStorageReader):
-    """Reads what was written and nothing else; with `sums` None, as an older release left it, whatever is there."""
+    """Reads a checkpoint and verifies it; with `sums` None (written by an older release), reads it unverified."""
 
     def __init__(self, folder: Path, sums: Mapping[str, FileSums] | None) -> None:
         super().__init__(str(folder))
@@ -170,7 +171,7 @@ def _data_start(path: Path) -> int:
 
 
 def _tensor_ends(path: Path) -> dict[str, int]:
-    """Where each tensor's bytes end in the file."""
+    """File offset of the end of each tensor's bytes."""
     start = _data_start(path)
     with path.open("rb") as file:
         header = json.loads(file.read(start)[_HEADER_LENGTH.size :])

@@ -1,10 +1,10 @@
-"""One step of the run on one batch, timed phase by phase: one optimiser update, or several on parts of the batch.
+"""Trains on one batch per step: one optimiser update, or several on parts of the batch, each phase timed.
 
-Guarantees: gradients of micro-batches add up to the gradient of the batch (learner/loss); after a step the parameters
-are the rounded masters; a step whose loss or gradient is not finite changes nothing, is counted, and after
-`nonfinite_steps_max` in a row raises `TrainingError`. The same batches from the same state give the same bits on a
-CPU with the same number of threads. Leaves to others: which batch (batcher), when to publish (publication), threads:
-all methods are called from one thread at a time.
+Guarantees: the gradients of the micro-batches add up to the gradient of the batch (learner/loss); after a step the parameters
+equal the rounded masters; an update whose loss or gradient is not finite changes nothing and is counted, and more than
+`nonfinite_steps_max` in a row raise `TrainingError`. From the same state, the same batches give the same bits on a CPU with
+the same number of threads. Leaves to others: choosing the batch (batcher), when to publish (publication), threading: the
+caller must call all methods from one thread at a time.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ from echo2.learner.schedule import learning_rate
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did. `phases_s`: load, forward, backward, optimiser, and emulated where asked for. Of several updates:
-    `metrics` over all, the largest `grad_norm`, and `is_skipped` if any of them changed nothing.
+    """Outcome of one step. `phases_s`: seconds for load, forward, backward, optimiser and, if the option asks for it, emulated.
+    With several updates, `metrics` covers all of them, `grad_norm` is the largest, and `is_skipped` is true if any update
+    changed nothing.
     """
 
-    step: int  # steps complete after it
+    step: int  # steps completed, this one included
     phases_s: dict[str, float]
-    metrics: LossMetrics | None  # of this project's own loss
+    metrics: LossMetrics | None  # from this project's own loss
     grad_norm: float | None
     lr: float | None
     is_skipped: bool
-    positions: int  # computed, padding and prompts included
+    positions: int  # computed positions, including padding and prompts
     sampled_tokens: int
     left_out: tuple[
         int, ...
-    ] = ()  # by rollout of the batch: tokens whose reported numbers are too far off to be trained on
+    ] = ()  # per rollout of the batch: tokens not trained on because their reported numbers are too far off
 
 
 @dataclass(slots=True)
 class _Stopwatch:
-    """Seconds by phase; on a GPU a phase ends when its kernels have."""
+    """Seconds per phase; on a GPU a phase ends when its kernels have finished."""
 
     device: torch.device
     spent_s: dict[str, float] = field(default_factory=dict)
@@ -72,9 +73,9 @@ class _Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The groups of one update, laid out. The first `counted` of this rank's micro-batches `own` count; `rollouts` are its
-    places in the flat list of the batch. `before`: by micro-batch, the policy's log-probabilities before the batch's first
-    update; empty where nothing asks for them.
+    """The groups of one update and their micro-batches. Of this rank's micro-batches `own`, the first `counted` contribute to
+    the loss. `rollouts`: the slice of the batch's flat list of rollouts. `before`: per micro-batch, the policy's
+    log-probabilities before the batch's first update; empty if they are not needed.
     """
 
     groups: Sequence[TrainGroup]
@@ -86,7 +87,7 @@ class _Part:
 
 
 class Trainer:
-    """Holds the model and the optimiser. `step_count` steps of the run are complete."""
+    """Holds the model and the optimiser. `step_count`: completed steps of the run."""
 
     def __init__(self, model: PolicyModel, options: TrainerOptions, total_steps: int) -> None:
         self.model = model
@@ -113,18 +114,18 @@ class Trainer:
 
     @property
     def lends_state(self) -> bool:
-        """Whether a checkpoint is written from masters and moments themselves: they lie in host memory, and between two steps
-        nothing changes them, as an audit would change masters that are the parameters."""
+        """Whether a checkpoint borrows the masters and moments instead of copying them. They must lie in host memory on a single
+        rank and be separate from the parameters: an audit changes the parameters between two steps."""
         return self.model.device.type == "cpu" and self.ranks.count == 1 and self.model.is_rounded
 
     def step(self, batch: Batch) -> StepResult:
-        """Trains on one batch."""
+        """Trains on one batch; raises `TrainingError` after too many non-finite updates in a row."""
         torch.set_num_threads(self.options.threads)
         watch = _Stopwatch(self.model.device)
         parts = self._parts(batch)
         watch.lap("load")
         is_minimum_variance = self.options.advantage.baseline is Baseline.MINIMUM_VARIANCE
-        if len(parts) > 1 or is_minimum_variance:  # one pass serves both
+        if len(parts) > 1 or is_minimum_variance:  # both need the log-probabilities from before the first update
             for part in parts:
                 part.before.extend(self._policy_logprobs(part))
         advantages = self._advantages(batch.groups, parts)
@@ -134,7 +135,7 @@ class Trainer:
         ratio_max, grad_norm, lr, tokens, is_skipped = 0.0, 0.0, 0.0, 0, False
         for part in parts:
             totals = self._totals(batch, advantages, part)
-            # Of one update, what was before it is the current policy, and the loss takes that.
+            # With a single update the proximal policy is the current one, which the loss uses by default.
             proximal = part.before if len(parts) > 1 else []
             part_sums_M, part_max = self._accumulate(part, proximal, advantages, totals, left_out_N, watch)
             norm, lr = self._update(loss_metrics(part_sums_M, part_max))
@@ -162,12 +163,12 @@ class Trainer:
 
     @property
     def packing_limits(self) -> PackingLimits:
-        """Rows as wide as the model, some times over."""
+        """Limits for packing; by default a row has `ROW_WIDTHS` times as many tokens as the model's hidden size."""
         row_tokens = self.options.row_tokens or ROW_WIDTHS * int(self.model.config.hidden_size)
         return PackingLimits(self.options.token_budget, row_tokens)
 
     def _parts(self, batch: Batch) -> list[_Part]:
-        """Groups whole, in their order, as evenly as their number allows; every part has one at least."""
+        """Splits the batch into one part per update: whole groups, in order, as evenly as possible, at least one group each."""
         count = min(self.options.updates_per_batch, len(batch.groups))
         bounds = [index * len(batch.groups) // count for index in range(count + 1)]
         parts: list[_Part] = []
@@ -181,12 +182,12 @@ class Trainer:
         return parts
 
     def _packed(self, part: _Part) -> Iterator[PackedBatch]:
-        """This rank's micro-batches, made one ahead of the device."""
+        """Yields this rank's micro-batches, prepared one ahead of the device."""
         for micro in collated(part.groups, part.own, self.model.policy.row_multiple, self.model.policy.routing):
             yield micro.behind(part.rollouts.start)
 
     def _limits_of(self, groups: Sequence[TrainGroup]) -> PackingLimits:
-        """For several ranks, micro-batches small enough that each rank has one to compute."""
+        """With several ranks, makes micro-batches small enough that each rank has one to compute."""
         limits = self.packing_limits
         if self.ranks.count == 1:
             return limits
@@ -195,15 +196,15 @@ class Trainer:
         return PackingLimits(budget, min(limits.row_tokens, budget))
 
     def _own_share(self, layout: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Every rank computes equally many, for their collectives must meet: a rank with fewer repeats one that does
-        not count.
+        """This rank's micro-batches. All ranks must join the same collectives, so a rank that has one micro-batch too few adds a
+        dummy that does not count.
         """
         own = list(layout[self.ranks.rank :: self.ranks.count])
         rounds = -(-len(layout) // self.ranks.count)
         return own + [layout[0]] * (rounds - len(own))
 
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[Tensor]:
-        """The policy's own log-probabilities of every rollout's tokens, by rollout: for audits and tests."""
+        """Returns the current policy's log-probabilities of each rollout's tokens, for audits and tests."""
         layout = plan_microbatches(lengths_of(groups), self.packing_limits)
         found: dict[int, Tensor] = {}
         with torch.no_grad():
@@ -216,7 +217,7 @@ class Trainer:
     # ---- parts of a step
 
     def _policy_logprobs(self, part: _Part) -> list[Tensor]:
-        """Of each micro-batch, by a forward pass without gradient."""
+        """The policy's log-probabilities of each micro-batch, by a forward pass without gradient."""
         with torch.no_grad():
             return [self.model.policy(micro.inputs.to(self.model.device))[0] for micro in self._packed(part)]
 
@@ -229,7 +230,7 @@ class Trainer:
         left_out_N: Tensor,
         watch: _Stopwatch,
     ) -> tuple[Tensor, float]:
-        """Adds the gradient of each micro-batch to the model's; the metric sums over all ranks, and the largest ratio."""
+        """Accumulates the gradients of all micro-batches; returns the metric sums and the largest ratio, over all ranks."""
         sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
         ratio_max = 0.0
         for number, micro in enumerate(self._packed(part)):
@@ -247,7 +248,7 @@ class Trainer:
         return self.ranks.sum(sums_M), self.ranks.largest(ratio_max)
 
     def _advantages(self, groups: Sequence[TrainGroup], parts: Sequence[_Part]) -> Advantages:
-        """Over the whole batch, however many updates it makes."""
+        """Advantages over the whole batch, however many updates it is split into."""
         rewards_R = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
         group_R = torch.tensor([index for index, group in enumerate(groups) for _ in group.rewards])
         weight_R = None
@@ -260,7 +261,7 @@ class Trainer:
         return replace(advantages, trained_R=advantages.trained_R & ended_R)
 
     def _variance_weights(self, parts: Sequence[_Part], count: int) -> Tensor:
-        """By the ratios of the whole batch, which are wanted before the loss."""
+        """Weights of the minimum-variance baseline, from the ratios of the whole batch; needed before the loss."""
         log_ratio_R, norm_sq_R = torch.zeros(count), torch.zeros(count)
         for part in parts:
             for micro, logprobs_T in islice(zip(self._packed(part), part.before, strict=True), part.counted):
@@ -273,7 +274,7 @@ class Trainer:
         return minimum_variance_weights(self.ranks.sum(log_ratio_R), self.ranks.sum(norm_sq_R))
 
     def _totals(self, batch: Batch, advantages: Advantages, part: _Part) -> BatchTotals:
-        """Of one update."""
+        """Totals that normalise the loss of one update."""
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts][part.rollouts]
         is_trained_R = advantages.trained_R[part.rollouts].tolist()
         trained = [r for r, is_trained in zip(rollouts, is_trained_R, strict=True) if is_trained]
@@ -289,7 +290,7 @@ class Trainer:
         is_counted: bool,
         proximal_T: Tensor | None,
     ) -> tuple[PolicyLoss, Tensor]:
-        """And how many tokens of each rollout were left out because their reported numbers are too far off."""
+        """Loss of a micro-batch, and per rollout the number of tokens left out because their reported numbers are too far off."""
         device = self.model.device
         inputs = micro.inputs.to(device)
         logprobs_T, entropy_T = self.model.policy(inputs, self.options.with_entropy)
@@ -311,7 +312,8 @@ class Trainer:
         return policy_loss(tokens, self.options.loss, totals), left_out_R.cpu()
 
     def _update(self, metrics: LossMetrics) -> tuple[float, float]:
-        """Clips, moves the masters, rounds. Returns the gradient's norm and the learning rate used, 0 when skipped."""
+        """Clips the gradient, updates the masters and rounds them into the parameters. Returns the gradient norm and the learning
+        rate used, 0 if the update was skipped."""
         self.model.hand_over_gradients()
         grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.masters, self.options.grad_clip)))
         lr = self._lr(metrics)

@@ -1,6 +1,6 @@
-"""What the learner needs of whoever trains: this project's own trainers (team), or a trainer of the user's (lent_trainer).
+"""What the learner needs from the training side: this project's own trainers (team) or a user's trainer (lent_trainer).
 
-Guarantees: nothing; these are the shapes.
+Guarantees: nothing; this module only defines interfaces.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from echo2.scoring.request import TokenScores
 
 
 class Scorer(ScoreUnderVersion, Protocol):
-    """Scores tokens under the published `versions` (ascending) that it keeps. `is_of_trainer`: by the model that trains, so only
-    on the trainer's thread; else in a thread of its own. `keep` may be called from another thread than the rest."""
+    """Scores tokens under the published `versions` (ascending) that it keeps. `is_of_trainer`: it uses the model that trains, so
+    call it only on the trainer's thread; else it needs its own thread. `keep` may be called from a different thread."""
 
     @property
     def is_of_trainer(self) -> bool: ...
@@ -33,20 +33,20 @@ class Scorer(ScoreUnderVersion, Protocol):
     def versions(self) -> list[Version]: ...
 
     def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors`: what is published of it, as in a snapshot; never changed in place."""
+        """Keeps a version. `tensors`: its published weights, as in a snapshot; never changed in place."""
         ...
 
     def turn(self) -> AbstractContextManager[None]:
-        """What is scored is scored within one; no version that was kept as it began is forgotten before its end."""
+        """Context in which all scoring takes place; versions kept at its start stay until its end."""
         ...
 
     def together(self, version: Version, asked: Sequence[tuple[Passage, Piece]]) -> list[TokenScores]:
-        """Of pieces that stand alone, all under one version."""
+        """Scores independent pieces, all under one version."""
         ...
 
 
 class PublishedModel(Protocol):
-    """The model as workers and prompts need to know it."""
+    """The facts about the model that workers and prompts need."""
 
     path: str
     config: Any  # transformers'
@@ -82,17 +82,17 @@ class PublishedModel(Protocol):
 
 
 class StepCounter(Protocol):
-    """`step_count` optimiser steps are complete."""
+    """`step_count`: completed steps."""
 
     @property
     def step_count(self) -> int: ...
 
 
 class TrainingSide(Protocol):
-    """Steps, snapshots and checkpoints. `starts_from_base`: the first snapshot of every start is the base model's.
+    """Makes steps, snapshots and checkpoints. `starts_from_base`: after every start, the first snapshot is the base model's.
 
-    A snapshot may hold this rank's rows alone (DTensors); `coder` codes it, `whole` brings all rows together. All but
-    the coder's methods are called from the trainer's thread.
+    A snapshot may hold only this rank's rows (DTensors); `coder` encodes it, `whole` gathers all rows. Call all methods except the
+    coder's on the trainer's thread.
     """
 
     starts_from_base: bool
@@ -114,7 +114,7 @@ class TrainingSide(Protocol):
     def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]: ...
 
     def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Takes whole weights of a version that was published, by the names of a snapshot, for a snapshot of it."""
+        """Turns whole weights of a published version, under the names of a snapshot, into a snapshot of that version."""
         ...
 
     def take(
@@ -124,7 +124,8 @@ class TrainingSide(Protocol):
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None: ...
 
     def scorer(self, versions_max: int, newest: Version) -> Scorer:
-        """For audits; asked for once. Of several ranks each keeps its rows from `newest` on, which is still held."""
+        """Makes the scorer for audits; call it once. Each rank keeps its rows of `newest`, which is still held, and of later
+        versions."""
         ...
 
     def stop(self) -> None: ...

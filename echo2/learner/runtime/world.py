@@ -1,9 +1,9 @@
-"""What answers the model: the score of a task, or the world of an environment, turn by turn.
+"""Answers completions: a task scores them, an environment replies turn by turn.
 
-Guarantees: rewards and steps run under the reward pool's limits, and one that fails costs its own rollout; the world's
-words reach the model as tokens behind exactly the tokens that it was sampled from, never as text encoded again; an
-episode that has no room left for another turn is worth 0, as an answer that never came. Waits for: the pool, at most
-its time limit a turn. Leaves to others: the order of prompts (prompts), leases for the next turn (intake).
+Guarantees: rewards and environment steps run under the reward pool's limits, and a failing one costs only its own rollout; an
+environment's message is appended as tokens to exactly the tokens that were sampled, which are never decoded and encoded again; an
+episode without room for another turn gets reward 0, as if no answer had come. Waits for: the pool, at most its time limit per
+turn. Leaves to others: the order of prompts (prompts), leases for the next turn (intake).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """To a finished turn: the rollout's end, or tokens behind which the model speaks again."""
+    """The answer to a finished turn: `scored` if the rollout has ended, else `said`, the tokens before the model's next turn."""
 
     scored: Scored | None
     said: tuple[int, ...] = ()
 
 
 class PromptWorld(Protocol):
-    """Prompts by index, and answers to completions."""
+    """Gives prompts by index and answers completions."""
 
     @property
     def name(self) -> str: ...
@@ -42,26 +42,27 @@ class PromptWorld(Protocol):
     def instance(self, index: int) -> TaskInstance: ...
 
     def name_of(self, index: int) -> str:
-        """Of the task that the instance is of: of a mixture, one of several."""
+        """Name of the instance's task; in a mixture, one of several."""
         ...
 
     async def answer(
         self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
     ) -> TurnAnswer:
-        """To the last of an instance's turns. `room_tokens`: how many the context still holds. `sender`: who sampled it."""
+        """Answers the last of an instance's turns. `room_tokens`: how many more tokens the context can hold. `sender`: the worker
+        that sampled the turn."""
         ...
 
     def close(self) -> None: ...
 
 
 def make_world(spec: TaskSpec, chat: ChatFormat, containment: Containment | None = None) -> PromptWorld:
-    """The task or the environments that `spec` describes."""
+    """Makes the world of the task or environment that `spec` describes."""
     make = EnvironmentWorld if is_environment(spec) else TaskWorld
     return make(spec, chat, containment)
 
 
 class TaskWorld:
-    """One completion, then its score."""
+    """Scores a single completion."""
 
     def __init__(self, spec: TaskSpec, chat: ChatFormat, containment: Containment | None = None) -> None:
         self.task = make_task(spec)
@@ -87,7 +88,7 @@ class TaskWorld:
 
 
 class EnvironmentWorld:
-    """Several turns. Steps run in the pool, told whole each time, so a restart replays nothing here."""
+    """Runs several turns. Each step gets all turns so far and runs in the pool, so nothing has to be replayed after a restart."""
 
     def __init__(self, spec: TaskSpec, chat: ChatFormat, containment: Containment | None = None) -> None:
         self._source = make_environment_source(spec)
