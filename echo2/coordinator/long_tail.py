@@ -10,7 +10,8 @@ the hand-over (tokens are reported, the lease travels, the prompt and all tokens
     stay = left / v_here        move = hand_over_s + (prompt + all held) / p_there + left / v_there
 
 It pays when `move` is below `stay` by `GAIN_SHARE` and `GAIN_S_MIN`. Guarantees: nothing is moved while a queued group
-could use the room (that one would be faster served), nothing that is recalled already, no group more than
+could use the room (that one would be faster served), nothing that is recalled already, no evaluation (the only workers that
+could finish it hold its exact version now, and may swap before the lease reaches them), no group more than
 `MOVES_PER_GROUP_MAX` times, no more than there is room for. With over-provisioning, stragglers of a step that has begun
 without them are stopped as soon as moving gains anything at all. Leaves to others: carrying it out (lease_book.Recall).
 """
@@ -141,7 +142,8 @@ def moves(
 
 
 def _may_move(book: LeaseBook, lease: Lease) -> bool:
-    return not lease.is_recalled and book.groups[lease.group_id].moves < MOVES_PER_GROUP_MAX
+    group = book.groups[lease.group_id]
+    return not lease.is_recalled and group.spec.exact_version is None and group.moves < MOVES_PER_GROUP_MAX
 
 
 def _there_s(held: float, left: float, pace: WorkerPace) -> float:

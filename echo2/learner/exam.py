@@ -7,7 +7,7 @@
 
 Guarantees: a question's rollouts hold only tokens of the exam's version. They never enter a batch, because they are on a
 separate shelf from which no batch is drawn and whose ledger records nothing. At most `OPEN_MAX` questions are open at once.
-An exam without progress for `patience_s` ends or moves to a newer version. An agent's episode lost to an infrastructure
+An exam without progress for `patience_s` ends or moves to a newer version (sooner if newer versions overtook it). An agent's episode lost to an infrastructure
 failure is counted as lost, not as reward 0. Leaves to others: which versions are evaluated (runtime/exams), prompts and
 rewards (runtime/examination).
 """
@@ -33,6 +33,8 @@ MOVES_MAX = 3
 """How often an exam that was partly sampled restarts with a newer version."""
 BEHIND_VERSIONS = 2
 """An exam that has no samples yet moves to the newest version once this many newer ones were published."""
+OVERTAKEN_PATIENCE = 0.1
+"""Share of `patience_s` that a begun exam waits for progress once it was overtaken so: probably no worker holds its version now."""
 RETRIES_MAX = 64
 """How often a question is asked again because a worker that answered part of it was banned."""
 PASSED_FROM = 1.0 - 1e-9

@@ -28,7 +28,7 @@ from echo2.learner.batcher_events import (
     Score,
 )
 from echo2.learner.episodes import is_later_turn, root_of
-from echo2.learner.exam import BEHIND_VERSIONS, MOVES_MAX, Exam, ExamResult, ExamRules
+from echo2.learner.exam import BEHIND_VERSIONS, MOVES_MAX, OVERTAKEN_PATIENCE, Exam, ExamResult, ExamRules
 from echo2.learner.group import Group, is_driven, is_driven_root
 from echo2.learner.history import GroupDropped, Opened
 from echo2.learner.shelf import Shelf
@@ -134,13 +134,20 @@ class Examining:
             self._exam.drop_sent_by(peer_id)
 
     def tick(self, now: float) -> list[Action]:
-        """Moves an exam without progress, or one overtaken before its first sample, to the newest version, or gives it up."""
+        """Moves an exam without progress, or one overtaken before its first sample, to the newest version, or gives it up.
+
+        Workers report the tokens of a lease every second, so an overtaken exam without new tokens has no worker: its version was
+        replaced everywhere. Between an agent's calls no token comes either, so agents get the whole patience.
+        """
         exam = self._exam
         if exam is None:
             return []
         idle_s, is_begun = exam.idle_s(now), exam.is_begun
-        is_overtaken = not is_begun and len(self._left_after) >= BEHIND_VERSIONS
-        if not is_overtaken and idle_s < self.rules.patience_s:
+        is_overtaken = len(self._left_after) >= BEHIND_VERSIONS
+        patience_s = self.rules.patience_s
+        if is_overtaken and not self.rules.is_driven:
+            patience_s *= OVERTAKEN_PATIENCE
+        if idle_s < patience_s and (is_begun or not is_overtaken):
             return []
         newest = self._left_after[-1] if self._left_after else None
         if newest is None or exam.moves >= MOVES_MAX:

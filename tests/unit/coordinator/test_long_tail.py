@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
+from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator import lease_events as le
 from echo2.coordinator.lease_book import LeaseBook
 from echo2.coordinator.lease_events import Seeker
@@ -68,6 +70,19 @@ def test_a_straggler_moves_when_that_ends_it_sooner() -> None:
     (move,) = moves(book, SPEEDS, Step(0), RULE, {SLOW: "berlin"})
     assert (move.to, round(move.gain_s)) == (FAST, round(700 / 5 - (3 + 403 / 5000 + 700 / 50)))
     assert "140.0 s more on berlin, 17.1 s on fast" in move.reason
+
+
+def test_an_evaluation_stays_with_the_worker_that_holds_its_version() -> None:
+    """The fast one would swap to a newer version before the lease reaches it, and then nobody could finish it."""
+    book = taught()
+    asked = replace(spec("e"), work=Work.EVALUATE, exact_version=Version(0))
+    book.handle(le.GroupsOffered((asked,)), 0.0)
+    book.handle(le.WorkerAllowed(SLOW, True), 0.0)
+    (grant,) = [a for a in book.handle(le.RolloutsWanted(SLOW, SIZE, Version(0)), 0.0) if isinstance(a, le.Grant)]
+    book.handle(le.Progressed(SLOW, grant.lease_id, 0, SIZE * 100), 20.0)
+    book.handle(le.WorkerAllowed(FAST, True), 20.0)
+    book.handle(le.RolloutsWanted(FAST, SIZE, Version(0)), 20.0)
+    assert found(book) == []
 
 
 def test_what_is_nearly_done_or_not_slower_stays() -> None:

@@ -185,6 +185,23 @@ def test_an_exam_that_nobody_began_moves_to_a_newer_version_at_once_and_a_begun_
     assert [bool(result.sets) for result in caller.results] == [False], "it is moved a few times, then given up"
 
 
+@pytest.mark.parametrize(("newer", "waits_s"), [(1, PATIENCE_S), (2, 0.1 * PATIENCE_S)])
+def test_a_begun_exam_whose_version_the_fleet_has_left_moves_without_the_whole_patience(
+    newer: int, waits_s: float
+) -> None:
+    """Its leases were handed back and every worker has swapped: the end of a run waited ten minutes for it."""
+    caller = Caller()
+    caller.tell(b.ExamDue(Version(6)))
+    caller.report(caller.questions()[0], 0, 6)
+    caller.tell(b.ExamTick(0.0))
+    for version in range(7, 7 + newer):
+        caller.tell(b.VersionLeft(Version(version)))
+    caller.tell(b.ExamTick(waits_s - 0.1))
+    assert {exam_version_of(group_id) for group_id in caller.questions()} == {Version(6)}
+    caller.tell(b.ExamTick(waits_s))
+    assert {exam_version_of(group_id) for group_id in caller.questions()} == {Version(6 + newer)}
+
+
 def test_what_a_barred_worker_answered_is_answered_again_by_others() -> None:
     caller = Caller()
     caller.tell(b.ExamDue(Version(0)))
