@@ -199,7 +199,7 @@ class Shift:
         await self._ending.wait()
         if self._failure is not None:
             raise self._failure
-        if self._is_dismissed:  # the coordinator is gone: no one to hand leases back to
+        if self._is_dismissed:  # the session has ended, so leases can no longer be handed back
             return
         await self._drain(self._stop_reason or "stopped")
 
