@@ -91,8 +91,8 @@ class _PendingSwap:
 
 @dataclass(slots=True)
 class StepLoop:
-    """`run` is the thread's function. Methods marked "in the thread", `run_commands` and `step` run in that thread; the others may be
-    called from any thread."""
+    """`run` is the thread's function. Methods marked "in the thread", `run_commands` and `step` run in that thread; the others may
+    be called from any thread."""
 
     weights: ChangeableWeights
     make_forward: Callable[[BlockPool], Forward]
