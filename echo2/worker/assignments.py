@@ -67,7 +67,7 @@ LENGTHS_MAX = 256
 VERDICT_GRACE_S = 10.0
 """How long a lease waits for its last verdict, counted from its deadline or from the learner's connection if that came later."""
 MARGIN_S_MAX = 2.0
-"""A lease is handed back this long before its deadline, or a tenth of its time before it if that is less."""
+"""A lease is handed back this long before its deadline, or a tenth of its duration if that is less."""
 HOLD_S_MAX = 300.0
 """How long a new version waits for leases bound to the live version; then they are handed back."""
 EXACT_GRACE_S, TURN_GRACE_S = 1.0, 5.0

@@ -14,7 +14,7 @@ import numpy as np
 from echo2.base.errors import EngineError
 
 BLOCK_TOKENS = 32
-"""Positions in one block. Attention runs over whole blocks, so this suits its vector width; half a block is spare per sequence."""
+"""Positions in one block. Attention runs over whole blocks, so this fits its vectors; on average a sequence wastes half a block."""
 
 
 def blocks_for(tokens: int) -> int:

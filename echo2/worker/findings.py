@@ -15,7 +15,7 @@ DRIVER_MIN = 525
 """The oldest NVIDIA driver that any CUDA 12 build runs on; builds for CUDA 13 need 580."""
 DRIVER_CUDA_13 = 580
 SKEW_S_MAX = 5.0
-"""Why skew matters although lease deadlines are corrected by it: the validity of certificates is not."""
+"""More skew than this is worth a warning: lease deadlines are corrected by the skew, but the validity of certificates is not."""
 FREE_MEMORY_MIN = 1 << 30
 
 

@@ -135,9 +135,7 @@ class SlotTable:
         """Shares cached prompt prefixes with new sequences; returns the partial blocks to copy for that. The caller must make the
         copies before it asks for fills."""
         copies: list[Copy] = []
-        just_shared: set[int] = (
-            set()
-        )  # not a source yet: these slots are valid only after the caller has made the copies
+        just_shared: set[int] = set()  # not yet sources: their rows are valid only once the copies are made
         for sequence in self.running.values():
             if sequence.cached >= sequence.shareable:
                 continue

@@ -162,7 +162,7 @@ class StartOver:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """No version could be made live, `FAILURES_MAX` times in a row."""
+    """`FAILURES_MAX` attempts in a row to make a version live have failed."""
 
     reason: str
 

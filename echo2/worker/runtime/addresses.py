@@ -25,9 +25,8 @@ def own_addresses(options: WorkerOptions, link: JoinLink, port: int) -> list[str
 
 def listen_host(options: WorkerOptions, link: JoinLink) -> str:
     """The host given by the operator; else loopback if the coordinator is on loopback, else every address."""
-    own = (
-        link.host if ":" in link.host else "127.0.0.1"
-    )  # same family as the coordinator's: peers see ::1 and 127.0.0.1 as two hosts
+    # The coordinator's address family, because ::1 and 127.0.0.1 appear to others as two hosts.
+    own = link.host if ":" in link.host else "127.0.0.1"
     return options.listen_host or (own if is_loopback(link.host) else EVERY_ADDRESS)
 
 

@@ -126,7 +126,7 @@ class MakesEngine(Protocol):
 
 
 class Engines(Protocol):
-    """This machine, and how to make engines on it; tests replace it."""
+    """This machine, and how to make engines on it; the simulator has an implementation of its own."""
 
     def look(self, folder: Path) -> WorkerMachine: ...
 

@@ -205,11 +205,8 @@ class Telling:
         told, beats, lines = self._told_links, self._beats, self._told_lines
         beat = self.heartbeat(engine, keeper)
         counted = engine.stats() if engine else None
-        self._told_links, self._beats, self._told_lines = (
-            told,
-            beats,
-            lines,
-        )  # the coordinator has not received this one
+        # Restored, because the coordinator has not received this heartbeat.
+        self._told_links, self._beats, self._told_lines = told, beats, lines
         facts = self.where.transport.facts
         return {
             "run": self.run_id,

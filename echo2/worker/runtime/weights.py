@@ -56,9 +56,7 @@ class HostSnapshot:
 class WeightsHooks:
     """Callbacks into the rest of the worker, on the loop's thread."""
 
-    check_model: Callable[
-        [Iterable[tuple[str, tuple[int, ...], str]]], None
-    ]  # raises if the weights are another model's
+    check_model: Callable[[Iterable[tuple[str, tuple[int, ...], str]]], None]  # raises for another model's weights
     live: Callable[[swap.GoLive], None]
     start_over: Callable[[Version | None, str], None]  # the artifact was bad: fetch again, from this version on
     # an artifact was decoded: whether it is a keyframe, bytes of the whole weights, seconds on the decoder's thread

@@ -1,8 +1,8 @@
 """Checks a staged version against a model before any weight is touched.
 
 Guarantees: a version that passes has only known names, the model's shapes, the dtypes published before, and ascending positions
-within each tensor; each name occurs once or, for a large tensor of a delta, in consecutive parts; a keyframe is complete. Leaves to
-others: writing it.
+within each tensor; each name occurs once or, for a large tensor of a delta, in several parts with ascending positions; a keyframe
+is complete. Leaves to others: writing it.
 """
 
 from __future__ import annotations
