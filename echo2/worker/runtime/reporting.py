@@ -237,8 +237,10 @@ class Reporting:
     async def _read_one(
         self, call: grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict]
     ) -> ingest_pb2.RolloutVerdict | None:
-        """The next verdict; None at the end of the stream. Waits without limit while no report is in flight; otherwise raises
-        TimeoutError after `VERDICT_S` to twice that without a verdict."""
+        """The next verdict; None at the end of the stream. Waits without limit while no report is in flight.
+
+        Raises TimeoutError if a report is in flight at the end of any period of `VERDICT_S` without a verdict.
+        """
         reading = asyncio.ensure_future(call.read())
         try:
             while True:
