@@ -1,11 +1,11 @@
-"""What a worker works on: leases, their rollouts, what is asked for, reported and handed back.
+"""The state machine of a worker's leases: which to request, what to generate, report and hand back.
 
-One door, `Assignments.handle(event, now) -> list[Action]`. Guarantees: at most one report of a lease is under way, so
-verdicts need no guessing; new tokens are reported every report interval and a finished rollout at once (in company of
-others, `finished_delay_s`); no more rollouts are held than keep the slots full while a new lease travels; a revoke or a
-drain gives back every token, or, past its time, the lease alone; a group that one version alone may work on has no token of
-another, and a version that has come waits for it, `HOLD_S_MAX` at most. While the learner is away, leases held go on and what
-is finished waits; while the coordinator is away, nothing changes but that no new lease comes.
+One door, `Assignments.handle(event, now) -> list[Action]`. Guarantees: a lease has at most one report in flight, so each verdict
+belongs to a known report; new tokens are reported every report interval, a finished rollout after `finished_delay_s`, so that
+siblings travel together; the worker holds no more rollouts than keep its slots full while a new lease travels; a revoke or a drain
+hands back every token or, past its time limit, only the lease; a group bound to one version (`exact_version`) has no token of
+another, and a new version waits for such groups, at most `HOLD_S_MAX`. While the learner is away, generation continues and
+finished rollouts wait; while the coordinator is away, only new leases are missing.
 Leaves to others: the clock, the streams, the engine (runtime); which lease to grant (coordinator).
 """
 
@@ -61,23 +61,23 @@ from echo2.worker.options import WorkerLimits
 from echo2.worker.partial import PartialRollout, unheld_tokens
 
 REPORT_TOKENS_MAX = 1 << 16
-"""Tokens of one report; the wire allows four times as many."""
+"""Most tokens in one report; the wire allows four times as many."""
 RESEND_PAUSE_S = 0.05
 LENGTHS_MAX = 256
 VERDICT_GRACE_S = 10.0
-"""After its deadline a lease waits so long for its last verdict, counted from when the learner is there to give it."""
+"""How long a lease waits for its last verdict, counted from its deadline or from the learner's connection if that came later."""
 MARGIN_S_MAX = 2.0
-"""A lease whose deadline is so near is handed back; short leases keep nine tenths of their time."""
+"""A lease is handed back this long before its deadline, or a tenth of its duration if that is less."""
 HOLD_S_MAX = 300.0
-"""A version waits so long for rollouts that only the one before may sample; then they are handed back."""
+"""How long a new version waits for leases bound to the live version; then they are handed back."""
 EXACT_GRACE_S, TURN_GRACE_S = 1.0, 5.0
-"""After the last of those it waits so long for more of them, which are on their way from the coordinator; the second where it was a
-turn or an agent's call, behind which another may come once tools have answered."""
+"""After the last such lease the version waits this long for further ones, which may be on their way from the coordinator. The
+second applies if that lease was a turn or an agent's call: another may follow once the tools have answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A version that has come."""
+    """A version that waits to go live."""
 
     version: Version
     since: float
@@ -85,7 +85,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class Assignments:
-    """The machine. `report_interval_s` is the coordinator's unless `fixed_report_interval_s` is given."""
+    """The state machine. `report_interval_s` is the coordinator's unless `fixed_report_interval_s` is given."""
 
     limits: WorkerLimits
     fixed_report_interval_s: float = 0.0
@@ -107,7 +107,7 @@ class Assignments:
     def __post_init__(self) -> None:
         self.report_interval_s = self.fixed_report_interval_s or self.report_interval_s
 
-    # -- what others may look at
+    # -- read by others
 
     @property
     def lease_ids(self) -> tuple[LeaseId, ...]:
@@ -123,17 +123,17 @@ class Assignments:
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine has or will have something to do."""
+        """Whether the engine has work or will get some."""
         return any(lease.is_running for lease in self._leases.values())
 
     @property
     def exact_leases(self) -> list[LeaseWork]:
-        """Those whose group may have tokens of one version alone."""
+        """The leases whose group may contain tokens of one version only."""
         return [lease for lease in self._leases.values() if lease.group.exact_version is not None]
 
     @property
     def unheld_tokens(self) -> int:
-        """Tokens that the learner does not hold yet: what a sudden death of this worker would cost."""
+        """Number of tokens that the learner does not hold yet: the loss if this worker died now."""
         return sum(unheld_tokens(tuple(lease.rollouts.values())) for lease in self._leases.values())
 
     # -- the door
@@ -141,7 +141,7 @@ class Assignments:
     def handle(self, event: Event, now: float) -> list[Action]:
         self._now = now
         actions = list(self._on(event, now))
-        # Tokens that end nothing change nothing before the next time that was asked for: by far the commonest event.
+        # By far the commonest event is tokens that end no rollout: nothing follows from it before the requested wake-up.
         if actions or now >= self._wake_at or not isinstance(event, Sampled):
             actions += self._follow_up(now)
         return actions
@@ -158,7 +158,7 @@ class Assignments:
                 for chunk in chunks:
                     yield from self._sampled(chunk, now)
             case EngineRefused(request_id, message):
-                # As a refusal, so that the coordinator pauses before it tries the group again.
+                # REFUSED, so that the coordinator pauses before it tries the group again.
                 yield from self._ended(LeaseId(request_id.rpartition("/")[0]), EndReason.REFUSED, message)
             case Judged(lease_id, verdicts):
                 yield from self._judged(lease_id, verdicts, now)
@@ -203,7 +203,7 @@ class Assignments:
             known.deadline = grant.deadline
             return
         if grant.is_renewal:
-            return  # ended here meanwhile, which the coordinator is about to hear
+            return  # ended here meanwhile; the coordinator has not heard of it yet
         self._demand.granted(grant.group.rollout_count, now)
         if self._is_leaving:
             yield EndLease(grant.lease_id, EndReason.HANDED_BACK, "this worker is draining")
@@ -300,8 +300,8 @@ class Assignments:
         rollout = lease.rollouts[int(index)]
         was_ended = rollout.is_ended
         if rollout.is_settled or was_ended:
-            return  # the engine ran on behind a stop string, until it heard of it
-        if lease.group.exact_version not in (None, chunk.version):  # it ran on while it was being handed back
+            return  # the engine continued past a stop string before the abort reached it
+        if lease.group.exact_version not in (None, chunk.version):  # the engine swapped before the abort reached it
             chunk = TokenChunk(chunk.request_id, (), (), (), chunk.version, FinishReason.ABORTED)
         ended = rollout.up_to_stop(chunk, lease.group.sampling)
         rollout.append(ended)
@@ -345,7 +345,7 @@ class Assignments:
         )
 
     def _void_reports(self, now: float) -> None:
-        # Tokens are counted as held by verdicts only, so what was under way is simply sent again.
+        # Only verdicts count tokens as held, so whatever was in flight is simply sent again.
         for lease in self._leases.values():
             lease.is_reporting = False
             if lease.has_finished_news or lease.phase is LeasePhase.HANDING_BACK:
@@ -354,7 +354,7 @@ class Assignments:
     def _news(self, lease: LeaseWork) -> Iterator[RolloutSegment]:
         room, routing_room = REPORT_TOKENS_MAX, REPORT_ROUTING_BYTES_MAX
         siblings = [len(r.token_ids) for r in lease.rollouts.values() if r.is_ended]
-        # Finished rollouts first: others wait for them.
+        # Finished rollouts first: the learner waits for them.
         for rollout in sorted(lease.rollouts.values(), key=lambda r: not r.is_ended):
             if rollout.row_bytes:
                 room = min(room, routing_room // rollout.row_bytes)
@@ -369,7 +369,7 @@ class Assignments:
             routing_room -= len(segment.routing.tokens) + len(segment.routing.prompt)
             yield segment
 
-    # -- what follows from any event
+    # -- after every event
 
     def _follow_up(self, now: float) -> Iterator[Action]:
         for lease in list(self._leases.values()):
@@ -397,7 +397,7 @@ class Assignments:
             yield from self._hand_back(lease.lease_id, "its deadline is near", now)
 
     def _let_version(self, now: float) -> Iterator[Action]:
-        """Lets the version that waits go live, once nothing needs the one before."""
+        """Lets the waiting version go live once no lease needs the live one, or after `HOLD_S_MAX`."""
         if self._waiting is None or now < self._may_go_at(self._waiting):
             return
         for lease in self.exact_leases:

@@ -1,9 +1,8 @@
-"""Which blocks of the cache hold the keys and values of which slot's positions.
+"""Maps each slot's positions to the cache blocks that hold their keys and values.
 
-Guarantees: a block that two slots share is written by neither (they share whole blocks of positions that are filled
-already); blocks are handed out from the lowest number on, so that memory that was never needed is never touched; every
-block is free or has as many holders as tables name it. Leaves to others: when to give back (worker/slots), the cache
-itself.
+Guarantees: a block that two slots share is written by neither (they share only whole blocks of filled positions); the lowest free
+block is handed out first, so memory that was never needed is never touched; every block is free or has as many holders as table
+entries name it. Leaves to others: when to give blocks back (worker/slots), the cache itself.
 """
 
 from __future__ import annotations
@@ -15,19 +14,20 @@ import numpy as np
 from echo2.base.errors import EngineError
 
 BLOCK_TOKENS = 32
-"""Attention runs over whole blocks, so they are as long as its vectors like; half of one a sequence is spare."""
+"""Positions in one block. Attention runs over whole blocks, so this fits its vectors; on average a sequence wastes half a block."""
 
 
 def blocks_for(tokens: int) -> int:
-    """How many blocks hold so many positions."""
+    """Number of blocks needed for `tokens` positions."""
     return -(-tokens // BLOCK_TOKENS)
 
 
 class BlockPool:
-    """`tables[slot, n]` is the block of positions n * BLOCK_TOKENS on; only the first `count(slot)` of a row mean anything.
+    """`tables[slot, n]` is the block of the positions from n * BLOCK_TOKENS on; only the first `count(slot)` entries of a row are
+    valid. The table is int32 of shape (slot_count + kept_rows, blocks per sequence).
 
-    `cache_tokens` bounds all slots together; 0: every slot at its full length. Behind the slots' rows stand `kept_rows` more, which
-    hold what ended sequences leave, of the same blocks.
+    `cache_tokens` bounds all slots together; 0: enough for every slot at full length. The last `kept_rows` rows hold the caches of
+    ended sequences, out of the same blocks.
     """
 
     __slots__ = ("_counts", "_free", "_holders", "_unused", "block_count", "slot_count", "tables")
@@ -44,7 +44,7 @@ class BlockPool:
         self._counts = [0] * (slot_count + kept_rows)
         self._holders = [0] * self.block_count
         self._free: list[int] = []
-        self._unused = 0  # blocks from here on were never handed out
+        self._unused = 0  # blocks from this number on were never handed out
 
     @property
     def free_count(self) -> int:
@@ -52,18 +52,18 @@ class BlockPool:
 
     @property
     def touched_count(self) -> int:
-        """Blocks that were ever in use at once, which is what the memory is."""
+        """Most blocks ever in use at once: the memory actually touched."""
         return self._unused
 
     def count(self, slot: int) -> int:
         return self._counts[slot]
 
     def missing(self, slot: int, tokens: int) -> int:
-        """How many more blocks the slot needs for so many positions."""
+        """How many more blocks the slot needs for `tokens` positions."""
         return max(0, blocks_for(tokens) - self._counts[slot])
 
     def reserve(self, slot: int, tokens: int) -> bool:
-        """Has the slot hold so many positions; False, and nothing done, where too few blocks are free."""
+        """Gives the slot blocks for `tokens` positions; if too few are free, changes nothing and returns False."""
         missing = self.missing(slot, tokens)
         if missing > self.free_count:
             return False
@@ -72,8 +72,10 @@ class BlockPool:
         return True
 
     def share(self, source: int, target: int, tokens: int) -> int:
-        """Has `target`, which holds nothing, hold the whole blocks of `source`'s first positions; returns how many those
-        are. The rest is to be copied."""
+        """Makes `target`, which holds nothing, share the whole blocks within `source`'s first `tokens` positions.
+
+        Returns the number of positions shared; the caller copies the rest.
+        """
         assert self._counts[target] == 0, "blocks are shared with a slot that holds none"
         whole = tokens // BLOCK_TOKENS
         for number in range(whole):
@@ -81,14 +83,14 @@ class BlockPool:
         return whole * BLOCK_TOKENS
 
     def hand_over(self, source: int, target: int) -> None:
-        """What `source` holds is held by `target`, which held nothing, from now on."""
+        """Moves all blocks of `source` to `target`, which holds nothing."""
         assert self._counts[target] == 0, "blocks are handed to a row that holds none"
         count = self._counts[source]
         self.tables[target, :count] = self.tables[source, :count]
         self._counts[target], self._counts[source] = count, 0
 
     def keep(self, slot: int, tokens: int) -> None:
-        """Gives back what the slot holds beyond so many positions."""
+        """Gives back the slot's blocks beyond its first `tokens` positions."""
         kept = blocks_for(tokens)
         while self._counts[slot] > kept:
             self._counts[slot] -= 1

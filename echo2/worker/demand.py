@@ -1,10 +1,10 @@
-"""How many more rollouts a worker asks for: enough to keep its slots full, and no more than that.
+"""How many more rollouts a worker requests: enough to keep its slots full, and no more.
 
-A lease takes a while to arrive. In that time slots fall free, so the aim is slots + (rollouts that finish while a lease
-travels), rounded up to whole groups because leases are whole groups. A request states a level (what is wanted now), not
-an addition: it is sent when the level differs from what the coordinator still believes, and repeated now and then.
-Guarantees: at most slots + cover + one group are asked for, cover <= slots. Leaves to others: whether the worker may
-ask at all (assignments), sending it (runtime).
+A lease takes a while to arrive, and slots become free meanwhile. So the target is slots + cover, where cover is the number of
+rollouts that finish while a lease travels, rounded up to whole groups because leases are whole groups. A request states a level
+(rollouts wanted now), not an addition: it is sent when the level differs from what the coordinator believes, and repeated every
+`REPEAT_S`. Guarantees: requests at most slots + cover + one group, with cover <= slots. Leaves to others: whether the worker may
+request at all (assignments), sending the request (runtime).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAVELS_KEPT = 8
 
 @dataclass(slots=True)
 class Demand:
-    """`group_size` is that of the last group granted, the best guess of the next one's."""
+    """`group_size`: rollouts in the last group granted, the best estimate for the next."""
 
     slot_count: int = 0
     version: Version | None = None
@@ -40,7 +40,7 @@ class Demand:
         self.slot_count = slot_count
 
     def finished(self, now: float) -> None:
-        """A rollout ended and its slot is free."""
+        """Records that a rollout ended and its slot is free."""
         self._finishes.append(now)
 
     def granted(self, rollout_count: int, now: float) -> None:
@@ -51,13 +51,14 @@ class Demand:
             self._awaits_grant_since = None
 
     def forget_request(self) -> None:
-        """The coordinator is another one, or has forgotten: it believes nothing."""
+        """Forgets the last request: after a reconnect or restart the coordinator does not know it."""
         self._believed = 0
         self._asked_at = None
         self._awaits_grant_since = None
 
     def cover(self) -> int:
-        """Rollouts that finish while a lease travels: the shortest recent travel, since longer ones waited for work."""
+        """Rollouts that finish while a lease travels. Uses the shortest recent travel time: in longer ones the coordinator mostly
+        had no work."""
         if len(self._finishes) < 2 or not self._travels:
             return 0
         span = self._finishes[-1] - self._finishes[0]
@@ -65,7 +66,7 @@ class Demand:
         return int(min(self.slot_count, math.ceil(SAFETY * rate * min(self._travels)) if math.isfinite(rate) else 0))
 
     def level(self, held: int, is_willing: bool) -> int:
-        """How many more rollouts are wanted while `held` run or wait for a slot."""
+        """How many more rollouts are wanted while `held` are running or waiting for a slot."""
         missing = self.slot_count + self.cover() - held
         if not is_willing or missing <= 0:
             return 0
@@ -88,7 +89,7 @@ class Demand:
         return level, self.version
 
     def repeat_at(self) -> float | None:
-        """When a standing request is to be repeated."""
+        """When to repeat a standing request; None if there is none."""
         if self._believed <= 0 or self._asked_at is None:
             return None
         return self._asked_at + REPEAT_S

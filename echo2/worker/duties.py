@@ -1,6 +1,4 @@
-"""Events and actions of the assignments machine (assignments.py): all that can happen to a worker's leases and all
-that may have to be done about them. Times are on the clock of `now`.
-"""
+"""Events and actions of the assignments machine (assignments.py). Times are on the clock of `now`."""
 
 from __future__ import annotations
 
@@ -15,9 +13,10 @@ from echo2.worker.engine import GenerateRequest, TokenChunk
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A lease; granted again under its id, it only gets a new deadline. `deadline` is on the clock of `now`.
+    """A lease was granted. A second grant under the same id only sets a new deadline.
 
-    `is_renewal`: the worker held it when this was sent. If it has ended the lease since, that has crossed this.
+    `is_renewal`: the worker held the lease when the coordinator sent this. If the lease has ended here since, the two messages
+    crossed.
     """
 
     lease_id: LeaseId
@@ -29,7 +28,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class PartialsCame:
-    """What the learner holds of a group that is continued here."""
+    """The learner's partial rollouts of a group that this worker continues."""
 
     lease_id: LeaseId
     rollouts: tuple[Rollout, ...]
@@ -37,7 +36,7 @@ class PartialsCame:
 
 @dataclass(frozen=True, slots=True)
 class PartialsRefused:
-    """The learner will not give the partial rollouts: it does not know the group, or not this worker's right."""
+    """The learner refused the partial rollouts: it does not know the group, or does not accept this worker's ticket."""
 
     lease_id: LeaseId
     message: str
@@ -50,7 +49,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class EngineRefused:
-    """The engine will not take a request: the group cannot be made here."""
+    """The engine refused a request: this worker cannot generate the group."""
 
     request_id: str
     message: str
@@ -58,7 +57,7 @@ class EngineRefused:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The learner's answer to the report under way of one lease."""
+    """The learner answered the report in flight of one lease."""
 
     lease_id: LeaseId
     verdicts: tuple[SegmentVerdict, ...]
@@ -66,7 +65,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class ReportRefused:
-    """The learner refused a report whole: the ticket or the message is not accepted."""
+    """The learner refused a whole report: it does not accept the ticket or the message."""
 
     lease_id: LeaseId
     message: str
@@ -74,7 +73,7 @@ class ReportRefused:
 
 @dataclass(frozen=True, slots=True)
 class LearnerCame:
-    """A report stream stands. What was under way on an older one is void."""
+    """A report stream is open. Reports in flight on an older stream are void."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +99,14 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """Whether new leases are wanted from this worker; those held are finished either way."""
+    """Whether this worker may request leases; it finishes those it holds either way."""
 
     is_active: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Hand everything back within `within_s`, take nothing new."""
+    """Hand all leases back within `within_s` and take no new ones."""
 
     within_s: float
     reason: str
@@ -115,12 +114,12 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class FinishUp:
-    """Take nothing new; what is held is finished first."""
+    """Finish the leases held and take no new ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The engine's version and slots."""
+    """The engine's live version and number of slots."""
 
     version: Version
     slot_count: int
@@ -128,14 +127,14 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class VersionCame:
-    """A version is decoded and waits for `LetVersion`."""
+    """A version has arrived and waits for `LetVersion`."""
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class DutyTick:
-    """The time that a `WakeAt` asked for has come."""
+    """The time requested by a `WakeAt` has come."""
 
 
 Event = (
@@ -174,7 +173,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class FetchPartials:
-    """Ask until answered: `PartialsCame` or `PartialsRefused`; drop the answer once the lease has ended."""
+    """Ask the learner until it answers (`PartialsCame` or `PartialsRefused`); drop the answer once the lease has ended."""
 
     lease_id: LeaseId
 
@@ -207,28 +206,28 @@ class RequestLeases:
 
 @dataclass(frozen=True, slots=True)
 class RolloutFinished:
-    """For the telemetry: a rollout's last token was sampled, `duration_s` after it was begun here."""
+    """For telemetry: a rollout's last token was sampled, `duration_s` after this worker started on it."""
 
     duration_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Everything was handed back or given up."""
+    """All leases were handed back or given up. `unheld_tokens`: tokens lost because the learner did not hold them."""
 
     unheld_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class LetVersion:
-    """Nothing that needs the live version is under way any more: the one that waits may go live."""
+    """The waiting version may go live: no lease needs the live one any more."""
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class WakeAt:
-    """Send a `DutyTick` at `at`; the newest `WakeAt` counts."""
+    """Send a `DutyTick` at `at`; a newer `WakeAt` replaces it."""
 
     at: float
 

@@ -1,8 +1,8 @@
-"""The engine protocol: what the worker asks of an inference engine. Two real engines fit it, embedded and vLLM.
+"""The engine protocol: what the worker requires of an inference engine. Implemented by the embedded engine and by vLLM.
 
-Guarantees asked of an implementation: every token carries the version whose weights sampled it; a swap takes effect
-between two decode steps and is all or nothing; an aborted sequence gives back all of its tokens. Leaves to others:
-which version to stage (broadcast/), what to generate (leases), when to swap (worker/swap).
+An implementation guarantees: every token carries the version whose weights sampled it; a swap takes effect between two decode
+steps and is all or nothing; an aborted sequence returns all of its tokens. Leaves to others: which version to stage
+(broadcast/), what to generate (leases), when to swap (worker/swap).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from echo2.scoring.request import ScoreRequest, TokenScores
 
 
 class SwapMode(enum.Enum):
-    """What happens to the sequences in flight when new weights arrive. All of them keep their tokens."""
+    """What happens to sequences in flight when new weights arrive. In every mode they keep their tokens."""
 
-    KEEP_KV = "keep_kv"  # go on at once; the KV cache stays that of the old weights (fast, slightly off)
+    KEEP_KV = "keep_kv"  # continue at once with the KV cache of the old weights (fast, slightly off)
     RECOMPUTE_KV = "recompute_kv"  # prefill prompt + tokens again under the new weights (exact)
     FINISH_FIRST = "finish_first"  # admit nothing new, let running sequences end, then swap
 
@@ -32,8 +32,8 @@ class SwapMode(enum.Enum):
 class GenerateRequest:
     """One sequence. `token_ids` already generated (a continuation) are prefilled after the prompt, not sampled again.
 
-    `sampling.max_new_tokens` counts from the prompt's end, the tokens handed in included. Sequences of one
-    `prefix_key` share their prompt. `sampling.seed` is the seed of its random stream.
+    `sampling.max_new_tokens` counts from the end of the prompt and includes `token_ids`. Sequences with the same `prefix_key`
+    share their prompt. `sampling.seed` seeds the sequence's random stream.
     """
 
     request_id: str
@@ -44,13 +44,13 @@ class GenerateRequest:
 
 
 def refuse_bad_request(request: GenerateRequest, context_tokens: int, vocab_count: int) -> None:
-    """Raises EngineError, naming the request, unless a model with that context and vocabulary can go on with it."""
+    """Raises EngineError, naming the request, unless a model with that context and vocabulary can generate for it."""
     whose = f"request {request.request_id}"
     tokens = (*request.prompt_token_ids, *request.token_ids)
     if not request.prompt_token_ids:
         raise EngineError(f"{whose}: expected a prompt of at least one token, got none")
     longest = len(request.prompt_token_ids) + request.sampling.max_new_tokens
-    if longest > context_tokens:  # it would end before the length that it was asked for
+    if longest > context_tokens:  # it would end before the requested length
         raise EngineError(f"{whose}: expected at most {context_tokens} tokens of context, got room for {longest} asked")
     if min(tokens) < 0 or max(tokens) >= vocab_count:
         raise EngineError(f"{whose}: expected tokens from 0 to {vocab_count - 1}, got others")
@@ -60,7 +60,7 @@ def refuse_bad_request(request: GenerateRequest, context_tokens: int, vocab_coun
 
 
 def refuse_bad_scoring(request: ScoreRequest, context_tokens: int, vocab_count: int) -> None:
-    """Raises EngineError, naming the request, unless a model with that context and vocabulary can read it."""
+    """Raises EngineError, naming the request, unless a model with that context and vocabulary can score it."""
     whose = f"scoring {request.request_id}"
     if len(request.token_ids) > context_tokens:
         raise EngineError(f"{whose}: expected at most {context_tokens} tokens, got {len(request.token_ids)}")
@@ -70,8 +70,10 @@ def refuse_bad_scoring(request: ScoreRequest, context_tokens: int, vocab_count: 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """New tokens of one sequence since the last chunk, all of one version; `finish_reason` on the last. `routing` of an engine
-    that records it: of the tokens, and of the prompt with a completion's first token."""
+    """New tokens of one sequence since its last chunk, all of one version; the last chunk carries the `finish_reason`.
+
+    `routing`, from an engine that records it: of these tokens and, with a completion's first token, of the prompt.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -84,8 +86,11 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the engine's start; seconds, tokens and sequences. Of prompts: `prompt_tokens` that came, how many of them
-    stood in the cache (`shared_prompt_tokens`), and `prefilled_tokens` of all kinds; 0 where an engine does not tell."""
+    """Counters since the engine's start, in seconds, tokens and sequences; `running_*` and `waiting_*` are current counts.
+
+    `prompt_tokens`: submitted in prompts; `shared_prompt_tokens`: how many of them were found in the cache; `prefilled_tokens`:
+    all tokens prefilled, completions included. Each is 0 if the engine does not report it.
+    """
 
     running_sequences: int
     waiting_sequences: int
@@ -100,7 +105,7 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """An inference engine on an asyncio loop. Errors of any call: `EngineError`, naming the request or tensor."""
+    """An inference engine on an asyncio loop. Every call may raise `EngineError`, which names the request or tensor."""
 
     @property
     def version(self) -> Version | None:
@@ -109,54 +114,54 @@ class Engine(Protocol):
 
     @property
     def slot_count(self) -> int:
-        """How many sequences can decode at the same time."""
+        """Number of sequences that can decode at the same time."""
         ...
 
     @property
     def draws_by_seed(self) -> bool:
-        """Whether each token is the one that the number of its place (base/noise) picks: the first whose cumulative
-        probability, in the order of ids, is above it. Learners test it."""
+        """Whether the random number of each position (base/noise) determines its token: the first token, in the order of ids,
+        whose cumulative probability is above that number. Learners check this."""
         ...
 
     @property
     def scorable(self) -> frozenset[Version]:
-        """Versions under which it scores tokens now: the live one, and those before it that it keeps; none: it does not score."""
+        """Versions under which it can score tokens now: the live one and the earlier ones it keeps; empty: it does not score."""
         ...
 
     async def start(self) -> None: ...
 
     async def stop(self) -> None:
-        """Ends the engine; running sequences are dropped. Never hangs for more than 10 s."""
+        """Stops the engine and drops running sequences. Returns within 10 s."""
         ...
 
     def submit(self, request: GenerateRequest) -> None:
-        """Queues one sequence. Refuses an id in use, a prompt over the context, a token outside the vocabulary."""
+        """Queues one sequence. Refuses an id in use, a length over the context, a token outside the vocabulary."""
         ...
 
     async def next_chunks(self) -> Sequence[TokenChunk]:
-        """Waits for new tokens of any sequence, in the order sampled. Wakes on tokens; empty list once stopped."""
+        """Waits for new tokens of any sequence and returns them in the order sampled; an empty list once stopped."""
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Stops one sequence: its last chunk (reason ABORTED) follows on `next_chunks`. Unknown ids are ignored."""
+        """Stops one sequence: `next_chunks` then returns its last chunk (reason ABORTED). Ignores unknown ids."""
         ...
 
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
-        """Puts a staged version live at a step boundary; returns the seconds that generation paused.
+        """Makes a staged version live between two decode steps; returns the seconds that generation paused.
 
         A failure leaves the old version live and raises `EngineError`.
         """
         ...
 
     async def score(self, request: ScoreRequest) -> tuple[TokenScores, ...]:
-        """The scores of each stretch, computed from the tokens alone. Generation may stand still meanwhile, and loses nothing.
+        """The scores of each stretch, computed from the tokens alone. Generation may pause meanwhile and loses nothing.
 
-        A version that is not kept any more raises `EngineError`.
+        Raises `EngineError` if it no longer keeps a requested version.
         """
         ...
 
     async def fingerprint(self, key: int) -> int:
-        """Keyed fingerprint (weights) of the live weights as HF-named raw bits."""
+        """Keyed fingerprint (echo2.weights) over the raw bits of the live weights under their Hugging Face names."""
         ...
 
     def stats(self) -> EngineStats: ...

@@ -1,7 +1,7 @@
-"""What a look at the machine found, one line each, good or bad, and why a bad one matters. Pure.
+"""Turns checks of the machine into findings, one line each, good or bad. Pure.
 
-Guarantees: each line names the thing, what was found and, where it is not good, what was expected. A finding that makes
-work impossible is an error elsewhere (ResourceError); these are for the log and `echo-worker status`.
+Guarantees: each line names the thing checked, what was found and, if that is bad, what was expected. Findings go to the log and
+to `echo-worker status`; what makes work impossible is raised elsewhere (ResourceError).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DRIVER_MIN = 525
 """The oldest NVIDIA driver that any CUDA 12 build runs on; builds for CUDA 13 need 580."""
 DRIVER_CUDA_13 = 580
 SKEW_S_MAX = 5.0
-"""Deadlines of leases are the coordinator's times; they are corrected by the skew, certificates are not."""
+"""More skew than this is worth a warning: lease deadlines are corrected by the skew, but the validity of certificates is not."""
 FREE_MEMORY_MIN = 1 << 30
 
 
@@ -24,14 +24,15 @@ class Finding:
     what: str
     text: str
     is_good: bool = True
-    advice: str = ""  # what could be done about it; a good one may be made better
+    advice: str = ""  # what to do about it; even a good finding may have some
 
     def line(self) -> str:
         return f"{self.what}: {self.text}"
 
 
 def advertised_finding(advertised: str, seen_host: str, is_reachable: bool) -> Finding:
-    """`seen_host`: the address from which the relay sees this machine come, and at which it dialled the advertised port."""
+    """Whether this worker answers at the address it advertises. `seen_host`: the source address that the relay sees for this
+    machine, where it dialled the advertised port."""
     host, _, port = advertised.rpartition(":")
     dialled = joined(seen_host, int(port))
     if is_reachable and dialled == advertised:
@@ -49,7 +50,7 @@ def advertised_finding(advertised: str, seen_host: str, is_reachable: bool) -> F
 
 
 def gpu_finding(names: str, memory_bytes: int, driver: str) -> Finding:
-    """`driver` empty: there is no GPU."""
+    """`driver`: its version; empty: there is no GPU."""
     if not driver:
         return Finding("GPU", "none; the embedded engine works on the CPU")
     major = int(driver.partition(".")[0]) if driver.partition(".")[0].isdigit() else 0
@@ -78,7 +79,7 @@ def disk_finding(folder: str, free_bytes: int, store_bytes: int) -> Finding:
 
 
 def clock_finding(skew_s: float) -> Finding:
-    """`skew_s`: by how much the coordinator's clock is ahead of this one."""
+    """`skew_s`: seconds by which the coordinator's clock is ahead of this one."""
     side = "behind" if skew_s > 0 else "ahead of"
     text = f"{abs(skew_s):.1f} s {side} the coordinator's"
     if abs(skew_s) > SKEW_S_MAX:
@@ -87,7 +88,7 @@ def clock_finding(skew_s: float) -> Finding:
 
 
 def reach_finding(addresses: list[str], refused: dict[str, str]) -> Finding:
-    """`refused`: addresses that this machine itself could not connect to, and why."""
+    """`refused`: those of `addresses` that this machine could not connect to itself, with the reason."""
     if not addresses:
         return Finding("reach", "no address to tell peers: it forwards over connections that it opens", is_good=False)
     if refused:

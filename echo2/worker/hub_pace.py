@@ -1,8 +1,8 @@
-"""Whether a download from a model hub is still worth waiting for. Pure.
+"""Decides whether a download from a model hub is still worth waiting for. Pure.
 
-Guarantees: a download is given up where nothing came for `STALLED_S`, or where the rest of it, at the rate of the last
-`WINDOW_S`, would take `KEYFRAME_TIMES` times as long as a keyframe from peers; its size alone is no reason. Leaves to others: the
-download (runtime/hub), how long a keyframe takes (broadcast).
+Guarantees: a download is given up only if no byte arrived for `STALLED_S`, or if the rest of it, at the rate of the last
+`WINDOW_S`, would take more than `KEYFRAME_TIMES` times as long as a keyframe from peers; its size alone is no reason. Leaves to
+others: the download (runtime/hub), how long a keyframe takes (broadcast).
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 STALLED_S = 60.0
 WINDOW_S = 60.0
 JUDGED_FROM_S = 30.0
-"""A connection needs its first seconds to reach its rate."""
+"""The rate is not judged before this: a connection needs its first seconds to ramp up."""
 KEYFRAME_TIMES = 2.0
-"""What the hub sends loads no peer, and no estimate of a link is exact: so the hub may take longer than peers would."""
+"""The hub may take this many times longer than peers: its download loads no peer, and estimates of link rates are inexact."""
 LOOKS_MAX = 1024
 
 
 @dataclass(slots=True)
 class HubPace:
-    """Bytes that came, and when. `began_s`: as `now` counts. `whole_bytes`: of the checkpoint; 0: not known."""
+    """Tracks how many bytes have arrived, and when. `began_s`: start, on the clock of `now`. `whole_bytes`: size of the
+    checkpoint; 0: not known."""
 
     began_s: float
     whole_bytes: int = 0
@@ -36,7 +37,7 @@ class HubPace:
         return self._looks[-1][1] if self._looks else 0
 
     def seen(self, came_bytes: int, now: float) -> None:
-        """So many bytes are on the disk."""
+        """Records that `came_bytes` of the download are on disk at `now`."""
         if not self._looks or came_bytes > self.came_bytes:
             self._moved_s = now
         self._looks.append((now, came_bytes))
@@ -44,7 +45,7 @@ class HubPace:
             self._looks.popleft()
 
     def why_given_up(self, keyframe_s: float, now: float) -> str:
-        """Empty: it goes on."""
+        """Why to give up the download; empty: continue. `keyframe_s`: seconds that a keyframe from peers would take."""
         if now - self._moved_s >= STALLED_S:
             return f"nothing came for {now - self._moved_s:.0f} s"
         if not self.whole_bytes or now - self.began_s < JUDGED_FROM_S or len(self._looks) < 2:

@@ -1,4 +1,4 @@
-"""One lease as the worker sees it: its group's rollouts and how far they are."""
+"""One lease as the worker sees it: the rollouts of its group and their progress."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ class LeaseWork:
 
     @property
     def running(self) -> int:
-        """Sequences that the engine has or will have of it."""
+        """Number of its sequences that the engine has or will get."""
         return sum(1 for rollout in self.rollouts.values() if not rollout.is_stopped and not rollout.is_settled)

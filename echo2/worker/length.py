@@ -1,8 +1,8 @@
-"""How many tokens a running rollout will still take, guessed from rollouts of the same group and of the same worker.
+"""Estimates how many tokens a running rollout will still take, from finished rollouts of its group and of this worker.
 
-A rollout that has reached `length` resembles only those that got at least that far, so the guess is the mean of
-(t - length) over finished lengths t > length. Siblings answer the same prompt and weigh more than strangers. Where
-nobody got that far, a rollout is taken to be half way (as likely as not for a heavy tail), within its limit.
+A rollout that has reached `length` resembles only those that got at least that far, so the estimate is the mean of (t - length)
+over finished lengths t > length. Siblings answer the same prompt and weigh more than other rollouts. If no finished rollout got
+that far, the rollout is taken to be half way (as likely as not for a heavy tail), within its limit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ SIBLING_WEIGHT = 4.0
 
 
 def expected_remaining(length: int, limit: int, siblings: Sequence[int], others: Iterable[int]) -> int:
-    """Tokens still to come of an unfinished rollout of `length` tokens that may have `limit`: 1 to limit - length.
+    """Estimated remaining tokens, from 1 to limit - length, of an unfinished rollout with `length` of at most `limit` tokens.
 
-    `siblings`, `others`: lengths of finished rollouts of its group and of other groups.
+    `siblings`, `others`: lengths of finished rollouts of its group and of recent rollouts of this worker.
     """
     room = max(limit - length, 1)
     weight = 0.0

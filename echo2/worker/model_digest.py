@@ -1,4 +1,4 @@
-"""The digest by which a worker knows that it has the learner's model: config and tensor table."""
+"""The digest over config and tensor table with which a worker checks that it has the learner's model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from echo2.base.errors import VersionMismatch
 
 
 def model_digest(config_json: bytes, tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
-    """sha256 in hex of the transformers config and of the published tensors' names, shapes and types."""
+    """SHA-256, in hex, of the transformers config and the published tensors' names, shapes and dtypes."""
     table = sorted([name, list(shape), dtype] for name, shape, dtype in tensors)
     return hashlib.sha256(config_json + json.dumps(table).encode()).hexdigest()
 
 
 def check_model(expected: str, config_json: bytes, tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> None:
-    """VersionMismatch unless the weights that came are those of the model that the learner announced."""
+    """Raises VersionMismatch unless the received weights belong to the model that the learner announced (digest `expected`)."""
     found = model_digest(config_json, tensors)
     if found != expected:
         raise VersionMismatch(

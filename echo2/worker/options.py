@@ -1,6 +1,6 @@
-"""All that a worker can be told. The command line and the config give it; every value has a default that works.
+"""All options of a worker, from the command line and the config; all but the join link and the folder have a default that works.
 
-Guarantees: an option that makes no sense is refused by name before anything starts.
+Guarantees: an option out of range raises ConfigError, which names it, before anything starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echo2.worker.engine import SwapMode
 
 
 class EngineChoice(enum.Enum):
-    """Which engine generates. AUTO: vLLM where it is installed and a GPU is there, else the embedded one."""
+    """Which engine generates. AUTO: vLLM if it is installed and the machine has a GPU, else the embedded engine."""
 
     AUTO = "auto"
     EMBEDDED = "embedded"
@@ -25,7 +25,7 @@ class EngineChoice(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MachinePlace:
-    """Whose machine this is, and in which region, for the operator's totals; empty: not known."""
+    """The machine's provider and region, for the operator's totals; empty: not known."""
 
     provider: str = ""
     region: str = ""
@@ -33,22 +33,22 @@ class MachinePlace:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What a worker holds at most, and how long it waits."""
+    """How much a worker holds at most, and how long it waits."""
 
     leases_max: int = 1024
-    unheld_tokens_max: int = 1 << 22  # kept for a learner that is away; no new lease is asked for beyond it
-    drain_s: float = 2.0  # from SIGTERM to the last partial handed back
-    connect_s: float = 10.0  # one attempt to reach a peer
-    reconnect_s_max: float = 15.0  # longest pause between two attempts
-    finished_delay_s: float = 0.02  # a finished rollout waits this long for others to travel with
+    unheld_tokens_max: int = 1 << 22  # tokens the learner does not hold yet; above this no lease is requested
+    drain_s: float = 2.0  # from SIGTERM to the last partial rollout handed back
+    connect_s: float = 10.0  # timeout of one attempt to reach a peer
+    reconnect_s_max: float = 15.0  # longest backoff between two attempts
+    finished_delay_s: float = 0.02  # a finished rollout waits this long so that siblings share its report
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """Options of one worker process.
 
-    `folder` keeps its identity, its chunks and its control socket between runs. `slot_count` 0 lets the engine's rule
-    decide. `slowdown` above 1 makes generation that many times slower, to pretend a weaker machine.
+    `folder` keeps its identity, its chunks and its control socket between runs. With `slot_count` 0 the engine's rule decides.
+    `slowdown` above 1 makes generation that many times slower, to emulate a weaker machine.
     """
 
     join_link: str
@@ -59,23 +59,23 @@ class WorkerOptions:
     context_tokens_max: int = 0
     price_usd_per_hour: float = 0.0
     is_spot: bool = False
-    listen_host: str = ""  # empty: every address, or loopback where the coordinator is there
+    listen_host: str = ""  # empty: every address, or loopback if the coordinator is on loopback
     listen_port: int = 0
     advertised_addresses: tuple[str, ...] = ()
     link: LinkShape = field(default_factory=LinkShape)
     uplink_limit_bytes_per_s: float = 0.0  # 0: none
-    store_bytes: int = 0  # disk kept for chunks; 0: from the model
+    store_bytes: int = 0  # disk space for chunks; 0: from the model's size
     slowdown: float = 1.0
     swap_mode: SwapMode = SwapMode.RECOMPUTE_KV
-    report_interval_s: float = 0.0  # 0: what the coordinator says
-    link_file: Path | None = None  # read again where the coordinator is not found: an operator may have moved it
-    preemption_notice: str = ""  # where a cloud says that it takes the machine: aws, azure, gcp or an address
+    report_interval_s: float = 0.0  # 0: the coordinator's
+    link_file: Path | None = None  # read again if the coordinator is not found: the operator may have moved it
+    preemption_notice: str = ""  # where to watch for preemption: aws, azure, gcp or an http address
     limits: WorkerLimits = field(default_factory=WorkerLimits)
     seed: int = 0
-    draft_tokens: int = 0  # vLLM guesses so many tokens ahead; whether that pays depends on the task's repetitions
-    quantisation: Quantisation = Quantisation.NONE  # cheaper memory against exactness: no rule can weigh these
+    draft_tokens: int = 0  # tokens that vLLM drafts ahead; whether that pays depends on how repetitive the task is
+    quantisation: Quantisation = Quantisation.NONE  # trades exactness for memory: no rule can decide that
     place: MachinePlace = field(default_factory=MachinePlace)
-    model_path: str = ""  # folder or hub id of the base model, where this machine may have it; an adapter needs it
+    model_path: str = ""  # folder or hub id of the base model; required for an adapter, else it may save a download
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.slowdown <= 1000.0:

@@ -1,9 +1,9 @@
-"""The tokens of rollouts that a worker generates, until the learner holds them.
+"""Keeps the tokens of the rollouts that a worker generates until the learner holds them.
 
-Tokens are kept compactly (20 bytes each), log-probabilities as float32, as they travel.
-Guarantees: tokens are kept in the order sampled, each with the version that sampled it; what is reported is what the
-learner does not hold yet, in bounded pieces; a rollout is `settled` only by the learner's word. Leaves to others: when
-to report (assignments), carrying it (runtime/reporting).
+Storage is compact: 20 bytes a token, with log-probabilities as float32, as on the wire.
+Guarantees: tokens are kept in the order sampled, each with the version that sampled it; a report contains what the learner does
+not hold yet, in bounded segments; a rollout is settled only by the learner's verdict. Leaves to others: when to report
+(assignments), sending the report (runtime/reporting).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from echo2.base.stops import STOP_STRING_BYTES_MAX
 from echo2.worker.engine import TokenChunk
 
 SEGMENT_TOKENS_MAX = 1 << 14
-"""Tokens of one segment; the wire allows four times as many."""
+"""Most tokens in one segment; the wire allows four times as many."""
 
 _ENDED = (FinishReason.STOP, FinishReason.LENGTH)
 _SETTLING = (Verdict.ADMITTED, Verdict.DUPLICATE, Verdict.STALE, Verdict.REFUSED, Verdict.CLOSED)
@@ -37,7 +37,7 @@ _SETTLING = (Verdict.ADMITTED, Verdict.DUPLICATE, Verdict.STALE, Verdict.REFUSED
 
 @dataclass(slots=True)
 class PartialRollout:
-    """One rollout as it grows. `held` tokens are the learner's; `sent` of them went out since it last answered."""
+    """One rollout as it grows. The learner holds its first `held` tokens."""
 
     group_id: GroupId
     index: int
@@ -48,24 +48,24 @@ class PartialRollout:
     versions: array[int] = field(default_factory=lambda: array("Q"))
     prompt_rows: bytes = b""
     rows: bytearray = field(default_factory=bytearray)
-    row_bytes: int = 0  # of the routing of each token; 0: not known of all
+    row_bytes: int = 0  # routing bytes per token; 0: not known for every token, so none is reported
     finish_reason: FinishReason = FinishReason.UNFINISHED
     held: int = 0
     is_settled: bool = False
-    is_stopped: bool = False  # the engine works on it no more
+    is_stopped: bool = False  # the engine no longer works on it
 
     @property
     def is_ended(self) -> bool:
-        """Whether its last token was sampled."""
+        """Whether its last token has been sampled."""
         return self.finish_reason in _ENDED
 
     @property
     def has_news(self) -> bool:
-        """Whether the learner lacks some of it."""
+        """Whether the learner still lacks tokens or the end of it."""
         return not self.is_settled and (self.is_ended or self.held < len(self.token_ids))
 
     def resume(self, partial: Rollout, sampling: SamplingParams) -> None:
-        """Takes over what the learner holds of it; a rollout whose end alone got lost is ended here."""
+        """Takes over the tokens that the learner holds; ends the rollout if they are complete and only the end was lost."""
         assert not self.token_ids, f"rollout {self.index} of group {self.group_id} has tokens already"
         self.token_ids.extend(partial.token_ids)
         self.logprobs.extend(partial.logprobs)
@@ -84,14 +84,14 @@ class PartialRollout:
             self.is_stopped = True
 
     def _is_at_stop(self, sampling: SamplingParams) -> bool:
-        """Whether its last token is one to stop at."""
+        """Whether its last token is a stop token or completes a stop string."""
         if not self.token_ids:
             return False
         last = len(self.token_ids) - 1
         return self.token_ids[-1] in sampling.stop_token_ids or sampling.string_stop(self.token_ids, last) == last
 
     def up_to_stop(self, chunk: TokenChunk, sampling: SamplingParams) -> TokenChunk:
-        """The chunk up to the token that completes a stop string, with which the rollout ends; as it is, if none does."""
+        """The chunk cut after the token that completes a stop string, with finish reason STOP; unchanged if none does."""
         if not sampling.stop_strings or not chunk.token_ids:
             return chunk
         begin = len(self.token_ids)
@@ -110,7 +110,10 @@ class PartialRollout:
         )
 
     def append(self, chunk: TokenChunk) -> None:
-        """Adds what the engine sampled. An abort stops it and leaves it open."""
+        """Adds the tokens of a chunk. A finish reason ABORTED stops the rollout but leaves it unfinished.
+
+        Raises EngineError if the numbers of tokens and log-probabilities differ.
+        """
         count = len(chunk.token_ids)
         if len(chunk.logprobs) != count or len(chunk.raw_logprobs) != count:
             raise EngineError(
@@ -129,13 +132,16 @@ class PartialRollout:
             self.finish_reason = chunk.finish_reason
 
     def _keep_routing(self, before: int, count: int, routing: Routing) -> None:
-        """Of `count` more tokens. Where it is missing for some, what is known of the others is of no use."""
+        """Keeps the routing of `count` new tokens after the first `before`.
+
+        Routing is useful only if complete: if some tokens lack it or it grows too large, drops all of it.
+        """
         if count == 0:
             return
         row_bytes = len(routing.tokens) // count
         if before == 0:
             self.row_bytes = row_bytes
-            if self.index == 0:  # of a prompt that siblings share, one says it
+            if self.index == 0:  # siblings share the prompt, so only the first reports its routing
                 self.prompt_rows = routing.prompt
         if row_bytes != self.row_bytes or (before + count) * row_bytes > ROLLOUT_ROUTING_BYTES_MAX:
             self.row_bytes, self.prompt_rows = 0, b""
@@ -144,7 +150,7 @@ class PartialRollout:
             self.rows += routing.tokens
 
     def news(self, tokens_max: int, expected_remaining: int) -> RolloutSegment:
-        """The next segment that the learner lacks; its finish reason goes with the last token."""
+        """The next segment that the learner lacks, at most `tokens_max` tokens; the finish reason goes with the last token."""
         begin = self.held
         end = min(len(self.token_ids), begin + min(tokens_max, SEGMENT_TOKENS_MAX))
         rows = bytes(self.rows[begin * self.row_bytes : end * self.row_bytes])
@@ -164,12 +170,12 @@ class PartialRollout:
         )
 
     def judge(self, verdict: SegmentVerdict) -> None:
-        """Takes the learner's word on its last segment. What it claims to hold beyond our tokens is not believed."""
+        """Applies the learner's verdict on the last segment. `held_tokens` is capped at the tokens that this worker has."""
         self.held = min(verdict.held_tokens, len(self.token_ids))
         if verdict.verdict in _SETTLING:
             self.is_settled = True
 
 
 def unheld_tokens(rollouts: Sequence[PartialRollout]) -> int:
-    """Tokens that would be lost with this worker."""
+    """Number of tokens that the learner does not hold yet, which would be lost if this worker died."""
     return sum(len(rollout.token_ids) - rollout.held for rollout in rollouts if not rollout.is_settled)

@@ -1,4 +1,4 @@
-"""Where a rented machine stands, by what its provider writes into every process's environment."""
+"""Finds a rented machine's provider and region from environment variables that the provider sets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ CHARS_MAX = 64
 
 
 def place_of(declared: MachinePlace, environment: Mapping[str, str]) -> MachinePlace:
-    """What was declared; of what was not, what RunPod, Vast.ai and SkyPilot say of their machines."""
+    """The declared provider and region; what was not declared is filled in from the variables of RunPod, Vast.ai or SkyPilot.
+
+    Each is printable and at most `CHARS_MAX` characters; empty: not known.
+    """
     found = _found(environment)
     return MachinePlace(_line(declared.provider or found.provider), _line(declared.region or found.region))
 

@@ -1,8 +1,8 @@
-"""What this machine costs: from a flag, the environment, or what its provider says of it.
+"""What this machine costs: from the option, the environment, or its provider's metadata.
 
-`price_of` is the rule, pure; `PRICE_VARIABLE` is what a template of a rented machine may set. Guarantees: the first
-source that names a price wins, a text that is no price is refused with its source. Leaves to others: asking the
-provider's metadata service (runtime/provider).
+`price_of` is the rule and pure; a template of a rented machine may set the environment variable `PRICE_VARIABLE`. Guarantees: the
+first source that names a price wins; a text that is not a price raises ConfigError, which names its source. Leaves to others:
+asking the provider's metadata service (runtime/provider).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Price:
 
 
 def price_of(flag_usd_per_hour: float, environment: Mapping[str, str], metadata: str | None = None) -> Price:
-    """Flag before environment before metadata; nothing known: free, as a machine of one's own is."""
+    """The option before the environment before the metadata; if none names a price, 0: a machine of one's own is free."""
     if flag_usd_per_hour > 0:
         return Price(flag_usd_per_hour, "worker.price_usd_per_hour")
     if text := environment.get(PRICE_VARIABLE, "").strip():

@@ -1,10 +1,10 @@
-"""Which sequence sits in which KV slot, what of its cache is valid, and what to compute next.
+"""Assigns sequences to KV slots, tracks which cached positions are valid, and decides what to prefill and decode next.
 
-Guarantees: a slot holds at most one sequence; a sequence is decoded only when the cache holds all of its tokens but
-the last (the decode step feeds the last one and samples the next, so prefill never samples); the beginning of a prompt that
-another sequence, running or ended, has in the cache under the same weights is shared, not computed; admission is first come,
-first served. Where blocks of the cache run out, what ended sequences left goes first, then the youngest sequence waits and is
-computed again later; the oldest always gets on. Leaves to others: the cache itself and all arithmetic (worker/runtime/engines).
+Guarantees: a slot holds at most one sequence; a sequence is decoded only when the cache holds all of its tokens but the last (the
+decode step feeds the last token and samples the next, so prefill never samples); a prompt prefix that another sequence, running or
+ended, has in the cache under the same weights is shared, not computed again; admission is first come, first served. If cache
+blocks run out, the caches kept from ended sequences are dropped first; then the youngest sequence is preempted and recomputed
+later, so the oldest always makes progress. Leaves to others: the cache itself and all arithmetic (worker/runtime/engines).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ WAITING_MAX = 65_536
 
 @dataclass(slots=True)
 class SlotSequence:
-    """A sequence in a slot. `cached` positions of its `tokens` (prompt + completion) have valid keys and values, the first of them
-    computed by the weights of `epoch`."""
+    """A sequence in a slot. The first `cached` of its `tokens` (prompt + completion) have valid keys and values; the first
+    position was computed by the weights of `epoch`."""
 
     request: GenerateRequest
     slot: int
@@ -36,7 +36,7 @@ class SlotSequence:
 
     @property
     def shareable(self) -> int:
-        """Positions of the prompt that can be shared: all but its last token, which every one feeds itself."""
+        """Number of prompt positions that can be shared: all but the last, which every sequence feeds itself."""
         return len(self.request.prompt_token_ids) - 1
 
     @property
@@ -50,7 +50,7 @@ class SlotSequence:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The first `count` rows of block `source` are to be copied to block `target`."""
+    """Copy the first `count` rows of block `source` to block `target`."""
 
     source: int
     target: int
@@ -59,7 +59,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Keys and values of positions `start` to `start + len(token_ids)` of a slot are to be computed."""
+    """Compute keys and values for positions `start` to `start + len(token_ids)` (exclusive) of a slot."""
 
     slot: int
     start: int
@@ -68,7 +68,7 @@ class Fill:
 
 @dataclass(slots=True)
 class PrefixCounts:
-    """Since the start, in tokens: prompts of sequences that were seated, what of them was shared, what was computed."""
+    """Token counts since the start: shareable prompt tokens of admitted sequences, tokens shared, tokens computed by prefill."""
 
     asked: int = 0
     shared: int = 0
@@ -77,15 +77,15 @@ class PrefixCounts:
 
 @dataclass(slots=True)
 class SlotTable:
-    """The book of slots of one engine. Weights have an epoch: caches of an older one are never shared."""
+    """The slots of one engine. Each change of weights starts a new epoch; caches of an older epoch are never shared."""
 
     slot_count: int
     context_tokens: int
     cache_tokens: int = 0
-    """Of all slots together; 0: every one at its full length."""
+    """Cache size for all slots together, in tokens; 0: enough for every slot at full length."""
     epoch: int = 0
     is_holding: bool = False
-    """Admit nothing (a swap waits for running sequences to end)."""
+    """If set, admits nothing (a swap is waiting for running sequences to end)."""
     waiting: deque[GenerateRequest] = field(default_factory=deque)
     running: dict[int, SlotSequence] = field(default_factory=dict)
     counts: PrefixCounts = field(default_factory=PrefixCounts)
@@ -106,7 +106,10 @@ class SlotTable:
         self.blocks = BlockPool(self.slot_count, self.context_tokens, self.cache_tokens, kept_rows)
 
     def submit(self, request: GenerateRequest) -> None:
-        """Queues a request; it must already have been checked against the model."""
+        """Queues a request; the caller has already checked it against the model.
+
+        Raises EngineError if its id is in use, LimitExceeded if the queue is full.
+        """
         if request.request_id in self._waiting_ids or request.request_id in self._slot_of:
             raise EngineError(f"request {request.request_id}: expected a new id, got one in use")
         if len(self.waiting) >= WAITING_MAX:
@@ -115,7 +118,7 @@ class SlotTable:
         self._waiting_ids.add(request.request_id)
 
     def admit(self) -> list[SlotSequence]:
-        """Seats waiting requests."""
+        """Moves waiting requests into free slots, in order, while the cache has room; returns the new sequences."""
         seated = []
         while self.waiting and self._free and not self.is_holding and self._has_room_for(self.waiting[0]):
             request = self.waiting.popleft()
@@ -129,9 +132,10 @@ class SlotTable:
         return seated
 
     def next_copies(self) -> list[Copy]:
-        """Beginnings of prompts to copy from where they are held. The caller must carry them out before it asks for fills."""
+        """Shares cached prompt prefixes with new sequences; returns the partial blocks to copy for that. The caller must make the
+        copies before it asks for fills."""
         copies: list[Copy] = []
-        just_shared: set[int] = set()  # they hold their part only once the copies are made
+        just_shared: set[int] = set()  # not yet sources: their rows are valid only once the copies are made
         for sequence in self.running.values():
             if sequence.cached >= sequence.shareable:
                 continue
@@ -142,7 +146,7 @@ class SlotTable:
         return copies
 
     def _share(self, source: int, sequence: SlotSequence, count: int) -> list[Copy]:
-        """Whole blocks are held by both; the rest of the `count` positions is copied, if a block for it is free."""
+        """Both hold the whole blocks; the rest of the `count` positions is copied if a block for it is free."""
         slot, blocks, before = sequence.slot, self.blocks, sequence.cached
         blocks.keep(slot, 0)
         shared = blocks.share(source, slot, count)
@@ -156,7 +160,7 @@ class SlotTable:
         return copies
 
     def next_fills(self, budget_tokens: int) -> list[Fill]:
-        """What to prefill now, at most `budget_tokens`. One sequence of a prefix leads; the others wait to copy it."""
+        """What to prefill now, at most `budget_tokens`. One sequence per prompt computes it; the others wait and share it."""
         fills: list[Fill] = []
         leading: set[tuple[str, tuple[int, ...]]] = set()
         for sequence in list(self.running.values()):
@@ -177,7 +181,7 @@ class SlotTable:
         return fills
 
     def filled(self, fills: Sequence[Fill]) -> None:
-        """The caller has computed these."""
+        """Records that the caller has computed these fills."""
         for fill in fills:
             sequence = self.running[fill.slot]
             assert sequence.cached == fill.start, "a fill continues the valid part of the cache"
@@ -187,13 +191,13 @@ class SlotTable:
             self.counts.filled += len(fill.token_ids)
 
     def decodable(self) -> list[SlotSequence]:
-        """The sequences that the next decode step can extend, with a place for what it caches."""
+        """The sequences that the next decode step can extend; a cache position is reserved for each."""
         ready = [sequence for sequence in self.running.values() if sequence.is_decodable]
         reserved = [sequence for sequence in ready if self._make_room(sequence, len(sequence.tokens))]
         return [sequence for sequence in reserved if self.running.get(sequence.slot) is sequence]
 
     def extend(self, sequence: SlotSequence, token_id: int) -> FinishReason:
-        """A decode step fed the last token and sampled `token_id`. Says whether the sequence ends with it."""
+        """Records that a decode step fed the last token and sampled `token_id`; returns whether and why the sequence ends there."""
         if not sequence.cached:
             sequence.epoch = self.epoch
         sequence.cached = len(sequence.tokens)
@@ -205,11 +209,12 @@ class SlotTable:
         return FinishReason.LENGTH if self._left(sequence) <= 0 else FinishReason.UNFINISHED
 
     def is_ending_within(self, step_count: int) -> bool:
-        """Whether a sequence reaches its budget or the context's end in so many decode steps; stop tokens apart."""
+        """Whether a sequence reaches its token budget or the end of the context within `step_count` decode steps (stop tokens are
+        not considered)."""
         return any(self._left(sequence) <= step_count for sequence in self.running.values())
 
     def release(self, sequence: SlotSequence) -> None:
-        """Frees the slot of a sequence that has ended. What is cached of it stays to be shared, as long as there is room."""
+        """Frees the slot of a sequence that has ended. Its cache is kept for sharing as long as there is room."""
         slot, cached = sequence.slot, tuple(sequence.tokens[: sequence.cached])
         self._leave(sequence)
         if cached and sequence.epoch == self.epoch:
@@ -227,7 +232,7 @@ class SlotTable:
         self._free.append(sequence.slot)
 
     def find(self, request_id: str) -> SlotSequence | GenerateRequest | None:
-        """Where a request is: in a slot, in the queue, or nowhere."""
+        """Finds a request: its sequence if it is in a slot, the request itself if it is queued, else None."""
         if request_id in self._slot_of:
             return self.running[self._slot_of[request_id]]
         if request_id in self._waiting_ids:
@@ -235,29 +240,34 @@ class SlotTable:
         return None
 
     def forget_waiting(self, request: GenerateRequest) -> None:
-        """Takes a request out of the queue."""
+        """Removes a request from the queue."""
         self.waiting.remove(request)
         self._waiting_ids.discard(request.request_id)
 
     def weights_changed(self, *, keep_kv: bool) -> None:
-        """New weights are live. Caches of older weights serve at most their own sequences, so that a token's version says by which
-        weights all before it was read: what ended sequences left is dropped."""
+        """Records that new weights are live, and drops the caches kept from ended sequences.
+
+        A cache of older weights serves at most its own sequence. So a new sequence never attends to keys and values of older
+        weights. With `keep_kv`, sequences that are decoding keep their cache; all others are recomputed.
+        """
         self.epoch += 1
         while self._drop_oldest_kept():
             pass
         for sequence in self.running.values():
             if not (keep_kv and sequence.sampled and sequence.is_decodable):
                 sequence.cached = 0
-                self.blocks.keep(sequence.slot, 0)  # others may go on with what they share
+                self.blocks.keep(sequence.slot, 0)  # gives up this slot's hold only: sharers keep the blocks
 
     def _left(self, sequence: SlotSequence) -> int:
-        """Tokens until the sequence ends by its length."""
+        """Tokens left until the sequence reaches its budget or the end of the context."""
         budget = sequence.request.sampling.max_new_tokens - sequence.completion_count
         return min(budget, self.context_tokens - len(sequence.tokens))
 
     def _has_room_for(self, request: GenerateRequest) -> bool:
-        """Room for all that the request has and that those seated still lack, counting what ended sequences left; the row that
-        the request would share goes last."""
+        """Whether blocks suffice for the request's tokens and for what running sequences still lack.
+
+        Drops kept caches, oldest first, until they suffice; the row that the request would share goes last.
+        """
         prompt = request.prompt_token_ids
         row, shared = self._kept.longest(prompt, len(prompt) - 1)
         if row >= 0:
@@ -272,7 +282,10 @@ class SlotTable:
         return True
 
     def _make_room(self, sequence: SlotSequence, tokens: int) -> bool:
-        """Has the sequence hold so many positions; False where it must wait for that itself."""
+        """Reserves blocks for `tokens` positions, dropping kept caches and then preempting the youngest sequences if needed.
+
+        False if the sequence was itself preempted.
+        """
         if self.running.get(sequence.slot) is not sequence:
             return False
         while not self.blocks.reserve(sequence.slot, tokens):
@@ -284,7 +297,7 @@ class SlotTable:
         return True
 
     def _put_back(self, sequence: SlotSequence) -> None:
-        """To the head of the queue, with what it has sampled."""
+        """Preempts a running sequence: it returns to the head of the queue with the tokens it has sampled."""
         self._leave(sequence)
         self.blocks.keep(sequence.slot, 0)
         done = tuple(sequence.tokens[len(sequence.request.prompt_token_ids) :])
@@ -293,7 +306,7 @@ class SlotTable:
         self._waiting_ids.add(request.request_id)
 
     def _drop_oldest_kept(self) -> bool:
-        """Frees what the ended sequence left that was not used for longest; False where there is none."""
+        """Drops the least recently used cache kept from an ended sequence; False if there is none."""
         row = self._kept.oldest
         if row is None:
             return False
@@ -305,7 +318,7 @@ class SlotTable:
         self.blocks.keep(row, 0)
 
     def _holder(self, sequence: SlotSequence, just_shared: set[int]) -> tuple[int, int]:
-        """Who has the longest beginning of the prompt in the cache, and how long it is: a slot or a kept row."""
+        """The slot or kept row that has the longest prefix of the prompt in the cache, and that prefix's length in tokens."""
         limit, prompt = sequence.shareable, sequence.tokens[: sequence.shareable]
         best, most = self._kept.longest(sequence.request.prompt_token_ids, limit)
         for slot, other in self.running.items():

@@ -1,11 +1,11 @@
-"""From artifacts that arrive to the version that is live: decode, verify, swap, check, commit, as one machine.
+"""The state machine from arriving artifacts to the live version: decode, verify, swap, check, commit.
 
-One door, `SwapMachine.handle(event, now) -> list[Action]`. Artifacts come one after the other, each on top of the one
-before (the broadcast chooses the path). Guarantees: a version goes live only if its bits were verified on the host and
-the engine's own fingerprint agrees, else no token sampled since is kept and the engine is repaired from the host copy;
-versions that are overtaken while more is already here are committed to the host and not put on the engine, at most
-`SKIPS_MAX` in a row; after `FAILURES_MAX` failures in a row the machine gives up with the last reason. Leaves to
-others: fetching (broadcast), decoding (delta), where the bits go (engine).
+One door, `SwapMachine.handle(event, now) -> list[Action]`. Artifacts arrive one after another, each on top of the previous one (the
+broadcast chooses the path). Guarantees: a version goes live only if its bits were verified on the host and the engine's own
+fingerprint agrees, else the tokens sampled since the swap are discarded and the engine is repaired from the host copy; if a later
+version is already here, a version is only committed to the host and skips the engine, at most `SKIPS_MAX` times in a row; after
+`FAILURES_MAX` failures in a row the machine gives up with the last reason. Leaves to others: fetching (broadcast), decoding
+(weights), where the bits go (engine).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAILURES_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class ArtifactBegan:
-    """The first chunk of an artifact is here. `parent` None: a keyframe."""
+    """The first chunk of an artifact has arrived. `parent` None: a keyframe."""
 
     version: Version
     parent: Version | None
@@ -34,19 +34,20 @@ class ArtifactBegan:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactGivenUp:
-    """The artifact that was under way will not be completed: another path is cheaper now."""
+    """The artifact being received will not be completed: another path is cheaper now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The host holds a whole version already: a base checkpoint with the fingerprint that its publisher signed."""
+    """The host already holds a whole version: a base checkpoint with the fingerprint that the publisher signed."""
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """All of it is decoded and has the fingerprint that its publisher signed."""
+    """The whole artifact is decoded and has the fingerprint that its publisher signed. `more_is_here`: a complete artifact of a
+    later version is here and can follow at once."""
 
     version: Version
     more_is_here: bool
@@ -54,14 +55,14 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFailed:
-    """It does not decode, or not to its fingerprint."""
+    """The artifact does not decode, or not to its fingerprint."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """The engine has the version; generation paused for `stood_still_s`."""
+    """The engine has the version; generation paused for `stood_still_s` seconds."""
 
     version: Version
     stood_still_s: float
@@ -76,7 +77,7 @@ class SwapFailed:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Whether the engine's fingerprint is that of the version."""
+    """Whether the engine's fingerprint equals the version's."""
 
     version: Version
     is_equal: bool
@@ -89,18 +90,18 @@ Event = ArtifactBegan | ArtifactGivenUp | Adopted | Decoded | DecodeFailed | Swa
 
 @dataclass(frozen=True, slots=True)
 class StartDecoder:
-    """Decode what comes on top of the host's version."""
+    """Decode the arriving artifact on top of the host's version."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropDecoder:
-    """Throw away what was decoded."""
+    """Discard what was decoded."""
 
 
 class SwapSource(enum.Enum):
     """Where the engine gets the bits from."""
 
-    DELTA = "delta"  # what was decoded, on top of the engine's version
+    DELTA = "delta"  # the decoded artifact, on top of the engine's version
     HOST = "host"  # all of the host's weights, after the commit
 
 
@@ -120,31 +121,31 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The host moves to the decoded version."""
+    """Move the host copy to the decoded version."""
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class HoldTokens:
-    """Keep what the engine samples as `version` until `ReleaseTokens` or `DiscardTokens`."""
+    """Hold the tokens that the engine samples as `version` until `ReleaseTokens` or `DiscardTokens`."""
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseTokens:
-    """They were sampled by the version that they claim."""
+    """Pass on the held tokens: they were sampled by the version that they carry."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiscardTokens:
-    """They were sampled by weights of no version; the rollouts they belong to are handed back."""
+    """Discard the held tokens, which were sampled by weights of no version, and hand back their rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class GoLive:
-    """The version is live and proven."""
+    """The version is live and proven. `stood_still_s`: pause of generation; `apply_s`: from decoded to proven."""
 
     version: Version
     stood_still_s: float
@@ -153,7 +154,7 @@ class GoLive:
 
 @dataclass(frozen=True, slots=True)
 class StartOver:
-    """The artifact was bad: forget it and fetch anew what leads on from `version` (None: a keyframe)."""
+    """The artifact was bad: forget it and fetch one that applies to `version` (None: a keyframe)."""
 
     version: Version | None
     reason: str
@@ -161,7 +162,7 @@ class StartOver:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """No version could be put live, several times in a row."""
+    """`FAILURES_MAX` attempts in a row to make a version live have failed."""
 
     reason: str
 
@@ -193,7 +194,7 @@ class _State(enum.Enum):
 
 @dataclass(slots=True)
 class SwapMachine:
-    """`host`: the version committed on the host; `live`: the engine's, None until the first is proven."""
+    """`host`: the version committed on the host; `live`: the engine's proven version, None until there is one."""
 
     mode: SwapMode
     host: Version | None = None
@@ -298,7 +299,7 @@ class SwapMachine:
         if self._failures >= FAILURES_MAX:
             yield from self._broken(message)
             return
-        # The bits are good (the host verified them): put all of them on the engine instead.
+        # The host has verified the bits, so send the engine all of them instead of the delta.
         version = self._began.version
         if self.host != version:
             yield from self._commit(version)
@@ -332,7 +333,7 @@ class SwapMachine:
             yield from self._broken(message)
             return
         self._state = _State.IDLE
-        # Once may be a bad copy. A delta that fails again says nothing of which side is wrong: a keyframe is sure.
+        # One failure may be a bad copy. After a second, the delta or the host copy may be wrong; a keyframe needs neither.
         if self._failures > 1:
             self.host = None
         yield StartOver(self.host, message)

@@ -1,7 +1,7 @@
-"""What a worker says of its speed: rates over a sliding window of busy time, rollout durations.
+"""Measures a worker's speed: rates over a sliding window of busy time, and rollout durations.
 
 Guarantees: rates are per second in which the engine had something to decode, so a worker without leases does not look
-slow; the window and the sample of durations are bounded. Leaves to others: sending it (runtime).
+slow; the window and the sample of durations are bounded. Leaves to others: sending the rates (runtime).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Per busy second of the window; `rollout_s_*` from first token asked for to last token, of recent rollouts."""
+    """Rates per busy second of the window. `rollout_s_*`: seconds from a rollout's start on this worker to its last token, over
+    recent rollouts."""
 
     tokens_per_s: float
     rollouts_per_s: float
@@ -35,7 +36,7 @@ class Rates:
 
 @dataclass(slots=True)
 class RateWindow:
-    """Counts tokens and finished rollouts as they come; `busy` intervals are told by whoever sees the engine."""
+    """Counts tokens and finished rollouts as they come. The caller reports through `busy` when the engine has work."""
 
     window_s: float = WINDOW_S
     sampled_tokens: int = 0
@@ -55,16 +56,16 @@ class RateWindow:
         self._durations.append(duration_s)
 
     def declare(self, tokens_per_s: float) -> None:
-        """What was measured before the first lease; holds until leases say better."""
+        """Sets the rate measured before the first lease; it holds until leases give measured rates."""
         self._last = Rates(tokens_per_s, 0.0, 0.0, 0.0)
 
     def busy(self, is_busy: bool, now: float) -> None:
-        """Whether the engine has sequences from now on."""
+        """Records whether the engine has sequences from `now` on."""
         self._account(now)
         self._busy_since = now if is_busy else None
 
     def rates(self, now: float) -> Rates:
-        """Rates over the window; the last ones known while it holds too little busy time to tell."""
+        """Rates over the window; the last known ones while the window holds less than `BUSY_S_MIN` of busy time."""
         self._account(now)
         self._forget(now)
         busy_s = sum(bucket.busy_s for bucket in self._buckets)
@@ -79,7 +80,7 @@ class RateWindow:
         return self._last
 
     def _account(self, now: float) -> None:
-        # Time since the last look is booked to the current bucket; looks come at least every heartbeat.
+        # All time since the last call goes to the current bucket. Coarse, but calls come at least every heartbeat.
         if self._busy_since is not None:
             self._bucket(now).busy_s += max(0.0, now - self._busy_since)
             self._busy_since = now

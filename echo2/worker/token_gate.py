@@ -1,8 +1,8 @@
-"""Between the engine and the desk: tokens of weights that are not proven yet wait here.
+"""Holds tokens between the engine and the desk while the weights that sampled them are unproven.
 
-Guarantees: tokens of the version on hold reach the desk after its proof or never; of a sequence that lost tokens
-nothing later passes but its end, as an abort, and its lease is handed back. What waits is bounded by the engine's own
-outbox and the time of one fingerprint. Leaves to others: the proof (runtime/weights).
+Guarantees: tokens of an unproven version reach the desk after its proof or never; once a sequence has lost tokens, only its end
+passes, as an abort, and its lease is handed back. The held tokens are bounded by the engine's outbox and the duration of one
+fingerprint. Leaves to others: the proof (runtime/weights).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from echo2.worker.engine import TokenChunk
 
 @dataclass(slots=True)
 class TokenGate:
-    """`passed` gets chunks in order; `spoiled` gets the leases whose tokens were thrown away."""
+    """`passed` receives chunks in order; `spoiled` receives the leases whose tokens were discarded."""
 
     passed: Callable[[tuple[TokenChunk, ...]], None]
     spoiled: Callable[[LeaseId], None]
-    discards: int = 0  # how often weights were found to be of no version
+    discards: int = 0  # times the engine's weights turned out to be of no version
     _unproven: Version | None = None
     _held: list[TokenChunk] = field(default_factory=list)
     _held_requests: set[str] = field(default_factory=set)
@@ -43,7 +43,7 @@ class TokenGate:
             self.passed(tuple(held))
 
     def discard(self) -> None:
-        """What is held was sampled by no version."""
+        """Discards the held tokens, which were sampled by weights of no version, and reports their leases as spoiled."""
         self.discards += 1
         held, self._held = self._held, []
         self._held_requests.clear()
@@ -56,7 +56,7 @@ class TokenGate:
             self.passed(tuple(ends))
 
     def take(self, chunks: Sequence[TokenChunk]) -> None:
-        """Chunks as the engine gives them."""
+        """Takes chunks from the engine; holds those of the unproven version and all later ones of the same sequences."""
         passing = []
         for chunk in self._without_spoiled(chunks) if self._spoiled_requests else chunks:
             if self._unproven is not None and (

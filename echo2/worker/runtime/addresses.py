@@ -1,4 +1,4 @@
-"""At which addresses peers reach this worker's broadcast service."""
+"""Determines the addresses at which peers reach this worker's broadcast service."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from echo2.worker.options import WorkerOptions
 
 
 def advertised_addresses(options: WorkerOptions, link: JoinLink, port: int) -> list[str]:
-    """As told; else where it listens, and for 'any address' the one from which it reaches the coordinator."""
+    """The addresses given by the operator; else those of `own_addresses`."""
     return list(options.advertised_addresses) or own_addresses(options, link, port)
 
 
 def own_addresses(options: WorkerOptions, link: JoinLink, port: int) -> list[str]:
-    """Where it listens, as its own network sees it."""
+    """Where the service listens, as its own network sees it; for 'any address', the one from which it reaches the coordinator."""
     host = outward_host(options.listen_host, link.address)
     return [joined(host, port)] if host else []
 
 
 def listen_host(options: WorkerOptions, link: JoinLink) -> str:
-    """As told; else loopback for a run of this machine's own, and every address for any other."""
-    own = link.host if ":" in link.host else "127.0.0.1"  # ::1 and 127.0.0.1 are two hosts to whoever sees us come
+    """The host given by the operator; else loopback if the coordinator is on loopback, else every address."""
+    # The coordinator's address family, because ::1 and 127.0.0.1 appear to others as two hosts.
+    own = link.host if ":" in link.host else "127.0.0.1"
     return options.listen_host or (own if is_loopback(link.host) else EVERY_ADDRESS)
 
 
 def dialled_port(options: WorkerOptions, port: int) -> int:
-    """The port at which others reach the service that listens on `port`: a NAT may map another one to it."""
+    """The port at which others reach the service that listens on `port`; a NAT may map a different one to it."""
     return int(options.advertised_addresses[0].rpartition(":")[2]) if options.advertised_addresses else port
 
 
 def reach_of(facts: HostFacts, own: list[str], port: int, coordinator: PeerId) -> coordinator_pb2.Reach | None:
-    """What has been found out; None while nothing has, so that the hello's addresses count.
+    """How peers reach this worker, as found out by the transport; None while unknown, so that the hello's addresses apply.
 
-    `own`: where the service listens, for peers of the same network; `port`: the one that others dial.
-    The coordinator's relay goes first: the learner's uplink has better things to carry.
+    `own`: where the service listens, for peers on the same network; `port`: the port that others dial. The coordinator's relay
+    comes first, to keep relayed traffic off the learner's uplink.
     """
     if facts.is_reachable is None:
         return None

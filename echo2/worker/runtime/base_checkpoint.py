@@ -1,12 +1,12 @@
-"""The base checkpoint from this machine or a model hub, so that the first weights need not come from peers: as version 0 itself, or
+"""Finds the base checkpoint on this machine or at a model hub, so that the first weights need not come from peers: as version 0, or
 with one merged delta on top as any later version.
 
-Looked for in this order: a local folder in Hugging Face layout, the hub's cache on this machine, the hub itself
-(unless `HF_HUB_OFFLINE` is set). Guarantees: what is found is only a candidate, its bits become a version when they have
-the fingerprint that the learner signed for it (`BaseCheckpointLoader.proven`) or for the parent of a delta; whatever goes
-wrong here is told and the weights come from peers as usual; the weights lie in memory only until they are given or another way to
-a version is taken, and nothing is downloaded from then on. Waits for: a download as long as it is worth it (hub_pace), the disk
-as long as it reads LOAD_BYTES_PER_S_MIN. Leaves to others: the download (hub), peers, the engine.
+Looks in this order: a local folder in Hugging Face layout, the hub's cache on this machine, the hub itself (unless
+`HF_HUB_OFFLINE` is set). Guarantees: a checkpoint found is only a candidate; its bits become a version if they have the fingerprint
+that the learner signed for it (`BaseCheckpointLoader.proven`) or for the parent of a delta; any failure here is logged and the
+weights come from peers as usual; the weights stay in memory only until they are handed over or another way to a version is taken,
+and from then on nothing is downloaded. Waits for: a download while it is worth waiting for (hub_pace), the disk while it reads at
+least LOAD_BYTES_PER_S_MIN. Leaves to others: the download (hub), peers, the engine.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PART = re.compile(r".*-\d+-of-(?P<count>\d+)\.safetensors")
 _HUB_ID = re.compile(rf"{_NAME.pattern}/{_NAME.pattern}")
 LOAD_S, LOAD_BYTES_PER_S_MIN = 60.0, 50e6
-"""A disk that reads slower is given up for peers."""
+"""Loading may take LOAD_S plus the size at this rate; on a slower disk the weights come from peers."""
 _log = logging.getLogger("echo2.worker")
 
 
 def find_base(model_path: str, model_name: str) -> Path | None:
-    """A folder of this machine with safetensors files."""
+    """A local folder with a complete safetensors checkpoint: `model_path` or one in the hub's cache; None if there is none."""
     local = Path(model_path).expanduser()
     if model_path and _is_checkpoint(local):
         return local
@@ -44,12 +44,12 @@ def find_base(model_path: str, model_name: str) -> Path | None:
 
 
 def is_at_hub(model_path: str) -> bool:
-    """Whether it may be asked for there."""
+    """Whether `model_path` is a hub id and the hub may be asked."""
     return _HUB_ID.fullmatch(model_path) is not None and os.environ.get("HF_HUB_OFFLINE") != "1"
 
 
 def load_base(folder: Path, is_wanted: Callable[[], bool] = lambda: True) -> HostWeights | None:
-    """All tensors as bf16 under their names, tied ones once. None where `is_wanted` ends between two files."""
+    """Loads all tensors as bf16 under their names, tied ones once. None if `is_wanted` becomes false between two files."""
     from safetensors.torch import load_file
 
     tensors: dict[str, torch.Tensor] = {}
@@ -61,8 +61,10 @@ def load_base(folder: Path, is_wanted: Callable[[], bool] = lambda: True) -> Hos
 
 
 class BaseCheckpointLoader:
-    """Looks in the background, and loads ahead where `loads_ahead`; else a delta from the base has it loaded. `keyframe_s`: the hub
-    is asked too, as long as it is not much slower than this for a keyframe from peers."""
+    """Looks for the checkpoint in the background. With `loads_ahead` it also loads it at once, else only when a delta needs it.
+
+    `keyframe_s`: seconds that a keyframe from peers would take; if given, the hub is asked too, unless it would be much slower.
+    """
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class BaseCheckpointLoader:
         self._looking = asyncio.create_task(self._look())
 
     async def offer_to(self, node: BroadcastNode) -> None:
-        """The node fetches nothing until it is known whether there is one."""
+        """Tells the node whether there is a base checkpoint; until then the node fetches nothing."""
         node.set_base(None, is_sought=True)
         await asyncio.wait([self._looking])
         is_there = not self._looking.cancelled() and self._looking.result()
@@ -92,14 +94,14 @@ class BaseCheckpointLoader:
         node.set_base(BaseCheckpoint(Version(0), 0.0) if is_there else None)
 
     async def candidate(self) -> HostWeights | None:
-        """The weights, said to be version 0, for a delta that names the fingerprint of its parent; given once."""
+        """The weights, labelled version 0, for a delta whose parent's fingerprint will check them; handed over once."""
         if self._weights is None:
             await self._load()
         return self._given()
 
     def proven(self, version: Version, fingerprint: str) -> HostWeights | None:
-        """The weights, as `version`, if they are loaded and have the fingerprint (hex) that was signed for it. Else they are no
-        longer kept: another way is taken."""
+        """The weights as `version`, if they are loaded and have its signed fingerprint (hex). Otherwise drops them and returns
+        None: the version then comes from peers."""
         if self._weights is None:
             return None
         if self._fingerprint != fingerprint:
@@ -109,18 +111,18 @@ class BaseCheckpointLoader:
         return self._given()
 
     def end(self) -> None:
-        """They are not needed any more: what was loaded goes, and nothing more is looked for."""
+        """Drops what was loaded and stops looking: the weights are no longer needed."""
         self._is_wanted = False
         self._weights = self._folder = None
         self._looking.cancel()
 
     def _given(self) -> HostWeights | None:
-        """Once: from now on the weights change."""
+        """Hands the weights over, once: the receiver will change them."""
         weights, self._weights = self._weights, None
         return weights
 
     async def _look(self) -> bool:
-        """Whether there is one."""
+        """Looks for a checkpoint, and loads it if so configured; returns whether there is one."""
         self._folder = await asyncio.to_thread(find_base, *self._names)
         if self._folder is None and self._keyframe_s is not None and is_at_hub(self._names[0]):
             self._folder = await download(self._names[0], self._keyframe_s)
@@ -139,7 +141,7 @@ class BaseCheckpointLoader:
             return
         try:
             weights, self._fingerprint = await asyncio.to_thread(self._read, folder)
-        except Exception as error:  # noqa: BLE001  a checkpoint that cannot be read is one that is not here
+        except Exception as error:  # noqa: BLE001  an unreadable checkpoint counts as absent
             _log.warning("base checkpoint in %s cannot be used (%s); peers have it", folder, error)
             self._folder = None
             return
@@ -150,7 +152,7 @@ class BaseCheckpointLoader:
             )
 
     def _read(self, folder: Path) -> tuple[HostWeights | None, str]:
-        """In a thread."""
+        """Weights and their fingerprint in hex. Runs in a thread."""
         weights = load_base(folder, lambda: self._is_wanted)
         if weights is None:
             return None, ""
@@ -159,14 +161,14 @@ class BaseCheckpointLoader:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whole: a download that was given up leaves some of its parts."""
+    """Whether all parts are there: a download that was given up may leave only some."""
     names = [file.name for file in folder.glob("*.safetensors")] if folder.is_dir() else []
     parts = [found for found in map(_PART.fullmatch, names) if found is not None]
     return bool(names) and all(len(parts) == int(found["count"]) for found in parts)
 
 
 def _cached(model_path: str, model_name: str) -> Path | None:
-    """The newest snapshot of the hub id, or of any whose name is the learner's, in the hub's cache."""
+    """The newest snapshot in the hub's cache: of the hub id `model_path`, else of any id with the learner's model name."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", str(home / "hub"))).expanduser()
     is_hub_id = _HUB_ID.fullmatch(model_path) is not None

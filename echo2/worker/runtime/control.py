@@ -1,8 +1,8 @@
-"""A running worker's door for its owner: `who`, `status`, `drain` and `leave` over a socket in its folder.
+"""The owner's commands to a running worker: `who`, `status`, `drain` and `leave` over a socket in its folder.
 
-One JSON object a line each way: `{"command": "status"}` -> `{"ok": true, ...}`. Guarantees: the socket belongs to the
-owner alone; one worker per folder (a second one is refused); a request over `LINE_BYTES_MAX` or unanswered within
-`ANSWER_S` ends the connection. Leaves to others: what the commands do (daemon), which workers run (`running`).
+One JSON object per line each way: `{"command": "status"}` -> `{"ok": true, ...}`. Guarantees: only the owner can use the socket;
+one worker per folder (a second one is refused); a request over `LINE_BYTES_MAX`, or one that does not arrive within `ANSWER_S`,
+ends the connection. Leaves to others: what the commands do (daemon), which workers run (`running`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("echo2.worker")
 
 
 def socket_path(folder: Path) -> Path:
-    """Where the worker of `folder` listens. A folder too deep for a socket's name gets one in the temporary folder."""
+    """Where the worker of `folder` listens. If the path would be too long for a socket, one in the temporary folder is used."""
     path = folder.resolve() / SOCKET_NAME
     if len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX:
         return path
@@ -39,7 +39,7 @@ def socket_path(folder: Path) -> Path:
 
 
 class ControlServer:
-    """Listens between `start` and `stop`; `answer` is given the command's name, but for `who`, which is answered here."""
+    """Listens between `start` and `stop`; answers `who` itself and passes the name of any other command to `answer`."""
 
     def __init__(self, folder: Path, name: str, answer: Callable[[str], Awaitable[CommandAnswer]]) -> None:
         self._folder = folder
@@ -49,7 +49,7 @@ class ControlServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """StateError when another worker lives in the folder."""
+        """Starts listening; StateError if another worker runs in the folder."""
         if await _is_answered(self._path):
             raise StateError(f"{self._folder}: another worker runs in this folder; give each its own")
         self._path.unlink(missing_ok=True)
@@ -108,7 +108,7 @@ async def ask(folder: Path, command: str, within_s: float = ANSWER_S) -> Command
 
 
 async def ask_at(path: Path, command: str, whose: str, within_s: float = ANSWER_S) -> CommandAnswer:
-    """The same for who knows the socket; `whose` is what an error calls it."""
+    """As `ask`, for the socket at `path`. Without an answer raises Unreachable, on a refusal ProtocolError; both name `whose`."""
     try:
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_unix_connection(path, limit=1 << 20)

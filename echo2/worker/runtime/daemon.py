@@ -1,9 +1,9 @@
-"""The worker process: looks at its machine, enrols, works a shift, and answers its owner.
+"""The worker process: inspects its machine, enrols, works a shift, and answers its owner's commands.
 
-`WorkerDaemon(options).run()` works until it is stopped, refused, or its engine fails; `stop(reason)` drains: partial
-rollouts are handed back within `limits.drain_s`. Guarantees: whatever it waits for is in the log, the heartbeat and
-`echo-worker status`. Waits for the coordinator to enrol, then for its shift to end. Leaves to others: the parts and
-their order (shift), decisions (worker/).
+`WorkerDaemon(options).run()` works until it is stopped or refused, or its engine fails; `stop(reason)` drains: it hands partial
+rollouts back within `limits.drain_s`. Guarantees: whatever it waits for is in the log, the heartbeat and `echo-worker status`.
+Waits for the coordinator to enrol it, then for its shift to end. Leaves to others: the parts and their order (shift), decisions
+(worker/).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WorkerDaemon:
         self._link = link
         self._log = log
         if options.preemption_notice:
-            source_of(options.preemption_notice)  # a wrong one is refused before anything starts
+            source_of(options.preemption_notice)  # refuses a wrong one before anything starts
         self._stopped = asyncio.Event()
         self._leaving: asyncio.Task[None] | None = None
 
@@ -101,7 +101,7 @@ class WorkerDaemon:
             raise kind(f"{self.options.folder}: expected to make this worker's folder, got {error.strerror}") from None
 
     def _priced(self) -> Price:
-        """What this machine costs; asks the provider only where nobody said it and a cloud was named."""
+        """What this machine costs; asks the provider only if no price was given and `preemption_notice` names a cloud."""
         known = price_of(self.options.price_usd_per_hour, os.environ)
         if known.source == "none given" and self.options.preemption_notice:
             known = price_of(0.0, os.environ, tagged_price(self.options.preemption_notice))

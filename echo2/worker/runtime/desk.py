@@ -1,8 +1,7 @@
 """Carries events to the assignments machine and its actions to the engine, the learner and the coordinator.
 
-Guarantees: events are handled one at a time, in order, on the loop's thread; an engine that refuses a request turns
-into an event. Waits for nothing itself; a timer that the machine asked for wakes it. Leaves to others: all decisions
-(worker/assignments).
+Guarantees: events are handled one at a time, in order, on the loop's thread; a request that the engine refuses becomes an event.
+Waits for nothing itself; a timer that the machine requested wakes it. Leaves to others: all decisions (worker/assignments).
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ _log = logging.getLogger("echo2.worker")
 
 
 class LearnerPort(Protocol):
-    """What the desk asks of the connection to the learner."""
+    """What the desk needs of the connection to the learner."""
 
     def report(self, lease_id: LeaseId, segments: tuple[RolloutSegment, ...]) -> None: ...
 
     def fetch_partials(self, lease_id: LeaseId) -> None: ...
 
     def forget(self, lease_id: LeaseId) -> None:
-        """The lease has ended."""
+        """Drops what is kept for a lease that has ended."""
         ...
 
 
 class CoordinatorPort(Protocol):
-    """What the desk asks of the session with the coordinator; while there is none, it does nothing."""
+    """What the desk needs of the session with the coordinator; its methods do nothing while there is no session."""
 
     def end_lease(self, lease_id: LeaseId, reason: EndReason, message: str) -> None: ...
 
@@ -48,7 +47,7 @@ class CoordinatorPort(Protocol):
 
 
 class Desk:
-    """One per worker. `take` gives it the engine, before which requests are refused."""
+    """One per worker. Until `take` gives it the engine, requests are refused."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class Desk:
         self.engine = engine
 
     def send(self, event: duties.Event) -> None:
-        """Handles `event` and whatever it brings about before it returns (or before the outermost `send` does)."""
+        """Handles `event` and all events that follow from it before this call, or the outermost nested `send`, returns."""
         self._events.append(event)
         if self._is_handling:
             return
@@ -91,7 +90,7 @@ class Desk:
             self._is_handling = False
 
     async def version_may_go_live(self, version: Version) -> None:
-        """Returns once nothing under way needs the version that is live."""
+        """Returns once no lease needs the live version any more and `version` may replace it."""
         self._version_let.clear()
         self.send(duties.VersionCame(version))
         await self._version_let.wait()

@@ -1,8 +1,8 @@
-"""A checkpoint from a model hub, downloaded by a process of its own that can be ended at any moment.
+"""Downloads a checkpoint from a model hub in a separate process that can be ended at any moment.
 
-Guarantees: once the caller is cancelled or the download is given up, nothing more comes over the link; the process ends with its
-worker, however that ends; what came stays in the hub's cache, where the next attempt finds it. Waits for: the process's reports,
-one every `REPORT_S`. Leaves to others: when it is given up (hub_pace), whether the hub is asked at all (base_checkpoint).
+Guarantees: once the caller is cancelled or the download is given up, no more bytes arrive; the process ends with its worker,
+however that ends; what has arrived stays in the hub's cache, where the next attempt finds it. Waits for: the process's reports, one
+every `REPORT_S`. Leaves to others: when to give up (hub_pace), whether to ask the hub at all (base_checkpoint).
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ FILES = ["*.safetensors", "*.json"]
 REPORT_S = 5.0
 ENDING_S = 5.0
 REPORT_BYTES_MAX = 1 << 16
-_BLOCK_BYTES = 512  # what st_blocks counts
+_BLOCK_BYTES = 512  # the unit of st_blocks
 _log = logging.getLogger("echo2.worker")
 
 
 async def download(model_id: str, keyframe_s: Callable[[], float], command: tuple[str, ...] = ()) -> Path | None:
-    """The folder; None where the hub does not give it, or not in time. `keyframe_s`: how long a keyframe from peers would take."""
+    """The checkpoint's folder; None if the hub does not have it or would take too long.
+
+    `keyframe_s`: seconds that a keyframe from peers would take.
+    """
     if importlib.util.find_spec("huggingface_hub") is None:
         return None
     process = await asyncio.create_subprocess_exec(
@@ -84,17 +87,17 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-# ---- in the process
+# ---- in the separate process
 
 
 def main() -> int:
-    """Prints reports, one JSON object a line: `whole_bytes`, `came_bytes` now and then, `folder` at the end."""
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # the worker tells how far it is
+    """Prints reports, one JSON object a line: `whole_bytes` first, `came_bytes` every `REPORT_S`, `folder` at the end."""
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # the worker shows the progress
     from huggingface_hub import HfApi, constants, snapshot_download
 
     model_id = sys.argv[1]
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with contextlib.suppress(Exception):  # a mirror may not tell sizes
+    with contextlib.suppress(Exception):  # a mirror may not report sizes
         files = HfApi().model_info(model_id, files_metadata=True).siblings or []
         sizes = (file.size or 0 for file in files if any(fnmatch.fnmatch(file.rfilename, one) for one in FILES))
         _report(whole_bytes=sum(sizes))
@@ -120,11 +123,11 @@ def _report_bytes(blobs: Path, never: threading.Event) -> None:
 
 
 def bytes_in(folder: Path) -> int:
-    """As they lie on the disk: a file may be made at its full size before its bytes come."""
+    """Bytes allocated on disk in `folder`; not file sizes, since a file may get its full size before its bytes arrive."""
     found = 0
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
-            with contextlib.suppress(OSError):  # it got its last name meanwhile
+            with contextlib.suppress(OSError):  # the file was just renamed to its final name
                 found += path.stat().st_blocks * _BLOCK_BYTES
     return found
 

@@ -1,8 +1,8 @@
-"""First contact: an identity and credentials for the run that a join link names.
+"""Joins a run: gets an identity, and credentials for the run that the join link names.
 
-Guarantees: identity and credentials are kept in the folder, so a restart needs no token; a folder that belongs to
-another run is refused; an unreachable coordinator is tried for ever with jittered pauses; a wrong token, peer or
-protocol version ends the join at once. Waits for the coordinator to answer.
+Guarantees: identity and credentials are kept in the folder, so a restart needs no token; a folder that belongs to another run is
+refused; an unreachable coordinator is retried without limit, with jittered backoff; a wrong token, peer or protocol version ends
+the join at once. Waits for the coordinator to answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _log = logging.getLogger("echo2.worker")
 
 
 async def join(link: JoinLink, folder: Path, waits: Waits, backoff: Backoff) -> Credentials:
-    """Credentials for the run; enrols when there are none or they end soon."""
+    """Credentials for the run; enrols if there are none or they expire within `RENEW_BEFORE_S`.
+
+    Raises ResourceError if the folder cannot hold them, StateError if it belongs to another run.
+    """
     try:
         identity = load_or_create_identity(folder)
     except OSError as error:
@@ -43,7 +46,7 @@ async def join(link: JoinLink, folder: Path, waits: Waits, backoff: Backoff) -> 
 
 
 def _kept(folder: Path, link: JoinLink) -> Credentials | None:
-    """What an earlier run of this worker kept, if it still serves this link."""
+    """The credentials kept in the folder, if they still serve this link."""
     try:
         credentials = load_credentials(folder, load_or_create_identity(folder))
     except TrustError as error:

@@ -1,6 +1,6 @@
-"""The newest of this process's own warnings and errors, for the operator's page.
+"""Keeps the newest warnings and errors of this process, for the operator's dashboard.
 
-Guarantees: bounded, printable, one line each; may be fed from any thread. Leaves to others: sending (telling).
+Guarantees: the tail is bounded, each entry is one printable line; any thread may log. Leaves to others: sending it (telling).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 
 class LogTail(logging.Handler):
-    """`count` grows with each line."""
+    """A log handler. `count`: lines kept so far, those dropped since included."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,8 +1,7 @@
-"""What this machine is: GPUs, memory, disk, clock, cores; and which engine fits it.
+"""Inspects this machine (GPUs, memory, disk, cores) and chooses the engine that fits it.
 
-Guarantees: nothing here fails because a tool or a device is missing, it is then reported as absent; a check says what
-it expected and what it found. Leaves to others: what to do about a failed check (daemon: an error ends the join, a
-warning is logged).
+Guarantees: a missing tool or device is reported as absent, never an error; a failed check says what it expected and what it found.
+Leaves to others: what to do about a failed check (the error ends the worker; a bad finding is logged as a warning).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from echo2.worker.options import EngineChoice
 
 DISK_BYTES_MIN = 64 << 20
 DISK_WANTED_BYTES = 2 << 30
-"""Less free disk than this, or than the store may take, is worth a warning."""
+"""Less free disk than this, or than the store's limit if that is smaller, is worth a warning."""
 REACH_S = 3.0
 TOOL_S = 10.0
 
@@ -49,7 +48,7 @@ class WorkerMachine:
 
     @property
     def gpu_text(self) -> str:
-        """As the operator sees it: `2 x NVIDIA H200`, or `cpu`."""
+        """The GPUs as the operator sees them: `2 x NVIDIA H200`, or `cpu`."""
         if not self.gpus:
             return "cpu"
         names = sorted({gpu.name for gpu in self.gpus})
@@ -65,7 +64,7 @@ class WorkerMachine:
 
 
 def parse_gpus(text: str) -> tuple[LocalGpu, ...]:
-    """From nvidia-smi's rows of name, memory in MiB and driver version; rows that are none are skipped."""
+    """Parses nvidia-smi's rows of name, memory in MiB and driver version; skips other rows."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -75,7 +74,7 @@ def parse_gpus(text: str) -> tuple[LocalGpu, ...]:
 
 
 def local_gpus() -> tuple[LocalGpu, ...]:
-    """As nvidia-smi tells them; none where it is missing. Takes up to `TOOL_S`."""
+    """The GPUs that nvidia-smi lists; none if it is missing or fails. Takes up to `TOOL_S`."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
@@ -88,7 +87,7 @@ def local_gpus() -> tuple[LocalGpu, ...]:
 
 
 def look(folder: Path) -> WorkerMachine:
-    """Looks around. Takes up to `TOOL_S`; `folder` is where disk is needed."""
+    """Inspects this machine. Takes up to `TOOL_S`; `folder` is where the worker needs disk."""
     return WorkerMachine(
         gpus=local_gpus(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -101,11 +100,11 @@ def look(folder: Path) -> WorkerMachine:
 
 
 def memory_used_bytes() -> int:
-    """Resident memory of this process and of those that it has started, an engine's processes among them."""
+    """Resident memory, in bytes, of this process and all its descendants, such as an engine's processes."""
     page, found, left = os.sysconf("SC_PAGE_SIZE"), 0, [str(os.getpid())]
     while left:
         process = Path("/proc", left.pop())
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or this kernel does not list children
+        with contextlib.suppress(OSError):  # the process has ended, or this kernel does not list children
             found += int((process / "statm").read_text().split()[1]) * page
             for thread in (process / "task").iterdir():
                 left += (thread / "children").read_text().split()
@@ -113,7 +112,7 @@ def memory_used_bytes() -> int:
 
 
 def memory_total_bytes() -> int:
-    """All of this machine's, or the container's limit where it is lower."""
+    """This machine's memory, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -121,7 +120,7 @@ def memory_total_bytes() -> int:
 
 
 def memory_free_bytes() -> int:
-    """What this machine, and the container that this process may be in, have left."""
+    """Memory available on this machine, or left within the container's limit if that is less."""
     free = memory_total_bytes()
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -134,7 +133,7 @@ def memory_free_bytes() -> int:
 
 
 def findings(machine: WorkerMachine, folder: Path, store_bytes: int) -> list[Finding]:
-    """What can be said before anybody else is known."""
+    """The findings that need no connection to others."""
     driver = machine.gpus[0].driver if machine.gpus else ""
     memory = sum(gpu.memory_bytes for gpu in machine.gpus)
     return [
@@ -145,7 +144,7 @@ def findings(machine: WorkerMachine, folder: Path, store_bytes: int) -> list[Fin
 
 
 async def reach(addresses: list[str]) -> Finding:
-    """Connects to this worker's own addresses, as a peer would. A router may still keep others out."""
+    """Connects to this worker's own addresses, as a peer would. A router may still block peers."""
     refused = {}
     for address in addresses:
         host, _, port = address.rpartition(":")
@@ -159,7 +158,7 @@ async def reach(addresses: list[str]) -> Finding:
 
 
 def chosen_engine(choice: EngineChoice, machine: WorkerMachine) -> EngineChoice:
-    """EMBEDDED or VLLM. AUTO takes vLLM where there is a GPU and vLLM is installed."""
+    """EMBEDDED or VLLM; AUTO takes vLLM if there is a GPU and vLLM is installed. ConfigError if vLLM is chosen but missing."""
     if choice is EngineChoice.AUTO:
         return EngineChoice.VLLM if machine.gpus and machine.has_vllm else EngineChoice.EMBEDDED
     if choice is EngineChoice.VLLM and not machine.has_vllm:
@@ -170,10 +169,10 @@ def chosen_engine(choice: EngineChoice, machine: WorkerMachine) -> EngineChoice:
 def check_room(
     machine: WorkerMachine, size: ModelSize, published_bytes: int, folder: Path, masters_bytes: int = 0
 ) -> int:
-    """Returns the bytes of host memory left over. ResourceError, before anything is fetched, if a keyframe would not fit.
+    """Returns the bytes of host memory left over; ResourceError if a keyframe would not fit in memory, /dev/shm or disk.
 
-    Beside engines on GPUs the host holds the published weights, what is on its way, and the masters of rounded weights; the
-    embedded engine's own weights are host memory too, and what its cache takes of the rest is another rule's (`cost_model.sizing`).
+    With engines on GPUs the host holds the published weights, a version in transit, and the masters of rounded weights. The
+    embedded engine's own weights are host memory too; `cost_model.sizing` decides how much of the rest its cache takes.
     """
     own = masters_bytes if machine.gpus else CPU_BYTES * size.parameters
     needed = own + handover_bytes(published_bytes)
@@ -198,7 +197,7 @@ def check_room(
 
 
 def shared_memory_bytes() -> int:
-    """Free in /dev/shm; where there is none, temporary files are used, which are the disk's."""
+    """Free bytes in /dev/shm. Without /dev/shm no limit applies: weights go to the engine through temporary files on disk."""
     with contextlib.suppress(OSError):
         return shutil.disk_usage("/dev/shm").free
     return 1 << 62

@@ -1,7 +1,7 @@
-"""Builds the engine for the learner's model, or one per GPU.
+"""Builds the engine for the learner's model, or one engine per GPU or group of GPUs.
 
-Guarantees: a model that the engine does not know, or that does not fit the machine, is refused by name before anything
-is fetched. Leaves to others: starting it, weights.
+Guarantees: a model that the engine does not support, or that does not fit the machine, is refused by name before anything is
+fetched. Leaves to others: starting the engine, weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("echo2.worker")
 
 
 def parse_model_config(raw: bytes) -> dict[str, object]:
-    """The transformers config that the learner sent."""
+    """Parses the transformers config that the learner sent; MalformedMessage if it is too large or not one."""
     if not 2 <= len(raw) <= CONFIG_BYTES_MAX:
         raise MalformedMessage(f"model_config_json: expected 2 to {CONFIG_BYTES_MAX} bytes, got {len(raw)}")
     try:
@@ -45,9 +45,9 @@ def parse_model_config(raw: bytes) -> dict[str, object]:
 
 
 def warm_up(choice: EngineChoice) -> None:
-    """Loads the code that the engine needs, while the worker still waits for others; the codec's goes on beside it.
+    """Loads the engine's code while the worker is still waiting to join; compiles the codec in a thread beside that.
 
-    Where the codec was never compiled that takes tens of seconds, which no end of the worker waits for.
+    The codec's first compilation takes tens of seconds; as a daemon thread it does not delay the worker's exit.
     """
     threading.Thread(target=delta.warm_up, args=(torch.bfloat16,), name="codec", daemon=True).start()
     if choice is EngineChoice.EMBEDDED:
@@ -64,10 +64,10 @@ def fit_engine(
     *,
     is_audited: bool = True,
 ) -> Fit:
-    """By the model's size, the run's longest sequence and the machine's memory; ResourceError where it cannot fit.
+    """Sizes the engine from the model, the run's longest sequence and the machine's memory; ResourceError if it does not fit.
 
-    `published_bytes`: what the learner publishes; 0 where it does not say: the model in bf16. `is_audited`: the learner may ask
-    for scores under former versions.
+    `published_bytes`: size of what the learner publishes; 0: not told, so the model in bf16 is assumed. `is_audited`: the learner
+    may request scores under former versions.
     """
     size = model_size(config)
     is_on_gpus = choice is EngineChoice.VLLM and bool(machine.gpus)
@@ -88,7 +88,7 @@ def fit_engine(
 
 
 def make_engine(choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
-    """The engine, not started. May take seconds: run it in a thread."""
+    """Makes the engine without starting it. May take seconds: run it in a thread."""
     if fit.engine_count == 1:
         gpus = range(fit.tensor_parallel) if fit.tensor_parallel > 1 else range(0)
         return _one_engine(choice, config, options, fit, gpus)
@@ -101,8 +101,8 @@ MAKERS = {
     EngineChoice.EMBEDDED: "echo2.worker.runtime.engines.embedded",
     EngineChoice.VLLM: "echo2.worker.runtime.engines.vllm",
 }
-"""An engine is a module with a class of the protocol `Engine` and a function `make`, and a line here. It is loaded when it
-is chosen: each costs seconds, and its library may not be installed."""
+"""To add an engine, write a module with a class of the protocol `Engine` and a function `make`, and list it here. Only the chosen
+module is imported: each import costs seconds, and its library may not be installed."""
 
 
 def _one_engine(
@@ -121,17 +121,17 @@ class MakesEngine(Protocol):
     """A module of `MAKERS`."""
 
     def make(self, config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> Engine:
-        """An engine, not started. `config`: of the model; `gpus`: which of them it uses, none: the engine's choice."""
+        """Makes an engine without starting it. `config`: the model's; `gpus`: the GPUs to use; empty: the engine chooses."""
         ...
 
 
 class Engines(Protocol):
-    """This machine, and how engines are made on it."""
+    """This machine, and how to make engines on it; the simulator has an implementation of its own."""
 
     def look(self, folder: Path) -> WorkerMachine: ...
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Used and there in all."""
+        """Host memory used by this worker, and the total."""
         ...
 
     def warm_up(self, choice: EngineChoice) -> None: ...

@@ -1,8 +1,8 @@
-"""What the coordinator orders, parsed and passed on to whom it concerns.
+"""Parses the coordinator's orders and passes each to the part it concerns.
 
-Guarantees: a grant that is malformed or not for this worker is refused by name and harms nothing else; deadlines, which
-are the coordinator's times, are read by its clock. Leaves to
-others: the stream (session), the leases (assignments).
+Guarantees: a grant that is malformed or for another worker is refused with the reason and affects nothing else; deadlines, which
+are on the coordinator's clock, are corrected by the measured skew. Leaves to others: the stream (session), the leases
+(assignments).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _log = logging.getLogger("echo2.worker")
 
 @dataclass(frozen=True, slots=True)
 class OrderCalls:
-    """Whom an order concerns, beside the desk, the reports and the node. `refuse` is the session's way to end a lease,
-    `use_relay` the transport's to keep a place at a relay."""
+    """Callbacks for orders that concern other parts than the desk, the reports and the node. `refuse` ends a lease on the session;
+    `use_relay` makes the transport keep a place at a relay."""
 
     learner_is_at: Callable[[coordinator_pb2.LearnerWhereabouts], None]
     skew_is: Callable[[float], None]
@@ -43,7 +43,7 @@ class OrderCalls:
 
 
 class Orders:
-    """One per worker; `credentials` say who it is and who its coordinator is."""
+    """One per worker; `credentials` name this worker and its coordinator."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Orders:
             self._calls.refuse(lease_id, EndReason.REFUSED, str(error))
             return
         if grant.is_renewal and self._desk.machine.group_of(lease_id) is None:
-            return  # it has ended here meanwhile: its ticket is needed no longer
+            return  # the lease has ended here meanwhile, so its ticket is not needed
         self._reporting.keep_ticket(ticket)
         deadline = self._clock.now() + ticket.deadline_unix_s - (unix_now() + self._skew_s)
         self._desk.send(duties.Granted(lease_id, group, deadline, grant.is_continuation, grant.is_renewal))

@@ -1,7 +1,7 @@
-"""Word from the cloud that this machine will be taken away, so that the drain begins before the machine ends.
+"""Watches the cloud's metadata service for a preemption notice, so that the drain begins before the machine goes away.
 
-Guarantees: a notice is acted on once; a metadata service that does not answer is not taken for a notice. Waits
-`POLL_S` between looks. Leaves to others: the drain (daemon). SIGTERM, which most clouds send too, needs none of this.
+Guarantees: a notice is acted on once; a service that does not answer does not count as a notice. Polls every `POLL_S`. Leaves to
+others: the drain (shift). Most clouds also send SIGTERM, which works without this.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _log = logging.getLogger("echo2.worker")
 
 @dataclass(frozen=True, slots=True)
 class NoticeSource:
-    """Where to look. A notice is an answer 200 whose text holds `word` (any text: empty)."""
+    """Where to look. A notice is a response with status 200 whose text contains `word` (empty: any text)."""
 
     url: str
     headers: tuple[tuple[str, str], ...] = ()
     word: str = ""
-    token_url: str = ""  # asked first, by PUT; its answer goes along as `token_header`
+    token_url: str = ""  # PUT here first; the answer is sent along in the header `token_header`
     token_header: str = ""
 
 
@@ -52,7 +52,8 @@ CLOUDS = {
 
 
 def source_of(text: str) -> NoticeSource:
-    """A cloud's name, or the http address of a service that answers 200 once the machine will be taken."""
+    """The source for a cloud's name, or for the http address of a service that answers 200 before a preemption. ConfigError for
+    anything else."""
     if text in CLOUDS:
         return CLOUDS[text]
     if text.startswith(("http://", "https://")):
@@ -61,7 +62,7 @@ def source_of(text: str) -> NoticeSource:
 
 
 async def watch(source: NoticeSource, noticed: Callable[[str], None], poll_s: float = POLL_S) -> None:
-    """Looks until there is a notice, tells it once, and then only waits to be cancelled."""
+    """Polls until there is a notice, calls `noticed` once, and then waits to be cancelled."""
     while not await asyncio.to_thread(_is_noticed, source):
         await asyncio.sleep(poll_s)
     _log.warning("this machine will be taken away, says %s", source.url)
@@ -75,8 +76,8 @@ def _is_noticed(source: NoticeSource) -> bool:
 
 
 def answer_of(source: NoticeSource) -> str | None:
-    """What the service says, when it says it with status 200."""
-    # Metadata services answer on the link itself: never through a proxy.
+    """The text of the service's answer; None on any error or a status other than 200."""
+    # Metadata services are link-local: a proxy could not reach this machine's.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     headers = dict(source.headers)
     try:

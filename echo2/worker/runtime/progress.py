@@ -1,7 +1,7 @@
-"""How far download, load and catch-up are: bars where a person looks on, lines elsewhere.
+"""Shows the progress of downloads, loads and catch-ups: as bars on a terminal, as log lines elsewhere.
 
-Guarantees: lines come at most every `LINE_EVERY_S` for one thing, so quick things are not told at all; bars leave
-nothing behind, and log lines pass above them. Leaves to others: what there is to tell (receiving, daemon).
+Guarantees: at most one line every `LINE_EVERY_S` for each task, so quick tasks are not logged at all; bars disappear when done, and
+log lines appear above them. Leaves to others: what to show (receiving, shift).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _log = logging.getLogger("echo2.worker")
 
 class ShowsProgress(Protocol):
     def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
-        """`what` is so far; `whole_bytes` 0: not known, or not counted in bytes."""
+        """`what` has `done_bytes` of `whole_bytes`; `whole_bytes` 0: not known, or not counted in bytes."""
         ...
 
     def ended(self, what: str) -> None: ...
 
 
 async def shown(progress: ShowsProgress, what: str, work: Awaitable[T]) -> T:
-    """`work` of which nobody knows how far it is, such as a compilation: that it goes on, and for how long."""
+    """Awaits `work` whose progress cannot be measured, such as a compilation, and shows that it is running and for how long."""
     progress.at(what, 0, 0)
     try:
         return await ticking(work, lambda: progress.at(what, 0, 0), LOOK_S)
@@ -50,7 +50,7 @@ async def shown(progress: ShowsProgress, what: str, work: Awaitable[T]) -> T:
 
 
 class ProgressLines:
-    """For logs."""
+    """Progress as log lines."""
 
     def __init__(self, now: Callable[[], float] = monotonic) -> None:
         self._now = now
@@ -74,7 +74,7 @@ class ProgressLines:
 
 
 class ProgressBars:
-    """For a terminal. The handlers of echo2's log that write to it do so through the same console while a bar is drawn."""
+    """Progress as bars on a terminal. While a bar is drawn, echo2's log handlers for that terminal write through rich's console."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -109,7 +109,7 @@ class ProgressBars:
         self._progress.start()
         for handler in logging.getLogger("echo2").handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:
-                handler.setStream(sys.stderr)  # what rich put in its place
+                handler.setStream(sys.stderr)  # which rich has redirected, so log lines appear above the bar
                 self._moved.append(handler)
         return self._progress
 

@@ -1,7 +1,7 @@
-"""What a cloud's metadata service says of this machine beside its end: the price that its renter tagged it with.
+"""Reads the machine's price from a tag at the cloud's metadata service, if its renter set one.
 
-Guarantees: never an error; a service that does not answer says nothing, within `ANSWER_S`. Leaves to others: what to do
-with the text (worker/price), the notice of preemption (runtime/preemption).
+Guarantees: never raises; a service that does not answer within `ANSWER_S` a request counts as having no tag. Leaves to others:
+parsing the text (worker/price), preemption notices (runtime/preemption).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TAGS = {
 
 
 def tagged_price(cloud: str) -> str | None:
-    """The text of the machine's price tag; None where there is none, or the cloud keeps no such tags."""
+    """The text of the machine's price tag; None if there is none or the cloud is not in `TAGS`."""
     if cloud not in TAGS:
         return None
     notice = CLOUDS[cloud]

@@ -1,8 +1,7 @@
-"""How fast this machine generates, measured once the first weights are live and before the first lease.
+"""Measures how fast this machine generates, once the first weights are live and before the first lease.
 
-Guarantees: takes `PROBE_S_MAX` at most; what the probe samples reaches nobody; a probe that the engine refuses counts
-as no measurement. Leaves to others: declaring the rate (telemetry, heartbeats). Waits for tokens, looking every
-`LOOK_S`.
+Guarantees: takes about `PROBE_S_MAX` at most; the probe's tokens are dropped; requests that the engine refuses are not measured.
+Leaves to others: declaring the rate (telemetry, heartbeats). Polls for tokens every `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ class RateProbe:
         self._open: set[str] = set()
 
     async def run(self) -> float:
-        """Tokens per second; 0 where nothing could be measured."""
+        """Tokens per second; 0 if nothing could be measured."""
         engine = self._engine
         began, before = monotonic(), engine.stats().sampled_tokens
         try:
             for index in range(engine.slot_count):
                 self._submit(f"{_LEASE}/{index}", index)
         except (EngineError, LimitExceeded):
-            pass  # a context or vocabulary too small for the probe: what was taken is measured
+            pass  # context or vocabulary too small for the probe: measure the requests that were accepted
         wanted = before + TOKENS_EACH * len(self._open)
         while self._open and engine.stats().sampled_tokens < wanted and monotonic() < began + PROBE_S_MAX:
             await asyncio.sleep(LOOK_S)
@@ -48,7 +47,7 @@ class RateProbe:
         return tokens / elapsed_s
 
     def without_probe(self, chunks: Sequence[TokenChunk]) -> Sequence[TokenChunk]:
-        """The chunks that are not the probe's."""
+        """The chunks without the probe's."""
         if not self._open:
             return chunks
         others = []

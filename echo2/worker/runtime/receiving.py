@@ -1,7 +1,7 @@
-"""From the broadcast node's deliveries to the keeper of weights, one artifact at a time.
+"""Passes the broadcast node's deliveries to the weight keeper, one artifact at a time.
 
-Guarantees: chunks are decoded as they come; a bad artifact is forgotten and fetched anew. Waits for the node's next
-delivery; what is missing is shown. Leaves to others: which artifacts (broadcast), what to do with them (weights).
+Guarantees: chunks are decoded as they arrive; a bad artifact is forgotten and fetched again. Waits for the node's next delivery and
+shows how much has arrived. Leaves to others: which artifacts (broadcast), what to do with them (weights).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger("echo2.worker")
 
 
 class Receiving:
-    """`base`: a checkpoint of this machine's own that may turn out to be the version that is asked for."""
+    """One per worker; `run` is its loop. `base`: a local checkpoint that may turn out to be the required version."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Receiving:
         self._received_bytes = 0
 
     async def run(self) -> None:
-        """Until the node stops or the keeper gives up."""
+        """Runs until the node stops; raises IntegrityError if the keeper gives up."""
         self._waits.begin("weights", "the first weights")
         async for step in self._node.progress():
             match step:
@@ -75,7 +75,7 @@ class Receiving:
                     await self._keeper.dropped()
 
     async def _let(self, version: Version) -> None:
-        """Waits for what only the live version may sample; the desk bounds it."""
+        """Waits for leases that only the live version may sample; the assignments machine bounds the wait."""
         exact = len(self._desk.machine.exact_leases)
         if exact:
             self._waits.begin("version", f"{exact} evaluation leases to end before version {version} goes live")
@@ -83,8 +83,8 @@ class Receiving:
         self._waits.end("version")
 
     async def _stand_on_base(self, artifact: ArtifactId) -> None:
-        """A first artifact that is a delta: it applies to the base checkpoint, if that is the parent whose fingerprint it
-        names."""
+        """If the first artifact is a delta, gives the keeper the base checkpoint as its parent. Decoding fails if the parent's
+        fingerprint, which the delta names, is another."""
         if artifact.parent is None or self._keeper.machine.host is not None:
             return
         weights = await self._base.candidate()
@@ -93,7 +93,7 @@ class Receiving:
             _log.info("this machine's base checkpoint and %s lead to version %d", artifact, artifact.version)
 
     async def _adopt(self, artifact: ArtifactId) -> bool:
-        """Takes the base checkpoint in the place of a keyframe that is only the same from elsewhere."""
+        """Uses the base checkpoint instead of a keyframe if their fingerprints are equal; returns whether it did."""
         if artifact.parent is not None or self._keeper.machine.host is not None:
             return False
         fingerprint = self._node.library.fingerprint_of(artifact)
@@ -111,7 +111,7 @@ class Receiving:
     def _tell_progress(self, artifact: ArtifactId, more_bytes: int) -> None:
         self._received_bytes += more_bytes
         sizes = [offered.total_bytes for offered in self._node.artifacts_available() if offered.artifact == artifact]
-        # Once it works, versions come and go without bars; one that takes long is told in the log.
+        # Bars only until the first version is live; later a version that takes long gets log lines.
         progress = self._progress if self._keeper.machine.live is None else self._lines
         progress.at(_what(artifact), self._received_bytes, max(sizes, default=0))
 
@@ -120,15 +120,15 @@ class Receiving:
             progress.ended(_what(artifact))
 
     def start_over(self, version: Version | None) -> None:
-        """The artifact under way was bad."""
+        """The artifact being received was bad: fetches one that applies to `version` (None: a keyframe)."""
         assert self._artifact is not None, "an artifact was under way"
         self._node.refetch(self._artifact)
         if version is None:
-            self._node.set_base(None)  # it is not what the delta was made from
+            self._node.set_base(None)  # the base checkpoint may not be what the delta was made from
             self._node.set_live(None)
 
     def _more_is_here(self, version: Version) -> bool:
-        """Whether a version after `version` can follow at once."""
+        """Whether a complete artifact of a later version can follow at once."""
         return any(
             offered.is_complete and offered.artifact.version > version and offered.artifact.parent in (None, version)
             for offered in self._node.artifacts_available()
@@ -136,5 +136,5 @@ class Receiving:
 
 
 def _what(artifact: ArtifactId) -> str:
-    """As a person sees it."""
+    """The artifact's name on screen and in the log."""
     return f"{'download' if artifact.parent is None else 'catch-up'} of version {artifact.version}"

@@ -1,9 +1,9 @@
 """The worker's side of `Ingest`: one report stream to the learner, and fetching partial rollouts.
 
-Guarantees: reports leave in the order given, each is answered by one verdict in that order; a stream that breaks or
-stays silent for `VERDICT_S` with reports under way is replaced for ever, with jittered pauses; a ticket travels with
-the first report of its lease on each stream. Waits for the learner's whereabouts, for a connection, for reports, for
-verdicts. Leaves to others: what to report (worker/assignments).
+Guarantees: reports leave in the order given, and each gets one verdict in that order; a stream that breaks, or stays silent for
+`VERDICT_S` with reports in flight, is replaced, with jittered backoff and without limit; the ticket of a lease travels with its
+first report on each stream. Waits for the learner's address, for a connection, for reports, for verdicts. Leaves to others: what
+to report (worker/assignments).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger("echo2.worker")
 
 @dataclass(frozen=True, slots=True)
 class LearnerAddress:
-    """Where the learner's services are."""
+    """The learner's peer ID and the address of its services."""
 
     peer_id: PeerId
     address: str
@@ -82,13 +82,13 @@ class Reporting:
         self._draws_by_seed = self._keeps_cache = False  # until the engine is known
 
     def tell_habits(self, draws_by_seed: bool, *, keeps_cache: bool) -> None:
-        """Of the engine: from now on the learner is told so with each report."""
+        """Sets how the engine samples; every report from now on tells the learner."""
         self._draws_by_seed, self._keeps_cache = draws_by_seed, keeps_cache
 
     # -- called by the desk
 
     def keep_ticket(self, ticket: rollout_pb2.LeaseTicket) -> None:
-        """The right to report a lease; a newer ticket of the same lease replaces the older."""
+        """Keeps the ticket, the right to report a lease; it replaces an older one of the same lease."""
         lease_id = LeaseId(ticket.lease_id)
         self._tickets[lease_id] = ticket
         self._ticket_was_sent.discard(lease_id)
@@ -102,7 +102,7 @@ class Reporting:
         self._ticket_was_sent.add(lease_id)
         self._under_way.append(lease_id)
         self.reported_tokens += sum(len(segment.token_ids) for segment in segments)
-        self._outgoing.put_nowait(  # bounded: the machine has one report of a lease under way, and bounded leases
+        self._outgoing.put_nowait(  # bounded: at most one report in flight per lease, and the leases are bounded
             ingest_pb2.RolloutReport(
                 sequence=self._sequence,
                 ticket=self._tickets.get(lease_id) if is_first else None,
@@ -126,7 +126,7 @@ class Reporting:
     # -- the loop
 
     def move_to(self, target: LearnerAddress) -> None:
-        """The learner is there now; a stream to elsewhere is given up."""
+        """Sets the learner's address; closes a stream to another one."""
         if target != self._target:
             self._target = target
             self._moved.set()
@@ -148,7 +148,7 @@ class Reporting:
                 fetch.cancel()
 
     async def _session(self, target: LearnerAddress) -> None:
-        """One connection, from the attempt to its end."""
+        """One connection, from dialling to its end."""
         whose = f"the learner at {target.address}"
         self._waits.begin("learner", f"a connection to {whose}")
         async with open_channel(target.address, target.peer_id, self._credentials, _CHANNEL_OPTIONS) as channel:
@@ -174,7 +174,7 @@ class Reporting:
                 self._send(refused)
 
     def _refused_report(self, error: Exception) -> duties.ReportRefused | None:
-        """A stream that the learner ends by a refusal means the first report that it had not answered."""
+        """The report that the learner refused by ending the stream: the first unanswered one, since it answers in order."""
         if isinstance(error, grpc.aio.AioRpcError) and error.code() in REFUSED_CODES and self._under_way:
             return duties.ReportRefused(self._under_way[0], _reason_of(error))
         return None
@@ -215,9 +215,7 @@ class Reporting:
             report = await self._outgoing.get()
             try:
                 await call.write(report)
-            except (
-                asyncio.InvalidStateError
-            ):  # what gRPC raises for a stream that ended a moment ago: the reader tells why
+            except asyncio.InvalidStateError:  # gRPC raises this if the stream has just ended; the reader reports why
                 await asyncio.wait([reading])
                 return
 
@@ -239,7 +237,10 @@ class Reporting:
     async def _read_one(
         self, call: grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict]
     ) -> ingest_pb2.RolloutVerdict | None:
-        """Waits as long as no report is under way, and `VERDICT_S` at most for the answer to one; None at the end."""
+        """The next verdict; None at the end of the stream. Waits without limit while no report is in flight.
+
+        Raises TimeoutError if a report is in flight at the end of any period of `VERDICT_S` without a verdict.
+        """
         reading = asyncio.ensure_future(call.read())
         try:
             while True:
@@ -255,7 +256,7 @@ class Reporting:
     # -- partial rollouts
 
     async def _fetch(self, lease_id: LeaseId) -> None:
-        """Asks until answered; cancelled when the lease ends."""
+        """Asks the learner until it answers; cancelled when the lease ends."""
         while True:
             ticket, stub = self._tickets.get(lease_id), self._stub
             if ticket is None:

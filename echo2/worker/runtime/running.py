@@ -1,7 +1,7 @@
-"""Which workers run on this machine: those whose control sockets the kernel lists as listened on.
+"""Lists the workers that run on this machine, by the control sockets that the kernel reports as listening.
 
-Guarantees: nothing is kept on disk for it, so nothing can be stale: a worker that was killed is not listed. Listed are the
-caller's own workers (root: everybody's) of the same network namespace. Waits: WHO_S for each to say who it is.
+Guarantees: uses no state on disk, so nothing can be stale: a killed worker is not listed. Lists the caller's own workers (for root:
+all users') in the same network namespace. Waits up to WHO_S for each to identify itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LISTENS = 0x10000  # __SO_ACCEPTCON in the table's column of flags
 
 @dataclass(frozen=True, slots=True)
 class RunningWorker:
-    """`name` is empty and `trouble` says why where it did not answer."""
+    """One worker. If it did not answer, `name` is empty and `trouble` says why."""
 
     name: str
     folder: Path
@@ -45,7 +45,7 @@ def listening_sockets(table: bytes) -> Iterator[Path]:
 
 
 async def running_workers() -> list[RunningWorker]:
-    """By name and folder; at most WORKERS_MAX. Unreachable where the system keeps no such table."""
+    """The running workers, sorted by name and folder, at most WORKERS_MAX. Unreachable if the system has no such table."""
     try:
         table = TABLE.read_bytes()
     except OSError as error:
@@ -64,7 +64,7 @@ async def _who(path: Path) -> RunningWorker:
 
 
 def the_one(workers: list[RunningWorker], name: str) -> RunningWorker:
-    """The only worker, or the only one of that name."""
+    """The only worker, or the only one named `name` (empty: any). Unreachable if there is none, ConfigError if several."""
     meant = [worker for worker in workers if name in ("", worker.name)]
     if len(meant) == 1:
         return meant[0]

@@ -1,8 +1,8 @@
-"""Scoring for the learner: takes scoring leases on a stream of its own and answers with the engine's numbers.
+"""Scores tokens for the learner: takes scoring leases on a separate stream and answers with the engine's scores.
 
-Guarantees: a lease is answered once, in the order taken, or not at all once its time is over; numbers of weights that were not
-proven are never sent; one lease at a time is at the engine. Waits for versions to be scored under, for leases, for the
-engine. Leaves to others: the connection (reporting), which leases (learner), the numbers (engine).
+Guarantees: a lease is answered once, in the order taken, or not at all once its time is over; scores under unproven weights are
+never sent; the engine works on one lease at a time. Waits for scorable versions, for leases, for the engine. Leaves to others: the
+connection (reporting), which leases (learner), the scores (engine).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from echo2.worker.token_gate import TokenGate
 
 PROOF_LOOK_S = 0.05
 AGAIN_S = 5.0
-"""A stream that the learner ended is opened again after so long."""
+"""Pause before a scoring stream that ended is opened again."""
 _log = logging.getLogger("echo2.worker")
 if TYPE_CHECKING:
     _Call = grpc.aio.StreamStreamCall[ingest_pb2.ScoringReport, ingest_pb2.ScoringLease]
 
 
 class Scoring:
-    """One per worker. `engine` is set once it is here."""
+    """One per worker. `engine` is set once it has started."""
 
     def __init__(self, gate: TokenGate, clock: Clock) -> None:
         self.engine: Engine | None = None
@@ -45,18 +45,18 @@ class Scoring:
         self._writing = asyncio.Lock()
 
     def live(self, version: Version) -> None:
-        """It is live and proven."""
+        """Records that `version` is live and proven."""
         assert self.engine is not None, "a version is live on an engine"
         self._proven = (self._proven | {version}) & (self.engine.scorable | {version})
         self._changed.set()
 
     @property
     def versions(self) -> frozenset[Version]:
-        """Under which it scores now."""
+        """The versions under which it can score now: proven, and still kept by the engine."""
         return self.engine.scorable & self._proven if self.engine is not None else frozenset()
 
     async def serve(self, stub: ingest_pb2_grpc.IngestStub) -> None:
-        """On one connection, until it is cancelled."""
+        """Serves scoring leases on one connection until cancelled."""
         while True:
             while not self.versions:
                 self._changed.clear()
@@ -77,7 +77,7 @@ class Scoring:
             await asyncio.sleep(AGAIN_S)
 
     async def _tell(self, call: _Call) -> None:
-        """Under which versions it scores, first and at each change."""
+        """Sends the scorable versions, first and at each change."""
         while True:
             self._changed.clear()
             told = ingest_pb2.ScorableVersions(versions=sorted(self.versions))
@@ -85,7 +85,7 @@ class Scoring:
             await self._changed.wait()
 
     async def _take(self, call: _Call) -> None:
-        """Leases, one at a time."""
+        """Takes leases one at a time and answers them."""
         while isinstance(message := await call.read(), ingest_pb2.ScoringLease):
             with handling("scoring leases", "the learner"):
                 check(message, "the learner")
@@ -100,7 +100,7 @@ class Scoring:
             await call.write(report)
 
     async def _answer(self, request: ScoreRequest, until: float) -> tuple[TokenScores, ...] | None:
-        """Empty where the versions are kept no more; None where nobody waits for it any longer."""
+        """The scores; empty if the engine cannot score the request or no longer keeps its versions; None after the deadline."""
         assert self.engine is not None, "leases come to an engine"
         await self._proof()
         if self._clock.now() >= until:
@@ -115,7 +115,7 @@ class Scoring:
             return ()
         await self._proof()
         if self._gate.discards != discards:
-            return ()  # what it was computed with may have been no version
+            return ()  # the weights it was computed with may have been of no version
         self.scored_tokens += request.read_tokens
         return scores
 

@@ -1,7 +1,7 @@
-"""What the worker says to the coordinator, on its control session.
+"""Sends the worker's messages to the coordinator, on its control session.
 
-Guarantees: what is said while no stream is open goes nowhere; the next hello says which leases are still held. Leaves to
-others: the stream (control/runtime/session), what orders mean (orders), what a heartbeat says (telling).
+Guarantees: messages sent while no stream is open are dropped; the next hello lists the leases still held. Leaves to others: the
+stream (control/runtime/session), handling orders (orders), the contents of a heartbeat (telling).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class SessionHooks:
-    """What the session asks of and tells to the rest of the worker, on the loop's thread."""
+    """Callbacks into the rest of the worker, on the loop's thread."""
 
     hello: Callable[[], coordinator_pb2.WorkerHello]
     heartbeat: Callable[[], coordinator_pb2.Heartbeat]
     welcomed: Callable[[coordinator_pb2.WorkerWelcome], None]
     lost: Callable[[], None]
     ordered: Callable[[coordinator_pb2.WorkerOrder], None]
-    find: Callable[[], Awaitable[None]] | None = None  # has the credentials name the address of the coordinator now
+    find: Callable[[], Awaitable[None]] | None = None  # updates the credentials with the coordinator's current address
 
 
 class WorkerSession:
-    """One per worker; `run` is its loop and ends by a refusal only."""
+    """One per worker; `run` is its loop, which only a refusal ends."""
 
     def __init__(self, control: ControlSession[coordinator_pb2.WorkerMessage]) -> None:
         self._control = control
@@ -66,10 +66,10 @@ class WorkerSession:
         self._control.send(coordinator_pb2.WorkerMessage(lease_request=request))
 
     def tell_heartbeat(self, heartbeat: coordinator_pb2.Heartbeat) -> None:
-        """Something worth telling has changed, such as the live version: told before whatever is said next."""
+        """Sends an extra heartbeat because something changed, such as the live version; it precedes any later message."""
         self._control.send(coordinator_pb2.WorkerMessage(heartbeat=heartbeat))
 
     async def leave(self, reason: str, within_s: float) -> None:
-        """Says good-bye; the coordinator forgets the worker's claim to leases at once."""
+        """Says good-bye, so that the coordinator reassigns the worker's leases at once."""
         leaving = coordinator_pb2.WorkerLeaving(reason=reason)
         await self._control.leave(coordinator_pb2.WorkerMessage(leaving=leaving), within_s)

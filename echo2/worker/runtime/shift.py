@@ -1,9 +1,9 @@
-"""The parts of a worker that has enrolled, put together in one place, and how long they run.
+"""Assembles the parts of an enrolled worker in one place, and runs them until they end.
 
-Guarantees: the constructor makes every part with all that it calls, so no part is ever half connected; the end of any
-part ends the shift with that part's error; a drain hands partial rollouts back within `limits.drain_s`. Waits for the
-learner's whereabouts, weights, tokens, a stop. Leaves to others: decisions (worker/), each stream (its own module),
-enrolling and the owner's commands (daemon).
+Guarantees: the constructor gives every part all that it calls, so no part is ever half connected; the end of any part ends the
+shift with that part's error; a drain hands partial rollouts back within `limits.drain_s`. Waits for the learner's address and
+model, weights, tokens, a stop. Leaves to others: decisions (worker/), each stream (its own module), enrolling and the owner's
+commands (daemon).
 
       Shift(...)          run                 model known            first version live        stop, or a part failed
     [assembled] -> [joined, no model] -> [engine starts] -> [measures its rate] -> [works] -> [drains] -> closed
@@ -66,14 +66,14 @@ from echo2.worker.telemetry import RateWindow
 from echo2.worker.token_gate import TokenGate
 
 PUMP_PAUSE_S = 0.02
-"""Between two looks for tokens: those of several steps then travel through the machine together."""
+"""Pause between two reads of the engine's tokens, so that tokens of several steps pass through the state machine together."""
 LEAVE_S = 0.5
 _log = logging.getLogger("echo2.worker")
 
 
 @dataclass(frozen=True, slots=True)
 class Equipment:
-    """What was found out about this machine before the worker joined. `warm_up` compiles kernels meanwhile."""
+    """What was determined about this machine before the worker joined. `warm_up` compiles kernels in the background."""
 
     machine: WorkerMachine
     choice: EngineChoice
@@ -107,7 +107,7 @@ class Shift:
         self._measuring: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
-        self.keeper: WeightKeeper | None = None  # None until the engine is here
+        self.keeper: WeightKeeper | None = None  # None until the engine has started
         self._server = new_server()
         port = bind_server(
             self._server, joined(options.listen_host, options.listen_port), server_credentials(credentials)
@@ -176,7 +176,7 @@ class Shift:
             await self._close(self.node, self._server)
 
     async def drained(self) -> None:
-        """Finishes what is held, takes nothing new, and returns once nothing is held."""
+        """Takes no new leases, finishes those held, and returns once none is left."""
         self.desk.send(duties.FinishUp())
         await self.desk.drained.wait()
 
@@ -187,7 +187,7 @@ class Shift:
         self.desk.send(event)
 
     async def _talk(self) -> None:
-        """With the coordinator, until it refuses this worker. A worker that is sent home ends without an error."""
+        """Keeps the session with the coordinator until that refuses this worker. A dismissal ends the worker without an error."""
         try:
             await self.session.run(self._hooks())
         except Dismissed as end:
@@ -195,11 +195,11 @@ class Shift:
             self.stop(str(end))
 
     async def _until_the_end(self) -> None:
-        """Returns after a drain that was asked for, or when it is sent home; raises what ended a part."""
+        """Returns after a requested drain or a dismissal; raises the error of a part that ended."""
         await self._ending.wait()
         if self._failure is not None:
             raise self._failure
-        if self._is_dismissed:  # nobody is left to hand leases back to
+        if self._is_dismissed:  # the session has ended, so leases can no longer be handed back
             return
         await self._drain(self._stop_reason or "stopped")
 
@@ -264,7 +264,7 @@ class Shift:
         task.add_done_callback(self._part_ended)
 
     def _part_ended(self, task: asyncio.Task[None]) -> None:
-        """No part ends before the whole does, but by a failure."""
+        """Ends the shift: a part that ends before the shift does has failed."""
         if not task.cancelled() and not self._ending.is_set():
             self._failure = task.exception() or AssertionError(f"{task.get_name()} ended without a reason")
             self._ending.set()
@@ -278,7 +278,7 @@ class Shift:
                 f"the learner's model: expected {known.model_name} (digest {known.model_digest[:16]}), it now trains "
                 f"{whereabouts.model_name} ({whereabouts.model_digest[:16]}); start this worker anew"
             )
-        # 0: the learner had not said, and memory is laid out for the model's whole context.
+        # 0: the learner had not said, so memory is laid out for the model's whole context.
         known_tokens = known.longest_sequence_tokens if known is not None else 0
         if 0 < known_tokens < whereabouts.longest_sequence_tokens:
             raise VersionMismatch(
@@ -289,13 +289,13 @@ class Shift:
         self._model_came.set()
 
     async def _generate(self, node: BroadcastNode) -> None:
-        """Once the model is known: an engine, weights for it, and its tokens to the desk."""
+        """Once the model is known: makes the engine, starts receiving weights, and passes tokens to the desk."""
         await self._model_came.wait()
         whereabouts = self._whereabouts
         assert whereabouts is not None, "it came"
         config = parse_model_config(whereabouts.model_config_json)
         node.set_publisher(PeerId(whereabouts.peer_id), whereabouts.address)
-        # Where an adapter is published, the base is no version; the engine loads it itself.
+        # If the learner publishes an adapter, the base is not a version; the engine loads it itself.
         names = ("", "") if CONFIG_KEY in config else (self.options.model_path, whereabouts.model_name)
         lengths = whereabouts.longest_sequence_tokens, whereabouts.full_snapshot_bytes
         fit = self._engines.fit(
@@ -358,7 +358,7 @@ class Shift:
             self._offer_work(engine)
 
     async def _measure_rate(self, engine: Engine, probe: RateProbe) -> None:
-        """Before the first lease: how fast this machine is. Then it offers itself."""
+        """Measures the generation rate before the first lease, then requests work."""
         tokens_per_s = await probe.run()
         self.desk.rates.declare(tokens_per_s)
         self.telling.found(rate_finding(tokens_per_s, engine.slot_count))
@@ -373,8 +373,8 @@ class Shift:
 
 
 def _node_options(options: WorkerOptions, port: int) -> NodeOptions:
-    """`port`: of the broadcast service; that for chunks is the next one, where it is free. Behind a mapped port there is none:
-    nothing maps it, and peers would dial it in vain."""
+    """`port`: the broadcast service's; the bulk port for chunks is the next one if that is free. Behind a mapped port there is no
+    bulk port: nothing maps it, so peers could not dial it."""
     return NodeOptions(
         folder=options.folder / "chunks",
         store_bytes=options.store_bytes,
@@ -387,5 +387,5 @@ def _node_options(options: WorkerOptions, port: int) -> NodeOptions:
 
 
 def worker_backoff(options: WorkerOptions, name: str) -> Backoff:
-    """Between two attempts at what `name` says."""
+    """The pauses between attempts; `name` says at what, and separates the random streams."""
     return Backoff(derived_rng(options.seed, "worker", options.name, name), longest_s=options.limits.reconnect_s_max)

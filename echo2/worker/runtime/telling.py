@@ -1,6 +1,6 @@
-"""What the worker says of itself: hello and heartbeat to the coordinator, status to its owner.
+"""Composes what the worker reports about itself: hello and heartbeat for the coordinator, status for its owner.
 
-Guarantees: every figure is counted or measured here or in the part that it is about. Leaves to others: sending.
+Guarantees: every figure is counted or measured here or in the part that it describes. Leaves to others: sending.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _log = logging.getLogger("echo2.worker")
 
 BEATS_BETWEEN_LINKS = 6
 MEMORY_INTERVAL_S = 10.0
-"""Memory is looked at so often, in files of every thread and process of this worker."""
+"""How often memory use is read, which takes a file for every thread and process of this worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """How this worker is met: as it advertises itself, and as the transport finds out. `own`: where it listens; `port`: the one
-    at which others dial its gRPC service; `is_told`: the operator named the address."""
+    """How others reach this worker: the addresses it advertises, and what the transport finds out. `own`: where it listens; `port`:
+    where others dial its gRPC service; `is_told`: the operator named the address."""
 
     advertised: list[str]
     own: list[str]
@@ -77,13 +77,13 @@ class Telling:
         self.run_id = run_id
         self._gpu, self._choice, self._price, self._look_at_memory = machine
         self._clock = SteadyClock()
-        self.slot_count = options.slot_count  # of the engine, once it is known
-        self.log: LogTail | None = None  # of this process; None: it has none of its own
+        self.slot_count = options.slot_count  # replaced by the engine's once that is known
+        self.log: LogTail | None = None  # None: this process keeps no log tail
         self._told_lines = 0
         self.findings: dict[str, Finding] = {}
 
     def hello(self) -> coordinator_pb2.WorkerHello:
-        self._told_links, self._told_lines = None, 0  # another stream, perhaps another coordinator
+        self._told_links, self._told_lines = None, 0  # a new stream, perhaps to a new coordinator: send all of it again
         quantisation = self._options.quantisation
         return coordinator_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
@@ -103,12 +103,12 @@ class Telling:
         )
 
     def met_as(self, facts: HostFacts) -> None:
-        """The relay has said whether this worker answers where its operator said that it does."""
+        """Records the relay's check of whether this worker answers at the address that its operator named."""
         if self.where.is_told and facts.is_reachable is not None:
             self.found(advertised_finding(self.where.advertised[0], facts.public_host, facts.is_reachable))
 
     def found(self, finding: Finding) -> None:
-        """Something about the machine: for the log and the status."""
+        """Logs a finding about the machine and keeps it for the status."""
         if self.findings.get(finding.what) != finding:
             self.findings[finding.what] = finding
             _log.log(logging.INFO if finding.is_good else logging.WARNING, "%s", finding.line())
@@ -118,7 +118,7 @@ class Telling:
         return [ticket for ticket in tickets if ticket is not None]
 
     def _link(self) -> coordinator_pb2.Link:
-        """Declared by the emulation or the limit, else as measured; 0: not known."""
+        """The link's rates: as declared by the emulation or the uplink limit, else as measured; 0: not known."""
         link = self._options.link
         measured = self._node.stats().uplink_bytes_per_s
         return coordinator_pb2.Link(
@@ -164,14 +164,14 @@ class Telling:
         )
 
     def _log_if_news(self) -> coordinator_pb2.LogTail | None:
-        """Nothing where nothing went wrong yet: the coordinator then keeps what the process before this one said last."""
+        """The log tail if it has new lines. None before the first: the coordinator then keeps the previous process's last lines."""
         if self.log is None or self.log.count == self._told_lines:
             return None
         self._told_lines = self.log.count
         return self.log.message()
 
     def _wait(self, live: Version | None, node: NodeStats) -> tuple[str, float]:
-        """What holds this worker up longest, and for how many seconds; empty while it generates."""
+        """What this worker has been waiting for longest, and for how many seconds; empty while it generates."""
         now, has_work = self._clock.now(), bool(self._desk.machine.lease_ids)
         self._idle_since = None if has_work or live is None else self._idle_since or now
         text, since_s = self._waits.longest()
@@ -190,7 +190,7 @@ class Telling:
         return self._memory_bytes
 
     def _links_if_changed(self, node: NodeStats) -> coordinator_pb2.LinkTable | None:
-        """Links change seldom and heartbeats are many. Said again now and then: a heartbeat may have been dropped."""
+        """The links if they changed, and every `BEATS_BETWEEN_LINKS` heartbeats, since one may have been lost; else None."""
         self._beats += 1
         links = tuple(sorted((one.peer_id, one.way.kind.value, one.way.reason) for one in node.links))
         if links == self._told_links and self._beats < BEATS_BETWEEN_LINKS:
@@ -205,7 +205,8 @@ class Telling:
         told, beats, lines = self._told_links, self._beats, self._told_lines
         beat = self.heartbeat(engine, keeper)
         counted = engine.stats() if engine else None
-        self._told_links, self._beats, self._told_lines = told, beats, lines  # the owner was told, not the coordinator
+        # Restored, because the coordinator has not received this heartbeat.
+        self._told_links, self._beats, self._told_lines = told, beats, lines
         facts = self.where.transport.facts
         return {
             "run": self.run_id,

@@ -1,8 +1,8 @@
-"""Weights on their way from the broadcast to the engine: decodes while receiving, swaps, checks, commits.
+"""Takes weights from the broadcast to the engine: decodes while receiving, swaps, checks, commits.
 
-Guarantees: what SwapMachine decides is carried out in order, one artifact at a time; decoding and hashing run in one
-thread of their own, so the loop stays free; the token gate holds what unproven weights sample. Waits for the
-next artifact, its chunks, the engine. Leaves to others: decisions (worker/swap), fetching (broadcast node).
+Guarantees: carries out SwapMachine's decisions in order, one artifact at a time; decoding and hashing run in a thread of their own,
+so the event loop stays responsive; the token gate holds what unproven weights sample. Waits for the next artifact, its chunks, the
+engine. Leaves to others: decisions (worker/swap), fetching (broadcast node).
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class HostSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class WeightsHooks:
-    """What others are told, on the loop's thread."""
+    """Callbacks into the rest of the worker, on the loop's thread."""
 
-    check_model: Callable[[Iterable[tuple[str, tuple[int, ...], str]]], None]  # raises when it is another model's
+    check_model: Callable[[Iterable[tuple[str, tuple[int, ...], str]]], None]  # raises for another model's weights
     live: Callable[[swap.GoLive], None]
-    start_over: Callable[[Version | None, str], None]  # the artifact was bad: fetch anew, from this version on
-    # an artifact was decoded: whether it was a keyframe, bytes of the whole weights, seconds of the decoder's thread
+    start_over: Callable[[Version | None, str], None]  # the artifact was bad: fetch again, from this version on
+    # an artifact was decoded: whether it is a keyframe, bytes of the whole weights, seconds on the decoder's thread
     decoded: Callable[[bool, int, float], None] = lambda is_keyframe, weights_bytes, seconds: None
 
 
 class WeightKeeper:
-    """One per worker. Its methods are called in turn by whoever reads the broadcast's deliveries. In `folder` waits what
-    is staged and does not fit into its share of memory."""
+    """One per worker. The reader of the broadcast's deliveries calls its methods one at a time. Staged data that exceeds its share
+    of memory spills to `folder`."""
 
     def __init__(
         self, engine: Engine, machine: SwapMachine, gate: TokenGate, clock: Clock, hooks: WeightsHooks, folder: Path
@@ -96,16 +96,16 @@ class WeightKeeper:
         await self._send(swap.ArtifactBegan(version, parent))
 
     async def chunk(self, payload: bytes) -> None:
-        """The next bytes of the artifact under way; they are decoded before this returns."""
+        """Takes the next bytes of the current artifact; they are decoded before this returns."""
         if self._decoder is None:
-            return  # it failed before; what follows is not wanted
+            return  # decoding failed earlier: ignore the rest of the artifact
         try:
             await self._in_thread(lambda: self._timed(lambda: self._feed(payload)))
         except EchoError as error:
             await self._send(swap.DecodeFailed(str(error)))
 
     async def ended(self, more_is_here: bool) -> None:
-        """All of the artifact came. Returns when the version is live, committed or given up."""
+        """The artifact is complete. Returns when its version is live, committed or given up."""
         decoder = self._decoder
         if decoder is None:
             return
@@ -121,7 +121,7 @@ class WeightKeeper:
         await self._send(swap.Decoded(self._staged.version, more_is_here))
 
     async def adopt(self, weights: HostWeights) -> None:
-        """Weights that are proven to be a version already. Returns when it is live or given up."""
+        """Adopts weights that are already proven to be a version. Returns when it is live or given up."""
         assert weights.version is not None, "what is adopted is a version"
         await self.dropped()
         self._hooks.check_model((s.name, s.shape, s.element.name) for s in weights.table.specs)
@@ -170,7 +170,7 @@ class WeightKeeper:
                 self._hooks.live(action)
             case swap.StartOver(version, reason):
                 _log.warning("a version was bad, fetching it another way: %s", reason)
-                if version is None:  # what the host holds is not trusted; the engine keeps what was proven
+                if version is None:  # the host copy is not trusted any more; the engine keeps its proven version
                     self.host = HostWeights.empty()
                 self._hooks.start_over(version, reason)
             case swap.GiveUp(reason):
@@ -190,7 +190,7 @@ class WeightKeeper:
         return swap.Swapped(action.version, stood_still_s)
 
     async def _check(self, version: Version) -> swap.Event:
-        """The engine computes its own fingerprint from its live weights; the host's is the learner's."""
+        """Compares the engine's fingerprint, computed from its live weights, with the host's, which equals the learner's."""
         found = await self._engine.fingerprint(self.host.key)
         expected = await self._in_thread(self.host.fingerprint)
         if found != expected:
@@ -203,7 +203,7 @@ class WeightKeeper:
             self._decoder.feed(frame)
 
     def _timed(self, work: Callable[[], _T]) -> _T:
-        """On the decoder's thread."""
+        """Runs `work` and adds its duration to the decoding time. On the decoder's thread."""
         began = self._clock.now()
         try:
             return work()

@@ -1,8 +1,8 @@
-"""A low-rank adapter over a base model that the worker has itself: only the adapter is published.
+"""A low-rank adapter over a base model that the worker loads itself: only the adapter is published.
 
-Guarantees: the base is bit for bit the one that the learner trains on (its fingerprint is checked before anything is
-sampled); after each update every touched matrix is base + scale * B A, computed in float32. Leaves to others: which
-adapter tensors come (the learner), checking and writing them (weights).
+Guarantees: the base equals, bit for bit, the one that the learner trains on (its fingerprint is checked before anything is
+sampled); after each update every touched matrix is base + scale * B A, computed in float32. Leaves to others: which adapter tensors
+are published (the learner), checking and writing them (live.py).
 
 Names are those of peft's adapter files: `base_model.model.<module>.lora_A.weight` and `lora_B`.
 """
@@ -18,7 +18,7 @@ from echo2.base.errors import ConfigError, VersionMismatch
 from echo2.weights.fingerprint import fingerprint
 
 CONFIG_KEY = "echo2_adapter"
-"""Where the learner's model config says that it publishes an adapter, and of what."""
+"""The field of the learner's model config that says that it publishes an adapter, and describes it."""
 _PREFIX = "base_model.model."
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _RANK_MAX = 4096
@@ -26,7 +26,7 @@ _RANK_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """What the learner says of its adapter. `base_fingerprint`: of the base's parameters as `dtype`, key 0, in hex."""
+    """The learner's description of its adapter. `base_fingerprint`: of the base's parameters in `dtype`, with key 0, in hex."""
 
     rank: int
     scale: float
@@ -35,7 +35,7 @@ class AdapterSpec:
 
 
 def adapter_spec(config: Mapping[str, object]) -> AdapterSpec | None:
-    """What a learner's model config says of an adapter; None where whole weights are published."""
+    """The adapter described by a learner's model config; None if whole weights are published. ConfigError if it is malformed."""
     said = config.get(CONFIG_KEY)
     if said is None:
         return None
@@ -51,7 +51,10 @@ def adapter_spec(config: Mapping[str, object]) -> AdapterSpec | None:
 
 
 def load_base(path: str, spec: AdapterSpec) -> dict[str, torch.Tensor]:
-    """The base model's parameters by Hugging Face name, as the learner has them. May take seconds."""
+    """The base model's parameters by Hugging Face name, in the learner's dtype. May take seconds.
+
+    Raises ConfigError if it cannot be loaded, VersionMismatch if it is not the learner's base.
+    """
     if not path:
         raise ConfigError(
             "model.path: the learner publishes an adapter only; expected the folder or hub id of its base model, got "
@@ -74,7 +77,7 @@ def load_base(path: str, spec: AdapterSpec) -> dict[str, torch.Tensor]:
 
 
 class Adapter:
-    """The adapter's live tensors, float32, and the base beneath them."""
+    """The adapter's live tensors, in float32, and its base."""
 
     def __init__(self, base: Mapping[str, torch.Tensor], spec: AdapterSpec) -> None:
         self._base = base
@@ -96,7 +99,7 @@ class Adapter:
             tensor.copy_(self._base[name])
 
     def merge(self, live: Mapping[str, torch.Tensor], touched: Iterable[str]) -> None:
-        """Computes again the matrices that the `touched` adapter tensors belong to."""
+        """Recomputes the matrices to which the `touched` adapter tensors belong."""
         for module in {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in touched}:
             a = self.tensors[f"{_PREFIX}{module}.lora_A.weight"]
             b = self.tensors[f"{_PREFIX}{module}.lora_B.weight"]

@@ -1,8 +1,8 @@
 """Checks a staged version against a model before any weight is touched.
 
-Guarantees: what passes has known names, once each or, a delta's large tensor, in parts one behind the other, the
-model's shapes, the dtype that was published before, and positions that rise within the tensor; a keyframe is complete.
-Leaves to others: writing it.
+Guarantees: a version that passes has only known names, the model's shapes, the dtypes published before, and ascending positions
+within each tensor; each name occurs once or, for a large tensor of a delta, in several parts with ascending positions; a keyframe
+is complete. Leaves to others: writing it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ BITS_DTYPES = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.uint32)}
 
 @dataclass(slots=True)
 class UpdateCheck:
-    """What is known of the live tensors: their shapes, and their dtypes as published (empty before a keyframe)."""
+    """Checks against the live tensors: their `shapes`, and their `dtypes` as published (empty before the first keyframe)."""
 
     model_type: str
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: dict[str, str] = field(default_factory=dict)
 
     def checked(self, staged: StagedVersion) -> Iterator[TensorUpdate]:
-        """The updates of a version, each once it is checked; EngineError names the first wrong one, or at the end what is
-        missing."""
-        reached: dict[str, int] = {}  # the last position of each tensor so far
+        """Yields the updates of a version, each after its check. EngineError names the first wrong update or, at the end, a missing
+        tensor."""
+        reached: dict[str, int] = {}  # the last position seen of each tensor
         for update in staged.updates():
             self._check(update, staged)
             first, last = _reach(update)
@@ -46,7 +46,7 @@ class UpdateCheck:
             )
 
     def applied(self, updates: Iterable[TensorUpdate]) -> None:
-        """These are live now."""
+        """Records the dtypes of updates that are live now."""
         self.dtypes.update((update.name, update.dtype) for update in updates)
 
     def _check(self, update: TensorUpdate, staged: StagedVersion) -> None:
@@ -66,7 +66,7 @@ class UpdateCheck:
 
 
 def _reach(update: TensorUpdate) -> tuple[int, int]:
-    """First and last position that an update touches; one that touches none passes for position 0."""
+    """First and last position that an update touches; 0 and 0 if it touches none."""
     if update.indices is None or not len(update.indices):
         return 0, max(0, math.prod(update.shape) - 1 if update.indices is None else 0)
     return int(update.indices[0]), int(update.indices[-1])

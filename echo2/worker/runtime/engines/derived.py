@@ -1,7 +1,7 @@
-"""Live values that follow from published ones without being equal to them bit for bit.
+"""Live values that are computed from published ones and differ from them in their bits.
 
-Guarantees: the same published values always give the same live bits, so that keeping the former on the host proves the
-latter. Leaves to others: keeping them (weight_map.py).
+Guarantees: the same published values always give the same live bits, so the published bits kept on the host prove the live ones.
+Leaves to others: keeping the published bits (weight_map.py).
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 
 
 class Derived(Protocol):
-    """Something live that follows from one published tensor."""
+    """A live value computed from one published tensor."""
 
     def put(self, published: torch.Tensor, positions: torch.Tensor | None) -> None:
-        """Writes what follows from the whole tensor, of which the flat `positions` (None: all) have changed."""
+        """Computes and writes the live value; `published` is the whole tensor, changed at the flat `positions` (None: all)."""
         ...
 
     def follows(self, published: torch.Tensor) -> bool:
-        """Whether what is live is, bit for bit, what `put` would write."""
+        """Whether the live value equals, bit for bit, what `put` would write."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A strided part (offset and strides) of a published tensor, times a number, in the dtype of the live view."""
+    """A strided part (offset and strides) of a published tensor times `factor`, in the dtype of the live view."""
 
     offset: int
     strides: tuple[int, ...]
@@ -45,5 +45,5 @@ class Scaled:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Bits, so that what is not a number is equal to itself."""
+    """The bits as integers, so that NaNs compare equal."""
     return values.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[values.element_size()])

@@ -1,10 +1,10 @@
 """The forward pass of the embedded engine: fused float32 layers over a cache in blocks, on one CPU thread.
 
-Guarantees: `decode` gives the logits of one token per slot, `fill` writes keys and values only; both read the live
-weights at the moment of the call, so a swap between calls needs no other step. Agrees with the Hugging Face forward
-to float32 rounding. Leaves to others: which positions are valid (worker/slots), sampling, threads.
+Guarantees: `decode` returns the logits of one token per slot, `fill` only writes keys and values; both read the live weights at the
+moment of the call, so a swap between calls needs no further step. Agrees with the Hugging Face forward pass to float32 rounding.
+Leaves to others: which positions are valid (worker/slots), sampling, threads.
 
-Shapes: T tokens, D hidden, R rows of q, k, v, Q query rows, V vocabulary; the cache's are told in kernels.
+Shapes: T tokens, D hidden, R rows of q, k, v, Q query rows, V vocabulary; those of the cache are listed in kernels.py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from echo2.worker.slots import Copy, Fill
 
 _EMPTY = np.zeros(0, np.float32)
 BLOCK_ROWS = 256
-"""A layer works on so many rows at a time, so that what lies between its products stays in the processor's cache."""
+"""Rows that a layer processes at a time, so that intermediate values stay in the processor's cache."""
 SHORT_TOKENS = 256
-"""Up to here a kernel of ours does a prefill's attention: calling torch once a sequence costs more than it saves."""
+"""Up to this context length our own kernel computes a prefill's attention: a torch call per sequence costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Rows `rows` of a pass, and what they are: runs of tokens of some slots."""
+    """Rows `rows` of a pass; they are the tokens of `runs`, one after another."""
 
     rows: slice
     runs: list[Fill]
@@ -40,7 +40,7 @@ class _Block:
 
 
 def _blocks(fills: Sequence[Fill]) -> Iterator[_Block]:
-    """Blocks of BLOCK_ROWS rows, the last one shorter, of all fills in their order."""
+    """Splits all fills, in their order, into blocks of BLOCK_ROWS rows; the last may be shorter."""
     begin, runs, room = 0, list[Fill](), BLOCK_ROWS
     for fill in fills:
         done = 0
@@ -63,7 +63,7 @@ def _block(begin: int, runs: list[Fill]) -> _Block:
 
 
 class CachedDecoder:
-    """One model with its cache, in which `blocks` says what belongs to whom. Not thread-safe: one thread calls it."""
+    """One model with its cache; `blocks` maps the positions of slots to cache blocks. Not thread-safe: one thread calls it."""
 
     def __init__(self, weights: Weights, blocks: BlockPool) -> None:
         shape = weights.shape
@@ -71,8 +71,8 @@ class CachedDecoder:
         self._shape = shape
         self._blocks = blocks
         context_tokens = blocks.tables.shape[1] * BLOCK_TOKENS
-        # Pages are mapped when they are first touched, two megabytes at a time: numpy asks for huge ones. What lies together
-        # here is of one block, and blocks are taken from the lowest on, so memory is that of the blocks in use.
+        # The system maps pages when they are first touched, 2 MB at a time because numpy requests huge pages. Each block is
+        # contiguous here, and the lowest free block is taken first, so only blocks in use take memory.
         size = (blocks.block_count, shape.layer_count, 2, shape.kv_head_count, BLOCK_TOKENS, shape.head_dim)
         self._cache = np.zeros(size, np.float32)
         angles = np.arange(context_tokens, dtype=np.float32)[:, None] * shape.rope_frequencies[None, :]
@@ -92,7 +92,7 @@ class CachedDecoder:
         return int(self._cache[:1].nbytes)
 
     def warm_up(self) -> None:
-        """Compiles the kernels and chooses the matrix products, so that the first token does not wait for it."""
+        """Compiles the kernels and chooses the matrix products, so that the first token does not wait for that."""
         layer = self._weights.layers[0]
         self._products.choose([layer.qkv, layer.output, layer.gate_up, layer.down])
         self._blocks.reserve(0, 2)
@@ -120,7 +120,7 @@ class CachedDecoder:
         normed = self._norm(hidden, self._weights.layers[0].input_norm)
         last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
-            # Of a layer a block needs itself and what comes before it, so block by block all of it is there.
+            # Attention is causal: a block needs only itself and the blocks before it, whose keys are cached by then.
             for block in blocks:
                 rows, places = block.rows, (block.slots_T, block.positions_T)
                 if index == last:  # only its keys and values are needed
@@ -131,7 +131,7 @@ class CachedDecoder:
                 self._finish(layer, hidden[rows], attended, norm, normed[rows])
 
     def read(self, run: Fill) -> torch.Tensor:
-        """As `fill`, of one run; returns the hidden states [T, D] of its tokens under the last norm."""
+        """As `fill`, for one run; returns the hidden states [T, D] of its tokens after the last norm."""
         blocks = list(_blocks([run]))
         hidden = self._embed(run.token_ids)
         normed = self._norm(hidden, self._weights.layers[0].input_norm)
@@ -145,7 +145,7 @@ class CachedDecoder:
         return normed
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, V] of hidden states under the last norm."""
+        """[T, V] for hidden states after the last norm."""
         return self._products.product(hidden_TD, self._weights.head)
 
     tells_routing = False
@@ -189,7 +189,7 @@ class CachedDecoder:
     def _finish(
         self, layer: LayerWeights, hidden: torch.Tensor, attended: torch.Tensor, norm: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """Output projection, MLP and both residual additions into `hidden`; returns it under the next `norm`."""
+        """Output projection, MLP and both residual additions into `hidden`; returns it after the next `norm`, in `out`."""
         epsilon, product = self._shape.norm_epsilon, self._products.product
         for begin in range(0, len(hidden), BLOCK_ROWS):
             rows = slice(begin, begin + BLOCK_ROWS)
@@ -229,7 +229,7 @@ class CachedDecoder:
         return attended.transpose(1, 2).reshape(count, -1)
 
     def _gathered(self, index: int, kind: int, slot: int, count: int) -> torch.Tensor:
-        """Keys (0) or values (1) of a slot's first positions in one run, [1, G, count, E]."""
+        """Keys (`kind` 0) or values (1) of a slot's first `count` positions, contiguous, as [1, G, count, E]."""
         blocks = self._cache[self._blocks.tables[slot, : blocks_for(count)], index, kind]
         run = blocks.transpose(1, 0, 2, 3).reshape(1, blocks.shape[1], -1, blocks.shape[3])
         return torch.from_numpy(run[:, :, :count])

@@ -1,4 +1,4 @@
-"""What the step loop asks of a model's arithmetic, fused (forward) or of transformers' modules (general)."""
+"""The interface between the step loop and a model's forward pass, fused (forward) or by transformers' modules (general)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from echo2.worker.slots import Copy, Fill
 
 
 class Forward(Protocol):
-    """A model's arithmetic over its cache: `decode` samples nothing, `fill` computes keys and values only, `read` hidden states
-    of one run, too, of which `logits` are those of the next tokens."""
+    """A model's forward pass over its cache. `decode` returns logits; `fill` computes keys and values only; `read` also returns the
+    hidden states of one run, from which `logits` computes the logits of the tokens that follow."""
 
     def warm_up(self) -> None: ...
 

@@ -1,11 +1,11 @@
 """The forward pass of any architecture: transformers' own modules, with attention over the engine's cache in blocks.
 
-The tokens of one pass of all sequences lie behind each other as one row; transformers calls `_attend` for each layer with
-their queries, keys and values, rotated already, and `_attend` knows from the pass which sequence each one belongs to. That has
-two thirds of the fused path's speed at 135 million parameters and less below, where calls cost more than products.
-Guarantees: as those of forward.CachedDecoder; before the first token, a pass in pieces is compared with the modules' own
-attention, and a model of which they differ is refused. Leaves to others: weights (module), which positions are
-valid (worker/slots), sampling, threads.
+The tokens that one pass feeds, of all sequences, form one row. For each layer transformers calls `_attend` with their queries, keys
+and values, already rotated; the pass tells `_attend` which sequence each token belongs to. This has two thirds of the fused path's
+speed at 135 million parameters, and less for smaller models, where calls cost more than products.
+Guarantees: those of forward.CachedDecoder; before the first token, a pass in several pieces is compared with the modules' own
+attention, and the model is refused if they differ. Leaves to others: weights (module), which positions are valid (worker/slots),
+sampling, threads.
 
 Shapes: T tokens, H query heads, G key-value heads, E head dimension, B sequences, Q queries and K keys of one sequence, V
 vocabulary. The cache is [blocks, layers, 2 (keys, values), G, BLOCK_TOKENS, E], with the largest G and E of the model's layers.
@@ -31,14 +31,14 @@ from echo2.worker.runtime.engines.module import ATTENTION, ModuleWeights
 from echo2.worker.slots import Copy, Fill
 
 TRIAL_TOKENS, TRIAL_DECODED = 70, 4
-"""Of the sequence by which the pass is compared: beyond two blocks, its last tokens one at a time."""
+"""Length of the sequence for that comparison, which spans more than two blocks, and how many of its last tokens are decoded."""
 TRIAL_TOLERANCE = 1e-2
-"""In nats. Rounding gives 1e-5; another attention is off by more than this."""
+"""Largest difference of log-probabilities, in nats. Rounding gives 1e-5; a different attention gives more than this."""
 
 
 @dataclass(slots=True)
 class _Pass:
-    """What one call of the model computes. Without `runs` every token is of a sequence of its own."""
+    """What one call of the model computes. Without `runs` each token belongs to a different sequence."""
 
     cache: torch.Tensor
     tables: np.ndarray
@@ -49,7 +49,7 @@ class _Pass:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: _How
     ) -> torch.Tensor:
-        """Caches keys and values [1, G, T, E]; the attended values of queries [1, H, T, E], as [1, T, H, E]."""
+        """Caches keys and values [1, G, T, E]; returns the attention output for queries [1, H, T, E], as [1, T, H, E]."""
         self._keep(layer, 0, key)
         self._keep(layer, 1, value)
         size = (key.shape[1], key.shape[3], value.shape[3])
@@ -69,7 +69,7 @@ class _Pass:
         return torch.cat(pieces)[None]
 
     def _keep(self, layer: int, kind: int, values: torch.Tensor) -> None:
-        """Writes what a layer computed [1, G, T, E] where the tokens' blocks are."""
+        """Writes a layer's keys (`kind` 0) or values (1), [1, G, T, E], to the tokens' blocks."""
         blocks_T = torch.from_numpy(self.tables[self.slots_T, self.positions_T // BLOCK_TOKENS].astype(np.int64))
         rows_T = torch.from_numpy(self.positions_T % BLOCK_TOKENS)
         _, heads, _, width = values.shape
@@ -96,7 +96,7 @@ class _Pass:
         mask_B1QK = ((behind_BQK >= 0) & (behind_BQK < reach))[:, None]
         key = _in_one_run(self.cache[:, layer, 0, :heads, :, :key_width][blocks_BN])
         value = _in_one_run(self.cache[:, layer, 1, :heads, :, :value_width][blocks_BN])
-        # What was never written, or by others, may be anything, and nothing times not-a-number is not nothing.
+        # Unused positions may contain anything, and 0 times NaN is NaN, so zero them besides masking them.
         is_unused_BK = ~mask_B1QK.any(dim=2)[:, 0]
         key.masked_fill_(is_unused_BK[:, None, :, None], 0.0)
         value.masked_fill_(is_unused_BK[:, None, :, None], 0.0)
@@ -111,14 +111,14 @@ class _Pass:
 
 
 def _in_one_run(blocks_BNGRE: torch.Tensor) -> torch.Tensor:
-    """[B, blocks, G, BLOCK_TOKENS, E] as [B, G, K, E]."""
+    """Reshapes [B, blocks, G, BLOCK_TOKENS, E] to [B, G, K, E]."""
     count, _, heads, _, width = blocks_BNGRE.shape
     return blocks_BNGRE.transpose(1, 2).reshape(count, heads, -1, width)
 
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """What a layer says of its attention. `window`: how many positions back, its own counted; 0: all."""
+    """A layer's attention parameters. `window`: how many positions it attends to, its own included; 0: all."""
 
     scaling: float
     window: int
@@ -127,7 +127,7 @@ class _How:
 
 @dataclass(slots=True)
 class _Sizes:
-    """In place of a pass: notes how large the keys and values of each layer are, and attends to nothing."""
+    """Used instead of a pass: records the sizes of each layer's keys and values, and returns zeros."""
 
     heads: int = 0
     width: int = 0
@@ -143,7 +143,7 @@ class _Sizes:
 
 
 class _Current(threading.local):
-    """What the model that this thread calls is being called for."""
+    """The pass for which this thread is calling the model."""
 
     attending: _Pass | _Sizes | None = None
 
@@ -162,7 +162,7 @@ def _attend(
     softcap: float | None = None,
     **_others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention that transformers' modules call."""
+    """The attention function that transformers' modules call; hands over to the current pass."""
     attending = _current.attending
     assert attending is not None, "only a pass of this engine's calls its models"
     layer = getattr(module, "layer_idx", None)
@@ -176,11 +176,11 @@ AttentionInterface.register(ATTENTION, _attend)
 
 
 class GeneralDecoder:
-    """One model with its cache, in which `blocks` says what belongs to whom. Not thread-safe: one thread calls it."""
+    """One model with its cache; `blocks` maps the positions of slots to cache blocks. Not thread-safe: one thread calls it."""
 
     def __init__(self, weights: ModuleWeights, blocks: BlockPool) -> None:
         self._model = weights.model
-        self._routers: Routers | None = None  # while it is looked at
+        self._routers: Routers | None = None  # set below, after `_look`
         self._name = f"model_type {weights.model_type}"
         self._vocab_count = weights.vocab_count
         self._tables = blocks.tables
@@ -196,7 +196,7 @@ class GeneralDecoder:
         self._softcap = weights.logit_softcap
 
     def warm_up(self) -> None:
-        """Nothing is compiled; weights are needed for all that would make a first token wait."""
+        """Does nothing: there is nothing to compile, and the comparison with transformers needs weights first."""
 
     def decode(self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Logits [T, V] after feeding one token to each of T slots at the given positions."""
@@ -214,14 +214,17 @@ class GeneralDecoder:
         return self._vocab_count
 
     def read(self, run: Fill) -> torch.Tensor:
-        """As `fill`, of one run; returns the hidden states [T, D] of its tokens under the last norm."""
+        """As `fill`, for one run; returns the hidden states [T, D] of its tokens after the last norm.
+
+        EngineError if the model's head does more than `logits` computes.
+        """
         self._try_once()
         if not self._is_head_plain:
             raise EngineError(f"{self._name}: this engine cannot score by this model's own head")
         return self._fill(self._cache, self._tables, [run])
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, V] of hidden states under the last norm."""
+        """[T, V] for hidden states after the last norm."""
         found: torch.Tensor = self._model.get_output_embeddings()(hidden_TD).float()
         return torch.tanh(found / self._softcap) * self._softcap if self._softcap else found
 
@@ -244,12 +247,12 @@ class GeneralDecoder:
         return packed(rows_NLK, self._routers.shape)
 
     def _new_cache(self, block_count: int) -> torch.Tensor:
-        """As forward.CachedDecoder's: what lies together is of one block, so memory is that of the blocks in use."""
+        """Allocates the cache. As in forward.CachedDecoder each block is contiguous, so only blocks in use take memory."""
         size = (block_count, len(self._sizes.layers), 2, self._sizes.heads, BLOCK_TOKENS, self._sizes.width)
         return torch.from_numpy(np.zeros(size, np.float32))
 
     def _look(self) -> _Sizes:
-        """Calls the model for one token, to see how it attends."""
+        """Calls the model for one token, to find out the sizes of its attention. ConfigError unless each layer attends once."""
         sizes = _Sizes()
         with torch.inference_mode():
             self._called(self._model, [0], np.zeros(1, np.int64), sizes)
@@ -278,7 +281,7 @@ class GeneralDecoder:
         return logits[0].float()
 
     def _fill(self, cache: torch.Tensor, tables: np.ndarray, fills: Sequence[Fill]) -> torch.Tensor:
-        """Hidden states [T, D] of all of them."""
+        """Computes all runs; returns the hidden states [T, D] of their tokens."""
         slots_T = np.repeat([fill.slot for fill in fills], [len(fill.token_ids) for fill in fills])
         positions_T = np.concatenate([np.arange(fill.start, fill.start + len(fill.token_ids)) for fill in fills])
         token_ids = [token for fill in fills for token in fill.token_ids]
@@ -287,7 +290,10 @@ class GeneralDecoder:
         return hidden[0]
 
     def _try_once(self) -> None:
-        """Compares a pass over a cache of its own with the modules' own attention, by the first weights that came."""
+        """Compares, once, a pass over a separate cache with the modules' own attention, under the first live weights.
+
+        ConfigError if they differ.
+        """
         if self._is_tried:
             return
         self._is_tried = True
@@ -313,7 +319,7 @@ class GeneralDecoder:
         self._is_head_plain = bool((headed_TV - own_TV[filled // 2 : filled]).abs().max() <= TRIAL_TOLERANCE)
 
     def _own_logits(self, tokens: list[int]) -> torch.Tensor:
-        """Of every place, by the modules' own attention."""
+        """Logits [T, V] of every position, with the modules' own attention."""
         self._model.set_attn_implementation("eager")
         try:
             logits: torch.Tensor = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits

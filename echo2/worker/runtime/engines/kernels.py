@@ -1,10 +1,11 @@
 """Fused float32 loops for one CPU thread: norms, rotary embedding with cache writes, attention over blocks of the cache.
 
-Guarantees: no allocation in proportion to the context, no Python between tokens, the GIL is released. Leaves to
-others: matrix products (torch), prefill attention (torch), which slots and positions.
+Guarantees: no allocation in proportion to the context, no Python between tokens, the GIL is released. Leaves to others: matrix
+products (torch), attention of long prefills (torch), which slots and positions.
 
-Shapes: T tokens of one step, D hidden, H query heads, G key-value heads, C context, E head dimension, S slots, N blocks of a
-sequence. The cache is [blocks, layers, 2 (keys, values), G, BLOCK_TOKENS, E], so all layers of a block lie together.
+Shapes: T tokens of one step, D hidden, R rows of q, k and v together, Q rows of all query heads, H query heads, G key-value heads,
+C context, E head dimension, S slots, N blocks per sequence. The cache is [blocks, layers, 2 (keys, values), G, BLOCK_TOKENS, E], so
+all layers of a block are contiguous.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 LANES = 32
-"""Loops over positions run on whole vectors of so many: the odd rest of a short one costs more than all of it."""
+"""Loops over positions run over multiples of this, so that they vectorise: a scalar remainder loop costs more than the padding."""
 
 
 def _compiled(function: _F) -> _F:
@@ -31,7 +32,7 @@ def _compiled_exactly(function: _F) -> _F:
 
 @_compiled
 def widen_rows(codes_RC: np.ndarray, scales_R: np.ndarray, out_RC: np.ndarray) -> None:
-    """`out = codes * scales`, int8 to float32."""
+    """`out = codes * scales` by row, int8 to float32."""
     for r in range(codes_RC.shape[0]):
         scale = scales_R[r]
         for c in range(codes_RC.shape[1]):
@@ -77,10 +78,10 @@ def rotate_and_cache(
     cache: np.ndarray,
     layer: int,
 ) -> None:
-    """Norms (where the model has them) and rotates q and k in place, and writes k and v to the cache.
+    """Normalises (if the model has such norms) and rotates q and k in place, and writes k and v to the cache.
 
-    `norms`: weights of the q and k norm, of size 0 where there is none, and epsilon. `angles`: cos and sin, [C, E/2].
-    `places`: slot and position of each token, and the blocks of each slot [S, N].
+    `norms`: weights of the q and k norms, of size 0 if there is none, and epsilon. `angles`: cos and sin, [C, E/2]. `places`: slot
+    [T] and position [T] of each token, and the blocks of each slot [S, N].
     """
     q_norm_E, k_norm_E, epsilon = norms
     cos_CE, sin_CE = angles
@@ -148,7 +149,7 @@ def _dot(a: np.ndarray, b: np.ndarray) -> np.float32:
 
 @_compiled
 def _score(query_E: np.ndarray, key_CE: np.ndarray, length: int, scaling: np.float32, scores_C: np.ndarray) -> None:
-    """Four positions at a time, so that the query is read once for all of them."""
+    """`scores = scaling * key . query`, four positions at a time, so that the query is read a quarter as often."""
     c = 0
     while c + 4 <= length:
         key0, key1, key2, key3 = key_CE[c], key_CE[c + 1], key_CE[c + 2], key_CE[c + 3]
@@ -193,7 +194,8 @@ def attend(
     out_TQ: np.ndarray,
     scratch: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Each token attends to positions 0 to its own of its slot. `scratch`: float32 and int32, C rounded up to LANES."""
+    """Each token attends to the positions of its slot from 0 to its own. `scratch`: float32 and int32 buffers of C elements rounded
+    up to LANES."""
     slots_T, positions_T, blocks_SN = places
     scores, bits = scratch
     kv_heads, block_tokens, width = cache.shape[3], cache.shape[4], cache.shape[5]
@@ -202,7 +204,7 @@ def attend(
     scaling = np.float32(1.0 / np.sqrt(np.float64(width)))
     for token in range(qkv_TR.shape[0]):
         slot, length = slots_T[token], positions_T[token] + 1
-        padded = (length + LANES - 1) // LANES * LANES  # what lies beyond the length is computed and not read
+        padded = (length + LANES - 1) // LANES * LANES  # elements beyond the length are computed but not read
         for h in range(heads):
             query, out, g = (
                 qkv_TR[token, h * width : (h + 1) * width],

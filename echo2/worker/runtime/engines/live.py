@@ -1,9 +1,8 @@
-"""Live tensors under Hugging Face names, in float32 or as bf16 masters, written in place from raw published bits.
+"""Live tensors under Hugging Face names, in float32 or as bf16 masters, updated in place from raw published bits.
 
-Guarantees: an update is checked whole (names, dtypes, shapes, positions) before a bit is touched; applying it either
-succeeds or leaves every weight as it was; bits read back are those that were published (bf16 widens to float32 and
-narrows again without loss). Leaves to others: where the tensors lie and who reads them (weights, general), what is published
-and whether its origin is to be believed.
+Guarantees: an update is checked completely (names, dtypes, shapes, positions) before a bit is touched; applying it either succeeds
+or leaves every weight as it was; bits read back are the published ones (bf16 widens to float32 and narrows again without loss).
+Leaves to others: the tensors' memory and its readers (weights, module), verifying the origin of an update.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _BF16 = element_type_of("", torch.zeros(0, dtype=torch.bfloat16))
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """A checked update: `bits` (patterns of `dtype`) go to `positions` of the tensor, or all over it when None.
+    """A checked update: `bits` (patterns of `dtype`) go to the flat `positions` of the tensor; None: to all of it.
 
-    Positions take 4 bytes each where the tensor is not too large for that: all of a version's wait together.
+    Positions are uint32 if the last one fits: all positions of a version are in memory at the same time.
     """
 
     name: str
@@ -40,10 +39,10 @@ class Scatter:
 
 
 class LiveTensors:
-    """`tensors` are what a forward reads, by Hugging Face name, all of one dtype on the CPU; each is contiguous.
+    """`tensors` are what the forward pass reads, by Hugging Face name, all of one dtype, contiguous and on the CPU.
 
-    With an `adapter`, its tensors are what is published and checked, and `tensors` follow from it and its base. bfloat16
-    tensors are masters of something rounded, which take bf16 alone.
+    With an `adapter`, its tensors are published and checked instead, and `tensors` are computed from the adapter and its base.
+    bfloat16 tensors are the masters of rounded weights and accept only bf16 updates.
     """
 
     def __init__(self, model_type: str, tensors: Mapping[str, torch.Tensor], adapter: Adapter | None = None) -> None:
@@ -77,9 +76,9 @@ class LiveTensors:
         return Scatter(update.name, update.dtype, places, update.bits)
 
     def apply(self, scatters: Iterable[Scatter]) -> None:
-        """Writes checked updates in place. On any failure every change is undone.
+        """Writes checked updates in place. On any failure undoes every change and raises EngineError.
 
-        Whole tensors come last, piece by piece and without a copy: they were checked to fit, nothing in that can fail.
+        Whole tensors come last, piece by piece and without keeping the old values: they were checked to fit, so that cannot fail.
         """
         undo: list[tuple[Scatter, np.ndarray]] = []
         written: list[Scatter] = []
@@ -111,7 +110,7 @@ class LiveTensors:
 
     @property
     def published_bytes(self) -> int:
-        """Of all tensors, in the dtypes that were published."""
+        """Size of all tensors in the dtypes that were published."""
         halves = (self._check.dtypes.get(name) == "bfloat16" for name in self._bits)
         return sum(2 * len(b) if is_half else b.nbytes for b, is_half in zip(self._bits.values(), halves, strict=True))
 
@@ -125,7 +124,7 @@ class LiveTensors:
                 yield name, tensor
 
     def fingerprint(self, key: int) -> int:
-        """Keyed fingerprint of the weights as published, narrowed piece by piece."""
+        """Keyed fingerprint of the weights as published; float32 copies of bf16 weights are narrowed piece by piece."""
         return int(sum(self._fingerprint_of(name, tensor, key) for name, tensor in self._published.items()) % MODULUS)
 
     def _fingerprint_of(self, name: str, tensor: torch.Tensor, key: int) -> int:
@@ -139,7 +138,7 @@ class LiveTensors:
         return header_term(key, TensorSpec(name, _BF16, tuple(tensor.shape))) + sum(pieces)
 
     def _is_widened(self, name: str) -> bool:
-        """Whether a tensor holds in float32 what was published in bf16."""
+        """Whether a tensor was published in bf16 and is held in float32."""
         return self._published[name].dtype == torch.float32 and self._check.dtypes.get(name) == "bfloat16"
 
 
@@ -151,22 +150,22 @@ def _bits_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _upper_halves(bits: np.ndarray) -> np.ndarray:
-    """bf16 patterns of float32 ones that are bf16 widened."""
+    """The bf16 patterns of float32 patterns that were widened from bf16."""
     return bits.view(np.uint16)[1::2].copy()
 
 
 def _widened(bits: np.ndarray, live_dtype: np.dtype[np.unsignedinteger]) -> np.ndarray:
-    """Patterns as those of the live dtype."""
+    """The patterns in the live dtype."""
     return bits if bits.dtype == live_dtype else bits.astype(live_dtype) << 16
 
 
 def _narrowed(scatter: Scatter, old: np.ndarray) -> np.ndarray:
-    """Live patterns as those of the update's dtype."""
+    """Live patterns in the update's dtype."""
     return old if scatter.bits.dtype == old.dtype else _upper_halves(old)
 
 
 def _put_whole(live: np.ndarray, scatter: Scatter) -> None:
-    """All of a tensor, in pieces that stay in the processor's cache."""
+    """Writes a whole tensor, in pieces that stay in the processor's cache."""
     if scatter.bits.dtype == live.dtype:
         live[:] = scatter.bits
         return

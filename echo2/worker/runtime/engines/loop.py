@@ -37,8 +37,8 @@ from echo2.worker.slots import SlotSequence, SlotTable
 COMMANDS_MAX = 65_536
 PREFILL_TOKENS_MAX = 2_048
 HOLD_STEPS = 6
-"""A swap that recomputes caches waits so many steps for sequences that end meanwhile: those need no recomputing, and their
-successors' prompts are computed once instead of twice. That is worth more than the slots that stand empty until then."""
+"""A swap that recomputes caches waits up to this many steps for sequences about to end: those need no recomputing, and their
+successors' prompts are computed once instead of twice. That saves more than the slots that stay empty meanwhile cost."""
 _T = TypeVar("_T")
 
 
@@ -76,7 +76,7 @@ class _Counters:
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """Something for the thread to do between two steps, and how to say that it will never be done."""
+    """A command for the thread to `run` between two steps; `fail` is called instead if the thread stops first."""
 
     run: Callable[[], None]
     fail: Callable[[EchoError], object]
@@ -91,7 +91,8 @@ class _PendingSwap:
 
 @dataclass(slots=True)
 class StepLoop:
-    """`run` is the thread. Everything else may be called from any thread."""
+    """`run` is the thread's function. Methods marked "in the thread", `run_commands` and `step` run in that thread; the others may
+    be called from any thread."""
 
     weights: ChangeableWeights
     make_forward: Callable[[BlockPool], Forward]
@@ -117,7 +118,7 @@ class StepLoop:
         self._forward = self.make_forward(self._table.blocks)
 
     def run(self) -> None:
-        """Steps until stopped. A failure closes the outbox with it."""
+        """Steps until stopped. On a failure, fails waiting commands and closes the outbox with that failure."""
         failure: EchoError | None = None
         try:
             torch.set_num_threads(1)
@@ -128,7 +129,7 @@ class StepLoop:
                     self.step()
         except EchoError as error:
             failure = error
-        except Exception as error:  # noqa: BLE001  the top of a thread: nobody else can report it
+        except Exception as error:  # noqa: BLE001  the top of a thread: no caller can report it
             failure = EngineError(f"the step loop failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
         self.stop()
@@ -145,12 +146,12 @@ class StepLoop:
         return self._stop.is_set()
 
     def notify(self) -> None:
-        """Looks again whether there is something to do: the outbox has room."""
+        """Wakes the thread to check for work, for example after the outbox has been emptied."""
         with self._wake:
             self._wake.notify_all()
 
     def call(self, command: Callable[[], _T]) -> Future[_T]:
-        """Runs `command` in the thread, between two steps; not at all where nobody waits for it any more."""
+        """Runs `command` in the thread, between two steps, unless the future is cancelled before."""
         done: Future[_T] = Future()
 
         def run() -> None:
@@ -176,7 +177,7 @@ class StepLoop:
         self._table.submit(request)
 
     def abort(self, request_id: str) -> None:
-        """In the thread: ends a request wherever it is. Its last chunk follows the tokens already sampled."""
+        """In the thread: ends a running or waiting request. Its last chunk follows the tokens already sampled."""
         found = self._table.find(request_id)
         if found is None:
             return
@@ -187,9 +188,9 @@ class StepLoop:
         self.outbox.put([SampledToken(request_id, self.version or Version(0), FinishReason.ABORTED)])
 
     def swap(self, swap: LiveSwap) -> Future[float]:
-        """Puts a version live as its mode says; returns the seconds that generation paused."""
+        """Makes a version live according to its mode; the future's result is the seconds that generation paused."""
         done: Future[float] = Future()
-        done.set_running_or_notify_cancel()  # it is made, whether anybody waits for it or not
+        done.set_running_or_notify_cancel()  # a swap cannot be cancelled
 
         def begin() -> None:
             if self._pending_swap is not None:
@@ -204,11 +205,11 @@ class StepLoop:
 
     @property
     def scorable(self) -> frozenset[Version]:
-        """The live version and those before it that are kept."""
+        """The live version and the former ones that are kept."""
         return frozenset(() if self.version is None else (*self._past.versions, self.version))
 
     def score(self, request: ScoreRequest, stretch: Stretch) -> TokenScores:
-        """In the thread: of one stretch. Generation stands still meanwhile; its caches stay."""
+        """In the thread: scores one stretch. Generation pauses meanwhile and keeps its caches."""
         began = time.monotonic()
         if self._scoring is None:
             self._scoring = ScoringPass(self.make_forward, self.context_tokens)
@@ -244,7 +245,7 @@ class StepLoop:
             self._wake.notify_all()
 
     def run_commands(self) -> None:
-        """Carries out what others asked for; waits while there is neither that nor anything to generate."""
+        """Runs the waiting commands; waits while there is neither a command nor anything to generate."""
         with self._wake:
             self._wake.wait_for(
                 lambda: self._commands or self._stop.is_set() or self._has_work() or self._is_swap_ready()
@@ -261,7 +262,7 @@ class StepLoop:
         return self.version is not None and bool(table.running or (table.waiting and not table.is_holding))
 
     def step(self) -> None:
-        """Admits, prefills, decodes one token of every sequence that is ready, and swaps where one waits for that."""
+        """Admits, prefills, decodes one token of every ready sequence, and carries out a pending swap that is ready."""
         if not self._has_work():
             self._swap_if_ready()
             return
@@ -314,7 +315,7 @@ class StepLoop:
         self.outbox.put(tokens)
 
     def _routing_of(self, sequence: SlotSequence) -> Routing:
-        """Of the token that is sampled now: the experts of the position that it was fed; with the first one, the prompt's."""
+        """The routing of the token being sampled: the experts of the position just fed and, with the first token, of the prompt."""
         if not self._forward.tells_routing:
             return NO_ROUTING
         fed = sequence.cached
@@ -365,7 +366,7 @@ class StepLoop:
         return stood_still_s
 
     def warm_up(self) -> None:
-        """In the thread, before anything else: what would make the first tokens wait."""
+        """In the thread, before anything else: compiles and measures whatever would delay the first tokens."""
         self._forward.warm_up()
 
     def _refuse_what_waits(self, failure: EchoError) -> None:

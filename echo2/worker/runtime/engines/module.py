@@ -1,8 +1,8 @@
-"""A model of any decoder-only architecture as transformers' own modules, for what the fused path does not know.
+"""Builds decoder-only models from transformers' own modules, for architectures that the fused path does not support.
 
-Guarantees: the modules' parameters are the live weights, published, checked and proven as those of the fused path; what
-attends in another way than over keys and values of a causal window (state spaces, chunks, encoders) is refused by name before
-a weight is fetched. Leaves to others: the cache and attention over it (general).
+Guarantees: the modules' parameters are the live weights, checked and proven like those of the fused path; a model with anything but
+causal attention, full or windowed (state spaces, chunks, encoders), is refused by name before any weight is fetched. Leaves to
+others: the cache and attention over it (general).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _WINDOWS = ("full_attention", "sliding_attention")
 
 
 class ModuleWeights(LiveTensors):
-    """`model` is a causal LM in float32 on the CPU; its parameters hold zeros until the first version comes. `routers`: where what
-    they choose is to be told."""
+    """`model` is a causal LM in float32 on the CPU; its parameters are zeros until the first version arrives. `routers` records the
+    experts chosen, if `tells_routing`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ModuleWeights(LiveTensors):
             raise ConfigError(
                 f"model_type {self.model_type}: transformers cannot make a causal LM of it: {error}"
             ) from error
-        model.tie_weights()  # left out with the random weights
+        model.tie_weights()  # no_init_weights has skipped it
         self.model: Any = model.eval().requires_grad_(False)
         for parameter in self.model.parameters():
             parameter.zero_()
@@ -69,12 +69,12 @@ class ModuleWeights(LiveTensors):
 
     @property
     def logit_softcap(self) -> float:
-        """What bounds the head's logits; 0: nothing does."""
+        """Soft cap of the head's logits; 0: none."""
         return float(getattr(self._text, "final_logit_softcapping", None) or 0.0)
 
     @property
     def context_tokens(self) -> int:
-        """Of the model; where its rotation changes for longer sequences, up to there."""
+        """The model's context; with longrope only its original length, because longer sequences use another rotation."""
         most = int(self._text.max_position_embeddings)
         ropes = _ropes(self._text)
         unchanged = [
@@ -100,7 +100,7 @@ def _refuse_other_attention(model_type: str, config: Any) -> None:
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """The rotations of a config: one, or one by kind of layer."""
+    """The rotary embeddings of a config: one, or one per kind of layer."""
     said = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in said.values() if isinstance(value, Mapping)]
     return nested or [said]

@@ -1,10 +1,10 @@
-"""Tokens on their way from an engine's thread to an asyncio loop.
+"""Passes tokens from an engine's thread to an asyncio loop.
 
-Guarantees: order per sequence, one version per chunk; tokens of one sequence that wait together leave as one chunk;
-`is_full` from `tokens_max` tokens on, which the producer heeds before it steps again, so a slow consumer slows the
-engine instead of filling memory. Leaves to others: who consumes. A sequence that has ended leaves at once and alone, growing
-ones every `linger_s` (tokens of several steps then travel together), the first after a pause at once; a failure, the end
-and a full box wake the consumer too. The producer is woken, when a full box was emptied, by `on_taken`.
+Guarantees: keeps the order within a sequence, one version per chunk; waiting tokens of one sequence and version leave as one chunk;
+`is_full` is set from `tokens_max` tokens on, and the producer checks it before the next step, so a slow consumer slows the engine
+instead of filling memory. A sequence that has ended leaves at once and alone; growing ones leave every `linger_s`, so that tokens
+of several steps travel together, but at once after a pause. The consumer wakes for these, for a failure, for the end and for a full
+box; `on_taken` wakes the producer when a full box has been emptied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from echo2.worker.engine import TokenChunk
 TOKENS_MAX = 65_536
 
 LINGER_S = 0.25
-"""Tokens of growing rollouts reach the desk so often; a rollout's end does so at once."""
+"""How often tokens of growing rollouts reach the desk; a rollout's end does so at once."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _OpenChunk:
 
 
 class SampledToken(NamedTuple):
-    """One token of one sequence, or (`token_id` None) only the word that the sequence has ended."""
+    """One token of one sequence; with `token_id` None only the notice that the sequence has ended."""
 
     request_id: str
     version: Version
@@ -52,7 +52,7 @@ class SampledToken(NamedTuple):
 
 
 class Outbox:
-    """One producer thread, one consumer task."""
+    """For one producer thread and one consumer task."""
 
     def __init__(self, tokens_max: int = TOKENS_MAX, linger_s: float = 0.0) -> None:
         self._tokens_max = tokens_max
@@ -60,7 +60,7 @@ class Outbox:
         self._lock = threading.Lock()
         self._chunks: dict[str, list[_OpenChunk]] = {}
         self._ended: list[str] = []
-        self._due = 0.0  # when growing sequences may leave, by the consumer's loop
+        self._due = 0.0  # when growing sequences may leave, on the clock of the consumer's loop
         self._token_count = 0
         self._is_closed = False
         self._failure: EchoError | None = None
@@ -68,11 +68,11 @@ class Outbox:
         self._on_taken: Callable[[], None] = lambda: None
         self._wake = asyncio.Event()
         self._is_waking = False
-        self._is_urgent = False  # nothing that is held should linger
+        self._is_urgent = False  # everything held should leave at once
         self._is_lingering = False
 
     def bind(self, loop: asyncio.AbstractEventLoop, on_taken: Callable[[], None]) -> None:
-        """Names the loop that consumes, and what to call when it has made room."""
+        """Sets the loop of the consumer, and the function to call when it has emptied a full box."""
         self._loop = loop
         self._on_taken = on_taken
 
@@ -81,14 +81,14 @@ class Outbox:
         return self._token_count >= self._tokens_max
 
     def put(self, tokens: list[SampledToken]) -> None:
-        """Called by the engine's thread."""
+        """Adds tokens. The engine's thread calls it."""
         with self._lock:
             self._add(tokens)
             self._is_urgent = self._is_urgent or self.is_full
             self._notify()
 
     def close(self, failure: EchoError | None = None) -> None:
-        """No more tokens will come. What is held can still be taken; then `take` gives nothing, or raises `failure`."""
+        """No more tokens will come. The held ones can still be taken; then `take` returns an empty list, or raises `failure`."""
         with self._lock:
             self._is_closed = True
             self._failure = self._failure or failure
@@ -96,7 +96,7 @@ class Outbox:
             self._notify()
 
     async def take(self) -> list[TokenChunk]:
-        """What may leave, once there is something; empty when closed."""
+        """Waits for chunks that may leave and returns them; an empty list once closed. EngineError after a failure."""
         loop = asyncio.get_running_loop()
         while True:
             with self._lock:
@@ -163,7 +163,7 @@ class Outbox:
         self._is_waking = True
         try:
             self._loop.call_soon_threadsafe(self._wake.set)
-        except RuntimeError:  # the loop is closed: nobody is left to wake
+        except RuntimeError:  # the consumer's loop is closed
             self._is_closed = True
 
 

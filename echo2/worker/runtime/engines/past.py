@@ -1,9 +1,8 @@
-"""Versions that were live before, as the weights that each changed: an engine goes back to one for the length of a scoring.
+"""Keeps former versions as the bits that each swap changed, so that an engine can go back to one while it scores.
 
-Guarantees: going back and forth leaves every bit as it was; at most `VERSIONS_MAX` versions and `BYTES_MAX_OF_MODEL` times
-the published bytes of changes are held, the oldest go first. Costs 6 bytes for each weight of bf16 that a version changed: at
-8 billion weights of which 2 in a hundred change, 1 GB a version. Leaves to others: when to go back (loop), the live weights
-(weights).
+Guarantees: going back and forth leaves every bit as it was; holds at most `VERSIONS_MAX` versions and `BYTES_MAX_OF_MODEL` times
+the published bytes, and drops the oldest first. Costs 6 bytes for each bf16 weight that a version changed: with 8 billion weights
+of which 2% change, 1 GB per version. Leaves to others: when to go back (loop), the live weights (weights).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from echo2.cost_model.sizing import FORMER_SHARE
 from echo2.worker.runtime.engines.live import Scatter
 
 VERSIONS_MAX = 16
-"""As far back as audits compare."""
+"""Former versions kept: as far back as audits compare."""
 BYTES_MAX_OF_MODEL = FORMER_SHARE
 
 
 class LiveBits(Protocol):
-    """Live weights whose published bits can be read and written at places."""
+    """Live weights whose published bits can be read and written at given positions."""
 
     def bits_at(self, name: str, places: np.ndarray | None) -> np.ndarray:
         """The published bits of a tensor, at flat positions or all of them; a copy."""
@@ -41,7 +40,7 @@ class LiveBits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _BitChange:
-    """Of one tensor: the bits that differ between two versions. Works in both directions."""
+    """The XOR of one tensor's bits between two versions, at the `places` where they differ. Works in both directions."""
 
     name: str
     dtype: str
@@ -54,7 +53,7 @@ class _BitChange:
 
 @dataclass(frozen=True, slots=True)
 class _StepBack:
-    """From `version` to the one that was live behind it."""
+    """The changes between `version` and the version that was live after it."""
 
     version: Version
     changes: tuple[_BitChange, ...]
@@ -66,7 +65,7 @@ class _StepBack:
 
 @dataclass(slots=True)
 class PastVersions:
-    """Of one engine, oldest first."""
+    """Former versions of one engine, oldest first."""
 
     _steps: deque[_StepBack] = field(default_factory=deque)
 
@@ -75,14 +74,14 @@ class PastVersions:
         return [step.version for step in self._steps]
 
     def before_swap(self, live: Version | None, weights: LiveBits, scatters: Sequence[Scatter]) -> _StepBack | None:
-        """What a swap is about to change; to be `added` once it has. None where there is nothing to go back to."""
+        """Computes what a swap is about to change; pass it to `added` after the swap. None if no version is live."""
         if live is None:
             return None
         changes = (_change_of(weights, scatter) for scatter in scatters)
         return _StepBack(live, tuple(change for change in changes if len(change.places)))
 
     def added(self, step: _StepBack | None, weights: LiveBits) -> None:
-        """The swap has taken place."""
+        """Keeps `step` after its swap has taken place; drops the oldest ones beyond the limits."""
         if step is None:
             return
         limit = BYTES_MAX_OF_MODEL * weights.published_bytes
@@ -92,11 +91,11 @@ class PastVersions:
 
     @contextmanager
     def as_of(self, version: Version, live: Version | None, weights: LiveBits) -> Iterator[None]:
-        """The weights are those of `version` meanwhile."""
+        """Within the context, the weights are those of `version`. EngineError if that is not kept."""
         versions = self.versions
         if version != live and version not in versions:
             raise EngineError(f"version {version}: expected one that is kept, {[*versions, live]}, got another")
-        # Of a version that was put on twice, the last time: before it some bits may have been wrong.
+        # A version may have been swapped in twice, the first time with wrong bits: use the last time.
         back = 0 if version == live else 1 + versions[::-1].index(version)
         steps = list(self._steps)[len(versions) - back :]
         turned: list[_StepBack] = []

@@ -1,10 +1,10 @@
-"""Matrix products of the embedded engine, by whichever of torch's two CPU libraries is faster on this machine.
+"""Matrix products of the embedded engine, with whichever of torch's two CPU libraries is faster on this machine.
 
-torch multiplies float32 matrices with MKL, which leaves half of the vector width of some processors unused; its other
-library, oneDNN, is behind on small batches. So both are timed on the model's own matrices once, by number of rows.
-A rounded matrix is widened a block at a time into the processor's cache and multiplied there: int8 kernels of torch's take
-bf16 rows, which costs more in log-probabilities than the rounding itself, or are slower than widening.
-Guarantees: float32 in and out, the same sums up to the order of addition. Leaves to others: who calls it.
+torch multiplies float32 matrices with MKL, which leaves half the vector width of some processors unused; its other library, oneDNN,
+is slower on small batches. So both are timed once on the model's own matrices, for each class of row counts. A rounded matrix is
+widened to float32 one block at a time, in the processor's cache, and multiplied there: torch's int8 kernels either take bf16 rows,
+which distorts log-probabilities more than the rounding itself, or are slower than widening.
+Guarantees: float32 in and out; both libraries compute the same sums up to the order of addition.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from echo2.worker.runtime.engines.rounded import Matrix, Rounded
 
 ROW_CLASSES = (1, 4, 8, 16, 32, 64, 256)
-"""A batch of rows is treated as the largest class that it reaches."""
+"""A batch is assigned to the largest class that does not exceed its number of rows."""
 TRIALS = 5
 STEP_ROWS, PIECE_ROWS, BLOCK_ROWS = 8, 64, 256
-"""oneDNN compiles and keeps code for each shape that it meets: up to `PIECE_ROWS` it is given multiples of `STEP_ROWS`,
-beyond it multiples of that, `BLOCK_ROWS` at most, filled up with zeros. It is so
-much faster than MKL on many rows that the zeros cost less."""
+"""oneDNN compiles and caches code for each new shape, so row counts are padded with zeros: up to `PIECE_ROWS` rows to a multiple of
+`STEP_ROWS`, above that to a multiple of `PIECE_ROWS`, at most `BLOCK_ROWS` at a time. oneDNN is so much faster than MKL on many
+rows that the zeros cost less."""
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -35,7 +35,7 @@ def _by_onednn(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 @dataclass(slots=True)
 class Products:
-    """`product(rows, weight, bias)` is `rows @ weight.T + bias`."""
+    """`product(rows, weight, bias)` returns `rows @ weight.T + bias`; uses MKL until `choose` has been called."""
 
     _chosen: list[Product] = field(default_factory=lambda: [F.linear] * len(ROW_CLASSES))
 
@@ -82,7 +82,7 @@ def _class_of(count: int) -> int:
 
 
 def _spent_s(product: Product, weights: Sequence[torch.Tensor], row_count: int) -> float:
-    """The fastest of a few trials, so that other work on the machine says little."""
+    """Seconds of the fastest of a few trials, which other load on the machine distorts least."""
     inputs = [torch.zeros(row_count, weight.shape[1]) for weight in weights]
     fastest = float("inf")
     for _ in range(TRIALS):

@@ -1,7 +1,7 @@
-"""Weights that several processes hold in parts: whether the parts make a whole, and their fingerprint.
+"""Checks that the parts of weights held by several processes make a whole, and combines their fingerprints.
 
-Guarantees: a tensor whose elements are not all held somewhere is refused by name; a part that several ranks hold counts
-once, and must have the same sum on each of them. Leaves to others: the parts themselves (weight_map.py).
+Guarantees: a tensor with elements that no rank holds is refused by name; a part that several ranks hold counts once, and must have
+the same sum on each of them. Leaves to others: the parts themselves (weight_map.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from echo2.base.errors import EngineError
 from echo2.weights.fingerprint import MODULUS
 
 Covers = Sequence[tuple[str, int, str]]
-"""Of each tensor: its name, how many of its elements a rank holds, and a text that is equal where the same ones are."""
+"""For each tensor: its name, how many of its elements a rank holds, and a text that is equal on ranks that hold the same ones."""
 Sums = Sequence[tuple[int, int]]
-"""Of each tensor: its header's term of the fingerprint, and the sum over the elements that a rank holds."""
+"""For each tensor: its header's term of the fingerprint, and the sum over the elements that a rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class RankGroups:
     holders: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 
     def fingerprint(self, sums: Sequence[Sums]) -> int | None:
-        """From the sums of every rank; None where ranks differ in what they share."""
+        """The fingerprint from the sums of every rank; None if ranks differ in a part that they share."""
         total = 0
         for at, (_, groups) in enumerate(self.holders):
             total += sums[0][at][0]
@@ -38,7 +38,7 @@ class RankGroups:
 
 
 def joined(shapes: Mapping[str, tuple[int, ...]], covers: Sequence[Covers]) -> RankGroups:
-    """From what every rank holds; EngineError, naming the tensor, unless all of it is held."""
+    """Groups the ranks by the parts that they hold; EngineError, naming the tensor, unless together they hold all of it."""
     holders = []
     for at, (name, shape) in enumerate(shapes.items()):
         groups: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
-"""Values that updates replaced in live parameters, on the host: to undo an update, and to go back to versions that were live.
+"""Keeps, on the host, values that updates replaced in live parameters: to undo an update, and to go back to former versions.
 
-Guarantees: an exchange and its repetition leave every bit as it was; of versions, at most `VERSIONS_MAX` are kept and
-`BYTES_MAX_OF_MODEL` times the bytes of the parameters, the oldest go first; a version costs 6 bytes for each bf16 weight that
-changed behind it. Leaves to others: where published tensors lie (weight_map), when to go back (vllm_extension).
+Guarantees: exchanging twice leaves every bit as it was; keeps at most `VERSIONS_MAX` versions and `BYTES_MAX_OF_MODEL` times the
+bytes of the parameters, and drops the oldest first; a version costs 6 bytes for each bf16 weight that its successor changed. Leaves
+to others: where published tensors are (weight_map), when to go back (vllm_extension).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(slots=True)
 class Replaced:
-    """`values` belong to `places` of the parameter `flat`; both on the host."""
+    """Old `values` for the `places` of the parameter `flat`; values and places are on the host."""
 
     flat: torch.Tensor
     places: torch.Tensor
     values: torch.Tensor
 
     def exchange(self) -> None:
-        """What is live there comes here, what is here goes live."""
+        """Swaps the live values with the kept ones."""
         device = self.flat.device
         places = self.places.to(device).long()
         live = self.flat[places].cpu()
@@ -42,7 +42,7 @@ class Replaced:
 
 
 def replaced_at(flat: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> Replaced:
-    """With positions of 4 bytes where they suffice."""
+    """A `Replaced` with 4-byte positions if those suffice, else 8-byte ones."""
     small = torch.int32 if flat.numel() <= 1 << 31 else torch.int64
     return Replaced(flat, places.to("cpu", small), values)
 
@@ -55,7 +55,7 @@ def differing(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Behind:
-    """What was replaced when the weights of `version` were."""
+    """The values of `version` that the next version replaced."""
 
     version: int
     replaced: Sequence[Replaced]
@@ -67,7 +67,7 @@ class _Behind:
 
 @dataclass(slots=True)
 class FormerVersions:
-    """Of one process's parameters, oldest first."""
+    """Former versions of one process's parameters, oldest first."""
 
     _steps: deque[_Behind] = field(default_factory=deque)
 
@@ -76,7 +76,7 @@ class FormerVersions:
         return [step.version for step in self._steps]
 
     def added(self, version: int, replaced: Sequence[Replaced], parameter_bytes: int) -> None:
-        """An update took the place of `version`."""
+        """Keeps the values of `version` that an update replaced; drops the oldest versions beyond the limits."""
         self._steps.append(_Behind(version, replaced))
         limit = BYTES_MAX_OF_MODEL * parameter_bytes
         while self._steps and (len(self._steps) > VERSIONS_MAX or sum(one.nbytes for one in self._steps) > limit):
@@ -84,10 +84,9 @@ class FormerVersions:
 
     @contextmanager
     def walking(self, live: int) -> Iterator[Callable[[int], None]]:
-        """A call takes the parameters from the version that they are of to another, one step after the other; at the end they are
-        those of `live` again."""
+        """Yields a function that takes the parameters step by step to a given version. On exit they are those of `live` again."""
         back = list(reversed(self._steps))
-        ends: list[int] = []  # of each step that was taken back, so many of `turned`
+        ends: list[int] = []  # for each step taken back, the length of `turned` after it
         turned: list[Replaced] = []
 
         def turn_back(count: int) -> None:
@@ -101,7 +100,7 @@ class FormerVersions:
                 raise EngineError(
                     f"version {version}: expected one that is kept, {[*self.versions, live]}, got another"
                 )
-            # Of a version that was put on twice, the last time: before it some bits may have been wrong.
+            # A version may have been swapped in twice, the first time with wrong bits: use the last time.
             far = 0 if version == live else 1 + versions.index(version)
             while len(ends) > far:
                 ends.pop()

@@ -1,6 +1,6 @@
-"""A matrix in int8 with one scale a row, and how it is made and read.
+"""A matrix in int8 with one scale per row: how it is made and read.
 
-Guarantees: codes and scales depend on the values of their own row alone. Leaves to others: whose values they are
+Guarantees: codes and scales depend only on the values of their own row. Leaves to others: which weights are rounded
 (rounded_weights.py), products (products.py).
 """
 
@@ -15,11 +15,11 @@ from echo2.worker.runtime.engines.kernels import widen_rows
 
 LEVELS = 127
 BLOCK_ELEMENTS = 1 << 18
-"""So many are worked on at a time, so that they stay in the processor's cache."""
+"""Elements processed at a time, so that a block stays in the processor's cache."""
 
 
 def row_blocks(shape: torch.Size) -> Iterator[slice]:
-    """The rows of a matrix, so many at a time as have BLOCK_ELEMENTS."""
+    """Slices of a matrix's rows, each of at most BLOCK_ELEMENTS elements but at least one row."""
     count = max(1, BLOCK_ELEMENTS // shape[1])
     for begin in range(0, shape[0], count):
         yield slice(begin, min(begin + count, shape[0]))
@@ -27,7 +27,7 @@ def row_blocks(shape: torch.Size) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """A matrix of which row r is `codes[r] * scales[r]`. Shapes: codes [R, C] of int8, scales [R]."""
+    """A matrix whose row r is `codes[r] * scales[r]`. `codes`: int8 [R, C]; `scales`: float32 [R]."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -40,7 +40,7 @@ class Rounded:
         return Rounded(self.codes[rows], self.scales[rows])
 
     def blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The matrix in float32, some rows at a time; each block is valid until the next is asked for."""
+        """The matrix in float32, some rows at a time; each block is valid until the next one is requested."""
         scratch: torch.Tensor | None = None
         for rows in row_blocks(self.shape):
             count = rows.stop - rows.start
@@ -52,7 +52,7 @@ class Rounded:
 
 
 def rounded_rows(master_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of some rows. A row of zeros, or with something that is not finite in it, has codes of 0."""
+    """Codes (int8 [R, C]) and scales (float32 [R]) of some rows. A row that is all zeros or has a non-finite value gets codes 0."""
     values = master_RC.float()
     scales = values.abs().amax(dim=1) / LEVELS
     is_usable = torch.isfinite(scales) & (scales > 0)

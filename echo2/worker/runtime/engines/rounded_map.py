@@ -1,11 +1,11 @@
-"""A weight map some of whose matrices are live as codes and scales, with the published values as masters on the host.
+"""A weight map in which some matrices are live as codes and scales, with the published values as masters on the host.
 
-Guarantees: updates are written into the masters, bit for bit; every layer that an update touches is rounded again from its
-whole master, by the very function that made what is live, so that it equals fresh rounding; the fingerprint is the
-masters', and counts only while all that is live is, bit for bit, what follows from them; an update that is taken back leaves the
-masters as they were and the codes and scales that follow from them. Which layers are rounded again depends on an update's
-names alone: where several processes hold parts of a layer, all of them round it, in the same order, and may agree on scales.
-Leaves to others: which layers are rounded and how (vllm_rounding), where published tensors lie in the masters (weight_map).
+Guarantees: updates are written into the masters bit for bit; every layer that an update touches is rounded again from its whole
+master, by the same function as at loading, so that it equals a fresh rounding; the fingerprint is that of the masters, and is valid
+only while all live values equal, bit for bit, what the masters give; undoing an update restores the masters and rounds them again.
+Which layers are rounded again depends only on an update's names: if several processes hold parts of a layer, all of them round it,
+in the same order, so that they can agree on scales. Leaves to others: which layers are rounded and how (vllm_rounding), where
+published tensors are in the masters (weight_map).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echo2.worker.runtime.engines.weight_map import Patch, WeightMap
 
 @dataclass(frozen=True, slots=True)
 class RoundedLayer:
-    """`live`: what the layer computes with, by the parameter's name; `rounded`: the same, made anew of a master."""
+    """`live`: the tensors that the layer computes with, by parameter name; `rounded`: computes the same tensors from a master."""
 
     name: str
     master: torch.Tensor
@@ -28,18 +28,18 @@ class RoundedLayer:
     rounded: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 
     def put(self) -> None:
-        """Rounds the master, into where the live values lie."""
+        """Rounds the master and writes the result over the live values."""
         for name, values in self.rounded(self.master).items():
             self.live[name].copy_(values)
 
     def follows(self) -> bool:
-        """Whether what is live is, bit for bit, what `put` would write."""
+        """Whether the live values equal, bit for bit, what `put` would write."""
         made = self.rounded(self.master)
         return all(torch.equal(_raw(self.live[name]), _raw(values)) for name, values in made.items())
 
 
 class RoundedMap:
-    """`weights` map published names to the masters of `layers`, and to what is live as published."""
+    """`weights` maps published names to the masters of `layers`, and to the parameters that are not rounded."""
 
     def __init__(self, weights: WeightMap, layers: Sequence[RoundedLayer]) -> None:
         self._weights = weights
@@ -48,11 +48,11 @@ class RoundedMap:
         self._rounded: list[RoundedLayer] = []
 
     def covers(self) -> list[tuple[str, int, str]]:
-        """As of the weight map."""
+        """As for the weight map."""
         return self._weights.covers()
 
     def apply(self, patches: Iterable[Patch], *, goes_on: bool = False) -> None:
-        """Writes checked patches into masters and what is live as published. What is rounded stays as it is, until `follow`."""
+        """Writes checked patches into masters and unrounded parameters. Rounded values stay as they are until `follow`."""
         if not goes_on:
             self._touched, self._rounded = set(), []
         self._weights.apply(self._noted(patches), goes_on=goes_on)
@@ -64,13 +64,13 @@ class RoundedMap:
             yield patch
 
     def follow(self) -> None:
-        """Rounds again what the update touched. To be settled, whether or not it succeeds."""
+        """Rounds again the layers that the update touched. Call `settle` afterwards, whether or not this succeeds."""
         self._rounded = [layer for storage, layer in self._layers.items() if storage in self._touched]
         for layer in self._rounded:
             layer.put()
 
     def settle(self, *, is_kept: bool, replaced: int | None = None) -> None:
-        """Ends the last update: keeps it, or takes it back. Versions that were live before are not kept."""
+        """Ends the last update: keeps or undoes it. Former versions are not kept, so `replaced` is ignored."""
         self._weights.settle(is_kept=is_kept)
         rounded, self._rounded = self._rounded, []
         for layer in () if is_kept else rounded:
@@ -78,11 +78,11 @@ class RoundedMap:
 
     @property
     def former_versions(self) -> list[int]:
-        """None: going back would round every layer anew, twice for each scoring."""
+        """Always empty: going back would have to round every touched layer twice for each scoring."""
         return []
 
     def sums(self, key: int) -> list[tuple[int, int]]:
-        """As of the weight map; another sum for the tensors of a layer whose live values do not follow from its master."""
+        """As for the weight map, but with wrong sums for the tensors of a layer whose live values do not follow from its master."""
         is_off = {storage for storage, layer in self._layers.items() if not layer.follows()}
         return [
             (header, total + bool(is_off & self._weights.storages_of(name)))

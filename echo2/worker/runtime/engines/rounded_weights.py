@@ -1,11 +1,11 @@
-"""Weights rounded to int8 for generation, beside the bf16 masters that are published, changed and proven.
+"""Weights rounded to int8 for generation, with the bf16 masters from which they are rounded.
 
-Guarantees: published changes are written into the masters bit for bit, and every matrix that they touch is rounded again
-from its whole master, so what is live depends on the masters alone; the fingerprint is the masters', and counts only
-while all that is live is, bit for bit, what follows from them. Leaves to others: products (products.py).
+Guarantees: published changes are written into the masters bit for bit, and every matrix that they touch is rounded again from its
+whole master, so the live values depend on the masters alone; the fingerprint is that of the masters, and is valid only while all
+live values equal, bit for bit, what the masters give. Leaves to others: products (products.py).
 
-Each row of a matrix has one scale, its largest magnitude / 127. Norms and biases stay what they are, in float32, and
-tokens are looked up in the masters. Three bytes a weight in place of float32's four.
+Each row of a matrix has one scale, its largest magnitude / 127. Norms and biases are not rounded but held in float32, and
+embeddings are looked up in the masters. This takes three bytes per weight instead of float32's four.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from echo2.worker.runtime.engines.weights import LayerWeights, LiveWeights
 
 @dataclass(frozen=True, slots=True)
 class _Follower:
-    """Something live that follows from one master: a rounded matrix, or a vector in float32."""
+    """A live value computed from one master: a rounded matrix, or a vector in float32."""
 
     master: torch.Tensor
     live: Rounded | torch.Tensor
@@ -60,7 +60,7 @@ class _Follower:
 
 
 class RoundedWeights:
-    """What the forward reads of one model, and the masters that it follows from."""
+    """The weights of one model that the forward pass reads, and the masters that they are computed from."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
@@ -103,7 +103,7 @@ class RoundedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Host memory of masters and of what follows from them."""
+        """Host memory of the masters and the live values."""
         return self._masters.nbytes + sum(follower.nbytes for follower in self._followers.values())
 
     def checked(self, staged: StagedVersion) -> list[Scatter]:
@@ -111,7 +111,7 @@ class RoundedWeights:
         return self._masters.checked(staged)
 
     def apply(self, scatters: Iterable[Scatter]) -> None:
-        """Writes checked updates into the masters and rounds again what they touch; undone whole on a failure."""
+        """Writes checked updates into the masters, all or none, and rounds again the matrices that they touch."""
         written = list(scatters)
         self._masters.apply(written)
         touched = {_storage(self._masters.tensors[scatter.name]) for scatter in written if len(scatter.bits)}
@@ -119,7 +119,7 @@ class RoundedWeights:
             self._followers[storage].put()
 
     def bits_at(self, name: str, places: np.ndarray | None) -> np.ndarray:
-        """Of the masters, which are what is published."""
+        """The published bits of a tensor, which are its master's, at flat positions or all of them; a copy."""
         return self._masters.bits_at(name, places)
 
     @property
@@ -127,7 +127,7 @@ class RoundedWeights:
         return self._masters.published_bytes
 
     def fingerprint(self, key: int) -> int:
-        """Keyed fingerprint of the masters; another one where something live does not follow from them."""
+        """Keyed fingerprint of the masters; a wrong one if any live value does not follow from them."""
         is_off = not all(follower.follows() for follower in self._followers.values())
         return (self._masters.fingerprint(key) + is_off) % MODULUS
 

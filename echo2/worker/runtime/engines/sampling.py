@@ -1,8 +1,8 @@
 """Draws tokens and their log-probabilities from logits.
 
-Guarantees: a token depends on its own logits, its sampling parameters and its own random number only, never on what
-else is in the batch; filters act in the order temperature, top-k, top-p; ties at a filter's edge are kept for top-k
-and cut by token order for top-p. Leaves to others: when to stop.
+Guarantees: a token depends only on its own logits, sampling parameters and random number, never on the rest of the batch; filters
+apply in the order temperature, top-k, top-p; ties at the cutoff are kept by top-k and cut in token order by top-p. Leaves to
+others: when to stop.
 
 Shapes: T sequences, V vocabulary.
 """
@@ -17,7 +17,7 @@ import torch
 from echo2.base.rollout import SamplingParams
 
 ELEMENTS_MAX = 1 << 19
-"""Of logits, at a time."""
+"""Most logits processed at a time; bounds the memory of intermediate results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class SampledTokens:
 
 
 def draw(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> SampledTokens:
-    """One token per row, so many rows at a time that what lies between takes little memory."""
+    """Draws one token per row. `uniforms`: one random number in [0, 1) per row."""
     drawn, step = SampledTokens([], [], []), max(1, ELEMENTS_MAX // logits_TV.shape[1])
     for begin in range(0, len(logits_TV), step):
         rows = slice(begin, begin + step)
@@ -79,7 +79,7 @@ def _is_unfiltered(params: SamplingParams) -> bool:
 
 
 def _filtered(logprobs_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """`logprobs_V` with what the filters cut at minus infinity. The likeliest token always stays."""
+    """`logprobs_V` with filtered-out tokens set to minus infinity. The likeliest token always stays."""
     kept = logprobs_V
     if 0 < params.top_k < len(kept):
         threshold = torch.topk(kept, params.top_k).values[-1]

@@ -1,8 +1,7 @@
-"""Scores of given tokens by the embedded engine: its own forward, over a cache of one sequence beside that of generation.
+"""Scores given tokens with the embedded engine's forward pass, over a separate cache for one sequence.
 
-Guarantees: the columns of `TokenScores` as the learner computes them, to the rounding of this engine's kernels; memory of one
-sequence and of `rows_at_once` logits. Leaves to others: which weights are live meanwhile (past), when there is time for it
-(loop).
+Guarantees: the columns of `TokenScores` as the learner computes them, to the rounding of this engine's kernels; uses memory for one
+sequence and `rows_at_once` rows of logits. Leaves to others: which weights are live meanwhile (past), when to score (loop).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from echo2.worker.runtime.engines.forwarding import Forward
 from echo2.worker.slots import Fill
 
 READ_TOKENS = 1_024
-"""Tokens of one forward pass."""
+"""Most tokens in one forward pass."""
 
 
 class ScoringPass:
-    """Made when the first scoring is asked for; its cache's pages are those of the longest sequence so far."""
+    """Made for the first scoring request; its cache occupies memory for the longest sequence scored so far."""
 
     def __init__(self, make_forward: Callable[[BlockPool], Forward], context_tokens: int) -> None:
         self._blocks = BlockPool(1, context_tokens)
@@ -31,14 +30,14 @@ class ScoringPass:
         self._vocab_count = self._decoder.vocab_count
 
     def scores(self, token_ids: tuple[int, ...], sampling: SamplingParams, stretch: Stretch) -> TokenScores:
-        """Under the live weights. The last token is scored and not read."""
+        """Scores a stretch under the live weights. The last token is scored but not fed."""
         parts = []
         self._blocks.reserve(0, stretch.stop)
         try:
             for begin in range(0, stretch.stop - 1, READ_TOKENS):
                 run = token_ids[begin : min(begin + READ_TOKENS, stretch.stop - 1)]
                 hidden_TD = self._decoder.read(Fill(0, begin, run))
-                first = max(stretch.first - 1 - begin, 0)  # what comes behind the token at this place is asked for
+                first = max(stretch.first - 1 - begin, 0)  # each row scores the token after it
                 for rows_TD in torch.split(hidden_TD[first:], rows_at_once(self._vocab_count)):
                     if not len(rows_TD):
                         continue

@@ -1,10 +1,9 @@
-"""Several engines that look like one: one per GPU, or per group of GPUs.
+"""Combines several engines into one: one per GPU, or per group of GPUs.
 
-Implements `worker.engine.Engine`. Guarantees: a group (one `prefix_key`) stays on one engine while any of it runs there,
-so prefixes are shared; a new group goes to the engine with the fewest sequences per slot; every token carries the
-version of the engine that sampled it. A swap that fails on some engines raises, and the next one, of whole tensors,
-brings all to the same version again: until then the fingerprint is none that any weights have. Leaves to others: the
-engines themselves.
+Implements `worker.engine.Engine`. Guarantees: a group (one `prefix_key`) stays on one engine while any of its sequences run there,
+so prefixes are shared; a new group goes to the engine with the fewest sequences per slot; every token carries the version of the
+engine that sampled it. A swap that fails on some engines raises, and the next one, of whole tensors, brings all engines to the same
+version again; until then the fingerprint is -1, which no weights have. Leaves to others: the engines themselves.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ NO_FINGERPRINT = -1
 
 
 class SeveralEngines:
-    """Starts one after the other, since starting may depend on the process's environment."""
+    """Starts the engines one after another: starting one may change the process's environment."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         if not engines:
             raise ConfigError("engines: expected at least one, got none")
         self._engines = tuple(engines)
-        self._home: dict[str, int] = {}  # of a request
-        self._groups: dict[str, tuple[int, set[str]]] = {}  # where a group runs, and what of it
+        self._home: dict[str, int] = {}  # request id to engine number
+        self._groups: dict[str, tuple[int, set[str]]] = {}  # prefix key to engine number and request ids
         self._group_of: dict[str, str] = {}
         self._held = [0] * len(engines)
         self._reading: dict[asyncio.Task[Sequence[TokenChunk]], int] = {}
@@ -110,7 +109,7 @@ class SeveralEngines:
         return found[0] if len(set(found)) == 1 else NO_FINGERPRINT
 
     def stats(self) -> EngineStats:
-        """Sums; of swaps, those of the engine that paused longest."""
+        """Sums over the engines; for swaps, the maxima."""
         each = [engine.stats() for engine in self._engines]
         return EngineStats(
             running_sequences=sum(stats.running_sequences for stats in each),

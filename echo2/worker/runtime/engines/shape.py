@@ -1,7 +1,7 @@
-"""The shape of a decoder-only transformer, read from a Hugging Face config.
+"""Reads the shape of a decoder-only transformer from a Hugging Face config.
 
-Guarantees: a shape is complete and known to the fused path of the embedded engine, or reading it fails and names what is
-not. Leaves to others: the weights, all other architectures (module).
+Guarantees: a shape is complete and supported by the fused path of the embedded engine; otherwise reading fails and names the field.
+Leaves to others: the weights, all other architectures (module).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MORE_FIELDS = {
     "qwen2": ("layer_types",),
     "qwen3": ("head_dim", "attention_bias", "layer_types"),
 }
-"""What is read of a config, beyond _FIELDS. One that transformers wrote, as a learner's, names all of it."""
+"""Fields read from a config besides _FIELDS. A config written by transformers, as the learner's is, contains all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the forward pass needs to know. `rope_frequencies` are per pair of dimensions, scaling included."""
+    """What the forward pass needs to know. `rope_frequencies`: float32 [head_dim / 2], scaling included."""
 
     model_type: str
     vocab_count: int
@@ -71,7 +71,7 @@ def load_config(source: str | Path | Mapping[str, object]) -> dict[str, object]:
 
 
 def why_not_fused(source: str | Path | Mapping[str, object]) -> str:
-    """What of a transformers config the fused path does not know; empty where it knows all of it."""
+    """The feature of a transformers config that the fused path does not support; empty: it supports the model."""
     given = load_config(source)
     model_type = given.get("model_type")
     if model_type not in SUPPORTED:
@@ -111,7 +111,8 @@ def read_shape(source: str | Path | Mapping[str, object]) -> ModelShape:
 
 
 def _whole(given: Mapping[str, object]) -> Any:
-    """The config with its defaults. transformers knows them, for 60 MiB of imports: asked only where some are missing."""
+    """The config with its defaults filled in. Only transformers knows them, and importing it costs 60 MiB, so this does so only if
+    fields are missing."""
     if all(name in given for name in (*_FIELDS, *_MORE_FIELDS[str(given["model_type"])])):
         return SimpleNamespace(**given)
     from transformers import AutoConfig

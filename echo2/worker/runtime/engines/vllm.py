@@ -1,8 +1,8 @@
 """The vLLM engine: vLLM's AsyncLLM behind the protocol of `worker.engine`, with updates scattered into live weights.
 
-Guarantees: those of the protocol. No fork and no second copy of the weights on the device: an extension of vLLM's
-worker (vllm_extension.py) maps published tensors to live parameters once, by vLLM's own loader, and then writes only
-what changed. Generation is paused between steps meanwhile. Leaves to others: what docs/vllm.md lists as refused.
+Guarantees: those of the protocol. It needs no fork of vLLM and no second copy of the weights on the device: an extension of vLLM's
+worker (vllm_extension.py) maps published tensors to live parameters once, with vLLM's own loader, and then writes only what
+changed, while generation is paused between two steps. Does not support what docs/vllm.md lists as refused.
 
 One task per sequence reads vLLM's stream; it wakes on tokens, and waits while the outbox is full.
 """
@@ -67,7 +67,7 @@ _TEMPERATURE_MIN = 0.01
 
 @dataclass(slots=True)
 class _Stream:
-    """One sequence at vLLM. `count` tokens came so far; `is_known` once vLLM has taken it."""
+    """One sequence at vLLM. `count`: tokens received so far; `is_known`: vLLM has accepted it."""
 
     request: GenerateRequest
     task: asyncio.Task[None] | None = None
@@ -87,8 +87,8 @@ class _VllmCounters:
 
 @dataclass(frozen=True, slots=True)
 class VllmTuning:
-    """`linger_s`: how long finished tokens wait to be handed out together. `draft_tokens`: tokens that vLLM drafts from repetitions
-    in the same sequence and verifies in one step; 0: none. `keeps_former`: the engine scores under former versions too."""
+    """`linger_s`: how long tokens of unfinished sequences wait to be handed out together. `draft_tokens`: tokens that vLLM drafts
+    from repetitions in the same sequence and verifies in one step; 0: none. `keeps_former`: keep former versions for scoring."""
 
     linger_s: float = 0.0
     draft_tokens: int = 0
@@ -96,10 +96,10 @@ class VllmTuning:
 
 
 class VllmEngine:
-    """One vLLM.
+    """One vLLM instance.
 
-    `gpus`: which of the GPUs that this process sees; over several, vLLM is tensor parallel (on a CPU, over as many
-    processes); none: vLLM's choice. `quantisation`: vLLM rounds linear layers, and follows the published weights.
+    `gpus`: which of the visible GPUs to use; with several, vLLM is tensor parallel (on a CPU, over as many processes); empty: vLLM
+    chooses. `quantisation`: with fp8 vLLM rounds linear layers, again for each published version.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class VllmEngine:
 
     @property
     def draws_by_seed(self) -> bool:
-        return not self._draft_tokens  # whether a draft is accepted, vLLM draws by a generator of its own
+        return not self._draft_tokens  # with drafts, vLLM draws acceptance from its own random generator
 
     @property
     def scorable(self) -> frozenset[Version]:
@@ -166,14 +166,14 @@ class VllmEngine:
 
     async def score(self, request: ScoreRequest) -> tuple[TokenScores, ...]:
         refuse_bad_scoring(request, self._context_tokens, self._vocab_count)
-        # To its end, also where the caller gives up: generation must not stay paused, nor former weights live.
+        # Shielded from the caller's cancellation: generation must not stay paused, nor former weights live.
         task = asyncio.create_task(self._paused_score(request))
         self._scoring.add(task)
         task.add_done_callback(self._scoring.discard)
         return await asyncio.shield(task)
 
     async def _paused_score(self, request: ScoreRequest) -> tuple[TokenScores, ...]:
-        """All its stretches at once: each former version costs its way there and back."""
+        """Scores all stretches of a request in one pause, since going to a former version and back costs time."""
         async with self._swap_order:
             live = self._version
             if live is None or not request.versions <= self.scorable:
@@ -190,7 +190,7 @@ class VllmEngine:
         if self._llm is not None:
             raise EngineError("the vLLM engine was started before; make a new one")
         self._outbox.bind(asyncio.get_running_loop(), self._room.set)
-        # In threads: it takes up to minutes, and the worker's heartbeats must go on. A wrong base is refused before that.
+        # In threads: starting takes up to minutes, and heartbeats must go on. The base comes first, to refuse a wrong one early.
         adapter = self._adapter
         base = None if adapter is None else await asyncio.to_thread(load_base, adapter.base_path, adapter.spec)
         self._llm = await asyncio.to_thread(self._make_llm)
@@ -280,7 +280,7 @@ class VllmEngine:
         stream.is_aborted = True
         if stream.task is None:  # no version yet
             self._end(stream, FinishReason.ABORTED)
-        elif stream.is_known:  # else its task aborts it as soon as vLLM knows it
+        elif stream.is_known:  # else its task aborts it as soon as vLLM has accepted it
             await self._llm.abort(request_id)
 
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
@@ -391,7 +391,7 @@ class VllmEngine:
         self._outbox.put(sampled)
 
     def _versions(self, stream: _Stream, completion: Any) -> list[Version]:
-        """The version of each new token, from the labels that vLLM keeps per sequence."""
+        """The version of each new token, from the version labels that vLLM keeps per sequence."""
         new = range(stream.count, stream.count + len(completion.token_ids))
         if not new:
             return []
@@ -413,7 +413,7 @@ class VllmEngine:
             counters.busy_since = None
 
     def _lora_request(self) -> Any:
-        """How a request asks for the adapter that the extension has registered. Its path is never read."""
+        """vLLM's reference to the adapter that the extension has registered; None without one. vLLM never reads its path."""
         if self._adapter is None:
             return None
         from vllm.lora.request import LoRARequest
@@ -433,19 +433,19 @@ class VllmEngine:
             max_tokens=min(sampling.max_new_tokens - len(request.token_ids), self._context_tokens - length),
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
-            # With drafts a continuation draws from a stream of its own: vLLM's cannot be entered in the middle.
+            # With drafts, a continuation starts a new random stream: vLLM's cannot be entered in the middle.
             seed=derived_seed(sampling.seed, request.request_id, len(request.token_ids))
             if self._draft_tokens
             else None,
             extra_args={STREAM: sampling.seed, POSITION: len(request.token_ids)},
-            logprobs=1,  # the sampled token, and one place for its raw log-probability
+            logprobs=1,  # the sampled token's, and one more entry for its raw log-probability
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
 
 
 def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> VllmEngine:
-    """The engine of a worker."""
+    """Makes a worker's vLLM engine, not started."""
     adapter = adapter_spec(config)
     return VllmEngine(
         config,

@@ -1,8 +1,8 @@
-"""A published LoRA adapter in vLLM's own LoRA layers, from tensors in memory.
+"""Puts a published LoRA adapter into vLLM's own LoRA layers, from tensors in memory.
 
-Runs inside vLLM's worker process. Guarantees: the adapter never touches the disk; where its tensors go is what vLLM's own
-layers say (fused layers, tensor parallel slices); changes are written in place, and vLLM is told of the adapter once.
-Leaves to others: the base's weights (weight_map.py), asking for the adapter with every request (vllm.py).
+Runs inside vLLM's worker process. Guarantees: the adapter never touches the disk; vLLM's own layers determine where its tensors go
+(fused layers, tensor parallel slices); the adapter is registered once, and later changes are written in place. Leaves to others:
+the base's weights (weight_map.py), selecting the adapter in every request (vllm.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """The model as its loader knows it: layers that LoRA wraps stand unwrapped meanwhile."""
+    """Within the context, the model is as its loader expects it: without LoRA's wrappers around layers."""
     wrapped = [(name, module) for name, module in model.named_modules() if hasattr(module, "base_layer")]
     for name, module in wrapped:
         _put(model, name, module.base_layer)
@@ -43,7 +43,10 @@ def _put(model: torch.nn.Module, name: str, module: Any) -> None:
 
 
 def map_adapter(runner: Any, shapes: Mapping[str, tuple[int, ...]], factor: float) -> WeightMap:
-    """Registers an adapter of these tensors, its product counting `factor` times, and says where they live."""
+    """Registers an adapter with these tensors, whose product is scaled by `factor`, and returns the map to its live values.
+
+    EngineError, naming the tensor, if vLLM has no LoRA layer for it.
+    """
     manager = runner.lora_manager._adapter_manager
     runner.lora_manager.remove_all_adapters()
 

@@ -1,9 +1,9 @@
-"""What runs inside vLLM's worker process: the weight map, updates in place, the fingerprint, both log-probabilities, draws
-by the seeds of leases, scores under former weights.
+"""Runs inside vLLM's worker process: the weight map, updates in place, the fingerprint, both log-probabilities, draws by the
+leases' seeds, scores under former weights.
 
-vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and reaches its methods by collective RPC.
-Importing this module keeps vLLM's CPU backend from packing linear weights away, which must happen before the model is
-built: a packed copy would go on computing with the old weights.
+vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and calls its methods by collective RPC. Importing this
+module stops vLLM's CPU backend from packing linear weights, since a packed copy would go on computing with the old weights; so it
+must be imported before the model is built.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from echo2.worker.runtime.engines.weight_map import WeightMap, record_map
 vllm_ops._supports_onednn = False
 
 RAW_LOGPROB_ID = -1
-"""Stands in for a token id: the entry that carries the raw model's log-probability of the sampled token."""
+"""Marks, in place of a token id, the entry with the raw model's log-probability of the sampled token."""
 
 SUMS_MAX = 1 << 24
-"""Cumulative probabilities held at a time: 128 MiB, which vLLM has not reckoned with."""
+"""Cumulative probabilities held at a time: 128 MiB that vLLM's memory planning does not include."""
 _BACKENDS_AS_LOADED = ("TRITON", "BATCHED_TRITON")
-_NUMBERS_EXACT_MAX = 1 << 24  # what float32 counts exactly
+_NUMBERS_EXACT_MAX = 1 << 24  # float32 represents all integers up to here
 
 Shapes = list[tuple[str, list[int]]]
 
@@ -43,9 +43,9 @@ Shapes = list[tuple[str, list[int]]]
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """vLLM's function of this name, which spreads values of sequences over their drafts.
+    """Replaces vLLM's function of this name, which repeats per-sequence values for each drafted token.
 
-    Its kernel for CPUs writes to a copy, so that drafts are judged under a temperature and a top-k that nobody wrote.
+    vLLM's CPU kernel writes to a copy, so that drafts would be verified with uninitialised temperature and top-k.
     """
     counts = torch.diff(cu_num_tokens, prepend=torch.zeros_like(cu_num_tokens[:1]))
     replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
@@ -56,7 +56,7 @@ _top_k_top_p = rejection_sampler.apply_top_k_top_p
 
 
 def apply_top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
-    """vLLM's function of this name, whose way for CPUs fails where not one token of a batch was drafted."""
+    """Replaces vLLM's function of this name, whose CPU path fails if no token of a batch was drafted."""
     return _top_k_top_p(logits, k, p) if len(logits) else logits
 
 
@@ -66,8 +66,8 @@ if not torch.cuda.is_available():
 
 
 class SeededDraws(torch.nn.Module):
-    """In the place of vLLM's draw from filtered logits: the tokens that the numbers of their places pick (base/noise), so that
-    they depend on nothing else in the batch, and a sequence that another worker continues keeps its stream."""
+    """Replaces vLLM's draw from filtered logits: the random number of each position (base/noise) determines its token. So tokens do
+    not depend on the rest of the batch, and a sequence that another worker continues keeps its random stream."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class SeededDraws(torch.nn.Module):
     def forward(
         self, logits: torch.Tensor, generators: object, k: torch.Tensor | None, p: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens by row, and the log-probabilities of the sampling distribution."""
+        """The drawn token of each row, and the log-probabilities of the sampling distribution [rows, vocabulary], float32."""
         logprobs = _top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
         numbers = torch.tensor(self._numbers(len(logits)), dtype=torch.float64, device=logits.device)
         rows = max(1, SUMS_MAX // logits.shape[-1])
@@ -89,7 +89,7 @@ class SeededDraws(torch.nn.Module):
 
 
 def place_of(told: dict[str, int], sampled_tokens: int) -> tuple[int, int]:
-    """The stream and the position in it of the token that a request draws next."""
+    """The random stream of a request, and the position in it of the token that it draws next."""
     return told[STREAM], told[POSITION] + sampled_tokens
 
 
@@ -100,7 +100,7 @@ def _picked(logprobs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 class SamplerOfBoth(Sampler):  # type: ignore[misc]
-    """vLLM's sampler; in place of the likeliest alternative it reports the raw log-probability of the token."""
+    """vLLM's sampler, except that it reports the token's raw log-probability in place of the likeliest alternative's."""
 
     def forward(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         raw = self.compute_logprobs(logits)
@@ -110,14 +110,14 @@ class SamplerOfBoth(Sampler):  # type: ignore[misc]
 
 
 class RejectionSamplerOfBoth(RejectionSampler):  # type: ignore[misc]
-    """The same for vLLM's sampler of drafted tokens."""
+    """As SamplerOfBoth, for vLLM's sampler of drafted tokens."""
 
     def _get_logprobs_tensors(
         self, count: int, metadata: Any, logits: torch.Tensor, target: Any, bonus: Any, sampled: torch.Tensor
     ) -> Any:
         reported = super()._get_logprobs_tensors(count, metadata, logits, target, bonus, sampled)
-        # Each sequence's rows of logits lie one after another, those of its drafts and one more; rejected ones are
-        # dropped later, whatever stands there.
+        # Each sequence's rows of logits are consecutive: one per drafted token and one more. vLLM drops rejected tokens
+        # later, so their entries do not matter.
         first = torch.zeros_like(metadata.cu_num_sampled_tokens)
         first[1:] = metadata.cu_num_sampled_tokens[:-1]
         rows = (first[:, None] + torch.arange(sampled.shape[1], device=first.device)).flatten()
@@ -127,7 +127,7 @@ class RejectionSamplerOfBoth(RejectionSampler):  # type: ignore[misc]
 
 
 def _report_raw(reported: Any, raw: torch.Tensor, sampled: torch.Tensor) -> None:
-    """Puts raw log-probabilities of the sampled tokens in the second place of each, where there is one."""
+    """Puts the raw log-probability of each sampled token into the second entry of its row, if there is one."""
     if reported is None or reported.logprob_token_ids.ndim != 2 or reported.logprobs.shape[1] < 2:
         return
     reported.logprob_token_ids[:, 1] = RAW_LOGPROB_ID
@@ -135,15 +135,15 @@ def _report_raw(reported: Any, raw: torch.Tensor, sampled: torch.Tensor) -> None
 
 
 class WorkerExtension:
-    """What the engine calls in each of vLLM's processes. Where something is refused, the answer is a text `error: ...`,
-    because exceptions lose their class on the way."""
+    """The methods that the engine calls in each of vLLM's processes. They return errors as a text `error: ...`, because exceptions
+    lose their class on the way."""
 
-    _echo2_map: WeightMap | RoundedMap | None = None  # of what is published
-    _echo2_base: WeightMap | RoundedMap | None = None  # of the base beneath an adapter
+    _echo2_map: WeightMap | RoundedMap | None = None  # of the published tensors
+    _echo2_base: WeightMap | RoundedMap | None = None  # of an adapter's base model
     model_runner: Any
 
     def echo2_report_both_logprobs(self) -> str:
-        """Makes vLLM report sampling and raw log-probabilities of each sampled token, and draw by seeds where it drafts none."""
+        """Makes vLLM report the sampling and the raw log-probability of each sampled token and, without drafting, draw by seeds."""
         sampler = self.model_runner.sampler
         if type(sampler) is not Sampler:
             return f"error: expected the sampler {Sampler.__name__}, got {type(sampler).__name__}"
@@ -160,7 +160,7 @@ class WorkerExtension:
         return ""
 
     def echo2_map(self, shapes: Shapes, is_base: bool) -> Any:
-        """Builds the map for whole weights of these names and shapes; returns what of them is here (`covers`)."""
+        """Builds the map for whole weights of these names and shapes; returns which of their elements are here (`covers`)."""
         try:
             model = self.model_runner.model
             found: WeightMap | RoundedMap
@@ -175,7 +175,7 @@ class WorkerExtension:
         return found.covers()
 
     def echo2_map_adapter(self, shapes: Shapes, factor: float) -> Any:
-        """Builds the map for an adapter's tensors and switches the adapter on."""
+        """Builds the map for an adapter's tensors and activates the adapter; returns which elements are here (`covers`)."""
         try:
             self._echo2_map = map_adapter(self.model_runner, _shapes(shapes), factor)
         except EchoError as error:
@@ -183,7 +183,7 @@ class WorkerExtension:
         return self._echo2_map.covers()
 
     def echo2_apply(self, path: str, entries: list[Entry], is_base: bool, goes_on: bool) -> str:
-        """Applies the patches in the file, to be settled afterwards. `goes_on`: they belong to the ones before."""
+        """Applies the patches in the file; `echo2_settle` must follow. `goes_on`: they continue the previous call's update."""
         held = self._echo2_base if is_base else self._echo2_map
         if held is None:
             return "error: expected a keyframe first, got a change"
@@ -194,18 +194,18 @@ class WorkerExtension:
         return ""
 
     def echo2_follow(self) -> str:
-        """Rounds again the layers that the last update touched, to be settled afterwards."""
+        """Rounds again the layers that the last update touched; `echo2_settle` must follow."""
         if not isinstance(self._echo2_map, RoundedMap):
             return "error: expected layers that vLLM rounds, got none"
         try:
             self._echo2_map.follow()
-        except (EchoError, RuntimeError) as error:  # RuntimeError: as torch says that memory is short
+        except (EchoError, RuntimeError) as error:  # torch raises RuntimeError if memory is short
             return f"error: rounding anew: {error}"
         return ""
 
     def echo2_settle(self, is_kept: bool, is_base: bool, replaced: int | None) -> list[int]:
-        """Ends an update: the old values are kept as those of the version `replaced`, or forgotten (None), or come back because
-        another process failed. Returns the former versions that are kept."""
+        """Ends an update: puts the old values back because a process failed (not `is_kept`), keeps them as version `replaced`, or
+        drops them (None). Returns the former versions that are kept."""
         held = self._echo2_base if is_base else self._echo2_map
         if held is None:
             return []
@@ -213,14 +213,16 @@ class WorkerExtension:
         return held.former_versions
 
     def echo2_why_not_scoring(self) -> str:
-        """What keeps this model from scoring; empty: it scores."""
+        """Why this model cannot score; empty: it can."""
         return vllm_scoring.why_not_scoring(self.model_runner)
 
     def echo2_score(
         self, token_ids: list[int], places: list[tuple[int, int, int]], live: int, sampling: dict[str, Any]
     ) -> Any:
-        """Of each place columns of `TokenScores`; none on a rank that gets no logits. A place: the version, first token, stop. From
-        the newest version to the oldest, so that the weights cross each change twice."""
+        """The columns of `TokenScores` for each of `places` (version, first token, stop); an empty list on a rank without logits.
+
+        Scores from the newest version to the oldest, so that each change is applied only twice, once in each direction.
+        """
         found: list[Any] = [None] * len(places)
         drawn = SamplingParams(**{**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])})
         try:
@@ -230,12 +232,12 @@ class WorkerExtension:
                 for number, (version, first, stop) in sorted(enumerate(places), key=lambda one: -one[1][0]):
                     go_to(version)
                     found[number] = vllm_scoring.scores(self.model_runner, token_ids, first, stop, drawn)
-        except (EchoError, RuntimeError) as error:  # RuntimeError: as torch says that memory is short
+        except (EchoError, RuntimeError) as error:  # torch raises RuntimeError if memory is short
             return f"error: {error}"
         return [[column.tolist() for column in one.columns] for one in found if one is not None]
 
     def echo2_sums(self, key: int, is_base: bool) -> Any:
-        """What the tensors held here add to the keyed fingerprint."""
+        """The terms that the tensors held here contribute to the keyed fingerprint."""
         held = self._echo2_base if is_base else self._echo2_map
         return (
             "error: expected a keyframe first, got a question for the fingerprint" if held is None else held.sums(key)
@@ -247,9 +249,9 @@ def _shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def _expert_orders(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """How kernels for experts order their weights, by storage address; refuses kernels that change them otherwise.
+    """How experts' kernels order their weights, by storage address; EngineError for kernels that change them in other ways.
 
-    The CPU kernel keeps a packed permutation under the parameter's old shape. Packing the elements' own numbers shows it.
+    The CPU kernel stores a packed permutation under the parameter's old shape. Packing the numbers 0, 1, 2... reveals it.
     """
     orders: dict[int, torch.Tensor] = {}
     for name, module in model.named_modules():

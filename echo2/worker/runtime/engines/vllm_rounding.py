@@ -1,9 +1,8 @@
-"""Layers that vLLM itself rounded when it loaded them, fed from bf16 masters on the host.
+"""Updates layers that vLLM rounded when it loaded them, from bf16 masters on the host.
 
-Runs inside vLLM's worker process. Guarantees: a master is rounded by the layer's own method of vLLM, on the layer's own device,
-kernel's layout and agreement among ranks on scales included, so that what is written in place equals what a fresh load would
-leave; a layer that is rounded in another way than was read here is refused by name. Leaves to others: when (rounded_map),
-asking vLLM to round (vllm_start).
+Runs inside vLLM's worker process. Guarantees: a master is rounded by the layer's own vLLM method on the layer's own device, with
+the kernel's layout and the ranks' agreement on scales, so that the values written in place equal those of a fresh load; a layer
+rounded by any other method is refused by name. Leaves to others: when to round (rounded_map), asking vLLM to round (vllm_start).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _DONE = "_already_called_process_weights_after_loading"
 
 
 def rounded_layers(model: torch.nn.Module) -> list[RoundedLayer]:
-    """Those that vLLM rounded, in the model's order, each with a master of zeros."""
+    """The layers that vLLM rounded, in the model's order, each with a master of zeros. EngineError for an unsupported method."""
     found = []
     for name, module in model.named_modules():
         method: Any = getattr(module, "quant_method", None)
@@ -43,7 +42,7 @@ def rounded_layers(model: torch.nn.Module) -> list[RoundedLayer]:
 def map_rounded(
     model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], layers: Sequence[RoundedLayer]
 ) -> RoundedMap:
-    """The map of published tensors, where `layers` are of the model."""
+    """The map of published tensors for a model with these rounded `layers`."""
     device = next(iter(layers[0].live.values())).device
     with _masters_in_place(model, layers):
         weights = record_map(model.load_weights, shapes, model, device=device)  # type: ignore[arg-type]
@@ -66,7 +65,7 @@ def _forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[in
 
 
 def _rounded(module: Any, device: torch.device, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """By vLLM's own method, on a double of the layer that holds the master alone."""
+    """Rounds a master with vLLM's own method, on a copy of the layer object that holds only the master."""
     double = object.__new__(type(module))
     double.__dict__.update({key: value for key, value in module.__dict__.items() if key != _DONE})
     double._parameters = {"weight": torch.nn.Parameter(master.to(device), requires_grad=False)}
@@ -77,7 +76,7 @@ def _rounded(module: Any, device: torch.device, master: torch.Tensor) -> dict[st
 
 @contextmanager
 def _masters_in_place(model: torch.nn.Module, layers: Sequence[RoundedLayer]) -> Iterator[None]:
-    """The layers as the model's loader knows them: with the masters, and nothing that follows from them."""
+    """Within the context, the layers are as the model's loader expects them: with the masters instead of the rounded values."""
     kept: list[tuple[Any, Any]] = []
     try:
         for layer in layers:

@@ -1,13 +1,13 @@
-"""Scores of given tokens by vLLM's model, beside the sequences that it generates.
+"""Scores given tokens with vLLM's model, without disturbing the sequences that it generates.
 
-Runs inside vLLM's worker process, while generation is paused. vLLM's own prompt log-probabilities say too little (an audit asks
-for the whole distribution behind each token) and go through its scheduler, which knows no former weights. So the model reads the
-tokens itself, `READ_TOKENS` at a time, and its attention layers attend over keys and values kept here, for one sequence.
-Guarantees: the columns of `TokenScores`, to the rounding of vLLM's kernels; vLLM's cache and what it runs are not touched; a model
-whose attention is more than causal, grouped and windowed is named as one that cannot score. Leaves to others: which weights are
-live meanwhile (weight_map), pausing (vllm.py).
+Runs inside vLLM's worker process, while generation is paused. vLLM's own prompt log-probabilities are not enough (an audit needs
+statistics of the whole distribution behind each token), and they go through its scheduler, which knows no former weights. So this
+module runs the model on the tokens itself, `READ_TOKENS` at a time; meanwhile the attention layers use keys and values kept here,
+for one sequence. Guarantees: the columns of `TokenScores`, to the rounding of vLLM's kernels; vLLM's cache and running sequences
+are not touched; a model with attention other than causal, grouped-query and windowed is reported as unable to score. Leaves to
+others: which weights are live meanwhile (weight_map), pausing (vllm.py).
 
-Shapes: Q tokens read now, T of all so far, H heads, K heads of keys, D of a head.
+Shapes: Q tokens read now, T tokens read so far, H query heads, K key-value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from echo2.scoring.request import TokenScores
 
 READ_TOKENS = 1_024
 SCORED_LOGITS = 1 << 22
-"""Logits worked on at a time: 160 MB with what is sorted of them, of the memory that vLLM leaves."""
+"""Logits processed at a time: with their sorted copies 160 MB of the memory that vLLM leaves free."""
 
 
 class ScoringAttention:
-    """In the place of one layer's kernel: causal attention within one sequence."""
+    """Replaces one layer's kernel: causal attention within one sequence."""
 
     def __init__(self, layer: Any, tokens: int) -> None:
         self._window = layer.sliding_window or 0
@@ -52,7 +52,7 @@ class ScoringAttention:
         output: torch.Tensor,
         **_: object,
     ) -> torch.Tensor:
-        """As vLLM calls it: heads of Q tokens in, theirs of the output written."""
+        """The interface that vLLM calls: `query` is [Q, H, D], `key` and `value` are [Q, K, D]; writes `output` [Q, H, D]."""
         if not self._count:
             self._keys_TKD = key.new_empty(self._tokens, *key.shape[1:])
             self._values_TKD = value.new_empty(self._tokens, *value.shape[1:])
@@ -71,7 +71,7 @@ class ScoringAttention:
         return output
 
     def _mask(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
-        """[Q, T]: whom each token attends to."""
+        """[Q, T]: which positions each token attends to."""
         at_Q = torch.arange(begin, end, device=device)[:, None]
         of_T = torch.arange(end, device=device)
         seen_QT = of_T <= at_Q
@@ -83,7 +83,7 @@ def attention_layers(model: torch.nn.Module) -> list[Any]:
 
 
 def why_not_scoring(runner: Any) -> str:
-    """What the model has that scoring does not know; empty: it scores."""
+    """The model's feature that scoring does not support; empty: it can score."""
     if runner.uses_mrope or runner.model_config.is_encoder_decoder or runner.lora_config is not None:
         return "it scores text by whole weights alone"
     for layer in attention_layers(runner.model):
@@ -98,7 +98,7 @@ def why_not_scoring(runner: Any) -> str:
 
 @contextmanager
 def _own_attention(model: torch.nn.Module, tokens: int) -> Iterator[None]:
-    """Its attention layers keep keys and values of one sequence of so many tokens here."""
+    """Within the context, attention layers keep the keys and values of one sequence of up to `tokens` tokens here."""
     kept = [(layer, layer.impl) for layer in attention_layers(model)]
     try:
         for layer, _ in kept:
@@ -111,7 +111,7 @@ def _own_attention(model: torch.nn.Module, tokens: int) -> Iterator[None]:
 
 @torch.inference_mode()
 def scores(runner: Any, tokens: Sequence[int], first: int, stop: int, sampling: SamplingParams) -> TokenScores | None:
-    """Of the tokens at places `first` to `stop`, under the live weights; None on a rank that gets no logits."""
+    """Scores of the tokens at positions `first` to `stop` (exclusive) under the live weights; None on a rank without logits."""
     model, device = runner.model, runner.device
     token_ids = torch.tensor(tokens[:stop], device=device)
     positions = torch.arange(stop, device=device)

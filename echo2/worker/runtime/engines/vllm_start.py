@@ -1,7 +1,7 @@
-"""What vLLM is started with: its environment, the GPUs it sees, its arguments.
+"""Prepares vLLM's start: its environment, the GPUs it sees, its arguments.
 
-Guarantees: what a model or a device cannot do is refused here, by the option's name, before vLLM starts. Leaves to others:
-starting it (vllm.py).
+Guarantees: an option that the model or the device does not support is refused here, by the option's name, before vLLM starts.
+Leaves to others: starting it (vllm.py).
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from echo2.base.errors import ConfigError
 from echo2.cost_model.sizing import Quantisation
 from echo2.worker.runtime.engines.adapter import AdapterSpec
 
-GPU_MEMORY_SHARE = 0.9  # of a GPU, what vLLM may take
+GPU_MEMORY_SHARE = 0.9  # share of a GPU's memory that vLLM may use
 CPU_CACHE_GIB = 1
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM makes room for; an adapter gets the next larger one."""
+"""The ranks that vLLM supports; an adapter gets the next larger one."""
 _ROUNDINGS = {Quantisation.NONE: None, Quantisation.FP8: "fp8_per_channel"}
-"""vLLM's names. One scale a row of a matrix, and one a token for what it is multiplied with."""
+"""vLLM's names of roundings. fp8_per_channel has one scale per row of a matrix, and one per token for the activations."""
 _UNROUNDED = {
     "num_experts": "experts", "num_local_experts": "experts", "n_routed_experts": "experts",
 }  # fmt: skip
-"""By the field of a model's config that says so, layers that are not rounded."""
+"""Layers that cannot be rounded, by the field of a model's config that announces them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseOfAdapter:
-    """The learner publishes an adapter: of what kind, and the folder or hub id of the base beneath it."""
+    """For a learner that publishes an adapter: the adapter's spec, and the folder or hub id of its base model."""
 
     spec: AdapterSpec
     base_path: str
 
 
 def check_attention(config: Mapping[str, object]) -> None:
-    """ConfigError for latent attention: vLLM derives further matrices from such weights when it loads them. A change in place would
-    not reach those, and the fingerprint of the weights would not show it."""
+    """Raises ConfigError for latent attention: vLLM derives further matrices from such weights when it loads them. An update in
+    place would not reach those, and the fingerprint of the weights would not show it."""
     if rank := _text_config(config).get("kv_lora_rank"):
         raise ConfigError(
             f"model: vLLM's workers do not follow changes of latent attention (kv_lora_rank {rank!r}); expected a model without it"
@@ -51,7 +51,7 @@ def _text_config(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_rounding(config: Mapping[str, object], quantisation: Quantisation, adapter: BaseOfAdapter | None) -> None:
-    """ConfigError where vLLM, or this model on it, cannot round so."""
+    """Raises ConfigError if vLLM cannot round this way, or not this model."""
     whose = f"worker.quantisation: {quantisation.value}"
     if quantisation not in _ROUNDINGS:
         raise ConfigError(f"{whose} is the embedded engine's; vLLM rounds linear layers to fp8: expected fp8 or none")
@@ -66,7 +66,7 @@ def check_rounding(config: Mapping[str, object], quantisation: Quantisation, ada
 
 
 def check_device(quantisation: Quantisation) -> None:
-    """ConfigError where the GPU has no products of fp8. A CPU multiplies them by torch, slowly: for trials."""
+    """Raises ConfigError if the GPU has no fp8 matrix products. On a CPU torch computes them, slowly, which suffices for trials."""
     if quantisation is Quantisation.NONE or is_cpu():
         return
     from vllm.platforms import current_platform
@@ -79,7 +79,7 @@ def check_device(quantisation: Quantisation) -> None:
 
 
 def rounding_arguments(quantisation: Quantisation) -> dict[str, Any]:
-    """Of vLLM's, with the dtype that its layers are loaded and computed in."""
+    """vLLM's arguments for rounding, and the dtype in which it loads and computes layers."""
     name = _ROUNDINGS[quantisation]
     if name is None:
         return {"dtype": "float32" if is_cpu() else "bfloat16"}
@@ -87,7 +87,7 @@ def rounding_arguments(quantisation: Quantisation) -> dict[str, Any]:
 
 
 def drafting_arguments(count: int) -> dict[str, Any]:
-    """Of vLLM's, where it guesses so many tokens ahead."""
+    """vLLM's arguments for drafting `count` tokens ahead; none if 0."""
     if not count:
         return {}
     guesses = {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -95,7 +95,7 @@ def drafting_arguments(count: int) -> dict[str, Any]:
 
 
 def adapter_arguments(adapter: BaseOfAdapter | None) -> dict[str, Any]:
-    """Of vLLM's, where the learner publishes an adapter."""
+    """vLLM's arguments if the learner publishes an adapter. ConfigError if its rank is too large."""
     if adapter is None:
         return {}
     rank = next((size for size in _LORA_RANKS if size >= adapter.spec.rank), None)
@@ -106,7 +106,7 @@ def adapter_arguments(adapter: BaseOfAdapter | None) -> dict[str, Any]:
 
 @contextmanager
 def only_gpus(gpus: Sequence[int]) -> Iterator[None]:
-    """The processes that vLLM starts meanwhile see these GPUs alone, by their places among those seen now; none: all."""
+    """Processes started within the context see only these GPUs, numbered among those visible now; empty: all."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not gpus:
         yield
@@ -123,14 +123,14 @@ def only_gpus(gpus: Sequence[int]) -> Iterator[None]:
 
 
 def is_cpu() -> bool:
-    """vLLM computes on the CPU here."""
+    """Whether vLLM computes on the CPU here."""
     import torch
 
     return not torch.cuda.is_available()
 
 
 def environment() -> dict[str, str]:
-    """What vLLM should find in its environment, unless the operator set it."""
+    """Environment variables for vLLM; the caller keeps any that the operator has set."""
     common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if not is_cpu():
         return common

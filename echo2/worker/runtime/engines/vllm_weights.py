@@ -1,11 +1,10 @@
-"""The engine's side of vLLM's weights: what is published goes by shared memory to all of vLLM's processes.
+"""The engine's side of vLLM's weights: sends published weights through shared memory to all of vLLM's processes.
 
-A keyframe goes in rounds of some tensors, so that shared memory holds a part of it only.
+A keyframe goes in rounds of some tensors each, so that shared memory holds only a part of it at a time.
 
-Guarantees: an update reaches every process or none; the fingerprint is that of what all of them hold together; with an
-adapter, the base is in place and proven to be the learner's before anything else; `former` are the versions that every process
-can go back to for a scoring. Leaves to others: pausing generation,
-version labels (vllm.py), what happens inside the processes (vllm_extension.py).
+Guarantees: an update reaches every process or none; the fingerprint covers what all processes hold together; with an adapter, the
+base is in place and proven to be the learner's before anything else; `former` are the versions to which every process can go back
+for scoring. Leaves to others: pausing generation, version labels (vllm.py), what happens inside the processes (vllm_extension.py).
 """
 
 from __future__ import annotations
@@ -34,12 +33,13 @@ from echo2.worker.runtime.engines.ranks import RankGroups, joined
 from echo2.worker.runtime.engines.weight_map import Patch
 
 STREAM, POSITION = "echo2_stream", "echo2_position"
-"""Of a request, as vLLM hands on: the seed of its random numbers, and how many of its tokens were sampled before."""
+"""Keys of the arguments that vLLM passes along with a request: the seed of its random numbers, and how many tokens were sampled
+before this request."""
 ADAPTER_ID = 1
-"""The number under which vLLM knows the one adapter."""
+"""vLLM's number for the only adapter."""
 NO_FINGERPRINT = -1
 Entry = tuple[str, str, int, int, int]
-"""A patch in a file: name, dtype, offset, position count or -1, value count."""
+"""A patch in a file: name, dtype, offset in bytes, number of positions or -1 (whole tensor), number of values."""
 _SIGNED: dict[str, np.dtype[np.signedinteger]] = {"bfloat16": np.dtype(np.int16), "float32": np.dtype(np.int32)}
 Rpc = Callable[..., Awaitable[list[Any]]]
 Shapes = dict[str, tuple[int, ...]]
@@ -66,7 +66,7 @@ class VllmWeights:
         self._folder.cleanup()
 
     async def lay_base(self, base: Mapping[str, torch.Tensor], spec: AdapterSpec) -> None:
-        """Writes the whole base beneath an adapter, and proves that it is the learner's."""
+        """Writes the adapter's whole base model, and proves that it is the learner's; VersionMismatch if it is not."""
         shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
         ranks = joined(shapes, await self._answers("echo2_map", _listed(shapes), True))
         updates = [TensorUpdate(name, spec.dtype, shapes[name], None, bits_of(tensor)) for name, tensor in base.items()]
@@ -79,7 +79,7 @@ class VllmWeights:
             )
 
     async def stage(self, staged: StagedVersion) -> None:
-        """Checks a version; a small one is put where all processes can read it. Touches no weight."""
+        """Checks a version; writes a small one to shared memory. Touches no weight."""
         check = self._check
         if check is None:
             check = UpdateCheck(self._model_type, await self._mapped(staged))
@@ -90,26 +90,26 @@ class VllmWeights:
             await asyncio.to_thread(self._write, self._updates)
 
     async def apply(self) -> None:
-        """Writes what was staged into the live weights of every process, or of none. To be settled afterwards."""
+        """Writes the staged version into the live weights of every process, or of none. Call `settle` afterwards."""
         await self._apply(self._updates, is_base=False)
         assert self._check is not None, "what is applied was staged"
         self._check.applied(self._updates)
 
     async def settle(self, *, is_kept: bool, is_base: bool = False, replaced: Version | None = None) -> None:
-        """The processes keep the old values as those of the version `replaced`, or forget them (None), or put them back."""
+        """Ends an update: the processes restore the old values (not `is_kept`), keep them as version `replaced`, or drop them."""
         self._updates = []
         self._path.unlink(missing_ok=True)
         kept = await self._answers("echo2_settle", is_kept, is_base, replaced)
         self.former = frozenset.intersection(*(frozenset(map(Version, versions)) for versions in kept))
 
     async def why_not_scoring(self) -> str:
-        """What keeps the model from scoring; empty: it scores."""
+        """Why the model cannot score; empty: it can."""
         if self._is_rounded:
             return "its weights are rounded (worker.quantisation)"
         return next(filter(None, await self._answers("echo2_why_not_scoring")), "")
 
     async def scores(self, request: ScoreRequest, live: Version) -> tuple[TokenScores, ...]:
-        """Of each stretch, while generation is paused. EngineError where a version is not kept, or memory is short."""
+        """The scores of each stretch; generation must be paused. EngineError if a version is not kept, or memory is short."""
         sampling = asdict(request.sampling) | {"stop_token_ids": list(request.sampling.stop_token_ids)}
         places = [[stretch.version, stretch.first, stretch.stop] for stretch in request.stretches]
         answers = await self._answers("echo2_score", list(request.token_ids), places, live, sampling)
@@ -119,7 +119,7 @@ class VllmWeights:
         return tuple(TokenScores(*(np.array(column, dtype=np.float64) for column in one)) for one in found)
 
     async def fingerprint(self, key: int) -> int:
-        """Of the published weights, from what is live; none that any weights have where processes disagree."""
+        """Keyed fingerprint of the published weights, from the live ones; NO_FINGERPRINT if processes disagree."""
         sums = await self._answers("echo2_sums", key, False)
         assert self._ranks is not None, "a fingerprint is asked for after the first keyframe"
         found = self._ranks.fingerprint(sums)
@@ -131,7 +131,7 @@ class VllmWeights:
                 if not self._is_written:
                     await asyncio.to_thread(self._write, part)
                 await self._answers("echo2_apply", str(self._path), self._entries, is_base, number > 0)
-            if self._is_rounded:  # once all have written: where they share a layer, they agree on its scales
+            if self._is_rounded:  # only after all have written: ranks that share a layer agree on its scales
                 await self._answers("echo2_follow")
         except EngineError:
             await self.settle(is_kept=False, is_base=is_base)
@@ -140,7 +140,7 @@ class VllmWeights:
             self._is_written = False
 
     async def _mapped(self, staged: StagedVersion) -> Shapes:
-        """Has every process build its map for the tensors of the first keyframe."""
+        """Makes every process build its map for the tensors of the first keyframe; returns their shapes."""
         if staged.parent is not None:
             raise EngineError(f"version {staged.version}: expected a keyframe first, got a change of {staged.parent}")
         shapes = {update.name: tuple(update.shape) for update in staged.updates()}
@@ -160,10 +160,10 @@ class VllmWeights:
         return answers
 
     def _write(self, updates: Sequence[TensorUpdate]) -> None:
-        """Raw positions and bits one after another, for the processes to map, and where each begins."""
+        """Writes raw positions and bits one after another to the file that the processes map, and records where each begins."""
         self._entries = []
         try:
-            self._path.unlink(missing_ok=True)  # processes may still map the one before
+            self._path.unlink(missing_ok=True)  # a new file, since processes may still map the old one
             with self._path.open("wb") as file:
                 for update in updates:
                     count = -1 if update.indices is None else len(update.indices)
@@ -182,13 +182,13 @@ class VllmWeights:
 
 
 def read_patches(path: Path, entries: Sequence[Entry]) -> Iterator[Patch]:
-    """In the process: the patches of a file that the engine wrote, read one at a time."""
+    """The patches of a file that the engine wrote, read one at a time. Runs inside vLLM's process."""
     raw = np.memmap(path, np.uint8, "r")
     return (_patch(raw, entry) for entry in entries)
 
 
 def _rounds(updates: Sequence[TensorUpdate]) -> Iterator[Sequence[TensorUpdate]]:
-    """In their order, as many at a time as ROUND_BYTES allow, or one that is larger."""
+    """The updates in their order, in parts of at most ROUND_BYTES; a larger update is a part of its own."""
     part: list[TensorUpdate] = []
     size = 0
     for update in updates:

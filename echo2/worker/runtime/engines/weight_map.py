@@ -1,12 +1,11 @@
-"""Where each element of a published tensor lies in the live parameters of a model that fuses and slices them.
+"""Maps each element of a published tensor to its place in the live parameters of a model that fuses and slices tensors.
 
-The map is not written down by hand: a model's own loader is run once on tensors without storage, and every final
-`Tensor.copy_` says which part of which tensor would go where. Guarantees: a parameter that nothing fills is refused by
-name; an update is applied whole or undone, also after the fact, until it is settled; what it replaced is kept, so that the
-weights can be those of a former version for a while. Where live values are not the published ones bit for bit (derived.py), the
-published ones are kept on the host beside them, and former versions are not. Leaves to others: how updates reach the process,
-checks of the updates themselves (checking.py), and whether the parts that several processes hold of a tensor make a whole
-(ranks.py).
+The map is recorded, not written by hand: the model's own loader runs once on tensors without storage, and every final
+`Tensor.copy_` shows which part of which tensor goes where. Guarantees: a parameter that is not completely filled is refused by
+name; an update is applied completely or undone, and can be undone until it is settled; replaced values are kept, so that the
+weights can go back to a former version for a while. If live values differ from the published ones in their bits (derived.py), the
+published bits are kept on the host as well, and former versions are not. Leaves to others: how updates reach the process, checking
+the updates themselves (checking.py), whether the parts that several processes hold make a whole (ranks.py).
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A strided part of a published tensor (offset and strides in it) and the live view that it fills.
+    """A strided part of a published tensor (`offset` and `strides` in elements) and the live view that it fills.
 
-    `order`: where a kernel keeps the elements of the parameter in another order, the place of each; None: as loaded.
+    `order`: if a kernel reorders the elements of the parameter, the new place of each; None: as loaded.
     """
 
     offset: int
@@ -41,7 +40,7 @@ class TensorPiece:
     order: torch.Tensor | None = None
 
     def positions(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of the flat positions of the published tensor are in this piece, and where in `live_flat` they are."""
+        """A mask of the flat published positions that are in this piece, and the places of those in `live_flat`."""
         rest = flat - self.offset
         inside = rest >= 0
         target = torch.zeros_like(flat)
@@ -59,7 +58,7 @@ class TensorPiece:
 
     @property
     def live_flat(self) -> torch.Tensor:
-        """The storage of the live view from its first to its last element; with an order, all of the parameter."""
+        """A flat view of the storage from the live view's first to its last element; with an order, of the whole parameter."""
         if self.order is not None:
             return self.live.as_strided((self.order.numel(),), (1,), 0)
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.live.shape, self.live.stride(), strict=True))
@@ -74,14 +73,14 @@ class TensorPiece:
         return self.live if self.order is None else self.live_flat[self._places()].reshape(self.live.shape)
 
     def write(self, values: torch.Tensor) -> None:
-        """Puts values of the live view's shape where they belong."""
+        """Writes values of the live view's shape to their places."""
         if self.order is None:
             self.live.copy_(values)
         else:
             self.live_flat.index_copy_(0, self._places(), values.reshape(-1))
 
     def live_places(self, among: torch.Tensor) -> torch.Tensor:
-        """Of elements of the live view, counted row by row, their positions in `live_flat`."""
+        """The places in `live_flat` of elements of the live view, which `among` counts row by row."""
         rest, places = among, torch.zeros_like(among)
         for size, stride in zip(reversed(self.live.shape), reversed(self.live.stride()), strict=True):
             places += rest % size * stride
@@ -104,14 +103,14 @@ class _WholeBefore:
         self.piece.write(self.old.to(self.piece.live.device))
 
     def changed(self) -> Replaced:
-        """What of it the update changed."""
+        """The old values of only those elements that the update changed."""
         among = differing(self.old, self.piece.read().cpu())
         return replaced_at(self.piece.live_flat, self.piece.live_places(among), self.old.reshape(-1)[among])
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """New values of one published tensor, raw: `bits` as signed integers, at flat `positions` or (None) all of it."""
+    """New raw values of one published tensor: `bits` as signed integers, at flat `positions`; None: all of it."""
 
     name: str
     dtype: str
@@ -120,7 +119,7 @@ class Patch:
 
 
 class WeightMap:
-    """Published names to pieces of live parameters, and to what is derived from them."""
+    """Maps published names to pieces of live parameters, and to live values derived from them."""
 
     def __init__(
         self,
@@ -129,19 +128,19 @@ class WeightMap:
         derived: Mapping[str, Sequence[Derived]] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`device`: where a fingerprint is computed; None: where each tensor lies."""
+        """`device`: computes fingerprints; None: each tensor's own device."""
         self.shapes = dict(shapes)
         self._pieces = dict(pieces)
         self._derived = dict(derived or {})
         self._device = device
-        self._masters: dict[str, torch.Tensor] = {}  # published bits, flat, of what is derived
+        self._masters: dict[str, torch.Tensor] = {}  # published bits, flat, of tensors with derived live values
         self._dtypes: dict[str, str] = {}
         self._undo: list[Replaced | _WholeBefore | Callable[[], object]] = []
         self._keeps_old = False
         self._former = FormerVersions()
 
     def covers(self) -> list[tuple[str, int, str]]:
-        """Of every tensor: how many of its elements are here, and a text that is equal where the same ones are."""
+        """For each tensor: its name, how many of its elements are here, and a text that is equal on ranks with the same ones."""
         found = []
         for name, shape in self.shapes.items():
             pieces = self._pieces[name]
@@ -151,13 +150,15 @@ class WeightMap:
         return found
 
     def storages_of(self, name: str) -> set[int]:
-        """Addresses of the storages in which the tensor's elements are live."""
+        """Addresses of the storages that hold the tensor's live elements."""
         return {piece.live.untyped_storage().data_ptr() for piece in self._pieces[name]}
 
     def apply(self, patches: Iterable[Patch], *, goes_on: bool = False) -> None:
-        """Writes checked patches in place. Old values are kept in host memory until `settle`, or come back on failure.
+        """Writes checked patches in place. Keeps old values in host memory until `settle`; on failure restores them and raises
+        EngineError.
 
-        `goes_on`: with the update that the last call began. Before anything published is live there is nothing to keep.
+        `goes_on`: continues the update of the last call. Before the first published weights are live, whole tensors' old values
+        are not kept.
         """
         if not goes_on:
             self.settle(is_kept=True)
@@ -176,7 +177,7 @@ class WeightMap:
         self._dtypes.update(dtypes)
 
     def settle(self, *, is_kept: bool, replaced: int | None = None) -> None:
-        """Ends the last update: keeps the old values as those of the version `replaced`, or forgets them, or puts them back."""
+        """Ends the last update: restores the old values (not `is_kept`), keeps them as version `replaced`, or drops them (None)."""
         undo, self._undo = self._undo, []
         if not is_kept:
             for old in reversed(undo):
@@ -194,11 +195,12 @@ class WeightMap:
 
     @property
     def former_versions(self) -> list[int]:
-        """Those that the weights can be of for a while, oldest first."""
+        """The versions to which the weights can go back for a while, oldest first."""
         return self._former.versions
 
     def walking(self, live: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Meanwhile a call makes the live weights, of version `live`, those of another one; EngineError where that is not kept."""
+        """A context that yields a function: given a version, it changes the live weights, first of version `live`, to that one, or
+        raises EngineError if it is not kept. On exit the weights are those of `live` again."""
         return self._former.walking(live)
 
     @property
@@ -207,11 +209,11 @@ class WeightMap:
         return sum(math.prod(live.shape) * live.element_size() for live in each)
 
     def sums(self, key: int) -> list[tuple[int, int]]:
-        """Of each tensor, in `shapes`' order: its header's term of the keyed fingerprint, and the sum over what is here."""
+        """For each tensor, in the order of `shapes`: its header's term of the fingerprint, and the sum over its elements here."""
         return [self._sum(name, key) for name in self.shapes]
 
     def fingerprint(self, key: int) -> int:
-        """Keyed fingerprint of live weights that are all here, under their published names and dtypes."""
+        """Keyed fingerprint of the live weights under their published names and dtypes, if this process holds all of them."""
         return sum(map(sum, self.sums(key))) % MODULUS
 
     def _sum(self, name: str, key: int) -> tuple[int, int]:
@@ -223,7 +225,7 @@ class WeightMap:
         return header, (fingerprint_tensor(name, whole, key) - header + is_off) % MODULUS
 
     def _gathered(self, name: str) -> torch.Tensor:
-        """A tensor as it was published, from what is live; zero where this process holds nothing."""
+        """A tensor as published, from its live values; zeros for elements that this process does not hold."""
         pieces = self._pieces[name]
         dtype = self._dtypes.get(name, str(pieces[0].live.dtype).removeprefix("torch."))
         device = self._device or pieces[0].live.device
@@ -239,7 +241,7 @@ class WeightMap:
         return self._masters[name].view(_TORCH_DTYPES[self._dtypes[name]]).view(self.shapes[name])
 
     def _derive(self, patch: Patch) -> None:
-        """Writes the published values on the host, and what follows from them where it is live."""
+        """Writes the published values on the host, and the live values derived from them."""
         name, old_dtype = patch.name, self._dtypes.get(patch.name)
         before = self._masters.get(name)
         replaced = None if patch.positions is None or before is None else before[patch.positions]
@@ -285,10 +287,10 @@ def record_map(
     orders: Mapping[int, torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> WeightMap:
-    """Runs a model's loader on storage-less tensors of these names and shapes, and keeps where everything would go.
+    """Runs a model's loader on storage-less tensors of these names and shapes, and records where each part would go.
 
-    `orders`: for parameters (by the address of their storage) that a kernel reorders after loading, the place of each
-    element. `device`: where fingerprints are computed; None: where each tensor lies.
+    `orders`: for parameters (by storage address) that a kernel reorders after loading, the new place of each element. `device`:
+    computes fingerprints; None: each tensor's own device. EngineError if a tensor cannot be placed or a parameter is not filled.
     """
 
     def load_each(probes: Mapping[str, torch.Tensor]) -> None:
@@ -311,7 +313,7 @@ def record_pieces(
     dtype: torch.dtype,
     orders: Mapping[int, torch.Tensor],
 ) -> dict[str, list[TensorPiece]]:
-    """Where `load` copies each part of storage-less tensors of these names and shapes."""
+    """Records where `load` copies each part of storage-less tensors of these names and shapes."""
     probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     names = {probe.untyped_storage()._cdata: name for name, probe in probes.items()}
     pieces: dict[str, list[TensorPiece]] = {name: [] for name in shapes}
@@ -359,13 +361,13 @@ def _refuse_gaps(
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
             count = filled.get(parameter.untyped_storage().data_ptr(), 0)
-            is_padded = hasattr(module, "num_embeddings_padded")  # vocabularies are rounded up
+            is_padded = hasattr(module, "num_embeddings_padded")  # vLLM pads vocabularies
             if count != parameter.numel() and not (is_padded and count):
                 raise EngineError(f"parameter {name}: published tensors fill {count} of {parameter.numel()} elements")
 
 
 def _widened(bits: torch.Tensor, published: str, live: torch.dtype, whose: str) -> torch.Tensor:
-    """Values of the live dtype from published bits, exactly."""
+    """Exact values in the live dtype from published bits; EngineError if the dtypes do not allow that."""
     if _TORCH_DTYPES[published] == live:
         return bits.view(live)
     if published == "bfloat16" and live == torch.float32:
@@ -374,7 +376,7 @@ def _widened(bits: torch.Tensor, published: str, live: torch.dtype, whose: str) 
 
 
 def _narrowed(live: torch.Tensor, published: torch.dtype) -> torch.Tensor:
-    """The published value back from a live one, bit for bit."""
+    """The published values from live ones, bit for bit."""
     if live.dtype == published:
         return live
     return (live.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)

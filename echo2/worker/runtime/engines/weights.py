@@ -1,6 +1,6 @@
-"""The weights of the fused path: one matrix for q, k, v and one for gate, up, in which published tensors are views.
+"""The weights of the fused path: one matrix for q, k, v and one for gate, up; published tensors are views of them.
 
-Guarantees: those of live.py. Leaves to others: architectures that this path does not know (general).
+Guarantees: those of live.py. Leaves to others: architectures that this path does not support (module).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from echo2.worker.runtime.engines.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer, with q, k, v and gate, up as one matrix each. Norms and biases are None where the shape has none."""
+    """One layer, with q, k, v and gate, up as one matrix each. Norms and biases that the shape does not have are None."""
 
     input_norm: torch.Tensor
     qkv: Matrix
@@ -59,9 +59,9 @@ class Weights(Protocol):
 
 
 class LiveWeights(LiveTensors):
-    """All weights of one model. `tensors` are views, by Hugging Face name, of the fused storage the forward reads.
+    """All weights of one model. `tensors` are views, by Hugging Face name, of the fused storage that the forward pass reads.
 
-    `adapter` and `dtype` as live.py says.
+    `adapter` and `dtype`: see live.py.
     """
 
     def __init__(self, shape: ModelShape, adapter: Adapter | None = None, dtype: torch.dtype = torch.float32) -> None:
