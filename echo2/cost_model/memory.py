@@ -130,9 +130,8 @@ def layer_values(size: ModelSize, checkpointing: Checkpointing, value_bytes: int
     if checkpointing is Checkpointing.FULL:
         return size.hidden
     mlp = size.mlp_width or 3 * size.hidden
-    if (
-        checkpointing is Checkpointing.SELECTIVE
-    ):  # products, kept ones in capitals: queries, KEYS, values, OUTPUT, gate, UP, down
+    if checkpointing is Checkpointing.SELECTIVE:
+        # Matrix products, the kept ones in capitals: queries, KEYS, values, OUTPUT, gate, UP, down.
         return 2 * size.hidden + size.query_width + size.kv_width + mlp
     # Both norms: input (in float32), normalised input, output. Attention: queries, keys and values by head, and its output.
     # MLP: both products, one of them through its activation, and their product.
