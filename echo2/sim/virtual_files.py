@@ -1,9 +1,9 @@
 """Files of a virtual machine: real files in a folder of its own, with a record of how much would survive a power cut.
 
 Guarantees: data synced through `Files` survives. After a power cut, a file keeps only a part of the data added since its last
-sync, possibly torn; a file never synced may be gone, and renames not synced with their folder may be undone. A full disk accepts no more bytes. After a crash,
-the next process works on a copy of the folder, so nothing that the ended process still writes is seen again. Leaves to others:
-what files mean. SQLite syncs by itself: of its files, a power cut only shortens the write-ahead log.
+sync, possibly torn; a file never synced may be gone, and renames not synced with their folder may be undone. A full disk accepts
+no more bytes. After a crash, the next process works on a copy of the folder, so nothing that the ended process still writes is
+seen again. Leaves to others: what files mean. SQLite syncs by itself: of its files, a power cut only shortens the write-ahead log.
 """
 
 from __future__ import annotations
