@@ -32,19 +32,19 @@ def broadcast_budget_s(kappa: int, train_s: float) -> float:
 
 
 def staleness_budget_s(staleness_bound: int, kappa: int, train_s: float) -> float:
-    """The right side of relation (3)."""
+    """The right side of relation (3), in seconds."""
     return (staleness_bound - kappa + 1) * train_s
 
 
 def staleness_use_s(broadcast_s: float, rollout_s: float, rollouts_per_step: float, throughput: float) -> float:
-    """The left side of relation (3)."""
+    """The left side of relation (3), in seconds; infinite if the pool has no throughput."""
     return broadcast_s + rollout_s + (rollouts_per_step / throughput if throughput > 0 else math.inf)
 
 
 def utilisation_stalled(
     rollouts_per_step: float, train_s: float, kappa: int, broadcast_s: float, throughput: float
 ) -> float:
-    """Relation (4)."""
+    """Utilisation with stalled download: relation (4)."""
     if throughput <= 0:
         return 0.0
     period_s = kappa * train_s
@@ -57,7 +57,7 @@ def utilisation_of_throughput(rollouts_per_step: float, train_s: float, throughp
 
 
 def utilisation_of_staleness(staleness_bound: int, kappa: int, train_s: float, use_s: float) -> float:
-    """Relation (5); `use_s` is the left side of (3).
+    """Utilisation limited by staleness: relation (5). `use_s`: the left side of (3).
 
     Version v = j*kappa is published when step v - 1 ends, and unlocks step v + m, m = S - kappa + 1, which therefore
     starts at least T_train + `use_s` after step v - 1 did. All other steps take T_train. From the unlocked step to the

@@ -156,8 +156,8 @@ class Experience:
         return min(rate, HAZARD_MOST_PER_HOUR)
 
     def join_s(self, provider: str, kind: str, is_spot: bool) -> float:
-        """Expected seconds from renting to the first rollout: the prior, updated by the provider's joins, then by those of this
-        kind there."""
+        """Expected seconds from renting to the first rollout: the prior, updated by all joins at this provider, then by those of
+        this kind."""
         at_provider = [one for one in self.records if one.provider.lower() == provider.lower()]
         own = [one for one in at_provider if (one.kind, one.is_spot) == (kind, is_spot)]
         found = JOIN_S

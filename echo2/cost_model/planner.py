@@ -72,7 +72,7 @@ def plan(
 
 
 def feasible_plan(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
-    """The plan that satisfies every relation and reaches the target; None if there is none. Searches no best effort."""
+    """The plan that satisfies every relation and reaches the target; None if there is none. Does not search for a best effort."""
     planner = _Planner.of(snapshot, config, None)
     found = planner.feasible([])
     if found is None:

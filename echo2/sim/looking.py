@@ -98,7 +98,7 @@ class Looking:
     def _look_at_worker(self, name: str, life: Hashable, daemon: WorkerDaemon) -> None:
         shift = daemon.shift
         if shift is None:
-            return  # still enrolling, which `daemon.waits` tells
+            return  # still enrolling; `daemon.waits` reports that
         if shift.keeper is not None and shift.keeper.host.version is not None:
             self._truth.committed(name, shift.keeper.host)
         reporting, truth = shift.reporting, self._truth

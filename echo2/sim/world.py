@@ -285,7 +285,7 @@ class World:
 
     def _ended(self, name: str, process: Process, done: asyncio.Task[None]) -> None:
         if process.has_ended:
-            return  # it was killed
+            return  # killed by the simulation
         error = None if done.cancelled() else done.exception()
         text = f"{type(error).__name__}: {error}" if error is not None else "in order"
         self.story.tell(name, f"ends: {text}")
