@@ -27,9 +27,7 @@ class FleetColumns:
     uplink: Floats
     downlink: Floats
     latency_s: Floats  # encode + round trips of two hops + apply
-    tail_s: (
-        Floats  # of a group: one long rollout, plus earlier rounds if it has more rollouts than the worker has slots
-    )
+    tail_s: Floats  # of a group: one long rollout, plus earlier rounds if the worker has too few slots
     rollout_tail_s: Floats
     mean_s: Floats
     slots: npt.NDArray[np.int64]

@@ -118,9 +118,7 @@ class Efforts:
         if not len(pools):
             pools = self.search.is_must[None, :]
         picked: list[tuple[float, float, int, int]] = []
-        with_worker: dict[
-            int, tuple[float, int, int]
-        ] = {}  # by worker: the best pool with it, as (utilisation, kappa, row)
+        with_worker: dict[int, tuple[float, int, int]] = {}  # best pool with a worker: utilisation, kappa, row
         for kappa in self.search.config.kappas:
             promised, price = self._promised(pools, self.period(kappa))
             order = np.lexsort((price, -np.round(promised, 2)))

@@ -77,11 +77,11 @@ class RehearsalOutcome:
 
 
 def unit_lengths(mean: float, tail: float, longest: float = math.inf, points: int = QUANTILES) -> Floats:
-    """Quantiles, divided by the mean, of the log-normal truncated at `longest` with this mean and 95th percentile.
+    """Quantiles, divided by the mean, of the log-normal clipped at `longest` with this mean and 95th percentile.
 
-    `mean` is that of the truncated lengths, since that is what a run measures: truncating a log-normal of that mean would
-    lower its mean by up to a seventh. With `median = tail / exp(z * sigma)` the truncated mean falls as sigma grows, so
-    bisection finds sigma. If the 95th percentile is at the cut, it says nothing about the spread; then sigma is
+    `mean` is that of the clipped lengths, since that is what a run measures: clipping a log-normal of that mean would lower
+    its mean by up to a seventh. With `median = tail / exp(z * sigma)` the clipped mean falls as sigma grows, so
+    bisection finds sigma. If the 95th percentile is at the limit, it says nothing about the spread; then sigma is
     `USUAL_SIGMA`, and bisection finds the median that gives the mean.
     """
     return _unit_lengths(round(max(1.0, tail / mean), 3), round(longest_of(tail, longest) / mean, 3), points)

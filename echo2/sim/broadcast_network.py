@@ -78,9 +78,7 @@ class BroadcastNetwork:
         self.accusations: list[tuple[PeerId, str]] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._epochs: dict[
-            frozenset[PeerId], int
-        ] = {}  # by connection; a cut begins a new epoch, and older messages are lost
+        self._epochs: dict[frozenset[PeerId], int] = {}  # cuts so far, by connection; a cut loses older messages
         self._chunk_bytes: list[int] = []
         self.event_count = 0
 

@@ -1,4 +1,4 @@
-"""Rollout lengths in tokens: log-normal with a heavy tail, truncated at the limit; or drawn from a trace.
+"""Rollout lengths in tokens: log-normal with a heavy tail, clipped at the limit; or drawn from a trace.
 
 Guarantees: seeded and bounded. Leaves to others: how fast a worker generates tokens.
 """

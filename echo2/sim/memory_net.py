@@ -55,8 +55,7 @@ class MemoryNet:
         return cast(grpc.aio.Channel, MemoryChannel(self, address, dialled))
 
     def certificate_at(self, host: str, port: int, server_name: str, timeout_s: float) -> bytes:
-        """The server's certificate, in DER. Returns at once, but spends twice the link's round-trip time on the caller's
-        thread.
+        """The server's certificate, in DER. Returns at once, but spends twice the link's round-trip time on the caller's thread.
         Raises Unreachable if no server answers, TrustError if it does not use TLS."""
         self.process.loop.spend(2 * self.process.machine.link.rtt_s)
         found = self.wires.listener(host, port)
