@@ -1,10 +1,10 @@
 """Hysteresis: when to leave a working pool alone.
 
-A pool is chosen with `add_margin` more rate than needed, and stays while it has what is needed without the margin. A
-shortage that estimates alone tell of (nobody was lost, and it is within `NOISE_MARGINS` margins) is mended when it has
-lasted the dwell time, any other at once. A pool is changed for the money only after the saving has exceeded
-`drain_margin` for the dwell time, by letting members go where that is nearly as cheap as the best pool. Workers that
-relay a broadcast, or were activated less than the dwell (or their join) time ago, stay whatever the plan says.
+A pool is chosen with `add_margin` more rate than needed, and is kept while it has the rate needed without the margin. A
+shortage that only the estimates show (no member was lost, and it is within `NOISE_MARGINS` margins) is fixed once it has
+lasted the dwell time; any other shortage at once. A pool is changed to save money only after the saving has exceeded
+`drain_margin` for the dwell time, and by draining members if that is nearly as cheap as the best pool. Workers that
+relay a broadcast, or that were activated less than the dwell time (or their join time) ago, stay regardless of the plan.
 Guarantees: pure. Leaves to others: the search itself.
 """
 
@@ -27,8 +27,8 @@ NOISE_MARGINS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StandingPlan:
-    """What is to be done, since when a much cheaper pool has been known, and since when the pool has been a little
-    short of its terms (None: it has not)."""
+    """The pool to use and why; since when a much cheaper pool has been known, and since when the pool has been slightly
+    short of its terms (None: it is not)."""
 
     evaluation: Evaluation
     reason: str
@@ -43,14 +43,14 @@ def is_held(worker: WorkerEstimate, now_s: float, config: PlanConfig) -> bool:
 
 
 def held_workers(snapshot: FleetSnapshot, config: PlanConfig) -> Flags:
-    """Rows of the workers that stay in the pool whatever the plan says."""
+    """Flags of the workers that stay in the pool regardless of the plan."""
     return np.array([is_held(worker, snapshot.now_s, config) for worker in snapshot.workers])
 
 
 def settled(
     previous: Plan, search: Search, period: Callable[[int], PeriodColumns], fresh: Evaluation, is_feasible: bool
 ) -> StandingPlan:
-    """The previous pool if it still does, else the previous pool mended, else `fresh`."""
+    """Returns the previous pool if it still meets its terms, else that pool with additions, else `fresh`."""
     config, now_s = search.config, search.snapshot.now_s
     margins = config.hysteresis
     if previous.kappa not in config.kappas or not previous.pool:
@@ -88,9 +88,9 @@ def settled(
 def _settled_effort(
     previous: Plan, search: Search, period: Callable[[int], PeriodColumns], fresh: Evaluation
 ) -> StandingPlan:
-    """Without a feasible plan: keep the pool unless the best effort is clearly better or clearly cheaper."""
+    """If no plan is feasible: keeps the pool unless the best effort is clearly better or clearly cheaper."""
     stayed = refined(search, search.evaluate(period(previous.kappa), _pool_rows(previous, search.snapshot)))
-    if len(search.columns) <= LARGE_FLEET:  # by the measure that the fresh one was chosen by
+    if len(search.columns) <= LARGE_FLEET:  # so that both are judged by the same measure
         stayed = confirmed(search, stayed)
     margins = search.config.hysteresis
     is_better = fresh.utilisation > stayed.utilisation * (1 + margins.add_margin) + 1e-9
@@ -111,19 +111,20 @@ def _still_does(stayed: Evaluation, rate_needed: float, margin: float) -> bool:
 
 
 def _shrunk(search: Search, period: PeriodColumns, stayed: Evaluation) -> Evaluation | None:
-    """The cheapest part of the pool that does: what others seem to save beyond it is mostly luck of their estimates."""
+    """The cheapest subset of the pool that satisfies the relations. What other workers seem to save beyond it is mostly
+    noise in their estimates."""
     columns = replace(search.columns, is_available=search.columns.is_available & stayed.chosen)
     own = Search(search.snapshot, search.config, columns, search.is_must, search.rate_needed, search.is_exact)
     return own.best(period)
 
 
 def _is_whole(previous: Plan, snapshot: FleetSnapshot) -> bool:
-    """Whether nobody of the pool was lost."""
+    """Whether no member of the pool was lost."""
     return int(np.count_nonzero(_pool_rows(previous, snapshot))) == len(previous.pool)
 
 
 def _mended(search: Search, period: PeriodColumns, stayed: Evaluation) -> Evaluation | None:
-    """The pool plus what it lacks; None when its members themselves break a relation."""
+    """The pool plus the cheapest additions it needs; None if its present members themselves violate a relation."""
     keeping = Search(
         search.snapshot, search.config, search.columns, stayed.chosen | search.is_must, search.rate_needed,
         search.is_exact,

@@ -1,7 +1,7 @@
-"""Where nothing is feasible: the smallest change of one number, or of two, that makes it so, found by planning again.
+"""If nothing is feasible: finds the smallest change of one number, or of two, that makes a plan feasible, by planning again.
 
-Guarantees: each piece of advice was tried with the very change that it names, and gives a feasible plan; `what_if` is that
-change as `echo2 plan --what-if` takes it. Leaves to others: whether it can be had.
+Guarantees: each piece of advice was tried with exactly the change it names, and gives a feasible plan; `what_if` is that
+change in the syntax of `echo2 plan --what-if`. Leaves to others: whether the change is possible.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Planner = Callable[[PlanQuestion], Plan]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change, in words and as a what-if, and what the plan would then cost."""
+    """A change, in words and as a what-if, with the price and utilisation of the resulting plan."""
 
     change: str
     what_if: str
@@ -33,7 +33,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One number changed by a factor: NAME=VALUE and in words."""
+    """One changed number: as NAME=VALUE and in words."""
 
     what_if: str
     words: str
@@ -43,7 +43,7 @@ Lever = Callable[[PlanQuestion, float], _Step | None]
 
 
 def advise(question: PlanQuestion, planned: Planner) -> tuple[Advice, ...]:
-    """The least factor of each lever that suffices alone, if any of `FACTORS` does; where none does, of pairs of them."""
+    """For each lever that suffices alone, the smallest of `FACTORS` that does. If none suffices, the same for pairs of levers."""
     levers = [_bound, _uplink, *(_more(offer.gpu) for offer in question.offers[:1] if offer.count), _cap, _train]
     alone = [one for lever in levers if (one := _least(question, (lever,), planned)) is not None]
     if alone:
@@ -52,7 +52,7 @@ def advise(question: PlanQuestion, planned: Planner) -> tuple[Advice, ...]:
 
 
 def _least(question: PlanQuestion, levers: tuple[Lever, ...], planned: Planner) -> Advice | None:
-    """Levers are monotone, so the factors are searched by halves."""
+    """The smallest factor, applied to all `levers`, that gives a feasible plan. Bisection, because levers are monotone."""
     low, high = 0, len(FACTORS)
     best: Advice | None = None
     while low < high:

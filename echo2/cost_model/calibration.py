@@ -1,10 +1,10 @@
 """Online estimates from telemetry, robust against outliers, with their uncertainty.
 
-Each estimator keeps a bounded window; the median and the median absolute deviation (MAD) stand for centre and spread,
-so one frozen machine or one mistaken clock moves nothing. A prior counts as `PRIOR_WEIGHT` observations and fades.
-Guarantees: pure state, bounded memory; a value that is not finite or out of range raises `MalformedMessage` naming
-the field, and leaves the estimate as it was. Leaves to others: priors by GPU (catalogue), what is done with the
-numbers (planner).
+Each estimator keeps a bounded window and uses the median and the median absolute deviation (MAD) as centre and spread,
+so one frozen machine or one wrong clock does not move the estimate. A prior counts as `PRIOR_WEIGHT` observations, so
+its weight fades. Guarantees: pure state, bounded memory; a value that is not finite or out of range raises
+`MalformedMessage` naming the field, and leaves the estimate unchanged. Leaves to others: priors by GPU (catalogue), use
+of the numbers (planner).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echo2.base.errors import MalformedMessage
 WINDOW = 31
 PRIOR_WEIGHT = 2.0
 MAD_TO_SIGMA = 1.4826
-MEDIAN_EFFICIENCY = 1.2533  # standard error of a median over that of a mean, for a normal
+MEDIAN_EFFICIENCY = 1.2533  # standard error of a median over that of a mean, for a normal distribution
 PRIOR_SPREAD = 0.5
 DELTA_GROWTH_PRIOR = 0.75
 DELTA_PERIODS_MAX = 64
@@ -27,7 +27,7 @@ DELTA_PERIODS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """`value` plus or minus `error` (one standard error of the centre); `spread` is that of single observations."""
+    """`value` plus or minus `error` (one standard error of the centre); `spread`: standard deviation of one observation."""
 
     value: float
     error: float
@@ -36,7 +36,7 @@ class Estimate:
 
 
 def checked_observation(field_name: str, value: float, least: float = 0.0) -> float:
-    """`value`, or `MalformedMessage` naming the field, the value and the range."""
+    """Returns `value`, or raises `MalformedMessage` naming the field, the value and the range."""
     if not (math.isfinite(value) and value >= least):
         raise MalformedMessage(f"telemetry {field_name}: expected a finite number of at least {least:g}, got {value}")
     return value
@@ -44,8 +44,7 @@ def checked_observation(field_name: str, value: float, least: float = 0.0) -> fl
 
 @dataclass(slots=True)
 class RobustEstimator:
-    """One quantity. The newest `window` observations count; those older than `age_max_s` are forgotten while newer ones
-    exist."""
+    """Estimates one quantity from the newest `window` observations. Drops those older than `age_max_s`, except the last."""
 
     field_name: str
     prior: float | None = None
@@ -54,7 +53,7 @@ class RobustEstimator:
     _seen: deque[tuple[float, float]] = field(default_factory=deque)
 
     def observe(self, value: float, now: float) -> None:
-        """Takes one measurement."""
+        """Adds one measurement."""
         self._seen.append((now, checked_observation(self.field_name, value)))
         while len(self._seen) > self.window:
             self._seen.popleft()
@@ -66,7 +65,7 @@ class RobustEstimator:
         return bool(self._seen)
 
     def estimate(self) -> Estimate | None:
-        """None without a prior or an observation."""
+        """The current estimate; None if there is neither a prior nor an observation."""
         if not self._seen:
             if self.prior is None:
                 return None
@@ -84,20 +83,20 @@ class RobustEstimator:
         return Estimate(value, error, spread, count)
 
     def value_or(self, default: float) -> float:
-        """The estimate's value, or `default` without one."""
+        """The estimate's value, or `default` if there is none."""
         found = self.estimate()
         return default if found is None else found.value
 
 
 @dataclass(slots=True)
 class DeltaSizeEstimator:
-    """Artifact bytes by the steps they cover; the growth exponent is fitted once two periods have been seen."""
+    """Artifact bytes as a function of the steps covered; fits the growth exponent once two periods have been observed."""
 
     prior_bytes: float | None = None
     _by_steps: dict[int, RobustEstimator] = field(default_factory=dict)
 
     def observe(self, artifact_bytes: float, steps: int, now: float) -> None:
-        """Takes the size of a version that covers `steps` steps since its parent."""
+        """Adds the size of a version that covers `steps` steps since its parent."""
         if not 1 <= steps <= DELTA_PERIODS_MAX:
             raise MalformedMessage(f"telemetry delta steps: expected 1 to {DELTA_PERIODS_MAX}, got {steps}")
         checked_observation("artifact_bytes", artifact_bytes)
@@ -117,7 +116,8 @@ class DeltaSizeEstimator:
         return min(1.0, max(0.0, slope))
 
     def at(self, steps: int) -> Estimate | None:
-        """Bytes of a version that covers `steps`, from the nearest period measured."""
+        """Estimated bytes of a version that covers `steps` steps, scaled from the nearest measured period; None without
+        a measurement or prior."""
         if not self._by_steps:
             if self.prior_bytes is None:
                 return None

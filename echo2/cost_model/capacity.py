@@ -1,4 +1,4 @@
-"""The capacity model: when is the learner never starved, and how busy is it when it is?
+"""The capacity model: when does the learner never wait for rollouts, and how busy is it otherwise?
 
 Symbols, as in docs/capacity-model.md: S staleness bound, kappa publication period (steps), T_train seconds per step,
 T_bcast seconds from publication until the pool holds a version, L_roll seconds of the longest rollout worth waiting
@@ -11,8 +11,8 @@ for, R rollouts per step, mu_pool rollouts per second of the pool.
     (5) utilisation           of a learner that waits for (3): the slowest cycle of the step recurrence
 
 (1), (4) and the default kappa = S - 1 come from the ECHO-2 paper; (2), (3) and (5) are derived in the docs page.
-Guarantees: pure functions, exact for a fluid (rollouts without grain). Leaves to others: where the numbers come from
-(calibration), which pool to rent (planner), rollouts with grain and queues (fluid, the simulator).
+Guarantees: pure functions, exact for a fluid model (rollouts infinitely divisible). Leaves to others: the source of the
+numbers (calibration), which pool to rent (planner), whole rollouts, groups and queues (rehearsal, the simulator).
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from dataclasses import dataclass
 
 
 def default_kappa(staleness_bound: int) -> int:
-    """The paper's default: as rare as the bound allows with one step to spare."""
+    """The paper's default: as rarely as the staleness bound allows with one step to spare."""
     return max(1, staleness_bound - 1)
 
 
 def broadcast_budget_s(kappa: int, train_s: float) -> float:
-    """The second half of relation (2): a version must be through before the next one is published."""
+    """Right side of the second half of relation (2): a broadcast must finish before the next version is published."""
     return kappa * train_s
 
 
 def staleness_budget_s(staleness_bound: int, kappa: int, train_s: float) -> float:
-    """The right side of relation (3)."""
+    """The right side of relation (3), in seconds."""
     return (staleness_bound - kappa + 1) * train_s
 
 
 def staleness_use_s(broadcast_s: float, rollout_s: float, rollouts_per_step: float, throughput: float) -> float:
-    """The left side of relation (3)."""
+    """The left side of relation (3), in seconds; infinite if the pool has no throughput."""
     return broadcast_s + rollout_s + (rollouts_per_step / throughput if throughput > 0 else math.inf)
 
 
 def utilisation_stalled(
     rollouts_per_step: float, train_s: float, kappa: int, broadcast_s: float, throughput: float
 ) -> float:
-    """Relation (4)."""
+    """Utilisation with stalled download: relation (4)."""
     if throughput <= 0:
         return 0.0
     period_s = kappa * train_s
@@ -52,17 +52,17 @@ def utilisation_stalled(
 
 
 def utilisation_of_throughput(rollouts_per_step: float, train_s: float, throughput: float) -> float:
-    """How busy the learner is when only the pool's rate limits it."""
+    """Utilisation if only the pool's rate limits the learner."""
     return min(1.0, throughput * train_s / rollouts_per_step)
 
 
 def utilisation_of_staleness(staleness_bound: int, kappa: int, train_s: float, use_s: float) -> float:
-    """Relation (5), of `use_s` = left side of (3).
+    """Utilisation limited by staleness: relation (5). `use_s`: the left side of (3).
 
     Version v = j*kappa is published when step v - 1 ends, and unlocks step v + m, m = S - kappa + 1, which therefore
     starts at least T_train + `use_s` after step v - 1 did. All other steps take T_train. From the unlocked step to the
-    next one that ends in a publication r more pass, so one turn of that cycle is m + 1 + r steps and lasts
-    use_s + (r + 1)*T_train when (3) fails.
+    next one that ends in a publication r more pass, so one such cycle is m + 1 + r steps and lasts
+    use_s + (r + 1)*T_train if (3) is violated.
     """
     if math.isinf(use_s):
         return 0.0
@@ -74,10 +74,10 @@ def utilisation_of_staleness(staleness_bound: int, kappa: int, train_s: float, u
 
 @dataclass(frozen=True, slots=True)
 class OperatingPoint:
-    """One choice of kappa and pool, as the relations see it.
+    """The relations' inputs for one choice of kappa and pool.
 
-    transfer_s: how long one version occupies the links; latency_s: encoding, round trips and applying on top of it,
-    which the next version does not wait for. T_bcast is their sum.
+    transfer_s: how long one version occupies the links. latency_s: encoding, round trips and applying on top of that;
+    the next version does not wait for them. T_bcast is the sum of both.
     """
 
     staleness_bound: int
@@ -103,9 +103,9 @@ class OperatingPoint:
 
 
 def utilisation_background(point: OperatingPoint) -> float:
-    """The least of what rate, links and staleness allow, with download in the background.
+    """Utilisation with background download: the least of what rate, links and staleness allow.
 
-    In closed form while each version is through before the next is published, else by the step recurrence.
+    Uses the closed form if each broadcast finishes before the next version is published, else the step recurrence.
     """
     rate = utilisation_of_throughput(point.rollouts_per_step, point.train_s, point.throughput)
     if rate == 0.0:
@@ -116,13 +116,13 @@ def utilisation_background(point: OperatingPoint) -> float:
 
 
 def utilisation_of_steps(point: OperatingPoint, steps: int = 120) -> float:
-    """The recurrence of step starts itself, for any transfer time; (5) is its cycle mean while transfers fit.
+    """Utilisation from the recurrence of step start times, for any transfer time; (5) is its cycle mean if transfers fit.
 
-    Links carry one version at a time and then take the newest published. Step c waits for the version c - S, or the
-    first newer one, to be live, then for L_roll and for R rollouts at the pool's rate. Measured over the later half.
+    The links carry one version at a time, then the newest one published. Step c waits until version c - S, or the
+    first newer one, is live, then for L_roll and for R rollouts at the pool's rate. Measured over the second half.
     """
     train_s, batch_s = point.train_s, point.rollouts_per_step / point.throughput
-    published: list[tuple[int, float]] = [(0, 0.0)]  # version, when
+    published: list[tuple[int, float]] = [(0, 0.0)]  # (version, time published)
     live: list[tuple[int, float]] = [(0, point.latency_s)]
     link_free_s, ready_s, start_s, needed = 0.0, 0.0, 0.0, 0
     starts: list[float] = []
@@ -140,6 +140,6 @@ def utilisation_of_steps(point: OperatingPoint, steps: int = 120) -> float:
         starts.append(start_s)
         if (step + 1) % point.kappa == 0:
             published.append((step + 1, start_s + train_s))
-    # Whole cycles: lcm-free, by a window that is a multiple of every kappa's cycle to within one step.
+    # Nearly whole cycles: by default the window is 60 steps less one, to within one step a multiple of most small kappas.
     half = steps // 2
     return min(1.0, (steps - 1 - half) * train_s / (starts[-1] - starts[half]))

@@ -1,7 +1,7 @@
-"""Priors by GPU type: what a worker is taken to do until it has been measured.
+"""Priors by GPU type: the assumed performance of a worker until it has been measured.
 
-Guarantees: an unknown GPU or field, or a number out of range, raises `ConfigError` naming it. Leaves to others: the
-file (`gpus.toml` beside this module, or the user's), measuring (calibration).
+Guarantees: an unknown GPU or field, or a number out of range, raises `ConfigError` naming it. Leaves to others: reading
+the file (`gpus.toml` beside this module, or the user's), measuring (calibration).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from echo2.cost_model.snapshot import checked_positive
 TRAIN_FLOPS_SHARE = 0.35
 GPUS_PER_WORKER = (1, 2, 4, 8, 16)
 CPU = "cpu"
-"""The kind of machine on which the embedded engine generates."""
+"""The kind for machines on which the embedded engine generates."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuType:
-    """One type, by its data sheet. `train_tflops`: dense bf16."""
+    """One GPU type, from its data sheet. `train_tflops`: dense bf16."""
 
     name: str
     memory_gib: float
@@ -52,8 +52,8 @@ class GpuType:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPrior:
-    """What a worker of `gpu_count` GPUs is taken to do. `tokens_per_s`: sampled, with all slots at work; `prefill_tokens_per_s`:
-    read, with nothing sampled beside. `fit`: how the model goes on it."""
+    """Assumed performance of a worker with `gpu_count` GPUs. `tokens_per_s`: decode rate with all slots busy;
+    `prefill_tokens_per_s`: prefill rate while nothing is decoded. `fit`: how the model fits on it."""
 
     gpu_count: int
     slots: int
@@ -67,7 +67,7 @@ class WorkerPrior:
 
 
 def parse_catalogue(tables: Mapping[str, object]) -> dict[str, GpuType]:
-    """GPUs from the TOML file's tables."""
+    """Parses the GPU types of the TOML file."""
     found: dict[str, GpuType] = {}
     wanted = {one.name for one in fields(GpuType)} - {"name"}
     for name, table in tables.items():
@@ -84,7 +84,7 @@ def parse_catalogue(tables: Mapping[str, object]) -> dict[str, GpuType]:
 
 
 def gpu_of(catalogue: Mapping[str, GpuType], name: str) -> GpuType:
-    """The GPU called `name`."""
+    """The GPU type called `name`; raises ConfigError if the catalogue has none."""
     if name not in catalogue:
         raise ConfigError(f"gpu: expected one of {', '.join(sorted(catalogue))}, got {name!r}")
     return catalogue[name]
@@ -93,10 +93,10 @@ def gpu_of(catalogue: Mapping[str, GpuType], name: str) -> GpuType:
 def worker_prior(
     gpu: GpuType, size: ModelSize, run: RunLengths, tokens_each: float = 0.0, gpu_count: int = 0
 ) -> WorkerPrior:
-    """A worker of `gpu_count` GPUs, as it would use them itself; 0: of the number with the most tokens/s for its price, the
-    least of equals. ResourceError where the model does not fit.
+    """The prior of a worker with `gpu_count` GPUs, laid out as the worker would; 0: the count with the most tokens/s per GPU,
+    the smallest of equals. Raises ResourceError if the model does not fit.
 
-    tokens_each: in the cache of a sequence on average; 0: half of the longest.
+    tokens_each: average cached tokens per sequence; 0: half of the longest.
     """
     if gpu.name == CPU:
         return _prior(gpu, 1, size, cpu_fit(size, gpu.memory_bytes, run), tokens_each, run.quantisation)
@@ -115,7 +115,7 @@ def worker_prior(
 def _prior(
     gpu: GpuType, gpu_count: int, size: ModelSize, fit: Fit, tokens_each: float, quantisation: Quantisation
 ) -> WorkerPrior:
-    """Tokens/s by the roofline."""
+    """Builds the prior from the roofline's rates."""
     speed = spread_speed(fit.tensor_parallel)
     held = tokens_each or fit.sequence_tokens / FILL
     sampled = fit.engine_count * tokens_per_s(gpu, size, fit.sequences, held, speed, quantisation)
@@ -124,7 +124,7 @@ def _prior(
 
 
 def parse_models(tables: Mapping[str, object]) -> dict[str, ModelSize]:
-    """Sizes of models by their name in lower case, from tables of transformers configs."""
+    """Parses model sizes from tables of transformers configs, by model name in lower case."""
     found = {}
     for name, table in tables.items():
         if not isinstance(table, Mapping):
@@ -134,11 +134,11 @@ def parse_models(tables: Mapping[str, object]) -> dict[str, ModelSize]:
 
 
 STEP_S_MIN = 0.1
-"""Launching a step's kernels and drawing its batch: some thousand launches of 10 us each, whatever their size; it is all that a
-small model's step takes."""
+"""Seconds to draw a batch and launch a step's kernels: thousands of launches of 10 us each, whatever their size. For a small model
+this is all the time a step takes."""
 
 
 def train_s_prior(gpu: GpuType, gpu_count: int, model_billions: float, tokens: float) -> float:
-    """Seconds of one optimiser step over `tokens` tokens: 6 FLOP a parameter and token at a usual efficiency, and what no
-    step takes less than."""
+    """Seconds of one optimiser step over `tokens` tokens: 6 FLOP per parameter and token at a typical efficiency, plus the
+    minimum time of any step."""
     return STEP_S_MIN + 6 * model_billions * 1e9 * tokens / (gpu_count * gpu.train_tflops * 1e12 * TRAIN_FLOPS_SHARE)

@@ -1,10 +1,10 @@
-"""Steps between two checkpoints: a function of what a checkpoint costs and of how long a step takes to train again. Pure.
+"""Steps between two checkpoints, from the cost of a checkpoint and the time to train a step again. Pure.
 
     n = sqrt(2 * C * M / (T * P)), at most REPLAY_S / T and STEPS_MAX, at least 1
 
-C: seconds that a checkpoint keeps the learner; T: seconds of training a step again; P: seconds from one step to the next, waiting
-included; M: seconds between two kills. A second of the run then pays C / (n * P) for checkpoints and n * T / (2 * M) for steps that
-are trained again; their sum is smallest (Young 1974). docs/capacity-model.md has an example.
+C: seconds that a checkpoint blocks the learner; T: seconds to train a step again; P: seconds from one step to the next, including
+waiting; M: seconds between two kills. Each second of the run then spends C / (n * P) on checkpoints and n * T / (2 * M) on
+retraining; this n minimises the sum (Young 1974). docs/capacity-model.md has an example.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 import math
 
 KILLED_EVERY_S = 86_400.0
-"""An assumption: a learner is killed once a day. Four times as often would halve the interval."""
+"""Assumed time between two kills of a learner: a day. Four times as often would halve the interval."""
 REPLAY_S = 900.0
-"""A restart trains again for so long at most: workers' deliveries wait for it."""
+"""Most seconds that a restart spends on retraining, because workers' deliveries wait for it."""
 STEPS_MAX = 20
 CHECKPOINT_BYTES_PER_S = 5e9
-"""Of one GPU or CPU, into host memory that is not pinned: before the first one is measured."""
+"""Prior of the copy rate from one GPU or CPU into unpinned host memory, until the first checkpoint is measured."""
 
 
 def steps_between(checkpoint_s: float, train_s: float, step_s: float) -> int:
-    """`train_s` of a step without waiting, `step_s` with it."""
+    """The interval in steps. All times in seconds: `train_s` of a step without waiting, `step_s` with it."""
     if train_s <= 0.0:
         return STEPS_MAX
     cheapest = math.sqrt(2.0 * checkpoint_s * KILLED_EVERY_S / (train_s * max(train_s, step_s)))

@@ -1,7 +1,6 @@
-"""A fleet as columns of numbers, so that ten thousand workers are weighed in milliseconds.
+"""A fleet as numeric columns, so that ten thousand workers are evaluated in milliseconds.
 
-Guarantees: row i of every column is worker i of the snapshot; nothing here decides. Leaves to others: choosing
-(pool, planner).
+Guarantees: row i of every column is worker i of the snapshot. Leaves to others: choosing workers (pool, planner).
 """
 
 from __future__ import annotations
@@ -21,20 +20,18 @@ ALL_ROWS = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class FleetColumns:
-    """What does not depend on kappa. `rate` is discounted by the expected loss of spot machines."""
+    """The columns that do not depend on kappa. `rate` (rollouts/s) is discounted by the expected loss of spot machines."""
 
     rate: Floats
     price: Floats
     uplink: Floats
     downlink: Floats
-    latency_s: Floats  # encode + two hops of round trip + apply
-    tail_s: (
-        Floats  # of a group: a long rollout, after the turns before it where slots are fewer than the group's rollouts
-    )
+    latency_s: Floats  # encode + round trips of two hops + apply
+    tail_s: Floats  # of a group: one long rollout, plus earlier rounds if the worker has too few slots
     rollout_tail_s: Floats
     mean_s: Floats
     slots: npt.NDArray[np.int64]
-    longest_s: Floats  # infinite where not known
+    longest_s: Floats  # infinite if unknown
     swap_s: Floats
     is_available: Flags
     is_pinned: Flags
@@ -73,13 +70,13 @@ class FleetColumns:
 
 
 def availability(worker: WorkerEstimate, preemption_loss_s: float) -> float:
-    """The share of its rate that a worker keeps when each loss costs a join and the work since the last report."""
+    """The share of its rate that a worker keeps if each loss costs a join and the work since the last report."""
     return 1.0 / (1.0 + worker.hazard_per_hour * (worker.join_s + preemption_loss_s) / 3600.0)
 
 
 @dataclass(frozen=True, slots=True)
 class PeriodColumns:
-    """What depends on kappa: transfer times of one version, in seconds, efficiency applied."""
+    """The columns that depend on kappa: transfer times of one version, in seconds, with the efficiency applied."""
 
     kappa: int
     period_s: float
@@ -107,12 +104,12 @@ class PeriodColumns:
         )
 
     def swarm_s(self, count: int, uplinks: float) -> float:
-        """Third term of the fluid bound: `count` copies over all uplinks, the seed's included."""
+        """Third term of the fluid bound, in seconds: `count` copies over the sum of all uplinks, including the seed's."""
         return count * self.artifact_bytes / (uplinks * self.efficiency)
 
     def rate(self, columns: FleetColumns, transfer_s: Floats, download: DownloadMode, rows: Rows = ALL_ROWS) -> Floats:
-        """Rollouts/s of `rows` after the share of each period in which a worker stands still: swapping, or downloading
-        too. `transfer_s` is theirs."""
+        """Rollouts/s of `rows`, less the share of each period in which a worker pauses to swap (and to download, if downloads
+        stall it). `transfer_s`: the transfer times of these rows."""
         swap_s = columns.swap_s[rows]
         still_s = swap_s if download is DownloadMode.BACKGROUND else swap_s + transfer_s
         return columns.rate[rows] * np.maximum(0.0, 1.0 - still_s / self.period_s)

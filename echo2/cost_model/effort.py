@@ -1,11 +1,11 @@
-"""Where no pool keeps the relations and reaches the target: the period and pool that come nearest to it.
+"""Finds the period and pool nearest to the target if none satisfies the relations and reaches it.
 
-Guarantees: the objective is that of every plan: first as near to the target utilisation as can be, in steps of 1 %; then,
-where versions wait for the links, the shortest wait; then the least USD/h. Pools keep the price cap (beside pinned workers)
-and the providers' limits. Of a fleet of four or five every pool under every period is rehearsed, of a small one weighed by the
-relations, of a larger one prefixes by several orders; the most promising are rehearsed, then, from the best few, their
-neighbours: one worker more, fewer or other, the next period. Bounded work: at most `REHEARSALS_MAX`. Leaves to others: what keeps
-the relations (search, exhaustive).
+Guarantees: the objective is that of every plan: first as near to the target utilisation as possible, in steps of 1 %; then,
+if versions wait for the links, the shortest wait; then the least USD/h. Pools respect the price cap (apart from pinned
+workers) and the providers' limits. Bounded work: at most `REHEARSALS_MAX` rehearsals. How it searches: in a fleet of four or
+five it rehearses every pool under every period. In a small fleet it ranks all pools by the relations; in a larger one,
+prefixes of several orders. It rehearses the most promising, then climbs from the best few over their neighbours: one worker
+more, fewer or exchanged, or the next period. Leaves to others: pools that satisfy the relations (search, exhaustive).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from echo2.cost_model.search import Evaluation, Search
 from echo2.cost_model.snapshot import STALENESS_BOUND_MAX, DownloadMode
 
 STEP = 0.01
-"""Utilisations are told apart by steps of a hundredth of themselves: a rehearsal hardly knows them better."""
+"""Relative step in which utilisations are compared: a rehearsal is hardly more accurate."""
 QUEUE_SHARE = 0.97
-"""Of its utilisation that counts where versions wait for the links: they go out late and may be pushed in vain."""
+"""Share of the utilisation that counts if versions wait for the links: they go out late, and some pushes are wasted."""
 UTILISATION_LEAST = 1e-4
 REHEARSALS_MAX = 200
 STARTS = 6
@@ -37,18 +37,21 @@ LARGE_FLEET, HUGE_FLEET = 64, 500
 PICKS_PER_KAPPA = 4
 HALVINGS = 12
 GROWTH_MOST = 0.95
-PASSED_OVER_MAX = 50  # workers too dear for what is left of the cap
+PASSED_OVER_MAX = 50  # times that workers too expensive for the rest of the cap are skipped
 
 
 def steps_short(target: float, found: Evaluation) -> int:
-    """Steps of utilisation that `found` stays below the target; the first part of the objective."""
+    """How many steps of utilisation `found` stays below the target: the first part of the objective."""
     promised = found.utilisation * (1.0 if found.keeps_up else QUEUE_SHARE)
     return max(0, math.ceil(math.log(target / max(promised, UTILISATION_LEAST)) / STEP - 0.5))
 
 
 @dataclass(slots=True)
 class Efforts:
-    """One search for the best effort. `tried` by period and pool of like machines."""
+    """One search for the best effort.
+
+    tried: rehearsed evaluations by period and pool, where pools of identical machines count as one.
+    """
 
     search: Search
     period: Callable[[int], PeriodColumns]
@@ -56,7 +59,7 @@ class Efforts:
     rehearsals: int = 0
 
     def best(self, known: list[Evaluation]) -> Evaluation:
-        """The best of `known` (rehearsed before), the candidates and what lies around them."""
+        """The best of `known` (already rehearsed), the candidates and their neighbours."""
         for found in known:
             self.tried[self._sign(found)] = found
         is_large = len(self.search.columns) > LARGE_FLEET
@@ -69,7 +72,7 @@ class Efforts:
         return min((confirmed(self.search, one) for one in finalists), key=self._rank) if not is_large else finalists[0]
 
     def _climb(self, best: Evaluation, most: int) -> None:
-        """From neighbour to better neighbour."""
+        """Moves to the best neighbour until none is better or `most` rehearsals are spent."""
         while self.rehearsals < most:
             near = [self._rehearsed(one) for one in self._neighbours(best, most - self.rehearsals)]
             better = min(near, key=self._rank, default=best)
@@ -78,7 +81,7 @@ class Efforts:
             best = better
 
     def _rank(self, found: Evaluation) -> tuple[float, ...]:
-        """What is asked of a plan, in order; nobody at all only where there is nobody."""
+        """The objective, most important part first. An empty pool comes last."""
         short = steps_short(self.search.config.target_utilisation, found)
         is_idle = not found.chosen.any()
         queue = max(1.0, round(found.point.transfer_s / found.period_s, 2))
@@ -98,7 +101,7 @@ class Efforts:
 
     @property
     def _is_tiny(self) -> bool:
-        """Whether every pool under every period can be rehearsed: then nothing is left to chance."""
+        """Whether every pool under every period can be rehearsed."""
         free = int(np.count_nonzero(self.search.columns.is_available & ~self.search.is_must))
         return is_small(self.search) and len(self.search.config.kappas) << free <= REHEARSALS_MAX
 
@@ -109,12 +112,13 @@ class Efforts:
                 yield self.search.evaluate(self.period(kappa), pool)
 
     def _candidates(self, most: int) -> list[Evaluation]:
-        """By the closed form: each period's best, then the best of the rest, until `most`."""
+        """Up to `most` candidates by the closed form: each period's best, then the best of the rest. Adds the best pool that
+        contains each worker, in fleets of up to `LARGE_FLEET`."""
         pools = EveryPool.of(self.search).pools if is_small(self.search) else np.array(list(self._prefixes()))
         if not len(pools):
             pools = self.search.is_must[None, :]
         picked: list[tuple[float, float, int, int]] = []
-        with_worker: dict[int, tuple[float, int, int]] = {}  # the most that a pool with this worker promises
+        with_worker: dict[int, tuple[float, int, int]] = {}  # best pool with a worker: utilisation, kappa, row
         for kappa in self.search.config.kappas:
             promised, price = self._promised(pools, self.period(kappa))
             order = np.lexsort((price, -np.round(promised, 2)))
@@ -129,7 +133,8 @@ class Efforts:
         return found + [self.search.evaluate(self.period(kappa), pools[row]) for _, kappa, row in with_worker.values()]
 
     def _spread(self, pools: Flags, picked: list[tuple[float, float, int, int]], most: int) -> list[Evaluation]:
-        """Up to `PICKS_PER_KAPPA` of each period while there is room, best first; pools of like machines once."""
+        """Picks up to `most`, best first: one per period, then `PICKS_PER_KAPPA` per period, then any. Pools of identical
+        machines count once."""
         found: dict[tuple[float, ...], Evaluation] = {}
         of_kappa: dict[int, int] = {}
         thrifty = sorted(picked, key=lambda one: (-round(one[0], 2), one[1], one[2]))
@@ -147,11 +152,11 @@ class Efforts:
         return list(found.values())
 
     def _promised(self, pools: Flags, period: PeriodColumns) -> tuple[Floats, Floats]:
-        """Utilisation of each pool by the relations at a slower pace, with the pool's usual group; its price.
+        """Utilisation of each pool by the relations at a slower pace, with the pool's average group, and its price.
 
-        At tau seconds a step the links bear a version every j = max(kappa, X(j)/tau) steps, X(j) being its transfer, and
-        (2) and (3) hold where R/rate <= tau and X(j) + latency + L_roll + R/rate <= (S - j + 1)*tau. The least such tau, found
-        by halving, gives U = T_train/tau.
+        At tau seconds per step the links carry a version every j = max(kappa, X(j)/tau) steps, X(j) being its transfer time.
+        (2) and (3) then hold if R/rate <= tau and X(j) + latency + L_roll + R/rate <= (S - j + 1)*tau. Bisection finds the
+        least such tau, and U = T_train/tau.
         """
         columns, learner, config = self.search.columns, self.search.snapshot.learner, self.search.config
         is_stalled = config.download is DownloadMode.STALLED
@@ -180,7 +185,8 @@ class Efforts:
         return np.where(rate > 0, np.exp(-high), 0.0), pools @ columns.price
 
     def _prefixes(self) -> Iterator[Flags]:
-        """Of a larger fleet: the first so many by price a rate, by rate, by link; among all and among the quicker."""
+        """Pools of a larger fleet: the first workers by price per rate, by rate or by uplink, among all workers and among
+        those with the shortest delay."""
         columns = self.search.columns
         free = columns.is_available & ~self.search.is_must
         period = self.period(self.search.config.kappas[-1])
@@ -205,7 +211,7 @@ class Efforts:
                     yield chosen
 
     def _affordable(self, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`order` without the workers that would pass the price cap or their provider's limit when their turn comes."""
+        """Drops from `order` the workers that would exceed the price cap or their provider's limit at their turn."""
         search, columns = self.search, self.search.columns
         limits = [most for _, most in search.config.provider_workers_max]
         order = within_provider_limits(order, columns.provider, limits, search.is_must)
@@ -225,7 +231,8 @@ class Efforts:
     # ---- neighbours
 
     def _neighbours(self, found: Evaluation, most: int) -> list[Evaluation]:
-        """The next periods, then one worker fewer, more or other; the promising first, at most `most` that were not tried."""
+        """Untried neighbours, at most `most`, best utilisation first: the adjacent periods; one worker fewer, more or
+        exchanged."""
         search, made = self.search, []
         for kappa in (found.kappa - 1, found.kappa + 1):
             if kappa in search.config.kappas:
@@ -236,7 +243,7 @@ class Efforts:
         return sorted(fresh.values(), key=lambda one: -one.utilisation)[:most]
 
     def _changed(self, pool: Flags, row: int) -> list[Flags]:
-        """`pool` with worker `row` in it or no longer; in the place of each of the others where it may not come beside."""
+        """`pool` with worker `row` added or removed. If adding it breaks a limit: every allowed exchange with another worker."""
         chosen = pool.copy()
         chosen[row] = not chosen[row]
         if not chosen.any():

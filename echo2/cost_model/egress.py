@@ -1,8 +1,8 @@
-"""Plans where providers charge for traffic: what a worker sends depends on the period, so each is planned at its own prices.
+"""Plans if providers charge for traffic: what a worker sends depends on the period, so each period is planned at its own prices.
 
-A worker of a broadcast sends about one version a period to others (the weighted trees use all uplinks for N versions in all)
-and its rollouts, which are small beside it. Guarantees: pure; without a charge the plan is `plan`'s own. Leaves to others: what
-providers charge (offers).
+In a broadcast, a worker sends about one version per period to others (the weighted trees use all uplinks for N copies in total);
+its rollouts are small in comparison. Guarantees: pure; without a charge the plan is that of `plan`. Leaves to others: the
+providers' prices (offers).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ GIB = float(1 << 30)
 
 
 def sent_gib_per_hour(learner: LearnerEstimate, kappa: int) -> float:
-    """Of one worker: a version a period."""
+    """GiB that one worker sends per hour: one version per period."""
     return learner.artifact_bytes(kappa) / GIB * 3600 / (kappa * learner.train_s)
 
 
 def priced(snapshot: FleetSnapshot, kappa: int) -> FleetSnapshot:
-    """With each worker's traffic in its price."""
+    """The snapshot with each worker's traffic included in its price."""
     sent = sent_gib_per_hour(snapshot.learner, kappa)
     workers = (
         replace(one, price_usd_per_hour=one.price_usd_per_hour + sent * one.egress_usd_per_gib, egress_usd_per_gib=0.0)
@@ -36,7 +36,7 @@ def priced(snapshot: FleetSnapshot, kappa: int) -> FleetSnapshot:
 
 
 def plan_with_egress(snapshot: FleetSnapshot, config: PlanConfig) -> Plan:
-    """The best plan of all periods, by the order of every plan: feasible, near the target, least USD/h."""
+    """The best plan over all periods, in the order of every plan: feasible, nearest to the target, least USD/h."""
     if not _is_charged(snapshot):
         return plan(snapshot, config)
     plans = [plan(priced(snapshot, kappa), replace(config, fixed_kappa=kappa)) for kappa in config.kappas]
@@ -46,8 +46,7 @@ def plan_with_egress(snapshot: FleetSnapshot, config: PlanConfig) -> Plan:
 def next_plan_with_egress(
     snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None, predictor: BroadcastPredictor
 ) -> Plan:
-    """The plan of a run that goes on: traffic is priced at the period that is best with it, then planned as ever, with the same
-    patience."""
+    """The next plan of a running run: prices traffic at the best period, then plans as usual, with the usual hysteresis."""
     if not _is_charged(snapshot):
         return plan(snapshot, config, previous, predictor)
     best = plan_with_egress(snapshot, config)
@@ -55,7 +54,7 @@ def next_plan_with_egress(
 
 
 def egress_usd_per_hour(learner: LearnerEstimate, kappa: int, workers: Iterable[WorkerEstimate]) -> float:
-    """What traffic of these workers costs."""
+    """USD per hour for the traffic of these workers."""
     return sent_gib_per_hour(learner, kappa) * sum(one.egress_usd_per_gib for one in workers)
 
 
@@ -64,7 +63,7 @@ def _is_charged(snapshot: FleetSnapshot) -> bool:
 
 
 def _told(made: Plan, snapshot: FleetSnapshot, kappa: int = 0) -> Plan:
-    """With the share of its price that is traffic, as it was priced: at `kappa`; 0: at its own period."""
+    """The plan with `egress_usd_per_hour` filled in, priced at `kappa`; 0: at the plan's own period."""
     pool = set(made.pool)
     workers = (one for one in snapshot.workers if one.worker_id in pool)
     return replace(made, egress_usd_per_hour=egress_usd_per_hour(snapshot.learner, kappa or made.kappa, workers))

@@ -1,9 +1,9 @@
 """Every pool of a small fleet under every period, cheapest first.
 
-In a fleet of a dozen machines one more or less moves every term, so thresholds (search) may step over the one pool that
-does. Here nothing is stepped over: all subsets are weighed at once. Guarantees: every pool that keeps the relations, the
-price cap and the providers' limits is told, in order of its USD/h; another machine only adds pools.
-Leaves to others: what a rehearsal says of them (planner), the arithmetic of one pool (search).
+In a fleet of a dozen machines, one more or less changes every term, so the thresholds of `search` may miss the only pool
+that works. Here all subsets are evaluated at once and none is missed. Guarantees: yields every pool that satisfies the
+relations, the price cap and the providers' limits, in order of USD/h; another machine only adds pools.
+Leaves to others: rehearsing the pools (planner), the arithmetic of one pool (search).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from echo2.cost_model.columns import Flags, Floats, PeriodColumns
 from echo2.cost_model.pool import TOLERANCE
 from echo2.cost_model.search import Evaluation, Search
 
-SLACK = 1 + 10 * TOLERANCE  # the sieve is a little wider than the relations, which have the last word
+SLACK = 1 + 10 * TOLERANCE  # the sieve is slightly wider than the relations, which are checked afterwards
 
 
 def is_small(search: Search) -> bool:
-    """Whether all subsets of the workers that may be chosen are few enough to be weighed."""
+    """Whether few enough workers are free to choose that all subsets can be evaluated."""
     free = search.columns.is_available & ~search.is_must
     return int(np.count_nonzero(free)) <= search.config.exhaustive_workers_max
 
 
 def pools_in_order(search: Search, period: Callable[[int], PeriodColumns]) -> Iterator[Evaluation]:
-    """Pools that keep every relation: cheapest first, then more slack, then more versions."""
+    """Yields the pools that satisfy every relation: cheapest first, then larger slack, then shorter period."""
     every = EveryPool.of(search)
     sieved = [every.sieved(period(kappa)) for kappa in search.config.kappas]
     rows, costs, slacks = (np.concatenate(parts) for parts in zip(*sieved, strict=True))
@@ -40,7 +40,7 @@ def pools_in_order(search: Search, period: Callable[[int], PeriodColumns]) -> It
 
 @dataclass(frozen=True, slots=True)
 class EveryPool:
-    """Row i of `pools` is one subset; those over the price cap or a provider's limit are not among them."""
+    """All subsets within the price cap and the providers' limits. Row i of `pools` is one subset; `price[i]`: its USD/h."""
 
     search: Search
     pools: Flags
@@ -61,7 +61,7 @@ class EveryPool:
         return cls(search, pools, price)
 
     def sieved(self, period: PeriodColumns) -> tuple[Floats, Floats, Floats]:
-        """Of the pools that keep the relations for this period: row, USD/h, least slack."""
+        """The pools that satisfy the relations for this period, as three arrays: row, USD/h, least slack."""
         columns, learner, need = self.search.columns, self.search.snapshot.learner, self.search.rate_needed
         rows = np.flatnonzero(self.pools @ columns.rate * SLACK >= need)
         pools = self.pools[rows]

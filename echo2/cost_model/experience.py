@@ -1,11 +1,10 @@
-"""What machines of each kind were like in earlier runs: how fast, how often lost, how long until they worked.
+"""What earlier runs learned about each kind of machine: speed, preemptions, time until the first rollout.
 
-One record is what one run saw of one kind at one provider, spot or not. Rates are kept as delivered over predicted tokens/s
-(roofline), so that they hold for other models and lengths. Guarantees: pure; what lies outside what a data sheet allows is refused
-where a record is made; however many workers a run has, it counts as `MACHINES_OF_A_RUN` at most, and of three runs
-or more one that is far from the others' median is left out. So neither a worker nor a run that lies about its kind moves a
-belief by more than its share. Leaves to others: the file (coordinator/runtime/experience_file), what a run has seen
-(coordinator/sightings).
+One record covers one kind at one provider in one run, spot or not. Rates are stored as delivered over predicted tokens/s
+(roofline), so that they carry over to other models and lengths. Guarantees: pure; a record refuses values beyond what a data
+sheet allows; a run counts as at most `MACHINES_OF_A_RUN` machines, however many workers it has; with three or more runs, a run
+far from the median of all is left out. So a worker or a run that lies about its kind moves a belief by no more than its share.
+Leaves to others: the file (coordinator/runtime/experience_file), what a run observed (coordinator/sightings).
 """
 
 from __future__ import annotations
@@ -21,17 +20,18 @@ from echo2.cost_model.rates import Belief, belief
 from echo2.cost_model.roofline import BANDWIDTH_SHARE
 
 JOIN_S = 300.0
-"""From renting a machine to its first rollout (image, model, first weights), until it has been measured."""
+"""Prior of the seconds from renting a machine to its first rollout (image, model, first weights)."""
 SPOT_HAZARD_PER_HOUR = 0.05
-"""Losses of a spot machine, until they have been counted."""
+"""Prior of a spot machine's preemptions per hour."""
 PRIOR_HOURS, PRIOR_JOINS = 20.0, 2.0
-"""What the priors weigh: so many hours watched, so many joins timed."""
+"""Weights of the two priors above, in hours watched and in joins timed."""
 RATIO_LEAST, RATIO_MOST = 0.02, 1.0 / BANDWIDTH_SHARE
-"""Delivered over predicted: more would pass the data sheet's bandwidth, so the machine is not of that kind."""
+"""Allowed range of delivered over predicted tokens/s: more would exceed the data sheet's bandwidth, so the machine cannot be of
+that kind."""
 APART = 1.5
-"""Machines of a kind differ by less; of several, whatever is further from their median is left out."""
+"""Machines of a kind differ by less than this factor; ratios further from the median are left out."""
 CLAIMS_LEAST = 3
-"""So many workers that name their kind themselves must agree before it counts; of a machine rented by the run one is enough."""
+"""Workers that state their own kind count only if this many agree; one machine that the run itself rented is enough."""
 MACHINES_OF_A_RUN = 8
 RUNS_TO_COMPARE = 3
 HOURS_OF_A_RUN, JOINS_OF_A_RUN = 500.0, 32
@@ -42,8 +42,8 @@ AGE_MOST_S = 365 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class KindRecord:
-    """`ratios`: one a machine. `hours`: that machines were there, in which `losses` were lost. `joins_s`: from renting to the
-    first rollout."""
+    """What one run observed of one kind. `ratios`: one per machine. `hours`: machine hours, in which `losses` machines were lost.
+    `joins_s`: seconds from renting to the first rollout, one per join. Raises ConfigError for a value out of range."""
 
     run_id: str
     kind: str
@@ -79,10 +79,11 @@ class KindRecord:
 
 
 def agreed_ratios(claimed: Iterable[float], certain: Iterable[float]) -> tuple[float, ...]:
-    """One run's ratios that count, of machines of a kind: `certain` were rented by the run itself, `claimed` say what they are.
+    """Selects which ratios of one run and kind count. `certain`: from machines that the run itself rented; `claimed`: from
+    workers that stated their own kind.
 
-    Impossible ones are left out, then those far from the median, which is that of the certain ones where there are any;
-    claims alone count from `CLAIMS_LEAST` on. Of more than `MACHINES_OF_A_RUN`, even quantiles.
+    Leaves out impossible ratios, then those far from the median (of the certain ones, if there are any). Claims alone count
+    only if there are at least `CLAIMS_LEAST`. Reduces more than `MACHINES_OF_A_RUN` ratios to even quantiles.
     """
     sure = [one for one in certain if RATIO_LEAST <= one <= RATIO_MOST]
     said = [one for one in claimed if RATIO_LEAST <= one <= RATIO_MOST]
@@ -96,7 +97,7 @@ def agreed_ratios(claimed: Iterable[float], certain: Iterable[float]) -> tuple[f
 
 
 def merged(known: Iterable[KindRecord], more: Iterable[KindRecord], most: int) -> tuple[KindRecord, ...]:
-    """Both, newest last, at most `most`: of two of the same run and kind the one that has watched longer."""
+    """Merges both, newest last, and keeps the newest `most`. Of two records with the same key, keeps the one with more hours."""
     found: dict[tuple[str, str, str, bool], KindRecord] = {}
     for one in (*known, *more):
         old = found.get(one.key)
@@ -107,18 +108,18 @@ def merged(known: Iterable[KindRecord], more: Iterable[KindRecord], most: int) -
 
 @dataclass(frozen=True)
 class Experience:
-    """All that is known of earlier runs."""
+    """The records of all earlier runs."""
 
     records: tuple[KindRecord, ...] = ()
 
     @classmethod
     def of(cls, records: Iterable[KindRecord], now_unix_s: float) -> Experience:
-        """Without those that are too old."""
+        """The experience of `records` no older than `AGE_MOST_S`."""
         return cls(tuple(one for one in records if now_unix_s - one.unix_s <= AGE_MOST_S))
 
     @cached_property
     def ratios(self) -> Mapping[str, tuple[float, ...]]:
-        """By kind, one a machine."""
+        """The ratios that count, by kind, one per machine."""
         by_kind: dict[str, dict[str, list[float]]] = {}
         for one in self.records:
             by_kind.setdefault(one.kind, {}).setdefault(one.run_id, []).extend(one.ratios)
@@ -139,7 +140,7 @@ class Experience:
         return {}
 
     def hazard_per_hour(self, provider: str, kind: str, is_spot: bool) -> float:
-        """Losses an hour: counted at this provider of this kind; that of all machines so rented stands for what was not."""
+        """Expected losses per hour of this kind at this provider. Its prior is the rate of all spot (or all non-spot) machines."""
         rented = (provider, kind, is_spot)
         if rented not in self._hazards:
             self._hazards[rented] = self._hazard(*rented)
@@ -155,7 +156,8 @@ class Experience:
         return min(rate, HAZARD_MOST_PER_HOUR)
 
     def join_s(self, provider: str, kind: str, is_spot: bool) -> float:
-        """From renting to the first rollout: of this kind at this provider, else at this provider, else the prior."""
+        """Expected seconds from renting to the first rollout: the prior, updated by all joins at this provider, then by those of
+        this kind."""
         at_provider = [one for one in self.records if one.provider.lower() == provider.lower()]
         own = [one for one in at_provider if (one.kind, one.is_spot) == (kind, is_spot)]
         found = JOIN_S
@@ -173,7 +175,7 @@ NO_EXPERIENCE = Experience()
 
 
 def _of_runs(runs: list[list[float]]) -> tuple[float, ...]:
-    """Each run's share; of three or more, without those whose median is far from that of all."""
+    """All runs' ratios, each run reduced to its share; with three or more runs, without those far from the median run."""
     if len(runs) >= RUNS_TO_COMPARE:
         centre = median(median(one) for one in runs)
         runs = [one for one in runs if centre / APART <= median(one) <= centre * APART]
@@ -181,7 +183,7 @@ def _of_runs(runs: list[list[float]]) -> tuple[float, ...]:
 
 
 def _share_of_a_run(ratios: list[float]) -> tuple[float, ...]:
-    """Even quantiles, where there are more."""
+    """The ratios, ascending; even quantiles if there are more than `MACHINES_OF_A_RUN`."""
     rising, most = sorted(ratios), MACHINES_OF_A_RUN
     if len(rising) <= most:
         return tuple(rising)

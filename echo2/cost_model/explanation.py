@@ -1,6 +1,6 @@
-"""From an evaluation to a plan: terms, the binding one, the cap, the reason, and what would mend what is broken.
+"""Turns an evaluation into a plan: its terms, the binding one, the cap, the reason, and a remedy for each violated term.
 
-Guarantees: every number in a text is computed from the evaluation. Leaves to others: choosing.
+Guarantees: every number in a text is computed from the evaluation. Leaves to others: choosing the pool.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IN_FLIGHT_HEADROOM = 1.1
 
 @dataclass(frozen=True, slots=True)
 class PlanFacts:
-    """What a plan is told about."""
+    """What a plan's texts are computed from, besides the evaluation."""
 
     snapshot: FleetSnapshot
     config: PlanConfig
@@ -30,10 +30,10 @@ class PlanFacts:
 
 
 def in_flight_cap(evaluation: Evaluation, rollouts_per_group: int) -> int:
-    """Rollouts offered and not yet trained: enough to hide the tail, few enough that none grows too old.
+    """Cap on rollouts offered and not yet trained on: enough to hide the tail, few enough that none grows too old.
 
-    By Little's law R/T_train rollouts a second that stay L_roll need R*L_roll/T_train in flight, and up to R more wait
-    for their batch. Beyond R*(S + 1) nothing can be admissible when its turn comes.
+    By Little's law, R/T_train rollouts per second that each take L_roll need R*L_roll/T_train in flight, and up to R more
+    wait for their batch. Beyond R*(S + 1), a rollout would be too stale by the time it is trained on.
     """
     point = evaluation.point
     batch = point.rollouts_per_step
@@ -43,7 +43,7 @@ def in_flight_cap(evaluation: Evaluation, rollouts_per_group: int) -> int:
 
 
 def plan_of(facts: PlanFacts, found: Evaluation, over_provisioned_since_s: float | None, why: str) -> Plan:
-    """The plan that `found` makes."""
+    """Builds the plan for the evaluation `found`; `why` begins its reason."""
     snapshot = facts.snapshot
     learner, workers = snapshot.learner, snapshot.workers
     rows = np.flatnonzero(found.chosen).tolist()
@@ -130,7 +130,7 @@ def _staleness(facts: PlanFacts, found: Evaluation) -> Term:
 
 
 def _staleness_remedy(found: Evaluation) -> str:
-    """The three numbers that could change, with what each would have to be; only those that suffice alone."""
+    """Each single number whose change would satisfy (3) on its own, with the value it needs."""
     point = found.point
     over_s = point.staleness_use_s - point.staleness_budget_s
     if math.isinf(over_s):

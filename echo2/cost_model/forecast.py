@@ -1,6 +1,6 @@
-"""What a period and a pool promise: the evaluation with the utilisation that a rehearsal of it reaches.
+"""Replaces an evaluation's closed-form utilisation by that of a rehearsal.
 
-Guarantees: pure; one rehearsal for each evaluation that has none yet. Leaves to others: which pools to look at.
+Guarantees: pure; at most one rehearsal per evaluation in `refined`. Leaves to others: which pools to evaluate.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ TAKES, LONGER_STEPS = 3, 80
 
 
 def refined(search: Search, found: Evaluation) -> Evaluation:
-    """`found` with its utilisation by rehearsal, which knows groups, slots, the lengths' distribution and the cap.
+    """`found` with its utilisation from a rehearsal, which models groups, slots, the distribution of lengths and the cap.
 
-    Where many groups a step average chance out and the relations hold even for the longest rollout, a rehearsal could
-    only say the same as the closed form.
+    Skips the rehearsal if many groups per step average chance out and the relations hold even for the longest rollout:
+    it would then only confirm the closed form.
     """
     point = found.point
     if found.is_refined or not found.chosen.any():
@@ -36,8 +36,8 @@ def refined(search: Search, found: Evaluation) -> Evaluation:
 
 
 def confirmed(search: Search, found: Evaluation) -> Evaluation:
-    """`found`, rehearsed already, with the mean of that and `TAKES` longer rehearsals: a choice among many takes whichever was
-    lucky, and is disappointed."""
+    """`found`, already rehearsed, with the mean utilisation of that and of `TAKES` longer rehearsals. The best of many rehearsed
+    pools is partly just the luckiest; more rehearsals correct for that."""
     if not found.chosen.any():
         return found
     told = rehearsal_of(search, found)
@@ -46,7 +46,7 @@ def confirmed(search: Search, found: Evaluation) -> Evaluation:
 
 
 def rehearsal_of(search: Search, found: Evaluation) -> Rehearsal:
-    """The run that `found` would be. A worker's slots are those that its rate fills (Little's law)."""
+    """The run to rehearse for `found`. A worker's slots are those that its rate keeps full (Little's law)."""
     columns, learner, point = search.columns, search.snapshot.learner, found.point
     rows = np.flatnonzero(found.chosen)
     slots = columns.slots[rows]
@@ -70,7 +70,7 @@ def rehearsal_of(search: Search, found: Evaluation) -> Rehearsal:
 
 
 def _shape(search: Search, found: Evaluation) -> tuple[float, float, float]:
-    """Mean, 95th percentile and longest of a rollout, over the pool by rate."""
+    """Mean, 95th percentile and maximum rollout time in seconds, averaged over the pool, weighted by rate."""
     columns, rows = search.columns, np.flatnonzero(found.chosen)
     shares = columns.rate[rows] / columns.rate[rows].sum()
     means, tails, longest = columns.mean_s[rows], columns.rollout_tail_s[rows], columns.longest_s[rows]

@@ -1,7 +1,7 @@
-"""Which kind of the catalogue a machine is, by the name that its driver or its provider gives it.
+"""Maps a machine's GPU name to a kind of the catalogue.
 
-A worker tells its driver's words (`2 x NVIDIA GeForce RTX 4090`), a provider its own (`RTX4090`). Guarantees: pure; a name
-that fits no kind, or kinds of several sizes without telling which, gives the empty kind. Leaves to others: what a kind does.
+A worker reports the driver's name (`2 x NVIDIA GeForce RTX 4090`), a provider its own (`RTX4090`). Guarantees: pure; a name
+that matches no kind, or several sizes of a kind without saying which, gives the empty kind. Leaves to others: what a kind can do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection
 from functools import lru_cache
 
 MEMORY_TOLERANCE = 0.15
-"""Between the memory that a name tells and that of the kind's own name."""
+"""Largest relative difference between the memory size in a machine's name and the one in the kind's name."""
 _COUNT = re.compile(r"^(\d{1,3}) x (.+)$")
 _MEMORY = re.compile(r"^(\d+)gi?b?$")
 _TRADE_WORDS = frozenset(("nvidia", "geforce", "tesla", "generation", "gpu", "pcie"))
@@ -19,7 +19,7 @@ _SOCKET_OR_MEMORY = re.compile(r"^(sxm|hbm)\d?e?$")
 
 
 def kind_of_name(text: str, kinds: Collection[str]) -> tuple[str, int]:
-    """The kind and how many of it; an empty kind where none fits or the machine holds several."""
+    """Returns the kind and the GPU count; an empty kind if none matches or the machine has GPUs of several kinds."""
     return _kind_of_name(text, tuple(kinds))
 
 
@@ -40,6 +40,6 @@ def _kind_of_name(text: str, kinds: tuple[str, ...]) -> tuple[str, int]:
 
 
 def _size_of(kind: str) -> float:
-    """In GB, where its name tells: `A100-80G`."""
+    """Memory size in GB from the kind's name (`A100-80G` -> 80); 0 if the name does not give one."""
     found = _MEMORY.match(kind.partition("-")[2].lower())
     return float(found[1]) if found else 0.0

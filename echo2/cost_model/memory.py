@@ -1,9 +1,9 @@
-"""What a learner needs of memory and disk: its state exactly, its activations by the budget of one micro-batch.
+"""Memory and disk that a learner needs: its state exactly, its activations estimated for one micro-batch.
 
 Pure. The state is bf16 or float32 weights, float32 masters, both moments of AdamW, gradients and the published copies.
-`echo2 plan`, `echo2 doctor` and the learner itself take the sizes of checkpoints, the versions that audits keep and the
-memory of rollouts from here.
-Activations are an estimate of what a layer keeps for its backward pass; `benchmarks.bench_scale` holds the sum against a
+`echo2 plan`, `echo2 doctor` and the learner itself use the sizes of checkpoints, the number of versions kept for audits and
+the memory of rollouts from here.
+The estimate of activations counts what a layer keeps for its backward pass; `benchmarks.bench_scale` compares the sum with a
 real process. Leaves to others: measuring the machine.
 """
 
@@ -16,64 +16,66 @@ from typing import Literal
 from echo2.cost_model.sizing import GPU_MEMORY_SHARE, ModelSize
 
 PROCESS_BYTES = 448 << 20
-"""Code, tokenizer, tasks, sockets; of torch and transformers alone 0.3 GB."""
+"""Code, tokenizer, tasks, sockets; torch and transformers alone take 0.3 GB."""
 STATE_BYTES_CPU = 4 + 4 + 8 + 4 + 2 + 2
-"""Of a parameter: weights, master, AdamW, gradient in float32; the published bits and the ones that are being coded. A checkpoint
-is written from where its tensors lie."""
+"""Bytes per parameter on a CPU: weights, master, AdamW and gradient in float32, the published bits and those being encoded. A
+checkpoint is written straight from the tensors, without a copy."""
 STATE_BYTES_GPU = 2 + 4 + 8 + 2 + 4
-"""Weights and their gradient in bf16, master, AdamW and the summed gradient in float32; published copies are the host's."""
+"""Bytes per parameter on GPUs: weights and their gradient in bf16, master, AdamW and the summed gradient in float32. Published
+copies are on the host."""
 HOST_BYTES_GPU = 2 + 2 + 12
-"""The published bits, the ones that are being coded, and the copies of masters and moments that a checkpoint is written from."""
+"""Host bytes per parameter of a learner on GPUs: the published bits, those being encoded, and the copies of masters and moments
+from which a checkpoint is written."""
 AUDIT_CHANGED_SHARE = 0.02
-"""Of the weights, that a version changes at learning rates of 1e-6 to 1e-5."""
+"""Share of the weights that a version changes at learning rates of 1e-6 to 1e-5."""
 AUDIT_BYTES_OF_CHANGE = 6
 AUDIT_BOUNDS = 2
-"""Versions of so many staleness bounds are kept for audits, one a step at most: a rollout is looked at within a bound."""
+"""Audits keep the versions of this many staleness bounds, at most one per step: a rollout is audited within one bound."""
 ROLLOUT_TOKEN_BYTES = 100
-"""Of host memory for each token of a rollout that is in flight or waits for its step: id, log-probabilities, sender, journal."""
+"""Host bytes per token of a rollout in flight or waiting for its step: ID, log-probabilities, sender, journal."""
 REFERENCE_BYTES_CPU, REFERENCE_BYTES_GPU = 4, 2
-"""Of a parameter of the base model, which the KL penalty compares with."""
+"""Bytes per parameter of the base model that the KL penalty uses as reference."""
 ADAPTER_BASE_BYTES_CPU, ADAPTER_BASE_BYTES_GPU = 6, 2
-"""Of a parameter beneath an adapter: float32 on a CPU, and bf16 beside it while it is read; bf16 on a GPU."""
+"""Bytes per parameter of an adapter's base model: on a CPU float32, plus bf16 while it is read; on a GPU bf16."""
 LOGIT_COPIES = 3
-"""Logits, softmax and gradient, of one slice of the head."""
+"""Logits, softmax and gradient of one slice of the head."""
 HEAD_GRADIENTS = 3
-"""Of the whole head: of one slice, the sum of those before, and the sum of both."""
+"""Gradients the size of the whole head: one slice's, the sum of those before, and the sum of both."""
 LOGIT_BYTES_CPU, LOGIT_BYTES_GPU = 64 << 20, 256 << 20
 ROW_WIDTHS = 4
-"""Rows of packed sequences are this many times the model's width, so that attention costs about what the linear layers do."""
+"""Length of a row of packed sequences over the model's width, so that attention costs about as much as the linear layers."""
 MASK_BYTES = 8
-"""Of a pair of positions of a row, while the mask is made and then used by all layers."""
+"""Bytes per pair of positions in a row, while the mask is built and then used by all layers."""
 CHECKPOINTING_FROM_BYTES = 6 << 30
-"""Activations beyond this are worth a third more time."""
+"""With more activations than this, gradient checkpointing is worth a third more time."""
 TOKEN_BUDGET_MAX, TOKEN_BUDGET_MAX_CPU, TOKEN_BUDGET_MIN = 16_384, 4_096, 1_024
-"""Of a micro-batch: more tokens make a device no faster, fewer leave it idle between kernels."""
+"""Tokens of a micro-batch: more do not make a device faster, fewer leave it idle between kernels."""
 GPUS_MAX = 64
-"""Of a learner that is planned for without a word about it."""
+"""Most GPUs tried for one copy of the state, when the GPU count is not given."""
 CHECKPOINT_STATE_BYTES = 12
-"""Of a trained parameter, on disk: master, first and second moment in float32."""
+"""Disk bytes per trained parameter: master, first and second moment in float32."""
 
 
 class Checkpointing(Enum):
     """What a layer keeps for its backward pass."""
 
     OFF = "off"
-    SELECTIVE = "selective"  # its input, what attention gave and every second matrix product
+    SELECTIVE = "selective"  # its input, the output of attention and every second matrix product
     FULL = "full"  # its input
 
 
 def checkpoint_bytes(trained_parameters: int, published_bytes: int) -> int:
-    """One checkpoint on disk, of all ranks: the trainer's state and the weights last published."""
+    """Disk bytes of one checkpoint over all ranks: the trainer's state and the weights last published."""
     return CHECKPOINT_STATE_BYTES * trained_parameters + published_bytes
 
 
 def audit_versions(staleness_bound: int) -> int:
-    """How many former versions the learner keeps for audits: those of two bounds, one before the oldest, and the newest."""
+    """Number of versions that the learner keeps for audits: two bounds' worth, one before the oldest, and the newest."""
     return AUDIT_BOUNDS * staleness_bound + 2
 
 
 def adapter_parameters(size: ModelSize, rank: int) -> int:
-    """Of a low-rank adapter on all linear layers but the head: rank times the inputs and outputs of each."""
+    """Parameters of a low-rank adapter on all linear layers but the head: rank times the inputs and outputs of each."""
     mlp = size.mlp_width or 3 * size.hidden
     widths = 2 * (size.hidden + size.query_width) + 2 * (size.hidden + size.kv_width) + 3 * (size.hidden + mlp)
     return rank * size.layer_count * widths
@@ -81,10 +83,10 @@ def adapter_parameters(size: ModelSize, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LearnerRun:
-    """What a run has its learner keep. `store_bytes`: of disk for chunks. `published_value_bytes`: of a published parameter.
-    `rollout_tokens`: of rollouts in flight and waiting for their step. `replicas`: copies of the state among the GPUs.
-    `adapter_rank` 0: all weights are trained. `is_audited`: former versions are kept. `has_reference`: the base model is kept
-    for the KL penalty."""
+    """What a learner stores in a run. `store_bytes`: disk for chunks. `published_value_bytes`: bytes per published parameter.
+    `rollout_tokens`: tokens of rollouts in flight or waiting for their step. `replicas`: copies of the state among the GPUs.
+    `adapter_rank`: 0 trains all weights. `is_audited`: former versions are kept. `has_reference`: the base model is kept for
+    the KL penalty."""
 
     staleness_bound: int = 2
     checkpoints_kept: int = 0
@@ -97,21 +99,21 @@ class LearnerRun:
     has_reference: bool = False
 
     def trained_parameters(self, size: ModelSize) -> int:
-        """Those of the adapter, or all."""
+        """The adapter's parameters, or all if there is no adapter."""
         return adapter_parameters(size, self.adapter_rank) if self.adapter_rank else size.parameters
 
     def published_bytes(self, size: ModelSize) -> int:
-        """One version, whole."""
+        """Bytes of one full version."""
         return self.published_value_bytes * self.trained_parameters(size)
 
 
 NO_RUN = LearnerRun()
-"""Nothing is known but the model; audits keep the versions of the default staleness bound."""
+"""For when only the model is known; audits keep the versions of the default staleness bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerMemory:
-    """`device_bytes`: of each GPU, or of the host on a CPU; `host_bytes`: of the host beside that, of all ranks together."""
+    """`device_bytes`: per GPU, or on the host if the learner runs on a CPU. `host_bytes`: additional host memory of all ranks."""
 
     state_bytes: int
     activation_bytes: int
@@ -124,21 +126,22 @@ class LearnerMemory:
 
 
 def layer_values(size: ModelSize, checkpointing: Checkpointing, value_bytes: int) -> int:
-    """That a layer keeps of a token, as transformers' modules compute it."""
+    """Values per token that a layer keeps for its backward pass, as computed by transformers' modules."""
     if checkpointing is Checkpointing.FULL:
         return size.hidden
     mlp = size.mlp_width or 3 * size.hidden
-    if checkpointing is Checkpointing.SELECTIVE:  # products: queries, KEYS, values, OUTPUT, gate, UP, down
+    if checkpointing is Checkpointing.SELECTIVE:
+        # Matrix products, the kept ones in capitals: queries, KEYS, values, OUTPUT, gate, UP, down.
         return 2 * size.hidden + size.query_width + size.kv_width + mlp
-    # Both norms: what came in (in float32), what was normalised, what goes out. Attention: queries, keys and values by head, what
-    # it gave. The MLP: both products, one through its activation, both multiplied.
+    # Both norms: input (in float32), normalised input, output. Attention: queries, keys and values by head, and its output.
+    # MLP: both products, one of them through its activation, and their product.
     norms = (3 if value_bytes == 4 else 4) * 2 * size.hidden
     head_norms = (2 if value_bytes == 4 else 3) * (size.query_width + size.kv_width) if size.has_head_norms else 0
     return norms + head_norms + 4 * size.query_width + 4 * mlp
 
 
 def activation_bytes(size: ModelSize, token_budget: int, checkpointing: Checkpointing, value_bytes: int) -> int:
-    """Of one micro-batch. With checkpointing one layer at a time is whole."""
+    """Activation bytes of one micro-batch. With checkpointing, only one layer at a time keeps everything."""
     values = size.layer_count * layer_values(size, checkpointing, value_bytes)
     if checkpointing is not Checkpointing.OFF:
         values += layer_values(size, Checkpointing.OFF, value_bytes)
@@ -146,19 +149,19 @@ def activation_bytes(size: ModelSize, token_budget: int, checkpointing: Checkpoi
     logits = LOGIT_COPIES * min(piece, 4 * token_budget * size.vocabulary)
     head = HEAD_GRADIENTS * value_bytes * size.vocabulary * size.hidden
     row = min(token_budget, ROW_WIDTHS * size.hidden)
-    mask = MASK_BYTES * token_budget * row if value_bytes == 4 else 0  # on a GPU: blocks
+    mask = MASK_BYTES * token_budget * row if value_bytes == 4 else 0  # on a GPU the mask is kept in blocks
     return token_budget * values * value_bytes + logits + head + mask
 
 
 def wants_checkpointing(size: ModelSize, token_budget: int, value_bytes: int) -> bool:
-    """Whether layers are better computed again in the backward pass."""
+    """Whether recomputing layers in the backward pass is worth its time."""
     return activation_bytes(size, token_budget, Checkpointing.OFF, value_bytes) > CHECKPOINTING_FROM_BYTES
 
 
 def checkpointing_of(
     asked: bool | Literal["auto", "selective"], size: ModelSize, token_budget: int, value_bytes: int
 ) -> Checkpointing:
-    """By the option `learner.gradient_checkpointing`."""
+    """The kind of checkpointing that the option `learner.gradient_checkpointing` (`asked`) selects."""
     if asked == "selective":
         return Checkpointing.SELECTIVE
     does = wants_checkpointing(size, token_budget, value_bytes) if asked == "auto" else asked
@@ -166,8 +169,11 @@ def checkpointing_of(
 
 
 def token_budget_for(size: ModelSize, longest: int, memory_bytes: int, gpu_count: int, run: LearnerRun = NO_RUN) -> int:
-    """The largest power of two whose micro-batch fits beside the state in memory (of each GPU, or of the host for 0 GPUs), and
-    that holds the run's longest sequence. A CPU, which gains nothing by large ones, takes one that needs no checkpointing."""
+    """The largest power of two, in tokens, whose micro-batch fits in memory beside the state and holds the run's longest sequence.
+
+    `memory_bytes`: per GPU, or of the host if `gpu_count` is 0. A CPU gains nothing from large micro-batches, so there the budget
+    must also not need checkpointing.
+    """
     least, budget = max(TOKEN_BUDGET_MIN, longest), TOKEN_BUDGET_MAX if gpu_count else TOKEN_BUDGET_MAX_CPU
     while budget >= 2 * least and not _is_good_budget(size, budget, memory_bytes, gpu_count, run):
         budget //= 2
@@ -189,8 +195,8 @@ def fewest_gpus(
     run: LearnerRun = NO_RUN,
     asked: bool | Literal["auto", "selective"] = "auto",
 ) -> int:
-    """The fewest GPUs among which a learner of this model fits: `run.replicas` times the least power of two that one copy of the
-    state needs; of one copy `GPUS_MAX` where that is not enough. `asked`: `learner.gradient_checkpointing`."""
+    """The fewest GPUs on which a learner of this model fits: `run.replicas` times the smallest power of two that holds one copy of
+    the state, at most `GPUS_MAX` per copy, even if that is not enough. `asked`: `learner.gradient_checkpointing`."""
     checkpointing, alone = checkpointing_of(asked, size, token_budget, 2), replace(run, replicas=1)
     for power in range(GPUS_MAX.bit_length()):
         found = learner_memory(size, token_budget, checkpointing, gpu_count=1 << power, run=alone)
@@ -202,9 +208,9 @@ def fewest_gpus(
 def learner_memory(
     size: ModelSize, token_budget: int, checkpointing: Checkpointing, *, gpu_count: int, run: LearnerRun = NO_RUN
 ) -> LearnerMemory:
-    """On `gpu_count` GPUs, or on the CPU for 0, where all of it is in the host's memory. The state is there `run.replicas` times;
-    the GPUs of one copy share it evenly. Each rank keeps its own rows on its host, whichever copy it belongs to; on disk there
-    is one copy."""
+    """Memory and disk of a learner on `gpu_count` GPUs, or on the CPU for 0, which keeps everything in host memory. There are
+    `run.replicas` copies of the state; the GPUs of one copy share it evenly. Each rank keeps its own rows on its host, whichever
+    copy it belongs to. The disk holds one copy."""
     trained = run.trained_parameters(size)
     kept = AUDIT_CHANGED_SHARE * AUDIT_BYTES_OF_CHANGE * audit_versions(run.staleness_bound)
     audit = int(kept * size.parameters) if run.is_audited and not run.adapter_rank else 0

@@ -1,9 +1,9 @@
-"""What to do next with a running fleet: machines to rent or to end, a period or a bound to change, each with what it would bring.
+"""Proposes next actions for a running fleet: machines to rent or end, a period or a bound to change, each with its effect.
 
-Every action is weighed by the planner's own relations and rehearsal (`planner.promised`), before and after, for the rates expected
-and for the low and high ends of their intervals. An action is told only if a plan would prefer it to the fleet as it is: nearer to
-the target in steps of 1 %, or as near for less USD/h. Guarantees: pure; bounded work: at most `WEIGHED_MAX` actions however many
-offers there are. Leaves to others: what can be rented (offers), doing it (coordinator).
+Every action is evaluated with the planner's own relations and rehearsal (`planner.promised`), before and after, for the expected
+rates and for the low and high ends of their intervals. An action is proposed only if a plan would prefer it to the present fleet:
+nearer to the target in steps of 1 %, or as near for less USD/h. Guarantees: pure; bounded work: at most `WEIGHED_MAX` actions,
+however many offers there are. Leaves to others: what can be rented (offers), carrying actions out (coordinator).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from echo2.cost_model.snapshot import STALENESS_BOUND_MAX, FleetSnapshot, PlanCo
 
 KINDS_WEIGHED = 3
 SHARES = (1.1, 0.5)
-"""Of what the pool lacks: a little more than all of it, for lengths waver; and half, where the whole is not worth it."""
+"""Shares of the missing rate to try: slightly more than all of it, because lengths fluctuate, and half of it."""
 WEIGHED_MAX = len(SHARES) * KINDS_WEIGHED + 3
 TOLD_MAX = 3
 MACHINES_MAX = 256
 MORE_WITHOUT_SHORTAGE = 0.25
-"""Of the pool's rate, that is tried where rate is not what limits it: a faster pool fills a batch sooner."""
+"""Share of the pool's rate to add if the rate is not what limits it: a faster pool fills a batch sooner."""
 STEP, STEPS_FORGIVEN = 0.01, 1
 Z_90, FACTOR_LEAST = 1.645, 0.05
 
@@ -40,8 +40,8 @@ class What(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A machine that can be had, as the planner would see it. `low`, `high`: its rate over the expected one, 9 times of 10 between.
-    `offer`: of the coordinator's, where a button can rent it; `room`: how many."""
+    """A machine that can be rented, as the planner would see it. `low`, `high`: 90 % interval of its rate over the expected one.
+    `offer`: the coordinator's offer through which the dashboard can rent it, if any; `room`: how many can be rented."""
 
     worker: WorkerEstimate
     kind: str
@@ -62,10 +62,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """A run as it is. `kappa`: now. `pool`: who works. `spare`: who is there and on the bill, and not needed by the plan.
-    `usd_per_hour`: the whole bill, standby too; `learner_usd_per_hour`: beside it. `rate_error`: relative standard error of the
-    pool's rate. `bias`, `reach`: by how much the wall clock differed from the planner's utilisation in this run, and the half-width
-    in which it lies 9 times of 10."""
+    """The present state of a run. `kappa`: the present period. `pool`: the active workers. `spare`: paid workers that the plan does
+    not need. `usd_per_hour`: price of all workers, standby included; `learner_usd_per_hour`: the learner's, on top of that.
+    `rate_error`: relative standard error of the pool's rate. `bias`, `reach`: mean difference between the measured utilisation and
+    the planner's in this run, and the half-width of its 90 % interval."""
 
     snapshot: FleetSnapshot
     config: PlanConfig
@@ -89,7 +89,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """`usd_per_million_tokens`, `hours_left`: infinite where nothing is trained; None where lengths or the end are not known."""
+    """A fleet's predicted numbers. `usd_per_million_tokens`, `hours_left`: infinite if nothing is trained; None if lengths or the
+    number of steps left are unknown."""
 
     utilisation: Interval
     usd_per_hour: float
@@ -116,7 +117,7 @@ class NextActions:
 
 
 def next_actions(told: Situation, candidates: Iterable[Candidate]) -> NextActions:
-    """The best three, of different kinds. All are weighed by the rates expected; intervals are worked out for those told."""
+    """The best `TOLD_MAX` actions, of different kinds. All are evaluated at the expected rates; only these get intervals."""
     weighing = _Weighing.of(told)
     stay = _Move(What.PERIOD, "", told.pool, told.usd_per_hour, replace(told.config, fixed_kappa=told.kappa))
     now = weighing.promise(stay)
@@ -137,7 +138,7 @@ def next_actions(told: Situation, candidates: Iterable[Candidate]) -> NextAction
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """`pool` at work with `count` of the candidate, under `config`, at `usd_per_hour` in all."""
+    """The fleet after an action: `pool` plus `count` of the candidate, under `config`, at `usd_per_hour` in total."""
 
     what: What
     text: str
@@ -157,7 +158,7 @@ class _Promise:
 
 @dataclass(frozen=True, slots=True)
 class _Weighing:
-    """`by_rate`: the workers at work, by the end of their rates' interval."""
+    """Evaluates moves. `by_rate`: all workers as active ones, by end of their rates' interval (-1, 0, 1)."""
 
     told: Situation
     by_id: dict[PeerId, WorkerEstimate]
@@ -174,7 +175,7 @@ class _Weighing:
         )
 
     def promise(self, move: _Move, end: int = 0) -> _Promise:
-        """By rates at the middle (0), the low (-1) or the high (1) end of what is known of them."""
+        """Utilisation and period of a move, at the expected rates (0) or the low (-1) or high (1) end of their interval."""
         workers = [self.by_rate[end][one] for one in sorted(move.pool)]
         if move.candidate is not None:
             machine = _at_work(move.candidate.worker, (1.0, move.candidate.high, move.candidate.low)[end])
@@ -186,7 +187,7 @@ class _Weighing:
         return _Promise(found.utilisation * self.told.snapshot.learner.training_share, found.kappa)
 
     def usd_per_hour(self, move: _Move, promise: _Promise) -> float:
-        """The bill, traffic of those at work with it."""
+        """Price per hour, including traffic of the active workers."""
         workers = [self.by_id[one] for one in move.pool]
         more = [move.candidate.worker] * move.count if move.candidate is not None else []
         return move.usd_per_hour + egress_usd_per_hour(self.told.snapshot.learner, promise.kappa, [*workers, *more])
@@ -197,8 +198,8 @@ class _Weighing:
         return max(0, math.ceil(short - 0.5)), round(self.usd_per_hour(move, promise), 6)
 
     def worth(self, stay: tuple[_Move, _Promise], one: tuple[_Move, _Promise]) -> tuple[bool, int, float]:
-        """What to tell first: what reaches the target, for the least USD/h; then what gains most for a dollar. A wider bound,
-        which learning must bear, comes last."""
+        """Sort key: first moves that reach the target, by USD/h; then by USD/h per utilisation gained. A larger staleness bound
+        comes last, because it may hurt learning."""
         move, promise = one
         usd = self.usd_per_hour(move, promise)
         if self.rank(promise, move)[0] <= STEPS_FORGIVEN:
@@ -233,7 +234,7 @@ class _Weighing:
 
 
 def _over(value: float, utilisation: Interval) -> Interval:
-    """What takes `value` at a utilisation of 1; the low end belongs to the high utilisation."""
+    """Divides `value`, given for a utilisation of 1, by the utilisation; the low end comes from the high utilisation."""
     middle, least, most = (
         value / one if one > 1e-6 else math.inf for one in (utilisation.expected, utilisation.low, utilisation.high)
     )
@@ -241,7 +242,7 @@ def _over(value: float, utilisation: Interval) -> Interval:
 
 
 def _at_work(worker: WorkerEstimate, factor: float) -> WorkerEstimate:
-    """In the pool from the start, `factor` times as fast."""
+    """The worker as an active one, `factor` times as fast."""
     factor = max(factor, FACTOR_LEAST)
     return replace(
         worker, rollouts_per_s=worker.rollouts_per_s * factor, tokens_per_s=worker.tokens_per_s * factor,
@@ -254,7 +255,8 @@ def _at_work(worker: WorkerEstimate, factor: float) -> WorkerEstimate:
 
 
 def _rents(weighing: _Weighing, candidates: Iterable[Candidate], now: _Promise) -> Iterator[_Move]:
-    """The cheapest rate of each kind; as many as the pool lacks, or half. None where the target is reached."""
+    """Rents the cheapest offer per rollout of each kind, enough for the missing rate or half of it. Yields nothing if the target
+    is reached."""
     told, learner = weighing.told, weighing.told.snapshot.learner
     if now.utilisation >= told.config.target_utilisation * (1 - STEP / 2):
         return
@@ -287,7 +289,7 @@ def _rent_text(one: Candidate, count: int) -> str:
 
 
 def _releases(weighing: _Weighing) -> Iterator[_Move]:
-    """Whom the plan does not need."""
+    """Ends the paid workers that the plan does not need."""
     told = weighing.told
     spare = tuple(one for one in told.spare if weighing.by_id[one].price_usd_per_hour > 0)
     if spare:
@@ -297,7 +299,7 @@ def _releases(weighing: _Weighing) -> Iterator[_Move]:
 
 
 def _settings(weighing: _Weighing, now: _Promise) -> Iterator[_Move]:
-    """Another period where it is fixed; one more step of staleness where the target is missed."""
+    """Changes the period to the best one; if the target is missed, also raises the staleness bound by one."""
     told = weighing.told
     free = replace(told.config, fixed_kappa=0)
     yield _Move(

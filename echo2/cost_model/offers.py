@@ -1,9 +1,9 @@
-"""What can be rented, ranked by what a million useful tokens of this run would cost on it.
+"""Ranks rental offers by the price of a million useful tokens of this run.
 
 An offer is one machine of one provider at a price per hour. Its tokens/s follow from the sizing rule and the roofline, with the
-interval that is expected of machines of its kind; what is lost while a spot machine is replaced is no useful token.
+interval expected for machines of its kind. Time lost while a preempted machine is replaced yields no useful tokens.
 Guarantees: pure; an offer on which the model does not fit, or whose GPU has no data sheet, is listed with the reason, never dropped
-in silence. Leaves to others: fetching and keeping catalogues (coordinator/runtime/market), printing (cli).
+silently. Leaves to others: fetching and storing catalogues (coordinator/runtime/market), printing (cli).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ GPUS_MAX = 16
 EGRESS_USD_PER_GIB: Mapping[str, float] = {
     "aws": 0.09, "gcp": 0.12, "azure": 0.087, "oci": 0.0085, "digitalocean": 0.01, "vultr": 0.01,
 }  # fmt: skip
-"""List prices of traffic to the internet, mid 2026, as far as providers print them; of others none is known and 0 is taken."""
+"""List prices of traffic to the internet, mid 2026, for providers that publish one; others count as 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class MarketOffer:
-    """One machine. `gpu`: the provider's word; `gpu_memory_gib`: of each of `gpu_count`."""
+    """One machine. `gpu`: the provider's name for it; `gpu_memory_gib`: per GPU."""
 
     provider: str
     instance: str
@@ -51,9 +51,9 @@ class MarketOffer:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """An offer with what it would do for a run. Without a rate, `refusal` says why.
+    """An offer with its predicted rate and price for a run. If it has no rate, `refusal` says why.
 
-    usd_per_million: per million useful tokens, and the interval that the rate's interval makes of it.
+    usd_per_million: USD per million useful tokens; usd_low, usd_high: its interval, from the interval of the rate.
     """
 
     offer: MarketOffer
@@ -70,7 +70,7 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class OfferFilter:
-    """Empty or infinite: no wish."""
+    """Which offers to list. A field that is empty, None or infinite does not filter."""
 
     providers: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class OfferFilter:
 
 
 def kind_of(offer: MarketOffer, catalogue: Mapping[str, GpuType]) -> str:
-    """The catalogue's name of its GPU: the same word, and of several sizes the nearest; empty where no data sheet is known."""
+    """The catalogue's kind with the same GPU name and the nearest memory size; empty if the catalogue has none."""
     word = _plain(offer.gpu)
     near = [
         (abs(gpu.memory_gib / offer.gpu_memory_gib - 1.0), name)
@@ -101,12 +101,13 @@ def kind_of(offer: MarketOffer, catalogue: Mapping[str, GpuType]) -> str:
 
 
 def useful_share(hazard_per_hour: float, join_s: float) -> float:
-    """Of the hours paid: what the replacements of lost machines leave."""
+    """Share of the paid hours that is left after replacing preempted machines."""
     return 1.0 / (1.0 + hazard_per_hour * join_s / 3600)
 
 
 class Ranker:
-    """Ranks offers for one model and run. `tokens_each`: in a sequence's cache on average; 0: half of the longest."""
+    """Ranks offers for one model and run. `tokens_each`: average tokens per sequence in the KV cache; 0: half of the
+    longest."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class Ranker:
         self._rates: dict[tuple[str, int], tuple[int, float] | str] = {}
 
     def ranked(self, offers: Iterable[MarketOffer], wish: OfferFilter | None = None) -> list[Ranked]:
-        """Cheapest per million useful tokens first; those that cannot serve come last."""
+        """Offers in order of USD per million useful tokens; those that cannot serve come last."""
         wish = wish or OfferFilter()
         kinds = ((offer, self._kind(offer)) for offer in offers)
         found = [self._rank(offer, kind) for offer, kind in kinds if wish.lets(offer, kind)]
@@ -157,7 +158,7 @@ class Ranker:
         return self._shares[rented]
 
     def _rate(self, kind: str, gpu_count: int) -> tuple[int, float] | str:
-        """Sequences and tokens/s of a whole machine, or why there is none."""
+        """Sequences and tokens/s of a whole machine, or the reason why the model does not fit."""
         key = (kind, gpu_count)
         if key not in self._rates:
             self._rates[key] = self._measure(self._catalogue[kind], gpu_count)
@@ -182,7 +183,7 @@ SORTS: Mapping[str, Callable[[Ranked], float]] = {
 
 
 def offer_from_row(row: Mapping[str, object]) -> MarketOffer:
-    """From one line of a kept catalogue; ConfigError names what is missing or of the wrong kind."""
+    """Parses one row of a stored catalogue. Raises ConfigError naming a field that is missing or of the wrong type."""
     wanted = {one.name: one.type for one in fields(MarketOffer)}
     values: dict[str, object] = {}
     for name, kind in wanted.items():

@@ -1,4 +1,4 @@
-"""What the planner answers: the decision, its numbers and its reasons, as frozen values."""
+"""The planner's output: the decision, its numbers and its reasons, as frozen values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echo2.base.ids import PeerId
 
 
 class Limit(enum.Enum):
-    """Which term of the inequality holds the plan back."""
+    """Which term of the capacity inequality limits the plan."""
 
     THROUGHPUT = "throughput"
     BROADCAST = "broadcast"
@@ -20,7 +20,7 @@ class Limit(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One condition: `value` against `limit`. `slack` is the share of the limit left, negative when it is broken."""
+    """One condition: `value` against `limit`. `slack` is the unused share of the limit, negative if the term is violated."""
 
     limit_kind: Limit
     formula: str
@@ -28,7 +28,7 @@ class Term:
     limit: float
     unit: str
     slack: float
-    remedy: str = ""  # what change of which number would mend it; empty while it holds
+    remedy: str = ""  # which number to change, and to what; empty while the term is met
 
     @property
     def is_met(self) -> bool:
@@ -43,14 +43,14 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who works, how often a version is published, how much may be in flight, and why.
+    """The pool, the publication period, the cap on rollouts in flight, and the reasons.
 
-    pool: worker ids, sorted; activate and drain: what changes against the workers that are active now.
-    in_flight_cap_rollouts: offered and not trained yet. broadcast_s: T_bcast, encode and apply included; transfer_s
-    its part that occupies links. greedy_gap: how much dearer the greedy's pool would be, as a share; 0 when greedy
-    was the solver or found the same price. over_provisioned_since_s: since when a much cheaper pool has been known;
-    short_since_s: since when the pool has been a little short of its terms.
-    egress_usd_per_hour: of `usd_per_hour`, what providers charge for traffic.
+    pool: worker IDs, sorted. activate, drain: the changes relative to the workers that are active now.
+    in_flight_cap_rollouts: most rollouts that may be offered and not yet trained on. broadcast_s: T_bcast, including
+    encode and apply; transfer_s: the part of it that occupies the links. greedy_gap: by what share the greedy pool would
+    cost more; 0 if greedy was the solver or found the same price. over_provisioned_since_s: since when a much cheaper pool
+    has been known. short_since_s: since when the pool has been slightly short of its terms.
+    egress_usd_per_hour: the part of `usd_per_hour` that providers charge for traffic.
     """
 
     kappa: int
@@ -79,5 +79,5 @@ class Plan:
         return next(term for term in self.terms if term.limit_kind is self.binding)
 
     def term_lines(self) -> tuple[str, ...]:
-        """The inequality, one term a line, the binding one marked."""
+        """The inequality, one term per line, with the binding term marked."""
         return tuple(term.text(term.limit_kind is self.binding) for term in self.terms)

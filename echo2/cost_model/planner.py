@@ -1,10 +1,10 @@
-"""The planner: kappa and the pool together, for the least money, with reasons.
+"""The planner: chooses kappa and the pool together, at the lowest price, with reasons.
 
-`plan(snapshot, config, previous)` is a pure function. Guarantees: a plan that says `is_feasible` keeps every relation
-of `capacity` for the estimates given, and up to `exact_workers_max` workers none is cheaper (within the solver's gap
-and the thresholds tried); the same input gives the same plan. When nothing is feasible the plan is the best effort
-and says which term is broken and what would mend it. Leaves to others: acting on it (coordinator), the trees
-(broadcast), measuring (calibration).
+`plan(snapshot, config, previous)` is a pure function. Guarantees: a plan with `is_feasible` satisfies every relation of
+`capacity` for the given estimates, and with up to `exact_workers_max` workers none is cheaper (within the solver's gap
+and the thresholds tried); the same input gives the same plan. If nothing is feasible, the plan is the best effort and
+says which term is violated and what would fix it. Leaves to others: acting on it (coordinator), the trees (broadcast),
+measuring (calibration).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from echo2.cost_model.transfer import BroadcastPredictor, FluidBroadcast
 
 PREDICTOR_ROUNDS = 3
 UTILISATION_TOLERANCE = 0.005
-# How much more rate than needed is asked for, and how much dearer than the cheapest period others may be.
+# (factor on the needed rate, factor on the cheapest period's price up to which other periods are considered)
 PASSES = ((1.0, 1.001), (1.0, np.inf), (1.08, np.inf), (1.16, np.inf), (1.3, np.inf), (1.5, np.inf))
 REHEARSED_MAX = 3
 REHEARSED_PERIODS, CLOSE = 2, 0.01
@@ -47,7 +47,8 @@ def plan(
     previous: Plan | None = None,
     predictor: BroadcastPredictor | None = None,
 ) -> Plan:
-    """The plan for `snapshot`; `previous` damps it, `predictor` replaces the fluid estimate of the broadcast."""
+    """The plan for `snapshot`. `previous`: the plan in force, for hysteresis. `predictor` replaces the fluid estimate of the
+    broadcast."""
     planner = _Planner.of(snapshot, config, predictor)
     if config.usd_budget and snapshot.spent_usd >= config.usd_budget:
         kappa = previous.kappa if previous and previous.kappa in config.kappas else config.kappas[0]
@@ -71,7 +72,7 @@ def plan(
 
 
 def feasible_plan(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
-    """The plan if one keeps every relation and reaches the target; does not look for a best effort."""
+    """The plan that satisfies every relation and reaches the target; None if there is none. Does not search for a best effort."""
     planner = _Planner.of(snapshot, config, None)
     found = planner.feasible([])
     if found is None:
@@ -82,8 +83,8 @@ def feasible_plan(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
 
 
 def promised(snapshot: FleetSnapshot, config: PlanConfig) -> Evaluation:
-    """What all workers of `snapshot` together promise under the best period: the relations of each, then a rehearsal of
-    the best, two where they are close. It chooses no pool."""
+    """Evaluates all workers of `snapshot` together under the best period: applies the relations to each period, then
+    rehearses the best one, or the best two if they are close. Chooses no pool."""
     planner = _Planner.of(snapshot, config, None)
     everybody = planner.search.columns.is_available
     found = [planner.search.evaluate(planner.period(kappa), everybody) for kappa in config.kappas]
@@ -95,7 +96,7 @@ def promised(snapshot: FleetSnapshot, config: PlanConfig) -> Evaluation:
 
 @dataclass(slots=True)
 class _Planner:
-    """Periods with the broadcast's efficiency as the predictor has it."""
+    """One planning run. `efficiencies`: the broadcast's efficiency by period, lowered if the predictor expects less."""
 
     search: Search
     predictor: BroadcastPredictor | None
@@ -119,16 +120,16 @@ class _Planner:
         return PeriodColumns.of(search.snapshot, search.config, search.columns, kappa, self.efficiencies[kappa])
 
     def chosen(self) -> tuple[Evaluation, bool]:
-        """The cheapest that reaches the target, else what comes nearest to it; and whether the target is reached."""
+        """The cheapest pool that reaches the target, else the nearest to it; and whether the target is reached."""
         denied: list[Evaluation] = []
         found = self.feasible(denied)
         return (found, True) if found is not None else (Efforts(self.search, self.period).best(denied), False)
 
     def feasible(self, denied: list[Evaluation]) -> Evaluation | None:
-        """Least USD/h whose predicted utilisation reaches the target; None where there is none.
+        """The cheapest pool whose predicted utilisation reaches the target; None if there is none.
 
-        The relations find each period's cheapest pool; a rehearsal then has the last word on what they promise. Where
-        it denies all of them, larger pools are tried. Those denied are added to `denied`.
+        The relations give each period's cheapest pool, and a rehearsal confirms or rejects it. If it rejects all of them,
+        larger pools are tried. Adds the rejected ones to `denied`.
         """
         goal = self.search.config.target_utilisation - UTILISATION_TOLERANCE
         if is_small(self.search):
@@ -146,8 +147,8 @@ class _Planner:
         return None
 
     def _chosen_of_every_pool(self, goal: float, denied: list[Evaluation]) -> Evaluation | None:
-        """The first of all pools, cheapest first, that a rehearsal (and the predictor) does not deny; None if it denies
-        `EVERY_POOL_CHECKS_MAX` that differ. Those denied are added to `denied`."""
+        """The cheapest of all pools that a rehearsal (and the predictor) confirms; None if `EVERY_POOL_CHECKS_MAX` different
+        ones were rejected. Adds the rejected ones to `denied`."""
         for _ in range(PREDICTOR_ROUNDS if self.predictor is not None else 1):
             told: set[tuple[float, ...]] = set()
             for found in pools_in_order(self.search, self.period):
@@ -171,15 +172,15 @@ class _Planner:
         return None
 
     def _beside_greedy(self, found: Evaluation) -> Evaluation:
-        """With how much dearer the greedy's pool for the same period would be."""
+        """Adds `greedy_gap`: by how much the greedy pool for the same period would cost more."""
         by_greedy = replace(self.search, is_exact=False, proven=[]).best(self.period(found.kappa))
         gap = by_greedy.usd_per_hour / found.usd_per_hour - 1 if by_greedy and found.usd_per_hour > 0 else 0.0
         return replace(found, greedy_gap=max(0.0, gap))
 
     def _trimmed(self, found: Evaluation, goal: float) -> Evaluation:
-        """A cheaper neighbour of a pool that was made larger for the rehearsal's sake: one worker fewer, or others.
+        """A cheaper neighbour of a pool that was enlarged to pass the rehearsal; `found` itself if there is none.
 
-        Tries, cheapest first, to drop one or two workers and take in at most one; at most `NEIGHBOURS_MAX` are rehearsed.
+        Tries, cheapest first, to drop one or two workers and add at most one; rehearses at most `NEIGHBOURS_MAX` pools.
         """
         search, price = self.search, self.search.columns.price
         inside = np.flatnonzero(found.chosen & ~search.is_must).tolist()
@@ -207,9 +208,9 @@ class _Planner:
         return found
 
     def _candidates(self, raised: float, dearer: float) -> list[Evaluation]:
-        """Each period's cheapest pool for `raised` times the rate, best first: cost, then slack, then more versions.
+        """Each period's cheapest pool for `raised` times the needed rate, ordered by price, then slack, then shorter period.
 
-        Periods whose pool costs more than `dearer` times the cheapest so far are left out.
+        Leaves out periods whose pool costs more than `dearer` times the cheapest so far.
         """
         found: list[Evaluation] = []
         search = replace(self.search, rate_needed=self.search.rate_needed * raised, proven=[])
@@ -225,7 +226,8 @@ class _Planner:
         return (round(found.usd_per_hour, 9), -round(found.least_slack, 9), found.kappa)
 
     def _best_at(self, search: Search, kappa: int, ceiling: float) -> Evaluation | None:
-        """The best pool of one period; searched again while the predictor finds its broadcast slower than assumed."""
+        """The best pool of one period. Searches again if the predictor expects a slower broadcast than assumed, up to
+        `PREDICTOR_ROUNDS` times; then None."""
         for _ in range(PREDICTOR_ROUNDS):
             found = search.best(self.period(kappa), ceiling)
             if found is None or self.predictor is None:
@@ -237,7 +239,7 @@ class _Planner:
         return None
 
     def _slower_by(self, found: Evaluation) -> float:
-        """Predicted transfer time of the pool over the one assumed."""
+        """Ratio of the pool's predicted transfer time to the assumed one."""
         assert self.predictor is not None
         learner = self.search.snapshot.learner
         rows = np.flatnonzero(found.chosen).tolist()

@@ -1,11 +1,11 @@
-"""Which workers to rent: the cheapest set with enough rate, as an integer program and as the paper's greedy.
+"""Which workers to rent: the cheapest set with enough rate, by an integer program and by the paper's greedy algorithm.
 
     minimise  sum price_i x_i    subject to    sum value_i x_i >= need,  sum burden_i x_i <= burden_room,
                                                sum price_i x_i <= price_cap,  per provider: sum x_i <= its limit
 
-`burden` is the uplink a worker takes from the swarm beyond what it gives back, for a given broadcast time. Guarantees:
-deterministic; an answer satisfies every constraint; `exact` is within `MIP_GAP` of the least price. Leaves to others:
-what is a candidate, and the relations that couple rate, staleness and broadcast (search).
+`burden` is the uplink that a worker needs from the swarm minus the uplink it contributes, for a given broadcast time.
+Guarantees: deterministic; an answer satisfies every constraint; `exact` is within `MIP_GAP` of the lowest price. Leaves
+to others: who is a candidate, and the relations that couple rate, staleness and broadcast (search).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy.typing as npt
 from echo2.cost_model.columns import Flags, Floats
 
 MIP_GAP = 1e-3
-MIP_NODES_MAX = 5000  # a bound in nodes, not seconds, so that plans do not depend on the machine
+MIP_NODES_MAX = 5000  # limits nodes, not seconds, so that plans do not depend on the machine's speed
 TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class PoolProblem:
-    """Rows are the snapshot's workers. `is_must` are rented whatever they cost and are candidates as well."""
+    """One row per worker of the snapshot. Workers marked `is_must` are rented at any price and are also candidates."""
 
     price: Floats
     value: Floats
@@ -53,7 +53,7 @@ class PoolProblem:
         )
 
     def relaxes(self, other: PoolProblem) -> bool:
-        """Whether every answer to `other`, a problem over the same fleet and caps, is an answer to this one."""
+        """Whether every solution of `other`, a problem over the same fleet and caps, also solves this one."""
         return (
             self.need <= other.need * (1 + TOLERANCE)
             and not bool((other.is_candidate & ~self.is_candidate).any())
@@ -63,12 +63,12 @@ class PoolProblem:
 
     @property
     def swarm_is_free(self) -> bool:
-        """Whether no candidate takes more from the swarm than it gives."""
+        """Whether every candidate contributes at least as much uplink to the swarm as it needs."""
         return float(self.burden[self.is_candidate].max(initial=-1.0)) <= TOLERANCE * max(1.0, abs(self.burden_room))
 
 
 def lower_bound_usd(problem: PoolProblem) -> float:
-    """A price that no answer can be under: the cheapest rate, bought by the fraction."""
+    """A lower bound on the price of any solution: buys the cheapest rate first and allows fractions of workers."""
     price, value = problem.price, problem.value
     start = float(price[problem.is_must].sum())
     need = problem.need - float(value[problem.is_must].sum())
@@ -86,7 +86,10 @@ def lower_bound_usd(problem: PoolProblem) -> float:
 
 
 def greedy(problem: PoolProblem) -> Flags | None:
-    """Price per rate, cheapest first, until the need is met; then whatever can go, dearest first, goes."""
+    """Adds workers by price per rate, cheapest first, until the need is met, then removes spare ones, dearest first.
+
+    Tries several limits on a worker's burden and returns the cheapest result; None if none satisfies the constraints.
+    """
     best: Flags | None = None
     worst = float(problem.burden[problem.is_candidate].max(initial=0.0))
     for burden_most in (worst, worst / 2, 0.0) if worst > 0 else (worst,):
@@ -97,7 +100,7 @@ def greedy(problem: PoolProblem) -> Flags | None:
 
 
 def _greedy_under(problem: PoolProblem, burden_most: float) -> Flags | None:
-    """Greedy over the candidates that burden the swarm by at most `burden_most`."""
+    """Runs greedy over the candidates whose burden is at most `burden_most`."""
     price, value = problem.price, problem.value
     chosen = problem.is_must.copy()
     index = np.flatnonzero(problem.is_candidate & ~chosen & (value > 0) & (problem.burden <= burden_most))
@@ -113,7 +116,7 @@ def _greedy_under(problem: PoolProblem, burden_most: float) -> Flags | None:
 def within_provider_limits(
     index: npt.NDArray[np.int64], provider: npt.NDArray[np.int64], limits: Sequence[int], is_must: Flags
 ) -> npt.NDArray[np.int64]:
-    """`index` without the workers that come after their provider's limit is reached; `is_must` count first."""
+    """Drops the workers of `index` that exceed their provider's limit; `is_must` workers count towards it first."""
     keep = np.ones(len(index), dtype=np.bool_)
     for number, most in enumerate(limits):
         own = provider[index] == number
@@ -123,7 +126,7 @@ def within_provider_limits(
 
 
 def _delete_in_reverse(problem: PoolProblem, chosen: Flags, added: npt.NDArray[np.int64]) -> None:
-    """Takes out of `chosen`, dearest first, each of `added` that the constraints can spare."""
+    """Removes from `chosen`, dearest first, each worker of `added` that the constraints do not need."""
     surplus = float(problem.value[chosen].sum()) - problem.need
     room = problem.burden_room - float(problem.burden[chosen].sum())
     light = added[problem.value[added] <= surplus]
@@ -136,8 +139,8 @@ def _delete_in_reverse(problem: PoolProblem, chosen: Flags, added: npt.NDArray[n
 
 
 def exact(problem: PoolProblem) -> Flags | None:
-    """The integer program by HiGHS; None when nothing satisfies it (or none was found within the node limit)."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # loads for longer than a small fleet is planned
+    """Solves the integer program with HiGHS; None if it is infeasible or no solution was found within the node limit."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # importing it takes longer than planning a small fleet
 
     free = np.flatnonzero(problem.is_candidate & ~problem.is_must)
     must = problem.is_must

@@ -1,7 +1,7 @@
-"""Predictions next to what happened: utilisation, T_bcast, USD. The error is a metric and on the dashboard.
+"""Compares predictions with measurements: utilisation, T_bcast, USD/h. The error is a metric and appears on the dashboard.
 
 Guarantees: bounded memory; a measurement is compared with the newest prediction made before it. Leaves to others:
-showing it.
+displaying it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COMPARISONS_KEPT = 512
 
 
 class Predicted(enum.Enum):
-    """What is predicted; the value is its metric's name."""
+    """The predicted quantity; its value is the metric's name."""
 
     UTILISATION = "utilisation"
     BROADCAST_S = "broadcast_s"
@@ -26,7 +26,7 @@ class Predicted(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prediction and what came of it."""
+    """One prediction and the measurement that followed."""
 
     predicted: float
     measured: float
@@ -47,11 +47,11 @@ class PredictionLog:
     _made: dict[Predicted, deque[Comparison]] = field(default_factory=dict)
 
     def predict(self, what: Predicted, value: float, now: float) -> None:
-        """Notes a prediction; it stands until the next one."""
+        """Records a prediction; it replaces the previous one of its kind."""
         self._open[what] = (checked_observation(f"predicted {what.value}", value), now)
 
     def measure(self, what: Predicted, value: float, now: float) -> Comparison | None:
-        """Compares a measurement; None when nothing was predicted."""
+        """Compares a measurement with the newest prediction; None if there is none."""
         checked_observation(f"measured {what.value}", value)
         if what not in self._open:
             return None

@@ -1,8 +1,8 @@
-"""The question that a person puts to the planner: a model, a learner, lengths and machines on offer.
+"""The input of `echo2 plan`: a model, a learner, rollout lengths and the machines on offer.
 
-Guarantees: `snapshot()` and `config()` are what the live planner would be given if the priors were measured; a
-what-if changes one named number. Bad values raise `ConfigError` naming field, value and range. Leaves to others:
-reading files and printing (cli).
+Guarantees: `snapshot()` and `wishes` are what the live planner would get if its measurements equalled the priors; a
+what-if changes one named number. Bad values raise `ConfigError` naming the field, the value and the range. Leaves to
+others: reading files and printing (cli).
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ MACHINE_GPUS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class PoolOffer:
-    """`count` like machines that can be had, of `gpus` GPUs each; 0: as many GPUs as make most tokens for their price.
-    price_usd_per_hour: of one GPU. slots and tokens_per_s 0: by the catalogue."""
+    """`count` identical machines on offer.
+
+    gpus: per machine; 0: the count that gives the most tokens/s per dollar. price_usd_per_hour: per GPU. slots and
+    tokens_per_s: 0 takes the catalogue's prior.
+    """
 
     gpu: str
     count: int
@@ -71,19 +74,19 @@ class PoolOffer:
 
     @property
     def key(self) -> str:
-        """Names the kind of machine: provider, GPUs where there are several, GPU."""
+        """Identifies the kind of machine: provider, GPU count if above 1, GPU."""
         machine = f"{self.gpus}x{self.gpu}" if self.gpus > 1 else self.gpu
         return f"{self.provider}/{machine}" if self.provider else machine
 
     @property
     def machine(self) -> str:
-        """In words."""
+        """The machine in words, such as `4 x H200`."""
         return f"{self.gpus or 'any number of'} x {self.gpu}"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Lengths of rollouts in tokens: mean, 95th percentile, limit."""
+    """Rollout lengths in tokens: mean, 95th percentile (`tail`), limit (`longest`)."""
 
     mean: float
     tail: float
@@ -97,7 +100,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """All that `echo2 plan` plans from."""
+    """All inputs of `echo2 plan`."""
 
     model: ModelSize
     lengths: RunLengths
@@ -111,32 +114,33 @@ class PlanQuestion:
 
     @property
     def tokens_in_cache(self) -> float:
-        """Of a sequence at any moment, on average: half of a usual prompt's limit and what is generated so far, where long
-        rollouts are met more often than short ones, since they stay longer."""
-        from echo2.cost_model.rehearsal import unit_lengths  # loads numpy: only who asks pays for it
+        """Average number of tokens that a running sequence has in the KV cache: half of the prompt limit plus the tokens
+        generated so far. Long rollouts weigh more, because they occupy their slot longer."""
+        from echo2.cost_model.rehearsal import unit_lengths  # loads numpy, so only on demand
 
         prompt = max(0.0, self.lengths.of(self.model) - self.tokens.longest) / 2
         lengths = unit_lengths(self.tokens.mean, self.tokens.tail, self.tokens.longest)
         return prompt + self.tokens.mean * float((lengths**2).mean()) / 2
 
     def prior(self, offer: PoolOffer) -> WorkerPrior:
-        """Slots and rate of one offered machine; ResourceError where the model does not fit it."""
+        """Slots and rate of one offered machine. Raises ResourceError if the model does not fit."""
         gpu = gpu_of(self.catalogue, offer.gpu)
         prior = worker_prior(gpu, self.model, self.lengths, self.tokens_in_cache, offer.gpus)
         expected = prior.tokens_per_s * self.experience.belief(offer.gpu).ratio
         return replace(prior, slots=offer.slots or prior.slots, tokens_per_s=offer.tokens_per_s or expected)
 
     def is_measured(self, offer: PoolOffer) -> bool:
-        """Whether its rate was told, or follows from what machines of its kind delivered: such a rate has all prefill in it."""
+        """Whether the rate was given or comes from what machines of this kind delivered. Such a rate already includes
+        prefill."""
         return offer.tokens_per_s > 0 or self.experience.belief(offer.gpu).machines > 0
 
     def prefill_cost(self, offer: PoolOffer) -> PrefillCost:
-        """What one offered machine prefills beside what it samples; nothing where its rate was measured."""
+        """Cost of the prefill that one offered machine does besides sampling; none if its rate was measured."""
         work = NO_PREFILL if self.is_measured(offer) else self.prefill
         return prefill_cost(work, self.prior(offer), self.tokens_in_cache)
 
     def worker(self, offer: PoolOffer, index: int) -> WorkerEstimate:
-        """One offered machine as the planner sees it. Prices are per GPU, and a worker may need several."""
+        """One offered machine as the planner sees it. Offers are priced per GPU, the result per worker."""
         prior, cost = self.prior(offer), self.prefill_cost(offer)
         rate = prior.tokens_per_s * cost.rate_share
         speed = rate / prior.slots
@@ -158,7 +162,7 @@ class PlanQuestion:
         )
 
     def snapshot(self) -> FleetSnapshot:
-        """Every machine on offer that the model fits, on standby. ResourceError where it fits none."""
+        """All offered machines that the model fits on, in standby. Raises ResourceError if it fits on none."""
         workers: list[WorkerEstimate] = []
         taken: Counter[str] = Counter()
         for offer in filter(lambda offer: offer.count, self.offers):
@@ -174,7 +178,7 @@ class PlanQuestion:
 
     @property
     def refused(self) -> dict[PoolOffer, str]:
-        """Machines on offer whose GPUs do not hold the model, with what would fit."""
+        """Offered machines on which the model does not fit, each with what would fit."""
         found = {}
         for offer in self.offers:
             try:
@@ -228,7 +232,7 @@ class PlanQuestion:
                 return self._with_offer(kind, of, _number(name, text))
 
     def _with_offer(self, kind: str, of: str, value: float) -> PlanQuestion:
-        """Price or count of the offers of one GPU changed; offers a GPU that was not on offer."""
+        """Changes the price or count of all offers of one GPU; adds an offer if the GPU was not on offer."""
         gpu = gpu_of(self.catalogue, of)
         offers = list(self.offers)
         if all(offer.gpu != of for offer in offers):
@@ -255,7 +259,7 @@ def parse_what_if(text: str) -> list[tuple[str, str]]:
 
 
 def billions_in(name: str) -> float | None:
-    """The parameter count that a model's name tells, in billions: `Qwen3-8B` -> 8."""
+    """The parameter count in a model's name, in billions: `Qwen3-8B` -> 8; None if it has none."""
     found = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z])", name)
     return float(found[1]) if found else None
 

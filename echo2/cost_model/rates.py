@@ -1,10 +1,10 @@
-"""By how much machines of a kind differ from the roofline, learned from what they delivered, with an interval.
+"""How machines of a kind compare with the roofline, learned from delivered rates, with an interval.
 
-The logarithm of delivered over predicted tokens/s is taken as normal within a kind, its mean and variance unknown: the
+Within a kind, the logarithm of delivered over predicted tokens/s is assumed normal with unknown mean and variance: the
 conjugate normal-inverse-gamma model (Murphy, "Conjugate Bayesian analysis of the Gaussian distribution", 2007), whose
-prediction for the next machine is Student's t. One machine tells a little, ten of a kind nearly all.
-Guarantees: pure; a ratio out of `RATIOS` is refused; each machine counts once, however often it was measured. Leaves to others: the
-roofline (roofline), the file (runtime).
+prediction for the next machine is Student's t. One machine narrows the interval a little; after ten, more add hardly anything.
+Guarantees: pure; a ratio outside `RATIOS` is refused; each machine counts once, however often it was measured. Leaves to others:
+the roofline (roofline), the file (runtime).
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from functools import lru_cache
 from echo2.base.errors import ConfigError
 
 PRIOR_MACHINES = 0.25
-"""The prior mean weighs as much as so many machines: kinds differ from the roofline by about twice what machines of a kind do."""
+"""Weight of the prior mean, in machines: kinds deviate from the roofline about twice as much as machines of a kind differ from
+each other."""
 PRIOR_SHAPE, PRIOR_SCALE = 2.0, 0.04
-"""Of the variance within a kind: mean 0.04, a spread of about a fifth."""
+"""Prior of the variance within a kind (inverse gamma): mean 0.04, that is a spread of about 20 %."""
 COVERAGE = 0.9
 RATIOS = (0.01, 10.0)
-"""Delivered over predicted; what lies outside is a mistake of measuring."""
+"""Allowed range of delivered over predicted tokens/s; anything outside is a measurement error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """Of a kind: ratio of delivered to predicted tokens/s, and the interval in which the next machine's lies 9 times of 10."""
+    """Delivered over predicted tokens/s of a kind, with the interval that contains the next machine's ratio 9 times out of 10."""
 
     ratio: float
     low: float
@@ -44,7 +45,7 @@ def checked_ratio(whose: str, ratio: float) -> float:
 
 
 def belief(ratios: Iterable[float], coverage: float = COVERAGE) -> Belief:
-    """From one ratio a machine."""
+    """The belief that follows from one ratio per machine; the prior if there are none."""
     logs = [math.log(checked_ratio("rates", one)) for one in ratios]
     count = len(logs)
     mean = sum(logs) / count if count else 0.0
@@ -60,7 +61,7 @@ def belief(ratios: Iterable[float], coverage: float = COVERAGE) -> Belief:
 
 @lru_cache(maxsize=1024)
 def t_quantile(probability: float, freedom: float) -> float:
-    """Of Student's t."""
-    from scipy.special import stdtrit  # scipy.stats loads for a second
+    """Quantile of Student's t distribution with `freedom` degrees of freedom."""
+    from scipy.special import stdtrit  # importing scipy.stats takes a second
 
     return float(stdtrit(freedom, probability))

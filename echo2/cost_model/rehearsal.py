@@ -1,11 +1,11 @@
-"""Utilisation predicted by rehearsing the run: groups are leased, generated and trained on, with drawn lengths.
+"""Predicts utilisation by rehearsing the run: groups are leased, generated and trained on, with drawn lengths.
 
-The relations of `capacity` know one rollout time and no groups. Here each group is leased whole to one worker, its
-rollouts run in that worker's slots (in turns, where the group is larger), versions cross the links one at a time, and a
-version that replaces one that waited is larger; pacing, the in-flight cap and oldest-first batches are the live system's.
+The relations of `capacity` have one rollout time and no groups. Here each group is leased whole to one worker, and its
+rollouts run in that worker's slots (in rounds, if the group is larger). Versions cross the links one at a time, and a
+version that replaces a waiting one is larger. Pacing, the in-flight cap and oldest-first batches match the live system.
 Guarantees: deterministic (lengths are shuffled quantiles, so that every block of them has the distribution's mean);
-bounded work (`STEPS` steps of about `ROLLOUTS_MAX` rollouts: a large pool is rehearsed by a part of it).
-Leaves to others: which pool to rehearse (planner); losses of machines, of which only the rate's discount is known here.
+bounded work (`STEPS` steps of about `ROLLOUTS_MAX` rollouts: a large pool is represented by a part of it).
+Leaves to others: which pool to rehearse (planner); preemptions, which only appear here as the discount on rates.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What is rehearsed. Per worker: `slots`, `rollout_s` (mean), `latency_s` (last byte to live), `swap_s`.
+    """The run to rehearse. Per worker: `slots`, `rollout_s` (mean), `latency_s` (last byte to live), `swap_s`.
 
-    lengths: quantiles of a rollout's length at equal shares, rising, of mean 1. transfer_s: seconds on the links of a
-    version that spans so many steps. is_stalled: workers stand still while a version is on the links. take: another one
-    has lengths in another order.
+    lengths: quantiles of a rollout's length at equal shares, ascending, with mean 1. transfer_s: seconds on the links of a
+    version, as a function of the steps it spans. is_stalled: workers pause while a version is on the links. take: seed of
+    the order of lengths.
     """
 
     staleness_bound: int
@@ -66,7 +66,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True)
 class RehearsalOutcome:
-    """`dropped`: share of finished groups that were too old when their turn came."""
+    """What a rehearsal measured. `dropped`: share of finished groups that were too stale when their turn came."""
 
     utilisation: float
     dropped: float
@@ -77,17 +77,18 @@ class RehearsalOutcome:
 
 
 def unit_lengths(mean: float, tail: float, longest: float = math.inf, points: int = QUANTILES) -> Floats:
-    """Quantiles of the log-normal cut at `longest` that has this mean, as cut, and this 95th percentile; over the mean.
+    """Quantiles, divided by the mean, of the log-normal clipped at `longest` with this mean and 95th percentile.
 
-    What is measured is the mean of the cut lengths: a log-normal of that mean would lose up to a seventh of it to the
-    cut. With `median = tail / exp(z * sigma)` the cut mean falls as sigma grows, so sigma is found by halving. Where the
-    95th percentile is at the cut it says nothing of the spread: `USUAL_SIGMA`, and the median that gives the mean.
+    `mean` is that of the clipped lengths, since that is what a run measures: clipping a log-normal of that mean would lower
+    its mean by up to a seventh. With `median = tail / exp(z * sigma)` the clipped mean falls as sigma grows, so
+    bisection finds sigma. If the 95th percentile is at the limit, it says nothing about the spread; then sigma is
+    `USUAL_SIGMA`, and bisection finds the median that gives the mean.
     """
     return _unit_lengths(round(max(1.0, tail / mean), 3), round(longest_of(tail, longest) / mean, 3), points)
 
 
 def longest_of(tail_s: float, longest_s: float) -> float:
-    """The longest rollout to reckon with; where it is not known, `LONGEST_TAILS` tails."""
+    """The longest rollout to assume: `longest_s`, or `LONGEST_TAILS` times the tail if that is unknown (infinite)."""
     return max(longest_s, tail_s) if math.isfinite(longest_s) else LONGEST_TAILS * tail_s
 
 
@@ -112,7 +113,7 @@ def _unit_lengths(tail: float, longest: float, points: int) -> Floats:
 
 @lru_cache(maxsize=16)
 def _order(points: int, blocks: int, take: int) -> np.ndarray:
-    """Indices of quantiles: each block of `points` has every one once, in an order of its own; another with another `take`."""
+    """Indices of quantiles: each block of `points` contains every index once, in its own random order, seeded by `take`."""
     rng = np.random.default_rng(SEED + take)
     return np.concatenate([rng.permutation(points) for _ in range(blocks)])
 
@@ -127,16 +128,16 @@ def _drawn(lengths: Floats, count: int, take: int) -> list[float]:
 
 
 def reduced(told: Rehearsal) -> Rehearsal:
-    """A pool in the same proportions of at most about `ROLLOUTS_MAX` rollouts a step: fewer workers, then fewer slots.
+    """Shrinks a pool in proportion to at most about `ROLLOUTS_MAX` rollouts a step: fewer workers, then fewer slots.
 
-    Rates are put right for what rounding changed. Workers that hold a whole group go on holding one.
+    Rates are corrected for rounding. A worker with room for a whole group keeps room for one.
     """
     batch = told.groups_per_step * told.rollouts_per_group
     factor = min(batch / ROLLOUTS_MAX, told.groups_per_step / GROUPS_LEAST)
     if factor <= 1.0:
         return told
     count, least = len(told.slots), told.rollouts_per_group
-    each = np.minimum(told.slots, least)  # the fewest slots that a worker is left with
+    each = np.minimum(told.slots, least)  # fewest slots that a worker keeps
     floor = batch * float((each / told.rollout_s).sum()) / float((told.slots / told.rollout_s).sum())
     kept = min(count, max(WORKERS_LEAST, math.ceil(count / factor), int(WORKERS_KEPT * min(1.0, _share(floor, count)))))
     order = np.lexsort((told.latency_s, told.slots, told.rollout_s))
@@ -153,7 +154,7 @@ def reduced(told: Rehearsal) -> Rehearsal:
 
 
 def _share(floor: float, count: int) -> float:
-    """Of `ROLLOUTS_MAX`, over what `WORKERS_KEPT` of them would make a step with the fewest slots."""
+    """`ROLLOUTS_MAX` over the rollouts a step that `WORKERS_KEPT` workers with the fewest slots would produce."""
     return ROLLOUTS_MAX * count / (floor * WORKERS_KEPT)
 
 
@@ -161,7 +162,7 @@ def _share(floor: float, count: int) -> float:
 
 
 def rehearse(told: Rehearsal, steps: int = 0) -> RehearsalOutcome:
-    """Plays `steps` steps (0: as many as this pool takes to settle) and measures the later ones."""
+    """Simulates `steps` steps (0: as many as this pool needs to settle) and measures the later ones."""
     if not len(told.slots):
         return RehearsalOutcome(0.0, 0.0, 0)
     part = reduced(told)
@@ -174,8 +175,8 @@ def rehearse(told: Rehearsal, steps: int = 0) -> RehearsalOutcome:
 
 @dataclass(slots=True)
 class _Worker:
-    """`ends`: when each slot is through with what it was given, on the worker's own clock, which stops while it stands
-    still; `stalled_s`: how much that clock is behind."""
+    """`ends`: when each slot finishes its work, on the worker's own clock, which stops while the worker is paused.
+    `stalled_s`: how far that clock is behind."""
 
     ends: list[float]
     rollout_s: float
@@ -188,7 +189,8 @@ class _Worker:
 
 @dataclass(slots=True)
 class _Stage:
-    """Events are (when, number, what, worker or version, its worker's standstill when it was foreseen, version)."""
+    """State of one rehearsal. Events are (time, order, action, worker index, the worker's `stalled_s` when the event was
+    scheduled, version); a `stalled_s` of -1 marks an event that pauses do not delay."""
 
     told: Rehearsal
     steps: int
@@ -205,7 +207,7 @@ class _Stage:
     completed: int = 0
     is_training: bool = False
     outstanding: int = 0
-    finished: dict[int, int] = field(default_factory=dict)  # groups that wait for their batch, by version
+    finished: dict[int, int] = field(default_factory=dict)  # finished groups waiting for their batch, by version
     newest: int = 0
     sent: int = 0
     is_sending: bool = False
@@ -227,7 +229,7 @@ class _Stage:
                 self._foresee(self.now + late_s, act, index, version, stalled_s + late_s)
             else:
                 act(index, version)
-        self.events.clear()  # they hold this stage, which would be garbage that only the collector finds
+        self.events.clear()  # breaks reference cycles with this object, so that it is freed without the garbage collector
         return self._outcome()
 
     def _foresee(
@@ -239,7 +241,7 @@ class _Stage:
     # ---- generation
 
     def _lease(self) -> None:
-        """Groups to workers with a free slot: to the one with the least to do, while cap and pacing allow."""
+        """Gives groups to workers with a free slot, the least loaded first, while the cap and pacing allow."""
         told = self.told
         while self.free and self.outstanding < told.cap_groups:
             oldest = self.step + self.outstanding // told.groups_per_step - told.staleness_bound
@@ -316,7 +318,7 @@ class _Stage:
             self._send()
 
     def _send(self) -> None:
-        """The newest version goes onto the links; what it spans is what its receivers lack."""
+        """Puts the newest version onto the links. It spans all steps since the version sent before."""
         told = self.told
         transfer_s = told.transfer_s(self.newest - self.sent)
         self.sent, self.is_sending = self.newest, True
@@ -342,7 +344,7 @@ class _Stage:
         worker.stands_until_s = max(worker.stands_until_s, self.now) + seconds
 
     def _outcome(self) -> RehearsalOutcome:
-        """Over the later steps, in whole periods."""
+        """Measures over whole publication periods, after the warm-up."""
         made, kappa = len(self.starts), self.told.kappa
         if made < 2 * kappa + 2:
             return RehearsalOutcome(0.0, 0.0, made)

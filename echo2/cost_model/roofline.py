@@ -1,11 +1,11 @@
-"""How fast an engine decodes and prefills, from what a step moves and computes: the roofline (Williams, Waterman, Patterson,
-CACM 2009).
+"""Decode and prefill rates of an engine, from the bytes a step moves and the FLOPs it computes: the roofline (Williams, Waterman,
+Patterson, CACM 2009).
 
-A decoding step of n sequences reads every weight and every sequence's keys and values once, and multiplies n tokens with the
-weights that each of them uses. A prefilling step reads every weight once and multiplies `PREFILL_STEP_TOKENS` tokens, each of which
-attends to those before it. Either takes as long as the slower of the two, and `STEP_S` for what is neither.
-Guarantees: pure; one more sequence never lowers the rate. Leaves to others: how many sequences fit (sizing), by how much a kind
-of machine differs from this (rates).
+A decode step of n sequences reads all weights and every sequence's KV cache once, and multiplies n tokens with the weights that
+each of them uses. A prefill step reads all weights once and multiplies `PREFILL_STEP_TOKENS` tokens, each of which attends to
+those before it. A step takes the longer of moving and computing, plus `STEP_S` of overhead.
+Guarantees: pure; one more sequence never lowers the rate. Leaves to others: how many sequences fit (sizing), how a kind of
+machine deviates from this (rates).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Protocol
 from echo2.cost_model.sizing import GPU_BYTES, ModelSize, Quantisation
 
 BANDWIDTH_SHARE = 0.7
-"""Of the data sheet's: what attention and matrix-vector kernels reach, an assumption until a machine has been measured."""
+"""Share of the data sheet's bandwidth that attention and matrix-vector kernels reach; assumed until a machine is measured."""
 DECODE_FLOPS_SHARE = 0.5
-"""Of the data sheet's dense bf16."""
+"""Share of the data sheet's dense bf16 FLOPs that is reached."""
 STEP_S = 0.003
-"""Scheduling, sampling and launches of a step: an assumption of the order that vLLM's authors publish."""
+"""Seconds per step for scheduling, sampling and kernel launches; assumed, of the order that vLLM's authors publish."""
 
 PREFILL_STEP_TOKENS = 2048
-"""Read in one step: vLLM's usual budget."""
+"""Tokens prefilled per step: vLLM's usual budget."""
 
 
 class Sheet(Protocol):
@@ -43,10 +43,10 @@ def step_s(
     speed: float = 1.0,
     quantisation: Quantisation = Quantisation.NONE,
 ) -> float:
-    """Seconds of one step of `sequences` sequences that hold `tokens_each` tokens on average.
+    """Seconds of one decode step of `sequences` sequences with `tokens_each` cached tokens on average.
 
-    speed: how many times as fast as one GPU the engine is (`sizing.spread_speed`). Rounded weights are fewer bytes to read;
-    their products count as no faster.
+    speed: of the engine, relative to one GPU (`sizing.spread_speed`). Quantised weights reduce the bytes read but are not
+    assumed to speed up the matrix products.
     """
     moved = size.card_bytes(quantisation) + sequences * tokens_each * GPU_BYTES * size.kv_values_per_token
     computed = 2.0 * sequences * size.active_parameters
@@ -63,7 +63,7 @@ def tokens_per_s(
     speed: float = 1.0,
     quantisation: Quantisation = Quantisation.NONE,
 ) -> float:
-    """Of all sequences together."""
+    """Decode rate of all sequences together, in tokens/s."""
     return sequences / step_s(sheet, size, sequences, tokens_each, speed, quantisation)
 
 
@@ -74,7 +74,7 @@ def prefill_tokens_per_s(
     speed: float = 1.0,
     quantisation: Quantisation = Quantisation.NONE,
 ) -> float:
-    """Prefill rate for sequences of `tokens_each` tokens that are read whole, many at a time."""
+    """Prefill rate in tokens/s for whole sequences of `tokens_each` tokens, many at a time."""
     attended = 2.0 * size.layer_count * size.query_width * tokens_each
     computed = PREFILL_STEP_TOKENS * (2.0 * size.active_parameters + attended)
     moving_s = size.card_bytes(quantisation) / (BANDWIDTH_SHARE * sheet.bandwidth_gb_per_s * 1e9 * speed)

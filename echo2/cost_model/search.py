@@ -1,10 +1,10 @@
-"""The cheapest pool for one publication period, all relations kept.
+"""Finds the cheapest pool for one publication period that satisfies all relations.
 
-Relations (2) and (3) couple the pool's rate, its slowest member and the swarm's uplinks. Two thresholds uncouple them:
-`transfer_s`, a ceiling on the swarm's time, and `batch_s`, a ceiling on R/mu_pool. Given both, every worker is in or
-out by itself and what is left is linear (pool). The thresholds tried are the workers' own break points, thinned to
-`BATCH_POINTS` and `TRANSFER_POINTS`. Guarantees: what is returned keeps every relation, recomputed from the pool.
-Leaves to others: which period (planner), noise (activation).
+Relations (2) and (3) couple the pool's rate, its slowest member and the swarm's uplinks. Two thresholds decouple them:
+`transfer_s`, a ceiling on the swarm's transfer time, and `batch_s`, a ceiling on R/mu_pool. Given both, each worker is
+eligible or not on its own, and the remaining problem is linear (pool). The thresholds tried are the workers' own break
+points, thinned to `BATCH_POINTS` and `TRANSFER_POINTS`. Guarantees: a returned pool satisfies every relation, recomputed
+from the pool. Leaves to others: which period (planner), noise (activation).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, PlanConfig
 
 BATCH_POINTS = 16
 TRANSFER_POINTS = 5
-# In a small fleet one worker more or less moves the swarm's time by much: finer steps.
+# In a small fleet, one worker more or less changes the transfer time a lot, hence finer steps.
 SMALL_FLEET, TRANSFER_POINTS_SMALL = 40, 25
-GREEDY_GAP_WANTED = 2e-3  # without the exact solver: a pool this close to the bound is not improved on
+GREEDY_GAP_WANTED = 2e-3  # without the exact solver: a pool this close to the lower bound is good enough
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A period and a pool, with what the relations say of them."""
+    """A period and a pool, with the numbers that the relations give for them."""
 
     chosen: Flags
     point: OperatingPoint
     usd_per_hour: float
     utilisation: float
-    rollout_mean_s: float  # over the pool, by rate
-    rollout_tail_s: float  # likewise, of a group
-    rollout_longest_s: float  # likewise; infinite if not known
+    rollout_mean_s: float  # mean over the pool, weighted by rate
+    rollout_tail_s: float  # likewise, for a group
+    rollout_longest_s: float  # likewise; infinite if unknown
     greedy_gap: float = 0.0
     solver: str = ""
-    is_refined: bool = False  # utilisation by rehearsal, not the closed form
+    is_refined: bool = False  # utilisation is from a rehearsal, not the closed form
 
     @property
     def kappa(self) -> int:
@@ -51,7 +51,7 @@ class Evaluation:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """What tells it from pools of other machines; pools of like machines have the same."""
+        """Numbers that identify the pool up to exchange of identical machines."""
         point = self.point
         return (
             self.usd_per_hour, point.throughput, point.transfer_s, point.latency_s, point.rollout_s,
@@ -59,7 +59,7 @@ class Evaluation:
         )  # fmt: skip
 
     def keeps_relations(self, rate_needed: float) -> bool:
-        """Whether rate, broadcast and staleness hold, up to rounding."""
+        """Whether the rate, broadcast and staleness relations hold, up to rounding."""
         point, roof = self.point, 1 + TOLERANCE
         return (
             point.throughput >= rate_needed * (1 - TOLERANCE)
@@ -69,15 +69,15 @@ class Evaluation:
 
     @property
     def keeps_up(self) -> bool:
-        """Whether a version is spread before the next is published; else versions queue and grow ever older.
+        """Whether each broadcast finishes before the next version is published; if not, versions queue and grow ever older.
 
-        Nobody keeps up with nothing: a pool that generates nothing does not.
+        False for a pool that generates nothing.
         """
         return self.point.throughput > 0 and self.point.transfer_s <= self.period_s * (1 + TOLERANCE)
 
     @property
     def least_slack(self) -> float:
-        """The tighter of broadcast and staleness, as a share of its limit."""
+        """The smaller slack of broadcast and staleness, as a share of its limit."""
         point = self.point
         if point.staleness_budget_s <= 0:
             return -np.inf
@@ -86,7 +86,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """A linear problem that was looked at: no answer is cheaper than `usd_least`; `found` is the one found, if any."""
+    """A linear problem already examined. No solution is cheaper than `usd_least`; `found`: the best one found, if any."""
 
     problem: PoolProblem
     usd_least: float
@@ -95,7 +95,10 @@ class Proven:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """One planning problem, its columns made once. `proven` saves looking twice: a harder problem costs no less."""
+    """One planning problem with its columns.
+
+    `proven` saves repeated work: a problem that is harder than a proven one cannot have a cheaper solution.
+    """
 
     snapshot: FleetSnapshot
     config: PlanConfig
@@ -106,7 +109,7 @@ class Search:
     proven: list[Proven] = field(default_factory=list)
 
     def evaluate(self, period: PeriodColumns, chosen: Flags) -> Evaluation:
-        """What the relations say of a pool; a pool may break them."""
+        """Computes the relations' numbers for a pool, which may violate them."""
         columns, learner = self.columns, self.snapshot.learner
         rows = np.flatnonzero(chosen)
         if len(rows):
@@ -119,7 +122,7 @@ class Search:
             throughput = float(rates.sum())
             shares = columns.rate[rows] / columns.rate[rows].sum()
             mean_s, tail_s = float(shares @ columns.mean_s[rows]), float(shares @ columns.tail_s[rows])
-            longest_s = float(shares @ columns.longest_s[rows])  # infinite where one's is not known
+            longest_s = float(shares @ columns.longest_s[rows])  # infinite if any worker's is unknown
         else:
             transfer_s = broadcast_s = rollout_s = throughput = mean_s = tail_s = longest_s = 0.0
         point = OperatingPoint(
@@ -143,7 +146,7 @@ class Search:
         )
 
     def best(self, period: PeriodColumns, usd_ceiling: float = np.inf) -> Evaluation | None:
-        """The cheapest pool that keeps every relation, None when there is none cheaper than `usd_ceiling`."""
+        """The cheapest pool that satisfies every relation; None if none is cheaper than `usd_ceiling`."""
         best = self._best_known(period)
         tolerance = MIP_GAP if self.is_exact else GREEDY_GAP_WANTED
         for problem in self._problems(period):
@@ -160,7 +163,7 @@ class Search:
         return best if best is not None and best.usd_per_hour < usd_ceiling else None
 
     def _best_known(self, period: PeriodColumns) -> Evaluation | None:
-        """The cheapest of the pools found for other periods that does for this one too."""
+        """The cheapest pool found for another period that also satisfies the relations for this one."""
         known = (proof.found for proof in self.proven if proof.found is not None)
         for found in sorted(known, key=lambda one: one.usd_per_hour):
             again = self.evaluate(period, found.chosen)
@@ -169,7 +172,7 @@ class Search:
         return None
 
     def _solved(self, period: PeriodColumns, problem: PoolProblem, least: float) -> tuple[Evaluation | None, float]:
-        """The greedy's pool, or the integer program's where that can be cheaper; and a price that none is under."""
+        """Returns the greedy pool, or the integer program's if that may be cheaper, and a lower bound on the price."""
         quick = self._answer(period, greedy(problem))
         if not self.is_exact or (quick is not None and quick.usd_per_hour <= least * (1 + MIP_GAP)):
             return quick, least
@@ -204,7 +207,7 @@ class Search:
                     continue
                 yield self._problem(period, transfer_ceiling_s, need, value, eligible)
                 if bool(eligible[columns.is_available].all()):
-                    break  # nobody is left whom a faster pool would let in
+                    break  # all workers are eligible already: a faster pool would admit no more
 
     def _problem(
         self, period: PeriodColumns, transfer_ceiling_s: float, need: float, value: Floats, eligible: Flags
@@ -225,7 +228,7 @@ class Search:
         )
 
     def _transfer_ceilings(self, period: PeriodColumns) -> list[float]:
-        """From the time at which no pool is bounded by the swarm down to the seed's own, the least there is."""
+        """Ceilings on the transfer time, from where the swarm limits no pool down to the seed's own time, the minimum."""
         columns = self.columns
         if not columns.is_available.any():
             return []
@@ -238,7 +241,7 @@ class Search:
         return [float(one) for one in np.geomspace(most_s, period.seed_s, points)]
 
     def _batch_ceilings(self, batch_room: Floats, batch_most_s: float) -> list[float]:
-        """R/mu ceilings: what the rate needs anyway, and below it the points at which slower workers come in."""
+        """Ceilings on R/mu: the one the needed rate implies, then the lower ones at which slower workers become eligible."""
         tighter = np.unique(batch_room[(batch_room > 0) & (batch_room < batch_most_s)])[::-1]
         if len(tighter) > BATCH_POINTS:
             tighter = tighter[np.linspace(0, len(tighter) - 1, BATCH_POINTS).round().astype(np.int64)]

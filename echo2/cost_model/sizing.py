@@ -1,10 +1,10 @@
-"""How large a model is, and how many sequences of a run fit a machine: the one rule of worker, planner and doctor.
+"""Model size and how many sequences of a run fit on a machine: one rule for worker, planner and doctor.
 
-Pure arithmetic from a transformers config, before any weight is here. Sequences are counted by the tokens of keys and
-values that fit, over the run's own longest sequence (prompt limit + completions of all turns), not over the model's
-context; what a user tells only lowers them. Guarantees: the parameter count of the dense and mixture-of-experts shapes
-that the engines know is exact; what does not fit is refused with what would. Leaves to others: measuring the machine
-(worker/runtime/machine), memory at hand-over (memory), building engines.
+Pure arithmetic from a transformers config; needs no weights. The number of sequences is the KV cache capacity in tokens
+over the run's longest sequence (prompt limit + completions of all turns), not over the model's context; user options can
+only lower it. Guarantees: the parameter count of the dense and mixture-of-experts shapes that the engines support is
+exact; a refusal says what would fit instead. Leaves to others: measuring the machine (worker/runtime/machine), building
+engines.
 """
 
 from __future__ import annotations
@@ -17,38 +17,40 @@ from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.units import format_bytes
 
 GPU_MEMORY_SHARE = 0.9
-"""Of a GPU, for weights and keys and values; the rest is for activations and the driver."""
+"""Share of GPU memory for weights and KV cache; the rest is for activations and the driver."""
 GPU_BYTES = 2
-"""Of a weight and of a cached value on a GPU: engines compute in bf16 there."""
+"""Bytes per weight and per cached value on a GPU: engines compute in bf16 there."""
 CPU_BYTES = 4
-"""The embedded engine computes and caches in float32: bf16 arithmetic is slow on CPUs."""
+"""Bytes per value on a CPU: the embedded engine computes and caches in float32, because bf16 is slow on CPUs."""
 CPU_PROCESS_BYTES = 512 << 20
-"""A worker's own code and what lies between the layers of a step."""
+"""A worker's own code and the activations between the layers of a step."""
 CPU_CACHE_SHARE = 0.5
-"""Of the memory that is left beside the weights; the other half is the machine's."""
+"""Share of the memory besides weights and code that the KV cache may use; the other half is left to the machine."""
 FILL = 2
-"""Sequences begin at different times, so on average half of each one's longest length is in use; a cache in blocks
-holds that many more."""
+"""Sequences start at different times, so on average each uses half of its longest length; a paged cache holds this many
+times as many."""
 ROUND_BYTES = 256 << 20
-"""Of a keyframe on its way through shared memory into an engine's processes, at a time; a larger tensor goes alone."""
+"""Bytes of a keyframe copied at a time through shared memory into an engine's processes; a larger tensor is copied alone."""
 HANDOVER_SHARE, HANDOVER_BYTES = 1.3, 512 << 20
-"""What a worker needs of host memory and shared memory while it takes a keyframe, beside the engine's own weights."""
+"""Host and shared memory of a worker while it loads a keyframe, besides the engine's own weights: a share of the published
+bytes, plus a constant."""
 FORMER_SHARE = 0.5
-"""Of the published bytes, what an engine keeps of former versions at most, on the host, so that it can score under them."""
+"""Host memory for former versions that an engine keeps for scoring, at most, as a share of the published bytes."""
 SEQUENCES_MAX = 256
 SEQUENCES_CPU = 32
 SEQUENCES_CPU_MAX = 64
-"""More sequences on one thread give few more tokens and make each rollout that much later, once products take the time."""
+"""Beyond this, once matrix products dominate, more sequences per thread hardly add tokens and delay every rollout."""
 CPU_OVERHEAD_PARAMETERS = 25_000_000
-"""Divided by the model's, the sequences whose products take as long as the rest of a step: so many pay for a tiny model."""
+"""Divided by the model's parameter count, this gives the sequences whose matrix products take as long as the rest of a step: up
+to there, a tiny model gains from more sequences."""
 WIDER_SHARE = 0.85
-"""Of their speed that GPUs keep each time an engine is spread over twice as many: an assumption, for their exchange a layer."""
+"""Share of its speed that a GPU keeps each time the engine's GPU count doubles; assumed, for the exchange per layer."""
 SEQUENCES_WANTED = 32
-"""With fewer sequences a GPU reads its weights for too few tokens a step: more GPUs an engine are then worth it."""
+"""With fewer sequences, a GPU reads its weights for too few tokens per step, and more GPUs per engine pay off."""
 
 
 class Quantisation(Enum):
-    """How the weights are rounded that an engine generates by; the published ones are kept beside them."""
+    """How an engine quantises the weights it generates with; the published weights are kept as well."""
 
     NONE = "none"
     INT8 = "int8"  # the embedded engine
@@ -56,17 +58,17 @@ class Quantisation(Enum):
 
 
 CPU_WEIGHT_BYTES = {Quantisation.NONE: 4, Quantisation.INT8: 3, Quantisation.FP8: 4}
-"""Of a parameter in an engine on the CPU, the masters of rounded ones included; vLLM there, for trials, takes less than this."""
+"""Bytes per parameter in a CPU engine, including the masters of quantised weights; vLLM on a CPU, for trials, needs less."""
 
 
 def quantisation_called(name: str) -> Quantisation:
-    """As a worker says it, empty for none; a name that is not known counts as none."""
+    """Parses the name that a worker reports; an empty or unknown name means none."""
     return Quantisation(name) if name in (known.value for known in Quantisation) else Quantisation.NONE
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """`kv_values_per_token`: keys and values of all layers. `context_tokens`: the longest the model can do."""
+    """A model's shape. `kv_values_per_token`: keys and values of all layers. `context_tokens`: the model's longest context."""
 
     parameters: int
     kv_values_per_token: int
@@ -77,27 +79,27 @@ class ModelSize:
     hidden: int = 1
     vocabulary: int = 1
     idle_parameters: int = 0
-    """Of experts that a token is not routed to."""
+    """Parameters of the experts that a token is not routed to."""
     mlp_width: int = 0
-    """Values of a token between an MLP's matrices, of all the experts that it is routed to; 0: not known."""
+    """Values per token between an MLP's matrices, over all experts that the token is routed to; 0: unknown."""
     has_head_norms: bool = False
-    """Queries and keys are normalised by head."""
+    """Whether queries and keys are normalised per head."""
     linear_parameters: int = 0
-    """Of matrices that vLLM may round: those of layers, but not embedding and head; none of a model with experts."""
+    """Parameters that vLLM may quantise: the layers' matrices, without embedding and head; 0 for a model with experts."""
 
     @property
     def kv_width(self) -> int:
-        """Of a token's keys in one layer."""
+        """Values of a token's keys in one layer."""
         return self.kv_values_per_token // (2 * self.layer_count)
 
     @property
     def query_width(self) -> int:
-        """Of a token's queries in one layer."""
+        """Values of a token's queries in one layer."""
         return self.head_count * (self.kv_width // max(1, self.kv_head_count))
 
     @property
     def active_parameters(self) -> int:
-        """What one token is multiplied with."""
+        """Parameters that one token is multiplied with."""
         return self.parameters - self.idle_parameters
 
     @property
@@ -109,22 +111,23 @@ class ModelSize:
         return GPU_BYTES * self.parameters
 
     def card_bytes(self, quantisation: Quantisation) -> int:
-        """Of GPUs' memory, for one engine's weights; scales, a thousandth of what is rounded, are left out."""
+        """GPU memory for one engine's weights, without scales (a thousandth of the quantised weights)."""
         return self.gpu_weight_bytes - (self.linear_parameters if quantisation is Quantisation.FP8 else 0)
 
     def masters_bytes(self, quantisation: Quantisation) -> int:
-        """Of the host's memory, for the published values of what one engine on GPUs has rounded."""
+        """Host memory for the published values of the weights that one GPU engine has quantised."""
         return GPU_BYTES * self.linear_parameters if quantisation is Quantisation.FP8 else 0
 
     @property
     def round_bytes(self) -> int:
-        """Of shared memory, while a keyframe goes to an engine's processes."""
+        """Shared memory needed while a keyframe is copied to an engine's processes."""
         return max(ROUND_BYTES, GPU_BYTES * self.vocabulary * self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class RunLengths:
-    """What one run asks of an engine: its longest sequence in tokens. Caps and quantisation are the user's; 0: no cap."""
+    """What one run needs from an engine: its longest sequence in tokens. The caps (0: none) and the quantisation are the
+    user's options."""
 
     longest_tokens: int
     sequences_cap: int = 0
@@ -132,18 +135,18 @@ class RunLengths:
     quantisation: Quantisation = Quantisation.NONE
 
     def of(self, size: ModelSize) -> int:
-        """Tokens of the longest sequence on this model. 0 of a run that does not say: the model's context."""
+        """Tokens of the longest sequence on this model. A `longest_tokens` of 0 means the model's context."""
         longest = min(self.longest_tokens or size.context_tokens, size.context_tokens)
         return min(longest, self.tokens_cap) if self.tokens_cap else longest
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`engine_count` engines over `tensor_parallel` GPUs each (0: on the CPU), of `sequences` each.
+    """`engine_count` engines, each over `tensor_parallel` GPUs (0: on the CPU) and with `sequences` sequences.
 
-    `cache_tokens`: of one engine, the tokens whose keys and values it holds. GPUs left over stay idle. `keeps_former`: what
-    updates replace stays on the host, for scores under former versions. `loads_base`: the base checkpoint may lie in memory
-    before it is known whether it is needed.
+    GPUs left over stay idle. `cache_tokens`: capacity of one engine's KV cache. `keeps_former`: weights replaced by updates
+    stay on the host, for scoring under former versions. `loads_base`: the base checkpoint may be loaded into memory before
+    it is known whether it is needed.
     """
 
     engine_count: int
@@ -157,12 +160,12 @@ class Fit:
 
     @property
     def whole_sequences(self) -> int:
-        """How many of the longest kind fit at once; the rest waits for room if all are so long."""
+        """How many sequences of full length fit at once; if all are that long, the rest wait for room."""
         return min(self.sequences, self.cache_tokens // self.sequence_tokens)
 
 
 def handover_bytes(published_bytes: int) -> int:
-    """Host memory and shared memory of a worker, beside its engine's own weights, while it takes a keyframe."""
+    """Host and shared memory that a worker needs while it loads a keyframe, besides its engine's own weights."""
     return int(HANDOVER_SHARE * published_bytes) + HANDOVER_BYTES
 
 
@@ -175,7 +178,7 @@ def longest_sequence(prompt_tokens_max: int, new_tokens_max: int, turns_max: int
 
 
 def model_size(config: Mapping[str, object]) -> ModelSize:
-    """Of a decoder-only transformer in transformers' words; ConfigError names a field that is missing or wrong."""
+    """Size of a decoder-only transformer from its transformers config. Raises ConfigError naming a missing or wrong field."""
     text = config.get("text_config")
     if isinstance(text, Mapping):
         config = {**text, "model_type": text.get("model_type", config.get("model_type"))}
@@ -193,7 +196,7 @@ def model_size(config: Mapping[str, object]) -> ModelSize:
     norms += 2 * width if model_type.startswith(("qwen3", "gemma3")) else 0
     is_tied = bool(config.get("tie_word_embeddings", model_type.startswith("gemma")))
     ends = vocabulary * hidden * (1 if is_tied else 2) + hidden
-    linear = 0  # vLLM's workers round no experts, and refuse models that have them
+    linear = 0  # with quantisation, vLLM workers refuse models with experts
     if not _sparse_layers(config, layers):
         linear = layers * hidden * (2 * width * (heads + kv_heads) + 3 * _number(config, "intermediate_size"))
     return ModelSize(
@@ -213,7 +216,8 @@ def model_size(config: Mapping[str, object]) -> ModelSize:
 
 
 def size_by_billions(known: Mapping[str, ModelSize], billions: float) -> ModelSize:
-    """A guess by the parameter count alone: the nearest known shape, its cache scaled by the root of the count."""
+    """Guesses a size from the parameter count alone: the nearest known shape, its KV cache scaled by the square root of the
+    ratio."""
     near = min(known.values(), key=lambda size: max(size.billions / billions, billions / size.billions))
     ratio = billions / near.billions
     cache = near.kv_values_per_token * (1.0 if 0.8 <= ratio <= 1.25 else ratio**0.5)
@@ -225,7 +229,7 @@ def size_by_billions(known: Mapping[str, ModelSize], billions: float) -> ModelSi
 
 
 def _mlp_parameters(config: Mapping[str, object], hidden: int, layers: int) -> int:
-    """Of all layers."""
+    """MLP parameters of all layers."""
     found, sparse = 0, _sparse_layers(config, layers)
     if sparse:
         experts = _number(config, "num_experts", 0)
@@ -237,14 +241,14 @@ def _mlp_parameters(config: Mapping[str, object], hidden: int, layers: int) -> i
 
 
 def _mlp_width(config: Mapping[str, object], layers: int) -> int:
-    """Of the layers that have most of it."""
+    """MLP values per token, in a layer with experts if there are any."""
     if _sparse_layers(config, layers):
         return _number(config, "num_experts_per_tok", 1) * _number(config, "moe_intermediate_size")
     return _number(config, "intermediate_size")
 
 
 def _sparse_layers(config: Mapping[str, object], layers: int) -> int:
-    """How many layers have experts: with a step every so many, but for those that are named as plain."""
+    """Number of layers with experts: every `decoder_sparse_step`-th, except those listed in `mlp_only_layers`."""
     if not _number(config, "num_experts", 0):
         return 0
     step, plain = _number(config, "decoder_sparse_step", 1), config.get("mlp_only_layers")
@@ -253,7 +257,7 @@ def _sparse_layers(config: Mapping[str, object], layers: int) -> int:
 
 
 def _idle_parameters(config: Mapping[str, object], hidden: int) -> int:
-    """Of a layer: the experts that a token does not see."""
+    """Parameters of one layer's experts that a token is not routed to."""
     experts = _number(config, "num_experts", 0)
     if not experts:
         return 0
@@ -280,18 +284,18 @@ def worker_fit(
     run: RunLengths,
     published_bytes: int = 0,
 ) -> Fit:
-    """A worker on one machine: over its GPUs, or on its CPU where it has none that the engine can use."""
+    """Fits a worker on one machine: on its GPUs, or on its CPU if it has no GPU that the engine can use."""
     if gpu_memory_bytes:
         return gpu_fit(size, gpu_memory_bytes, run)
     return cpu_fit(size, memory_bytes, run, published_bytes)
 
 
 def gpu_fit(size: ModelSize, gpu_memory_bytes: Sequence[int], run: RunLengths) -> Fit:
-    """Engines on these GPUs. Few GPUs an engine, as long as enough sequences fit beside the weights.
+    """Chooses engines for these GPUs: few GPUs per engine, as long as enough sequences fit beside the weights.
 
-    Separate engines need no exchange per layer and lose one GPU at a time; but an engine whose weights leave room for
-    few sequences reads them for few tokens. So: the width with the most sequences that count, the least of equals.
-    Widths are powers of two that divide the heads.
+    Separate engines need no exchange per layer, and a lost GPU takes down only one. But an engine whose weights leave room
+    for few sequences reads its weights for few tokens. So this takes the width with the largest `_worth`, the smallest of
+    equals. Widths are powers of two that divide the heads. Raises ResourceError if the model does not fit.
     """
     if not gpu_memory_bytes:
         raise ConfigError("layout: expected at least one GPU, got none")
@@ -316,13 +320,14 @@ def gpu_fit(size: ModelSize, gpu_memory_bytes: Sequence[int], run: RunLengths) -
 
 
 def gpu_cache_tokens(size: ModelSize, memory_bytes: int, quantisation: Quantisation = Quantisation.NONE) -> int:
-    """Tokens whose keys and values fit beside the weights; negative where the weights do not fit."""
+    """KV cache capacity beside the weights, in tokens; negative if the weights do not fit."""
     beside = int(GPU_MEMORY_SHARE * memory_bytes - size.card_bytes(quantisation))
     return beside // (GPU_BYTES * size.kv_values_per_token)
 
 
 def cpu_fit(size: ModelSize, memory_bytes: int, run: RunLengths, published_bytes: int = 0) -> Fit:
-    """The embedded engine on this machine. `published_bytes`: of the copy kept for applying deltas; 0: bf16 weights."""
+    """Fits the embedded engine on this machine. `published_bytes`: size of the copy kept for applying deltas; 0: that of
+    bf16 weights. Raises ResourceError if the model does not fit."""
     longest, each = run.of(size), CPU_BYTES * size.kv_values_per_token
     own = CPU_WEIGHT_BYTES[run.quantisation] * size.parameters
     held = own + (published_bytes or 2 * size.parameters) + CPU_PROCESS_BYTES
@@ -346,12 +351,12 @@ def _sequences(cache_tokens: int, longest: int, most: int, run: RunLengths) -> i
 
 
 def _worth(fit: Fit) -> float:
-    """In proportion to tokens a second, as long as reading the weights is what takes the time."""
+    """Proportional to tokens/s, as long as reading the weights dominates a step."""
     return fit.engine_count * spread_speed(fit.tensor_parallel) * min(fit.sequences, SEQUENCES_WANTED)
 
 
 def spread_speed(gpu_count: int) -> float:
-    """How many times as fast as one GPU an engine over `gpu_count` of them is; 1 on a CPU."""
+    """Speed of an engine over `gpu_count` GPUs relative to one GPU; 1 on a CPU."""
     return float(max(1, gpu_count) * WIDER_SHARE ** (max(1, gpu_count).bit_length() - 1))
 
 
@@ -363,7 +368,7 @@ def _widths(size: ModelSize, count: int) -> list[int]:
 
 
 def _gpu_refusal(size: ModelSize, count: int, least: int, run: RunLengths) -> str:
-    """What was asked, and what would fit instead."""
+    """Error text: what does not fit, and what would fit instead."""
     longest, weight_bytes = run.of(size), size.card_bytes(run.quantisation)
     cache_bytes = GPU_BYTES * size.kv_values_per_token * longest
 

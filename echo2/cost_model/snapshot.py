@@ -1,6 +1,6 @@
-"""What the planner is told: the fleet, the learner and the wishes, as frozen values checked where they are made.
+"""The planner's input: the fleet, the learner and the user's settings, as frozen values that are checked when created.
 
-Guarantees: every number is finite and in its stated range, so the planner need not look again; a bad one raises
+Guarantees: every number is finite and in its stated range, so the planner need not check again; a bad one raises
 `ConfigError` naming the field, the value and the range. Leaves to others: measuring (calibration).
 """
 
@@ -18,8 +18,8 @@ STALENESS_BOUND_MAX = 64
 WORKERS_MAX = 100_000
 IDLE_SHARE_MAX = 0.99
 DROPPED_SHARE_MAX = 2 / 3
-"""Dynamic sampling throws away twice the groups of a step at most."""
-BROADCAST_EFFICIENCY = 0.8  # until broadcasts were measured: the share of the planned rate that weighted trees reached
+"""Dynamic sampling discards at most twice the groups of a step."""
+BROADCAST_EFFICIENCY = 0.8  # prior until a broadcast is measured: share of the planned rate that weighted trees reached
 
 
 def checked(whose: str, name: str, value: float, least: float, most: float = math.inf) -> None:
@@ -36,7 +36,7 @@ def checked_positive(whose: str, name: str, value: float) -> None:
 
 
 class WorkerState(enum.Enum):
-    """As the planner sees it. UNAVAILABLE (suspect, gone, banned, held back by the operator) is never chosen."""
+    """A worker's state as the planner sees it. UNAVAILABLE (suspect, gone, banned, held back by the operator) is never chosen."""
 
     ACTIVE = "active"
     STANDBY = "standby"
@@ -45,7 +45,7 @@ class WorkerState(enum.Enum):
 
 
 class DownloadMode(enum.Enum):
-    """Whether workers generate while a version arrives (echo2's do) or stand still (the paper's rule)."""
+    """Whether workers generate while a version arrives (as in echo2) or pause (as in the paper)."""
 
     BACKGROUND = "background"
     STALLED = "stalled"
@@ -53,7 +53,7 @@ class DownloadMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LinkEstimate:
-    """One node's access link: bytes/s up and down, seconds of round trip to the others."""
+    """One node's access link: bytes/s up and down, round-trip seconds to the other nodes."""
 
     uplink_bytes_per_s: float
     downlink_bytes_per_s: float
@@ -69,11 +69,11 @@ class LinkEstimate:
 class WorkerEstimate:
     """One known worker.
 
-    rollouts_per_s, tokens_per_s: while it generates, all slots full. rollout_s_mean, rollout_s_tail: seconds of one
-    rollout, mean and 95th percentile; rollout_s_max: of the longest that the token limit allows, 0 if not known.
-    join_s: from activation to the first rollout begun. hazard_per_hour: expected losses per hour (spot). apply_s:
-    last byte held to live. swap_s: generation stands still per version. egress_usd_per_gib: of what it sends; counted by
-    `egress.plan_with_egress` alone.
+    rollouts_per_s, tokens_per_s: while it generates with all slots full. rollout_s_mean, rollout_s_tail: seconds of one
+    rollout, mean and 95th percentile; rollout_s_max: seconds of the longest rollout that the token limit allows, 0 if
+    unknown. join_s: from activation until the first rollout starts. hazard_per_hour: expected losses per hour (spot).
+    apply_s: from the last byte received until the version is live. swap_s: pause of generation per version.
+    egress_usd_per_gib: price of what it sends; only the functions of `egress` take it into account.
     """
 
     worker_id: PeerId
@@ -117,12 +117,12 @@ class WorkerEstimate:
 
 @dataclass(frozen=True, slots=True)
 class LearnerEstimate:
-    """The learner. `delta_bytes` is the artifact published when kappa is `delta_kappa`; a longer period changes more
-    weights, by `delta_growth` (bytes ~ kappa ** delta_growth, measured 0.75), and never more than a whole snapshot.
+    """The learner. `delta_bytes`: size of the artifact published if kappa is `delta_kappa`. A longer period changes more
+    weights (bytes ~ kappa ** delta_growth, measured 0.75), but never more than a full snapshot.
 
-    evaluation_rollouts: of `rollouts_per_step`, spread over the steps between evaluations; nothing is trained on them.
-    dropped_rollouts: of them too, those of groups that dynamic sampling throws away. idle_s: of
-    `train_s`, in which nothing is trained, though no rollout is waited for: checkpoints copied, publications waited for."""
+    evaluation_rollouts: the part of `rollouts_per_step` that is for evaluation (spread over the steps between evaluations)
+    and not trained on. dropped_rollouts: the part in groups that dynamic sampling discards. idle_s: the part of `train_s`
+    in which the learner neither trains nor waits for rollouts: it copies checkpoints or waits for a publication."""
 
     rollouts_per_step: int
     train_s: float
@@ -155,27 +155,27 @@ class LearnerEstimate:
 
     @property
     def training_share(self) -> float:
-        """Of a step that waits for no rollout: what it trains."""
+        """Share of a step's time spent training, if the step waits for no rollout."""
         return 1.0 - self.idle_s / self.train_s
 
     @property
     def trained_rollouts(self) -> int:
-        """Of those of a step."""
+        """Rollouts per step that are trained on."""
         return self.rollouts_per_step - self.evaluation_rollouts - self.dropped_rollouts
 
     @property
     def dropped_share(self) -> float:
-        """Of the training's rollouts, those that are thrown away."""
+        """Share of the rollouts for training that dynamic sampling discards."""
         return self.dropped_rollouts / (self.trained_rollouts + self.dropped_rollouts)
 
     def training(self, rollouts: int) -> LearnerEstimate:
-        """This learner with so many rollouts trained on a step, and as large a share thrown away."""
+        """This learner with `rollouts` trained on per step and the same share discarded."""
         dropped = round(rollouts * self.dropped_share / (1.0 - self.dropped_share))
         total = rollouts + self.evaluation_rollouts + dropped
         return replace(self, rollouts_per_step=total, dropped_rollouts=dropped)
 
     def dropping(self, share: float) -> LearnerEstimate:
-        """This learner with this share of the training's groups thrown away, on top of what it trains on."""
+        """This learner with `share` of the training groups discarded, in addition to those it trains on."""
         checked("learner", "dropped groups", share, 0.0, DROPPED_SHARE_MAX)
         dropped = round(self.trained_rollouts * share / (1.0 - share))
         total = self.trained_rollouts + self.evaluation_rollouts + dropped
@@ -189,7 +189,7 @@ class LearnerEstimate:
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
-    """All that is known at `now_s` (any monotonic clock). `steps_left` 0: not known."""
+    """Everything known at `now_s` (any monotonic clock). `steps_left`: 0 if unknown."""
 
     now_s: float
     learner: LearnerEstimate
@@ -210,9 +210,9 @@ class FleetSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Hysteresis:
-    """How the pool resists noise. Chosen pools carry `add_margin` more rate than needed and are added to only when
-    that is used up; they shrink or change only when it saves more than `drain_margin` of the price. A worker stays
-    at least `dwell_s`, and never less than its join time."""
+    """How the pool resists noise. A chosen pool has `add_margin` more rate than needed and grows only when that margin is
+    used up. It shrinks or changes only if that saves more than `drain_margin` of the price. A worker stays at least
+    `dwell_s`, and never less than its join time."""
 
     add_margin: float = 0.05
     drain_margin: float = 0.15
@@ -226,10 +226,10 @@ class Hysteresis:
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """What the user wants. fixed_kappa 0: choose; caps and budgets 0: none.
+    """What the user wants. fixed_kappa: 0 lets the planner choose; caps and budgets: 0 means none.
 
-    `preemption_loss_s` is the work lost with a worker: one report interval. `exhaustive_workers_max`: up to this many
-    free workers every pool is weighed; `exact_workers_max`: up to this many the exact solver is used.
+    preemption_loss_s: work lost with a worker, which is one report interval. exhaustive_workers_max: every pool is
+    evaluated for up to this many free workers. exact_workers_max: the exact solver is used for up to this many workers.
     """
 
     staleness_bound: int

@@ -1,7 +1,7 @@
 """Broadcast sessions on a virtual clock: every node runs the real session core; links have rates, delays and faults.
 
-Guarantees: same scene and seed, same result. A chunk occupies its sender's uplink for size/rate, arrives half an RTT
-later and occupies the receiver's downlink. Payloads are not simulated: a chunk is its size. Leaves to others: TCP's
+Guarantees: same plan and seed, same result. A chunk occupies its sender's uplink for size/rate, arrives half an RTT
+later and occupies the receiver's downlink. Payloads are not simulated, only chunk sizes. Leaves to others: TCP's
 behaviour and CPU time (measured by bench_broadcast on real processes).
 """
 
@@ -46,7 +46,7 @@ from echo2.broadcast.topology import BroadcastPlan, NodeLink
 KEY = ArtifactKey(b"simulated-artefa")
 EVENTS_MAX = 50_000_000
 LOOK_S = 0.1
-DOWNLINK_QUEUE_S = 0.06  # beyond this the sender's transport keeps what a downlink has not taken
+DOWNLINK_QUEUE_S = 0.06  # a longer backlog on a downlink stays in the sender's transport
 
 
 @dataclass(slots=True)
@@ -63,12 +63,12 @@ class SimNode:
     done_at: float | None = None
     wake_at: float = float("inf")
     peers: set[PeerId] = field(default_factory=set)
-    backlog: list[Event] = field(default_factory=list)  # while frozen
-    untaken: list[tuple[PeerId, ChunkSent]] = field(default_factory=list)  # its full windows, while frozen
+    backlog: list[Event] = field(default_factory=list)  # events held back while frozen
+    untaken: list[tuple[PeerId, ChunkSent]] = field(default_factory=list)  # senders' ChunkSent, held back while frozen
 
 
 class BroadcastNetwork:
-    """`links[0]` is the seed. Runs until everyone alive is done, or `limit_s`."""
+    """Simulates one broadcast plan. `plan.nodes[0]` is the seed."""
 
     def __init__(self, plan: BroadcastPlan, *, seed: int = 0) -> None:
         self.now = 0.0
@@ -78,11 +78,11 @@ class BroadcastNetwork:
         self.accusations: list[tuple[PeerId, str]] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._epochs: dict[frozenset[PeerId], int] = {}  # of connections: what a cut one carried does not arrive
+        self._epochs: dict[frozenset[PeerId], int] = {}  # cuts so far, by connection; a cut loses older messages
         self._chunk_bytes: list[int] = []
         self.event_count = 0
 
-    # ---- the scene
+    # ---- setup and faults
 
     def connect_all(self) -> None:
         for link in self.plan.nodes:
@@ -101,7 +101,7 @@ class BroadcastNetwork:
         self.deliver(second, PeerUp(first))
 
     def publish(self, total_bytes: int, chunk_bytes: int, encode_bytes_per_s: float = float("inf")) -> None:
-        """The seed's encoder makes chunks at a rate and seals at the end."""
+        """Publishes an artifact at the seed: its encoder produces chunks at a rate, then the seal."""
         self._chunk_bytes = [min(chunk_bytes, total_bytes - at) for at in range(0, total_bytes, chunk_bytes)]
         self.deliver(self.seed_id, HeaderSeen(None, KEY, is_wanted=True))
         at = self.now
@@ -115,7 +115,7 @@ class BroadcastNetwork:
         self.at(at, lambda: self.deliver(self.seed_id, seal))
 
     def kill(self, peer: PeerId) -> None:
-        """The process ends; its peers see the connections close."""
+        """Ends the node's process; its peers see the connections close."""
         node = self.nodes[peer]
         node.is_alive = False
         for other in list(node.peers):
@@ -124,7 +124,7 @@ class BroadcastNetwork:
         node.peers.clear()
 
     def freeze(self, peer: PeerId) -> None:
-        """SIGSTOP: connections stay, nothing is read, nothing sent."""
+        """Stops the node as by SIGSTOP: connections stay open, but it neither reads nor sends."""
         self.nodes[peer].is_frozen = True
 
     def thaw(self, peer: PeerId) -> None:
@@ -139,7 +139,7 @@ class BroadcastNetwork:
                 self.deliver(sender, taken)
 
     def cut(self, first: PeerId, second: PeerId) -> None:
-        """The connection ends; what was on its way is lost."""
+        """Cuts the connection; messages in flight are lost."""
         a, b = self.nodes[first], self.nodes[second]
         if second in a.peers:
             a.peers.discard(second)
@@ -155,7 +155,7 @@ class BroadcastNetwork:
         heapq.heappush(self._heap, (when, next(self._order), act))
 
     def _look(self, peer: PeerId) -> None:
-        """How its uplink fares, as the machine tells it of its connections."""
+        """Reports the peer's uplink to its session every `LOOK_S`: bytes sent and seconds of backlog."""
         node = self.nodes[peer]
         if node.is_alive and not node.is_frozen:
             sent, node.looked_at_bytes = node.sent_bytes - node.looked_at_bytes, node.sent_bytes
@@ -167,7 +167,7 @@ class BroadcastNetwork:
     # ---- running
 
     def run(self, limit_s: float) -> None:
-        """Until all living workers hold everything, or the limit."""
+        """Runs until all living nodes hold the whole artifact, or until `limit_s`."""
         while self._heap and self._heap[0][0] <= limit_s and not self.is_done:
             self.now, _, act = heapq.heappop(self._heap)
             self.event_count += 1
@@ -267,7 +267,7 @@ class BroadcastNetwork:
 
         self.at(node.up_free_at, leave)
 
-    # ---- what is measured
+    # ---- measurements
 
     def worker_times(self) -> dict[str, float | None]:
         return {n.link.name: n.done_at for n in list(self.nodes.values())[1:]}

@@ -22,7 +22,7 @@ STANDBY_MBIT = (10, 30)
 
 
 def wan_fleet(kind: str, workers: int) -> list[NodeLink]:
-    """A 200 Mbit/s seed; workers of 100 up and 200 down, or of the heterogeneous mix; three regions."""
+    """A seed with a 200 Mbit/s uplink; workers with 100 Mbit/s up and 200 down, or the heterogeneous mix; three regions."""
     nodes = [NodeLink(PeerId("seed"), "seed", ("seed:1",), 200 * MBIT, 400 * MBIT, 0.06)]
     for i in range(workers):
         up, down = (100, 200) if kind == "homogeneous" else HETEROGENEOUS[i % len(HETEROGENEOUS)]
@@ -31,7 +31,7 @@ def wan_fleet(kind: str, workers: int) -> list[NodeLink]:
 
 
 def partly_needed_fleet(workers: int, standby: int, share: float) -> tuple[list[NodeLink], Needs]:
-    """The heterogeneous mix at work, as fast as their place in it, and standby workers on slow links among them."""
+    """The heterogeneous mix as active workers with unequal weights, with `standby` workers of weight 0 on slow links among them."""
     nodes = wan_fleet("heterogeneous", workers)
     weights = [1.0 + 0.1 * (number % 5) for number in range(workers)]
     up, down = STANDBY_MBIT
@@ -43,7 +43,7 @@ def partly_needed_fleet(workers: int, standby: int, share: float) -> tuple[list[
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One artifact by one plan: when workers of the needed share held it, when all did; and what was predicted."""
+    """Times of one broadcast in seconds: until the needed share of the workers held the artifact, and until all did."""
 
     needed_s: float
     all_s: float
@@ -52,7 +52,7 @@ class Spread:
 
 
 def spread(made: BroadcastPlan, needs: Needs, total_bytes: int, chunk_bytes: int, limit_s: float = 3600.0) -> Spread:
-    """One artifact by a plan for the nodes that `needs` is about, by the real session cores."""
+    """Simulates one broadcast along the plan `made`, with the real session cores."""
     net = BroadcastNetwork(made)
     net.connect_all()
     net.publish(total_bytes, chunk_bytes_for(made, chunk_bytes))
@@ -65,7 +65,7 @@ def spread(made: BroadcastPlan, needs: Needs, total_bytes: int, chunk_bytes: int
 def weighted_and_alike(
     nodes: list[NodeLink], needs: Needs, total_bytes: int, chunk_bytes: int
 ) -> tuple[Spread, Spread]:
-    """The same artifact by the plan that weighs workers by what they give, and by the one for which all are alike."""
+    """Broadcasts the same artifact twice: along the plan that weighs workers by `needs`, and along the unweighted plan."""
     weighted = weighted_plan(nodes, needs, 1, total_bytes, chunk_bytes)
     alike = plan(nodes, 1, total_bytes, chunk_bytes)
     return (
@@ -90,7 +90,7 @@ class BroadcastOutcome:
 
 
 def broadcast(nodes: list[NodeLink], total_bytes: int, chunk_bytes: int, limit_s: float = 3600.0) -> BroadcastOutcome:
-    """One artifact to everyone, by the real session cores; chunks have at most `chunk_bytes`."""
+    """Broadcasts one artifact to all nodes, with the real session cores; chunks have at most `chunk_bytes`."""
     made = plan(nodes, 1, total_bytes, chunk_bytes)
     net = BroadcastNetwork(made)
     net.connect_all()

@@ -1,8 +1,8 @@
-"""What must always hold in a simulated run, judged from outside as things happen.
+"""The invariants of a simulated run, checked from outside as things happen.
 
-The truth knows which fingerprint each version has, which tokens which weights sampled, which rollouts were acknowledged
-and what the model's history trained on, because whoever watches the world (witness, looking) tells it; no daemon sees it.
-A `Violation` names the invariant. The seven, in the words of the project:
+`Truth` knows each version's fingerprint, which weights sampled which tokens, which rollouts were acknowledged and what the
+model was trained on, because the observers of the world (witness, looking) report it; no daemon sees it.
+A `Violation` names the invariant. The seven invariants, in the words of the project:
 
 1. No token with lag above S is ever trained on.
 2. A rollout is trained at most once; a finished, admitted rollout is not lost.
@@ -44,7 +44,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """The sampled tokens of one turn, under the name of the group that it was leased as."""
+    """The sampled tokens of one turn, under the group ID with which it was leased."""
 
     group_id: GroupId
     index: int
@@ -54,7 +54,7 @@ class SampledTurn:
 
 
 def turns_of(rollout: Rollout, insertions: Sequence[Insertion]) -> list[SampledTurn]:
-    """A joined rollout's turns: each begins where the world had spoken."""
+    """Splits a multi-turn rollout into its turns: each insertion by the task world begins a new one."""
     versions = [span.version for span in rollout.version_spans for _ in range(span.count)]
     cuts = [0, *(insertion.position for insertion in insertions), len(versions)]
     turns = []
@@ -70,7 +70,11 @@ def turns_of(rollout: Rollout, insertions: Sequence[Insertion]) -> list[SampledT
 
 
 class Truth:
-    """`liars`: machines whose word proves nothing; `tainted`: groups that one of them ever held."""
+    """State and checks of the invariants. Every check counts in `checks` and raises `Violation` if it fails.
+
+    `liars`: dishonest machines, whose reports are not checked; `liar_ids`: their peer IDs; `tainted`: groups ever leased to
+    one of them.
+    """
 
     def __init__(self, staleness_bound: int) -> None:
         self.staleness_bound = staleness_bound
@@ -91,18 +95,18 @@ class Truth:
             raise Violation(invariant, text)
 
     def holds(self, invariant: int, is_so: bool, text: str) -> None:
-        """A check that somebody else has made."""
+        """Records a check that the caller has evaluated."""
         self._check(invariant, is_so, text)
 
     # ---- versions
 
     def published(self, version: Version, fingerprint: int) -> None:
-        """It leaves the learner; what a version is never changes."""
+        """The learner has published a version: its fingerprint must never change."""
         known = self.fingerprints.setdefault(version, fingerprint)
         self._check(5, known == fingerprint, f"version {version} was {known:016x} and is {fingerprint:016x} now")
 
     def committed(self, who: str, host: HostWeights) -> None:
-        """A worker's host copy moved; its bits are looked at, not its word."""
+        """A worker's host copy has moved to another version: checks its bits, not what it reports."""
         version = host.version
         assert version is not None, "what was committed has a version"
         found = HostWeights.from_tensors(host.tensors(), version, FINGERPRINT_KEY, copy=False).fingerprint()
@@ -116,7 +120,7 @@ class Truth:
         )
 
     def reported(self, who: str, segments: Sequence[RolloutSegment]) -> None:
-        """Tokens leave a worker: each was sampled by the version that it names."""
+        """A worker has sent tokens: each must have been sampled by the version that its span names."""
         if who in self.liars:
             return
         for segment in segments:
@@ -149,21 +153,21 @@ class Truth:
         self._check(2, worker_id in self.liar_ids, f"{worker_id} is honest and accused: {reason}")
 
     def shunned(self, who: str, worker_id: PeerId) -> None:
-        """The coordinator gives it nothing for a while, as one that tells of progress that never comes."""
+        """The coordinator gives a worker no leases for a while, because it claims progress that never arrives."""
         self._check(6, worker_id in self.liar_ids, f"{who} is honest and shunned")
 
     # ---- training
 
     def acknowledged(self, group_id: GroupId, index: int) -> None:
-        """The learner told a worker that it holds this finished rollout for good."""
+        """The learner has acknowledged to a worker that it durably holds this finished rollout."""
         self._acknowledged.add((group_id, index))
 
     def dropped(self, group_id: GroupId, reason: str) -> None:
-        """The learner closed a group untrained, and said why."""
+        """The learner has closed a group without training on it, with a reason."""
         self._dropped[group_id] = reason
 
     def trained(self, batch: Batch, fingerprint: int) -> None:
-        """The model's history grew by a step, or a restarted learner goes through it again."""
+        """The learner has trained a step, possibly again after a restart."""
         groups = tuple(group.spec.group_id for group in batch.groups)
         known = self._models.get(batch.step)
         if known is not None:
@@ -191,7 +195,7 @@ class Truth:
         self.step = max(self.step, Step(batch.step + 1))
 
     def learner_restored(self, shelf: Shelf, step: Step, exam_groups: Sequence[Group] = ()) -> None:
-        """A learner has come back: everything that it acknowledged is trained, dropped for a reason, or there."""
+        """A learner has restarted: every rollout that it acknowledged must be trained on, dropped for a reason, or still held."""
         for group_id, index in sorted(self._acknowledged):
             if exam_version_of(group_id) is None or {group_id, root_of(group_id)} & self._dropped.keys():
                 continue
@@ -202,11 +206,12 @@ class Truth:
         self.nothing_is_lost(shelf)
 
     def nothing_is_lost(self, shelf: Shelf, drawn: Collection[GroupId] = ()) -> None:
-        """`drawn`: groups of the batch that is being trained on now."""
+        """Checks that every acknowledged rollout is trained on, dropped or on the shelf. `drawn`: groups of the batch that is being
+        trained on now."""
         for group_id, index in sorted(self._acknowledged):
             root = root_of(group_id)
             if exam_version_of(group_id) is not None:
-                continue  # of an evaluation: looked at when a learner comes back
+                continue  # an evaluation's: checked when a learner restarts
             if root in self._trained_at or root in drawn or group_id in self._dropped or root in self._dropped:
                 continue
             group = shelf.groups.get(group_id)
@@ -216,22 +221,23 @@ class Truth:
     # ---- processes and waits
 
     def lied(self, group_id: GroupId) -> None:
-        """A liar is given this group: what its tokens claim proves nothing any more."""
+        """A liar has been given this group: its tokens are not checked from now on."""
         self.tainted.add(group_id)
 
     def waits(self, who: str, is_idle: bool, text: str) -> None:
-        """What somebody who does nothing says that it waits for."""
+        """An idle daemon must say what it waits for."""
         self._check(7, bool(text) or not is_idle, f"{who} does nothing and does not say what it waits for")
 
     def waits_since(self, who: str, seconds: float, limit_s: float, what: str) -> None:
         self._check(7, seconds <= limit_s, f"{who} has waited {seconds:.1f} s for {what}; the limit is {limit_s} s")
 
     def asks(self, who: str, unasked: Collection[ArtifactKey]) -> None:
-        """Whatever of its way to the newest version a worker lacks, it asks for."""
+        """A worker must request every artifact that it lacks on its way to the newest version. `unasked`: those it does not."""
         self._check(7, not unasked, f"{who} lacks {len(unasked)} artifacts of its way and does not ask for them")
 
     def agree(self, unknown: Collection[GroupId], closed: Collection[GroupId]) -> None:
-        """Of groups for which the learner waits, and of those that it has closed: where the coordinator knows otherwise."""
+        """Learner and coordinator must agree. `unknown`: groups the learner waits for that the coordinator does not know;
+        `closed`: groups the learner has closed that the coordinator still has."""
         self._check(7, not unknown, f"the learner waits for {sorted(unknown)}, of which the coordinator does not know")
         self._check(7, not closed, f"the coordinator still gives out {sorted(closed)}, which the learner has closed")
 

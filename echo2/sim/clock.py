@@ -1,7 +1,7 @@
-"""A virtual clock: events in order of time, ties in order of scheduling.
+"""A virtual clock: runs events in order of time, ties in order of scheduling.
 
-Guarantees: time never goes back; the same calls give the same order. Leaves to others: what the events do. `run` waits
-for nothing: it ends when no event is left, the end time is reached, or a callback stops it.
+Guarantees: time never goes back; the same calls give the same order. Leaves to others: what the events do. `run` never
+blocks: it ends if no event is left, the end time is reached, or a callback stops it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class VirtualClock:
         return self._now
 
     def at(self, when: float, callback: Callable[[], None]) -> None:
-        """Calls `callback` at `when`; a time in the past is now."""
+        """Calls `callback` at `when`, or now if `when` is in the past."""
         heapq.heappush(self._queue, (max(when, self._now), next(self._order), callback))
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> None:
@@ -39,7 +39,7 @@ class VirtualClock:
         self._is_stopped = True
 
     def run(self, until_s: float) -> None:
-        """Lets time pass up to `until_s`."""
+        """Runs events up to `until_s`."""
         events = 0
         while self._queue and not self._is_stopped and self._queue[0][0] <= until_s:
             self._now, _, callback = heapq.heappop(self._queue)

@@ -1,8 +1,8 @@
-"""A made-up cloud behind the provider protocol: machines of the virtual world that the coordinator rents and gives back.
+"""A simulated cloud behind the provider protocol: machines of the virtual world that the coordinator rents and releases.
 
-Guarantees: what is rented outlives every process of the coordinator, and costs money until it is released or taken. Asked
-again for the same id it makes no second machine. It is slow, it refuses now and then, and its answer may be lost with the
-process that asked. Leaves to others: whether to rent (the product), when machines are taken (storm).
+Guarantees: a rented machine outlives every process of the coordinator, and costs money until it is released or preempted.
+Renting is idempotent per machine ID. The cloud is slow and sometimes refuses, and its answer may be lost with the process that
+asked. Leaves to others: whether to rent (the product), when machines are preempted (storm).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from echo2.base.ids import RunId
 from echo2.coordinator.provisioning import MachineOffer, MachineState, Provider, Sighting
 
 ANSWER_S = (0.1, 6.0)
-"""The longer is beyond what who asks waits for."""
+"""Shortest and longest answer time; the longest exceeds the caller's timeout."""
 BOOT_S = (4.0, 15.0)
 PRICE_USD_PER_HOUR = 0.5
 CLOUD_CAP_USD_PER_HOUR = 1000.0
-"""No bound in effect: without one nothing is rented."""
+"""Practically unlimited; without a cap, nothing is rented."""
 NAME = "spot"
 
 
 @dataclass(slots=True)
 class Rental:
-    """`worker`: the virtual machine that boots from it."""
+    """One rented machine. `worker`: name of the virtual machine that boots on it."""
 
     worker: str
     is_up: bool = False
@@ -37,7 +37,8 @@ class Rental:
 
 
 class VirtualCloud:
-    """`boot` gives the name of a new machine that joins by a link, `start` lets its process run, `end` takes it away."""
+    """A `Provider`. `boot` creates a machine that joins by the given link and returns its name, `start` starts its process, `end`
+    removes it."""
 
     name, link_uses = "kubernetes", 0
 
@@ -63,7 +64,7 @@ class VirtualCloud:
         self._boot, self._start, self._end, self._after = boot, start, end, after
 
     def provider(self, offer: MachineOffer, run_id: RunId, folder: Path, model_path: str = "") -> Provider:
-        """As the coordinator asks for the provider of its offers."""
+        """Called by the coordinator to get the provider of an offer."""
         return self
 
     # ---- the protocol
@@ -77,7 +78,7 @@ class VirtualCloud:
             rental = self.there[machine_id] = Rental(self._boot(join_link))
             self._counts["cloud: machine rented"] += 1
             self._after(self._rng.uniform(*BOOT_S), lambda: self._up(machine_id, rental))
-        await self._answer()  # a process that ends here has a machine and does not know it
+        await self._answer()  # if the process ends here, it has a machine without knowing
         return ""
 
     async def release(self, machine_id: str) -> None:
@@ -98,7 +99,7 @@ class VirtualCloud:
             raise Unreachable("expected the cloud's answer, there is none")
         await asyncio.sleep(self._rng.uniform(*ANSWER_S) if self._rng.random() < 0.2 else ANSWER_S[0])
 
-    # ---- what becomes of machines
+    # ---- life of a machine
 
     def _up(self, machine_id: str, rental: Rental) -> None:
         if self.there.get(machine_id) is rental:
@@ -106,14 +107,14 @@ class VirtualCloud:
             self._start(rental.worker)
 
     def is_told(self, worker: str) -> None:
-        """The machine of this worker will be taken: the provider says so."""
+        """Gives notice that this worker's machine will be preempted."""
         for rental in self.there.values():
             if rental.worker == worker:
                 rental.notice = "the cloud takes the machine"
                 self._counts["cloud: preemption told"] += 1
 
     def is_taken(self, worker: str) -> None:
-        """It is no more."""
+        """Removes this worker's machine: it was preempted."""
         for machine_id in [key for key, rental in self.there.items() if rental.worker == worker]:
             del self.there[machine_id]
             self._counts["cloud: machine taken"] += 1

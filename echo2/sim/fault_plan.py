@@ -1,4 +1,4 @@
-"""Which faults a seed has, when, on whom, and for how long. Same seed, same faults.
+"""Plans the faults of a seed: which, when, on which machine, and for how long. Same seed, same faults.
 
 Leaves to others: carrying them out (storm).
 """
@@ -13,7 +13,7 @@ from echo2.base.rng import derived_rng
 STORM_S = 90.0
 FIRST_FAULT_S = 8.0
 LONG_SHARE = 0.2
-"""So many seeds have a long outage of the learner beside their storm."""
+"""Share of seeds with a long outage of the learner in addition to their storm."""
 CUT_OFF_AFTER_S = (2.0, 12.0)
 LONG_OUTAGE_S = (135.0, 165.0)
 
@@ -52,7 +52,7 @@ class Planned:
 
 
 def storm(seed: int, workers: int) -> list[Planned]:
-    """The faults of a seed, in order. `whom` may name a worker that is gone by then: then another is taken."""
+    """The faults of a seed, in order of time. If the worker `whom` is gone by then, the fault hits another."""
     rng = derived_rng(seed, "faults")
     kinds = rng.sample(list(Fault), rng.randint(3, len(Fault)))
     weights = [WEIGHTS.get(kind, 1) for kind in kinds]
@@ -69,9 +69,10 @@ def storm(seed: int, workers: int) -> list[Planned]:
 
 
 def long_outage(seed: int, workers: int) -> list[Planned]:
-    """In some seeds: the learner falls while its link is clogged, that is in the midst of what it sends, and stays away.
+    """In some seeds: the learner is killed while its link is clogged, in the middle of a broadcast, and stays away.
 
-    Workers then hold pieces that nobody can make whole; one of them has lost its disk, and chunks of the learner's may rot.
+    Workers then hold parts of an artifact that no peer can complete. One worker loses its disk, and some of the learner's
+    chunks may rot.
     """
     rng = derived_rng(seed, "long outage of the learner")
     if rng.random() >= LONG_SHARE:

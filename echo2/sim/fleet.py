@@ -1,7 +1,7 @@
 """Fleet simulation: the real planner, lease book, offers, broadcast planner, staleness rule and ledger on a virtual clock.
 
-Rollouts are drawn one by one, run in slots, may be cut off by a preemption and go on elsewhere (fleet_leases). Versions
-cross the links one at a time by the broadcast planner's trees, and a newer one replaces one that waits (fleet_links).
+Rollouts are drawn one by one, run in slots, and continue on another worker after a preemption (fleet_leases). Versions
+cross the links one at a time along the broadcast planner's trees, and a newer one replaces a waiting one (fleet_links).
 Finished groups wait in a buffer, oldest version first. Guarantees: no token over the bound is trained on (the ledger
 asserts it); the same scenario gives the same report. Leaves to others: chunks and message loss (broadcast simulation).
 
@@ -31,7 +31,7 @@ Planner = Callable[["FleetSim", str], Plan]
 
 @dataclass(slots=True)
 class SimCounters:
-    """What happened."""
+    """Counters and logs of one simulation."""
 
     step_started_s: list[float] = field(default_factory=list)
     usd_at_step: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ class FleetSim:
             self.clock.at(change.at_s, partial(self._change_price, change.gpu, change.factor))
 
     def run(self, until_s: float = 1e12) -> SimCounters:
-        """Lets the scenario happen; returns what did."""
+        """Runs the scenario and returns its counters."""
         self._offer()
         self.clock.run(until_s)
         now = self.clock.now()
@@ -81,20 +81,20 @@ class FleetSim:
 
     @property
     def usd_spent(self) -> float:
-        """By all workers, up to now."""
+        """USD spent on all workers up to now."""
         for worker in self.workers:
             worker.pay(self.clock.now())
         return sum(worker.usd for worker in self.workers)
 
     @property
     def worker_hours(self) -> float:
-        """Hours paid for, over all workers."""
+        """Paid hours of all workers together."""
         return sum(worker.paid_s for worker in self.workers) / 3600
 
     # ---- plans
 
     def replan(self, why: str) -> None:
-        """Asks the planner and carries out what changed."""
+        """Asks the planner and carries out the changes."""
         plan = self.planner(self, why)
         if plan is not self.plan:
             self.plan = plan
@@ -134,7 +134,7 @@ class FleetSim:
         self.generation.came(worker)
 
     def _drain(self, worker: SimWorker) -> None:
-        """No new leases; what is under way ends, then the machine is no longer paid for."""
+        """Stops leasing to the worker; once its running rollouts have finished, its machine is no longer paid for."""
         worker.is_wanted = False
         worker.state_since_s = self.clock.now()
         if worker.is_active:
@@ -148,7 +148,7 @@ class FleetSim:
             worker.paid_since_s = None
 
     def _lose(self, worker: SimWorker, life: int) -> None:
-        """A preemption; the machine comes back after its join time."""
+        """Preempts the worker; the machine can be rented again after its join time."""
         if worker.life != life or not worker.is_active:
             return
         self.counters.preemptions += 1
@@ -183,7 +183,7 @@ class FleetSim:
     # ---- learning
 
     def _try_step(self) -> None:
-        """Starts a step when the learner is free and R admissible rollouts wait."""
+        """Starts a step if the learner is free and R admissible rollouts wait."""
         if self.is_training:
             return
         fresh = [g for g in self.finished if is_admissible(Step(self.step), _begun(g), self.bound)]

@@ -1,11 +1,11 @@
 """Generation in the fleet simulation: the real offers and the real lease book between learner and workers.
 
-The learner offers groups up to the plan's cap, each for the step at which it expects to train on it; the book gives them
-to workers that want some and may begin them; a lost worker's groups go on elsewhere from the last report. Guarantees:
-what is offered, leased, produced and closed is what the book says. A living worker always progresses here, so deadlines
-never pass and no tick is sent. Leaves to others: which worker is in the pool (fleet), versions (fleet_links).
+The learner offers groups up to the plan's cap, each for the step at which it expects to train on it. The book leases them
+to workers that want some and may start them. A lost worker's groups continue on others from its last report. Guarantees:
+offers, leases, results and closings are those of the book. A living worker always progresses here, so deadlines never
+pass and no tick is sent. Leaves to others: which worker is in the pool (fleet), versions (fleet_links).
 
-A worker waits for a group that it may begin, and is woken by a grant.
+A worker waits for a group that it may start, and is woken by a grant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GROUPS_MAX = 1 << 20
 
 
 class Generation:
-    """`finished` is told of each group that is whole, `emptied` of a worker that has nothing left to do."""
+    """Calls `finished` with each complete group and `emptied` with each worker that has no work left."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class Generation:
 
     @property
     def outstanding_groups(self) -> int:
-        """Offered and not trained or dropped."""
+        """Number of groups offered and neither trained on nor dropped."""
         return len(self.groups)
 
     # ---- the learner's side
 
     def offer(self, next_step: int, cap_rollouts: int) -> None:
-        """As many groups as the cap leaves room for."""
+        """Offers as many groups as the cap leaves room for."""
         ahead = self.outstanding_groups
         specs = []
         for number in range(groups_wanted(self.offers, cap_rollouts, ahead)):
@@ -78,7 +78,7 @@ class Generation:
             self._handle(le.GroupsOffered(tuple(specs)))
 
     def close(self, groups: Iterable[SimGroup], reason: str) -> None:
-        """The learner is through with these."""
+        """Closes groups that the learner has trained on or dropped."""
         ids = tuple(group.group_id for group in groups)
         for group_id in ids:
             del self.groups[group_id]
@@ -87,7 +87,7 @@ class Generation:
     # ---- the workers' side
 
     def came(self, worker: SimWorker) -> None:
-        """A worker is in the pool and ready."""
+        """Adds a worker that is in the pool and ready."""
         self.workers[worker.truth.name] = worker
         rate = worker.truth.slots * worker.truth.sequence_tokens_per_s / self.scenario.lengths.mean_tokens
         self._handle(le.WorkerCame(worker.peer_id, ()))
@@ -96,7 +96,7 @@ class Generation:
         self.seek(worker)
 
     def drain(self, worker: SimWorker) -> None:
-        """No new leases: those under way end, those of which nothing has begun are handed back."""
+        """Stops leasing to the worker: started groups finish, leases of groups not yet started are handed back."""
         self._handle(le.WorkerAllowed(worker.peer_id, False))
         self._handle(le.RolloutsWanted(worker.peer_id, 0, worker.version))
         idle = {
@@ -109,7 +109,7 @@ class Generation:
             self._handle(le.LeaseEnded(worker.peer_id, group.lease_id, EndReason.HANDED_BACK, "drained"))
 
     def lose(self, worker: SimWorker, loss_s: float) -> None:
-        """What it made since its last report is lost, another worker continues the rest."""
+        """Loses the worker and its last `loss_s` seconds of work, which it had not reported; others continue its groups."""
         now = self.clock.now()
         for run in worker.running.values():
             worked_s = now - run.began_s - (worker.stalled_s - run.stalled_s) - loss_s
@@ -120,7 +120,7 @@ class Generation:
         self._handle(le.WorkerLost(worker.peer_id, "preempted"))
 
     def seek(self, worker: SimWorker) -> None:
-        """Tells the book of free slots; once is enough until a grant or a newer version."""
+        """Tells the book of free slots, once until the next grant or newer version."""
         known = self.book.seekers.wanting.get(worker.peer_id)
         if worker.is_active and worker.free_slots > 0 and (known is None or known.version != worker.version):
             self._handle(le.RolloutsWanted(worker.peer_id, worker.free_slots, worker.version))
@@ -128,7 +128,7 @@ class Generation:
     # ---- the book
 
     def _handle(self, event: le.Event) -> None:
-        """One event at a time: a grant may let a worker seek again, which is an event."""
+        """Passes events to the book one at a time; queues them, because a grant may cause another event."""
         self._events.append(event)
         if self._is_handling:
             return
@@ -143,7 +143,7 @@ class Generation:
                             f"lease {lease_id} of {worker_id}: expected to be left alone, got {reason}"
                         )
                     case _:
-                        pass  # kept by a coordinator, renewed, or told to the operator
+                        pass  # for a real coordinator: saving, renewals, messages to the operator
         self._is_handling = False
 
     def _take(self, grant: le.Grant) -> None:
@@ -173,7 +173,7 @@ class Generation:
     def _due(self, worker: SimWorker, life: int, number: int, stalled_s: float) -> None:
         if worker.life != life:
             return
-        if worker.stalled_s > stalled_s:  # it stood still meanwhile: that much later
+        if worker.stalled_s > stalled_s:  # it was paused meanwhile: due that much later
             late_s = worker.stalled_s - stalled_s
             self.clock.after(late_s, partial(self._due, worker, life, number, worker.stalled_s))
             return

@@ -1,8 +1,8 @@
-"""Dissemination in the fleet simulation: versions cross the links as the real broadcast planner lays the trees.
+"""Dissemination in the fleet simulation: versions cross the links along the trees of the real broadcast planner.
 
-Guarantees: one version at a time, then the newest; every worker that is in the pool when it is sent holds it when the
-trees of its pool say so, over the true links and `broadcast_efficiency`. Leaves to others: chunks, repair and message loss
-(the broadcast simulation plays those), what a worker does with a version (fleet).
+Guarantees: sends one version at a time, then the newest; every worker that is in the pool at that time receives it when the
+trees predict, for the true links and `broadcast_efficiency`. Leaves to others: chunks, repair and message loss (the
+broadcast simulation), what a worker does with a version (fleet).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from echo2.sim.clock import VirtualClock
 from echo2.sim.fleet_scenario import FleetScenario
 from echo2.sim.fleet_worker import SimWorker
 
-Arrival = Callable[[SimWorker, int, Version], None]  # worker, its life when it was sent, version
+Arrival = Callable[[SimWorker, int, Version], None]  # worker, its `life` when the version was sent, version
 
 
 class Dissemination:
-    """`sent` is the version last put on the links."""
+    """Sends versions to the pool. `sent`: the version last put on the links."""
 
     def __init__(self, scenario: FleetScenario, clock: VirtualClock, arrived: Arrival) -> None:
         self.scenario, self.clock, self._arrived = scenario, clock, arrived
@@ -34,7 +34,7 @@ class Dissemination:
         self._trees: tuple[tuple[int, ...], BroadcastPlan] | None = None
 
     def publish(self, version: Version, kappa: int, receivers: Callable[[], Sequence[SimWorker]]) -> None:
-        """Sends `version` once it is encoded and the links are free; `receivers` is asked then."""
+        """Sends `version` once it is encoded and the links are free, to the workers that `receivers` returns then."""
         self._newest, self._receivers = version, receivers
         self.clock.after(self.scenario.learner.encode_s, lambda: self._try_send(kappa))
 
@@ -71,7 +71,7 @@ class Dissemination:
         self._try_send(kappa)
 
     def _predicted(self, receivers: Sequence[SimWorker], size: float) -> Prediction:
-        """By the trees for these receivers; a new plan when they are others than before."""
+        """Predicted arrival times along the trees for these receivers; plans new trees if the receivers have changed."""
         who = tuple(worker.index for worker in receivers)
         if self._trees is None or self._trees[0] != who:
             self.plans += 1

@@ -1,6 +1,6 @@
-"""Planners for the fleet simulation: a pool that stays as it is, and the real planner fed with noisy estimates.
+"""Planners for the fleet simulation: a fixed pool, and the real planner fed with noisy estimates.
 
-Guarantees: the real `plan` decides, from nothing but what telemetry could tell. Leaves to others: carrying it out.
+Guarantees: the real `plan` decides, only from what telemetry could report. Leaves to others: carrying plans out (fleet).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOISE_LIMIT = 0.5
 
 
 def estimate_of(truth: WorkerTruth, lengths: LengthDistribution) -> WorkerEstimate:
-    """What perfect telemetry would say of a machine."""
+    """The estimate that perfect telemetry would give for a machine."""
     mean_tokens = lengths.mean_tokens
     return WorkerEstimate(
         worker_id=PeerId(truth.name),
@@ -44,10 +44,10 @@ def estimate_of(truth: WorkerTruth, lengths: LengthDistribution) -> WorkerEstima
 
 @dataclass(slots=True)
 class FixedPlanner:
-    """Everybody works, at one period and cap, whatever happens: for checking predictions."""
+    """Keeps all workers active at one period and cap, for checking predictions."""
 
     config: PlanConfig
-    in_flight_cap_rollouts: int = 0  # 0: the model's
+    in_flight_cap_rollouts: int = 0  # 0: the plan's own
     _plan: Plan | None = None
 
     def __call__(self, sim: FleetSim, why: str) -> Plan:
@@ -63,7 +63,7 @@ class FixedPlanner:
 
 @dataclass(slots=True)
 class LivePlanner:
-    """The real planner; every estimate is off by `estimate_noise` (relative, normal), drawn anew each time."""
+    """The real planner; every estimate is off by `estimate_noise` (relative, normal), drawn anew for each plan."""
 
     seed: int
     _estimates: dict[int, WorkerEstimate] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""What a fleet simulation says: utilisation, money, drops, motion; predicted against simulated.
+"""Report of a fleet simulation: utilisation, price, drops, changes of the pool; predicted against simulated.
 
-Guarantees: computed from the counters alone, after the warm-up. Leaves to others: printing (cli).
+Guarantees: step time, utilisation and price are measured after the warm-up. Leaves to others: printing (cli).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echo2.sim.fleet_scenario import FleetScenario
 
 @dataclass(frozen=True, slots=True)
 class FleetReport:
-    """Per measured step unless said otherwise. `saving`: against the baseline, learner included; None without one."""
+    """Results of one simulation. `saving`: share saved against the baseline, learner included; None without a baseline."""
 
     name: str
     steps: int
@@ -41,14 +41,14 @@ class FleetReport:
 
 
 def simulate(scenario: FleetScenario) -> FleetReport:
-    """The scenario under the real planner."""
+    """Simulates the scenario under the real planner."""
     sim = FleetSim(scenario, LivePlanner(scenario.seed))
     sim.run()
     return report_of(sim)
 
 
 def report_of(sim: FleetSim) -> FleetReport:
-    """Of a simulation that has ended."""
+    """The report of a finished simulation."""
     scenario, counters = sim.scenario, sim.counters
     starts, first = counters.step_started_s, scenario.warmup_steps
     made = len(starts) - 1 - first

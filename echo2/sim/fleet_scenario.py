@@ -1,7 +1,7 @@
-"""What a fleet simulation is told: learner, lengths, workers, prices and their changes, as frozen checked values.
+"""Input of a fleet simulation: learner, lengths, workers, prices and their changes, as frozen checked values.
 
-Guarantees: bad values raise `ConfigError` naming field, value and range. Leaves to others: running it (fleet), reading
-files (cli).
+Guarantees: bad values raise `ConfigError` naming the field, the value and the range. Leaves to others: running it (fleet),
+reading files (cli).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STEPS_MAX = 100_000
 
 @dataclass(frozen=True, slots=True)
 class WorkerTruth:
-    """One machine as it really is. `sequence_tokens_per_s`: of each of its `slots`, all full."""
+    """The true properties of one machine. `sequence_tokens_per_s`: per slot, with all `slots` full."""
 
     name: str
     slots: int
@@ -40,7 +40,7 @@ class WorkerTruth:
 
 @dataclass(frozen=True, slots=True)
 class PriceChange:
-    """From `at_s` on, machines of `gpu` cost `factor` times their first price."""
+    """From `at_s` on, machines of `gpu` cost `factor` times their initial price."""
 
     at_s: float
     gpu: str
@@ -53,7 +53,7 @@ class PriceChange:
 
 @dataclass(frozen=True, slots=True)
 class ColocatedCluster:
-    """A co-located cluster that generates and trains in turns on the same GPUs."""
+    """Baseline: a co-located cluster that alternates between generating and training on the same GPUs."""
 
     gpu_count: int
     gpu_usd_per_hour: float
@@ -72,7 +72,7 @@ class ColocatedCluster:
 @dataclass(frozen=True, slots=True)
 class FleetScenario:
     """One simulation. The first `warmup_steps` are not measured. `estimate_noise`: relative standard deviation of
-    every number that the planner is told; `train_cv`: of the learner's step time."""
+    every estimate that the planner gets; `train_cv`: that of the learner's step time."""
 
     name: str
     learner: LearnerEstimate
@@ -97,5 +97,5 @@ class FleetScenario:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether workers stand still while a version arrives."""
+        """Whether workers pause while a version arrives."""
         return self.config.download is DownloadMode.STALLED

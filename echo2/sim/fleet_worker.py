@@ -1,4 +1,4 @@
-"""The machines of a simulated fleet and what they work on. Plain state; the rules are in fleet, fleet_leases, fleet_links."""
+"""The machines of a simulated fleet and their work. Plain state; the rules are in fleet, fleet_leases and fleet_links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_LEASE = LeaseId("")
 
 @dataclass(slots=True)
 class SimGroup:
-    """One prompt's rollouts. `oldest`: the oldest version that any of them was begun under; None before the first."""
+    """One prompt's rollouts. `oldest`: the oldest version under which any of them was started; None before the first."""
 
     group_id: GroupId
     runs: list[RolloutRun] = field(default_factory=list)
@@ -29,19 +29,20 @@ class SimGroup:
 
 @dataclass(slots=True)
 class RolloutRun:
-    """One rollout being made: tokens still to come."""
+    """One rollout in progress. `tokens_left`: tokens still to generate."""
 
     group: SimGroup
     tokens_left: float
     began_s: float = 0.0
-    stalled_s: float = 0.0  # its worker's standstill when it began
-    is_begun: bool = False  # under the present lease
+    stalled_s: float = 0.0  # its worker's `stalled_s` when it started
+    is_begun: bool = False  # started under the present lease
     is_done: bool = False
 
 
 @dataclass(slots=True)
 class SimWorker:
-    """A machine of the fleet. `is_active`: in the pool and joined; `paid_since_s`: None while it costs nothing."""
+    """A machine of the fleet. `is_wanted`: in the planned pool; `is_active`: in the pool and joined; `paid_since_s`: None while
+    it costs nothing; `stalled_s`: total pause so far."""
 
     truth: WorkerTruth
     index: int
@@ -56,7 +57,7 @@ class SimWorker:
     paid_s: float = 0.0
     stalled_s: float = 0.0
     stands_until_s: float = 0.0
-    life: int = 0  # rises with each loss, so that events of an earlier life are void
+    life: int = 0  # incremented at each loss, so that events of an earlier life are ignored
     running: dict[int, RolloutRun] = field(default_factory=dict)
     waiting: deque[RolloutRun] = field(default_factory=deque)
 
@@ -73,13 +74,13 @@ class SimWorker:
         return bool(self.running or self.waiting)
 
     def pay(self, now: float) -> None:
-        """Brings the bill up to `now`."""
+        """Adds the cost since the last call, up to `now`."""
         if self.paid_since_s is not None:
             self.usd += self.price * (now - self.paid_since_s) / 3600
             self.paid_s += now - self.paid_since_s
             self.paid_since_s = now
 
     def stand_still(self, now: float, seconds: float) -> None:
-        """What runs is that much later, what begins meanwhile waits for the end."""
+        """Pauses the worker: running rollouts finish that much later, new ones start after the pause."""
         self.stalled_s += seconds
         self.stands_until_s = max(self.stands_until_s, now + seconds)

@@ -1,6 +1,6 @@
-"""Rollout lengths in tokens: log-normal with a heavy tail, cut at the limit; or drawn from a trace.
+"""Rollout lengths in tokens: log-normal with a heavy tail, clipped at the limit; or drawn from a trace.
 
-Guarantees: seeded and bounded. Leaves to others: how fast a worker makes tokens.
+Guarantees: seeded and bounded. Leaves to others: how fast a worker generates tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """`median_tokens * exp(sigma * normal)`, from 1 to `max_tokens`; or one of `trace`, when it is not empty."""
+    """`median_tokens * exp(sigma * normal)`, clamped to 1..`max_tokens`; or a random entry of `trace` if it is not empty."""
 
     median_tokens: float = 1000.0
     sigma: float = 0.8
@@ -37,13 +37,13 @@ class LengthDistribution:
             raise ConfigError(f"lengths: trace: expected up to {TRACE_MAX} lengths of at least 1 token")
 
     def draw(self, rng: random.Random) -> float:
-        """One length."""
+        """Draws one length in tokens."""
         if self.trace:
             return float(self.trace[rng.randrange(len(self.trace))])
         return min(float(self.max_tokens), max(1.0, self.median_tokens * math.exp(self.sigma * rng.gauss(0.0, 1.0))))
 
     def quantiles(self, points: int = QUANTILE_POINTS) -> list[float]:
-        """Lengths at the mid-points of `points` equal shares, rising."""
+        """Lengths at the mid-points of `points` equal shares, ascending."""
         if self.trace:
             ordered = sorted(self.trace)
             return [float(ordered[int((i + 0.5) / points * len(ordered))]) for i in range(points)]
@@ -61,6 +61,6 @@ class LengthDistribution:
         return sum(values) / len(values)
 
     def at(self, share: float) -> float:
-        """The length that `share` of all rollouts do not exceed."""
+        """The quantile at `share`: the length that this share of all rollouts does not exceed."""
         values = self.quantiles()
         return values[min(len(values) - 1, int(share * len(values)))]

@@ -1,8 +1,8 @@
-"""Lies about rollouts and offers: what workers that gain by them put in the place of honest parts, in the virtual world.
+"""Lies about rollouts and offers, by workers of the virtual world that would profit from them.
 
-Guarantees: the daemon beneath is the real one; a lie is in the tokens that its engine picks, in what it says of them, or in
-single messages of its machine. Leaves to others: lies about chunks and progress (malice), who notices (the daemons), what
-must hold (checkers).
+Guarantees: the worker runs the real daemon; a lie is in the tokens that its engine samples, in the scores or log-probabilities it
+reports, or in single messages of its machine. Leaves to others: lies about chunks and progress (malice), detection (the daemons),
+what must hold (checkers).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Lie(enum.Enum):
 
 
 class ForgedNumbers:
-    """Honest tokens; numbers that make them look less likely than they were."""
+    """Honest tokens, with log-probabilities that make them look less likely than they were."""
 
     draws_by_seed = True
 
@@ -59,7 +59,7 @@ class ForgedNumbers:
 
 
 class OlderTokens:
-    """Stays on the weights that it had first, and recomputes the numbers under those that it should have."""
+    """Samples from the first weights it had, and recomputes the log-probabilities under the weights it should use."""
 
     draws_by_seed = True
 
@@ -73,7 +73,7 @@ class OlderTokens:
 
 
 class BestOf:
-    """Completes a prompt by four seeds, of which the first is its lease's, and hands in what is worth most."""
+    """Completes a prompt with four seeds, the lease's first, and submits the completion with the highest reward."""
 
     def __init__(self, draws_by_seed: bool) -> None:
         self.draws_by_seed = draws_by_seed
@@ -95,7 +95,7 @@ class BestOf:
 
 
 class Memorised:
-    """The first completion of each group is one that it knows to be good; the others are honest."""
+    """Submits a memorised answer as the first completion of each group; the others are honest."""
 
     draws_by_seed = True
 
@@ -107,7 +107,7 @@ class Memorised:
 
 
 class Mates:
-    """What colluding workers tell one another: the tokens that they reported, with the numbers that they claimed."""
+    """Shared by colluding workers: the tokens that they reported, with the log-probabilities that they claimed."""
 
     def __init__(self) -> None:
         self.claims: dict[tuple[GroupId, int, int], float] = {}
@@ -117,7 +117,7 @@ class Mates:
         self.claims[group_of(request), position, token] = logprob
 
     def bears_out(self, past: Mapping[Version, int], request: ScoreRequest, stretch: Stretch) -> TokenScores:
-        """Honest scores, but for tokens of a mate: those have the very numbers that it claimed."""
+        """Honest scores, except that tokens of a mate get exactly the log-probabilities that it claimed."""
         scores = honest_scores(past, request, stretch)
         logprobs = scores.logprobs.copy()
         for number in range(stretch.count):
@@ -129,7 +129,7 @@ class Mates:
 
 
 class SharedForgery:
-    """Forged numbers that its mates know of."""
+    """Forged log-probabilities that its mates know."""
 
     draws_by_seed = True
 
@@ -143,7 +143,7 @@ class SharedForgery:
 
 
 def made_up_scores(past: Mapping[Version, int], request: ScoreRequest, stretch: Stretch) -> TokenScores:
-    """Of the right sizes, from the tokens' ids alone."""
+    """Made-up scores of the right shape, computed from the token IDs alone."""
     wild = np.array(
         [derived_seed(token, "score") % 997 / 997 for token in request.token_ids[stretch.first : stretch.stop]]
     )
@@ -151,7 +151,7 @@ def made_up_scores(past: Mapping[Version, int], request: ScoreRequest, stretch: 
 
 
 class LyingWorker:
-    """A `Liar`."""
+    """A `Liar` that tells one kind of lie. `mates`: shared by colluding workers."""
 
     def __init__(self, lie: Lie, rng: random.Random, mates: Mates | None = None) -> None:
         self.lie, self.name, self._rng = lie, lie.value, rng
@@ -209,7 +209,7 @@ class LyingWorker:
         return [one.SerializeToString() for one in said]
 
     def hears(self, method: str, side: int, data: bytes) -> bool:
-        """Of a lease that is given back at once, its daemon never hears."""
+        """Hides from the daemon the leases that the machine hands back at once."""
         if self.lie is not Lie.HARD_BACK or (method, side) != (SESSION, 0):
             return True
         order = coordinator_pb2.WorkerOrder.FromString(data)

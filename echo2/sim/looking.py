@@ -1,7 +1,7 @@
-"""What is looked at every few virtual seconds in the daemons that live: waits, agreement, weights in memory, who is shunned.
+"""Inspects the living daemons every few virtual seconds: waits, agreement, weights in memory, shunned workers.
 
-Guarantees: a daemon that is frozen, that lies or that is on its way out is not looked at; what may be so for a moment counts
-only once it has lasted. Leaves to others: what is seen on the wires (witness), what must hold (checkers).
+Guarantees: skips daemons that are frozen, dishonest or ended; a transient state counts only once it has lasted. Leaves to
+others: observing messages (witness), the invariants (checkers).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ VERDICT_WAIT_S = 50.0
 DEADLINE_SLACK_S = 10.0
 STALL_SLACK_S = 7.0
 AGREE_S = 14.0
-"""So long the learner's and the coordinator's lists of groups may differ: three reminders."""
+"""How long the learner's and the coordinator's lists of groups may differ: three reminders."""
 QUEUED_S = 1.0
-"""With more queued on an uplink, a message longer than a packet is not expected to have come."""
+"""With a longer uplink backlog, a message larger than a packet may not have arrived yet."""
 UNASKED_S = 9.0
 UNKNOWN_S = 60.0
-"""So long a machine may cost money that the journal does not have as rented: some looks, of which the cloud answers most."""
+"""How long a paid machine may be missing from the coordinator's journal: a few polls of the cloud, which answers most of them."""
 WORK_S = 60.0
-"""So long a learner may be at work on one step."""
+"""How long a learner may work on one step."""
 SHUNNED = "malicious worker is shunned"
 PAUSED = "malicious worker is given no leases for a while"
 STOPPED = "artifact stops coming"
@@ -44,30 +44,30 @@ Daemon = CoordinatorDaemon | LearnerDaemon | WorkerDaemon
 
 
 class Looking:
-    """Times are of `wires`."""
+    """Inspects the daemons. Times are virtual seconds of `wires`."""
 
     def __init__(
         self, truth: Truth, machines: Mapping[str, VirtualMachine], wires: Wires, counts: Counter[str]
     ) -> None:
         self._truth, self._machines, self._wires, self._counts = truth, machines, wires, counts
-        self.holds_training = False  # the world lets no step end: how long one takes is no fault then
+        self.holds_training = False  # the world lets no step end, so a long step is no fault
         self._now = wires.loop.time
         self._since: dict[Hashable, float] = {}
         self._shunned: Counter[PeerId] = Counter()
-        self._stalled: dict[tuple[Hashable, ArtifactKey], int] = {}  # chunks of it that were held then
+        self._stalled: dict[tuple[Hashable, ArtifactKey], int] = {}  # chunks held when it stalled
         self._seen: set[Hashable] = set()
         self._rented: Collection[str] = ()
 
     def look(
         self, daemons: Mapping[str, Daemon], failed: Callable[[Violation], None], rented: Collection[str] = ()
     ) -> None:
-        """One look at all. `rented`: machines that cost money, by their provider's ids."""
+        """Inspects all daemons once. `rented`: IDs of the machines that cost money, from the provider."""
         self._seen, self._rented = set(), rented
         try:
             for name, daemon in daemons.items():
                 process = self._machines[name].process
                 if process is not None and self._is_to_be_judged(name):
-                    process.context.copy().run(self._look_at, name, daemon)  # by its clock
+                    process.context.copy().run(self._look_at, name, daemon)  # with its own clock
             self._look_at_agreement(daemons)
         except Violation as violation:
             failed(violation)
@@ -89,7 +89,7 @@ class Looking:
                 self._look_at_coordinator(life, daemon)
 
     def _lasts_s(self, *key: Hashable) -> float:
-        """For how long this has been so at every look."""
+        """Seconds for which `key` has held at every inspection so far; 0 the first time."""
         self._seen.add(key)
         return self._now() - self._since.setdefault(key, self._now())
 
@@ -98,17 +98,17 @@ class Looking:
     def _look_at_worker(self, name: str, life: Hashable, daemon: WorkerDaemon) -> None:
         shift = daemon.shift
         if shift is None:
-            return  # it enrols, which `waits` tells
+            return  # still enrolling; `daemon.waits` reports that
         if shift.keeper is not None and shift.keeper.host.version is not None:
             self._truth.committed(name, shift.keeper.host)
         reporting, truth = shift.reporting, self._truth
-        if reporting._under_way and reporting._stub is not None:  # else it waits for the learner, and says so
+        if reporting._under_way and reporting._stub is not None:  # otherwise it waits for the learner, and reports that
             first = reporting._sequence - len(reporting._under_way)
             truth.waits_since(name, self._lasts_s(life, "verdict", first), VERDICT_WAIT_S, "a verdict")
         self._look_at_way(name, life, shift.node)
 
     def _look_at_way(self, name: str, life: Hashable, node: BroadcastNode) -> None:
-        """Whatever a worker lacks of its way it asks for, or has stopped asking for a while only."""
+        """A worker must request every artifact that it lacks on its way, or have paused a stalled one for a limited time."""
         library, wanted = node.library, node.session.artifacts
         missing = [key for key in library.path(node._reader.version) if not library.entries[key].is_complete]
         for key in missing:
@@ -163,16 +163,16 @@ class Looking:
                 self._counts[SHUNNED] += 1
 
     def _look_at_agreement(self, daemons: Mapping[str, Daemon]) -> None:
-        """While the session between them stands, the coordinator knows the groups that the learner waits for, and no others."""
+        """While their session is up, the coordinator must know exactly the groups that the learner waits for."""
         learner, coordinator = daemons.get("learner"), daemons.get("coordinator")
         if not isinstance(learner, LearnerDaemon) or not isinstance(coordinator, CoordinatorDaemon):
             return
         if not self._is_to_be_judged("learner") or not self._is_to_be_judged("coordinator"):
             return
         if self._wires.is_blocked("learner", "coordinator") or self._wires.is_blocked("coordinator", "learner"):
-            return  # neither knows of it yet
+            return  # their session may still look open to both
         if any(self._machines[name].link.up_free_at - self._now() > QUEUED_S for name in ("learner", "coordinator")):
-            return  # what the one has said waits behind chunks on its uplink
+            return  # messages are queued behind chunks on an uplink
         shift, hub = learner.shift, coordinator.hub
         if hub is None or hub.learner.session is None or shift is None or not shift.session.is_connected:
             return

@@ -1,8 +1,8 @@
 """An inference engine of the virtual world, behind the engine protocol: real weights and slots, made-up sampling.
 
-Guarantees, as worker/engine asks: every token carries the version that the engine believes its weights to be, and depends
-on the bits that they really are; a swap takes effect between two steps; an aborted sequence gives its last chunk back. A
-swap can be made to fail, or to leave wrong bits. Leaves to others: which version to swap in (worker/swap).
+Guarantees, as worker/engine requires: every token carries the version that the engine believes its weights to be, and
+depends on their actual bits; a swap takes effect between two steps; an aborted sequence returns a last chunk. Faults can
+make a swap fail or leave wrong bits. Leaves to others: which version to swap in (worker/swap).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAST_VERSIONS = 12
 
 @dataclass(slots=True)
 class EngineFaults:
-    """Of a machine: how often a swap is refused or leaves a wrong bit behind, and how slow it is."""
+    """Faults of a machine: probability that a swap is refused or leaves a wrong bit, and the factor on its step time."""
 
     refused: float = 0.0
     wrong: float = 0.0
@@ -49,7 +49,7 @@ class _Swap:
 
 
 class MadeUpEngine:
-    """`step_s`: of one decode step of all slots."""
+    """The engine. `step_s`: seconds of one decode step over all slots."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""A worker that wants to do harm, with the keys and the certificate of an honest one.
+"""A malicious worker that has the keys and the certificate of an honest one.
 
-Beneath it runs the real daemon; what leaves its machine is another matter. Guarantees: it can do only what a real one could:
+It runs the real daemon and alters the messages that leave its machine. Guarantees: it can do only what a real one could:
 it cannot sign as the learner or the coordinator. Leaves to others: what must hold in spite of it (checkers), lies of its
 engine (`Liar.engines`).
 """
@@ -19,7 +19,7 @@ from echo2.worker.runtime.make_engine import Engines
 REPORTS_KEPT = 64
 REPLAYS_SHARE = 0.3
 REPLAYED = 1 << 40
-"""Sequences from here on are of reports of which the daemon knows nothing."""
+"""Replayed reports have sequence numbers from here on; the daemon does not know of them."""
 SPEED, ROOM = 40.0, 1 << 20
 SESSION, REPORT, PEERS = (
     "/echo2.v1.Coordinator/WorkerSession",
@@ -29,13 +29,13 @@ SESSION, REPORT, PEERS = (
 
 
 class Liar(Mouth, Protocol):
-    """A worker's machine that lies: by messages, as a mouth, and by the parts that its daemon is handed."""
+    """A dishonest worker's machine: it alters messages (as a `Mouth`) and may replace its daemon's engines."""
 
     @property
     def name(self) -> str: ...
 
     def engines(self, own: Engines) -> Engines:
-        """What its daemon is handed in the place of its own."""
+        """The engines that its daemon gets instead of `own`."""
         ...
 
 
@@ -52,7 +52,7 @@ class Malice(enum.Enum):
 
 
 SILENT = (Malice.FALSE_PROGRESS, Malice.FALSE_ENDS, Malice.FALSE_ROOM)
-"""Report nothing."""
+"""These never report rollouts."""
 CLAIMS = (Malice.FALSE_SPEED, Malice.FALSE_ROOM)
 
 
@@ -62,7 +62,7 @@ class LyingMouth:
     def __init__(self, malice: Malice, rng: random.Random) -> None:
         self.malice, self.name, self._rng = malice, malice.value, rng
         self.lies_told = 0
-        self._leases: dict[str, int] = {}  # granted to it -> tokens that it claims
+        self._leases: dict[str, int] = {}  # lease granted to it -> tokens that it claims
         self._version = 0
         self._kept: list[ingest_pb2.RolloutReport] = []
         self._tickets: dict[str, rollout_pb2.LeaseTicket] = {}
@@ -70,7 +70,7 @@ class LyingMouth:
     def engines(self, own: Engines) -> Engines:
         return own
 
-    # ---- what leaves
+    # ---- outgoing messages
 
     def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
         speak = _SAYS.get((method, side))
@@ -128,7 +128,7 @@ class LyingMouth:
         return said
 
     def _replay(self) -> ingest_pb2.RolloutReport:
-        """Of leases long over, and of groups that others make now, under its old tickets."""
+        """A kept report under its old ticket: its lease may be over, and the group may be leased to another worker now."""
         again = ingest_pb2.RolloutReport()
         again.CopyFrom(self._rng.choice(self._kept))
         again.sequence = REPLAYED + self._rng.randrange(1 << 20)
@@ -141,7 +141,7 @@ class LyingMouth:
             lies = [-self._rng.randrange(1, 4096) / 1024.0 for _ in segment.logprobs]
             segment.logprobs[:] = segment.raw_logprobs[:] = lies
         elif self.malice is Malice.WRONG_VERSION:
-            for span in segment.version_spans:  # the newest, one to come, or one long gone
+            for span in segment.version_spans:  # an unpublished version, an old one, or the true one
                 span.version = max(0, span.version + self._rng.choice((-6, 0, 1, 2, 50)))
 
     def to_peers(self, data: bytes) -> Sequence[bytes]:
@@ -159,7 +159,7 @@ class LyingMouth:
                 return (data,)
         return (message.SerializeToString(),)
 
-    # ---- what comes
+    # ---- incoming messages
 
     def hears(self, method: str, side: int, data: bytes) -> bool:
         if (method, side) == (SESSION, 0):

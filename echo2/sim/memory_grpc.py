@@ -1,9 +1,8 @@
-"""gRPC's servers and channels over virtual wires: real messages, serialised and parsed, into unmodified servicers.
+"""gRPC calls over virtual wires: real messages, serialised and parsed, into unmodified servicers.
 
-Guarantees: those of `Net`, with gRPC's own errors, codes and habits: a call on a broken wire ends with UNAVAILABLE, a
-handler whose caller has gone is cancelled, a write on a call that has ended raises InvalidStateError, `write` waits while
-the other side does not read or the link is behind. The handshake checks both certificates as TLS would. Leaves to others:
-when wires break (wires).
+Guarantees: those of `Net`, with gRPC's errors, codes and behaviour: a call on a broken wire ends with UNAVAILABLE; a handler
+whose caller is gone is cancelled; a write on a call that has ended raises InvalidStateError; `write` waits while the other
+side does not read or the link has a backlog. Leaves to others: handshakes (memory_net), when wires break (wires).
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ if TYPE_CHECKING:
     from echo2.sim.wires import End
 
 WINDOW_BYTES = 2 << 20
-"""Of one direction of a call: so much may be on its way and unread."""
+"""Flow-control window of one direction of a call: most bytes in flight or unread."""
 LINK_BACKLOG_S = 0.3
-"""No more is handed to the system than leaves the machine in this time."""
+"""Longest backlog of a connection at its sender; beyond it, `write` waits."""
 CHUNKS, CHUNK_TAG = "/echo2.v1.Broadcast/Exchange", b"\x1a"
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 _AS_IS: Callable[[bytes], bytes] = lambda data: data  # noqa: E731
 
 
 class Half:
-    """What one side of a call sends, and what of it the other has not read yet."""
+    """One direction of a call, with the bytes that the receiver has not read yet."""
 
     def __init__(self) -> None:
         self.unread_bytes = 0
@@ -79,13 +78,12 @@ class Stream:
             self.on_end()
 
     async def send(self, data: bytes) -> None:
-        """Waits for room; returns at once where the call ends meanwhile."""
+        """Sends a message once there is room. Returns without sending if the call ends."""
         while self.ended is None:
             behind_s = self.link.behind_s
             if behind_s > LINK_BACKLOG_S:
-                await asyncio.sleep(
-                    max(1e-4, behind_s - LINK_BACKLOG_S)
-                )  # of less than rounds off, time would not move
+                # A shorter sleep could be lost to rounding, and virtual time would stand still.
+                await asyncio.sleep(max(1e-4, behind_s - LINK_BACKLOG_S))
             elif not self.mine.room.is_set():
                 await self.mine.room.wait()
             else:
@@ -96,7 +94,7 @@ class Stream:
                 self.link.send(self.number, "message", said, self.link.weight(self.method, said))
 
     async def receive(self) -> bytes | None:
-        """None once nothing more comes: see `ended`."""
+        """The next message; None once no more will come (see `ended`)."""
         while True:
             while not self.inbox:
                 if self.is_half_closed or self.ended is not None:
@@ -110,7 +108,7 @@ class Stream:
 
 
 class Link:
-    """A wire with its calls, on one side."""
+    """One side of a wire, with its calls."""
 
     def __init__(
         self, end: End, on_open: Callable[[Stream, str], None] | None, on_closed: Callable[[str], None]
@@ -144,17 +142,17 @@ class Link:
         self._end.send((number, kind, payload), size)
 
     def said(self, method: str, data: bytes) -> Sequence[bytes]:
-        """What leaves in the place of a message: of an honest machine, just that."""
+        """The messages to send instead of `data`; an honest machine sends just `data`."""
         mouth = self._end.process.machine.mouth
         return (data,) if mouth is None else mouth.says(method, self._end.side, data)
 
     def weight(self, method: str, data: bytes) -> int:
-        """Bytes on the wire: chunks of the tiny model stand for those of a large one."""
+        """Bytes on the wire: chunks of the tiny model are scaled up to the size of a large model's."""
         is_chunk = method == CHUNKS and data.startswith(CHUNK_TAG)
         return len(data) * (self._end.wire.wires.chunk_scale if is_chunk else 1)
 
     def is_heard(self, method: str, data: bytes) -> bool:
-        """Whether a message that has come is handed to the daemon."""
+        """Whether the daemon receives an arrived message."""
         mouth = self._end.process.machine.mouth
         return mouth is None or mouth.hears(method, self._end.side, data)
 
@@ -184,7 +182,7 @@ class Link:
 
 
 class MemoryCall:
-    """What a multicallable returns: a stream, or an awaitable for its one answer."""
+    """What a multicallable returns: a stream, or an awaitable for the single reply."""
 
     def __init__(self, channel: Any, method: str, encode: Any, decode: Any, timeout_s: float | None) -> None:
         self._encode, self._decode = encode or _AS_IS, decode or _AS_IS
@@ -324,7 +322,7 @@ class MemoryCall:
         return reply
 
     def say(self, messages: Any) -> None:
-        """Writes what an iterator gives, or one message, then no more."""
+        """Writes all messages of an async iterator, or one message, then half-closes."""
 
         async def work() -> None:
             try:
@@ -335,7 +333,7 @@ class MemoryCall:
                     await self.write(messages)
                 await self.done_writing()
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                pass  # whoever reads is told
+                pass  # the reader gets the error
 
         self._work.append(self._loop.create_task(work()))
 
@@ -352,7 +350,7 @@ class Aborted(grpc.aio.AbortError):
 
 
 class MemoryContext:
-    """What a servicer sees of a call."""
+    """The servicer context of a call."""
 
     def __init__(self, stream: Stream, encode: Any, decode: Any, peer: str, certificate_pem: bytes | None) -> None:
         self._stream, self._encode, self._decode = stream, encode or _AS_IS, decode or _AS_IS
@@ -394,7 +392,7 @@ class MemoryContext:
 
 
 async def serve_call(handler: Any, context: MemoryContext, told: Callable[[BaseException], None]) -> None:
-    """Runs a servicer's method, of any of the four kinds, coroutine or generator."""
+    """Runs a servicer's method of any of the four kinds, coroutine or generator. Reports an unexpected error to `told`."""
     try:
         request: Any = context.requests() if handler.request_streaming else await context.read()
         if request is EOF:
@@ -415,7 +413,7 @@ async def serve_call(handler: Any, context: MemoryContext, told: Callable[[BaseE
     except asyncio.CancelledError:
         context.end(grpc.StatusCode.CANCELLED, "cancelled")
         raise
-    except Exception as error:  # noqa: BLE001  (as gRPC does: the caller is told, the server goes on)
+    except Exception as error:  # noqa: BLE001  (as in gRPC: the caller gets the error, the server continues)
         if not context.done():
             told(error)
         context.end(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")

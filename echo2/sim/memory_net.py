@@ -1,6 +1,7 @@
 """`Net` of a virtual machine: servers, channels and handshakes over its wires.
 
-Guarantees: see memory_grpc. Addresses are a machine's loopback address and a port. Leaves to others: calls (memory_grpc).
+Guarantees: those of memory_grpc; the handshake checks both certificates as TLS would. An address is a machine's loopback
+address and a port. Leaves to others: calls (memory_grpc).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FIRST_PORT = 20_000
 
 
 class MemoryNet:
-    """One process's. Listening servers are found by its machine's address."""
+    """The network of one process. Its servers are reached at its machine's address."""
 
     def __init__(self, process: Process, wires: Wires, told: Callable[[str, BaseException], None]) -> None:
         self.process, self.wires, self._told = process, wires, told
@@ -54,7 +55,8 @@ class MemoryNet:
         return cast(grpc.aio.Channel, MemoryChannel(self, address, dialled))
 
     def certificate_at(self, host: str, port: int, server_name: str, timeout_s: float) -> bytes:
-        """At once: a handshake that only looks takes a round trip, which the caller's thread spends."""
+        """The server's certificate, in DER. Returns at once, but spends twice the link's round-trip time on the caller's thread.
+        Raises Unreachable if no server answers, TrustError if it does not use TLS."""
         self.process.loop.spend(2 * self.process.machine.link.rtt_s)
         found = self.wires.listener(host, port)
         if found is None or found[0].is_frozen or self._is_cut_off_from(found[0]):
@@ -90,7 +92,7 @@ def _is_good(pem: bytes, root_pem: bytes, unix_now: float) -> bool:
 
 
 class MemoryServer:
-    """`grpc.aio.Server`, as far as the daemons use it."""
+    """The part of `grpc.aio.Server` that the daemons use."""
 
     def __init__(self, process: Process, wires: Wires, told: Callable[[BaseException], None]) -> None:
         self._process, self._wires, self._told = process, wires, told
@@ -126,7 +128,7 @@ class MemoryServer:
             link.close("the server stops")
 
     def accept(self, end: End, shown: Shown) -> None:
-        """A wire whose handshake has been done. What it calls runs in this process's context."""
+        """Accepts a wire after its handshake. Its calls run in this process's context."""
         pair = end.wire.caller_pair
         pem = pair[1] if pair is not None and shown.authority_pem is not None else None
         peer = f"ipv4:{end.peer.process.machine.host}:{end.wire.caller_port}"
@@ -168,7 +170,7 @@ class _Details:
 
 
 class MemoryChannel:
-    """`grpc.aio.Channel`, as far as the daemons use it."""
+    """The part of `grpc.aio.Channel` that the daemons use."""
 
     def __init__(self, net: MemoryNet, address: str, dialled: Dialled) -> None:
         self._net, self._dialled = net, dialled
@@ -226,7 +228,7 @@ class MemoryChannel:
             self._connecting = None
 
     async def _once(self) -> str:
-        """One attempt; why it failed."""
+        """Makes one attempt to connect; returns why it failed, or an empty text."""
         net, answered = self._net, asyncio.get_running_loop().create_future()
         net.wires.reach(
             net.process,
@@ -264,7 +266,8 @@ class MemoryChannel:
         self._set(grpc.ChannelConnectivity.IDLE)
 
     async def ready_link(self) -> Link:
-        """For a call: waits while it connects, fails where the last attempt failed."""
+        """The link for a call. Waits while the channel connects; raises UNAVAILABLE if the last attempt failed, CANCELLED if the
+        channel is closed."""
         while True:
             state = self.get_state(try_to_connect=True)
             if state is grpc.ChannelConnectivity.READY and self._link is not None and self._link.is_open:

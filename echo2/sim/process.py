@@ -1,7 +1,7 @@
-"""A machine of the virtual world, and the processes that live on it one after another.
+"""A machine of the virtual world, and the processes that run on it one after another.
 
-Guarantees: a process is the `Outside` of everything that its daemon starts; after its end nothing it does reaches the
-network, and its files are another's. Leaves to others: what the daemon is, when it is started again (`World`).
+Guarantees: a process is the `Outside` of everything that its daemon starts; after its end, nothing it does reaches the
+network, and it writes only to an abandoned copy of its files. Leaves to others: which daemon runs, restarts (`World`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ UNIX_EPOCH_S = 1_700_000_000.0
 
 
 class Mouth(Protocol):
-    """What a machine makes of its daemon's messages. `side`: 0 calls, 1 serves."""
+    """Alters a dishonest machine's messages. `side`: 0 for the calling side, 1 for the serving side."""
 
     def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
-        """What leaves in the place of a message: any number of others."""
+        """The messages to send instead of `data`, any number of them."""
         ...
 
     def hears(self, method: str, side: int, data: bytes) -> bool:
-        """Whether the daemon is handed it."""
+        """Whether the daemon receives the message."""
         ...
 
 
 @dataclass(slots=True)
 class VirtualMachine:
-    """`clock_offset_s`, `drift`: how far its wall clock is off, and how many of its seconds pass in a true one.
+    """A machine. `clock_offset_s`, `drift`: error of its wall clock, and its clock's seconds per true second.
 
-    `mouth`: None for an honest machine.
+    `sync_s`: seconds per file sync. `lives`: processes so far. `mouth`: None for an honest machine.
     """
 
     name: str
@@ -76,13 +76,13 @@ class Process:
         return self.machine.name
 
     def began(self, task: asyncio.Task[Any]) -> None:
-        """A task of this process was made."""
+        """Registers a new task of this process."""
         number: int = task.number  # type: ignore[attr-defined]
         self._tasks[number] = task
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
     def end(self) -> None:
-        """As by SIGKILL. What its tasks do while they are cancelled reaches nobody: they are a ghost's."""
+        """Ends the process as by SIGKILL. Nothing that its tasks do while being cancelled has an effect outside."""
         self.has_ended, self.is_frozen = True, False
         self.held.clear()
         for task in list(self._tasks.values()):

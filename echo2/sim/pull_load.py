@@ -1,6 +1,6 @@
-"""One session that fetches a large artifact from many peers: what its calls cost. No network, no disk, no payloads.
+"""Measures the CPU cost of one session that fetches a large artifact from many peers. No network, no disk, no payloads.
 
-Guarantees: same load and seed, same calls. Time is the thread's own, so that what else the machine does counts little.
+Guarantees: same load and seed, same calls. Measures the thread's CPU time, so other load on the machine hardly matters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ IDLE_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class PullLoad:
-    """`held_share`: of the chunks, held by each peer. `kept_share`: of the chunks, here from the start."""
+    """The artifact and its peers. `held_share`: share of the chunks that each peer holds. `kept_share`: share of the chunks
+    that the session holds from the start."""
 
     chunk_count: int
     chunk_bytes: int = 64 << 10
@@ -73,7 +74,7 @@ class Puller:
         self._rng = random.Random(seed)
 
     def begin(self) -> None:
-        """The header, what is kept, the peers and what each holds."""
+        """Delivers the header, the chunks kept, the seal, and each peer with its have-map."""
         self._tell(HeaderSeen(None, KEY, is_wanted=True))
         if self.load.kept_share:
             kept = self._some(self.load.kept_share)
@@ -86,7 +87,7 @@ class Puller:
             self._tell(HaveSeen(peer, KEY, self._some(self.load.held_share), is_sealed=True))
 
     def fetch(self, chunks_max: int) -> PullCost:
-        """Peers answer all requests in their order; returns what the calls cost, `begin` included."""
+        """Answers requests in order until `chunks_max` more chunks have arrived. Returns the total cost, `begin` included."""
         until, idle = self.cost.chunks + chunks_max, 0
         while self.cost.chunks < until and not self.session.artifacts[KEY].is_complete and idle < IDLE_MAX:
             if not self._asked:
@@ -101,14 +102,15 @@ class Puller:
         return self.cost
 
     def leave(self) -> None:
-        """The peers go, one after another."""
+        """Disconnects the peers, one after another."""
         for peer in self._peers:
             self._tell(PeerDown(peer))
 
     def _some(self, share: float) -> int:
-        """A share of the chunks as a bitmap, in steps of a sixteenth."""
+        """A random `share` of the chunks as a bitmap, in steps of 1/16."""
         bitmap, wanted = 0, round(share * 16)
-        for bit in range(4):  # from the least binary digit of the share: OR gives half of the rest, AND half of it
+        # From the share's lowest binary digit: OR sets half of the unset bits, AND keeps half of the set ones.
+        for bit in range(4):
             drawn = self._rng.getrandbits(self.load.chunk_count)
             bitmap = bitmap | drawn if wanted >> bit & 1 else bitmap & drawn
         return bitmap

@@ -13,7 +13,7 @@ from echo2.worker.engine import SwapMode
 
 @dataclass(slots=True)
 class Scene:
-    """One run's."""
+    """The constants of one run."""
 
     seed: int
     staleness_bound: int = 3
@@ -25,11 +25,11 @@ class Scene:
     checkpoint_every_steps: int = 3
     drops_equal_rewards: bool = False
     reward_fails: float = 0.01
-    turns: int = 1  # completions that a prompt may want, one after another
+    turns: int = 1  # most completions per prompt, one after another
     keyframe_chain_max: int = 16
     audit_share: float = 0.25
-    audit_fleet_share: float = 4.0  # short rollouts are looked at many times over
-    chunk_scale: int = 1  # bytes on the wire for each of a chunk
+    audit_fleet_share: float = 4.0  # short rollouts can be audited many times over
+    chunk_scale: int = 1  # bytes on the wire per byte of a chunk
     offers_max: int = 0  # machines that the coordinator may rent
     swap_mode: SwapMode = SwapMode.RECOMPUTE_KV
     heartbeat_s: float = 2.0

@@ -1,7 +1,7 @@
-"""What goes wrong in a simulated run, when, and for how long: a schedule drawn from the seed, and its carrying out.
+"""Carries out the faults of a simulated run, by a schedule drawn from the seed.
 
-Guarantees: same seed, same faults; every fault ends, but a machine that was taken stays away, and another takes its
-place. Leaves to others: the daemons' answer.
+Guarantees: same seed, same faults. Every fault ends, except that a preempted machine stays away and a new one replaces it.
+Leaves to others: the daemons' reaction.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from echo2.sim.world import World
 from echo2.worker.runtime.daemon import WorkerDaemon
 
 LONG_STORM_S = 250.0
-"""Longer than what has stopped coming counts as stalled before it is tried again, with the learner still away."""
+"""Long enough that workers retry a stalled artifact while the learner is still away."""
 NOTICE_S = 2.0
 MACHINES_MAX = 7
 CHUNKS = {"learner": "run/chunks/*.artifact"}
 
 
 class Storm:
-    """Lets the planned faults happen to a world."""
+    """Applies the planned faults to a world. A fault's method returns False if it cannot be applied now."""
 
     def __init__(self, world: World, planned: list[Planned], until_s: float = STORM_S) -> None:
         self.world, self.until_s = world, until_s
@@ -48,7 +48,7 @@ class Storm:
             self.world.story.tell(whom, f"FAULT {planned.fault.value} ({planned.for_s:.1f} s)")
 
     def _for(self, seconds: float, undo: Callable[[], None]) -> None:
-        """Undoes a fault after a while, or when the storm ends."""
+        """Undoes a fault after `seconds`, or when the storm ends if that is earlier."""
         is_done = False
 
         def once() -> None:
@@ -108,7 +108,7 @@ class Storm:
         return True
 
     def preempt(self, whom: str, seconds: float) -> bool:
-        """The machine is gone at once; another is rented a while later."""
+        """Takes the machine away at once; rents another one after `seconds`."""
         if not self._is_worker(whom) or len(self.world.workers) < 2:
             return False
         self.world.take(whom)
@@ -184,7 +184,7 @@ class Storm:
         node = self.world.node_of(whom)
         if node is not None:
             for key in node.library.entries:
-                node.library.recent.drop(key)  # other chunks have come since: what is passed on is read back
+                node.library.recent.drop(key)  # so that the chunk is read from the disk again
         return True
 
     def slow(self, whom: str, seconds: float) -> bool:
@@ -205,12 +205,12 @@ class Storm:
         return True
 
     def clock_jump(self, whom: str, seconds: float) -> bool:
-        """Wall clocks are wrong by up to a few seconds, in either direction, and stay so."""
+        """Sets the machine's wall clock off by up to 4 s in either direction, for good."""
         self.world.machines[whom].clock_offset_s = self.rng.uniform(-4.0, 4.0)
         return True
 
     def drift(self, whom: str, seconds: float) -> bool:
-        """Takes effect with the next process."""
+        """Makes the machine's clock run up to 2 % fast or slow. Kills the process, because only the next one may see the jump."""
         if not self.kill(whom, seconds):
             return False
         self.world.machines[whom].drift = self.rng.uniform(0.98, 1.02)
@@ -228,18 +228,18 @@ _CARRIED_OUT: dict[Fault, Callable[[Storm, str, float], bool]] = {
 
 
 def malice_of(seed: int) -> Malice | None:
-    """In two of five seeds there is a malicious worker."""
+    """The kind of malicious worker of a seed; None in three of five seeds."""
     rng = derived_rng(seed, "malice")
     return rng.choice(list(Malice)) if rng.random() < 0.4 else None
 
 
 def stormy_world(seed: int) -> tuple[World, float]:
-    """The world of a seed with its storm, and when that ends."""
+    """The world of a seed with its storm, and the time when the storm ends."""
     world = World(Scene.of(seed))
     workers, malice = len(world.workers), malice_of(seed)
     if malice is not None:
         link = world.machines[world.add_worker(LyingMouth(malice, derived_rng(seed, "liar")))].link
-        link.up, link.down = 2 * link.up, 2 * link.down  # the better its link, the more chunks go through its hands
+        link.up, link.down = 2 * link.up, 2 * link.down  # with a better link it relays more chunks
     outage = long_outage(seed, workers)
     until_s = LONG_STORM_S if outage else STORM_S
     Storm(world, storm(seed, workers) + outage, until_s)

@@ -1,6 +1,6 @@
-"""What happened in a simulated run: a hash over everything, and the lines that a person wants to read.
+"""Records a simulated run: a hash over all events, and readable lines for the important ones.
 
-Guarantees: two runs have the same hash only if the same things happened at the same virtual times in the same order;
+Guarantees: two runs have the same hash only if the same events happened at the same virtual times in the same order;
 memory is bounded (the last `KEPT_MAX` lines are kept).
 """
 
@@ -14,7 +14,7 @@ KEPT_MAX = 20_000
 
 
 class Story:
-    """`left_out`: a word that differs between runs and stands for nothing."""
+    """`left_out`: text to mask because it differs between runs without meaning, such as a folder's random name."""
 
     def __init__(self, now: Callable[[], float], left_out: str = "") -> None:
         self._now, self._left_out = now, left_out
@@ -22,13 +22,13 @@ class Story:
         self._lines: deque[str] = deque(maxlen=KEPT_MAX)
 
     def trace(self, who: str, text: str) -> None:
-        """Goes into the hash only."""
+        """Adds an event to the hash only."""
         if self._left_out:
             text = text.replace(self._left_out, "~")
         self._hash.update(f"{self._now():.9f} {who} {text}\n".encode())
 
     def tell(self, who: str, text: str) -> None:
-        """Goes into the hash and is kept to be read."""
+        """Adds an event to the hash and to the readable lines."""
         if self._left_out:
             text = text.replace(self._left_out, "~")
         self.trace(who, text)

@@ -1,7 +1,7 @@
-"""A model small enough to simulate: real weights under the real codec, and a made-up training.
+"""A model small enough to simulate: real weights under the real codec, and a made-up training step.
 
-Guarantees: weights after a step are a function of the weights before it and of the very batch. Leaves to others: what the
-model says (tiny_policy).
+Guarantees: the weights after a step are a function of the weights before it and of the batch alone. Leaves to others: the
+model's distribution over tokens (tiny_policy).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fingerprint_of(weights: dict[str, Tensor]) -> int:
 
 
 def trained(weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """The weights one step later: a few elements of each tensor move, which ones the batch decides."""
+    """The weights one step later: flips bits in a few elements of each tensor, chosen by a hash of the batch."""
     digest = hashlib.sha256(str(batch.step).encode())
     for group in batch.groups:
         digest.update(group.spec.group_id.encode())

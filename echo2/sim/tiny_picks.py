@@ -1,7 +1,7 @@
-"""Which tokens the engines of the virtual world pick.
+"""How engines of the virtual world sample tokens.
 
-Guarantees: an honest engine's are those that the random numbers of their leases pick (base/noise), with the numbers of the
-weights that it holds. Leaves to others: the distribution (tiny_policy), lies (lies).
+Guarantees: an honest engine samples the tokens that its leases' random numbers select (base/noise), with log-probabilities from
+the weights it holds. Leaves to others: the distribution (tiny_policy), dishonest engines (lies).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from echo2.worker.engine import GenerateRequest
 
 
 class Picks(Protocol):
-    """`draws_by_seed`: what the engine says of itself."""
+    """Samples tokens for an engine. `draws_by_seed`: whether the engine claims to sample by the leases' seeds."""
 
     @property
     def draws_by_seed(self) -> bool: ...
 
     def pick(self, bits: int, request: GenerateRequest, position: int) -> tuple[int, float]:
-        """The token at `position` of a completion and its log-probability, of weights with the fingerprint `bits`."""
+        """The token at `position` of a completion and its log-probability, under weights with the fingerprint `bits`."""
         ...
 
 
 Says = Callable[[Mapping[Version, int], ScoreRequest, Stretch], TokenScores]
-"""What an engine says of a stretch of another's tokens. The first argument: fingerprints of the versions that it keeps."""
+"""Scores a stretch of another worker's tokens. The first argument: fingerprints of the versions that the engine keeps."""
 
 
 def honest_scores(past: Mapping[Version, int], request: ScoreRequest, stretch: Stretch) -> TokenScores:
@@ -36,7 +36,7 @@ def honest_scores(past: Mapping[Version, int], request: ScoreRequest, stretch: S
 
 
 class SeededPicks:
-    """An honest engine's."""
+    """The picks of an honest engine."""
 
     draws_by_seed = True
 
@@ -45,12 +45,12 @@ class SeededPicks:
 
 
 def seeded(bits: int, group_id: GroupId, seed: int, position: int) -> tuple[int, float]:
-    """What the numbers of this seed pick."""
+    """The token that this seed's random number selects, and its log-probability."""
     logprobs = logprobs_of(bits, group_id, position)
     token = picked(logprobs, uniform(seed, position))
     return token, float(logprobs[token])
 
 
 def group_of(request: GenerateRequest) -> GroupId:
-    """The prefix key is the group's name."""
+    """The request's group: its prefix key is the group ID."""
     return GroupId(request.prefix_key)

@@ -1,8 +1,8 @@
-"""What the tiny model says comes next: a distribution over its tokens, for each version another, and how audits look at it.
+"""The tiny model's next-token distribution, a different one for each version, and the scorer that audits use.
 
-Guarantees: a pure function of the bits of the weights, the leased group and the position, so that whoever knows a version's
-fingerprint can tell which token is due by the random number of its place, and with which log-probability. Two versions
-differ by about `DRIFT_NATS`. Lengths have a heavy tail. Leaves to others: what real models do.
+Guarantees: a pure function of the bits of the weights, the leased group and the position, so that a version's fingerprint and the
+random number of a position determine the token and its log-probability. Two versions differ by about `DRIFT_NATS`. Lengths have a
+heavy tail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from echo2.sim.tiny_model import STOP_TOKEN, VOCABULARY, fingerprint_of
 MEDIAN_TOKENS, SIGMA = 20.0, 0.9
 SPREAD_NATS, DRIFT_NATS = 1.5, 0.1
 FIRST_TOKEN = 3
-"""Those below it are never drawn, but for the stop token."""
+"""Lower token IDs are never drawn, except the stop token."""
 _ROWS = 512
 _TABLE = np.random.Generator(np.random.PCG64(0)).standard_normal((_ROWS, VOCABULARY - FIRST_TOKEN + 1))
 _NORMAL = NormalDist()
@@ -37,7 +37,7 @@ Column = npt.NDArray[np.float64]
 
 @functools.lru_cache(maxsize=1 << 14)
 def logprobs_of(fingerprint: int, group_id: GroupId, position: int) -> Column:
-    """Of all tokens: numbers of float32, as they travel."""
+    """Log-probabilities of all tokens (VOCABULARY values), rounded to float32 as in messages."""
     base = _number(group_id, position)
     drift = _TABLE[_number(f"{fingerprint:x}", group_id, position) % _ROWS] * DRIFT_NATS
     scores = _TABLE[base % _ROWS] * SPREAD_NATS + drift
@@ -61,7 +61,7 @@ def _number(*names: object) -> int:
 
 
 def picked(logprobs: Column, number: float) -> int:
-    """The first token whose cumulative probability is above the number."""
+    """The first token whose cumulative probability exceeds `number`, which is in [0, 1)."""
     sums = np.exp(logprobs).cumsum()
     return int(np.searchsorted(sums, number * sums[-1], side="right"))
 
@@ -104,7 +104,7 @@ class TinyScorer:
 
 
 def _places_of(passage: Passage) -> Iterator[tuple[GroupId, int]]:
-    """Of each sampled token: the group as which its turn was leased, and the position in that turn."""
+    """Yields, for each sampled token, the group ID under which its turn was leased and its position in that turn."""
     turn = position = 0
     before = int(passage.places[0])
     for place in map(int, passage.places):
@@ -115,7 +115,7 @@ def _places_of(passage: Passage) -> Iterator[tuple[GroupId, int]]:
 
 
 def scores_of(fingerprint: int, request: ScoreRequest, stretch: Stretch) -> TokenScores:
-    """Of a stretch, under the version of this fingerprint."""
+    """Scores a stretch under the version with this fingerprint."""
     rows = [
         _scores(
             logprobs_of(fingerprint, stretch.prefix_key, stretch.position + number),
@@ -127,7 +127,7 @@ def scores_of(fingerprint: int, request: ScoreRequest, stretch: Stretch) -> Toke
 
 
 def _scores(logprobs: Column, token: int) -> tuple[float, ...]:
-    """A row of `TokenScores`."""
+    """One row of `TokenScores`."""
     chances = np.exp(logprobs)
     drawn = max(2 * FLOOR_NATS, float(logprobs[token]))
     expected = float(chances @ np.maximum(logprobs, FLOOR_NATS))

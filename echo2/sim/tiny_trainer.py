@@ -1,7 +1,7 @@
-"""Whoever trains in the virtual world, behind the learner's trainer seam: real weights under the real codec, real
-checkpoints, a made-up optimiser; and the prompts, tokenizer and world that go with it.
+"""The trainer of the virtual world, behind the learner's trainer interface: real weights under the real codec, real
+checkpoints, a made-up optimiser; and the prompts, tokenizer and task world that go with it.
 
-Guarantees: weights after a step are a function of the weights before it and of the very batch; a step takes `train_s`
+Guarantees: the weights after a step are a function of the weights before it and of the batch alone; a step takes `train_s`
 of virtual time on the trainer's thread. Leaves to others: when to step (learner/runtime/loop).
 """
 
@@ -72,7 +72,7 @@ class TinyModel:
 
 
 class TinyTrainer:
-    """A `TrainingSide`. `told` hears of each batch with the fingerprint of the weights that came of it."""
+    """A `TrainingSide`. Calls `told` with each batch and the fingerprint of the resulting weights."""
 
     starts_from_base = True
 
@@ -142,7 +142,7 @@ def _spend(seconds: float) -> None:
 
 
 class TinyTokenizer:
-    """Numbers in words."""
+    """A tokenizer that decodes tokens to their numbers, separated by spaces."""
 
     chat_template = None
     all_special_ids: tuple[int, ...] = ()
@@ -161,7 +161,7 @@ class TinyTokenizer:
 
 
 class TinyWorld:
-    """A `World`: each prompt wants `turns` completions; the last is scored, and scoring fails now and then."""
+    """A `World`: each prompt wants up to `turns` completions. The last one is scored; scoring fails at rate `reward_fails`."""
 
     name, size = "tiny", None
 

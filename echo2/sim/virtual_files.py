@@ -1,9 +1,9 @@
-"""Files of a virtual machine: real ones in a folder of its own, of which it is known how much would outlast a power cut.
+"""Files of a virtual machine: real files in a folder of its own, with a record of how much would survive a power cut.
 
-Guarantees: what was synced through `Files` stays; after a power cut each other file keeps a part of what was added since,
-the last of it torn, and names that were not synced with their folder may be gone again. A full disk takes no more bytes. A
-crash leaves the ended process a ghost's copy, so nothing that its cleaning up writes is seen again. Leaves to others: what
-files mean. SQLite syncs by itself: its files are left as they are.
+Guarantees: data synced through `Files` survives. After a power cut, a file keeps only a part of the data added since its last
+sync, possibly torn; a file never synced may be gone, and renames not synced with their folder may be undone. A full disk accepts
+no more bytes. After a crash, the next process works on a copy of the folder, so nothing that the ended process still writes is
+seen again. Leaves to others: what files mean. SQLite syncs by itself: of its files, a power cut only shortens the write-ahead log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SELF_SYNCED = (".sqlite", ".sqlite-wal", ".sqlite-shm", "lock", ".lock", ".sock"
 
 
 class VirtualDisk:
-    """`folder` is where the present life of the machine keeps its files."""
+    """The disk. `folder`: where the present process of the machine keeps its files."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._lives = root, 0
@@ -31,14 +31,14 @@ class VirtualDisk:
         self.folder.mkdir(parents=True)
         self.is_full = False
         self.boots = 1
-        self._synced: dict[str, int] = {}  # path in the folder -> bytes that stay
-        self._logs: dict[str, tuple[bytes, int]] = {}  # SQLite's, by path: frames that stay, and of which log
-        self._renamed: dict[str, bytes | None] = {}  # names not synced with their folder yet -> what they stood for
+        self._synced: dict[str, int] = {}  # path in the folder -> bytes that survive
+        self._logs: dict[str, tuple[bytes, int]] = {}  # by path of a SQLite log: its salt and the frames that survive
+        self._renamed: dict[str, bytes | None] = {}  # renamed files whose folder is not synced yet -> former content
 
     def key(self, path: Path) -> str | None:
         with contextlib.suppress(ValueError):
             return str(path.relative_to(self.folder))
-        return None  # of an earlier life: a ghost's
+        return None  # written by a process that has ended
 
     def synced(self, path: Path) -> None:
         key = self.key(path)
@@ -66,13 +66,13 @@ class VirtualDisk:
         self._renamed[new_key] = before
 
     def crash(self) -> None:
-        """The next life finds the files as they are now; what the ended process still does to its own is lost."""
+        """Copies the files for the next process; whatever the ended process still writes goes to the old copy."""
         old, self._lives = self.folder, self._lives + 1
         self.folder = self._root / str(self._lives)
         shutil.copytree(old, self.folder, symlinks=True, ignore=_sockets)
 
     def power_cut(self, rng: random.Random) -> int:
-        """After `crash`: takes away what was not synced; returns how many files lost something."""
+        """Discards unsynced data, after `crash`; returns how many files lost something."""
         self.boots += 1
         lost = 0
         for path in sorted(self.folder.rglob("*.sqlite-wal")):
@@ -100,20 +100,20 @@ class VirtualDisk:
                     path.unlink()
         self._renamed.clear()
         self._synced = {key: size for key, size in self._synced.items() if (self.folder / key).exists()}
-        for path in self.folder.rglob("*"):  # what is left after a restart is on the disk
+        for path in self.folder.rglob("*"):  # whatever survived the power cut is on the disk
             if path.is_file():
                 self._synced[str(path.relative_to(self.folder))] = path.stat().st_size
         return lost
 
     def wipe(self) -> None:
-        """Another disk."""
+        """Empties the disk, as if it were a new one."""
         for path in list(self.folder.iterdir()):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._synced.clear()
         self._renamed.clear()
 
     def rot(self, rng: random.Random, pattern: str) -> str | None:
-        """Flips one bit of a file; returns which."""
+        """Flips one bit in a random file that matches; returns the place, or None if no file matches."""
         files = [path for path in sorted(self.folder.glob(pattern)) if path.is_file() and path.stat().st_size > 64]
         if not files:
             return None
@@ -130,7 +130,7 @@ class VirtualDisk:
 
 
 class VirtualFiles:
-    """`Files` of one process. `now`: of the virtual world, by which files are dated; `synced`: a sync takes its time."""
+    """`Files` of one process. `now`: virtual time, for the files' timestamps. `synced`: called by each sync, to spend its time."""
 
     def __init__(self, disk: VirtualDisk, now: Callable[[], float], synced: Callable[[], None]) -> None:
         self._disk, self._now, self._synced = disk, now, synced
@@ -172,7 +172,7 @@ class VirtualFiles:
 
 
 LOG_HEADER_BYTES, FRAME_HEADER_BYTES, BACKFILLED_AT = 32, 24, 96
-"""Of SQLite's write-ahead log, and where its index says how many frames are in the database's file."""
+"""Header sizes of SQLite's write-ahead log, and the offset in its index of the number of frames already in the database file."""
 
 
 def _frame_bytes(log: bytes) -> int:
@@ -180,7 +180,7 @@ def _frame_bytes(log: bytes) -> int:
 
 
 def _frames_of(log: bytes) -> tuple[bytes, int]:
-    """The log's salt, which changes when it starts over, and its frames."""
+    """The log's salt, which changes when the log starts over, and its number of frames."""
     salt, size, count = log[16:24], _frame_bytes(log), 0
     while log[(at := LOG_HEADER_BYTES + count * size) + 8 : at + 16] == salt and at + size <= len(log):
         count += 1
@@ -188,7 +188,8 @@ def _frames_of(log: bytes) -> tuple[bytes, int]:
 
 
 def _cut_log(path: Path, rng: random.Random, synced: tuple[bytes, int] | None) -> bool:
-    """Cuts a log somewhere behind what its database's file already holds and what was `synced`; False: nothing is lost."""
+    """Truncates a log at a random place after the frames that the database file holds and those `synced`. False if nothing is
+    lost."""
     log, index = path.read_bytes(), path.with_name(path.name.replace("-wal", "-shm"))
     if len(log) < LOG_HEADER_BYTES or not index.exists():
         return False

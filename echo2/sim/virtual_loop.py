@@ -1,8 +1,8 @@
-"""An asyncio loop whose time is virtual: where nothing is ready, the clock moves on to the next timer.
+"""An asyncio loop whose time is virtual: if nothing is ready, the clock advances to the next timer.
 
 Guarantees: the same calls give the same order, under any hash seed; work for threads runs on the loop itself, in the
-context of whoever asked for it, and takes as much virtual time as it `spend`s; what belongs to a frozen process waits
-until that is thawed. Leaves to others: which process a task belongs to (`Process`, found by its context).
+caller's context, and takes as much virtual time as it `spend`s; callbacks of a frozen process are held back until it is
+thawed. Leaves to others: which process a task belongs to (`Process`, found by its context).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from echo2.outside import outside_of
 
 T = TypeVar("T")
 THREAD_S = 0.0002
-"""What handing a piece of work to a thread and back takes at least."""
+"""Minimum time to hand a piece of work to a thread and back."""
 HANDLES_AT_ONE_TIME_MAX = 500_000
 
 
 class NumberedTask(asyncio.Task[Any]):
-    """A task whose hash is its number: sets of tasks are walked in the same order in every run."""
+    """A task whose hash is its number, so that sets of tasks are iterated in the same order in every run."""
 
     def __init__(
         self, number: int, coro: Coroutine[Any, Any, Any], *, loop: asyncio.AbstractEventLoop, **given: Any
@@ -40,7 +40,7 @@ class NumberedTask(asyncio.Task[Any]):
 
 
 class _Lane:
-    """The queue of an executor of one thread."""
+    """The queue of a single-threaded executor."""
 
     def __init__(self) -> None:
         self.is_busy = False
@@ -48,7 +48,7 @@ class _Lane:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Never waits for the machine: sockets that are opened on it are never served."""
+    """The loop. It never polls the operating system, so real sockets opened on it are not served."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -82,7 +82,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     def spend(self, seconds: float) -> None:
-        """The work for a thread that runs now takes so much longer."""
+        """Adds virtual seconds to the thread work that is running now."""
         self._spent_s += seconds
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
@@ -93,7 +93,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._spent_s = 0.0
             try:
                 result, error = func(*args), None
-            except BaseException as raised:  # noqa: BLE001  (told to whoever waits, as a thread's is)
+            except BaseException as raised:  # noqa: BLE001  (passed to the waiting caller, as for a real thread)
                 result, error = None, raised
             self.call_later(THREAD_S + self._spent_s, end, result, error)
 
@@ -155,5 +155,5 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 run._run()
 
     def release(self, handles: list[asyncio.Handle]) -> None:
-        """Runs what a frozen process was about to do."""
+        """Schedules the callbacks held back for a process that has been thawed."""
         self._ready.extend(handles)  # type: ignore[attr-defined]

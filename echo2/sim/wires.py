@@ -1,9 +1,9 @@
 """Connections between virtual machines: rates, delays, loss, clogging, partitions, cuts, frozen ends.
 
-A wire is what TCP with keepalive gives: frames arrive whole and in order in each direction while it stands, so a lost
-packet is a frame that comes late. Guarantees: same seed, same result; each end is told once that its wire is over, in the
-context of its process. A blocked direction holds frames; after `KEEPALIVE_S` both ends give the wire up. Leaves to others:
-what frames mean (memory_grpc).
+A wire behaves like TCP with keepalive: while it is up, frames arrive whole and in order in each direction, so packet loss
+only delays a frame. Guarantees: same seed, same result; each end learns once that its wire has ended, in the context of
+its process. A blocked direction holds frames back; after `KEEPALIVE_S` both ends give up the wire. Leaves to others: what
+frames mean (memory_grpc).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 KEEPALIVE_S = 18.0
 FRAME_BYTES = 60
 PACKET_BYTES = 1_500
-"""Connections share a link: what fits a packet does not wait for what others have queued, only for what its own has."""
+"""Connections share a link: a frame that fits in a packet waits only for its own connection's queue, not for others'."""
 KNOCK_AGAIN_S = 1.0
 
 
 @dataclass(slots=True)
 class AccessLink:
-    """Bytes per second up and down, round trip; `clog` multiplies both rates."""
+    """A machine's access link: bytes/s up and down, round-trip seconds. `clog` multiplies both rates."""
 
     up: float
     down: float
@@ -41,7 +41,7 @@ class AccessLink:
 
 
 class End:
-    """One end of a wire, in the hands of one process."""
+    """One end of a wire, owned by one process."""
 
     def __init__(self, wire: Wire, side: int, process: Process) -> None:
         self.wire, self.side, self.process = wire, side, process
@@ -60,12 +60,12 @@ class End:
             self.wire.wires.send(self, frame, size + FRAME_BYTES)
 
     def close(self, reason: str = "closed") -> None:
-        """This process is done with it; the other end hears of it behind what was sent."""
+        """Closes the wire from this end; the other end learns of it later."""
         self.wire.wires.close(self, reason)
 
 
 class Wire:
-    """`caller_pair`, `caller_port`: what the caller showed, and the port that its system gave it."""
+    """A connection. `caller_pair`: key and certificate that the caller presented, if any; `caller_port`: its local port."""
 
     def __init__(
         self, wires: Wires, client: Process, server: Process, pair: tuple[bytes, bytes] | None, port: int
@@ -79,7 +79,7 @@ Tap = Callable[[End, Any], None]
 
 
 class Wires:
-    """`taps` see every frame at the moment at which it is sent."""
+    """The network. `taps` are called with every frame when it is sent."""
 
     def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
         self.loop, self._rng = loop, rng
@@ -88,7 +88,7 @@ class Wires:
         self.chunk_scale = 1
         self.counts: Counter[str] = Counter()
         self.taps: list[Tap] = []
-        self.names: dict[str, str] = {}  # by address
+        self.names: dict[str, str] = {}  # machine names by address
         self.shown: dict[tuple[str, int], Shown] = {}
         self._ports = 0
         self._blocks: Counter[tuple[str, str]] = Counter()
@@ -96,14 +96,15 @@ class Wires:
         self._listeners: dict[tuple[str, int], tuple[Process, Callable[[End], None]]] = {}
 
     def after(self, delay_s: float, act: Callable[[], None], process: Process | None = None) -> None:
-        """In the context of `process`, so that it waits while that is frozen; None: the network's own."""
+        """Calls `act` after `delay_s` in the context of `process`, so that it is held back while that is frozen; None: in the
+        network's own context."""
         context = process.context if process is not None else _NOBODY
         self.loop.call_later(max(0.0, delay_s), act, context=context)
 
     # ---- connecting
 
     def listen(self, process: Process, port: int, accept: Callable[[End], None]) -> bool:
-        """False where another process that lives has the port."""
+        """Listens on a port; False if another living process has it."""
         key = (process.machine.host, port)
         held = self._listeners.get(key)
         if held is not None and not held[0].has_ended:
@@ -123,7 +124,8 @@ class Wires:
     def reach(
         self, client: Process, host: str, port: int, opened: Callable[[Process | None], None], give_up_s: float
     ) -> None:
-        """Tells `opened` of the process that answers there, a round trip later; of None when nobody listens, or after a while."""
+        """Calls `opened` with the process that answers there, one round trip later; with None if the connection is refused or
+        `give_up_s` have passed."""
         until = self.loop.time() + give_up_s
         is_told = False
 
@@ -143,7 +145,7 @@ class Wires:
                 if self.loop.time() < until:
                     self.after(KNOCK_AGAIN_S, knock)
             elif server is None:
-                self.after(client.machine.link.rtt_s / 2, lambda: tell(None), client)  # refused by its system
+                self.after(client.machine.link.rtt_s / 2, lambda: tell(None), client)  # refused: no process listens
             elif server.is_frozen:
                 if self.loop.time() < until:
                     self.after(KNOCK_AGAIN_S, knock)
@@ -157,7 +159,7 @@ class Wires:
         return self.names.get(host)
 
     def connect(self, client: Process, host: str, port: int, pair: tuple[bytes, bytes] | None) -> End | None:
-        """None where nobody listens any more."""
+        """Opens a wire and returns the client's end; None if no process listens there any more."""
         found = self.listener(host, port)
         if found is None or client.has_ended:
             return None
@@ -198,7 +200,7 @@ class Wires:
         self.loop.call_at(end.arrives_after, self._arrive, peer, frame, context=receiver.context)
 
     def backlog_s(self, end: End) -> float:
-        """How long what was sent on it already takes to leave this machine."""
+        """Seconds until everything sent on this end so far has left the machine."""
         return max(0.0, end.left_at - self.loop.time())
 
     def _arrive(self, end: End, frame: object) -> None:
@@ -212,7 +214,7 @@ class Wires:
         if not end.is_open:
             return
         end.is_open = False
-        is_flushed = self._rng.random() < 0.5  # else the other end hears of the end before it reads what was under way
+        is_flushed = self._rng.random() < 0.5  # if not, the peer sees the close before frames still in flight
         wait_s = self._one_way_s(end.process, end.peer.process)
         if is_flushed:
             wait_s = max(wait_s, end.arrives_after - self.loop.time() + 1e-7)
@@ -235,7 +237,7 @@ class Wires:
         self.after(wait_s, forget)
 
     def process_ended(self, process: Process) -> None:
-        """Its sockets are closed by its system."""
+        """Closes the ended process's wires and ports, as its operating system would."""
         for end in self._ends_of(process):
             end.is_open = True
             self.close(end, f"{process.name} is gone")
@@ -243,7 +245,7 @@ class Wires:
             del self._listeners[key]
 
     def cut(self, first: str, second: str) -> int:
-        """Breaks the wires between two machines; the ends notice it at different times."""
+        """Breaks the wires between two machines; the ends notice at different times. Returns how many were broken."""
         broken = [w for w in self._wires if {w.ends[0].process.name, w.ends[1].process.name} == {first, second}]
         for wire in broken:
             for end in wire.ends:
@@ -259,7 +261,7 @@ class Wires:
         return self._blocks[(sender, receiver)] > 0
 
     def block(self, sender: str, receiver: str) -> None:
-        """Nothing goes from one machine to the other any more."""
+        """Blocks one direction between two machines; blocks are counted, so each needs its own `unblock`."""
         self._blocks[(sender, receiver)] += 1
         self.after(KEEPALIVE_S, lambda: self._give_up(sender, receiver))
 
@@ -279,7 +281,7 @@ class Wires:
             self.cut(sender, receiver)
 
     def freeze(self, process: Process) -> None:
-        """The process is stopped: whoever talks to it notices after a while."""
+        """Freezes the process; its peers notice after `KEEPALIVE_S` if it is still frozen."""
         process.is_frozen = True
 
         def notice() -> None:

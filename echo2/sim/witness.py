@@ -1,7 +1,7 @@
-"""What the checkers see of the virtual world: every message on the wires, every transaction kept, every step trained.
+"""Feeds the checkers: observes every message on the wires, every stored transaction and every trained step.
 
-Guarantees: no daemon is asked for its word where a message or a file can be looked at; a `Violation` is noted with the
-moment at which it happened. Leaves to others: what must hold (checkers).
+Guarantees: looks at messages and files rather than asking daemons; reports a `Violation` at the moment it happens. Leaves to
+others: what must hold (checkers).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SAID: dict[tuple[str, int], type[Message]] = {
     ("/echo2.v1.Ingest/Report", 0): ingest_pb2.RolloutReport,
     ("/echo2.v1.Ingest/Report", 1): ingest_pb2.RolloutVerdict,
 }
-"""By method and side: 0 calls, 1 serves."""
+"""Message type by method and sending side: 0 the caller, 1 the server."""
 
 
 class Witness:
-    """`failed` is called with the first violation. `holds_leases`: whether the daemon of that name has work."""
+    """Observes a world. Calls `failed` with each violation. `holds_leases`: whether the named worker has leases."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class Witness:
     ) -> None:
         self.truth, self._failed, self._trace = truth, failed, trace
         self.counts: Counter[str] = Counter()
-        self.said: set[str] = set()  # fields that were set in some message, by message and name
-        self.kept_leases: set[tuple[LeaseId, int]] = set()  # ever, with their attempt
+        self.said: set[str] = set()  # `message.field` of all fields ever set in a message
+        self.kept_leases: set[tuple[LeaseId, int]] = set()  # (lease, attempt) ever stored by the coordinator
         self.run_fingerprints: dict[Version, str] = {}
         self.shelf: Shelf | None = None
         self.holds_leases = holds_leases
         self._methods: dict[tuple[int, int], str] = {}
-        self._silent: Counter[str] = Counter()  # beats in a row in which a worker did nothing and said nothing
+        self._silent: Counter[str] = Counter()  # consecutive heartbeats of an idle worker that name no wait
 
     def _judge(self, check: Callable[[], None]) -> None:
         try:
@@ -67,7 +67,7 @@ class Witness:
     # ---- the wires
 
     def tap(self, end: End, frame: Any) -> None:
-        """Every frame, as it leaves its sender."""
+        """Called with every frame as it leaves its sender."""
         number, kind, payload = frame
         key = (end.wire.number, number)
         if kind == "open":
@@ -84,7 +84,7 @@ class Witness:
             self._judge(lambda: self._said(end.process, end.peer.process, message))
 
     def _called(self, end: End) -> None:
-        """By its certificate it is known who a liar is."""
+        """Learns a liar's peer ID from the certificate with which it calls."""
         pair = end.wire.caller_pair
         if end.side == 0 and pair is not None and end.process.name in self.truth.liars:
             self.truth.liar_ids.add(NodeCertificate.parse(pair[1], "a liar's").peer_id)
@@ -116,7 +116,7 @@ class Witness:
             return
         is_idle = not (beat.running_sequences or beat.waiting_sequences or self.holds_leases(who))
         self._silent[who] = self._silent[who] + 1 if is_idle and not beat.waits_for else 0
-        is_idle = self._silent[who] > 1  # a lease may have ended between the making of a beat and its leaving
+        is_idle = self._silent[who] > 1  # a lease may have ended after the heartbeat was composed
         self._judge(lambda: self.truth.waits(who, is_idle, beat.waits_for))
         if beat.has_version:
             expected = self.run_fingerprints.get(Version(beat.version))
@@ -150,10 +150,10 @@ class Witness:
             if verdict.verdict is Verdict.ADMITTED:
                 self.truth.acknowledged(verdict.group_id, verdict.index)
 
-    # ---- what daemons keep and train
+    # ---- what daemons store and train
 
     def kept(self, changes: StoreChanges) -> None:
-        """The coordinator's store has it now."""
+        """The coordinator's store has committed `changes`."""
         self.kept_leases.update((lease.lease_id, lease.attempt) for lease in changes.leases)
 
     def trained(self, process: Process, batch: Batch, fingerprint: int) -> None:
@@ -161,11 +161,12 @@ class Witness:
             self._judge(lambda: self.truth.trained(batch, fingerprint))
 
     def learner_prepared(self, process: Process, shelf: Shelf, exams: Mapping[Version, Sequence[Group]]) -> None:
-        """A learner stands where it stood. `exams`: what it has of evaluations without a result."""
+        """A learner has restored its state. `exams`: groups of evaluations that have no result yet."""
         if process.has_ended:
             return
         self.shelf = shelf
-        for closure in shelf.closures:  # grown stale meanwhile; told and noted at the first settling
+        # Groups that became stale during the outage; the learner reports and journals them when it first settles.
+        for closure in shelf.closures:
             self.truth.dropped(closure.group_id, closure.reason)
         self._judge(
             lambda: self.truth.learner_restored(
@@ -174,6 +175,6 @@ class Witness:
         )
 
     def noted(self, process: Process, record: Record) -> None:
-        """The learner's journal was given it."""
+        """The learner has appended `record` to its journal."""
         if isinstance(record, GroupDropped) and not process.has_ended:
             self.truth.dropped(record.group_id, "closed untrained")

@@ -1,8 +1,8 @@
-"""The whole of echo2 in one process: the real coordinator, learner and worker daemons in a virtual world, from a seed.
+"""All of echo2 in one process: the real coordinator, learner and worker daemons in a virtual world, from a seed.
 
-`World(Scene.of(seed)).run()` gives an `WorldOutcome`. Guarantees: same seed, same events in the same order (`WorldOutcome.digest`),
-under any hash seed. Machines live longer than processes: one that ends is started again by whoever looks after the
-machine, on the same disk or another. Leaves to others: what goes wrong (storm), what must hold (witness, checkers).
+`World(Scene.of(seed)).run()` returns a `WorldOutcome`. Guarantees: same seed, same events in the same order
+(`WorldOutcome.digest`), under any hash seed. Machines outlive processes: a process that fails or is killed is restarted on the
+same machine, on the same disk or a new one. Leaves to others: faults (storm), what must hold (witness, checkers).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ LEARNER_PORT, WORKER_PORT = 9100, 9000
 
 @dataclass(frozen=True, slots=True)
 class WorldOutcome:
-    """`failure` is empty when everything held."""
+    """Result of one run. `failure`: the first violation; empty if there was none. `invariant`: its number, or 0."""
 
     seed: int
     digest: str
@@ -90,7 +90,7 @@ class WorldOutcome:
 
 @dataclass(slots=True)
 class WorkerTraits:
-    """What a worker's machine is like."""
+    """Properties of a worker's machine. `step_s`: seconds per decode step. `price`: USD/h."""
 
     slot_count: int
     step_s: float
@@ -100,7 +100,7 @@ class WorkerTraits:
 
 
 class World:
-    """One run. `daemons` are those that live."""
+    """One run. `daemons`: the living ones, by machine name."""
 
     def __init__(self, scene: Scene, workers: int | None = None, steps: int = STEPS_MAX) -> None:
         self.scene, self.steps = scene, steps
@@ -129,7 +129,7 @@ class World:
         ) if scene.offers_max else None  # fmt: skip
         self._key = key_of_run(RUN)
         self.train_s = scene.train_s
-        learner_up = 200 if scene.chunk_scale == 1 else 40  # slow enough for others to pass chunks on
+        learner_up = 200 if scene.chunk_scale == 1 else 40  # slow enough that workers must relay chunks
         for name, up, down, rtt_s in (("coordinator", 400, 400, 0.02), ("learner", learner_up, 400, 0.04)):
             self._add_machine(name, AccessLink(up * MBIT, down * MBIT, rtt_s))
         for _ in range(workers or self.rng.randint(2, 4)):
@@ -146,7 +146,7 @@ class World:
         return machine
 
     def add_worker(self, liar: Liar | None = None) -> str:
-        """One more machine; its process is started by `start`."""
+        """Adds a machine and returns its name; `start` starts its process."""
         name = f"w{len(self.traits)}"
         rng = derived_rng(self.scene.seed, "machine", name)
         up = rng.choice((50, 100, 200)) * MBIT
@@ -161,13 +161,13 @@ class World:
         return name
 
     def _boot(self, join_link: str) -> str:
-        """A machine that the coordinator rents."""
+        """Adds a machine that the coordinator rents and returns its name."""
         name = self.add_worker()
         self.join_links[name], self.traits[name].price = join_link, PRICE_USD_PER_HOUR
         return name
 
     def take(self, name: str) -> None:
-        """The machine is no more."""
+        """Removes the machine for good."""
         self.kill(name)
         self.gone.add(name)
         if self.cloud is not None:
@@ -175,7 +175,7 @@ class World:
 
     @property
     def workers(self) -> list[str]:
-        """Machines that are still there."""
+        """Worker machines that have not been removed."""
         return [name for name in self.traits if name not in self.gone]
 
     def is_up(self, name: str) -> bool:
@@ -253,7 +253,7 @@ class World:
         return made
 
     def node_of(self, name: str) -> BroadcastNode | None:
-        """Of a daemon that has one by now."""
+        """The broadcast node of a daemon; None if it has none yet."""
         daemon = self.daemons.get(name)
         if isinstance(daemon, LearnerDaemon):
             return self.seed
@@ -261,7 +261,7 @@ class World:
         return shift.node if shift is not None else None
 
     def join_link(self, role: str) -> str:
-        """As its operator passes it on."""
+        """The join link of a role, as the operator would pass it on."""
         return self.join_links[role]
 
     def _preparer(self, process: Process) -> Callable[[LearnerOptions, RunFolder], Prepared]:
@@ -285,7 +285,7 @@ class World:
 
     def _ended(self, name: str, process: Process, done: asyncio.Task[None]) -> None:
         if process.has_ended:
-            return  # it was killed
+            return  # killed by the simulation
         error = None if done.cancelled() else done.exception()
         text = f"{type(error).__name__}: {error}" if error is not None else "in order"
         self.story.tell(name, f"ends: {text}")
@@ -297,7 +297,7 @@ class World:
             self.after(RESTART_S, lambda: self.start(name))
 
     def kill(self, name: str) -> bool:
-        """As by SIGKILL; False where nothing runs there."""
+        """Kills the process as by SIGKILL; False if none is running."""
         process = self.machines[name].process
         if process is None or process.has_ended:
             return False
@@ -311,7 +311,7 @@ class World:
         process.end()
 
     def _broke(self, name: str, error: BaseException) -> None:
-        """A daemon raised what no daemon should."""
+        """Records a violation: a daemon raised an error that it should not."""
         where = traceback.extract_tb(error.__traceback__)[-1]
         at = f"{Path(where.filename).name}:{where.lineno}"
         self._failed(Violation(5, f"{name}: {type(error).__name__} in {where.name} ({at}): {error}"))
@@ -327,7 +327,7 @@ class World:
     # ---- the run
 
     def run(self, faults_until_s: float = 0.0) -> WorldOutcome:
-        """Starts everything, lets faults happen, lets them stop, waits for progress and for the newest version."""
+        """Starts all daemons, runs through the faults, then waits for progress and for the newest version everywhere."""
         with _heard(self), as_running(self.loop), uncollected():
             try:
                 self.loop.run_until_complete(self._play(faults_until_s))
@@ -390,7 +390,7 @@ class World:
         )
 
     async def _await_newest(self) -> None:
-        """Training stands still: every worker must be back and at the newest version, nothing admitted may be lost."""
+        """Pauses training; then every worker must reach the newest version, and no admitted rollout may be lost."""
         self.train_s, self.looking.holds_training = 10_000.0, True
         is_there = await self._until(lambda: not self._behind(), CATCH_UP_S)
         self._check(is_there, f"{self._behind()} are not back at the newest version: {self._waits()}")
@@ -399,7 +399,7 @@ class World:
             self._judged(lambda: self.truth.nothing_is_lost(self.witness.shelf))  # type: ignore[arg-type]
 
     def _has_all(self) -> bool:
-        with contextlib.suppress(Violation):  # a batch between its draw and its step is on no shelf for a moment
+        with contextlib.suppress(Violation):  # a batch is briefly on no shelf between its draw and its step
             self.truth.nothing_is_lost(self.witness.shelf)  # type: ignore[arg-type]
             return True
         return False
@@ -437,7 +437,7 @@ class World:
         return "; ".join(parts)
 
     def _look(self) -> None:
-        """Every `LOOK_S`."""
+        """Checks the daemons every `LOOK_S`."""
         self.looking.look(self.daemons, self._failed, self.cloud.there if self.cloud is not None else ())
         self.after(LOOK_S, self._look)
 
@@ -449,7 +449,7 @@ class World:
 
 
 class _WatchedTrainer(TinyTrainer):
-    """Tells the witness what is trained, while its process lives."""
+    """Reports each trained batch to the witness, while its process lives."""
 
     def __init__(self, world: World, process: Process) -> None:
         super().__init__(world.scene.seed, lambda: world.train_s, self._note)
@@ -477,7 +477,7 @@ class _LogListener(logging.Handler):
 
 @contextlib.contextmanager
 def _heard(world: World) -> Iterator[None]:
-    """What daemons log goes into the story."""
+    """Adds the daemons' log messages to the story."""
     root, handler = logging.getLogger("echo2"), _LogListener(world)
     before = (root.level, root.propagate, root.handlers[:])
     root.setLevel(logging.INFO)

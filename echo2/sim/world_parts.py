@@ -1,4 +1,5 @@
-"""What daemons are handed in the virtual world in place of a page, a database's watcher, a machine and its engines; its end."""
+"""Parts that daemons of the virtual world get instead of real ones: dashboard page, garbage collection pauses, watched store,
+machine and engines. Also helpers to run and end a world."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ CLOSE_S = 30.0
 
 
 class NoPage:
-    """Nobody looks."""
+    """A dashboard page that serves nothing."""
 
     url = address = "http://nowhere/"
     token_file: Path | None = None
@@ -53,7 +54,7 @@ class NoPage:
 
 
 class NoPauses:
-    """The interpreter is the whole world's: it collects its garbage by itself."""
+    """Replaces the daemon's control of garbage collection: all daemons share one interpreter here (see `uncollected`)."""
 
     def __enter__(self) -> NoPauses:
         return self
@@ -68,7 +69,7 @@ class NoPauses:
 
 
 class WatchedStore:
-    """The real store; `kept` hears of what it holds once it holds it."""
+    """The real store; calls `kept` with changes once they are stored."""
 
     def __init__(self, url: str, run_id: RunId, mark: Path, kept: Callable[[StoreChanges], None]) -> None:
         self._store, self._kept = SqlStore(url, run_id, mark), kept
@@ -106,11 +107,11 @@ class VirtualEngines:
         self._says = says
 
     def picking(self, picks: Picks) -> VirtualEngines:
-        """The same machine with engines that pick tokens otherwise."""
+        """The same machine, with engines that sample tokens by `picks`."""
         return VirtualEngines(picks, self._slot_count, self._step_s, self._faults, self._says)
 
     def saying(self, says: Says) -> VirtualEngines:
-        """The same machine with engines that score otherwise."""
+        """The same machine, with engines that score by `says`."""
         return VirtualEngines(self._picks, self._slot_count, self._step_s, self._faults, says)
 
     def look(self, folder: Path) -> WorkerMachine:
@@ -156,7 +157,7 @@ def as_running(loop: VirtualLoop) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """A run is short: its cycles are collected at its end, and nothing else is walked for them."""
+    """Turns garbage collection off during a run, and collects once at the end: a run is short, and this saves time."""
     was_enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
@@ -170,7 +171,8 @@ def uncollected() -> Iterator[None]:
 
 
 async def all_ended(loop: VirtualLoop) -> None:
-    """Tasks of ended processes close what they hold; a second cancelling would end that half-way, so it comes late."""
+    """Waits until all tasks have ended. Tasks of ended processes are still closing their resources; cancelling them again would
+    interrupt that, so it does so only after `CLOSE_S`."""
     for _ in range(10):
         rest = asyncio.all_tasks(loop) - {asyncio.current_task()}
         if not rest:

@@ -17,7 +17,7 @@ from echo2.sim.world import WorldOutcome
 
 @dataclass(slots=True)
 class Tally:
-    """Of many seeds."""
+    """Totals over many seeds."""
 
     seeds: int = 0
     steps: int = 0
@@ -39,7 +39,7 @@ class Tally:
 
 
 def outcome_of(seed: int) -> WorldOutcome:
-    """One seed, from start to end."""
+    """Runs one seed from start to end."""
     world, storm_until_s = stormy_world(seed)
     return world.run(storm_until_s)
 
