@@ -239,16 +239,18 @@ class Reporting:
     ) -> ingest_pb2.RolloutVerdict | None:
         """The next verdict; None at the end of the stream. Waits without limit while no report is in flight.
 
-        Raises TimeoutError if a report is in flight at the end of any period of `VERDICT_S` without a verdict.
+        Raises TimeoutError if a report was in flight for a whole period of `VERDICT_S`. (One that was sent near a period's end has
+        not had its time yet.)
         """
         reading = asyncio.ensure_future(call.read())
         try:
             while True:
+                was_under_way = bool(self._under_way)
                 await asyncio.wait([reading], timeout=VERDICT_S)
                 if reading.done():
                     reply = reading.result()
                     return reply if isinstance(reply, ingest_pb2.RolloutVerdict) else None
-                if self._under_way:
+                if was_under_way:
                     raise TimeoutError(f"no verdict within {VERDICT_S:.0f} s")
         finally:
             reading.cancel()
