@@ -28,8 +28,8 @@ class Hearsay:
     shunned: dict[PeerId, tuple[int, float]] = field(default_factory=dict)
 
     def unheard_s(self, group: OpenGroup, lease: Lease, tokens: int, now: float) -> float:
-        """The learner holds `tokens` of the group and lacks the rest. Returns for how many seconds nothing has arrived; 0 while that
-        is below the limit."""
+        """The learner holds `tokens` of the group and lacks the rest. Returns for how many seconds nothing has arrived; 0 while
+        that is below the limit."""
         seen = group.confirmed
         if seen is None or seen[0] != lease.lease_id or tokens > seen[1]:
             group.confirmed = (lease.lease_id, tokens, now)

@@ -170,7 +170,7 @@ class LeaseBook:
         for spec in groups:
             known = self.groups.get(spec.group_id)
             if known is not None:
-                if known.spec.consume_step != spec.consume_step:  # groups before it are gone, or the learner is another one
+                if known.spec.consume_step != spec.consume_step:  # those before it are gone, or it is another learner
                     yield from self._take_turn(known, spec)
                 if known.phase is GroupPhase.PRODUCED:  # offered again, so the learner lacks some of it
                     if (maker := known.made_by) is not None:

@@ -16,8 +16,8 @@ FLEET_MAX = 2000
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The changes; 0 leaves a number as it is. `uplink_factor` scales the learner's uplink. `fleet_size` sets the number of workers:
-    a smaller fleet keeps those that are cheapest per rollout, a larger one adds copies of them."""
+    """The changes; 0 leaves a number as it is. `uplink_factor` scales the learner's uplink. `fleet_size` sets the number of
+    workers: a smaller fleet keeps those that are cheapest per rollout, a larger one adds copies of them."""
 
     staleness_bound: int = 0
     uplink_factor: float = 0.0
