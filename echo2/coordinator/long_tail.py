@@ -46,7 +46,8 @@ MEASURED_S_MIN = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TailRule:
-    """`hand_over_s`: a report interval plus a heartbeat interval for the lease to travel. `recycles`: over-provisioning is on."""
+    """`hand_over_s`: seconds until the new worker has the lease: a report interval plus travel time. `recycles`: over-provisioning
+    is on."""
 
     hand_over_s: float
     recycles: bool = False
