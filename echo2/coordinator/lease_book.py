@@ -363,6 +363,7 @@ class LeaseBook:
         seekers = self.seekers.open(only)
         if not seekers:
             return
+        # With no training work, queued or leased, every willing worker may evaluate.
         trains = self._queue.paced_count or len(self.leases) > len(self._examiners)
         for version in self._queue.exact_versions({seeker.version for seeker in seekers.values()}):
             willing = sorted((w for w, s in seekers.items() if s.version == version), key=self.seekers.backlog_s)

@@ -153,6 +153,7 @@ def _there_s(held: float, left: float, pace: WorkerPace) -> float:
 def _left_s(book: LeaseBook, lease: Lease, speeds: Mapping[PeerId, float]) -> tuple[float, float]:
     """Seconds until the lease finishes on its present worker, and tokens that its longest rollout still needs."""
     spec = book.groups[lease.group_id].spec
+    # All rollouts but one count as finished: the result is what the longest one still needs.
     left = book.lengths.rest(spec, lease.tokens, spec.rollout_count - 1)
     made, for_s = lease.tokens - lease.tokens_before, lease.progress_at - (lease.measured_from or lease.granted_at)
     is_measured = made > 0 and for_s >= MEASURED_S_MIN

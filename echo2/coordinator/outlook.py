@@ -29,7 +29,7 @@ from echo2.cost_model.snapshot import FleetSnapshot, LinkEstimate, WorkerEstimat
 USUAL_LINK = LinkEstimate(12.5e6, 50e6, 0.08)
 WORKERS_TOLD_MAX = 50
 TAIL_OVER_MEAN, LONGEST_OVER_MEAN = 2.4, 2.8
-"""Slow-tail and longest rollout times over the mean, if no worker has been measured; the same values as in `echo2 plan`."""
+"""Tail (95th percentile) and longest rollout times over the mean, if no worker has been measured; as in `echo2 plan`."""
 
 
 @dataclass(frozen=True, slots=True)

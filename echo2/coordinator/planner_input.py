@@ -2,8 +2,8 @@
 
 Guarantees: plans start from measurements. While the learner's step time is unknown, or no worker's rate is known, there is no
 snapshot. A worker that has not been measured starts from a prior for its GPU and is pinned in the pool until it has been measured.
-A worker's claims count only as far as its deliveries support them (worth); as soon as any worker has delivered, those that have
-not are left out of the snapshot (trials). Leaves to others: planning (cost_model, broadcast).
+A worker's claims count only as far as its deliveries support them (worth); while any worker has delivered, those that have not are
+left out of the snapshot (trials). Leaves to others: planning (cost_model, broadcast).
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class Hub:
     # ---- workers
 
     def worker_came(self, peer_id: PeerId, hello: WorkerHello, session: WorkerSession) -> None:
-        """Starts a worker's session. Raises an EchoError if the worker is refused."""
+        """Starts a worker's session. Raises an EchoError, before any change, if the worker is refused."""
         check_hello(self.options.run_id, f"worker {hello.name or peer_id}", hello.protocol_version, hello.run_id)
         self.learner.check_model(peer_id, hello)
         check_quantisation(hello, self.options.quantised_workers)
