@@ -1,13 +1,14 @@
-"""The money meter: the bill, and the share of it that bought work.
+"""Meters money: the whole bill, and the share of it that bought work.
 
-A worker costs its declared price from its first word until it is gone, on standby as well: its owner pays for the machine
-either way. One whose price the operator has not agreed to costs nothing until he does: a claim is no debt. The useful share is
-what workers cost while they are active or draining. One on a machine that a provider rented is part of that machine, which
-costs its offer's price from the rent to its end. Cap and budget bound what the run has chosen: machines that it rented, and
-workers while they work; no price of a worker that only stands by, which anybody may name, sends the others home.
-Guarantees: no interval is charged twice and
-none backwards; after a restart of the coordinator the gap is charged when the worker comes back within its grace, and
-not when it turns out to be gone. Leaves to others: keeping it on disk, prices (the worker declares its own).
+A worker costs its declared price from its first message until it is gone, on standby as well: its owner pays for the machine
+either way. A worker whose price needs the operator's approval costs nothing until it has it: a declared price is not a debt. The
+useful share is what workers cost while they are active or draining. A worker on a machine rented through a provider is not
+charged separately: the machine costs its offer's price from the rental to its end. The cap and the budget bound only what the
+run has chosen: rented machines, and workers while they work. Standby prices do not count towards them, so a standby worker
+cannot push others out of the pool by declaring a high price.
+Guarantees: no interval is charged twice or backwards; after a restart of the coordinator, the gap is charged if the worker comes
+back within its grace period and not charged if it turns out to be gone. Leaves to others: persistence, prices (each worker
+declares its own).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from echo2.coordinator.provisioning import RentedMachine
 
 
 def is_there(member: Member) -> bool:
-    """Whether it is on the bill now."""
+    """Whether the worker is on the bill now."""
     is_agreed = is_working(member) or not member.asks_too_much
     return member.last_liveness is not Liveness.GONE and is_agreed
 
@@ -31,12 +32,12 @@ def is_working(member: Member) -> bool:
 
 
 def is_useful(member: Member) -> bool:
-    """Whether what it costs now buys work."""
+    """Whether what the worker costs now buys work."""
     return is_there(member) and is_working(member)
 
 
 def meter(members: Iterable[Member], now: float) -> None:
-    """Charges everybody up to now. While a worker is away nothing is decided yet, so its meter stands."""
+    """Charges every worker up to now. The meter of a disconnected suspect pauses: it may still come back or be gone."""
     for member in members:
         if member.cut_at is not None and member.last_liveness is Liveness.SUSPECT:
             continue
@@ -50,19 +51,19 @@ def meter(members: Iterable[Member], now: float) -> None:
 
 
 def usd_per_hour(members: Iterable[Member]) -> float:
-    """Of those that work."""
+    """Price of the workers that are working now."""
     return sum(member.hello.price_usd_per_hour for member in members if is_useful(member))
 
 
 def usd_spent(members: Iterable[Member]) -> float:
-    """On work."""
+    """What the workers have cost while they worked."""
     return sum(member.usd_spent for member in members)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetCosts:
-    """Each so far and an hour: the bill of all machines; `usd_useful`: of those that work; `usd_chosen`: of workers that work
-    and of rented machines, which cap and budget bound."""
+    """Costs so far and per hour. `usd_spent`, `usd_per_hour`: the bill for all machines; `usd_useful`: for those that work;
+    `usd_chosen`: for workers that work and for rented machines, which is what cap and budget bound."""
 
     usd_spent: float
     usd_per_hour: float
@@ -79,8 +80,8 @@ def sums(
     now: float,
     standby_usd: float,
 ) -> FleetCosts:
-    """Workers that are metered up to now, and machines. `rented`: workers on machines that a provider rented, with the
-    machine's id. `standby_usd`: what own workers have cost on standby."""
+    """Adds up the costs of workers, which must be metered up to `now`, and of machines. `rented`: maps each worker on a machine
+    rented through a provider to the machine's id. `standby_usd`: what all other workers have cost on standby."""
     everybody, there = list(members), list(machines)
     own = [member for member in everybody if member.peer_id not in rented]
     on: dict[str, list[Member]] = {}
@@ -103,5 +104,5 @@ def sums(
 
 
 def _useful_of(machine: RentedMachine, workers: Sequence[Member], now: float) -> float:
-    """As much of a machine's cost as its workers have worked of the time that they were there."""
+    """The useful part of a machine's cost: what its workers have cost while they worked, at most the machine's own cost."""
     return min(machine.usd_spent(now), usd_spent(workers))

@@ -1,9 +1,8 @@
-"""What is known of the learner and of the versions that it has published: who holds which, since when.
+"""Keeps what is known of the learner and of its published versions: which workers hold which version, and since when.
 
-Guarantees: bounded memory; a version's measured broadcast time is from the moment the coordinator heard of its
-publication until the last worker of the pool of that moment, that is still in it, has told that it is live. The efficiency of
-broadcasts starts from a prior and follows what deltas reached of what their plan promised. Leaves to others: leases,
-the plan.
+Guarantees: bounded memory. A version's measured broadcast time runs from the moment the coordinator hears of its publication until
+every worker that was in the pool then, and still is, has reported it live. The broadcast efficiency starts from a prior and then
+follows the measured times of deltas against their predictions. Leaves to others: leases, the plan.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ EFFICIENCY_LEAST, EFFICIENCY_WINDOW = 0.25, 15
 
 @dataclass(slots=True)
 class VersionRow:
-    """One published version on its way. `waiting`: workers of the pool that have not told that it is live."""
+    """One published version and its broadcast. `waiting`: workers of the pool that have not reported it live yet."""
 
     published: PublishedVersion
     published_at: float
     predicted_s: float
     pool_size: int
     waiting: set[PeerId]
-    has_links_alone: bool = True  # no earlier version was still on its way when this one came
+    has_links_alone: bool = True  # no earlier version was still being sent when this one was published
     live_after_s: dict[PeerId, float] = field(default_factory=dict)
     complete_s: float | None = None
 
 
 @dataclass(slots=True)
 class Totals:
-    """Over the run's life; kept on disk."""
+    """Totals over the whole run; saved on disk."""
 
     artifact_bytes: int = 0
     full_bytes: int = 0
@@ -47,7 +46,7 @@ class Totals:
 
 @dataclass(slots=True)
 class LearnerBoard:
-    """`pipe_address`: of a relay's byte pipes, by which the learner is reached because it does not answer at its own address."""
+    """`pipe_address`: address of a relay's byte pipes; set if the learner cannot be reached at its own address."""
 
     peer_id: PeerId | None = None
     hello: LearnerHello | None = None
@@ -66,7 +65,8 @@ class LearnerBoard:
     newest_complete: VersionRow | None = None
 
     def came(self, peer_id: PeerId, hello: LearnerHello, model_digest: str, now: float) -> bool:
-        """A session began; returns whether where it is or what it trains has changed. Refuses a second learner."""
+        """A session began. Returns whether the learner's identity, address or model has changed. NotAllowed for a second learner
+        while the first is connected; VersionMismatch for another model."""
         if self.is_connected and self.peer_id != peer_id:
             raise NotAllowed(f"learner {peer_id}: this run has a learner already, {self.peer_id}, and it is connected")
         if model_digest and hello.model_digest != model_digest:
@@ -83,7 +83,7 @@ class LearnerBoard:
         return is_news
 
     def heard(self, report: LearnerReport, now: float) -> bool:
-        """Returns whether a step was made since the last report."""
+        """Takes a report; returns whether a step was made since the last one."""
         is_step = report.step != self.report.step
         if report.train_s > 0 and (is_step or not self.train_time.is_measured):
             self.train_time.observe(report.train_s, now)
@@ -94,7 +94,7 @@ class LearnerBoard:
         self.is_connected, self.changed_at = False, now
 
     def published(self, version: PublishedVersion, predicted_s: float, pool: Iterable[PeerId], now: float) -> None:
-        """A version is out. Idempotent: a reconnect repeats it."""
+        """A version was published. Idempotent, because a reconnect repeats it."""
         if version.version in self.versions:
             return
         if version.parent is not None and 1 <= version.version - version.parent <= DELTA_PERIODS_MAX:
@@ -108,7 +108,7 @@ class LearnerBoard:
             self.versions.popitem(last=False)
 
     def live(self, peer_id: PeerId, version: Version | None, now: float) -> None:
-        """A worker tells which version is live on its engine."""
+        """A worker reports which version is live on its engine."""
         if version is None:
             return
         for row in self.versions.values():
@@ -118,7 +118,7 @@ class LearnerBoard:
                 self._complete(row, now)
 
     def left(self, peer_id: PeerId, now: float) -> None:
-        """A worker is no longer in the pool: nobody waits for it."""
+        """A worker left the pool: versions no longer wait for it."""
         for row in self.versions.values():
             if peer_id in row.waiting:
                 row.waiting.discard(peer_id)
@@ -136,17 +136,18 @@ class LearnerBoard:
 
     @property
     def address(self) -> str:
-        """Where workers reach the learner."""
+        """The address at which workers reach the learner."""
         return self.pipe_address or (self.hello.address if self.hello is not None else "")
 
     @property
     def train_s(self) -> float:
-        """T_train, the median of the newest steps; 0 before the first."""
+        """T_train in seconds: the median of the newest steps; 0 before the first."""
         return self.train_time.value_or(0.0)
 
     @property
     def broadcast_efficiency(self) -> float:
-        """What share of the planned rate broadcasts reach: the prior at first, then the median of the newest."""
+        """The share of the planned rate that broadcasts reach: a prior at first, then the median of the newest; at least
+        `EFFICIENCY_LEAST`."""
         return max(EFFICIENCY_LEAST, self.reached.value_or(BROADCAST_EFFICIENCY))
 
     @property
@@ -168,6 +169,6 @@ class LearnerBoard:
 
     @property
     def delta_bytes(self) -> int:
-        """Of a delta over `delta_kappa` steps, the median of those published; 0 before the first."""
+        """Bytes of a delta over `delta_kappa` steps, estimated from the published ones; 0 before the first."""
         found = self.delta_size.at(self.delta_kappa)
         return 0 if found is None else round(found.value)

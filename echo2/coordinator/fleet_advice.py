@@ -1,9 +1,9 @@
-"""What to rent and what to give back, from the plan, the offers and the machines there are. Pure.
+"""Advises what to rent and what to release, from the plan, the offers and the rented machines. Pure.
 
-Guarantees: nothing is rented beyond the offers' limits, the price cap or the budget; machines that are on their way
-count as there; while nobody has measured how fast an offer's machines are, one is taken to measure. A machine is given
-back when all its workers have stood by for `IDLE_RELEASE_S`, when nobody joined from it within `JOIN_S_MAX`, and at the
-budget. Each wish says why. Leaves to others: acting on it (runtime/provisioner), which workers are active (cost_model).
+Guarantees: the advice never goes beyond the offers' limits, the price cap or the budget; machines that are still starting count
+as present; while the speed of an offer's machines is not known, it rents one to measure it. A machine is released when all its
+workers have been on standby for `IDLE_RELEASE_S`, when no worker joined from it within `JOIN_S_MAX`, or when the budget is spent.
+Each wish gives its reason. Leaves to others: acting on it (runtime/provisioner), which workers are active (cost_model).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from echo2.cost_model.plan import Limit, Plan
 IDLE_RELEASE_S = 600.0
 JOIN_S_MAX = 1800.0
 RENT_AT_ONCE = 4
-"""More at once would be bought on a guess: what these do is measured first."""
+"""Most machines rented at once: the rate of these is measured before more are rented on a guess."""
 NO_BOUND = "set coordinator.usd_per_hour_cap or coordinator.usd_budget: nothing that costs money is rented without one"
 BUDGET_HOURS_LEFT = 1.0
-"""Nothing is rented that the budget does not feed for so long."""
+"""A machine is rented only if the budget lasts at least so many hours with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class FleetAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Purse:
-    """0: no cap, no budget; with neither, only what is free is rented. `usd_per_hour`: of workers that work and of rented
-    machines, those on their way included."""
+    """What may be spent. A cap or budget of 0 means none; with neither, only free machines are rented. `usd_per_hour`: price of
+    the workers that work and of the rented machines, including those still starting."""
 
     usd_per_hour: float
     usd_spent: float
@@ -69,7 +69,7 @@ class Purse:
 
     @property
     def is_bounded(self) -> bool:
-        """Without a cap and a budget nothing that costs money is rented."""
+        """Whether there is a cap or a budget: without either, nothing that costs money is rented."""
         return self.usd_per_hour_cap > 0 or self.usd_budget > 0
 
     @property
@@ -77,7 +77,7 @@ class Purse:
         return self.usd_budget > 0 and self.usd_spent >= self.usd_budget
 
     def affordable(self, usd_per_hour: float) -> int:
-        """How many machines of this price may be had more."""
+        """How many more machines may be rented at this price each; at most `RENT_AT_ONCE`."""
         if usd_per_hour <= 0:
             return 0 if self.is_spent else RENT_AT_ONCE
         if not self.is_bounded:
@@ -91,13 +91,15 @@ class Purse:
 
 
 def kind_text(gpu: str, kinds: Collection[str]) -> str:
-    """One text for all names of a kind: `2 x NVIDIA L4` and `2 x L4`; as it is where the catalogue does not know it."""
+    """One name for all spellings of a kind: `2 x NVIDIA L4` becomes `2 x L4`. A name that the catalogue does not know stays as it
+    is."""
     kind, count = kind_of_name(gpu, kinds)
     return gpu if not kind else kind if count == 1 else f"{count} x {kind}"
 
 
 def rates_by_gpu(members: Iterable[Member], kinds: Collection[str]) -> dict[str, float]:
-    """Median rollouts per second of workers that have delivered, by `kind_text`; of all under the empty name."""
+    """Median rollouts per second of measured workers, by `kind_text`; the empty name stands for all workers together. A rate counts
+    only as far as the worker's deliveries support it."""
     found: dict[str, list[float]] = {}
     for member in members:
         rate = member.heartbeat.rollouts_per_s
@@ -110,12 +112,12 @@ def rates_by_gpu(members: Iterable[Member], kinds: Collection[str]) -> dict[str,
 
 
 def rate_of(offer: MachineOffer, rates: Mapping[str, float]) -> float:
-    """Rollouts per second of one machine, its GPU named as `rates` names it; 0 while nobody knows."""
+    """Rollouts per second of one machine of the offer, whose GPU must be spelt as in `rates`; 0 if not known."""
     return offer.rollouts_per_s or (rates.get(offer.gpu, 0.0) if offer.gpu else rates.get("", 0.0))
 
 
 def shortage_rollouts_per_s(plan: Plan | None) -> float:
-    """What the pool lacks to keep the learner busy, by the plan's throughput term."""
+    """Rollouts per second that the pool lacks to keep the learner busy, by the plan's throughput term."""
     if plan is None:
         return 0.0
     return sum(
@@ -134,7 +136,8 @@ def advise(
     purse: Purse,
     now: float,
 ) -> FleetAdvice:
-    """`workers`: those that joined from each machine, by its id. Releases go before rents: both at once is no plan."""
+    """What to rent or release now. `workers`: those that joined from each machine, by its id. Releases go before rents, never
+    both at once."""
     release = tuple(_surrenders(machines, workers, purse, now))
     if release:
         return FleetAdvice(release=release)
@@ -163,7 +166,7 @@ def _rents(
     rates: Mapping[str, float],
     purse: Purse,
 ) -> FleetAdvice:
-    """The offer of the least price for a rollout that has room; one of its machines while its rate is not known."""
+    """Rents from the offer with the lowest price per rollout that has room; only one machine if its rate is not known."""
     best: tuple[float, str, Wish] | None = None
     why_not = "there is no offer with room"
     for offer in offers:
@@ -210,7 +213,7 @@ def _surrenders(
 
 
 def _idle_s(worker: Member, now: float) -> float:
-    """How long it has stood by, or been gone; 0 while it works."""
+    """Seconds that the worker has been on standby, barred or gone; 0 while it works."""
     if worker.last_liveness is Liveness.GONE:
         return now - worker.heard_at
     activation = worker.last_activation

@@ -1,20 +1,20 @@
-"""Leases that workers give up, counted by worker and by prompt: who gives up more than honest workers do gets fewer.
+"""Counts the leases that workers give up, by worker and by prompt. A worker that gives up more than honest workers do gets fewer.
 
-A worker gives a lease up when it hands it back, says that the learner refused it, lets it expire, comes back without it,
-says that it has finished what the learner lacks, or is lost. That gains it no new sample, since the seed is the group's;
-but it would choose the prompts that it works on. Two bounds, both in what honest workers do:
+A worker gives up a lease when it hands it back, says that the learner refused it, lets it expire, reconnects without it, claims to
+have finished what the learner lacks, or is lost. Giving up does not get it a different sample, because the seed belongs to the
+group; but it would let the worker pick the prompts that it works on. Two bounds, both wide enough for honest workers:
 
-- *One by one*, while it goes on with others: at most `PICKS_MAX` at once, and one more for each `FINISHED_PER_PICK` leases
+- *One by one*, while it keeps other leases: at most `PICKS_MAX` at once, and one more for each `FINISHED_PER_PICK` leases
   that the learner closes as complete. An honest worker that gives up one in a hundred by chance exceeds this less than
   once in a million leases; the test computes it.
-- *All at once* (preemption, drain, crash, a lost link): what a worker gives up within `SETTLE_S` until it holds nothing
-  counts as one stop, at most `STOPS_MAX` at once and one more every `STOP_EVERY_S`, since machines are taken by the clock.
+- *All at once* (preemption, drain, crash, a lost link): what a worker gives up within `SETTLE_S`, ending with none, counts as one
+  stop. At most `STOPS_MAX` stops at once, and one more every `STOP_EVERY_S`: preemptions come by time, not by leases.
 
-A worker beyond a bound is given nothing for a time that doubles, unless all others are held back too. A prompt that
-`PROMPT_WORKERS` workers gave up one by one is at fault itself, and held against none of them, until somebody finishes it.
-What ends while the learner is silent, and shortly after, counts against nobody. An evaluation is for one exact version:
-whoever hands its leases back and has a newer version within `MOVING_S` is charged for none of them, and is given no more of
-that version's.
+A worker beyond a bound is given nothing for a time that doubles each time, unless all others are held back too. A prompt that
+`PROMPT_WORKERS` workers gave up one by one is itself at fault and counts against none of them, until some worker finishes it.
+A lease that ends while the learner is silent, or shortly after, counts against no worker. An evaluation is for one exact version:
+a worker that hands back its leases and has a newer version within `MOVING_S` is charged for none of them, and gets no more leases
+for the old version.
 
 Guarantees: memory is bounded by the fleet and `PROMPTS_MAX`. Leaves to others: leases (lease_book), delivery (worth).
 """
@@ -39,17 +39,17 @@ SETTLE_S = 5.0
 """Longer than a drain and its last reports take."""
 PAUSE_S_MIN, PAUSE_S_MAX = 30.0, 1800.0
 FORGIVEN_AFTER = 64
-"""So many leases finished undo one doubling."""
+"""Number of finished leases that undo one doubling of the pause."""
 PROMPT_WORKERS, PROMPTS_MAX = 3, 1024
 MOVING_S = 60.0
-"""From handing back an evaluation to saying that a newer version is live: loading takes seconds, on large models more."""
+"""Most seconds from handing back an evaluation to reporting a newer version live: loading takes seconds, longer on large models."""
 NO_VERSION = Version(-1)
 COMPLETE = "complete"
-"""Why the learner closes a group that it has all of."""
+"""The reason with which the learner closes a group that it holds completely."""
 
 
 class GivenUpWay(enum.Enum):
-    """How a lease was given up."""
+    """The ways to give up a lease."""
 
     HANDED_BACK = "handed back"
     REFUSED = "said to be refused"
@@ -61,7 +61,7 @@ class GivenUpWay(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """An evaluation handed back `at`; `is_last`: the worker held nothing then."""
+    """An evaluation that was handed back at the time `at`. `is_last`: the worker held no other lease then."""
 
     digest: str
     exact: Version
@@ -71,9 +71,9 @@ class Moving:
 
 @dataclass(slots=True)
 class GivenUpRecord:
-    """Of one worker. `picks`, `stops`: what counts against it now; `episode`: the prompts given up since `began_at`; `moving`:
-    evaluations handed back, which count unless it says that it is at a newer version; `newest`: that it was at; `left`: whose
-    evaluations it left.
+    """One worker's record. `picks`, `stops`: what counts against it now; `episode`: digests of the prompts given up since
+    `began_at`; `moving`: evaluations handed back, which count unless it reports a newer version in time; `newest`: newest version
+    that it has reported; `left`: newest version whose evaluations it handed back to move on.
     """
 
     granted: int = 0
@@ -102,7 +102,7 @@ class GivenUpRecord:
 
 @dataclass(slots=True)
 class Prompt:
-    """Given up by whom how often, at which versions; `is_at_fault`: nobody is charged for it."""
+    """How often each worker gave up a prompt, and at which versions. `is_at_fault`: no worker is charged for it."""
 
     charges: Counter[PeerId] = field(default_factory=Counter)
     versions: Counter[Version | None] = field(default_factory=Counter)
@@ -111,7 +111,8 @@ class Prompt:
 
 @dataclass(slots=True)
 class GivenUp:
-    """`told_at`, `heard_since`: when the learner last told what came, and since when it has done so without a gap."""
+    """The records of all workers and prompts. `told_at`: when the learner last reported deliveries; `heard_since`: since when it
+    has done so without a gap."""
 
     records: dict[PeerId, GivenUpRecord] = field(default_factory=dict)
     prompts: OrderedDict[str, Prompt] = field(default_factory=OrderedDict)
@@ -123,20 +124,20 @@ class GivenUp:
     # ---- what happens
 
     def told(self, now: float) -> None:
-        """The learner is there."""
+        """The learner sent a report."""
         if self.told_at is None or now - self.told_at > TELLING_S_MAX:
             self.heard_since = now
         self.told_at = now
 
     def granted(self, worker_id: PeerId, version: Version | None) -> None:
-        """`version`: which it had when it asked, where it asked."""
+        """A worker got a lease. `version`: the one that it had when it asked; None if it did not ask."""
         record = self.records.setdefault(worker_id, GivenUpRecord())
         record.granted += 1
         if version is not None:
             record.version, record.newest = version, max(record.newest, version)
 
     def at_version(self, worker_id: PeerId, version: Version) -> None:
-        """What it says as it asks for more. Evaluations of older versions that it has handed back are excused."""
+        """The worker reports its version as it asks for rollouts: excuses the evaluations of older versions that it handed back."""
         record = self.records.get(worker_id)
         if record is None:
             return
@@ -147,14 +148,14 @@ class GivenUp:
             record.moving = [one for one in record.moving if one.exact >= record.newest]
 
     def may_evaluate(self, worker_id: PeerId, version: Version) -> bool:
-        """Whether it has not left that version, nor is about to."""
+        """Whether the worker may evaluate this version: not if it has handed back evaluations of it to move to a newer one."""
         record = self.records.get(worker_id)
         return record is None or (version > record.left and all(one.exact != version for one in record.moving))
 
     def gave_up(
         self, way: GivenUpWay, worker_id: PeerId, group: OpenGroup, since: float, held: int, now: float
     ) -> None:
-        """`since`: of its last progress; `held`: leases that the worker still holds."""
+        """A worker gave up a lease. `since`: time of the lease's last progress; `held`: leases that the worker still holds."""
         record = self.records.setdefault(worker_id, GivenUpRecord())
         record.ways[way] += 1
         is_heard = self.told_at is not None and now - self.told_at <= TELLING_S_MAX
@@ -173,16 +174,16 @@ class GivenUp:
         self._settling.add(worker_id)
 
     def closed(self, group: OpenGroup, reason: str) -> None:
-        """Only what the learner says it has all of counts as finished."""
+        """The learner closed a group. It counts as finished only if the learner holds it completely."""
         if reason != COMPLETE:
             return
         if self.prompts and (prompt := self.prompts.pop(_digest(group), None)) and prompt.is_at_fault:
-            for giver, count in prompt.charges.items():  # it can be done after all
+            for giver, count in prompt.charges.items():  # the prompt is not at fault: it can be finished
                 self.records[giver].picks += count
         record = self.records.get(group.last_worker) if group.last_worker is not None else None
         if record is None:
             return
-        if group.phase is GroupPhase.QUEUED and (record.episode or record.moving):  # what it handed back was whole
+        if group.phase is GroupPhase.QUEUED and (record.episode or record.moving):  # it handed back a whole group
             digest = _digest(group)
             record.moving = [one for one in record.moving if one.digest != digest]
             if digest in record.episode:
@@ -196,7 +197,7 @@ class GivenUp:
     # ---- what follows
 
     def judged(self, now: float) -> Iterator[str]:
-        """Counts what workers gave up in episodes that are over. Returns what the operator is to be told."""
+        """Counts what workers gave up in episodes that are over. Yields messages for the operator."""
         self._paused = {worker_id for worker_id in self._paused if self.records[worker_id].paused_until > now}
         for worker_id in sorted(self._settling):
             record = self.records[worker_id]
@@ -252,18 +253,18 @@ class GivenUp:
         return f"{worker_id} is given no leases for {pause_s:.0f} s: {record.reason}"
 
     def is_held_back(self, worker_id: PeerId, others: Collection[PeerId], now: float) -> bool:
-        """Whether it is given nothing now. `others`: who else might be given its leases; where all are held back, nobody is."""
+        """Whether the worker is given nothing now. `others`: workers that could get its leases; if all are held back, none is."""
         record = self.records.get(worker_id)
         if record is None or not (now < record.paused_until or len(record.episode) > PICKS_MAX):
             return False
         return any(not self._is_paused(other, now) for other in others if other != worker_id)
 
     def held_back_of(self, workers: Collection[PeerId], now: float) -> set[PeerId]:
-        """Whom a pool is not to be planned with."""
+        """The workers that a pool must be planned without."""
         return {worker_id for worker_id in workers if self.is_held_back(worker_id, workers, now)}
 
     def held_back(self, now: float) -> list[tuple[PeerId, GivenUpRecord]]:
-        """For the operator."""
+        """The paused workers and their records, for display to the operator."""
         return [
             (worker_id, self.records[worker_id])
             for worker_id in sorted(self._paused)
@@ -275,7 +276,7 @@ class GivenUp:
 
 
 def _stayed(record: GivenUpRecord, now: float) -> None:
-    """Evaluations that it handed back long ago and did not leave count as all else that it gives up."""
+    """Counts evaluations handed back more than `MOVING_S` ago without a newer version since like any other lease given up."""
     stayed = [one for one in record.moving if now - one.at >= MOVING_S]
     if not stayed:
         return
@@ -287,5 +288,5 @@ def _stayed(record: GivenUpRecord, now: float) -> None:
 
 
 def _digest(group: OpenGroup) -> str:
-    """The prompt, whatever group it comes in."""
+    """A digest of the prompt, the same in every group."""
     return hashlib.sha256(array("Q", group.spec.prompt_token_ids).tobytes()).hexdigest()[:12]

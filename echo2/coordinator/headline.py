@@ -1,6 +1,6 @@
-"""The first sentence of the page: what the operator should do now, and the button that does it. Pure.
+"""Writes the first sentence of the page: what the operator should do now, and the button for it. Pure.
 
-Guarantees: one answer for every state of a run; where nothing is to be done it says so. Leaves to others: what the buttons do
+Guarantees: one answer for every state of a run; if there is nothing to do, it says so. Leaves to others: what the buttons do
 (runtime/commands), measuring.
 """
 
@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 
 UTILISATION_SLACK = 0.05
-"""So far below its target utilisation is noise, not something to act on."""
+"""A utilisation below its target by no more than this is noise, not something to act on."""
 
 
 class Act(enum.Enum):
@@ -35,9 +35,9 @@ class Headline:
 
 @dataclass(frozen=True, slots=True)
 class HeadlineFacts:
-    """What the sentence hangs on. `spare`: workers that stand by and cost money, `spare_usd_per_hour` together. `surplus`:
-    active workers that the plan would send to stand by, to cost `plan_usd_per_hour`. `wishes`: machines to rent or release
-    that wait for a word. `shortage`: what limits the plan in words; empty where its terms hold."""
+    """What the sentence depends on. `spare`: workers on standby that cost money, `spare_usd_per_hour` together. `surplus`: active
+    workers that the plan would put on standby; the fleet would then cost `plan_usd_per_hour`. `wishes`: machines to rent or
+    release that wait for the operator's approval. `shortage`: what limits the plan, in words; empty if its terms hold."""
 
     finished: str = ""
     open_machines: int = 0
@@ -62,7 +62,7 @@ class HeadlineFacts:
 
 
 def headline(run: HeadlineFacts) -> Headline:
-    """The most pressing thing first."""
+    """The sentence about the most urgent thing."""
     if run.finished:
         left = f"; {_count(run.open_machines, 'rented machine')} is still being given back" if run.open_machines else ""
         return Headline(

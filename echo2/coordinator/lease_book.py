@@ -1,4 +1,4 @@
-"""Which worker makes which group: leases and their deadlines, as one machine with one door.
+"""Decides which worker makes which group: leases and their deadlines, as one state machine with one door.
 
     a group:   offered --> QUEUED --granted--> LEASED --its worker says FINISHED--> PRODUCED --the learner closes it--> gone
                              ^                   |  '-- renewed by progress            |
@@ -6,18 +6,17 @@
                              '---- handed back, refused, expired, worker lost or silent; offered again: it was not whole
     from any of them: closed by the learner, or not on its list --> gone
 
-A group goes on as a continuation: what the learner holds of it is not sampled again, so each of these ways costs little.
+A requeued group goes on as a continuation: tokens that the learner holds are not sampled again, so each of these paths costs
+little.
 
-`LeaseBook.handle(event, now) -> list[Action]`. Guarantees: a group has one lease at most, and each lease of a group a
-higher attempt number than the one before, so the learner can tell a late worker from the present one; no worker is
-given a group that it may not have by its version (lease_queue); a lease without progress for `lease_timeout_s` goes to
-another worker as a continuation, and so does one whose progress only its worker tells of (hearsay); how much a worker may
-hold follows from what it has delivered (worth) and given up (given_up); what the learner does not list is not leased; every
-change that must outlive the process is saved (Save*, Drop*) before what follows from it is sent, in the actions' order.
-Leaves to others: who is alive or active (membership, planner), signing, sending and keeping (runtime), exactly-once
-training (learner: attempts, and one result per rollout).
-
-Why a group waits is told by `lease_waits`: nothing waits silently.
+`LeaseBook.handle(event, now) -> list[Action]`. Guarantees: a group has at most one lease, and each lease of a group has a higher
+attempt number than the one before, so the learner can tell a late worker from the present one; a worker never gets a group that
+its version does not allow (lease_queue); a lease without progress for `lease_timeout_s` goes to another worker as a continuation,
+and so does one whose claimed progress does not reach the learner (hearsay); how much a worker may hold depends on what it has
+delivered (worth) and given up (given_up); a group that the learner does not list is not leased; every change that must outlive
+the process is saved (Save*, Drop*) before its consequences are sent, in the order of the actions.
+Leaves to others: which workers are alive or active (membership, planner), signing, sending and saving (runtime), exactly-once
+training (learner: attempts, and one result per rollout). `lease_waits` reports why groups wait.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ from echo2.coordinator.worth import Worth
 from echo2.staleness.rule import may_begin
 
 WARM_WAIT_S = 1.0
-"""How long a later turn waits for the worker that has the one before it in its cache: about what computing a long prompt again
-costs elsewhere, and less than an agent notices."""
+"""How long a later turn waits for the worker that has the previous turn in its KV cache: about what prefilling a long prompt
+elsewhere costs, and less than an agent notices."""
 
 
 @dataclass(slots=True)
@@ -98,7 +97,7 @@ class LeaseBook:
         )
 
     def restore(self, groups: Iterable[OpenGroup], leases: Iterable[Lease]) -> None:
-        """Takes what an earlier process saved; before the first event."""
+        """Takes over what an earlier process saved. Call it before the first event."""
         for lease in leases:
             self.leases[lease.lease_id] = lease
             self._of_worker.setdefault(lease.worker_id, set()).add(lease.lease_id)
@@ -114,7 +113,7 @@ class LeaseBook:
                 self._examiners.restored(lease, group.spec)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """The door: one event in, what to do out."""
+        """Takes one event; returns the actions to carry out, in order."""
         self.seekers.now, found = now, []
         for action in self._handle(event, now):
             self.worth.follow(action)
@@ -140,7 +139,7 @@ class LeaseBook:
                 self.seekers.allow(worker_id, is_allowed)
             case RolloutsWanted(worker_id, free_rollouts, version):
                 self.seekers.wants(worker_id, free_rollouts, version)
-                # Nobody else may have more than a moment ago; what time alone has brought, the next tick hands out.
+                # Only this worker may take more than before. Groups that became free by time alone wait for the next tick.
                 yield from self._match(now, None if self._queue.has_exact else worker_id)
                 return
             case Rated(worker_id, rollouts_per_s):
@@ -173,7 +172,7 @@ class LeaseBook:
             if known is not None:
                 if known.spec.consume_step != spec.consume_step:  # those before it are gone, or it is another learner
                     yield from self._take_turn(known, spec)
-                if known.phase is GroupPhase.PRODUCED:  # the learner says that it is not whole after all
+                if known.phase is GroupPhase.PRODUCED:  # offered again, so the learner lacks some of it
                     if (maker := known.made_by) is not None:
                         known.avoid[maker] = now + self.rules.lease_timeout_s
                         self.given_up.gave_up(
@@ -191,7 +190,7 @@ class LeaseBook:
             yield SaveGroup(spec.group_id)
 
     def _prefer_warm(self, opened: OpenGroup, now: float) -> None:
-        """A later turn goes to whoever sampled the one before it, and has it in its cache; after a while to anybody."""
+        """A later turn waits a while for the worker that sampled the previous turn and has it in its KV cache."""
         for group_id in warm_groups(opened.spec.group_id):
             before = self.groups.get(group_id)
             if before is not None and before.last_worker is not None:
@@ -199,7 +198,7 @@ class LeaseBook:
                 return
 
     def _confirmed(self, group: OpenGroup, tokens: int, now: float) -> Iterator[Action]:
-        """The learner lacks the group and holds `tokens` of it. A lease past its deadline is no matter of hearsay."""
+        """The learner says that it lacks the group and holds `tokens` of it. Leases past their deadline are left to `_expire`."""
         lease = self.leases.get(group.lease_id) if group.lease_id is not None else None
         if lease is None or now >= lease.deadline:
             return
@@ -218,7 +217,7 @@ class LeaseBook:
         yield Revoke(lease.worker_id, lease.lease_id, text)
 
     def _take_turn(self, group: OpenGroup, spec: GroupSpec) -> Iterator[Action]:
-        """The group's turn comes at another step than it was offered for."""
+        """Moves the group to the consume step of the new `spec`."""
         is_queued = group.phase is GroupPhase.QUEUED
         if is_queued:
             self._queue.remove(group)
@@ -233,7 +232,7 @@ class LeaseBook:
             yield from self._close(group_id, "the learner does not list it")
         yield from self._offered(groups, now)
         for group_id in wanted:
-            self.groups[group_id].confirmed = None  # a learner that was started again lacks what had not been finished
+            self.groups[group_id].confirmed = None  # a restarted learner has lost the tokens of unfinished rollouts
 
     def _close(self, group_id: GroupId, reason: str) -> Iterator[Action]:
         group = self.groups.pop(group_id, None)
@@ -290,7 +289,7 @@ class LeaseBook:
     def _ended(self, event: LeaseEnded, now: float) -> Iterator[Action]:
         lease = self.leases.get(event.lease_id)
         if lease is None or lease.worker_id != event.worker_id:
-            return  # closed, expired or superseded before: it is nobody's concern any longer
+            return  # closed, expired or superseded before
         group = self.groups[lease.group_id]
         match event.reason:
             case EndReason.FINISHED:
@@ -321,7 +320,7 @@ class LeaseBook:
             yield from self._take_back(lease, now, self.rules.lease_timeout_s, GivenUpWay.LOST)
 
     def _fallen_silent(self, worker_id: PeerId, now: float) -> Iterator[Action]:
-        """It holds leases, and nothing of them has reached the learner for long."""
+        """The worker holds leases of which nothing has reached the learner for too long: takes all of them back."""
         pause_s = self.worth.records[worker_id].paused_until - now
         yield Note(
             "lease", f"nothing of {worker_id}'s leases reached the learner: it is given none for {pause_s:.0f} s"
@@ -358,12 +357,13 @@ class LeaseBook:
     # ---- matching
 
     def _match(self, now: float, only: PeerId | None = None) -> Iterator[Action]:
-        """Hands queued groups to workers that want some, the most urgent group first. `only`: to no other worker."""
+        """Hands queued groups to workers that want some, the most urgent group first. `only`: match this worker alone."""
         if not len(self._queue):
             return
         seekers = self.seekers.open(only)
         if not seekers:
             return
+        # With no training work, queued or leased, every willing worker may evaluate.
         trains = self._queue.paced_count or len(self.leases) > len(self._examiners)
         for version in self._queue.exact_versions({seeker.version for seeker in seekers.values()}):
             willing = sorted((w for w, s in seekers.items() if s.version == version), key=self.seekers.backlog_s)
@@ -378,13 +378,13 @@ class LeaseBook:
         ranking = self.seekers.ranked(seekers)
         for step, group_id in self._queue.paced():
             if not seekers or not may_begin(newest, step, self.rules.staleness_bound):
-                return  # the queue is in order of consume_step: what follows is for newer versions still
+                return  # the queue is sorted by consume_step: all groups behind need the same or a newer version
             yield from self._hand_out(self.groups[group_id], ranking, now)
             if len(seekers) != seeking:
                 newest, seeking = max((seeker.version for seeker in seekers.values()), default=newest), len(seekers)
 
     def _hand_out(self, group: OpenGroup, seekers: Ranking, now: float) -> Iterator[Action]:
-        """Leases the group to the best of `seekers`, if any may have it; whoever can hold no more leaves them."""
+        """Leases the group to the best of `seekers`, if any may have it. Drops workers from `seekers` that can hold no more."""
         if now < group.not_before:
             return
         worker_id = self.seekers.best(group, seekers)
@@ -397,7 +397,7 @@ class LeaseBook:
             seekers.moved(worker_id)
         else:
             seekers.drop(worker_id)
-        if self.worth.are_trials_full(self.open_groups):  # a newcomer's first word is out: the others of its kind wait
+        if self.worth.are_trials_full(self.open_groups):  # newcomers hold their share: the others have to wait
             for full in [w for w in seekers.members if not self.seekers.has_room(w)]:
                 seekers.drop(full)
 
@@ -441,7 +441,8 @@ class LeaseBook:
         yield DropLease(lease.lease_id)
 
     def _take_back(self, lease: Lease, now: float, avoid_s: float, way: GivenUpWay | None = None) -> Iterator[Action]:
-        """The lease ends and its group waits for another worker; this one is avoided for `avoid_s`. `way`: the worker's."""
+        """Ends the lease and requeues its group, which avoids this worker for `avoid_s`. `way`: how the worker gave it up; None: it
+        did not."""
         yield from self._drop_lease(lease)
         group, worker_id = self.groups[lease.group_id], lease.worker_id
         if way is not None and not lease.is_recalled:

@@ -13,12 +13,12 @@ REFUSAL_PAUSE_S, REFUSAL_PAUSE_S_MAX = 0.25, 30.0
 
 
 def lease_id_of(group_id: GroupId, attempt: int) -> LeaseId:
-    """The lease's name: a function of group and attempt, so that a replayed decision names the same lease."""
+    """The lease's id: a function of group and attempt, so that a replayed decision names the same lease."""
     return LeaseId("l-" + hashlib.sha256(f"{group_id}/{attempt}".encode()).hexdigest()[:20])
 
 
 def refusal_pause_s(refusals: int) -> float:
-    """How long a group waits that the learner refused so many times."""
+    """Seconds that a group waits after the learner has refused it `refusals` times: exponential backoff."""
     return float(min(REFUSAL_PAUSE_S_MAX, REFUSAL_PAUSE_S * 2.0 ** min(refusals, 20)))
 
 
@@ -32,7 +32,7 @@ class GroupPhase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """What a worker still works on when it comes back, by the ticket that was signed for it; `deadline`: of that ticket."""
+    """A lease that a worker still works on when it reconnects, taken from its signed ticket. `deadline`: the ticket's."""
 
     lease_id: LeaseId
     group_id: GroupId
@@ -40,9 +40,10 @@ class HeldLease:
     deadline: float
 
     def may_be_adopted(self, group: OpenGroup | None, now: float, lease_timeout_s: float) -> bool:
-        """A lease granted by an earlier process whose last moments are lost: taken in where nothing contradicts it.
+        """Whether to adopt a lease that is missing from the book because an earlier process granted it just before it died.
 
-        An old ticket is no way back to a group: it is not adopted once its time is long over.
+        The group must be queued and have had no attempt as late as this one. An old ticket does not win a group back: the lease is
+        not adopted once a whole lease timeout has passed since its deadline.
         """
         if (
             group is None
@@ -55,8 +56,8 @@ class HeldLease:
 
 @dataclass(slots=True)
 class Lease:
-    """One attempt at a group. `deadline` moves on while there is progress. `tokens_before`: what others had
-    sampled, as a continuation's first report told at `measured_from`; neither is kept."""
+    """One attempt at a group. `deadline` moves on while there is progress. `tokens_before`: tokens in a continuation's first
+    report, at `measured_from`; earlier attempts had sampled these. Neither is saved."""
 
     lease_id: LeaseId
     group_id: GroupId
@@ -74,12 +75,14 @@ class Lease:
 
 @dataclass(slots=True)
 class OpenGroup:
-    """A group that the learner wants and has not closed. `avoid`: which worker is avoided until when. `preferred`: for
-    whom it was recalled, or who has the turn before it in its cache;
-    `waits_until`: so long nobody else is given it;
-    `moves`: how often; `made_by`: who says that it has made it; `last_worker`: who had its newest
-    lease; `confirmed`: under which lease, how many tokens of it the learner had, and when it first said so. These do not
-    outlive the process."""
+    """A group that the learner wants and has not closed.
+
+    `avoid`: maps workers that must not get it to the time until which that holds. `preferred`: the worker for which it was
+    recalled, or that has the previous turn in its KV cache; `waits_until`: until then no other worker gets it. `moves`: how often
+    it was recalled for another worker; `made_by`: the worker that claims to have finished it; `last_worker`: holder of its newest
+    lease; `confirmed`: a lease, the tokens that the learner held under it, and when it first reported that number. These fields
+    are not saved.
+    """
 
     spec: GroupSpec
     phase: GroupPhase
@@ -113,7 +116,7 @@ class Seeker:
 
 @dataclass(slots=True)
 class LeaseCounts:
-    """Since the process began."""
+    """Counts since the process began."""
 
     granted: int = 0
     continued: int = 0
@@ -130,7 +133,8 @@ class LeaseCounts:
 
 @dataclass(frozen=True, slots=True)
 class GroupsOffered:
-    """`held_tokens`, in a reminder: how much of each group has reached the learner; else empty."""
+    """The learner offers groups. `held_tokens`, in a reminder: how many tokens of each group have reached the learner; else
+    empty."""
 
     groups: tuple[GroupSpec, ...]
     held_tokens: tuple[int, ...] = ()
@@ -138,7 +142,7 @@ class GroupsOffered:
 
 @dataclass(frozen=True, slots=True)
 class GroupsSynced:
-    """The learner (again) says which groups still need a worker; the book is made to agree."""
+    """The learner's full list of groups that still need a worker; the book adopts it."""
 
     groups: tuple[GroupSpec, ...]
 
@@ -151,7 +155,7 @@ class GroupsClosed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCame:
-    """A session began, with what the worker still holds."""
+    """A worker's session began. `held`: the leases that it still holds."""
 
     worker_id: PeerId
     held: tuple[HeldLease, ...]
@@ -159,7 +163,7 @@ class WorkerCame:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAllowed:
-    """Whether a worker may be given new leases. Those it holds go on either way."""
+    """Whether a worker may be given new leases. The leases that it holds continue either way."""
 
     worker_id: PeerId
     is_allowed: bool
@@ -182,7 +186,8 @@ class Rated:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDelivered:
-    """By the learner's word: different rollouts that gave tokens in the last seconds, and rollouts admitted since last told."""
+    """What the learner received from one worker: distinct rollouts that brought tokens in the last seconds, and rollouts admitted
+    since the last report."""
 
     worker_id: PeerId
     heard_rollouts: int
@@ -191,7 +196,7 @@ class WorkerDelivered:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """All workers of which anything was heard; of the others nothing was."""
+    """The learner's report: all workers that it received anything from. From all others it received nothing."""
 
     workers: tuple[WorkerDelivered, ...]
 
@@ -214,7 +219,7 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """Gone or banned: its leases go to others."""
+    """The worker is gone or banned: its leases go to others."""
 
     worker_id: PeerId
     reason: str
@@ -222,7 +227,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Ask a worker to hand a lease back, with all its tokens, so that another (`to`, where one is meant) may go on."""
+    """Asks a worker to hand back a lease with all its tokens so that another worker can continue: `to`, or any if None."""
 
     lease_id: LeaseId
     reason: str
@@ -275,7 +280,7 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class SaveGroup:
-    """The group changed: keep it before anything is sent."""
+    """The group changed: save it before anything is sent."""
 
     group_id: GroupId
 

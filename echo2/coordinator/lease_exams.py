@@ -1,9 +1,9 @@
-"""Which workers evaluate: as few as bring `EXAM_SHARE` of the fleet's rate, so that training goes on at the others.
+"""Chooses which workers evaluate: as few as make up `EXAM_SHARE` of the fleet's rate, so that the others keep training.
 
-A worker that evaluates a version delays the next one until it is done. If every worker that asks were given questions, all of
-them would delay it at once, and none would generate training data meanwhile.
-Guarantees: a worker that evaluates a version goes on with it; where no training group is open, every worker may. Leaves to
-others: which worker is best (lease_book).
+A worker that evaluates a version does not switch to the next one until it is done. If every worker that asked were given
+questions, all of them would delay the next version at once, and none would generate training data meanwhile.
+Guarantees: a worker that evaluates a version keeps evaluating it; if no training group is open, every worker may evaluate.
+Leaves to others: which worker is best (lease_book).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXAM_SHARE = 0.3
 
 @dataclass(slots=True)
 class Examiners:
-    """Who holds leases of exact versions."""
+    """Which workers hold leases that are tied to an exact version (evaluations)."""
 
     _holders: dict[LeaseId, tuple[PeerId, Version]] = field(default_factory=dict)
 
@@ -35,16 +35,16 @@ class Examiners:
                 self._holders.pop(lease_id, None)
 
     def restored(self, lease: Lease, spec: GroupSpec) -> None:
-        """Of an earlier process."""
+        """Records a lease that an earlier process granted."""
         if spec.exact_version is not None:
             self._holders[lease.lease_id] = lease.worker_id, spec.exact_version
 
     def chosen(
         self, version: Version, willing: Sequence[PeerId], fleet: Collection[PeerId], rate: Callable[[PeerId], float]
     ) -> list[PeerId]:
-        """Of `willing`, best first: those that evaluate this version already, then others until the share is reached.
+        """Chooses from `willing` (best first) those that already evaluate this version, and others until the share is reached.
 
-        `fleet`: all that work. Rates are rollouts a second; where none is known, workers count alike.
+        `fleet`: all active workers. `rate`: a worker's rollouts per second; if no rate is known, all workers count the same.
         """
         rates = {worker_id: rate(worker_id) for worker_id in fleet}
         if not any(rates.values()):

@@ -1,12 +1,12 @@
-"""Groups that wait for a worker, in the order in which they are handed out, and who may be given which.
+"""Queues the groups that wait for a worker, in the order in which they are handed out, and says which version may take which.
 
-    exact (evaluation)   by the version that each asks for: only workers at that very version, before all training
-    paced (training)     by consume step: only workers that `staleness.may_begin`; of a step, those begun before come first,
-                         then those expected to take longest
+    exact (evaluation)   by the version that each needs: only for workers at exactly that version, before all training
+    paced (training)     by consume step: only for workers that `staleness.may_begin`; within a step, continuations come first,
+                         then the groups with the most expected tokens
 
-Guarantees: what a worker may not be given is not looked at one by one: other versions' exact groups and, since the paced
-ones stand in the order of their step, everything behind the first that is too new for all. Leaves to others: which of the
-workers that may (lease_book).
+Guarantees: matching skips whole ranges that no worker may take, without a look at each group: exact groups of other versions and,
+because paced groups are sorted by step, all groups behind the first that is too new for every worker. Leaves to others: which of
+the eligible workers gets a group (lease_book).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def may_take(spec: GroupSpec, version: Version, staleness_bound: int) -> bool:
 
 @dataclass(slots=True)
 class LeaseQueue:
-    """A group's key is taken from it when it is added: what the key is made of changes only while it is not queued."""
+    """The queue. A group's sort key is computed when it is added, so the fields that make up the key may change only while the
+    group is not queued."""
 
     staleness_bound: int
     _paced: list[_Key] = field(default_factory=list)
@@ -67,26 +68,27 @@ class LeaseQueue:
 
     @property
     def first(self) -> GroupId | None:
-        """Of those that wait longest for their turn: training first, for evaluation may wait for its version."""
+        """The group at the front, for reports on why groups wait: training first, because evaluations may have to wait for their
+        version anyway."""
         if self._paced:
             return self._paced[0][3]
         return min(self._exact.items())[1][0][3] if self._exact else None
 
     def exact_versions(self, versions: Collection[Version]) -> list[Version]:
-        """Those of `versions` that groups wait for, in order."""
+        """The versions among `versions` that exact groups wait for, in order."""
         return sorted(self._exact.keys() & set(versions)) if self._exact else []
 
     def exact(self, version: Version) -> list[GroupId]:
-        """Groups for workers at this version alone, in order. Taking them out meanwhile is fine."""
+        """Groups for workers at exactly this version, in order. They may be removed during the iteration."""
         return [key[3] for key in self._exact.get(version, ())]
 
     def paced(self) -> Iterator[tuple[int, GroupId]]:
-        """Groups to train on and the steps that they are for, in order. Taking them out meanwhile is fine."""
+        """Training groups with their consume steps, in order. They may be removed during the iteration."""
         for key in list(self._paced):
             yield key[0], key[3]
 
     def has_work_for(self, versions: Collection[Version]) -> bool:
-        """Whether a group waits that a worker at one of these versions might be given."""
+        """Whether any queued group could be given to a worker at one of these versions."""
         if self._exact and not self._exact.keys().isdisjoint(versions):
             return True
         if not self._paced or not versions:

@@ -1,11 +1,11 @@
-"""The workers that want rollouts, and which of them a group goes to.
+"""Tracks the workers that want rollouts, and chooses which of them gets a group.
 
-    silent --wants some, and is allowed--> open --took its fill, wants none, came anew, lost--> silent
+    silent --wants some, and is allowed--> open --is full, wants none, reconnected, lost--> silent
                                             '-- no room for now: it holds all that it may (worth), gave up too much
-                                                (given_up), or what it tells of does not come (hearsay: it is shunned)
+                                                (given_up), or claims progress that never arrives (hearsay: it is shunned)
 
-Guarantees: of those who may have a group it goes to the one that is through with what it holds soonest; of equals, to who has
-waited longest. Leaves to others: which group is next (lease_queue), leases (lease_book).
+Guarantees: among the workers that may have a group, the one that will finish its leases soonest gets it; of equals, the one that
+has waited longest. Leaves to others: which group is next (lease_queue), leases (lease_book).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from echo2.coordinator.worth import Worth
 
 @dataclass(frozen=True, slots=True)
 class LeaseRules:
-    """`recall_s`: how long a recalled worker may take to hand its tokens back."""
+    """Limits for leases. `recall_s`: how long a worker may take to hand back the tokens of a recalled lease."""
 
     staleness_bound: int
     lease_timeout_s: float
@@ -38,9 +38,10 @@ _Place = tuple[float, float, PeerId]
 
 
 class Ranking:
-    """Some seekers in the order in which a group is to be theirs; `place_of` changes only with what a worker is given.
+    """Seekers, iterated in the order in which they get groups. `place_of`: a worker's sort key, which changes only when the worker
+    is given a lease.
 
-    They are sorted once and for many groups: a learner offers a hundred groups a second to a fleet of thousands.
+    Sorting once serves many groups: a learner offers a hundred groups a second to a fleet of thousands.
     """
 
     def __init__(self, members: dict[PeerId, Seeker], place_of: Callable[[PeerId], _Place]) -> None:
@@ -58,7 +59,7 @@ class Ranking:
             yield place[2]
 
     def moved(self, worker_id: PeerId) -> None:
-        """It was given something, and stays."""
+        """Places the worker anew after it was given a lease and can take more."""
         if self._is_sorted:
             self._forget(worker_id)
             self._places[worker_id] = place = self._place_of(worker_id)
@@ -75,7 +76,8 @@ class Ranking:
 
 @dataclass(slots=True)
 class Seekers:
-    """`lease_count`: of a worker. `open_groups`: of all that wait or are leased. `now` is the time of the book's last event."""
+    """`lease_count`: counts the leases of a worker. `open_groups`: counts the groups that wait or are leased. `now`: time of the
+    lease book's last event."""
 
     rules: LeaseRules
     worth: Worth
@@ -88,10 +90,11 @@ class Seekers:
     now: float = 0.0
     _rates: dict[PeerId, float] = field(default_factory=dict)
 
-    # ---- what is heard of them
+    # ---- what workers report
 
     def wants(self, worker_id: PeerId, free_rollouts: int, version: Version) -> None:
-        """A wish is the newest one alone; since when it wants some stays, or whoever says so often would never be first."""
+        """Replaces the worker's earlier request. The time since when it has been waiting stays: otherwise a worker that repeats
+        its request often would never be first."""
         self.given_up.at_version(worker_id, version)
         known = self.wanting.get(worker_id)
         if free_rollouts <= 0:
@@ -100,7 +103,7 @@ class Seekers:
             self.wanting[worker_id] = Seeker(free_rollouts, version, known.since if known else self.now)
 
     def came(self, worker_id: PeerId) -> None:
-        """What it wished in its last life, it does not wish in this one before it says so."""
+        """The worker reconnected: forgets its request, which it has to make anew."""
         self.wanting.pop(worker_id, None)
 
     def lost(self, worker_id: PeerId) -> None:
@@ -122,7 +125,7 @@ class Seekers:
     # ---- who is next
 
     def open(self, only: PeerId | None = None) -> dict[PeerId, Seeker]:
-        """Who may be given something now. `only`: nobody else is asked about."""
+        """Workers that may be given a lease now. `only`: consider this worker alone."""
         wanting = self.wanting if only is None else {only: self.wanting[only]} if only in self.wanting else {}
         return {w: seeker for w, seeker in wanting.items() if w in self.allowed and self.has_room(w)}
 
@@ -130,11 +133,11 @@ class Seekers:
         return Ranking(seekers, lambda w: (self.backlog_s(w), seekers[w].since, w))
 
     def can_hold_more(self, worker_id: PeerId) -> bool:
-        """Whether it still wants some, and may hold it."""
+        """Whether the worker still wants rollouts and may hold more."""
         return worker_id in self.wanting and self.has_room(worker_id)
 
     def best(self, group: OpenGroup, seekers: Ranking) -> PeerId | None:
-        """Who of `seekers` is to have the group; None: nobody may."""
+        """The worker in `seekers` that gets the group; None if none may have it now."""
         group.avoid = {worker_id: until for worker_id, until in group.avoid.items() if until > self.now}
         warm = group.preferred
         waits = self.now < group.waits_until and warm in self.allowed and warm not in group.avoid
@@ -157,7 +160,7 @@ class Seekers:
         return self.lease_count(worker_id) / (self.rate(worker_id) or 1.0)
 
     def rate(self, worker_id: PeerId) -> float:
-        """Its word on its speed, as far as its deliveries bear it out: else a lie would draw all groups."""
+        """The rate that the worker claims, as far as its deliveries support it: otherwise a lie would attract all groups."""
         return self.worth.believed_per_s(worker_id, self._rates.get(worker_id, 0.0))
 
     def has_room(self, worker_id: PeerId) -> bool:

@@ -1,4 +1,4 @@
-"""Why groups wait, in words: for the stall panel. Pure. Guarantees: nothing of the lease book waits silently."""
+"""Says in words why groups wait, for the stall panel. Pure. Guarantees: whatever waits in the lease book is reported."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from echo2.coordinator.lease_events import Lease, OpenGroup
 
 
 def slowest(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = str) -> str:
-    """On whom the longest waits hang; empty when every lease moves."""
+    """The workers whose leases have stood still longest (up to three); empty if every lease makes progress."""
     return ", ".join(f"{_leases(leases)} on {name_of(worker)}" for worker, leases in _slow(book, now)[:3])
 
 
 def waits(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = str) -> list[tuple[str, float]]:
-    """What waits, why, and since when."""
+    """What waits and why, in words, each with the time since when."""
     found: list[tuple[str, float]] = []
     first = book.first_queued
     if first is not None:
@@ -36,7 +36,7 @@ def _leases(leases: list[Lease]) -> str:
 
 
 def _slow(book: LeaseBook, now: float) -> list[tuple[PeerId, list[Lease]]]:
-    """Leases without progress for a quarter of the timeout, by worker, longest first."""
+    """Leases without progress for more than a quarter of the timeout, by worker, longest first."""
     found: dict[PeerId, list[Lease]] = {}
     for lease in sorted(book.leases.values(), key=lambda lease: lease.progress_at):
         if now - lease.progress_at <= book.rules.lease_timeout_s / 4:

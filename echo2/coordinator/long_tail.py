@@ -1,19 +1,18 @@
-"""Near the end of a step's demand: which stragglers go on faster elsewhere. Pure.
+"""Chooses which stragglers would finish faster on another worker, near the end of a step's demand. Pure.
 
-The model. A lease's rollouts have `left` tokens to go: what is expected of them less what they have, and for one that is
-past its expectation half of what it has (who has lasted long lasts longer), never beyond its limit. Where it is, the lease
-makes `v` tokens a second and sequence, as this very lease has until its last word; elsewhere, and before it is measured,
-the worker's own mean counts. (A lease that stands still altogether is the lease timeout's business.) Moving costs
-the hand-over (tokens are reported, the lease travels, the prompt and all tokens of its rollouts are prefilled again, at the
-`p` tokens/s that the roofline gives the kind of machine there for this model):
+The model. A lease's longest rollout has `left` tokens to go: its expected length minus what it has. If it is past its expected
+length, `left` is half of what it has, because length distributions have heavy tails. `left` never goes beyond the token limit. On
+its present worker the lease makes `v_here` tokens per second and sequence, measured on this lease up to its last report. For
+another worker, and before the lease is measured, the worker's own mean counts. (A lease that makes no progress at all is left to
+the lease timeout.) A move costs the hand-over (tokens are reported, the lease travels) and a prefill of the prompt and of all
+tokens of its rollouts, at the `p_there` tokens/s that the roofline gives for this model on the other kind of machine:
 
     stay = left / v_here        move = hand_over_s + (prompt + all held) / p_there + left / v_there
 
-It pays when `move` is below `stay` by `GAIN_SHARE` and `GAIN_S_MIN`. Guarantees: nothing is moved while a queued group
-could use the room (that one would be faster served), nothing that is recalled already, no evaluation (the only workers that
-could finish it hold its exact version now, and may swap before the lease reaches them), no group more than
-`MOVES_PER_GROUP_MAX` times, no more than there is room for. With over-provisioning, stragglers of a step that has begun
-without them are stopped as soon as moving gains anything at all. Leaves to others: carrying it out (lease_book.Recall).
+A move pays if it is faster than staying by more than both `GAIN_SHARE` and `GAIN_S_MIN`. Guarantees: no lease moves while a queued
+group could use the room (which needs no hand-over), a recalled lease does not move again, an evaluation does not move
+(another worker may swap to a newer version before the lease reaches it), no group moves more than `MOVES_PER_GROUP_MAX` times, and no worker gets more than it has room for. With over-provisioning, a straggler of a step that has
+begun without it moves as soon as that gains anything at all. Leaves to others: carrying out the moves (lease_book.Recall).
 """
 
 from __future__ import annotations
@@ -34,20 +33,21 @@ from echo2.cost_model.roofline import prefill_tokens_per_s
 from echo2.cost_model.sizing import ModelSize, RunLengths, gpu_fit, spread_speed
 
 PREFILL_UNKNOWN = 2.5
-"""A machine without a data sheet is taken to prefill so many times the tokens/s that all its sequences sample together: a little
-less than the least of the catalogue's kinds with Qwen3-8B."""
+"""Without a data sheet, a machine's prefill rate is assumed to be so many times the tokens/s that all its sequences sample
+together: a little less than the lowest ratio in the catalogue with Qwen3-8B."""
 GAIN_SHARE = 0.3
 GAIN_S_MIN = 2.0
 MOVES_PER_GROUP_MAX = 2
 QUIET_S = 2.0
-"""Offers come in bursts; in the middle of one nothing is near its end."""
+"""Offers come in bursts. Only after so long without one is the step's demand near its end."""
 MEASURED_S_MIN = 1.0
-"""Before that a lease's own speed says nothing, and its worker's mean counts."""
+"""A lease's own speed counts only if it was measured over at least so long; before that its worker's mean counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TailRule:
-    """`hand_over_s`: a report interval and a heartbeat's worth of travel. `recycles`: over-provisioning is on."""
+    """`hand_over_s`: seconds until the new worker has the lease: a report interval plus travel time. `recycles`: over-provisioning
+    is on."""
 
     hand_over_s: float
     recycles: bool = False
@@ -65,7 +65,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPace:
-    """Of a worker. `tokens_per_s`: sampled by one sequence; 0: not known. `prefill_tokens_per_s`: read by one engine."""
+    """A worker's speeds. `tokens_per_s`: sampled by one sequence; 0: not known. `prefill_tokens_per_s`: prefilled by one engine."""
 
     tokens_per_s: float
     prefill_tokens_per_s: float
@@ -74,8 +74,8 @@ class WorkerPace:
 def prefill_rate(
     gpu: str, model: ModelSize | None, lengths: RunLengths, held: float, gpus: Mapping[str, GpuType]
 ) -> float:
-    """Tokens/s that one engine of such a machine reads, by the roofline; 0 where model or machine are not known. `held`: tokens
-    of a sequence, on average."""
+    """Tokens/s that one engine of such a machine prefills, by the roofline; 0 if the model or the machine is not known. `held`:
+    mean tokens in a sequence's KV cache."""
     kind, count = kind_of_name(gpu, gpus)
     if model is None or not kind:
         return 0.0
@@ -87,12 +87,12 @@ def prefill_rate(
 
 
 def pace_of(member: Member, prefill_tokens_per_s: float) -> WorkerPace:
-    """`prefill_tokens_per_s` 0: not known, so by what it samples."""
+    """The worker's speeds. `prefill_tokens_per_s` 0: not known, so it is estimated from the sampling rate."""
     return WorkerPace(speed_of(member), prefill_tokens_per_s or PREFILL_UNKNOWN * member.heartbeat.tokens_per_s)
 
 
 def speed_of(member: Member) -> float:
-    """Tokens per second of one sequence, from the worker's means; 0 while not measured, or nothing was delivered."""
+    """Tokens per second of one sequence, from the worker's means; 0 if not measured, or if the worker has delivered nothing."""
     beat = member.heartbeat
     if beat.rollouts_per_s <= 0 or beat.rollout_s_mean <= 0 or member.is_newcomer:
         return 0.0
@@ -100,7 +100,7 @@ def speed_of(member: Member) -> float:
 
 
 def is_quiet(book: LeaseBook, now: float) -> bool:
-    """Whether the learner has offered all that it wants for now, workers have room, and no queued group could use it."""
+    """Whether the learner has offered all that it wants for now, workers have room, and no queued group could use that room."""
     idle = book.seekers.open()
     is_over = bool(book.leases and idle) and now - book.offered_at >= QUIET_S
     return is_over and not book.has_work_for(idle)
@@ -109,7 +109,7 @@ def is_quiet(book: LeaseBook, now: float) -> bool:
 def moves(
     book: LeaseBook, paces: Mapping[PeerId, WorkerPace], step: Step, rule: TailRule, names: Mapping[PeerId, str]
 ) -> list[Move]:
-    """The moves that pay, the slowest stragglers first, each to the worker with room for it that ends it first."""
+    """The moves that pay, slowest stragglers first, each to the worker with room that would finish it first."""
     speeds = {worker: pace.tokens_per_s for worker, pace in paces.items()}
     room = {worker: seeker.free_rollouts for worker, seeker in book.seekers.open().items() if speeds.get(worker, 0) > 0}
     if not room or book.has_work_for(room):
@@ -147,13 +147,14 @@ def _may_move(book: LeaseBook, lease: Lease) -> bool:
 
 
 def _there_s(held: float, left: float, pace: WorkerPace) -> float:
-    """To read all that a lease holds, and to sample the rest of its longest rollout."""
+    """Seconds to prefill all that a lease holds and to sample the rest of its longest rollout."""
     return held / pace.prefill_tokens_per_s + left / pace.tokens_per_s
 
 
 def _left_s(book: LeaseBook, lease: Lease, speeds: Mapping[PeerId, float]) -> tuple[float, float]:
-    """Seconds to the end where it is, and tokens to go of its longest rollout."""
+    """Seconds until the lease finishes on its present worker, and tokens that its longest rollout still needs."""
     spec = book.groups[lease.group_id].spec
+    # All rollouts but one count as finished: the result is what the longest one still needs.
     left = book.lengths.rest(spec, lease.tokens, spec.rollout_count - 1)
     made, for_s = lease.tokens - lease.tokens_before, lease.progress_at - (lease.measured_from or lease.granted_at)
     is_measured = made > 0 and for_s >= MEASURED_S_MIN

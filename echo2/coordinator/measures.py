@@ -1,8 +1,8 @@
-"""What a worker's heartbeats say of it, made robust: medians of the newest, each with its uncertainty.
+"""Robust estimates from a worker's heartbeats: medians of the newest values, each with its uncertainty.
 
-Guarantees: bounded memory; one wild heartbeat moves nothing; what was not measured is 0. A heartbeat's rates are the
-worker's own averages over some seconds, so a short window is enough. Leaves to others: priors for workers that were not
-measured (planner_input), checking numbers where they are read (wire).
+Guarantees: bounded memory; a single outlier does not move an estimate; a quantity that was not measured is 0. A heartbeat's
+rates are the worker's own averages over some seconds, so a short window is enough. Leaves to others: priors for workers that
+have not been measured (planner_input), range checks of received numbers (wire).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ OF_LINK = ("uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s")
 
 @dataclass(slots=True)
 class WorkerMeasures:
-    """Of one worker's life; a new process of it begins anew."""
+    """Measurements of one worker. Membership starts a new object when the worker comes back with other hardware or settings."""
 
     _estimators: dict[str, RobustEstimator] = field(default_factory=dict)
     _values: dict[str, float] = field(default_factory=dict)
 
     def observe(self, beat: Heartbeat, now: float) -> None:
-        """Takes what the heartbeat knows; a number that is 0 is not known yet."""
+        """Adds the heartbeat's values; a 0 means not known yet and is skipped."""
         for name in OF_BEAT:
             self._take(name, getattr(beat, name), now)
         for name in OF_LINK:
@@ -49,11 +49,11 @@ class WorkerMeasures:
         self._values[name] = estimator.value_or(value)
 
     def value(self, name: str) -> float:
-        """The estimate of one of `OF_BEAT` or `OF_LINK`; 0 when it was not measured."""
+        """The estimate of a quantity in `OF_BEAT` or `OF_LINK`; 0 if it was not measured."""
         return self._values.get(name, 0.0)
 
     def estimate(self, name: str) -> Estimate | None:
-        """With its uncertainty; None when it was not measured."""
+        """The estimate with its uncertainty; None if it was not measured."""
         estimator = self._estimators.get(name)
         return None if estimator is None else estimator.estimate()
 

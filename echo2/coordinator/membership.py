@@ -1,15 +1,15 @@
-"""Who is in the fleet, whether it lives, and whether it works.
+"""Tracks which workers are in the fleet, which are alive, and which work.
 
-The rule of life, one function (`liveness`): a worker whose stream stands and that was heard within `suspect_after_s`
-is alive. Without a stream, or silent for longer, it is suspect: it keeps its leases and gets no new one. It is gone,
-and its leases go to others, when it has had no stream for `suspect_after_s`, has been silent for `gone_after_s`, or
-has said good-bye. After a restart of the coordinator all are taken as heard at that moment and have `gone_after_s`
-to come back.
+Liveness is decided by one function (`liveness`). A worker is alive if its stream is open and its last message came less than
+`suspect_after_s` ago. Without a stream, or after a longer silence, it is suspect: it keeps its leases and gets no new ones. It is
+gone, and its leases go to others, when it has had no stream for `suspect_after_s`, has been silent for `gone_after_s`, or has
+disconnected cleanly. After a restart of the coordinator, all workers count as heard at that moment and have `gone_after_s` to
+come back.
 
-Who works: the operator's word (active, standby, draining, quarantined, banned) goes before the planner's; `automatic`
-leaves it to the planner. Guarantees: a gone worker that returns under its identity is the same member; a quarantined one
+Activation: an operator setting (active, standby, draining, quarantined, banned) overrides the planner; `automatic` leaves the
+choice to the planner. Guarantees: a gone worker that returns under its identity is the same member; a quarantined one
 may stay, gets no lease, and nothing that it made is trained on; a banned one is refused until the ban is lifted. Leaves
-to others: leases, streams, keeping it on disk.
+to others: leases, streams, persistence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Liveness(enum.Enum):
 
 
 class OperatorSetting(enum.Enum):
-    """The operator's word on a worker."""
+    """The operator's setting for a worker."""
 
     AUTOMATIC = "automatic"
     ACTIVE = "active"
@@ -44,7 +44,7 @@ class OperatorSetting(enum.Enum):
 
 
 class Activation(enum.Enum):
-    """What a worker does now."""
+    """The state that a worker is in now, from the operator's setting, the plan and its price."""
 
     ACTIVE = "active"
     STANDBY = "standby"
@@ -54,7 +54,7 @@ class Activation(enum.Enum):
 
     @property
     def is_barred(self) -> bool:
-        """Nothing that it makes is trained on."""
+        """Whether the learner must not train on what the worker makes."""
         return self in (Activation.QUARANTINED, Activation.BANNED)
 
 
@@ -66,9 +66,10 @@ class LivenessRule:
 
 @dataclass(slots=True)
 class Member:
-    """One worker, as last heard. `cut_at`: when its stream broke; None while it stands. As of the last plan: `is_shunned`,
-    `is_on_trial`, and what it delivers, `delivered_per_s` (worth; None: the learner tells nothing). `price_approved`: in
-    USD/h, by the operator. `usd_spent`: while it worked; `usd_standby`: beside that, since this process began."""
+    """One worker, as last heard. `cut_at`: when its stream broke; None while it is open. As of the last plan: `is_shunned`,
+    `is_on_trial`, and `delivered_per_s`, the rollouts per second that it delivers (worth; None: the learner has not reported
+    any deliveries). `price_approved`: USD/h that the operator has approved. `usd_spent`: cost while it worked; `usd_standby`: cost
+    on standby since this process began."""
 
     peer_id: PeerId
     hello: WorkerHello
@@ -84,7 +85,7 @@ class Member:
     setting_reason: str = ""
     is_wanted: bool = True
     wanted_reason: str = ""
-    is_shunned: bool = False  # told of progress that never came (hearsay)
+    is_shunned: bool = False  # it claimed progress that never arrived (hearsay) or gave up too much (given_up)
     is_on_trial: bool = False
     delivered_per_s: float | None = None
     price_limit: PriceLimit = NO_LIMIT
@@ -102,7 +103,7 @@ class Member:
 
     @property
     def link(self) -> LinkReport:
-        """Measured where it was measured, else as declared."""
+        """The link: each number measured if possible, else as declared."""
         said, measured = self.hello.link, self.measures.link
         return LinkReport(
             measured.uplink_bytes_per_s or said.uplink_bytes_per_s,
@@ -112,12 +113,12 @@ class Member:
 
     @property
     def access(self) -> Access:
-        """How it is met: as found out, else as it says of itself."""
+        """How to reach the worker: as it found out, else as its hello declared."""
         return self.heartbeat.reach or Access(addresses=self.hello.addresses)
 
     @property
     def is_newcomer(self) -> bool:
-        """Nothing of it was admitted yet."""
+        """Whether the learner has not admitted anything of it yet."""
         return self.delivered_per_s == 0.0
 
     @property
@@ -126,7 +127,7 @@ class Member:
 
     @property
     def asks_too_much(self) -> bool:
-        """A price beyond what it may cost without the operator's word."""
+        """Whether its price is beyond its limit and beyond what the operator has approved."""
         price = self.hello.price_usd_per_hour
         return self.price_limit.is_exceeded_by(price) and price > self.price_approved * ROUNDING
 
@@ -158,7 +159,7 @@ class Member:
 
 
 def liveness(member: Member, rule: LivenessRule, now: float) -> Liveness:
-    """The rule of life; see the module's head."""
+    """Whether a worker is alive, suspect or gone; the module's docstring gives the rule."""
     if member.has_left:
         return Liveness.GONE
     silent_s = now - member.heard_at
@@ -173,7 +174,7 @@ def liveness(member: Member, rule: LivenessRule, now: float) -> Liveness:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A worker's life or work changed."""
+    """A change of a worker's liveness (`before`, `after`) or activation (`worked`, `activation`)."""
 
     member: Member
     before: Liveness
@@ -187,7 +188,7 @@ class Change:
 
 
 def _machine(hello: WorkerHello) -> tuple[str, str, str, int]:
-    """What its measured speed is true of."""
+    """Hardware and settings for which a worker's measurements are valid."""
     return hello.gpu, hello.engine, hello.quantisation, hello.slot_count
 
 
@@ -197,17 +198,18 @@ class Membership:
     workers_max: int
     members: dict[PeerId, Member] = field(default_factory=dict)
     banned: dict[PeerId, None] = field(default_factory=dict)
-    """In order; kept, since each that comes is told of them: a fleet that comes back would look through itself for each."""
+    """Banned peers, in the order of their bans. An index, because every worker that connects is told of them: a search through the
+    fleet per worker would be quadratic when a large fleet comes back."""
 
     def restore(self, members: list[Member], now: float) -> None:
-        """Takes what an earlier process saved: all are heard now, none has a stream."""
+        """Takes over what an earlier process saved: all members count as heard now, and none has a stream."""
         for member in members:
             member.measures.observe(member.heartbeat, now)
             if member.last_liveness is not Liveness.GONE:
                 member.heard_at, member.cut_at, member.is_restored = now, now, True
                 member.last_liveness = Liveness.SUSPECT
             else:
-                member.has_left = True  # until it comes again
+                member.has_left = True  # until it reconnects
             if member.setting is OperatorSetting.ACTIVE:
                 member.price_approved = member.hello.price_usd_per_hour
             self.members[member.peer_id] = member
@@ -215,7 +217,7 @@ class Membership:
 
     def came(self, peer_id: PeerId, hello: WorkerHello, now: float) -> Member:
         """A session began. NotAllowed for a banned peer, LimitExceeded when the fleet is full."""
-        hello = replace(hello, held_leases=())  # the lease book's concern, once
+        hello = replace(hello, held_leases=())  # only the lease book needs them, once
         member = self.members.get(peer_id)
         if member is None:
             if len(self.members) >= self.workers_max:
@@ -232,11 +234,11 @@ class Membership:
             member.setting, member.setting_reason = (
                 OperatorSetting.AUTOMATIC,
                 "",
-            )  # a new life begins with a clean slate
+            )  # draining ends when the worker reconnects
         if _machine(member.hello) != _machine(hello):
             member.measures = WorkerMeasures()
         member.hello, member.heard_at, member.cut_at = hello, now, None
-        member.heartbeat = replace(member.heartbeat, reach=None, links=None)  # those of its life before
+        member.heartbeat = replace(member.heartbeat, reach=None, links=None)  # they belong to its last session
         member.is_restored = member.has_left = False
         return member
 
@@ -251,18 +253,18 @@ class Membership:
         return member
 
     def cut(self, peer_id: PeerId, now: float) -> None:
-        """Its stream broke."""
+        """The worker's stream broke."""
         member = self.members.get(peer_id)
         if member is not None and member.cut_at is None:
             member.cut_at = now
 
     def left(self, peer_id: PeerId, now: float) -> None:
-        """It said good-bye."""
+        """The worker disconnected cleanly."""
         member = self.members[peer_id]
         member.has_left, member.cut_at = True, now
 
     def set(self, peer_id: PeerId, setting: OperatorSetting, reason: str, now: float) -> Member:
-        """The operator's word. NotAllowed for a peer that never joined."""
+        """Applies an operator setting. NotAllowed for a peer that never joined."""
         member = self.members.get(peer_id)
         if member is None:
             raise NotAllowed(f"expected a worker of this run, got {peer_id[:80]!r}")
@@ -279,7 +281,7 @@ class Membership:
             self.banned.pop(member.peer_id, None)
 
     def change_of(self, member: Member, now: float) -> Change | None:
-        """What has changed with one worker since it was last asked."""
+        """What has changed about one worker since the last call for it; None if nothing."""
         after, activation = liveness(member, self.rule, now), member.activation
         if after is member.last_liveness and activation is member.last_activation:
             return None
@@ -290,7 +292,7 @@ class Membership:
         return Change(member, before, after, worked, activation)
 
     def changes(self, now: float) -> Iterator[Change]:
-        """What has changed with anybody since it was last asked."""
+        """What has changed about any worker since the last call."""
         for member in self.members.values():
             change = self.change_of(member, now)
             if change is not None:

@@ -1,6 +1,6 @@
-"""All that a coordinator can be told. The command line and the config give it; every value has a default that works.
+"""All options of a coordinator, set by the command line and the config; every option has a default that works.
 
-Guarantees: an option that makes no sense is refused by name before anything starts.
+Guarantees: an option out of range is refused by name before anything starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from echo2.base.ids import RunId
 
 
 class PlannerMode(enum.Enum):
-    """What becomes of the planner's wishes: shown, shown with a button, or carried out within the budget."""
+    """What happens with the planner's proposals: shown, shown with a button, or carried out within the budget."""
 
     ADVISE = "advise"
     APPROVE = "approve"
@@ -23,13 +23,13 @@ class PlannerMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorLimits:
-    """Sizes, counts and rates beyond which a message, a queue or a caller is refused."""
+    """Limits on sizes, counts and rates; beyond them a message, a node or a caller is refused or slowed down."""
 
     workers_max: int = 20_000
     tokens_max: int = 10_000
-    send_queue_max: int = 1024  # orders waiting for one node; a node that reads no faster is cut off
-    messages_per_s: float = 200.0  # of one stream, beyond which it is read more slowly
-    enrolments_per_s: float = 5.0  # of one address, after a burst of `enrolments_burst`
+    send_queue_max: int = 1024  # orders waiting for one node; a node that falls further behind is disconnected
+    messages_per_s: float = 200.0  # per stream; beyond it the stream is read more slowly
+    enrolments_per_s: float = 5.0  # per address, after a burst of `enrolments_burst`
     enrolments_burst: int = 30
     events_kept: int = 5_000
 
@@ -38,16 +38,14 @@ class CoordinatorLimits:
 class CoordinatorOptions:
     """Options of the coordinator process.
 
-    `folder`: the run's folder; state lies in it, and join links are written there. Ports 0: any free one.
-    `database_url` empty: SQLite in the folder. `dashboard_host` empty: `host`. `steps_between_plans_s`: the planner
-    runs again at least so often. `offers_file`: machines that may be rented; None: `manual` and `local` by hand alone.
-    `machines_file`: what machines of each kind did in earlier runs, which this run adds to; None: nothing is kept.
-    `over_provision` above 1: so many times the groups that the plan asks for are let in, and a step's stragglers are
-    stopped once it has begun, to go on elsewhere (long_tail). `quantised_workers`: workers may generate by rounded
-    weights, which they say when they come. `model_path`: the base checkpoint, hub id or folder, as join commands name
-    it: a worker that has it fetches one delta instead of a keyframe. `exit_when_finished`: the process ends once the
-    learner has finished, all workers have gone and all rented machines are given back; else the page stays.
-    Times without a unit in the name are seconds, as everywhere.
+    `folder`: the run's folder, for state and join links. A port of 0: any free port. `database_url` empty: SQLite in the folder.
+    `dashboard_host` empty: same as `host`. `plan_interval_s`: the planner runs again at least this often. `offers_file`: machines
+    that may be rented; None: only `manual` and `local`, on request. `machines_file`: what machines of each kind did in earlier
+    runs; this run adds to it; None: nothing is saved. `over_provision` above 1: admit so many times the groups that the plan asks
+    for, and recall a step's stragglers once it has begun, to continue elsewhere (long_tail). `quantised_workers`: workers may
+    generate with quantised weights, which they state in their hello. `model_path`: the base checkpoint (hub id or folder) that
+    join commands name: a worker that has it fetches one delta instead of a keyframe. `exit_when_finished`: the process exits once
+    the learner has finished, all workers have gone and all rented machines are released; else the page stays up.
     """
 
     run_id: RunId
@@ -104,6 +102,6 @@ class CoordinatorOptions:
 
     @property
     def link_host(self) -> str:
-        """The host that join links and certificates' replies name."""
+        """The host named in join links and in the replies that carry certificates."""
         host = (self.advertise_host or self.host).strip("[]")
         return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "127.0.0.1"}.get(host, host)

@@ -1,8 +1,9 @@
-"""What can be rented for a running run, as its planner would see it, and what to do next, as the page and `echo2 plan --live` show.
+"""Turns offers into candidates as the planner of a running run would see them, and formats what to do next as JSON for the page
+and `echo2 plan --live`.
 
-A machine's rate comes from workers of its kind in this run, where some have been measured; else from the data sheet and what
-earlier runs saw of the kind. Guarantees: pure; the answer is JSON-clean. Leaves to others: what the run is (runtime/outlook),
-weighing (cost_model/next_actions).
+A machine's rate comes from measured workers of its kind in this run, if there are any; else from the data sheet and what earlier
+runs measured for the kind. Guarantees: pure; the answer is valid JSON (no infinities or NaN). Leaves to others: describing the run
+(runtime/outlook), comparing the actions (cost_model/next_actions).
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from echo2.cost_model.snapshot import FleetSnapshot, LinkEstimate, WorkerEstimat
 USUAL_LINK = LinkEstimate(12.5e6, 50e6, 0.08)
 WORKERS_TOLD_MAX = 50
 TAIL_OVER_MEAN, LONGEST_OVER_MEAN = 2.4, 2.8
-"""Of rollouts, where nobody has been measured; as `echo2 plan` takes them."""
+"""Tail (95th percentile) and longest rollout times over the mean, if no worker has been measured; as in `echo2 plan`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunWork:
-    """What a machine would do in this run. `tokens_each`: in a sequence's cache; `tokens_per_rollout`: mean."""
+    """The work of a machine in this run. `tokens_each`: tokens in one sequence's KV cache; `tokens_per_rollout`: mean."""
 
     size: ModelSize
     lengths: RunLengths
@@ -42,7 +43,7 @@ class RunWork:
 
 
 def cheapest_of_each(offers: Iterable[MarketOffer]) -> list[MarketOffer]:
-    """Of like machines at one provider, spot or not, the cheapest, wherever it is."""
+    """The cheapest offer in any region for each provider, GPU, GPU count, GPU memory, and spot or on-demand."""
     found: dict[tuple[str, str, int, float, bool], MarketOffer] = {}
     for one in offers:
         key = (one.provider, one.gpu, one.gpu_count, one.gpu_memory_gib, one.is_spot)
@@ -53,7 +54,7 @@ def cheapest_of_each(offers: Iterable[MarketOffer]) -> list[MarketOffer]:
 
 
 def few_of(offers: Iterable[MarketOffer], most: int) -> list[MarketOffer]:
-    """The cheapest of like machines, and of those the `most` with the cheapest memory."""
+    """The cheapest offer for each kind of machine; of these, at most `most`, those with the lowest price per GiB of memory."""
     known = cheapest_of_each(offers)
     return sorted(known, key=lambda one: one.usd_per_hour / (one.gpu_count * one.gpu_memory_gib))[:most]
 
@@ -61,7 +62,8 @@ def few_of(offers: Iterable[MarketOffer], most: int) -> list[MarketOffer]:
 def own_offers(
     offers: Iterable[MachineOffer], catalogue: Mapping[str, GpuType]
 ) -> list[tuple[MachineOffer, MarketOffer]]:
-    """The coordinator's, those whose GPU the catalogue knows and that cost something."""
+    """The coordinator's own offers with a price above 0, at most 16 GPUs, and a GPU in the catalogue, each also as a market
+    offer."""
     found = []
     for one in offers:
         kind, count = kind_of_name(one.gpu, catalogue)
@@ -75,7 +77,7 @@ def own_offers(
 
 
 class Candidates:
-    """`measured`: workers of this run with the names of their GPUs."""
+    """Makes candidates from offers. `measured`: workers of this run, each with the name of its GPU."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class Candidates:
         return [self._candidate(one) for one in self._ranker.ranked(cheapest_of_each(offers)) if not one.refusal]
 
     def of_run(self, offers: Iterable[tuple[MachineOffer, MarketOffer]], rented: Mapping[str, int]) -> list[Candidate]:
-        """`rented`: how many of each offer are out."""
+        """Candidates from the coordinator's own offers that have room. `rented`: machines rented now, by offer name."""
         found = []
         for own, row in offers:
             (ranked,) = self._ranker.ranked([row])
@@ -105,7 +107,7 @@ class Candidates:
         return found
 
     def _candidate(self, one: Ranked, told_rate: float = 0.0) -> Candidate:
-        """With the rate that the offer names, or was measured, or is expected."""
+        """The candidate with its rate: the offer's own if it names one, else the measured one, else the expected one."""
         known = self._experience.belief(one.kind)
         kin = self._kin.get((one.kind, one.offer.gpu_count), [])
         rate, low, high = (
@@ -139,7 +141,7 @@ class Candidates:
         return median(values) if values else default
 
     def _longer(self, name: str, default: float) -> float:
-        """Than the mean, as rollouts of this run are."""
+        """How many times the mean rollout time the field `name` is in this run (median over the workers); at least 1."""
         ratios = [getattr(one, name) / one.rollout_s_mean for one in self._workers if getattr(one, name) > 0]
         return max(1.0, median(ratios)) if ratios else default
 
@@ -157,10 +159,10 @@ class Candidates:
 
 
 def limits_text(plan: Plan) -> str:
-    """What binds, in words: each broken term, what most limits first; where all hold, the tightest."""
+    """What limits the run, in words: each broken term, most limiting first; if all hold, the tightest."""
     broken = sorted((term for term in plan.terms if not term.is_met), key=lambda term: term.slack)
     is_short = any(term.limit_kind is Limit.THROUGHPUT for term in broken)
-    # Too few workers also fill a batch too slowly, which the staleness side sees: say the cause first.
+    # Too few workers also fill a batch too slowly, which breaks the staleness term as well: name the cause first.
     broken.sort(key=lambda term: is_short and term.limit_kind is not Limit.THROUGHPUT)
     if broken:
         return "; ".join(_term_text(term) for term in broken)
@@ -188,7 +190,8 @@ def value_of(
     names: Mapping[PeerId, str],
     at_work: frozenset[PeerId],
 ) -> dict[str, Any]:
-    """`measured`: the learner's utilisation; `limits`: what binds, in words; `prices`: where offers are from."""
+    """The next actions as JSON. `measured`: the learner's utilisation; `limits`: what limits the run, in words; `prices`: source
+    of the offers."""
     return {
         "is_known": True, "measured_utilisation": _finite(measured), "limits": limits, "prices": prices,
         "before": outlook_value(found.before),

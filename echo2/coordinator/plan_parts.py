@@ -1,11 +1,11 @@
-"""One node's part of a large broadcast plan, itself a plan that the node reads as it reads a whole one.
+"""Cuts one node's part out of a large broadcast plan. The part is itself a plan, which the node reads like a whole one.
 
-A node acts on its own place alone: who is above and below it in each tree, which of its children pass chunks on, and
-where these live. Guarantees: from its part a node concludes exactly what it would from the whole plan: the same seed,
-the same neighbours, the same children in each tree, the same of them taken for relays. A part stays above the size
-below which nodes of a small plan connect all to all, so it is never taken for one; plans up to that size are not cut.
-What a part says of nodes that are no neighbours of its owner (that they hang on the seed) is nobody's business there.
-Leaves to others: making plans (broadcast/trees), sending parts (runtime/hub). The seed acts on every tree: it gets the
+A node needs only its own place: its parent and children in each tree, which of its children pass chunks on, and the addresses
+of all of these. Guarantees: from its part a node derives exactly what it would derive from the whole plan: the same seed,
+neighbours and children in each tree, and the same children acting as relays. In a small plan all nodes connect to each other; a
+part always has more nodes than that limit, so it is never taken for a small plan, and plans up to the limit are not cut.
+A part shows nodes that are not neighbours of its owner as children of the seed; the owner does not use that.
+Leaves to others: making plans (broadcast/trees), sending parts (runtime/hub). The seed acts in every tree, so it gets the
 whole plan.
 """
 
@@ -22,7 +22,7 @@ PART_NODES_MIN = DEGREE_MAX + 2
 
 
 class PlanParts:
-    """Cuts parts out of one plan; what all parts need is worked out once."""
+    """Cuts parts out of one plan; what all parts need is computed once."""
 
     def __init__(self, plan: BroadcastPlan) -> None:
         self.plan = plan
@@ -30,7 +30,7 @@ class PlanParts:
         self._pushed = [plan.pushed_to(number) for number in range(len(plan.trees))]
 
     def part_of(self, peer_id: PeerId) -> BroadcastPlan:
-        """What this node needs to be told; the plan itself where it is small."""
+        """The part that this node needs; the plan itself if it is small."""
         plan = self.plan
         if len(plan.nodes) <= PART_NODES_MIN or not plan.nodes or peer_id == plan.nodes[0].peer_id:
             return plan
@@ -46,7 +46,8 @@ class PlanParts:
         return self._cut(kept, tuple(trees))
 
     def _kept(self, mine: int) -> list[int]:
-        """The seed, the node, its neighbours, one child of each relay among them; then others up to the least size."""
+        """Indices of the nodes in the part: the seed, the node, its neighbours, and one child of each child that passes chunks
+        on; then any others up to the minimum size."""
         found = dict.fromkeys((0, mine))
         for tree, children, pushed in zip(self.plan.trees, self._children, self._pushed, strict=True):
             found[tree.parents[mine - 1]] = None
@@ -57,14 +58,16 @@ class PlanParts:
         return [*found, *islice(filler, max(0, PART_NODES_MIN - len(found)))]
 
     def _parent(self, number: int, index: int, mine: int, place: dict[int, int]) -> int:
-        """The real parent where it is the node itself or one of its children, or where the node asks for its own."""
+        """Index in the part of this node's parent: the real parent if `index` is the owner, a child of the owner, or a kept
+        child of one of its children; else the seed."""
         parent = self.plan.trees[number].parents[index - 1]
         is_mine = mine in (index, parent)
         is_relayed = parent in self._children[number].get(mine, ())
         return place[parent] if is_mine or (is_relayed and parent in place) else 0
 
     def _for_outsider(self, peer_id: PeerId) -> BroadcastPlan:
-        """A node that is not in the plan pulls from some that are: a window of them, spread by its peer ID."""
+        """The part of a node that is not in the plan: it pulls from a window of the plan's nodes, chosen by its peer ID so that
+        outsiders spread over the fleet."""
         workers = len(self.plan.nodes) - 1
         start = sum(peer_id.encode()) % workers
         window = (1 + (start + offset) % workers for offset in range(PART_NODES_MIN - 1))

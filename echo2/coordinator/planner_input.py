@@ -1,10 +1,9 @@
-"""From telemetry to the planner's snapshot, and to the nodes of the broadcast plan.
+"""Turns telemetry into the planner's snapshot and into the nodes of the broadcast plan.
 
-Guarantees: nothing is planned from numbers that nobody measured without saying so: while the learner's step time or
-every worker's rate is unknown there is no snapshot; a worker that has not been measured starts from a prior by its GPU and
-is held in the pool until it has been; what a worker claims counts as far as it has delivered (worth), and while any has,
-the others are no part of the snapshot (trials). Leaves to others: planning (cost_model,
-broadcast).
+Guarantees: plans start from measurements. While the learner's step time is unknown, or no worker's rate is known, there is no
+snapshot. A worker that has not been measured starts from a prior for its GPU and is pinned in the pool until it has been measured.
+A worker's claims count only as far as its deliveries support them (worth); while any worker has delivered, those that have not are
+left out of the snapshot (trials). Leaves to others: planning (cost_model, broadcast).
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from echo2.cost_model.snapshot import (
 
 DWELL_HEARTBEATS = 30
 IDLE_MOST = 10.0
-"""Times a step's training that a learner is believed to stand still for checkpoints, each step."""
+"""Limit on the idle seconds that a learner may claim per step (checkpoints, publications), in multiples of a step's training."""
 RATE_MIN = 1e-9
 OVERDUE, OVERDUE_S_MIN = 3.0, 10.0
-RATE_MARGIN = 1.1  # of the needed rate that has a version first: measured rates waver, and swaps take some of them
+RATE_MARGIN = 1.1  # times the needed rate gets a version first: measured rates fluctuate, and swaps cost some
 
 
 def plan_config(options: CoordinatorOptions, board: LearnerBoard) -> PlanConfig:
-    """The user's wishes, and those that came with the learner."""
+    """The planner's config from the coordinator's options; a period that the learner fixes overrides the option."""
     hello = board.hello
     fixed = hello.kappa if hello is not None and hello.kappa_is_fixed else options.fixed_kappa
     return PlanConfig(
@@ -73,7 +72,7 @@ def _link(link: LinkReport) -> LinkEstimate:
 
 
 def is_measured(member: Member) -> bool:
-    """Whether its heartbeats tell how fast it is."""
+    """Whether the worker's rate and rollout time have been measured."""
     return member.measures.value("rollouts_per_s") > RATE_MIN and member.measures.value("rollout_s_mean") > 0
 
 
@@ -90,7 +89,7 @@ def _state(member: Member) -> WorkerState:
 
 
 def mark_shunned(members: Iterable[Member], hearsay: Hearsay, given_up: GivenUp, now: float) -> None:
-    """Whom the next plan of the pool is made without, as long as anybody else is alive."""
+    """Marks the workers that the next plan of the pool leaves out; none if that would leave no worker alive."""
     members = list(members)
     alive = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
     shunned = hearsay.shunned_of(alive, now) | given_up.held_back_of(alive, now)
@@ -102,7 +101,7 @@ def mark_shunned(members: Iterable[Member], hearsay: Hearsay, given_up: GivenUp,
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A worker's rate and the seconds of its rollouts."""
+    """A worker's rates, and the seconds that its rollouts take."""
 
     rollouts_per_s: float
     tokens_per_s: float
@@ -111,7 +110,7 @@ class Speed:
 
 
 def measured_speed(member: Member) -> Speed:
-    """As its heartbeats tell, and no faster than what it has delivered bears out (worth)."""
+    """The speed from the worker's heartbeats, but no faster than its deliveries support (worth)."""
     value = member.measures.value
     mean_s, rate = value("rollout_s_mean"), believed_rate(member)
     share = rate / value("rollouts_per_s") if value("rollouts_per_s") > 0 else 0.0
@@ -119,7 +118,7 @@ def measured_speed(member: Member) -> Speed:
 
 
 def believed_rate(member: Member) -> float:
-    """Rollouts per second; of a newcomer its claim, which nobody is to be replaced for."""
+    """Rollouts per second. For a newcomer this is its bare claim, which must not displace any worker."""
     claimed = member.measures.value("rollouts_per_s")
     return min(claimed, CLAIM_MARGIN * member.delivered_per_s) if member.delivered_per_s else claimed
 
@@ -130,9 +129,10 @@ def prior_speed(
     catalogue: Mapping[str, GpuType],
     experience: Experience = NO_EXPERIENCE,
 ) -> Speed:
-    """Of a worker that names this GPU and has not been measured, from those that have been, each with its GPU's name: the
-    median of its own kind; else that of all, each brought to this GPU by the catalogue's rates and what earlier runs saw of
-    both kinds, and its rollouts' seconds by the catalogue's bandwidths; else that of all as it is."""
+    """The assumed speed of an unmeasured worker with this GPU, from the measured ones, each with its GPU's name.
+
+    The median over workers with the same GPU; else over all workers whose GPU the catalogue knows, each scaled to this GPU
+    (`_brought_over`); else over all workers, unscaled."""
     own = kind_of_name(gpu, catalogue)
     named = [(kind_of_name(name, catalogue), speed) for name, speed in measured]
     kin = [
@@ -152,8 +152,11 @@ def prior_speed(
 def _brought_over(
     speed: Speed, of: tuple[str, int], to: tuple[str, int], catalogue: Mapping[str, GpuType], experience: Experience
 ) -> Speed:
-    """Where keys and values take a step's time, tokens/s follow the bandwidth; where weights do, the memory too, which holds
-    more sequences for one reading of them: between the two by the root. `of` and `to`: a kind and how many of it."""
+    """Scales a speed from one GPU to another. `of` and `to`: a kind and the number of GPUs.
+
+    If reading the KV cache dominates a decode step, tokens/s scale with the bandwidth. If reading the weights dominates, they also
+    scale with the memory, because more memory holds more sequences per read of the weights. The square root of the memory ratio is
+    a compromise between the two. What earlier runs measured of both kinds scales all rates."""
     source, target = catalogue[of[0]], catalogue[to[0]]
     quicker = target.bandwidth_gb_per_s / source.bandwidth_gb_per_s
     quicker *= experience.belief(to[0]).ratio / experience.belief(of[0]).ratio
@@ -168,7 +171,7 @@ def _brought_over(
 
 @dataclass(frozen=True, slots=True)
 class Rented:
-    """How a worker's machine is rented: by its own word, where the run did not rent it. Losses and joins go by it."""
+    """How a worker's machine is rented, as its hello says. Expected losses and join times depend on it."""
 
     provider: str
     kind: str
@@ -183,7 +186,7 @@ class Rented:
 def _worker(
     member: Member, speed: Speed, has_own_speed: bool, swap_s_max: float, spreads: bool, expected: tuple[float, float]
 ) -> WorkerEstimate:
-    """`expected`: losses an hour and seconds until it works."""
+    """The planner's estimate of one worker. `expected`: losses per hour, and seconds until it works."""
     return WorkerEstimate(
         worker_id=member.peer_id,
         rollouts_per_s=speed.rollouts_per_s,
@@ -207,7 +210,7 @@ def _worker(
 
 
 def is_spreading(board: LearnerBoard, now: float) -> bool:
-    """Whether a version is on its way, which all of the pool pass on; one that is far overdue holds nobody."""
+    """Whether a broadcast is under way, in which active workers relay chunks. One that is far overdue no longer counts."""
     newest = board.newest
     if newest is None or not newest.waiting:
         return False
@@ -215,9 +218,9 @@ def is_spreading(board: LearnerBoard, now: float) -> bool:
 
 
 class SnapshotMaker:
-    """Makes one snapshot, some workers at a time, so that a large fleet's need not hold up everything else.
+    """Makes one snapshot, some workers at a time, so that a large fleet does not block the event loop.
 
-    Each worker is told as it is when its turn comes. `catalogue`: priors by GPU; `experience`: of earlier runs.
+    Each worker is described as it is when its turn comes. `catalogue`: data sheets for priors; `experience`: of earlier runs.
     """
 
     def __init__(
@@ -249,7 +252,7 @@ class SnapshotMaker:
         return len(self._workers) == len(self._living)
 
     def go_on(self, count: int) -> None:
-        """The next `count` workers."""
+        """Adds the next `count` workers."""
         done, swap_s_max = len(self._workers), self._board.train_s
         for member in self._living[done : done + count]:
             known = self._measured.get(member.peer_id)
@@ -260,13 +263,13 @@ class SnapshotMaker:
             self._workers.append(_worker(member, speed, known is not None, swap_s_max, self._spreads, (hazard, join_s)))
 
     def _prior(self, kind: str) -> Speed:
-        """The same for all of a kind."""
+        """The prior for a GPU name, computed once."""
         if kind not in self._priors:
             self._priors[kind] = prior_speed(kind, list(self._measured.values()), self._catalogue, self._experience)
         return self._priors[kind]
 
     def snapshot(self) -> FleetSnapshot:
-        """Once it is whole."""
+        """Returns the snapshot; call it once `is_whole`."""
         hello = self._board.hello
         assert hello is not None and self.is_whole, "asked for where it is possible, and made whole"
         steps_left = max(0, hello.step_limit - self._board.report.step)
@@ -276,9 +279,9 @@ class SnapshotMaker:
 
 def _learner(board: LearnerBoard, hello: LearnerHello) -> LearnerEstimate:
     full, newest = float(max(hello.full_snapshot_bytes, 1)), board.newest
-    idle_s = min(board.report.idle_s, IDLE_MOST * board.train_s)  # what it tells; a step is the least that it does
+    idle_s = min(board.report.idle_s, IDLE_MOST * board.train_s)  # the learner's own claim, so it is bounded
     return LearnerEstimate(
-        # Workers answer evaluations beside the training's prompts, and no step is made while a checkpoint is copied.
+        # Workers also answer evaluations, and the learner makes no step while it copies a checkpoint.
         rollouts_per_step=hello.rollouts_per_step + round(board.report.evaluation_rollouts),
         evaluation_rollouts=round(board.report.evaluation_rollouts),
         train_s=board.train_s + idle_s,
@@ -296,7 +299,7 @@ def _learner(board: LearnerBoard, hello: LearnerHello) -> LearnerEstimate:
 def fleet_snapshot(
     board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, GpuType]
 ) -> FleetSnapshot | None:
-    """What the planner is told; None while too little is known."""
+    """The planner's snapshot; None while too little is known."""
     maker = SnapshotMaker(board, members, now, catalogue)
     if not maker.is_possible:
         return None
@@ -305,14 +308,16 @@ def fleet_snapshot(
 
 
 def broadcast_nodes(board: LearnerBoard, members: Iterable[Member]) -> list[NodeLink]:
-    """The seed and all connected workers; whose link would slow the pool is late if it is not needed (`needs_of`)."""
+    """The seed (the learner), then all connected workers, by peer ID. Workers whose links would slow the pool become late in the
+    plan if they are not needed (`needs_of`)."""
     hello, seed = board.hello, board.peer_id
     if hello is None or seed is None:
         return []
     there = [m for m in members if m.cut_at is None and m.last_liveness is not Liveness.GONE]
     there = [m for m in there if m.setting is not OperatorSetting.BANNED]
     hidden = {m.peer_id for m in there if not m.access.addresses}
-    # A learner that only byte pipes reach dials whom it can itself; pipes count only where nobody can be dialled.
+    # A learner that is reachable only through byte pipes dials the workers that it can. Pipes are used only if no worker
+    # can be dialled.
     is_dialling = bool(board.pipe_address) and len(hidden) < len(there)
     access = Access() if is_dialling else Access(addresses=(board.address,))
     workers = [
@@ -327,19 +332,22 @@ def broadcast_nodes(board: LearnerBoard, members: Iterable[Member]) -> list[Node
 
 
 def region_of(member: Member) -> str:
-    """Within it traffic is free. Empty where it is not known: a provider's regions charge one another."""
+    """The worker's provider and region, within which traffic is free. Empty if either is not known, because traffic between regions
+    of one provider is charged."""
     hello = member.hello
     return f"{hello.provider.lower()}/{hello.region.lower()}" if hello.provider and hello.region else ""
 
 
 def pool_usd_per_s(members: Iterable[Member]) -> float:
-    """What a second of the pool costs: no second of waiting for a version is worth more."""
+    """What a second of the active pool costs: a second less of waiting for a version is worth at most this."""
     return sum(m.hello.price_usd_per_hour for m in members if m.last_activation is Activation.ACTIVE) / 3600
 
 
 def needs_of(nodes: Sequence[NodeLink], members: Mapping[PeerId, Member], plan: Plan | None) -> Needs:
-    """Active workers weigh what they were measured to give, before that as much as the others; the rest nothing. As much
-    of it is needed as the plan's relation of throughput asks for, and a little more; without a plan all."""
+    """Weights of the workers in `nodes`, and the share of the total that needs a version first.
+
+    An active worker's weight is its measured rate, or the median rate before it is measured; other workers weigh 0. The share is
+    what the plan's throughput term needs plus a margin (`RATE_MARGIN`); 1 without a plan."""
     active = [m for node in nodes[1:] if (m := members[node.peer_id]).last_activation is Activation.ACTIVE]
     rates = {m.peer_id: believed_rate(m) for m in active if is_measured(m) and not m.is_newcomer}
     usual = median(rates.values()) if rates else 1.0
@@ -351,7 +359,8 @@ def needs_of(nodes: Sequence[NodeLink], members: Mapping[PeerId, Member], plan: 
 
 
 def _access(member: Member, hidden: set[PeerId]) -> Access:
-    """With the hidden peers that it has met without a relay: trees may go from one to the other."""
+    """How to reach the worker. A hidden one also gets the hidden peers that it has met without a relay: trees may use these
+    links."""
     if member.peer_id not in hidden:
         return Access(addresses=member.access.addresses)
     met = {link.peer_id for link in member.heartbeat.links or () if link.kind != LinkKind.RELAYED}

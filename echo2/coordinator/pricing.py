@@ -1,9 +1,10 @@
-"""What a worker may ask for its work without the operator's word.
+"""The highest price that a worker may ask without the operator's approval.
 
-A worker declares its own price, and the budget is spent by it, so a price is a claim: one on a machine that was rented here
-may cost what was agreed for the machine; any other no more than the dearest offer of its GPU, than the cap of the whole
-pool, and than what would spend the budget in `BUDGET_HOURS`. One that asks more stands by until the operator activates it,
-which approves that price and none above it. Pure. Leaves to others: which of the approved are worth it (planner).
+A worker declares its own price, and the budget is spent at that price, so the price is a claim that needs a limit. A worker on a
+machine that this run rented may ask at most the machine's price; any other at most the price of the most expensive offer of its
+GPU. No worker may ask more than the cap of the whole pool, or a price that would spend the budget in `BUDGET_HOURS`. A worker that
+asks more stays on standby until the operator activates it, which approves that price and none above it. Pure. Leaves to others:
+which of the approved workers are worth their price (planner).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ROUNDING = 1 + 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PriceLimit:
-    """`what` it comes from, in words."""
+    """A limit in USD per hour. `what`: where it comes from, in words."""
 
     usd_per_hour: float = math.inf
     what: str = "any price"
@@ -35,7 +36,8 @@ NO_LIMIT = PriceLimit()
 def price_limit(
     machine: RentedMachine | None, offers: Sequence[MachineOffer], gpu: str, usd_per_hour_cap: float, usd_budget: float
 ) -> PriceLimit:
-    """`machine`: what it joined from, where that was rented here. 0: no cap, no budget."""
+    """The lowest limit that applies. `machine`: the worker's machine if this run rented it. `usd_per_hour_cap`, `usd_budget`: 0
+    means none."""
     limits = [NO_LIMIT]
     offered = [offer.usd_per_hour for offer in offers if gpu and offer.gpu == gpu and offer.usd_per_hour > 0]
     if machine is not None:

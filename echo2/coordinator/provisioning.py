@@ -1,10 +1,10 @@
-"""Getting machines and giving them back: what may be rented, what is rented, and one protocol for all providers.
+"""Renting and releasing machines: offers, rented machines, and one protocol for all providers.
 
-Guarantees of a `Provider`: `rent` makes the machine of that id or raises; asked again for the same id it makes no second
-one, so that a caller that died in between may ask again. `release` ends it, at once or at the latest after the
-provider's stated grace, and is no error for a machine that is not there. `observe` tells what there is now, also what an
-earlier process rented. Leaves to others: whether to rent (fleet_advice, the operator), the journal and what outlives the
-process (runtime/provisioner).
+Guarantees of a `Provider`: `rent` makes the machine with the given id or raises. It is idempotent: a second call with the same id
+makes no second machine, so a caller that died in between may ask again. `release` ends the machine, at once or at the latest after
+the provider's stated grace period; releasing a machine that does not exist is no error. `observe` lists the machines that exist
+now, including those that an earlier process rented. Leaves to others: whether to rent (fleet_advice, the operator), the journal
+and state that outlives the process (runtime/provisioner).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from echo2.base.ids import RunId
 
 @dataclass(frozen=True, slots=True)
 class MachineOffer:
-    """A kind of machine that may be had. `rollouts_per_s` 0: as fast as measured workers of this GPU.
+    """A kind of machine that can be rented. `rollouts_per_s` 0: assume the speed of measured workers with this GPU.
 
-    `is_automatic`: whether the planner may take it without being asked. `settings`: the provider's own.
+    `is_automatic`: whether the planner may rent it without asking. `settings`: provider-specific.
     """
 
     name: str
@@ -45,14 +45,14 @@ class MachineOffer:
             )
 
     def setting(self, key: str, default: str | None = None) -> str:
-        """One of the provider's own settings; ConfigError when a needed one is missing."""
+        """Returns a provider-specific setting, or `default`. ConfigError if it is missing and there is no default."""
         value = self.settings.get(key, default)
         if value is None:
             raise ConfigError(f"offer {self.name} of {self.provider}: expected a setting {key!r}, it is missing")
         return value
 
     def allow(self, *keys: str) -> None:
-        """ConfigError names a setting that the provider does not know."""
+        """Checks that all settings are among `keys`; ConfigError names one that is not."""
         unknown = sorted(set(self.settings) - set(keys))
         if unknown:
             raise ConfigError(
@@ -62,13 +62,13 @@ class MachineOffer:
 
 
 def machine_prefix(run_id: RunId, offer: str) -> str:
-    """What the ids of an offer's machines begin with, in letters that clouds take for names."""
+    """The prefix of the ids of an offer's machines, in characters that clouds accept in names."""
     run = re.sub(r"[^a-z0-9]+", "-", f"e-{run_id}".lower())[:16].strip("-")
     return f"{run}-{offer}-"
 
 
 class MachineState(enum.Enum):
-    """Where a machine is in its life. WANTED and RELEASING are kept before the provider is asked."""
+    """Where a machine is in its life. WANTED and RELEASING are saved before the provider is called."""
 
     WANTED = "wanted"
     STARTING = "starting"
@@ -80,7 +80,7 @@ class MachineState(enum.Enum):
 
 @dataclass(slots=True)
 class RentedMachine:
-    """`command`: what to run on it, where a person has to; empty where the provider has done so."""
+    """`command`: what a person has to run on it; empty if the provider has done so."""
 
     machine_id: str
     offer: str
@@ -99,21 +99,21 @@ class RentedMachine:
         return self.state is not MachineState.GONE
 
     def usd_spent(self, now: float) -> float:
-        """What it has cost by its price, from the moment it was asked for."""
+        """What it has cost at its price since it was requested."""
         until = now if self.ended_at is None else self.ended_at
         return self.usd_per_hour * max(0.0, until - self.rented_at) / 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A machine as its provider sees it now. `notice`: why it will be taken away, in state ENDING."""
+    """A machine as its provider sees it now. `notice`: in state ENDING, why the provider takes it away."""
 
     state: MachineState
     notice: str = ""
 
 
 class Provider(Protocol):
-    """One offer's provider. `link_uses`: how many workers one join link must let in; 0: any number, over time."""
+    """The provider behind one offer. `link_uses`: how many workers one join link must admit; 0: any number over time."""
 
     @property
     def name(self) -> str: ...
@@ -122,13 +122,13 @@ class Provider(Protocol):
     def link_uses(self) -> int: ...
 
     async def rent(self, machine_id: str, join_link: str) -> str:
-        """Makes the machine, which joins by `join_link`. Returns the command for a person to run, or nothing.
+        """Makes the machine, which joins by `join_link`. Returns the command for a person to run, or an empty text.
 
-        ResourceError when there is none to be had, Unreachable when the provider does not answer."""
+        ResourceError if no machine is available, Unreachable if the provider does not answer."""
         ...
 
     async def release(self, machine_id: str) -> None: ...
 
     async def observe(self) -> dict[str, Sighting]:
-        """The machines that there are, by id. Unreachable when that cannot be told now."""
+        """The machines that exist now, by id. Unreachable if the provider cannot be asked now."""
         ...

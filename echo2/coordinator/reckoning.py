@@ -1,6 +1,6 @@
-"""What the planners predicted, next to what happened: utilisation, T_bcast, money; and what was acted on (track_record).
+"""Compares the planners' predictions with what happened: utilisation, T_bcast, money; and plans that were acted on (track_record).
 
-Guarantees: bounded memory; a broadcast is compared with the prediction made when that very version was published; money is
+Guarantees: bounded memory; a broadcast is compared with the prediction made when that same version was published; money is
 compared only while plans are carried out. Leaves to others: measuring, showing (runtime).
 """
 
@@ -17,7 +17,7 @@ from echo2.cost_model.prediction import Predicted, PredictionLog
 
 @dataclass(slots=True)
 class Reckoning:
-    """One door for each thing that happens."""
+    """The log of predictions; one method for each thing that happens."""
 
     board: LearnerBoard
     log: PredictionLog = field(default_factory=PredictionLog)
@@ -31,15 +31,15 @@ class Reckoning:
         hello, step = self.board.hello, self.board.report.step
         self.track.planned(plan, is_acted_on, max(0, hello.step_limit - step) if hello is not None else 0, now)
         if is_acted_on:
-            # The meter counts machines; who pays for traffic is told by no provider here.
+            # The meter counts machines only: no provider reports here what the traffic costs.
             self.log.predict(Predicted.USD_PER_HOUR, plan.usd_per_hour - plan.egress_usd_per_hour, now)
 
     def expected(self, plan: Plan | None) -> float:
-        """The plan's utilisation as the wall clock is to have it; 0 without a plan."""
+        """The utilisation to expect by the wall clock: the plan's, corrected by the track record; 0 without a plan."""
         return self.track.expected(plan.predicted_utilisation).expected if plan is not None else 0.0
 
     def step_made(self, report: LearnerReport, spent_usd: float, now: float) -> None:
-        """The learner made a step; `spent_usd` on all workers so far."""
+        """The learner made a step. `spent_usd`: spent on all workers so far."""
         self.track.step_made(report.step, report.train_s, self.board.train_s, now)
         hello = self.board.hello
         if hello is not None and 0 < hello.step_limit <= report.step:
@@ -52,7 +52,7 @@ class Reckoning:
         self._spent = now, spent_usd
 
     def spread(self, row: VersionRow | None, now: float) -> None:
-        """`row` is the newest version that is live on its whole pool; idempotent."""
+        """A version is live on its whole pool. `row`: the newest such version. Idempotent."""
         if row is None or row is self._compared:
             return
         self._compared = row

@@ -1,8 +1,7 @@
-"""What the coordinator must not forget, as one value, and the changes that keep it so.
+"""The coordinator's persistent state as one value, the changes to it, and the protocol of the store.
 
-Guarantees of a `StateStore`, checked by one contract suite on every implementation: `write` is all or nothing and
-durable against the death of the process when it returns; `load` gives back what was written. Leaves to others: which
-changes to write (runtime/hub).
+Guarantees of a `StateStore`, checked by one contract suite on every implementation: `write` is atomic, and what it wrote survives
+a crash of the process once it returns; `load` returns what was written. Leaves to others: which changes to write (runtime/hub).
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class LoggedEvent:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One point of the run's curves. `eval_reward` None: not evaluated yet; `reward_mean` None: no step was made since the
-    learner started."""
+    """One point of the run's curves. `eval_reward` None: not evaluated yet; `reward_mean` None: no step since the learner
+    started."""
 
     unix_s: float
     step: int
@@ -42,7 +41,8 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class PaidAction:
-    """Something that costs or saves money was done or asked for, and why: the price at stake, and what it has cost."""
+    """An action that costs or saves money and was done or requested, with its reason. `usd_per_hour`: the price at stake;
+    `usd_spent`: what it has cost."""
 
     unix_s: float
     action: str
@@ -56,7 +56,8 @@ class PaidAction:
 class StoreChanges:
     """What to write in one transaction. Removals are carried out after the writes.
 
-    `must_last`: it outlives a power cut too: nobody would tell it again (a ban, a revoked token, a machine that costs money).
+    `must_last`: it must survive a power cut too, because no node would report it again (a ban, a revoked token, a machine that
+    costs money).
     """
 
     groups: list[OpenGroup] = field(default_factory=list)
@@ -81,7 +82,7 @@ class StoreChanges:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """Everything that was written; events, samples and paid actions oldest first, the newest of them only."""
+    """Everything that was written. Of events, samples and paid actions only the newest, oldest first."""
 
     groups: tuple[OpenGroup, ...] = ()
     leases: tuple[Lease, ...] = ()
@@ -98,11 +99,11 @@ class StateStore(Protocol):
     def load(self) -> SavedState: ...
 
     def write(self, changes: StoreChanges) -> None:
-        """DiskFull or StateError when it cannot be kept; nothing of it is kept then."""
+        """Writes all changes or none. DiskFull or StateError if they cannot be written."""
         ...
 
     def prune(self, events_kept: int, samples_kept: int) -> None:
-        """Forgets all but the newest events and samples."""
+        """Deletes all but the newest events and samples."""
         ...
 
     def close(self) -> None: ...

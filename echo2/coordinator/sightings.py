@@ -1,9 +1,9 @@
-"""What this run sees of each kind of machine: rates, losses and joins, as records for later runs.
+"""Records for later runs what this run observes of each kind of machine: rates, losses and join times.
 
-What a worker says of itself counts as far as it is borne out: its rate up to twice what the learner admitted (worth), its
-kind only where the run rented the machine or several workers agree (experience). Each worker counts once, and as one loss at
-most. Guarantees: pure but for what it has seen so far; memory is bounded by the fleet; machines without a data sheet, CPUs among
-them, are left out. Leaves to others: the file (runtime/experience_file).
+A worker's claims count only as far as they are supported: its rate up to twice what the learner admitted (worth), its kind only if
+the run rented the machine or several workers agree (experience). Each worker counts once, and as at most one loss.
+Guarantees: no IO; memory is bounded by the fleet; machines without a data sheet, including CPUs, are left out. Leaves to others:
+the file (runtime/experience_file).
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from echo2.cost_model.roofline import tokens_per_s
 from echo2.cost_model.sizing import ModelSize, RunLengths, gpu_fit, model_size, quantisation_called, spread_speed
 
 TOKENS_HELD = 0.75
-"""In a sequence's cache at a moment, over a rollout's mean length: long ones are met more often."""
+"""Tokens in a sequence's KV cache at a random moment, as a share of the mean rollout length. It is above half because long rollouts
+run for longer, so a random moment finds them more often."""
 
 
 @dataclass(slots=True)
 class SeenMachine:
-    """One worker. `is_certain`: the run rented its machine. `ratio`: delivered over predicted; None: not known."""
+    """What was observed of one worker. `is_certain`: the run rented its machine, so its kind is known. `ratio`: delivered over
+    predicted rate; None: not known."""
 
     kind: str
     provider: str
@@ -67,7 +69,8 @@ class Sightings:
         preempted: Collection[PeerId],
         now: float,
     ) -> None:
-        """Takes in the fleet as it is now. `rented`: workers on machines of this run; `preempted`: whose cloud took them."""
+        """Observes the fleet as it is now. `rented`: workers on machines that this run rented; `preempted`: workers whose machines
+        the cloud preempted."""
         passed_s = 0.0 if self._looked_at is None else max(0.0, now - self._looked_at)
         self._looked_at = now
         self._began = now if self._began is None else self._began
@@ -89,7 +92,7 @@ class Sightings:
                 sighting.ratio = sighting.ratio if ratio is None else ratio
 
     def _sighting(self, member: Member, machine: tuple[RentedMachine, MachineOffer] | None, now: float) -> SeenMachine:
-        """Made when the worker has first delivered: its join lasted until then."""
+        """The worker's record, made when it has delivered for the first time: that is when its join ends."""
         known = self.seen.get(member.peer_id)
         if known is not None:
             return known
@@ -99,13 +102,14 @@ class Sightings:
         made = SeenMachine("" if kind == CPU else kind, member.hello.provider, member.hello.is_spot, is_certain)
         if machine is not None:
             made.provider, made.is_spot = machine[1].provider, machine[1].is_spot
-            if self._began is not None and machine[0].rented_at >= self._began:  # else it joined in an earlier process
+            if self._began is not None and machine[0].rented_at >= self._began:  # else an earlier process rented it
                 made.join_s = min(JOIN_S_MOST, now - machine[0].rented_at)
         self.seen[member.peer_id] = made
         return made
 
     def _ratio(self, member: Member, size: ModelSize, lengths: RunLengths, held: float) -> float | None:
-        """Believed tokens/s over the roofline's for as many sequences as ran; None where the model would not fit its kind."""
+        """Believed tokens/s over the roofline's prediction for the same number of running sequences; None if the model would not
+        fit this kind."""
         kind, count = self.seen[member.peer_id].kind, kind_of_name(member.hello.gpu, self.catalogue)[1]
         value, gpu = member.measures.value, self.catalogue[kind]
         quantisation = quantisation_called(member.hello.quantisation)
@@ -121,7 +125,7 @@ class Sightings:
         return delivered / predicted if predicted > 0 else None
 
     def records(self, unix_s: float) -> tuple[KindRecord, ...]:
-        """One for each kind, provider and way of renting of which enough was seen."""
+        """One record per kind, provider and spot or on-demand, if enough workers of it were seen."""
         groups: dict[tuple[str, str, bool], list[SeenMachine]] = {}
         for one in self.seen.values():
             if one.kind:
@@ -147,7 +151,8 @@ class Sightings:
 
 
 def work_of(board: LearnerBoard) -> tuple[ModelSize | None, RunLengths, float]:
-    """The model, its lengths, and tokens in a sequence's cache; no size while no rollout was trained on."""
+    """The model's size, the run's lengths, and the tokens in a sequence's KV cache; the size is None until a rollout was trained
+    on."""
     hello, report = board.hello, board.report
     if hello is None or not report.trained_rollouts:
         return None, RunLengths(0), 0.0

@@ -1,4 +1,4 @@
-"""What nodes say of themselves, as frozen values; limits are checked where messages are read (wire/coordinator)."""
+"""What nodes report about themselves, as frozen values. Their limits are checked when messages are parsed (wire/coordinator)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echo2.coordinator.lease_events import HeldLease
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """Rates and round trip of an access link; 0: not known."""
+    """Rates and round-trip time of an access link; 0: not known."""
 
     uplink_bytes_per_s: float = 0.0
     downlink_bytes_per_s: float = 0.0
@@ -21,7 +21,7 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True)
 class ReportedLink:
-    """A link that a worker keeps to a peer. `kind`: direct | reverse | hole-punched | relayed."""
+    """A worker's link to a peer. `kind`: direct | reverse | hole-punched | relayed."""
 
     peer_id: PeerId
     kind: str
@@ -30,7 +30,7 @@ class ReportedLink:
 
 @dataclass(frozen=True, slots=True)
 class ReportedLine:
-    """A warning or error of a worker's own log."""
+    """A warning or error from a worker's own log."""
 
     unix_s: float
     is_error: bool
@@ -61,7 +61,7 @@ class WorkerHello:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Rates are per busy second; counts since the worker's process began."""
+    """A worker's heartbeat. Rates are per busy second; counts are since the worker's process began."""
 
     version: Version | None = None
     running_sequences: int = 0
@@ -85,9 +85,9 @@ class Heartbeat:
     fingerprint: str = ""
     memory_used_bytes: int = 0
     memory_total_bytes: int = 0
-    reach: Access | None = None  # how it is met, as found out; None: as its hello says
-    links: tuple[ReportedLink, ...] | None = None  # None: as before
-    log: tuple[ReportedLine, ...] | None = None  # newest last; None: as before
+    reach: Access | None = None  # how to reach it, as it found out; None: as in its hello
+    links: tuple[ReportedLink, ...] | None = None  # None: unchanged
+    log: tuple[ReportedLine, ...] | None = None  # newest last; None: unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +116,10 @@ class LearnerHello:
 
 @dataclass(frozen=True, slots=True)
 class LearnerReport:
-    """`lag_histogram[i]`: trained tokens of lag i. `eval_reward` None before the first evaluation. `evaluation_rollouts`,
-    `idle_s`: what evaluations ask of workers, and seconds that checkpoints and publications take, spread over the steps between.
-    `audit_fleet_share`: tokens that workers read for audits, of those trained on; `audit_s`: what the learner scores itself, a
-    step."""
+    """The learner's report. `lag_histogram[i]`: trained tokens with lag i. `eval_reward`: None before the first evaluation.
+    `evaluation_rollouts`: rollouts per step that evaluations need, and `idle_s`: seconds per step that checkpoints and
+    publications take, both spread over the steps in between. `audit_fleet_share`: tokens that workers read for audits, as a share
+    of the trained tokens; `audit_s`: seconds per step that the learner spends on scoring for audits."""
 
     step: Step = _STEP_0
     newest_version: Version = _VERSION_0

@@ -1,8 +1,8 @@
-"""Join tokens and the rate at which they may be tried.
+"""Join tokens, and a rate limit on attempts to use them.
 
-Guarantees: a token is kept only as its SHA-256 (it carries 256 random bits, so no slow hash is needed); one that is
-unknown, expired, used up, revoked or of another role is refused with the reason; a peer that enrols again with the same
-token uses it once. Leaves to others: making random bytes, keeping tokens on disk, issuing certificates.
+Guarantees: a token is stored only as its SHA-256 (it carries 256 random bits, so no slow hash is needed); a token that is
+unknown, expired, used up, revoked or for another role is refused with the reason; a peer that enrols again with the same
+token counts as one use. Leaves to others: making random bytes, storing tokens on disk, issuing certificates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def token_hash(secret: str) -> str:
 
 @dataclass(slots=True)
 class Token:
-    """`use_limit` 0: any number of peers. `peers` have used it."""
+    """`use_limit`: number of peers that may use it; 0: any number. `peers`: those that have used it."""
 
     token_id: str
     hash: str
@@ -40,7 +40,7 @@ class Token:
     peers: set[PeerId] = field(default_factory=set)
 
     def problem(self, now: float) -> str:
-        """Why it lets nobody new in; empty while it does."""
+        """Why the token admits no new peer; empty while it does."""
         if self.is_revoked:
             return "it was revoked"
         if now >= self.expires_at:
@@ -62,7 +62,7 @@ class TokenBook:
             self._by_hash[token.hash] = token
 
     def create(self, secret: str, role: str, label: str, lifetime_s: float, use_limit: int, now: float) -> Token:
-        """Takes a new secret in. MalformedMessage for a wish out of range."""
+        """Adds a token for a new secret. MalformedMessage if a field is out of range; LimitExceeded if there are too many."""
         if role not in ROLES:
             raise MalformedMessage(f"token role: expected one of {', '.join(ROLES)}, got {role[:40]!r}")
         if len(label) > LABEL_CHARS_MAX or not (label.isprintable()):
@@ -80,7 +80,7 @@ class TokenBook:
         return token
 
     def redeem(self, secret: str, role: str, peer_id: PeerId, now: float) -> Token:
-        """The token, once it lets `peer_id` in as `role`; BadToken or NotAllowed with the reason."""
+        """Uses the token to admit `peer_id` as `role` and returns it; else BadToken or NotAllowed with the reason."""
         token = self._by_hash.get(token_hash(secret))
         if token is None:
             raise BadToken(
@@ -98,7 +98,7 @@ class TokenBook:
         return token
 
     def look_up(self, secret: str, whose: str, now: float) -> Token:
-        """The token, without using it: also one that is used up. BadToken for one that is unknown, expired or revoked."""
+        """Returns the token without using it, even if it is used up. BadToken if it is unknown, expired or revoked."""
         token = self._by_hash.get(token_hash(secret))
         if token is None:
             raise BadToken(
@@ -120,7 +120,8 @@ class TokenBook:
 
 @dataclass(slots=True)
 class RateLimiter:
-    """A bucket of `burst` per key that refills at `per_s`; the least recently used of `keys_max` keys is forgotten."""
+    """A token bucket per key: holds `burst` and refills at `per_s`. Beyond `keys_max` keys, the least recently used is
+    forgotten."""
 
     per_s: float
     burst: int
@@ -128,7 +129,7 @@ class RateLimiter:
     _buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
 
     def take(self, key: str, now: float) -> float:
-        """0.0 when the call may go on, else how many seconds too early it came."""
+        """Returns 0.0 if the call may go on, else the number of seconds to wait."""
         level, at = self._buckets.pop(key, (float(self.burst), now))
         level = min(float(self.burst), level + max(0.0, now - at) * self.per_s)
         short = max(0.0, (1.0 - level) / self.per_s)

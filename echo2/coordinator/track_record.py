@@ -1,11 +1,11 @@
-"""Predictions that were acted on, next to what came: the wall clock's share that the learner trains, workers' rates, the finish.
+"""Compares predictions that were acted on with what happened: utilisation by the wall clock, workers' rates, the finish time.
 
-A plan that is carried out opens a prediction of utilisation. After `WINDOW_STEPS` steps, or when another pool or period takes its
-place, it is compared with the seconds that steps took of the learner over all that passed: waits, evaluations, checkpoints and
-restarts of the learner are in it. What was missed so far moves the next prediction (`expected`) and makes its interval, Student's t
-of what is left: intervals come from this run's own misses. The window under way counts with its share of a whole one, so that the
-first steps already tell. Guarantees: pure; bounded memory; what was kept and makes no sense is
-left out. Leaves to others: the model's prediction (cost_model), keeping (runtime/remembering).
+A plan that is carried out opens a prediction of utilisation. After `WINDOW_STEPS` steps, or when a plan with another pool or
+period replaces it, the prediction is compared with the seconds that steps took over all seconds that passed, so waits,
+evaluations, checkpoints and restarts of the learner count. The misses so far shift the next prediction (`expected`), and the
+spread that remains gives its interval (Student's t): intervals come from this run's own misses. The current window counts by the
+share of it that has passed, so that the first steps already have an effect. Guarantees: no IO; bounded memory; saved records that
+make no sense are left out. Leaves to others: the model's prediction (cost_model), saving (runtime/remembering).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ RECORDS_MAX = 256
 OPEN_RATES_MAX = 1024
 WINDOW_STEPS, STEPS_LEAST, STEPS_OPEN = 16, 8, 4
 NEWEST = 16
-"""So many misses are looked at: the run changes."""
+"""Only so many of the newest misses count, because the run changes."""
 PRIOR_WEIGHT, PRIOR_SPREAD, FREEDOM = 0.5, 0.04, 2.0
-"""Before anything was compared: as if half a window had shown no bias, and two a spread of four points."""
+"""The prior: as if half a window had shown no bias, and two windows a spread of four percentage points."""
 SHOWN = 8
 COVERAGE = 0.9
 FINISH_SPREAD = 0.15
@@ -43,7 +43,8 @@ class Quantity(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeptPrediction:
-    """One prediction and what came. `about`: what was acted on. Of a finish both are seconds from `at`; of a rate rollouts/s."""
+    """One prediction and its outcome. `about`: what was acted on. Units of `predicted` and `measured`: for a finish, seconds from
+    `at`; for a rate, rollouts/s."""
 
     what: str
     about: str
@@ -60,15 +61,15 @@ class KeptPrediction:
 
     @property
     def error(self) -> float:
-        """Of a utilisation in points of it; else relative to what was predicted."""
+        """The miss: for a utilisation the difference, else relative to the prediction."""
         miss = self.measured - self.predicted
         return miss if self.what == Quantity.UTILISATION.value else miss / max(self.predicted, 1e-9)
 
 
 @dataclass(slots=True)
 class _OpenPrediction:
-    """`model`: as the planner says, before this run's misses. `began`: the end of the first step after it, and the learner's busy
-    seconds by then; None before."""
+    """`model`: the planner's prediction, before this run's misses are added. `began`: number and time of the first step that ended
+    after the prediction, and the learner's busy seconds by then; None before that."""
 
     about: str
     at: float
@@ -80,7 +81,7 @@ class _OpenPrediction:
 
 @dataclass(slots=True)
 class TrackRecord:
-    """`misses`: measured minus the model's."""
+    """`misses`: measured utilisation minus the model's."""
 
     records: deque[KeptPrediction] = field(default_factory=lambda: deque(maxlen=RECORDS_MAX))
     misses: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))
@@ -97,13 +98,13 @@ class TrackRecord:
 
     @property
     def bias(self) -> float:
-        """What to add to the planner's utilisation for that of the wall clock."""
+        """What to add to the planner's utilisation to get that of the wall clock."""
         weight, miss = self._open_miss()
         return (sum(self.misses) + weight * miss) / (len(self.misses) + weight + PRIOR_WEIGHT)
 
     @property
     def reach(self) -> float:
-        """The half-width that holds the wall clock's 9 times of 10."""
+        """The half-width of an interval that contains the wall clock's utilisation 9 times out of 10."""
         bias, (open_weight, open_miss) = self.bias, self._open_miss()
         weight = len(self.misses) + open_weight + FREEDOM
         left = sum((one - bias) ** 2 for one in self.misses) + open_weight * (open_miss - bias) ** 2
@@ -111,7 +112,7 @@ class TrackRecord:
         return math.sqrt(left / weight) * t_quantile((1 + COVERAGE) / 2, weight)
 
     def _open_miss(self) -> tuple[float, float]:
-        """Of the window that is under way: its share of a whole one, and by how much the wall clock differs so far."""
+        """The current window's share of a whole one, and the wall clock's utilisation in it so far minus the model's."""
         one = self._plan
         steps = self._step - one.began[0] if one is not None and one.began is not None else 0
         if one is None or steps < STEPS_OPEN:
@@ -119,20 +120,20 @@ class TrackRecord:
         return min(1.0, steps / WINDOW_STEPS), self._share(one) - one.model
 
     def _share(self, one: _OpenPrediction) -> float:
-        """Of the wall clock since `one` began, that the learner trained."""
+        """The share of the time since `one` began that the learner has trained."""
         assert one.began is not None, "asked for where it has begun"
         _, began_at, busy_s = one.began
         return min(1.0, (self._busy_s - busy_s) / max(self._step_at - began_at, 1e-9))
 
     def expected(self, model_utilisation: float) -> Interval:
-        """Of the wall clock, for what the planner predicts: moved by this run's misses, with the interval that they leave."""
+        """The wall clock's utilisation for a planner's prediction: shifted by this run's misses, with its interval."""
         middle = min(1.0, max(0.0, model_utilisation + self.bias))
         return Interval(middle, max(0.0, middle - self.reach), min(1.0, middle + self.reach))
 
     # ---- what happens
 
     def planned(self, plan: Plan, is_acted_on: bool, steps_left: int, now: float) -> None:
-        """A plan was adopted; the same pool and period again changes nothing."""
+        """A plan was adopted. The same pool and period as before change nothing."""
         key = (plan.kappa, plan.pool)
         if not is_acted_on or not self._step_s or (self._plan is not None and self._plan.key == key):
             return
@@ -149,8 +150,8 @@ class TrackRecord:
             self._finish = self._finish or _OpenPrediction(about, now, middle, Interval(middle, low, high), key)
 
     def step_made(self, step: int, took_s: float, usual_s: float, now: float) -> None:
-        """`step` is done; it took `took_s` of the learner, as one does `usual_s`. Steps that were made before a restart from a
-        checkpoint and are made again count once."""
+        """The learner finished `step` in `took_s` seconds; a step usually takes `usual_s`. Steps that are repeated after a restart
+        from a checkpoint count once."""
         self._busy_s += max(0, step - self._step) * took_s if self._step else 0.0
         self._step, self._step_at, self._step_s = max(step, self._step), now, usual_s
         if self._plan is None:
@@ -179,7 +180,7 @@ class TrackRecord:
             self._keep(Quantity.FINISH, one.about, one.at, one.promised, now - one.at, now)
 
     def rate_expected(self, worker: str, about: str, rate: Interval, now: float) -> None:
-        """Of a worker that has not been measured; the first word counts."""
+        """Notes the expected rate of a worker that has not been measured; only the first one counts."""
         if worker not in self._rates and len(self._rates) < OPEN_RATES_MAX:
             self._rates[worker] = now, rate, about
 
@@ -193,10 +194,10 @@ class TrackRecord:
         self.changes += 1
         self.records.append(KeptPrediction(what.value, about, at, told.expected, told.low, told.high, measured, now))
 
-    # ---- as it is kept and shown
+    # ---- saving and display
 
     def value(self, shown: int = SHOWN) -> dict[str, dict[str, Any]]:
-        """By quantity: how many, mean miss, bias, how many were within their interval, the newest `shown`."""
+        """For each quantity: number of records, mean absolute miss, bias, how many fell in their interval, the newest `shown`."""
         opened = {Quantity.UTILISATION: self._plan is not None, Quantity.FINISH: self._finish is not None}
         found = {}
         for what in Quantity:
@@ -214,7 +215,7 @@ class TrackRecord:
         return json.dumps({"records": [asdict(one) for one in self.records], "misses": list(self.misses)})
 
     def restore(self, text: str) -> None:
-        """What an earlier process kept."""
+        """Loads what an earlier process saved; ignores what cannot be read."""
         try:
             told = json.loads(text or "{}")
             rows = [KeptPrediction(**row) for row in told.get("records", ())][-RECORDS_MAX:]

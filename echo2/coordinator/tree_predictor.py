@@ -1,8 +1,8 @@
-"""The broadcast planner's word on how long a version takes, for the planner of the pool.
+"""Predicts for the planner of the pool how long a broadcast takes, using the trees that the broadcast planner would build.
 
-Guarantees: pure; never faster than the fluid bound over `efficiency`, because trees are not. Beyond `NODES_MAX` receivers,
-where building trees for every pool that is considered would take longer than planning, it is the fluid estimate. Leaves
-to others: which nodes cannot be dialled (the broadcast plan itself knows).
+Guarantees: pure; never faster than the fluid bound divided by `efficiency`, because trees cannot beat that bound. Beyond
+`NODES_MAX` receivers it uses the fluid estimate, because building trees for every pool under consideration would take longer than
+planning itself. Leaves to others: which nodes cannot be dialled (the broadcast plan itself takes care of that).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ POOLS_KEPT = 64
 
 @dataclass(slots=True)
 class TreeBroadcast:
-    """`efficiency`: what share of the rate that the trees promise is reached."""
+    """`efficiency`: the share of the trees' predicted rate that broadcasts reach."""
 
     efficiency: float
     _known: dict[tuple[float, LinkEstimate, tuple[LinkEstimate, ...]], float] = field(default_factory=dict)
 
     def predict(self, artifact_bytes: float, seed: LinkEstimate, receivers: Sequence[LinkEstimate]) -> float:
-        """Seconds from the first byte sent to the last worker's last byte held."""
+        """Seconds from the first byte sent until the last worker holds its last byte."""
         fluid = FluidBroadcast(self.efficiency)
         if not 0 < len(receivers) <= NODES_MAX:
             return fluid.predict(artifact_bytes, seed, receivers)
@@ -42,7 +42,7 @@ class TreeBroadcast:
 
 
 def rate_of_trees(seed: LinkEstimate, receivers: Sequence[LinkEstimate], artifact_bytes: float) -> float:
-    """Bytes/s at which all receivers take in a version, by the plan that the broadcast planner makes for them."""
+    """Bytes/s at which all receivers get a version, according to the plan that the broadcast planner makes for them."""
     size = max(1, int(artifact_bytes))
     nodes = [_node(number, link) for number, link in enumerate((seed, *receivers))]
     made = plan(nodes, 1, size)

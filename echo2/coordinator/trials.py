@@ -1,9 +1,9 @@
-"""Which newcomers are on trial: in the pool beside the plan until the learner has had something of them.
+"""Chooses which newcomers are on trial: in the pool beside the plan until the learner has admitted something from them.
 
-A plan is made of workers that have delivered; whatever a newcomer claims is no part of it. So newcomers are taken in
-beside it: at most as many at once as there are proven workers (a fleet may double in one trial), paid from the room that
-the proven leave under the cap, first come first served. A trial that brings nothing in `trial_s` ends, and the next one
-of that worker comes after a time that doubles. While nobody is proven (a run's start), all are on trial that the cap allows.
+A plan uses only workers that have delivered; a newcomer's claims are not part of it. So newcomers join the pool beside the plan: at
+most as many at once as there are proven workers (a fleet may double in one trial), within what the proven workers leave of the
+price cap, first come first served. A trial that brings nothing within `trial_s` ends, and that worker waits for its next one for a
+time that doubles each time. While no worker is proven (a run's start), all newcomers are on trial that the cap allows.
 
 Guarantees: no proven worker leaves the pool because of what a newcomer says. Leaves to others: what a newcomer may hold
 (worth), the pool (planner_input, cost_model).
@@ -26,7 +26,7 @@ PAUSES_MAX = 6
 
 @dataclass(slots=True)
 class Past:
-    """Of one worker: trials that brought nothing, and until when it waits for the next."""
+    """One worker's past trials. `failed`: trials that brought nothing; `not_before`: earliest time of the next one."""
 
     failed: int = 0
     not_before: float = -math.inf
@@ -41,7 +41,8 @@ class Trials:
     def appraise(
         self, members: Iterable[Member], worth: Worth, usd_per_hour_cap: float, now: float, is_spent: bool = False
     ) -> None:
-        """Says of each member what it has delivered, and whether it is on trial as of now. `is_spent`: the budget."""
+        """Sets each member's `delivered_per_s` and `is_on_trial` as of now. `is_spent`: the budget is spent, so there are no
+        trials."""
         members = list(members)
         for member in members:
             member.delivered_per_s = worth.delivered_per_s(member.peer_id)
@@ -70,7 +71,8 @@ class Trials:
     def _begin(
         self, newcomers: dict[PeerId, Member], places: int, room_usd_per_hour: float, now: float, is_start: bool
     ) -> None:
-        """Those on trial go on; `is_start`: nobody has delivered anything yet, so nobody has failed either."""
+        """Fills the trial places: running trials first, then waiting newcomers. `is_start`: no worker has delivered anything yet,
+        so earlier failures do not make one wait."""
         nobody = Past()
         went_on = {peer_id: began for peer_id, began in self._began.items() if peer_id in newcomers}
         queue = [
@@ -87,7 +89,8 @@ class Trials:
 
 
 def _may_be_tried(member: Member) -> bool:
-    """It is here, has weights to work with, and nobody has decided about it."""
+    """Whether a newcomer may be tried: it is alive, has weights, and neither the operator nor a price limit or shunning holds it
+    back."""
     return (
         member.last_liveness is Liveness.ALIVE
         and member.setting is OperatorSetting.AUTOMATIC

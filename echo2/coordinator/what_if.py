@@ -1,6 +1,6 @@
-"""What the planner would say if things were otherwise: the present snapshot with some numbers changed. Pure.
+"""Changes some numbers in the present snapshot and config, to ask what the planner would say then. Pure.
 
-Guarantees: with nothing changed it is the present snapshot and config, so the answer is the planner's own.
+Guarantees: with nothing changed the result is the present snapshot and config, so the answer is the planner's own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ FLEET_MAX = 2000
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """0 leaves a number as it is. `uplink_factor` scales the learner's uplink, `fleet_size` sets how many workers there
-    are: the cheapest per rollout stay when there are fewer, copies of them come when there are more."""
+    """The changes; 0 leaves a number as it is. `uplink_factor` scales the learner's uplink. `fleet_size` sets the number of
+    workers: a smaller fleet keeps those that are cheapest per rollout, a larger one adds copies of them."""
 
     staleness_bound: int = 0
     uplink_factor: float = 0.0

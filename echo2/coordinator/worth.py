@@ -1,16 +1,17 @@
-"""What a worker is worth: what the learner says it has delivered, and nothing that it says of itself.
+"""Judges a worker by what the learner reports that it has delivered, never by what it says about itself.
 
-A worker is *proven* once a rollout of it was admitted. Its rate is what was admitted per second in which it held a
-lease; what it claims counts up to `CLAIM_MARGIN` times that, since a worker that waits for work now and then is faster than
-what it could deliver. How much it may hold at once is bounded by what it was heard of at once: at most `GROWTH` times
-that, so a worker that delivers doubles its share every second or so, and one that asks alone gets no more than one group.
-Those that are not proven hold `TRIAL_SHARE` of the groups together, while any proven worker may be given them; while
-none is (the start of a run), a fair share each.
+A worker is *proven* once one of its rollouts was admitted. Its rate is the rollouts admitted per second in which it held a lease.
+Its claimed rate counts up to `CLAIM_MARGIN` times that, because a worker that sometimes waits for work is faster than it could
+show. How much a worker may hold at once is at most `GROWTH` times the number of its rollouts that the learner received tokens of
+at once: so a worker that delivers doubles its share every second or so, and one that only asks gets no more than one group.
+Workers that are not proven hold `TRIAL_SHARE` of the groups together while any proven worker may be given leases; while none may
+(the start of a run), each holds a fair share.
 
-Whoever holds leases of which nothing reaches the learner loses them, and is given nothing for a time that doubles.
+A worker that holds leases while nothing of them reaches the learner loses them, and is given none for a time that doubles
+each time.
 
-Guarantees: a new identity costs others at most one group for `first_word_s` at a time; before the learner has ever told what
-was delivered, nothing is held back. Memory is bounded by the fleet. Leaves to others: leases (lease_book), the pool
+Guarantees: a new identity costs others at most one group for `first_word_s` at a time; until the learner's first report of
+deliveries, nothing is held back. Memory is bounded by the fleet. Leaves to others: leases (lease_book), the pool
 (planner_input, trials), which tokens are admitted (learner).
 """
 
@@ -29,20 +30,21 @@ GROWTH = 2.0
 TRIAL_SHARE = 0.25
 UNPROVEN_GROUPS_MAX = 4
 SETTLE_S = 5.0
-"""So much longer than measured a worker is taken to have held leases: its first rollouts say little yet."""
+"""Added to the measured seconds with a lease, so that the first few rollouts do not give too high a rate."""
 ROLLOUTS_KEPT, LEASED_S_KEPT, WINDOWS_MAX = 32.0, 30.0, 128
-"""A rate is of so many newest rollouts and of at least so many seconds."""
+"""A rate covers at least this many of the newest rollouts and at least this many seconds, in at most so many windows."""
 PEAK_HALF_LIFE_S = 600.0
 TELLING_S_MAX = 5.0
-"""The learner tells every second; a longer silence is its own and held against nobody."""
+"""The learner reports every second; a longer silence is the learner's own fault and counts against no worker."""
 FIRST_WORD_S_MIN, FIRST_WORD_TIMEOUTS = 10.0, 0.25
 PAUSE_S_MAX = 1800.0
 
 
 @dataclass(slots=True)
 class WorthRecord:
-    """Of one worker. `held`: rollouts of its leases; `unconfirmed`: rollouts of leases that it says it has finished while
-    nothing of it was heard; `quiet_s`: for how long nothing was heard while it held leases."""
+    """What is known of one worker's deliveries. `held`: rollouts by lease; `unconfirmed`: rollouts of leases that it claims to have
+    finished although the learner has not reported anything of them; `quiet_s`: how long the learner has received nothing while
+    it held leases; `peak_rollouts`: most rollouts that tokens arrived of at once, with a half-life."""
 
     held: dict[LeaseId, int] = field(default_factory=dict)
     held_rollouts: int = 0
@@ -60,7 +62,8 @@ class WorthRecord:
         return self.held_rollouts + self.unconfirmed
 
     def took(self, leased_s: float, admitted: float) -> None:
-        """Another interval with leases; those before the newest `ROLLOUTS_KEPT` are forgotten."""
+        """Adds an interval with leases; forgets windows that the newest `ROLLOUTS_KEPT` rollouts and `LEASED_S_KEPT` seconds do
+        not need."""
         self.windows.append((leased_s, admitted))
         self.seconds, self.rollouts = self.seconds + leased_s, self.rollouts + admitted
         while len(self.windows) > 1:
@@ -69,7 +72,7 @@ class WorthRecord:
                 self.windows.popleft()
                 self.seconds, self.rollouts = self.seconds - first_s, self.rollouts - first
                 continue
-            if len(self.windows) > WINDOWS_MAX:  # the oldest two become one
+            if len(self.windows) > WINDOWS_MAX:  # merge the oldest two
                 (first_s, first), (second_s, second) = self.windows.popleft(), self.windows.popleft()
                 self.windows.appendleft((first_s + second_s, first + second))
             return
@@ -81,7 +84,7 @@ class WorthRecord:
 
 @dataclass(slots=True)
 class Worth:
-    """`told_at`: when the learner last told what was delivered; None: never."""
+    """The records of all workers. `told_at`: when the learner last reported deliveries; None: never."""
 
     lease_timeout_s: float
     told_at: float | None = None
@@ -94,7 +97,7 @@ class Worth:
     # ---- what happens
 
     def follow(self, action: Action) -> None:
-        """What the lease book has decided."""
+        """Takes an action of the lease book."""
         match action:
             case Grant() if not action.is_renewal:
                 self.granted(action.worker_id, action.lease_id, action.group.rollout_count)
@@ -111,7 +114,7 @@ class Worth:
         self._trial_leases += worker_id not in self.proven
 
     def ends(self, lease_id: LeaseId) -> None:
-        """Its worker says that it has finished; what it has delivered of it the learner has yet to say."""
+        """The worker claims to have finished this lease, which is dropped next; the learner has yet to confirm it."""
         self._ending = lease_id
 
     def _returned(self, lease_id: LeaseId) -> None:
@@ -129,7 +132,7 @@ class Worth:
         self._trial_leases -= worker_id not in self.proven
 
     def told(self, delivered: Iterable[WorkerDelivered], now: float) -> list[PeerId]:
-        """The learner tells what came. Returns whose leases are to be taken back, since nothing did."""
+        """Takes the learner's report of deliveries. Returns the workers whose leases must be taken back because nothing arrived."""
         passed_s = 0.0 if self.told_at is None else max(0.0, now - self.told_at)
         self.told_at = now
         told = {one.worker_id: one for one in delivered}
@@ -166,7 +169,8 @@ class Worth:
         return False
 
     def failed(self, worker_id: PeerId, now: float) -> float:
-        """It held leases and delivered nothing: for how many seconds it is given none. What it was worth it must show anew."""
+        """The worker held leases and delivered nothing: pauses it and returns for how many seconds. Its room for leases starts over
+        at one group."""
         record = self.records.setdefault(worker_id, WorthRecord())
         pause_s = ceiling_s(record.failures, self.first_word_s, PAUSE_S_MAX)
         record.failures += 1
@@ -174,7 +178,7 @@ class Worth:
         record.peak_rollouts, record.unconfirmed, record.quiet_s = 0.0, 0, 0.0
         return pause_s
 
-    # ---- what follows
+    # ---- what follows from it
 
     @property
     def first_word_s(self) -> float:
@@ -189,7 +193,7 @@ class Worth:
         return record is not None and now < record.paused_until
 
     def has_room(self, worker_id: PeerId, open_groups: int, allowed: Collection[PeerId], now: float) -> bool:
-        """Whether it may be given one group more. `allowed`: all that may be given any."""
+        """Whether the worker may be given one more group. `allowed`: all workers that may be given leases."""
         if self.told_at is None:
             return True
         record = self.records.get(worker_id)
@@ -209,16 +213,16 @@ class Worth:
         return used == 0 or (used < earned and leases < UNPROVEN_GROUPS_MAX)
 
     def are_trials_full(self, open_groups: int) -> bool:
-        """Whether workers that are not proven hold their share."""
+        """Whether workers that are not proven already hold their whole share of the groups."""
         return self.told_at is not None and self._trial_leases >= max(1.0, TRIAL_SHARE * open_groups)
 
     def believed_per_s(self, worker_id: PeerId, claimed_per_s: float) -> float:
-        """Of a rate that the worker claims, what is believed."""
+        """The part of the worker's claimed rate that its deliveries support, in rollouts per second."""
         delivered = self.delivered_per_s(worker_id)
         return claimed_per_s if delivered is None else min(claimed_per_s, CLAIM_MARGIN * delivered)
 
     def delivered_per_s(self, worker_id: PeerId) -> float | None:
-        """Rollouts admitted per second with a lease; 0 before the first; None while the learner tells nothing."""
+        """Rollouts admitted per second with a lease; 0 before the first; None until the learner's first report."""
         if self.told_at is None:
             return None
         record = self.records.get(worker_id)

@@ -8,8 +8,8 @@
 Guarantees: a question's rollouts hold only tokens of the exam's version. They never enter a batch, because they are on a
 separate shelf from which no batch is drawn and whose ledger records nothing. At most `OPEN_MAX` questions are open at once.
 An exam without progress for `patience_s` ends or moves to a newer version (sooner if newer versions overtook it). An agent's
-episode lost to an infrastructure failure is counted as lost, not as reward 0. Leaves to others: which versions are evaluated (runtime/exams), prompts and
-rewards (runtime/examination).
+episode lost to an infrastructure failure is counted as lost, not as reward 0. Leaves to others: which versions are
+evaluated (runtime/exams), prompts and rewards (runtime/examination).
 """
 
 from __future__ import annotations

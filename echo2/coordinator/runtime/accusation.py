@@ -1,4 +1,4 @@
-"""What becomes of a worker that the learner accuses, until the operator lifts it."""
+"""Bans or quarantines a worker that the learner accuses, until the operator lifts it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from echo2.coordinator.runtime.hub import Hub
 
 
 def accused(hub: Hub, peer_id: PeerId, reason: str, is_certain: bool) -> None:
-    """A ban, or a quarantine where the finding is not certain; that softens no ban."""
+    """Bans the worker, or quarantines it if the finding is not certain. A worker that is already banned stays banned."""
     member = hub.membership.members.get(peer_id)
     if member is not None and member.setting is not OperatorSetting.BANNED:
         hub.note("audit", f"{member.name}: {reason}")

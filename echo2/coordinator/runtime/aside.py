@@ -1,14 +1,14 @@
-"""What computes for long, for a coordinator that goes on serving: for a large fleet in a process of its own.
+"""Runs long computations while the coordinator keeps serving: for a large fleet in a process of their own.
 
     run --fleet of FLEET_MIN or more--> child process, started when first needed --answer--> caller
      |                                   '-- it died: warned of once, and computed here
      '--smaller--> a thread of this process
 
-Threads of one Python take turns, hundreds of times a second: while a plan for 2,000 workers was made in a thread, one lease
-in twenty waited ten times as long as the others.
+Python threads share one interpreter lock: while a plan for 2,000 workers was made in a thread, one lease in twenty waited ten
+times as long as the others.
 
-Guarantees: one piece of work at a time; the child ends with this process, however this one ends, since its stdin closes.
-Leaves to others: what is computed. It must be a function of a module, and all that goes in and out picklable.
+Guarantees: the child computes one thing at a time; it ends with this process, however this one ends, because its stdin closes.
+Leaves to others: what is computed. It must be a module's function with picklable arguments and results.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
 FLEET_MIN = 100
-"""Workers. Below, a plan takes some milliseconds, and the process would take a second to start and 100 MB."""
+"""Fewest workers for which the child process is used. Below, a plan takes a few milliseconds, and the process would take a second
+to start and 100 MB."""
 NICENESS = 5
 _log = logging.getLogger("echo2.coordinator")
 T = TypeVar("T")
 
 
 class Aside:
-    """`close` ends the child, also in the middle of its work."""
+    """Owns the child process. `close` kills it, even in the middle of its work."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -41,7 +42,7 @@ class Aside:
         self._is_closed = self._is_warned = False
 
     async def run(self, fleet: int, work: Callable[..., T], *told: Any) -> T:
-        """What `work(*told)` returns or raises. `fleet`: how many workers it is about."""
+        """Computes `work(*told)` and returns or raises its outcome. `fleet`: number of workers that it deals with."""
         if fleet < FLEET_MIN:
             return await asyncio.to_thread(work, *told)
         return await asyncio.to_thread(self._asked, work, *told)
@@ -49,7 +50,7 @@ class Aside:
     def close(self) -> None:
         self._is_closed = True
         if (process := self._process) is not None:
-            process.kill()  # whoever waits for its answer is told so, and ends it
+            process.kill()  # a thread that waits for its answer gets EOF, and cleans up itself
             if self._turn.acquire(blocking=False):
                 _end(process)
                 self._turn.release()
@@ -78,7 +79,7 @@ class Aside:
         return is_done, answer
 
     def _here(self, error: Exception, work: Callable[..., T], *told: Any) -> T:
-        """The process is gone: killed for its memory, or it could not be started."""
+        """Computes in this process, because the child died (such as killed for its memory) or could not be started."""
         process, self._process = self._process, None
         if process is not None:
             _end(process)
@@ -103,18 +104,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """The child: answers one question after the other until its stdin closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the coordinator's to act on
+    """Main loop of the child: answers one question after another until its stdin closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator handles a terminal's Ctrl-C
     os.nice(NICENESS)
     with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)  # what libraries print is no answer
+        os.dup2(2, 1)  # keeps what libraries print out of the answers
         with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
             while True:
                 answer(sys.stdin.buffer, answers)
 
 
 def answer(questions: BinaryIO, answers: BinaryIO) -> None:
-    """One question's. EOFError: there are no more."""
+    """Reads one question, computes it and writes the answer. EOFError if there are no more questions."""
     work, told = pickle.load(questions)
     try:
         said: tuple[bool, Any] = True, work(*told)
@@ -127,7 +128,7 @@ def answer(questions: BinaryIO, answers: BinaryIO) -> None:
 def _pickled(said: tuple[bool, Any]) -> bytes:
     try:
         data = pickle.dumps(said, pickle.HIGHEST_PROTOCOL)
-        pickle.loads(data)  # some exceptions can be pickled, and not be made again
+        pickle.loads(data)  # some exceptions can be pickled but not unpickled
         return data
     except Exception:  # noqa: BLE001
         return pickle.dumps((False, RuntimeError(repr(said[1]))), pickle.HIGHEST_PROTOCOL)

@@ -1,7 +1,8 @@
-"""What the coordinator asks of the learner while an operator looks: recent rollouts and their tokens.
+"""Requests recent rollouts and their tokens from the learner while an operator looks at them.
 
-Guarantees: at most `ASKED_MAX` questions are open, each for `ANSWER_S` at most; a list is asked for once in `LIST_FRESH_S`
-however many look; an answer to no question is dropped. Waits for the learner's answer. Leaves to others: who may look (web).
+Guarantees: at most `ASKED_MAX` requests are open, each for at most `ANSWER_S`; the list is requested at most once per
+`LIST_FRESH_S`, however many operators look; an answer without a request is dropped. Waits for the learner's answer. Leaves to
+others: access control (web).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LIST_FRESH_S = 2.0
 
 
 class RolloutDesk:
-    """`send` gives an order to the learner; False where none is connected."""
+    """`send`: sends an order to the learner; returns False if none is connected."""
 
     def __init__(self, send: Callable[[pb.LearnerOrder], bool]) -> None:
         self._send = send
@@ -29,7 +30,7 @@ class RolloutDesk:
         self._list_at = float("-inf")
 
     async def newest(self) -> pb.RolloutsShown:
-        """The list, of now or of a moment ago."""
+        """The list of the newest rollouts, at most `LIST_FRESH_S` old."""
         has_failed = self._list is not None and self._list.done() and self._list.exception() is not None
         if self._list is None or has_failed or monotonic() - self._list_at > LIST_FRESH_S:
             self._list_at = monotonic()
@@ -37,7 +38,7 @@ class RolloutDesk:
         return await asyncio.shield(self._list)
 
     async def tokens(self, rollout_id: str, offset: int) -> pb.RolloutsShown:
-        """One rollout's, from token `offset` on."""
+        """One rollout's tokens, from token `offset` on."""
         return await self._ask(rollout_id, offset)
 
     def answered(self, shown: pb.RolloutsShown) -> None:
@@ -46,7 +47,7 @@ class RolloutDesk:
             waiting.set_result(shown)
 
     async def _ask(self, rollout_id: str, offset: int) -> pb.RolloutsShown:
-        """Unreachable where no learner answers."""
+        """Sends a request and waits for the answer. LimitExceeded if too many are open, Unreachable if no learner answers."""
         if len(self._open) >= ASKED_MAX:
             raise LimitExceeded(f"rollouts: expected at most {ASKED_MAX} questions at a time; try again")
         self._asked += 1

@@ -1,7 +1,7 @@
-"""What others are told of workers that are barred, and of those that are taken back.
+"""Tells other nodes which workers are barred, and which no longer are.
 
-The learner hears of banned and of quarantined ones, whose rollouts it does not train on; workers of banned ones alone, with
-whom no chunks are exchanged.
+The learner is told of banned and quarantined workers, because it does not train on their rollouts; workers are told only of banned
+ones, with which they exchange no chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 
 def barring_of(member: Member) -> pb.LearnerOrder:
-    """Whether this worker is barred now, and why."""
+    """The order that tells the learner whether this worker is barred now, and why."""
     is_lifted = not member.activation.is_barred
     banned = pb.WorkerBanned(
         peer_id=member.peer_id,
@@ -26,12 +26,12 @@ def barring_of(member: Member) -> pb.LearnerOrder:
 
 
 def barrings_of(members: Iterable[Member]) -> list[pb.LearnerOrder]:
-    """Of all that are barred: for a learner that has just come."""
+    """The orders for all barred workers, for a learner that has just connected."""
     return [barring_of(member) for member in members if member.activation.is_barred]
 
 
 def tell_ban(change: Change, workers: Iterable[StreamSession[pb.WorkerOrder]]) -> None:
-    """To all workers, when one is banned or a ban is lifted."""
+    """Tells all workers if a worker was banned or its ban was lifted."""
     if Activation.BANNED in (change.activation, change.worked):
         is_lifted = change.activation is not Activation.BANNED
         order = pb.WorkerOrder(banned=pb.BannedPeer(peer_id=change.member.peer_id, is_lifted=is_lifted))

@@ -1,4 +1,4 @@
-"""The catalogues of GPUs and of model shapes that come with the package, read once."""
+"""The catalogues of GPUs and of model shapes that come with the package; each is read once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from echo2.cost_model.sizing import ModelSize
 
 @functools.cache
 def built_in_catalogue() -> Mapping[str, GpuType]:
-    """`echo2/cost_model/gpus.toml`."""
+    """The GPU types in `echo2/cost_model/gpus.toml`."""
     return parse_catalogue(tomllib.loads((files("echo2.cost_model") / "gpus.toml").read_text(encoding="utf-8")))
 
 
 @functools.cache
 def built_in_models() -> Mapping[str, ModelSize]:
-    """`echo2/cost_model/models.toml`."""
+    """The model sizes in `echo2/cost_model/models.toml`."""
     return parse_models(tomllib.loads((files("echo2.cost_model") / "models.toml").read_text(encoding="utf-8")))

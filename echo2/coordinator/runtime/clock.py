@@ -1,5 +1,5 @@
-"""Unix time that never goes back: the system's at the start, then the monotonic clock. Deadlines outlive the process,
-so they are kept in unix time; within a process a step of the system's clock must not end leases."""
+"""Unix time that never goes back: the system's time at the start plus the monotonic clock. Deadlines outlive the process,
+so they are in unix time; within a process, a step of the system's clock must not end leases."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What an operator may do, and what he sees: the one set of commands behind gRPC, the page and the command line.
+"""The operator's commands and status: one implementation behind gRPC, the page and the command line.
 
-Guarantees: what a command has done is kept before it returns. Leaves to others: who may ask (operator, web).
+Guarantees: a command's effect is saved before it returns. Leaves to others: access control (operator, web).
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ EVENTS_SHOWN = 200
 REASON_CHARS_MAX = 300
 SILENT_BEATS = 3
 IDLE_S = 30.0
-"""A worker that stands by for less may be between two plans."""
+"""A worker on standby for less than this may just be between two plans."""
 MACHINE_TOKEN_S = 30 * 86_400.0
-"""A machine's token lives as long as it may take to be preempted and come back; it is revoked when the machine ends."""
+"""Lifetime of a machine's token: long enough for the machine to be preempted and come back; it is revoked when the machine ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Something waits: what, and since when (unix s)."""
+    """A wait for the stall panel: what waits, in words, and since when in unix seconds."""
 
     what: str
     since_unix_s: float
 
 
 class Commands:
-    """`enrol_host`, `enrol_port`: what join links name."""
+    """The commands. `enrol_host`, `enrol_port`: the address in join links."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Commands:
         return str(JoinLink(self._enrol_host, self._enrol_port, self.hub.identity.peer_id, secret))
 
     def join_command(self, role: str, join_link: str) -> str:
-        """To be run by who joins, or looks on from afar."""
+        """The shell command with which a node joins, or an operator connects remotely."""
         match Role(role):
             case Role.WORKER:
                 return join_command(join_link, self.hub.options.model_path)
@@ -80,7 +80,7 @@ class Commands:
                 return shlex.join(["echo2", "status", join_link])
 
     def create_token(self, role: str, label: str, lifetime_s: float, use_limit: int) -> tuple[Token, str]:
-        """The token and its join link, which is shown this once."""
+        """Makes a token. Returns it with its join link, which cannot be shown again."""
         secret = urlsafe_b64encode(here().rng.randbytes(32)).rstrip(b"=").decode()
         token = self.hub.tokens.create(secret, role, label, lifetime_s, use_limit, self.hub.clock.now())
         self.hub.keeper.token(token.token_id)
@@ -107,7 +107,7 @@ class Commands:
         self.hub.set_worker(PeerId(peer_id), wanted, reason)
 
     def idle_workers(self) -> list[Member]:
-        """That have stood by for a while and are on no rented machine: what they cost buys nothing."""
+        """Workers that have been on standby for `IDLE_S` and are on no rented machine: what they cost buys nothing."""
         hub, now = self.hub, self.hub.clock.now()
         rented = {one.peer_id for machine in hub.money.machines.values() for one in hub.money.workers_of(machine)}
         return [
@@ -118,7 +118,7 @@ class Commands:
         ]  # fmt: skip
 
     def dismiss_idle(self) -> int:
-        """Sends them home: their processes end with exit code 0. Returns how many."""
+        """Dismisses the idle workers: their processes exit with code 0. Returns how many."""
         idle = self.idle_workers()
         for member in idle:
             dismiss(self.hub, member.peer_id, "the operator sends it home: the run does not need it")
@@ -126,7 +126,8 @@ class Commands:
         return len(idle)
 
     async def release_workers(self, peer_ids: Sequence[str], reason: str) -> int:
-        """Gives back the rented machines that they are on and sends the others home. Returns how many workers that ends."""
+        """Releases the rented machines of the given workers and dismisses the workers on other machines. Returns how many workers
+        that ends."""
         members = self.hub.membership.members
         for peer_id in peer_ids:
             if peer_id not in members:
@@ -153,7 +154,7 @@ class Commands:
         return f"worker {member.name}" if member else peer_id
 
     def waits(self) -> list[Wait]:
-        """What waits for what, longest first."""
+        """All waits in the run, longest first."""
         hub, now = self.hub, self.hub.clock.now()
         found = [Wait(what, since) for what, since in waits(hub.book, now, self._name_of)]
         board = hub.board
@@ -187,7 +188,7 @@ class Commands:
         return sorted(found, key=lambda wait: wait.since_unix_s)
 
     def status(self) -> pb.RunStatus:
-        """Everything, for the command line."""
+        """The run's whole status, for the command line."""
         hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
         members, money = hub.membership.members.values(), hub.money.sums()
         events = list(hub.keeper.events)[-EVENTS_SHOWN:]

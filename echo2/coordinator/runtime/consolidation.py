@@ -1,4 +1,4 @@
-"""Asks the long-tail rule what to move and tells the lease book. Called at each tick; costs nothing while nobody idles."""
+"""Asks the long-tail rule which leases to move and recalls them. Called at each tick; costs nothing while no worker has room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echo2.coordinator.sightings import work_of
 
 
 def consolidate(hub: Hub) -> int:
-    """Recalls the leases that go on faster elsewhere; returns how many."""
+    """Recalls the leases that would finish faster elsewhere; returns how many."""
     if not is_quiet(hub.book, hub.clock.now()):
         return 0
     rule = TailRule(hub.options.report_interval_s + 1.0, recycles=hub.options.over_provision > 1)

@@ -1,9 +1,9 @@
-"""The coordinator process: opens its state, listens, and runs until it is told to stop.
+"""The coordinator process: opens its state, listens, and runs until it is stopped.
 
-Two ports: enrolment (TLS whose key the join link pins; the caller has no certificate yet) and services (mutual TLS).
-The ports that were bound are kept, so that the same command after a kill listens where nodes look for it. Join links
-for a worker, a learner and an operator lie in `folder`/links, readable by their owner alone. Guarantees: `run` ends by
-`stop`, or raises the error that made going on impossible; nothing is left listening. Waits for `stop` or for such
+Two ports for nodes: enrolment (TLS whose key the join link pins; the caller has no certificate yet) and services (mutual TLS).
+The bound port numbers are saved, so that the same command after a kill listens where nodes look for it. Join links
+for a worker, a learner and an operator are written to `folder`/links, readable only by their owner. Guarantees: `run` returns after
+`stop`, or raises the error that made it impossible to continue; it leaves nothing listening. Waits for `stop` or for such
 an error.
 """
 
@@ -62,12 +62,12 @@ _log = logging.getLogger("echo2.coordinator")
 
 
 def links_folder(folder: Path) -> Path:
-    """Where a run's join links lie: `worker.link`, `learner.link`, `operator.link`."""
+    """The folder of a run's join links: `worker.link`, `learner.link`, `operator.link`."""
     return folder / "links"
 
 
 class Page(Protocol):
-    """What operators look at; `run` serves until `stop`."""
+    """The operator's page; `run` serves it until `stop`."""
 
     address: str
     url: str
@@ -79,7 +79,7 @@ class Page(Protocol):
 
 
 class PagePort(Protocol):
-    """A port that is the page's before anything of it runs."""
+    """The page's port, bound before anything of the page runs."""
 
     port: int
 
@@ -89,7 +89,7 @@ class PagePort(Protocol):
 
 
 class Store(StateStore, Protocol):
-    """What the state lies in, and its housekeeping beside the loop's thread."""
+    """The state's store, with a `checkpoint` that runs in another thread than the event loop's."""
 
     def checkpoint(self) -> None: ...
 
@@ -99,7 +99,7 @@ OpenStore = Callable[[str, RunId, Path], Store]
 
 
 class CoordinatorDaemon:
-    """`started` is set once both ports listen; addresses and links are known from then on."""
+    """The process. `started`: set once both ports listen; addresses and links are known from then on."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class CoordinatorDaemon:
         self._error: EchoError | None = None
 
     def stop(self) -> None:
-        """Asks `run` to end; may be called from a signal handler of the loop."""
+        """Asks `run` to return; may be called from a signal handler of the loop."""
         self._stop.set()
 
     def _failed(self, error: EchoError) -> None:
@@ -128,7 +128,7 @@ class CoordinatorDaemon:
         self._stop.set()
 
     async def run(self) -> None:
-        """Serves until `stop`. Raises what made it impossible: PortBusy, StateError, DiskFull, ConfigError."""
+        """Serves until `stop`. Raises PortBusy, StateError, DiskFull or ConfigError if it cannot start or continue."""
         with ExitStack() as files:
             files.enter_context(_locked(self.options.folder / "coordinator"))
             pauses = files.enter_context(self._pauses())
@@ -149,7 +149,7 @@ class CoordinatorDaemon:
         store = self._open_store(url, options.run_id, keys / "state.mark")
         files.callback(store.close)
         saved = store.load()
-        await asyncio.to_thread(known, options.machines_file)  # a file that makes no sense ends the start
+        await asyncio.to_thread(known, options.machines_file)  # fails now if the file is invalid
         hub = self.hub = Hub(options, identity, store, saved, SteadyUnixClock(), self._failed)
         ports = saved.meta
         services, enrolment = tls.new_server(SERVICES), tls.new_enrolment_server()
@@ -176,7 +176,7 @@ class CoordinatorDaemon:
         relay_port = _port(options.relay_port, ports.get("relay_port"))
         has_relay = not is_loopback(options.link_host)  # a run on one machine needs none
         if has_relay and relay_port:
-            hub.relay_address = joined(options.link_host, relay_port)  # told to those who come before it listens
+            hub.relay_address = joined(options.link_host, relay_port)  # for nodes that connect before it listens
         for server in (services, enrolment):
             servers.push_async_callback(server.stop, STOP_GRACE_S)
             await server.start()
@@ -197,12 +197,13 @@ class CoordinatorDaemon:
         )
 
     def _is_banned(self, peer: PeerId) -> bool:
-        """Asked from the relay's thread: one look-up each."""
+        """Whether the peer is banned. The relay's thread calls this; it is a single look-up."""
         member = self.hub.membership.members.get(peer) if self.hub is not None else None
         return member is not None and member.setting is OperatorSetting.BANNED
 
     async def _serve_relay(self, own: tls.Credentials, port: int, store: Store, servers: AsyncExitStack) -> str:
-        """Where workers behind NATs find out how they are met, and meet. Loaded meanwhile: that takes longer than to start."""
+        """Starts the relay through which workers behind NATs find out how they can be reached, and reach each other. Returns its
+        address. Loads the library in a thread, because that takes longer than the rest of the start."""
         await asyncio.to_thread(importlib.import_module, "echo2.coordinator.runtime.relay")
         from echo2.coordinator.runtime.relay import serve_relay
 
@@ -245,7 +246,7 @@ class CoordinatorDaemon:
             hub.close()
 
     async def _end_with_the_run(self, hub: Hub) -> None:
-        """Where it is asked for: a coordinator in whose run nothing is left to do ends."""
+        """With `exit_when_finished`, stops the coordinator once the run has finished and everything is released."""
         if self.options.exit_when_finished:
             await until_settled(hub)
             _log.info("%s; nothing costs money any more: the coordinator ends", hub.ending.text)
@@ -253,7 +254,7 @@ class CoordinatorDaemon:
         await asyncio.Event().wait()
 
     def _write_links(self, commands: Commands) -> None:
-        """Keeps a link whose token still lets somebody in and whose address is still right; makes others anew."""
+        """Writes the join links. Keeps each link's token if it is still valid, with the present address; else makes a new one."""
         folder, now = links_folder(self.options.folder), commands.hub.clock.now()
         for role in LINK_ROLES:
             path = folder / f"{role.value}.link"
@@ -277,7 +278,7 @@ def _kept_link(path: Path, commands: Commands, now: float) -> str | None:
 
 
 async def _renew_own(own: tls.Credentials, authority: RunAuthority) -> None:
-    """The coordinator's own certificate, in time and for ever."""
+    """Renews the coordinator's own certificate whenever it is due, until cancelled."""
     while True:
         await asyncio.sleep(min(LOOK_S_MAX, max(0.0, renewal_due_unix_s(own.certificate) - unix_now())))
         if unix_now() >= renewal_due_unix_s(own.certificate):
@@ -292,27 +293,27 @@ async def _wait(event: asyncio.Event) -> None:
 async def _tick(hub: Hub, pauses: Pauses) -> None:
     while True:
         await asyncio.sleep(TICK_S / 2)
-        pauses.tick()  # between the ticks: neither waits out the other
+        pauses.tick()  # between two ticks, so that their pauses do not add up
         await asyncio.sleep(TICK_S / 2)
-        with noting("a tick"):  # what one peer said must not end the clock of all others
+        with noting("a tick"):  # an error caused by one peer must not stop the ticks for all others
             hub.tick()
             consolidate(hub)
 
 
 async def _checkpoints(store: Store) -> None:
-    """Beside the loop's thread: a lease that is granted meanwhile does not wait for the disk."""
+    """Makes checkpoints in another thread, so that granting a lease does not wait for the disk."""
     while True:
         await asyncio.sleep(CHECKPOINT_S)
         await asyncio.to_thread(store.checkpoint)
 
 
 def _port(wanted: int, kept: str | None) -> int:
-    """The port that was asked for; where any will do, the one of last time."""
+    """The port to bind: the configured one; if that is 0, the one saved by an earlier process, or 0."""
     return wanted or int(kept or 0)
 
 
 def _locked(folder: Path) -> IO[str]:
-    """Makes the folder this process's own until the file is closed. StateError when another has it."""
+    """Locks the folder for this process until the returned file is closed. StateError if another process holds it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = (folder / "lock").open("a+")

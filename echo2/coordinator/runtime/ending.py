@@ -1,8 +1,8 @@
-"""The end of a run: once the learner has finished it, nothing that costs money goes on.
+"""Ends the run: once the learner has finished, nothing that costs money continues.
 
-Guarantees: a run ends by the learner's own word alone, so a learner that was killed or stopped has ended nothing; the end
-is kept before anybody is told; workers are told why and leave, one that comes later is refused before anything changes.
-A learner that comes back with steps left opens the run again. Leaves to others: rented machines (provisioner), the
+Guarantees: a run ends only when the learner reports that it has finished, so killing or stopping a learner does not end it; the end
+is saved before any node is told; workers leave and are told why, and one that connects later is refused before anything changes.
+A learner that comes back with steps left reopens the run. Leaves to others: rented machines (provisioner), the
 process itself (daemon).
 """
 
@@ -27,14 +27,14 @@ META = "finished"
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """When the learner said so, and after how many steps."""
+    """When the learner reported the end, and after how many steps."""
 
     unix_s: float
     step: int
 
 
 class RunEnding:
-    """`finish` is None while the run goes on."""
+    """The state of the run's end. `finish`: None while the run goes on."""
 
     def __init__(self, hub: Hub, meta: Mapping[str, str]) -> None:
         self._hub = hub
@@ -42,7 +42,7 @@ class RunEnding:
 
     @property
     def text(self) -> str:
-        """Empty while the run goes on."""
+        """A sentence for people; empty while the run goes on."""
         if self.finish is None:
             return ""
         return f"run {self._hub.options.run_id} is finished after {self.finish.step} steps"
@@ -52,12 +52,12 @@ class RunEnding:
         return RunFinished(f"{self.text}; no work is left for workers")
 
     def check_open(self) -> None:
-        """RunFinished for whoever comes to work."""
+        """Raises RunFinished if the run is finished."""
         if self.finish is not None:
             raise self._refusal
 
     def learner_came(self, hello: LearnerHello) -> None:
-        """With more steps to make than it has made, the run goes on."""
+        """Reopens a finished run if the learner that came has steps left."""
         if self.finish is None or hello.step >= hello.step_limit:
             return
         self.finish = None
@@ -65,7 +65,7 @@ class RunEnding:
         self._hub.note("run", f"goes on: step {hello.step} of {hello.step_limit}; workers may join again")
 
     def learner_finished(self) -> None:
-        """Keeps it, closes what is open, and sends every worker away."""
+        """Saves the end, closes all groups, and dismisses every worker. Idempotent."""
         hub = self._hub
         if self.finish is not None:
             return
@@ -80,13 +80,13 @@ class RunEnding:
 
     @property
     def is_settled(self) -> bool:
-        """Nobody works and nothing is rented."""
+        """Whether the run is finished, no worker is connected and no machine is rented."""
         is_idle = not self._hub.workers and not any(one.is_open for one in self._hub.money.machines.values())
         return self.finish is not None and is_idle
 
 
 def dismiss(hub: Hub, peer_id: PeerId, reason: str, why: Dismissed | None = None) -> None:
-    """Sends a worker home, whose process then ends; it may come again."""
+    """Dismisses a worker: its process then exits. It may join again."""
     session = hub.workers.get(peer_id)
     hub.worker_left(peer_id, reason)
     if session is not None:
@@ -94,6 +94,6 @@ def dismiss(hub: Hub, peer_id: PeerId, reason: str, why: Dismissed | None = None
 
 
 async def until_settled(hub: Hub, look_s: float = 1.0) -> None:
-    """Until the run is finished, every worker has gone and every rented machine is given back."""
+    """Waits until the run is finished, every worker has gone and every rented machine is released."""
     while not hub.ending.is_settled:
         await asyncio.sleep(look_s)

@@ -1,8 +1,8 @@
-"""Enrolment: a token and a certificate request in, a certificate of the run out. Renewal: the same without a token.
+"""Enrolment: takes a token and a certificate request, returns a certificate of the run. Renewal: the same without a token.
 
-Guarantees: nothing is issued before the token's use is kept on disk; a wrong token, role, protocol version, a banned
-peer and a caller that tries too often are refused with a status and words of their own, and change nothing. Leaves to
-others: what a request must carry (identity), which tokens there are (tokens).
+Guarantees: no certificate is returned before the token's use is saved; a wrong token, role or protocol version, a banned
+peer and a caller that tries too often are each refused with their own status and message, and change nothing. Leaves to
+others: what a request must contain (identity), which tokens exist (tokens).
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ _log = logging.getLogger("echo2.coordinator")
 
 
 def caller_address(context: Any) -> tuple[str, int]:
-    """Where a call comes from: gRPC says `ipv4:HOST:PORT` or `ipv6:%5BHOST%5D:PORT`; other kinds have no port."""
+    """The caller's host and port, from gRPC's `ipv4:HOST:PORT` or `ipv6:%5BHOST%5D:PORT`; port 0 for other forms."""
     head, _, port = unquote(str(context.peer())).rpartition(":")
     host = head.partition(":")[2].strip("[]").removeprefix("::ffff:")
     return host, int(port) if port.isdigit() else 0
 
 
 def caller_host(context: Any) -> str:
-    """The same without its port."""
+    """The caller's host, without the port."""
     return caller_address(context)[0]
 
 
 async def refuse(context: Any, error: EchoError, what: str, refusals: Refusals) -> None:
-    """Ends a call with the status and the words of `error`."""
+    """Logs the refusal of `what` and aborts the call with the status and message of `error`."""
     refusals.warn("%s for %s refused: %s: %s", what, context.peer(), type(error).__name__, error)
     await context.abort(_STATUS.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), str(error)[:2000])
 
 
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
-    """`services_address`: where holders of a certificate go on."""
+    """Serves enrolment. `services_address`: the address that a node with a certificate connects to next."""
 
     def __init__(self, hub: Hub, authority: RunAuthority, services_address: str) -> None:
         self._hub, self._authority, self._services_address = hub, authority, services_address
@@ -91,7 +91,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
             raise TrustError(f"enrolment: expected a request of up to {REQUEST_BYTES_MAX} bytes and a token of the run")
         if request.role not in (Role.WORKER.value, Role.LEARNER.value, Role.OPERATOR.value):
             raise NotAllowed(f"enrolment: expected the role worker, learner or operator, got {request.role[:40]!r}")
-        token_id = self._hub.tokens.look_up(request.token, host, now).token_id  # before anything is signed for it
+        token_id = self._hub.tokens.look_up(request.token, host, now).token_id  # checked before anything is signed
         role = Role(request.role)
         certificate = self._authority.issue(request.certificate_request_der, role, now, token_id=token_id)
         member = self._hub.membership.members.get(certificate.peer_id)
@@ -105,7 +105,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
 
 
 class RenewalService(enrolment_pb2_grpc.RenewalServicer):
-    """On the services' port: whoever calls has a certificate in force, and gets another of the same name and role."""
+    """Serves renewal, on the services' port: the caller has a valid certificate and gets a new one with the same name and role."""
 
     def __init__(self, hub: Hub, authority: RunAuthority) -> None:
         self._hub, self._authority = hub, authority

@@ -1,7 +1,8 @@
-"""The file of what earlier runs saw of each kind of machine: JSON that its owner may read, edit, merge and share.
+"""The machines file: what earlier runs observed of each kind of machine, as JSON that its owner may read, edit, merge and share.
 
-Guarantees: kept whole or not at all, and by one process at a time; a file of another format is refused, a record that makes no
-sense is left out and counted; at most `RECORDS_MAX` of the newest. Leaves to others: what a record means (cost_model/experience).
+Guarantees: writes are atomic, and one process writes at a time; a file of another format is refused; invalid records are left out
+and their number logged; at most the `RECORDS_MAX` newest records are kept. Leaves to others: what a record means
+(cost_model/experience).
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _log = logging.getLogger("echo2.market")
 
 
 def place(text: str) -> Path | None:
-    """Of the config's text; None where nothing is to be kept."""
+    """The file's path from the config's text; None if it is empty, which means that nothing is saved."""
     return Path(text).expanduser() if text else None
 
 
 def read_records(path: Path) -> tuple[KindRecord, ...]:
-    """Empty without a file. ConfigError where it is none of ours."""
+    """The valid records in the file; empty without a file. ConfigError if the file is too large or is not a machines file."""
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
             raise ConfigError(f"machines file {path}: expected at most {FILE_BYTES_MAX >> 20} MiB")
@@ -55,12 +56,12 @@ def read_records(path: Path) -> tuple[KindRecord, ...]:
 
 @lru_cache(maxsize=8)
 def known(path: Path | None) -> Experience:
-    """What earlier runs knew when this process first asked; nothing without a file."""
+    """What earlier runs observed, read once per process; empty without a file."""
     return Experience.of(() if path is None else read_records(path), unix_now())
 
 
 def add(path: Path, records: Iterable[KindRecord]) -> None:
-    """Merges them into the file. ConfigError where that is not possible."""
+    """Merges records into the file. ConfigError if it cannot be read or written."""
     records = tuple(records)
     if not records:
         return

@@ -1,4 +1,4 @@
-"""What workers are told: a grant with the ticket that the learner will ask for, and where the learner is."""
+"""Builds messages to workers: a grant with the signed ticket that the learner will check, and the learner's address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echo2.wire.ticket import Ticket, sign_ticket
 
 
 def order_of(grant: Grant, run_id: RunId, identity: Identity) -> pb.WorkerOrder:
-    """`identity`: the coordinator's, which signs."""
+    """The order for a grant. `identity`: the coordinator's, which signs the ticket."""
     ticket = Ticket(grant.lease_id, grant.group.group_id, grant.worker_id, grant.attempt, grant.deadline, run_id)
     return pb.WorkerOrder(
         lease_grant=pb.LeaseGrant(
@@ -25,7 +25,7 @@ def order_of(grant: Grant, run_id: RunId, identity: Identity) -> pb.WorkerOrder:
 
 
 def whereabouts_of(board: LearnerBoard) -> pb.LearnerWhereabouts | None:
-    """None before the first learner has come."""
+    """The learner's address and model; None before the first learner has connected."""
     hello = board.hello
     if hello is None:
         return None

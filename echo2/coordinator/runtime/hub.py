@@ -1,14 +1,14 @@
-"""Where everything meets: streams bring events, the cores decide, the keeper keeps, then orders go out.
+"""Connects the parts: streams bring events, the cores decide, the keeper saves, then orders are sent.
 
-    event --> core decides --> noted (keeper) and queued (_outgoing) --once in this turn of the loop--> kept --> sent
-                                                              cannot be kept: nothing is sent, the daemon stops
-    a worker's stream:  came --> [ welcome, activation, broadcast plan ] --> beats, lease events --> left (good-bye) --> cut
+    event --> core decides --> noted (keeper) and queued (_outgoing) --once in this turn of the loop--> saved --> sent
+                                                              cannot be saved: nothing is sent, the daemon stops
+    a worker's stream:  came --> [ welcome, activation, broadcast plan ] --> beats, lease events --> left (clean) --> cut
                           '-- came again: the newer stream takes the older one's place
 
-Runs on the event loop's thread alone. Guarantees: no order that follows from a change is sent before that change is
-kept (`_flush`); what came in one turn of the loop is kept in one transaction. Waits for nothing: it is called by the
-streams, by the page and by `tick`. Leaves to others: what to decide (lease_book, membership, board), the learner's stream
-(learner_side), the planner's work (planning), gRPC (services).
+Runs only on the event loop's thread. Guarantees: an order that follows from a change is sent only after that change is
+saved (`_flush`); all changes of one turn of the loop are saved in one transaction. Waits for nothing: the streams, the page and
+`tick` call it. Leaves to others: decisions (lease_book, membership, board), the learner's stream (learner_side), planning
+(planning), gRPC (services).
 """
 
 from __future__ import annotations
@@ -66,16 +66,17 @@ if TYPE_CHECKING:
 
 WorkerSession = StreamSession[pb.WorkerOrder]
 MEMBERS_KEPT_TICKS = 60
-"""Telemetry of a sixtieth of the workers is kept at each tick: all at once would hold up leases, and after a restart
-half a minute old is as good as new. What must not be lost (joins, orders, money) is kept when it happens."""
+"""The telemetry of a sixtieth of the workers is saved at each tick: saving all at once would delay leases, and telemetry that is
+half a minute old is good enough after a restart. What must not be lost (joins, operator commands, money) is saved at once."""
 LINK_CHANGE = 0.2
 PREEMPTION_WORD = "preemption"
-"""A worker that leaves for this reason was told by its cloud."""
+"""Marks the reason of a worker that leaves because its cloud preempts it."""
 _log = logging.getLogger("echo2.coordinator")
 
 
 class Hub:
-    """`saved`: what `store` held at the start. `failed` is called when the state can no longer be kept: the daemon must stop."""
+    """`saved`: what `store` held at the start. `failed`: called when the state can no longer be saved; the daemon must then
+    stop."""
 
     def __init__(
         self,
@@ -102,8 +103,8 @@ class Hub:
         self.plan: Plan | None = None
         self.plan_update: pb.PlanUpdate | None = None
         self.plan_waits_for = "the learner"
-        self.relay_address = ""  # host:port of this coordinator's libp2p; empty: none
-        self.relay: Relay | None = None  # once it serves
+        self.relay_address = ""  # host:port of this coordinator's libp2p relay; empty: none
+        self.relay: Relay | None = None  # set once it serves
         self.broadcast_plan: BroadcastPlan | None = None
         self._plan_parts: PlanParts | None = None
         self.started_at = clock.now()
@@ -133,15 +134,15 @@ class Hub:
         else:
             self.note("start", f"run {self.options.run_id} begins")
 
-    # ---- keeping and telling
+    # ---- saving and sending
 
     def note(self, kind: str, text: str) -> None:
-        """One line in the event log."""
+        """Writes one line in the event log."""
         _log.info("%s: %s", kind, text)
         self.keeper.event(LoggedEvent(self.clock.now(), kind, text))
 
     def apply(self, actions: Iterable[le.Action]) -> None:
-        """Carries out what the lease book decided."""
+        """Carries out the lease book's actions."""
         for action in actions:
             match action:
                 case le.SaveGroup(group_id) | le.DropGroup(group_id):
@@ -158,7 +159,7 @@ class Hub:
         self.flush_soon()
 
     def flush_soon(self) -> None:
-        """Once in this turn of the loop, after everything that is ready has been handled."""
+        """Schedules one flush, after everything that is ready in this turn of the loop has been handled."""
         if not self._is_flushing:
             self._is_flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -179,26 +180,27 @@ class Hub:
                 session.send(order)
 
     def _is_dropped(self, order: pb.WorkerOrder) -> bool:
-        """A lease that was granted and ended in one turn, as after a pause of ours: it was never kept, so it is not told."""
+        """Whether to drop a grant whose lease has ended in the same turn (as after a long pause of this process): it was never
+        saved, so it must not be sent."""
         return order.WhichOneof("kind") == "lease_grant" and order.lease_grant.ticket.lease_id not in self.book.leases
 
     def flush_now(self) -> None:
-        """Keeps everything before the caller goes on: enrolment and operators' commands."""
+        """Saves everything before it returns; for enrolment and operators' commands."""
         self.keeper.flush()
 
     def send(self, peer_id: PeerId, order: pb.WorkerOrder) -> None:
-        """To a worker, once everything before it is kept."""
+        """Sends an order to a worker once all earlier changes are saved."""
         self._outgoing.append((peer_id, order))
         self.flush_soon()
 
     def handle(self, event: le.Event) -> None:
-        """The lease book decides on it."""
+        """Passes an event to the lease book and carries out its actions."""
         self.apply(self.book.handle(event, self.clock.now()))
 
     # ---- workers
 
     def worker_came(self, peer_id: PeerId, hello: WorkerHello, session: WorkerSession) -> None:
-        """Lets a worker's session begin, or raises the reason why not; nothing has changed then."""
+        """Starts a worker's session. Raises an EchoError, before any change, if the worker is refused."""
         check_hello(self.options.run_id, f"worker {hello.name or peer_id}", hello.protocol_version, hello.run_id)
         self.learner.check_model(peer_id, hello)
         check_quantisation(hello, self.options.quantised_workers)
@@ -220,7 +222,7 @@ class Hub:
         session.send(pb.WorkerOrder(activation=activation))
         if self.broadcast_plan is not None:
             self.send_broadcast_plan(session)
-        self.handle(le.WorkerCame(peer_id, hello.held_leases))  # before it may lease: its last life's wish is void
+        self.handle(le.WorkerCame(peer_id, hello.held_leases))  # before it may lease: discards its old lease request
         self._review(self.membership.change_of(member, now))
         self._allow(peer_id)
         self.keeper.member(peer_id)
@@ -254,7 +256,7 @@ class Hub:
                 self.broadcast_needed.set()
 
     def worker_event(self, peer_id: PeerId, event: le.Event) -> None:
-        """A lease request, progress or end."""
+        """Takes a lease request, progress or the end of a lease."""
         self.membership.heard(peer_id, None, self.clock.now())
         self.handle(event)
 
@@ -267,7 +269,7 @@ class Hub:
         self._review(self.membership.change_of(member, self.clock.now()))
 
     def worker_cut(self, peer_id: PeerId, session: WorkerSession) -> None:
-        """Its stream is over; another of the same worker may stand already."""
+        """The worker's stream ended; ignored if a newer stream has replaced it."""
         if self.workers.get(peer_id) is not session:
             return
         del self.workers[peer_id]
@@ -281,7 +283,7 @@ class Hub:
         self.handle(le.WorkerAllowed(peer_id, may))
 
     def _review(self, change: Change | None) -> None:
-        """A worker's life or work has changed: leases, money, plans and the worker itself must know."""
+        """Reacts to a change of a worker's liveness or activation: leases, money, plans, and a message to the worker."""
         if change is None:
             return
         member, now = change.member, self.clock.now()
@@ -324,7 +326,7 @@ class Hub:
         self.send(member.peer_id, pb.WorkerOrder(activation=order))
 
     def set_worker(self, peer_id: PeerId, setting: OperatorSetting, reason: str) -> None:
-        """The operator's word on a worker."""
+        """Applies the operator's setting for a worker, and saves it."""
         member = self.membership.set(peer_id, setting, reason, self.clock.now())
         if setting is OperatorSetting.AUTOMATIC and self.plan is not None:
             member.is_wanted = member.peer_id in self.plan.pool or member.is_on_trial
@@ -336,9 +338,9 @@ class Hub:
     # ---- plans
 
     def adopt_plan(self, plan: Plan, choosable: Iterable[PeerId], is_acted_on: bool) -> None:
-        """The planner's word: to the learner always; to the workers where the operator lets it act.
+        """Adopts a plan of the pool. The learner always gets it; workers are activated by it only if `is_acted_on`.
 
-        `choosable`: who was alive when it was asked. Of the others, who came or fell silent since, it says nothing.
+        `choosable`: the workers that were alive when the plan was requested. Those that came or fell silent since keep their state.
         """
         self.plan, self.plan_waits_for = plan, ""
         cap = min(round(plan.in_flight_cap_rollouts * self.options.over_provision), (1 << 31) - 1)
@@ -361,34 +363,34 @@ class Hub:
         self.plan_update = update
 
     def try_out(self, members: Iterable[Member]) -> None:
-        """Newcomers on trial work beside the plan, and where there is none."""
+        """Activates the newcomers on trial, which work beside the plan or without one."""
         for member in members:
             if member.is_on_trial and not member.is_wanted:
                 member.is_wanted, member.wanted_reason = True, ON_TRIAL
                 self._review(self.membership.change_of(member, self.clock.now()))
 
     def adopt_broadcast_plan(self, plan: BroadcastPlan) -> list[WorkerSession]:
-        """The plan goes to the learner now, and to the sessions returned as fast as the caller sees fit."""
+        """Sends the plan to the learner now. Returns the workers' sessions, to which the caller sends it at its own pace."""
         self.broadcast_plan, self._plan_parts = plan, PlanParts(plan)
         self.learner.tell(pb.LearnerOrder(broadcast_plan=plan_to_message(plan)))
         _log.debug("broadcast plan %d: %s over %d nodes: %s", plan.epoch, plan.topology, len(plan.nodes), plan.reason)
         return list(self.workers.values())
 
     def send_broadcast_plan(self, session: WorkerSession) -> None:
-        """Its part of the newest plan to one worker."""
+        """Sends one worker its part of the newest broadcast plan."""
         assert self._plan_parts is not None, "there is a plan to send"
         part = self._plan_parts.part_of(session.peer_id)
         session.send(pb.WorkerOrder(broadcast_plan=plan_to_message(part)))
 
     def journal_worker(self, action: str, member: Member, reason: str) -> None:
-        """What a worker's work costs has changed, or will."""
+        """Journals an action that changes what a worker costs."""
         price, spent = member.hello.price_usd_per_hour, member.usd_spent
         self.keeper.paid_action(PaidAction(self.clock.now(), action, member.peer_id, reason, price, spent))
 
     # ---- time
 
     def tick(self) -> None:
-        """Twice a second: silence, deadlines, money."""
+        """Checks liveness and deadlines, meters money and saves telemetry; called twice a second."""
         now = self.clock.now()
         for change in list(self.membership.changes(now)):
             self._review(change)
@@ -404,7 +406,7 @@ class Hub:
         self.flush_soon()
 
     def close(self) -> None:
-        """Ends all streams and keeps what is left; after this nothing is kept."""
+        """Ends all streams and saves what is left; nothing is saved after this."""
         self.aside.close()
         for session in self.workers.values():
             session.end()

@@ -1,7 +1,7 @@
-"""Collects what has changed and writes it in one transaction: the gate between deciding and telling.
+"""Collects changes and writes them in one transaction: the gate between deciding and sending.
 
-Guarantees: `flush` returns only once everything noted before it is kept; each thing is written once per flush, as it is
-then. Leaves to others: when to flush (hub: before any order that follows from a change is sent).
+Guarantees: `flush` returns only once everything noted before it is saved; each object is written once per flush, in its state at
+that time. Leaves to others: when to flush (hub: before it sends any order that follows from a change).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Keeper:
         self._token_ids.add(token_id)
 
     def lasting(self) -> None:
-        """What is noted for this flush is on the disk itself when it returns. For what is rare: it waits for the disk."""
+        """Makes the next flush sync to disk before it returns. Only for rare changes, because it waits for the disk."""
         self._changes.must_last = True
 
     def event(self, event: LoggedEvent) -> None:
@@ -70,7 +70,7 @@ class Keeper:
         self._changes.meta[key] = value
 
     def flush(self) -> None:
-        """DiskFull or StateError when it cannot be kept."""
+        """Writes all noted changes. DiskFull or StateError if they cannot be written."""
         changes, self._changes = self._changes, StoreChanges()
         for group_id in sorted(self._groups):
             group = self._book.groups.get(group_id)

@@ -1,11 +1,11 @@
-"""Whether the learner answers where it says it does; where it does not, workers come through the relay's byte pipes.
+"""Checks whether the learner answers at its declared address; if not, workers reach it through the relay's byte pipes.
 
     told --answers--> direct: workers dial it     <--answers again--.
-      '---------does not, and holds a place at our relay--> piped --' looked at every LOOK_HIDDEN_S
+      '---------does not, and holds a place at our relay--> piped --' checked every LOOK_HIDDEN_S
 
-Guarantees: the dial back is a TLS handshake that must show the learner's own certificate; a learner that does not answer and
-holds no place is left as it is, and the event log says what to do. Waits: for the learner to come, LOOK_S between looks, MISSED_S
-before a look that failed is believed where one has succeeded before, PLACE_S for the learner to take its place.
+Guarantees: the dial-back is a TLS handshake that must show the learner's own certificate; for a learner that neither answers nor
+holds a place at the relay, the event log says what to do. Waits: for the learner to connect; LOOK_S between checks; MISSED_S before
+each retry, if an earlier check has succeeded; PLACE_S for the learner to take its place at the relay.
 Leaves to others: byte pipes (broadcast.runtime), telling workers (learner_side).
 """
 
@@ -29,7 +29,7 @@ PLACE_S, PLACE_LOOK_S = 5.0, 0.1
 
 
 class LearnerDoor:
-    """One per coordinator. A run without a relay crosses no NAT, and nothing is looked at."""
+    """The checks; one object per coordinator. A run without a relay crosses no NAT, so nothing is checked."""
 
     def __init__(self, hub: Hub, authority_pem: bytes) -> None:
         self._hub, self._authority_pem = hub, authority_pem
@@ -37,7 +37,7 @@ class LearnerDoor:
         self._has_answered = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Checks until cancelled."""
         learner, board = self._hub.learner, self._hub.board
         while True:
             with contextlib.suppress(TimeoutError):
@@ -53,7 +53,7 @@ class LearnerDoor:
         address, peer_id = board.hello.address, board.peer_id
         is_there = await self._answers(address, peer_id)
         if board.hello.address != address or board.peer_id != peer_id:
-            return  # it came again meanwhile, and is looked at again
+            return  # it has reconnected meanwhile, which triggers another check
         pipes = pipe_address(self._hub.relay_address) if not is_there and await self._is_piped(peer_id) else ""
         if is_there:
             self._tell("")
@@ -71,7 +71,7 @@ class LearnerDoor:
             self._hub.learner.moved()
 
     async def _is_piped(self, peer_id: PeerId) -> bool:
-        """Whether it holds a place, or takes one soon: it is told of the relay as it comes."""
+        """Whether the learner holds a place at the relay, or takes one within `PLACE_S`: it is told of the relay on connect."""
         for _ in range(round(PLACE_S / PLACE_LOOK_S)):
             if self._hub.relay is not None and self._hub.relay.is_piped(peer_id):
                 return True

@@ -1,12 +1,12 @@
-"""The coordinator's side of the learner's stream: what it says goes to the book and the board, what concerns it is told.
+"""The coordinator's side of the learner's stream: passes its messages to the book and the board, and sends it orders.
 
     away --came--> here --leaving("finished")--> the run ends (ending)
       ^             |  '-- came again: the newer stream takes the older one's place
       '----cut------'      meanwhile workers go on with the leases that they hold
 
-Guarantees: a learner of another run, staleness bound or model is refused before anything has changed; one that came is told of the
-plan, of the broadcast and of everybody who is barred, whatever it knew before. Leaves to others: gRPC and messages (services), what
-to decide (lease_book, board), keeping (hub).
+Guarantees: a learner of another run, staleness bound or model is refused before anything has changed; one that connects is always
+sent the plan, the broadcast plan and all barred workers. Leaves to others: gRPC and messages (services), decisions (lease_book,
+board), saving (hub).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LearnerStream = StreamSession[pb.LearnerOrder]
 
 
 class LearnerSide:
-    """`session` is None while the learner is away."""
+    """The learner's session and its messages. `session`: None while the learner is away."""
 
     def __init__(self, hub: Hub, meta: Mapping[str, str]) -> None:
         self._hub = hub
@@ -53,7 +53,7 @@ class LearnerSide:
             )
 
     def tell(self, order: pb.LearnerOrder) -> bool:
-        """At once. False while it is away: what it must know it is told when it comes."""
+        """Sends an order at once. Returns False while the learner is away: on connect it is sent all that it must know."""
         if self.session is None:
             return False
         self.session.send(order)
@@ -64,7 +64,7 @@ class LearnerSide:
             self.session.end()
 
     def came(self, peer_id: PeerId, hello: LearnerHello, session: LearnerStream) -> None:
-        """Lets the learner's session begin, or raises the reason why not; nothing has changed then."""
+        """Starts the learner's session. Raises VersionMismatch or NotAllowed, before anything has changed, if it is refused."""
         hub = self._hub
         check_hello(hub.options.run_id, f"learner {peer_id}", hello.protocol_version, hello.run_id)
         if hello.staleness_bound != hub.options.staleness_bound:
@@ -72,8 +72,8 @@ class LearnerSide:
                 f"learner {peer_id}: expected staleness bound S = {hub.options.staleness_bound} as the coordinator "
                 f"was told, got {hello.staleness_bound}: start both with the same config"
             )
-        hub.ending.learner_came(hello)
         is_news = hub.board.came(peer_id, replace(hello, open_groups=()), self._model_digest, hub.clock.now())
+        hub.ending.learner_came(hello)
         if self.session is not None:
             self.session.end()
         self.session = session
@@ -103,7 +103,7 @@ class LearnerSide:
         hub.plan_needed.set()
 
     def moved(self) -> None:
-        """It is reached elsewhere, or trains something else: all workers are told."""
+        """Tells all workers that the learner's address or model has changed."""
         order = pb.WorkerOrder(learner=whereabouts_of(self._hub.board))
         for worker_id in self._hub.workers:
             self._hub.send(worker_id, order)
@@ -126,7 +126,7 @@ class LearnerSide:
         hub.flush_soon()
 
     def said(self, event: le.Event) -> None:
-        """An offer or a closure of groups."""
+        """Takes an offer or a closure of groups."""
         self._hub.board.heard_at = self._hub.clock.now()
         self._hub.handle(event)
 
@@ -139,7 +139,8 @@ class LearnerSide:
         hub.flush_soon()
 
     def predicted_broadcast_s(self, artifact_bytes: int) -> float:
-        """Until all that are not late have it, by the broadcast plan, and the slowest apply among the pool's workers."""
+        """Predicted seconds until all workers that are not late have the artifact, by the broadcast plan, plus the slowest apply in
+        the pool; 0 without a plan."""
         hub = self._hub
         plan = hub.broadcast_plan
         if plan is None or not plan.predicted_bytes:
@@ -154,7 +155,7 @@ class LearnerSide:
 
     def cut(self, session: LearnerStream) -> None:
         if self.session is not session:
-            return  # a newer one has taken its place
+            return  # a newer session has replaced it
         self.session = None
         self._hub.board.cut(self._hub.clock.now())
         self._hub.note("learner", "its stream is over; workers go on with the leases they hold")

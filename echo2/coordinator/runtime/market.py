@@ -1,8 +1,8 @@
-"""Catalogues of what can be rented: fetched through gpuhunt, kept on this machine with their age.
+"""Catalogues of machines that can be rented: fetched through gpuhunt and cached on this machine with their age.
 
-Guarantees: what was fetched is kept whole or not at all; without a network the kept catalogue is used and its age said, without
-one what SkyPilot has fetched, and without that the typical prices that come with the package, which are no offers. Leaves to
-others: ranking (cost_model/offers).
+Guarantees: a fetched catalogue is cached atomically. Without a network the cached one is used and its age reported; if there is
+none, SkyPilot's catalogues are used; if there are none either, the typical prices that come with the package, which are not real
+offers. Leaves to others: ranking (cost_model/offers).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ VENDOR = "nvidia"
 TYPICAL = "typical"
 TYPICAL_COUNTS = (1, 2, 4, 8)
 SKYPILOT_FOLDER = Path("~/.sky/catalogs")
-"""Where the package skypilot keeps one CSV file a cloud, in folders v1, v2, ...; it fetches them when it is used."""
+"""Where the package skypilot keeps one CSV file per cloud, in folders v1, v2, ...; it fetches them when it is used."""
 _log = logging.getLogger("echo2.market")
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """`fetched_at`: unix seconds, None of typical prices. `source` says where it is from."""
+    """A list of offers. `fetched_at`: unix seconds; None for typical prices. `source`: where it comes from, in words."""
 
     offers: tuple[MarketOffer, ...]
     fetched_at: float | None
@@ -48,7 +48,7 @@ def kept_file() -> Path:
 
 
 def fetch() -> Catalogue:
-    """All that gpuhunt knows now. Raises Unreachable where nothing comes, ConfigError where gpuhunt is not installed."""
+    """Fetches all offers that gpuhunt knows. Unreachable if it gets none, ConfigError if gpuhunt is not installed."""
     try:
         from gpuhunt import Catalog
         from gpuhunt.providers.vastai import VastAIProvider
@@ -63,7 +63,7 @@ def fetch() -> Catalogue:
             catalog.load()
             catalog.add_provider(VastAIProvider())
         items = catalog.query(min_gpu_count=1, gpu_vendor=VENDOR)
-    except Exception as error:  # noqa: BLE001 - of any of a dozen providers' clients
+    except Exception as error:  # noqa: BLE001 - gpuhunt calls the clients of a dozen providers
         raise Unreachable(f"offers: expected a catalogue from gpuhunt, got {type(error).__name__}: {error}") from None
     offers = []
     for item in items:
@@ -82,7 +82,7 @@ def fetch() -> Catalogue:
 
 
 def keep(catalogue: Catalogue, path: Path) -> None:
-    """Writes it for later; ConfigError where that is not possible."""
+    """Caches the catalogue in a file, atomically; ConfigError if it cannot be written."""
     told: dict[str, object] = {
         "fetched_at": catalogue.fetched_at,
         "source": catalogue.source,
@@ -98,7 +98,7 @@ def keep(catalogue: Catalogue, path: Path) -> None:
 
 
 def kept(path: Path) -> Catalogue | None:
-    """What an earlier call left; None without a file. ConfigError where the file is none of ours."""
+    """The cached catalogue; None without a file. ConfigError if the file is not a cached catalogue."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def kept(path: Path) -> Catalogue | None:
 
 
 def typical(catalogue: Mapping[str, GpuType]) -> Catalogue:
-    """Machines of one to eight GPUs of each kind at the price that comes with the package, so much for each GPU."""
+    """Machines with 1, 2, 4 and 8 GPUs of each kind, at the price per GPU that comes with the package."""
     offers = tuple(
         MarketOffer(
             TYPICAL, gpu.name if count == 1 else f"{count}x{gpu.name}", "", gpu.name.partition("-")[0], count, gpu.memory_gib,
@@ -129,7 +129,7 @@ def typical(catalogue: Mapping[str, GpuType]) -> Catalogue:
 
 
 def recorded(path: Path) -> Catalogue:
-    """A catalogue that somebody has kept in a file (`keep`); ConfigError where there is none."""
+    """A catalogue recorded in a file (with `keep`); ConfigError if there is no file."""
     found = kept(path)
     if found is None:
         raise ConfigError(f"offers: expected a recorded catalogue at {path}, found no file")
@@ -137,8 +137,8 @@ def recorded(path: Path) -> Catalogue:
 
 
 def of_skypilot(folder: Path, gpus: Mapping[str, GpuType]) -> Catalogue | None:
-    """What SkyPilot has fetched for itself, as old as its oldest file; None where it has fetched nothing. A machine whose memory
-    a file does not name has that of its kind's data sheet."""
+    """The catalogues that SkyPilot has fetched for itself, as old as the oldest file; None if there are none. GPU memory is taken
+    from the data sheets."""
     versions = sorted((one for one in folder.glob("v*") if one.name[1:].isdigit()), key=lambda one: int(one.name[1:]))
     offers: list[MarketOffer] = []
     ages: list[float] = []
@@ -155,7 +155,7 @@ def of_skypilot(folder: Path, gpus: Mapping[str, GpuType]) -> Catalogue | None:
 
 
 def _of_sky_row(cloud: str, row: Mapping[str, str | None], gpus: Mapping[str, GpuType]) -> Iterator[MarketOffer]:
-    """On demand and spot, where there is a price; nothing of rows without a GPU that the catalogue knows."""
+    """The on-demand and spot offers of a row, if priced; nothing if the catalogue does not know its GPU."""
     name, count = row.get("AcceleratorName") or "", _positive(row.get("AcceleratorCount"))
     kind = kind_of_name(name, gpus)[0] or kind_of_name(name.removesuffix("-SXM"), gpus)[0]
     if not kind or count is None or count != int(count):
@@ -184,7 +184,8 @@ def _positive(text: str | None) -> float | None:
 def newest(
     path: Path, gpus: Mapping[str, GpuType], *, must_fetch: bool, may_fetch: bool, age_max_s: float
 ) -> Catalogue:
-    """Fetched where that is asked for or what is kept is older than `age_max_s`; else kept; else SkyPilot's; else typical."""
+    """Fetches a catalogue if `must_fetch`, or if `may_fetch` and the cached one is missing or older than `age_max_s`; else, or if
+    that fails, returns the cached one, SkyPilot's, or typical prices. With `must_fetch`, raises if fetching fails."""
     found = kept(path)
     age_s = None if found is None else found.age_s(unix_now())
     if must_fetch or (may_fetch and (age_s is None or age_s > age_max_s)):

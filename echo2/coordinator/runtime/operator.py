@@ -1,6 +1,6 @@
-"""The Operator service: what the `echo2` commands ask with an operator's certificate.
+"""The Operator service, which the `echo2` commands call with an operator's certificate.
 
-Guarantees: a caller of another role gets PERMISSION_DENIED, a wrong argument INVALID_ARGUMENT with the reason.
+Guarantees: a caller with another role gets PERMISSION_DENIED; a wrong argument gets INVALID_ARGUMENT with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
         self._commands, self._outlook = commands, outlook
 
     async def _answer(self, request: Message, context: Any, act: Callable[[], Reply]) -> Reply:
-        """What `act` gives, once the caller and the request have been looked at."""
+        """Checks the caller and the request, then returns what `act` returns."""
 
         async def later() -> Reply:
             return act()

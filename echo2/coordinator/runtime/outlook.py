@@ -1,7 +1,7 @@
-"""What to do next with this run: the fleet as it is now, its offers and the market's, weighed in a thread.
+"""Works out what to do next with this run, from the fleet as it is now, the run's own offers and the market's.
 
-Guarantees: one weighing at a time; the page's answer is as old as `PAGE_S` at most and made only when asked for. Leaves to
-others: what is best (cost_model/next_actions), doing it (commands, provisioner).
+Guarantees: one computation at a time, off the event loop's thread; the page's answer is at most `PAGE_S` old and made only on
+request. Leaves to others: what is best (cost_model/next_actions), doing it (commands, provisioner).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from echo2.outside import unix_now
 PAGE_S = 10.0
 MARKET_MAX = 512
 CURVE_SHOWN = 64
-"""Predictions of each quantity that a calibration curve is drawn of."""
+"""Most predictions of each quantity in a calibration curve."""
 OWN_PRICES = "the coordinator's offers file"
 
 
@@ -49,7 +49,8 @@ class OutlookDesk:
         return self._kept[1]
 
     def _at_hand(self) -> tuple[list[MarketOffer], str]:
-        """Prices that this machine has, and where from; nothing is fetched. Read anew where the file has changed."""
+        """The offers cached on this machine, and their source in words. Fetches nothing; reads the file again only if it has
+        changed."""
         path = kept_file()
         written_at = path.stat().st_mtime if path.exists() else 0.0
         if self._market is None or self._market[0] != written_at:
@@ -61,11 +62,11 @@ class OutlookDesk:
         _, offers, found = self._market
         age_s = found.age_s(unix_now())
         if age_s is None and any(one.usd_per_hour > 0 for one in self._commands.hub.money.offers):
-            return [], ""  # nobody offers typical prices: what the run can rent comes before them
+            return [], ""  # typical prices are not real offers, so the run's own priced offers replace them
         return offers, found.source if age_s is None else f"{found.source}, fetched {format_duration(age_s)} ago"
 
     async def value(self, market: Sequence[MarketOffer], prices: str, learner_usd_per_hour: float) -> dict[str, Any]:
-        """`market`: more offers than the run's own, from where `prices` says."""
+        """The next actions as JSON. `market`: offers besides the run's own; `prices`: their source, in words."""
         hub = self._commands.hub
         snapshot, plan = await snapshot_of(hub), hub.plan
         if hub.ending.finish is not None:
@@ -96,7 +97,8 @@ class OutlookDesk:
         return value | {"history": hub.reckoning.track.value(CURVE_SHOWN)}
 
     def _buys_nothing(self, one: Member) -> bool:
-        """Of a worker that the plan leaves out: whether it was there when the plan was made, and is not just between two plans."""
+        """For a worker that the plan leaves out: whether it does not help at all, rather than being new or on standby only since
+        the last plan."""
         is_settled = self._commands.hub.clock.now() - one.activation_since >= IDLE_S
         return not one.is_newcomer and (one.last_activation is Activation.ACTIVE or is_settled)
 
@@ -110,7 +112,7 @@ class OutlookDesk:
     def _candidates(
         self, snapshot: FleetSnapshot, there: Sequence[Member], market: Sequence[MarketOffer]
     ) -> list[Candidate]:
-        """None while nobody knows the model or the length of a rollout."""
+        """The candidates from the run's offers and the market; empty until the model and the rollouts' length are known."""
         hub, catalogue = self._commands.hub, built_in_catalogue()
         size, lengths, held = work_of(hub.board)
         if size is None:
@@ -128,7 +130,7 @@ class OutlookDesk:
 
 
 def _rate_error(members: Sequence[Member], estimates: Iterable[WorkerEstimate]) -> float:
-    """Of the whole pool's rate, relative: workers' errors are taken as independent."""
+    """The relative error of the whole pool's rate, assuming that the workers' errors are independent."""
     total = sum(one.rollouts_per_s for one in estimates)
     found = [member.measures.estimate("rollouts_per_s") for member in members]
     return sqrt(sum(one.error**2 for one in found if one is not None)) / total if total > 0 else 0.0

@@ -1,13 +1,12 @@
-"""Keeps the interpreter's own pauses short, because a lease that is asked for meanwhile waits them out.
+"""Keeps the interpreter's own pauses short, because lease requests wait for them.
 
-The collector of cycles, left to itself, walks all objects there are every few seconds: with 2,000 workers each walk
-stops the loop for a third of a second. Here it looks at each tick at what has been made since the last, and what
-survives is set aside. All is walked when the process has grown by a quarter since it last was, and otherwise so seldom
-that it takes less than a two-thousandth of the time. A thread that computes (planning) gives the interpreter up after
-`SWITCH_S` when the loop wants it.
+By default, Python's garbage collector walks all objects every few seconds: with 2,000 workers each walk stops the loop for a
+third of a second. Here it examines at each tick only the objects made since the last one, and freezes the survivors. It walks
+everything when the process has grown by a quarter since the last full walk, and otherwise so rarely that it takes less than a
+two-thousandth of the time. A thread that computes (planning) releases the interpreter `SWITCH_S` after the loop wants it.
 
-Guarantees: garbage in cycles makes the process a quarter larger at most before it is found; on leaving all is as before.
-Leaves to others: when a tick is (daemon).
+Guarantees: garbage in cycles grows the process by at most a quarter before it is found; on exit all settings are restored.
+Leaves to others: when to tick (daemon).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ GROWTH = 1.25
 
 
 class Pauses(Protocol):
-    """What the daemon asks of it."""
+    """The daemon's view of `ShortPauses`."""
 
     def __enter__(self) -> Pauses: ...
 
@@ -40,12 +39,12 @@ class Pauses(Protocol):
 
 
 def peak_kilobytes() -> int:
-    """The most memory that the process has had."""
+    """The process's peak memory in kilobytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class ShortPauses:
-    """In force between entering and leaving."""
+    """A context manager; its settings hold inside the block."""
 
     def __init__(self, clock: Callable[[], float] = monotonic, peak: Callable[[], int] = peak_kilobytes) -> None:
         self._clock, self._peak = clock, peak
@@ -69,7 +68,7 @@ class ShortPauses:
         sys.setswitchinterval(self._switch_s)
 
     def tick(self) -> None:
-        """Twice a second."""
+        """Collects garbage; call it twice a second."""
         if self._is_due():
             gc.unfreeze()
             began = self._clock()

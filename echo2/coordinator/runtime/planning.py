@@ -1,8 +1,8 @@
-"""Runs the planners when something they depend on has changed, and at least every interval.
+"""Runs the planners when something that they depend on has changed, the planner of the pool also at least every interval.
 
-Waits for `hub.plan_needed` and `hub.broadcast_needed`; a burst of changes is planned once. Guarantees: streams
-are served while a plan is made, and one plan is made at a time. Leaves to others: what a good plan is (cost_model,
-broadcast), where it is made (aside), what becomes of it (hub).
+Waits for `hub.plan_needed` (at most `plan_interval_s`) and `hub.broadcast_needed`; a burst of changes is planned once. Guarantees:
+streams are served while a plan is made, and each planner makes one plan at a time. Leaves to others: what a good plan is
+(cost_model, broadcast), where it is made (aside), carrying it out (hub).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from echo2.outside import unix_now
 from echo2.outside.guard import noting
 
 SETTLE_S = 0.2
-SETTLE_S_PER_WORKER = 0.005  # a storm of joins is planned now and then, not at each join
+SETTLE_S_PER_WORKER = 0.005  # so a burst of joins leads to a few plans, not to one per join
 SENDS_AT_ONCE, SEND_PAUSE_S = 8, 0.02
 ESTIMATES_AT_ONCE = 100
 _log = logging.getLogger("echo2.coordinator")
 
 
 async def snapshot_of(hub: Hub) -> FleetSnapshot | None:
-    """The fleet as the planner is told of it; None while too little is known. Leases are served meanwhile."""
+    """The planner's snapshot of the fleet; None while too little is known. Yields to the loop, so leases are served meanwhile."""
     members = list(hub.membership.members.values())
     maker = SnapshotMaker(hub.board, members, hub.clock.now(), built_in_catalogue(), known(hub.options.machines_file))
     if not maker.is_possible:
@@ -59,11 +59,12 @@ class Planning:
         self._trials = Trials()
 
     async def run(self) -> None:
-        """Both loops, until cancelled."""
+        """Runs both planners' loops until cancelled."""
         await asyncio.gather(self._run_pool(), self._run_broadcast())
 
     async def _settle(self) -> None:
-        """After a restart the whole fleet is on its way back, and plans of its first few would be made in vain."""
+        """Waits for a time that grows with the fleet: after a restart the whole fleet reconnects, and plans of its first few
+        workers would be discarded."""
         fleet = sum(1 for _ in self._hub.membership.living())
         await asyncio.sleep(SETTLE_S + SETTLE_S_PER_WORKER * fleet)
 
@@ -93,13 +94,13 @@ class Planning:
         if hub.options.planner_mode is PlannerMode.AUTO:
             hub.try_out(members)
         snapshot = await snapshot_of(hub)
-        if snapshot is None or not choosable:  # a plan made of nobody would send everybody home
+        if snapshot is None or not choosable:  # a plan without workers would put all on standby
             hub.plan_waits_for = _missing(hub) if hub.plan is None else ""
             return
         config = plan_config(hub.options, hub.board)
         plan = await hub.aside.run(len(members), make_plan, snapshot, config, hub.plan)
         hub.adopt_plan(plan, choosable, hub.options.planner_mode is PlannerMode.AUTO or is_spent)
-        hub.broadcast_needed.set()  # another share of the pool may be needed now
+        hub.broadcast_needed.set()  # the share of the pool that needs versions first may have changed
 
     async def _run_broadcast(self) -> None:
         while True:
@@ -127,7 +128,7 @@ class Planning:
         for index, session in enumerate(self._hub.adopt_broadcast_plan(plan)):
             self._hub.send_broadcast_plan(session)
             if index % SENDS_AT_ONCE == SENDS_AT_ONCE - 1:
-                await asyncio.sleep(SEND_PAUSE_S)  # a large fleet's parts must not hold up its leases
+                await asyncio.sleep(SEND_PAUSE_S)  # a large fleet's parts must not delay its leases
 
 
 def _missing(hub: Hub) -> str:

@@ -1,6 +1,6 @@
-"""The planner of the pool as the coordinator asks it, small enough for a process that does nothing else.
+"""Makes a plan of the pool. The module imports little, so that a process of its own starts fast.
 
-Guarantees: standard output stays clean. Leaves to others: what a good plan is (cost_model), where it is made (aside).
+Guarantees: nothing is written to standard output. Leaves to others: what a good plan is (cost_model), where it is made (aside).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 
 
 def make_plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) -> Plan:
-    """The libraries are loaded when they are first needed: that takes longer than the daemon to start."""
+    """Makes the next plan. Loads the libraries on first use, because that takes longer than the daemon's start."""
     from echo2.coordinator.tree_predictor import TreeBroadcast
     from echo2.cost_model.egress import next_plan_with_egress
 

@@ -1,4 +1,4 @@
-"""Workers that will lose their machine: no new leases, and those that they have go to others while they still can."""
+"""Handles workers that will lose their machine: they get no new leases, and hand back those that they have while they still can."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echo2.coordinator.runtime.hub import Hub
 
 
 def send_home(hub: Hub, peer_id: PeerId, reason: str) -> None:
-    """The worker drains and is asked for its leases now, with all their tokens."""
+    """Drains the worker and recalls its leases now, with all their tokens."""
     if not hub.membership.members[peer_id].activation.is_barred:
         hub.set_worker(peer_id, OperatorSetting.DRAINING, reason)
     for lease in hub.book.leases_of(peer_id):
@@ -17,7 +17,7 @@ def send_home(hub: Hub, peer_id: PeerId, reason: str) -> None:
 
 
 def preempted(hub: Hub, peer_id: PeerId, notice: str) -> None:
-    """Somebody else than the worker says that its machine will be taken away."""
+    """Handles a preemption notice that came from a provider or the operator, not from the worker itself."""
     member = hub.membership.members[peer_id]
     hub.note("worker", f"{member.name} will lose its machine: {notice}")
     hub.journal_worker("preemption notice", member, notice)

@@ -1,8 +1,8 @@
-"""For `echo2 doctor` of a machine that may join: how it is seen from here, whether it can be dialled, how fast its link is.
+"""Serves `echo2 doctor` on a machine that may join: its address as seen from here, whether it can be dialled, its link's speed.
 
 Guarantees: only holders of a token of the run are served, and no token is used up; only the address that a call comes from
-is dialled, once a call; one transfer at a time, of bounded bytes and time, WAITING_MAX wait for their turn; whoever asks too
-often is refused. Waits: DIAL_BACK_S for the dial-back, TURN_S for a turn.
+is dialled, once per call; one transfer runs at a time, of bounded bytes and time, and at most WAITING_MAX calls wait for their
+turn; a host that calls too often is refused. Waits: DIAL_BACK_S for the dial-back, TURN_S for a turn.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
         return pb.UploadReply(received_bytes=received.total_bytes, bytes_per_s=received.bytes_per_s)
 
     def _token(self, secret: str, context: Any) -> Token:
-        """BadToken, or LimitExceeded for a caller that comes too often: wrong tokens count."""
+        """The caller's token. BadToken if it is invalid, LimitExceeded if the host calls too often; calls with a wrong token count
+        too."""
         host, now = caller_host(context), self._hub.clock.now()
         early_s = self._rates.take(host, now)
         if early_s > 0:
@@ -124,7 +125,7 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
 
 
 async def _dial_back(host: str, port: int, nonce: bytes) -> str:
-    """Empty once the nonce was read there; else why not."""
+    """Connects to the address and reads the nonce. Returns an empty text on success, else the reason for the failure."""
     try:
         async with asyncio.timeout(DIAL_BACK_S):
             reader, writer = await asyncio.open_connection(host, port)

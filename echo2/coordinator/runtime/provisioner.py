@@ -1,12 +1,11 @@
-"""The machines of the run: renting them, giving them back, watching what becomes of them; each step journalled.
+"""Rents, releases and watches the machines of the run, and journals each step.
 
-Guarantees: each request is saved before the provider is called, so a kill at any moment leaves no machine that costs money and
-that nobody knows: after a restart what was wanted is looked for at the provider, what was being released is released.
-A machine found at a provider that the journal does not know is adopted and reported, one that the journal has as gone is
-released. Each paid action is journalled with
-its reason and its cost. A preemption notice, from a provider or by hand, takes the leases off the machine's workers at
-once. Waits `LOOK_S` between looks at the providers. Leaves to others: what to wish for (fleet_advice), whether the
-operator lets the planner act (options.planner_mode).
+Guarantees: each request is saved before the provider is called, so a kill at any moment leaves no machine that costs money without
+the coordinator knowing: after a restart, requested machines are looked up at the provider, and machines that were being released
+are released. A machine that a provider lists and the journal does not know is adopted and reported; one that the journal has as
+gone is released. Each paid action is journalled with its reason and its cost. A preemption notice, from a provider or by hand,
+recalls the leases of the machine's workers at once. Waits `LOOK_S` between looks at the providers. Leaves to others: what to rent
+or release (fleet_advice), whether the operator lets the planner act (options.planner_mode).
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from echo2.outside import here
 
 LOOK_S = 5.0
 LOST_AFTER_S = 60.0
-"""So long a machine that was asked for may be unknown to its provider before it is taken for gone."""
+"""Seconds after the request for which a provider may not list a machine yet; after that the machine counts as lost."""
 ANSWER_S = 3.0
-"""So long who asks waits for a provider; clouds take minutes."""
+"""Most seconds that a caller waits for a provider's answer. Clouds take minutes, so the request then goes on in the background."""
 MACHINES_MAX = 20_000
 REASON_CHARS_MAX = 1000
 _log = logging.getLogger("echo2.coordinator")
 
 
 class Provisioner:
-    """`make_link(label, uses)` makes a worker's token and its join link."""
+    """Rents and releases machines. `make_link(label, uses)`: makes a worker's token and its join link."""
 
     def __init__(
         self,
@@ -59,11 +58,11 @@ class Provisioner:
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._rented_here: set[str] = set()
 
-    # ---- what may be asked for
+    # ---- commands
 
     async def rent(self, offer_name: str, label: str, reason: str) -> RentedMachine:
-        """One machine of an offer, perhaps still on its way. LimitExceeded beyond the offer's number, cap or budget,
-        RunFinished once the run is over."""
+        """Rents one machine of an offer; returns it, perhaps still starting. LimitExceeded beyond the offer's limit, the cap or the
+        budget; RunFinished once the run is over."""
         self._hub.ending.check_open()
         offer, now = self._offer(offer_name), self._hub.clock.now()
         self._check_room(offer)
@@ -80,8 +79,8 @@ class Provisioner:
         return machine
 
     def quote(self, offer_name: str, count: int = 1) -> dict[str, float]:
-        """What `count` machines of an offer would cost together, in USD/h, alone and with all that is paid now; refused as renting
-        the last of them would be. Nothing is asked of a provider."""
+        """What `count` machines of an offer would cost in USD/h, alone and together with present costs. Raises what renting the
+        last of them would raise. Calls no provider."""
         self._hub.ending.check_open()
         offer = self._offer(offer_name)
         self._check_room(offer, count)
@@ -97,7 +96,7 @@ class Provisioner:
         try:
             machine.command = await self._providers[machine.offer].rent(machine.machine_id, link)
         except EchoError as error:
-            machine.rented_at = self._hub.clock.now()  # nothing was had, nothing is owed
+            machine.rented_at = self._hub.clock.now()  # there was no machine, so it costs nothing
             self._ended(machine, "rent failed", str(error))
             raise
         if machine.state is MachineState.WANTED:
@@ -105,7 +104,7 @@ class Provisioner:
         self._keep(machine)
 
     async def release(self, machine_id: str, reason: str) -> None:
-        """Gives a machine back: its workers lose their leases to others first."""
+        """Releases a machine; its workers' leases are recalled for other workers first."""
         machine = self.machines.get(machine_id)
         if machine is None:
             raise MalformedMessage(f"machine: expected one of this run, got {machine_id[:80]!r}")
@@ -124,7 +123,7 @@ class Provisioner:
         self._ended(machine, "released", reason)
 
     async def _in_time(self, machine: RentedMachine, work: Coroutine[None, None, None]) -> None:
-        """Waits `ANSWER_S` for a provider; what takes longer goes on, and its end is journalled."""
+        """Waits up to `ANSWER_S` for a provider; slower work continues in the background, and its end is journalled."""
         task = asyncio.create_task(work)
         self._asking[machine.machine_id] = task
         task.add_done_callback(lambda done: self._asked(machine, done))
@@ -138,7 +137,7 @@ class Provisioner:
             self.problems[machine.offer] = str(error)
 
     def preempted(self, whom: str, notice: str) -> None:
-        """Somebody says that a machine (or one worker, by its peer id) will be taken away."""
+        """Takes a preemption notice for a machine, or for one worker by its peer id. MalformedMessage if it is neither."""
         machine = self.machines.get(whom)
         if machine is not None:
             self._on_notice(machine, notice)
@@ -149,7 +148,7 @@ class Provisioner:
             raise MalformedMessage(f"preemption notice: expected a machine or a worker of this run, got {whom[:80]!r}")
 
     async def carry_out(self, by_whom: str, only_automatic: bool = False) -> int:
-        """Does what the advice says, once; returns how many machines were rented or released."""
+        """Carries out the advice, once; returns how many machines were rented or released."""
         advice, self.advice = self.advice, FleetAdvice(reason="being carried out")
         count = 0
         for surrender in advice.release:
@@ -166,7 +165,7 @@ class Provisioner:
     # ---- looking
 
     def workers_of(self, machine: RentedMachine) -> list[Member]:
-        """Who joined with its token."""
+        """The workers that joined with the machine's token."""
         return self._hub.money.workers_of(machine)
 
     def purse(self) -> Purse:
@@ -174,18 +173,19 @@ class Provisioner:
         return Purse(money.usd_chosen_per_hour, money.usd_chosen, options.usd_per_hour_cap, options.usd_budget)
 
     async def run(self) -> None:
-        """Looks at the providers and acts where the operator lets the planner act, until cancelled."""
+        """Looks at the providers, and acts if the operator lets the planner act, until cancelled."""
         while True:
             try:
                 await self.look()
                 await self._act()
-            except Exception as error:  # noqa: BLE001 - a cloud's library must not end the run: told, and tried again
+            except Exception as error:  # noqa: BLE001 - a cloud's library must not end the run: reported, and tried again
                 _log.exception("machines: %s", error)
                 self.problems["machines"] = f"{type(error).__name__}: {error}"
             await asyncio.sleep(LOOK_S)
 
     async def _act(self) -> None:
-        """In mode auto: what may be done without asking. Once the run is finished, in any mode: everything is given back."""
+        """In mode auto, carries out the advice that needs no approval. Once the run is finished, releases everything in any
+        mode."""
         if self._hub.ending.finish is not None:
             await self._give_all_back(self._hub.ending.text)
             return
@@ -198,7 +198,7 @@ class Provisioner:
             self.problems["the planner's wish"] = str(error)
 
     async def _give_all_back(self, reason: str) -> None:
-        """Whatever is open; one provider's trouble keeps no other's machine, and is tried again at the next look."""
+        """Releases all open machines. An error of one provider does not stop the others; the next look tries again."""
         for machine in [one for one in self.machines.values() if one.is_open and one.machine_id not in self._asking]:
             if machine.state is not MachineState.RELEASING:
                 try:
@@ -207,13 +207,13 @@ class Provisioner:
                     self.problems[machine.offer] = str(error)
 
     async def look(self) -> None:
-        """What all providers say, and what to make of it."""
+        """Asks all providers what machines exist, and makes new advice."""
         for name in self.offers:
             await self._look(name)
         self._think()
 
     async def _look(self, name: str) -> None:
-        """What one offer's provider says of its machines."""
+        """Asks one offer's provider and brings the journal up to date."""
         try:
             sightings = await self._providers[name].observe()
             self.problems.pop(name, None)
@@ -235,9 +235,9 @@ class Provisioner:
             self._take_in(self.offers[name], machine_id)
 
     async def _compare(self, machine: RentedMachine, sighting: Sighting | None) -> None:
-        if machine.state is MachineState.RELEASING:  # an earlier process was about to, or the provider did not answer
+        if machine.state is MachineState.RELEASING:  # an earlier process had begun it, or the provider did not answer
             await self._in_time(machine, self._release(machine, "begun before"))
-        elif machine.provider == "manual" and machine.command:  # what a person does is seen by who joins
+        elif machine.provider == "manual" and machine.command:  # a person starts it: visible only by joins
             self._is_now(machine, MachineState.RUNNING if self.workers_of(machine) else MachineState.STARTING)
         elif sighting is None:
             self._missing(machine)
@@ -247,7 +247,8 @@ class Provisioner:
             self._is_now(machine, sighting.state)
 
     def _check_gone(self, machine: RentedMachine, sighting: Sighting | None) -> None:
-        """An answer that was lost may have made it, or a release may have failed in silence: it costs money still."""
+        """Releases a machine that counts as gone but is still listed, and so still costs money: a request whose answer was lost may
+        have made it, or its release may have failed silently."""
         is_there = sighting is not None and sighting.state is not MachineState.ENDING
         if is_there and machine.machine_id not in self._asking:
             machine.state, machine.ended_at = MachineState.RELEASING, None
@@ -296,7 +297,7 @@ class Provisioner:
         offers = list(self.offers.values())
         self.advice = advise(hub.plan, offers, machines, workers, rates, self.purse(), hub.clock.now())
 
-    # ---- keeping
+    # ---- saving
 
     def _ended(self, machine: RentedMachine, action: str, reason: str) -> None:
         machine.state, machine.ended_at = MachineState.GONE, self._hub.clock.now()
@@ -307,7 +308,7 @@ class Provisioner:
         self._journal(machine, action, reason)
 
     def _journal(self, machine: RentedMachine, action: str, reason: str) -> None:
-        """Keeps the machine, the paid action and a line of the log before anything follows from them."""
+        """Saves the machine, the paid action and a line of the log before anything else happens."""
         now = self._hub.clock.now()
         spent = machine.usd_spent(now)
         self._hub.keeper.paid_action(

@@ -1,8 +1,8 @@
 """Keeps the integer solver's library from writing to standard output.
 
-HiGHS prints a line of its own on rare occasions, past every option. Guarantees: while any thread is inside `quiet_solver`,
-what goes to file descriptor 1 goes to standard error; afterwards it is as before, in whatever order threads leave.
-Leaves to others: nothing is lost, so nobody else need care.
+HiGHS occasionally prints a line whatever its options say. Guarantees: while any thread is inside `quiet_solver`, output to file
+descriptor 1 goes to standard error, so nothing is lost; afterwards it goes to standard output again, in whatever order threads
+leave.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _kept = -1
 
 @contextmanager
 def quiet_solver() -> Iterator[None]:
-    """Standard output goes to standard error meanwhile, for the whole process."""
+    """Redirects the whole process's standard output to standard error inside the block."""
     _enter()
     try:
         yield
@@ -37,7 +37,7 @@ def _enter() -> None:
                 _kept = os.dup(1)
                 os.dup2(2, 1)
             except OSError:
-                _kept = -1  # a daemon without standard output or error has nothing to keep clean
+                _kept = -1  # a daemon without standard output or error: nothing to redirect
         _inside += 1
 
 

@@ -1,7 +1,7 @@
-"""The coordinator's libp2p relay, in a module of its own: its library takes longer to load than all the rest.
+"""The coordinator's libp2p relay, in a module of its own because its library takes longer to load than all the rest.
 
-Guarantees: it relays for workers of the run that are not banned, within its book's limits, and takes no broadcast itself.
-Leaves to others: when to load it (daemon), what a relay does (broadcast.runtime).
+Guarantees: it relays for nodes of the run that are not banned, within the limits of its book, and takes part in no broadcast
+itself. Leaves to others: when to load it (daemon), what a relay does (broadcast.runtime).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echo2.trust.runtime.tls import Credentials
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """`port`: that was bound. `is_piped`: whether a member can be reached through byte pipes. `close` ends it."""
+    """A running relay. `port`: the bound port. `is_piped`: whether a node can be reached through byte pipes. `close`: stops it."""
 
     port: int
     is_piped: Callable[[PeerId], bool]
@@ -28,7 +28,7 @@ class Relay:
 async def serve_relay(
     own: Credentials, host: str, port: int, is_barred: Callable[[PeerId], bool], proven: Callable[[PeerId, str], None]
 ) -> Relay:
-    """Listens. `is_barred` is asked and `proven` told in the relay's thread."""
+    """Starts the relay. It calls `is_barred` and `proven` in its own thread."""
     settings = P2pSettings(host, port, book=RelayBook(RelayLimits()), is_barred=is_barred, proven=proven)
     relay = MixedTransport(own, refuse_exchange, settings)
     try:

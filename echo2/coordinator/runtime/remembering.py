@@ -1,8 +1,7 @@
-"""Keeps what this run sees of each kind of machine in the machines file, for later runs, and its predictions in its state.
+"""Saves what this run observes of each kind of machine in the machines file, for later runs, and its predictions in its state.
 
-Waits `LOOK_S` between looks at the fleet and writes the file every `WRITE_S`, when the run is finished and when the coordinator
-stops.
-A file that cannot be written is told once and ends nothing. Leaves to others: what is seen (sightings), the file
+Waits `LOOK_S` between looks at the fleet. Writes the file every `WRITE_S`, when the run finishes and when the coordinator stops.
+A file that cannot be written is logged and ends nothing. Leaves to others: what is observed (sightings), the file
 (experience_file).
 """
 
@@ -26,12 +25,12 @@ from echo2.outside.guard import noting
 LOOK_S = 10.0
 WRITE_S = 600.0
 PREDICTIONS = "predictions"
-"""In the state's `meta`."""
+"""Key in the state's `meta`."""
 _log = logging.getLogger("echo2.coordinator")
 
 
 async def remember(hub: Hub, kept: str) -> None:
-    """Until cancelled. `kept`: the predictions of an earlier process."""
+    """Observes and saves until cancelled. `kept`: the predictions that an earlier process saved."""
     sightings, written_at, was_finished = Sightings(hub.options.run_id, built_in_catalogue()), hub.clock.now(), False
     hub.reckoning.track.restore(kept)
     changes = hub.reckoning.track.changes
@@ -68,7 +67,7 @@ def look(hub: Hub, sightings: Sightings) -> None:
 
 
 def compare_rates(hub: Hub) -> None:
-    """What a worker that has not been measured is taken to do, and what it then did."""
+    """Records the rate assumed for each unmeasured worker, and the measured rate once there is one."""
     living, catalogue, now = list(hub.membership.living()), built_in_catalogue(), hub.clock.now()
     measured = [one for one in living if is_measured(one)]
     speeds = [(one.hello.gpu, measured_speed(one)) for one in measured]

@@ -1,4 +1,4 @@
-"""What the coordinator knew of its learner, from what an earlier process kept: a finished run shows how it ended."""
+"""Restores what an earlier process knew of the learner, so that the page of a finished run shows how it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 
 def restore_board(board: LearnerBoard, meta: Mapping[str, str], now: float) -> None:
-    """Nothing changes where nothing was kept. MalformedMessage for what no release wrote."""
+    """Fills the board from the saved `meta`; fields that were not saved stay as they are. MalformedMessage if it is invalid."""
     board.totals = Totals(**json.loads(meta.get("totals", "{}")))
     if "learner_hello" in meta:
         hello = pb.LearnerHello.FromString(bytes.fromhex(meta["learner_hello"]))

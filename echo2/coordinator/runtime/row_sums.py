@@ -1,7 +1,7 @@
-"""A checksum of each row that stands for something: SQLite keeps none of what its pages hold.
+"""Adds a checksum to each row of the tables that matter, because SQLite has no checksums of its pages.
 
-Guarantees: a row that differs from what was written is a `StateError` that names table and key. Leaves to others: rows that
-are missing (SQLite's own check compares tables with their indices; store_mark).
+Guarantees: a row that differs from what was written raises a `StateError` that names table and key. Leaves to others: missing
+rows (SQLite's own check compares tables with their indices; store_mark).
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ COLUMN = "sum"
 
 
 def summed(table: sa.Table, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows with their sums, to be written."""
+    """The rows with their checksums, for writing."""
     for row in rows:
         yield {**row, COLUMN: _sum_of(table, row)}
 
 
 def checked(table: sa.Table, rows: Iterable[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """The rows as they were given to `summed`."""
+    """The rows without their checksums, as they were given to `summed`. StateError if a checksum does not match. `where`: the
+    database, for the message."""
     found = []
     for row in rows:
         said = row.pop(COLUMN)
         try:
             is_whole = said == _sum_of(table, row)
-        except (ValueError, TypeError):  # bytes where a number was
+        except (ValueError, TypeError):  # a value of the wrong type, such as bytes for a number
             is_whole = False
         if not is_whole:
             key = next(iter(table.primary_key.columns)).name
@@ -45,7 +46,7 @@ def checked(table: sa.Table, rows: Iterable[dict[str, Any]], where: str) -> list
 
 
 def add_sums(connection: Connection, table: sa.Table) -> None:
-    """To the rows of a table that an older release made."""
+    """Adds checksums to a table that an older release made."""
     columns = {column["name"] for column in sa.inspect(connection).get_columns(table.name)}
     if COLUMN not in columns:
         connection.execute(sa.text(f"ALTER TABLE {table.name} ADD COLUMN {COLUMN} TEXT NOT NULL DEFAULT ''"))
@@ -57,7 +58,7 @@ def add_sums(connection: Connection, table: sa.Table) -> None:
 
 
 def _sum_of(table: sa.Table, row: dict[str, Any]) -> str:
-    """Over values as the database gives them back: a whole number in a column of reals comes as a real."""
+    """The checksum of a row, over values as the database returns them: an integer in a column of reals comes back as a float."""
     values = [None if row[name] is None else kind(row[name]) for name, kind in _kinds(table)]
     return xxhash.xxh3_64_hexdigest(repr(values).encode())
 

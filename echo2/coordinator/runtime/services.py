@@ -1,10 +1,10 @@
-"""The control streams over gRPC: one per worker, one for the learner.
+"""Serves the control streams over gRPC: one per worker, one for the learner.
 
-Guarantees: the caller is whom its certificate names, in the role that the service is for; the first message is a hello;
+Guarantees: the caller is the one that its certificate names, in the role that the service is for; the first message is a hello;
 a message that is malformed or out of order changes nothing and ends the stream with a refusal that says what was
-expected; messages that come too fast are read more slowly, and those of newcomers of one join link together take a fifth of
-the loop, so that new identities gain nothing by it. Waits for messages and for orders; either end of the stream
-ends both. Leaves to others: what messages mean (hub).
+expected; messages that arrive too fast are read more slowly, and all newcomers of one join link share a fifth of the loop's time,
+so that making new identities gains nothing. Waits for messages and for orders; when reading or writing ends, so does the other.
+Leaves to others: what messages mean (hub).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HELLO_TIMEOUT_S = 20.0
 LAST_WORDS_S = 5.0
 MESSAGES_BURST = 1000
 HELLOS_PER_S, HELLOS_BURST = 1.0, 30
-"""Of one peer's streams: each hello is a line in the log of events."""
+"""Limit on one peer's new streams, because each hello writes a line in the event log."""
 TICKETS_AT_ONCE = 16
 _log = logging.getLogger("echo2.coordinator")
 
@@ -58,8 +58,8 @@ class StreamRole(Protocol[Order]):
 
 
 class WorkerParty:
-    """Worker messages to the hub. `seen_from`: the host that its stream comes from; peers are told no other, but where the relay
-    has met it."""
+    """Passes one worker's messages to the hub. `seen_from`: the host that its stream comes from. Peers are told only addresses at
+    that host, private ones behind it, and those at which the relay has reached the worker."""
 
     role = Role.WORKER
 
@@ -75,7 +75,7 @@ class WorkerParty:
         self._hub.worker_came(peer_id, replace(hello, held_leases=held, addresses=named.addresses), session)
 
     def _dialable(self, named: Access, peer_id: PeerId) -> Access:
-        """What peers are told of it. What they are not told is logged when it changes."""
+        """The part of the worker's declared access that peers are told. Logs the part left out when it changes."""
         proven = self._hub.proven.of(peer_id, self._hub.clock.now())
         kept, left_out = dialable(named, self._seen_from, proven)
         if left_out and left_out != self._left_out:
@@ -87,7 +87,8 @@ class WorkerParty:
     async def _held_leases(
         self, peer_id: PeerId, tickets: Sequence[rollout_pb2.LeaseTicket]
     ) -> tuple[le.HeldLease, ...]:
-        """A worker holds what it was given, each lease once: this coordinator's signature says so. Others go on meanwhile."""
+        """The leases that the worker holds, verified by this coordinator's signatures on the tickets. MalformedMessage if one comes
+        twice. Yields to the event loop every `TICKETS_AT_ONCE` tickets."""
         held: dict[LeaseId, le.HeldLease] = {}
         for ticket in tickets:
             one = wire.held_lease_from_ticket(ticket, self._hub.options.run_id, self._hub.identity.peer_id, peer_id)
@@ -137,7 +138,7 @@ def _wanted(peer_id: PeerId, request: pb.LeaseRequest, whose: str) -> le.Rollout
 
 
 class LearnerParty:
-    """The learner's messages to the hub."""
+    """Passes the learner's messages to the hub."""
 
     role = Role.LEARNER
 
@@ -241,7 +242,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._streams.add(writer)
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-            if reader.done():  # a refusal may still be on its way out
+            if reader.done():  # a refusal may still have to be written
                 session.end()
                 await asyncio.wait((writer,), timeout=LAST_WORDS_S)
         finally:
@@ -251,7 +252,8 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             await asyncio.gather(reader, writer, return_exceptions=True)
 
     def _share_of(self, caller: PeerIdentity) -> FairShare:
-        """A worker that has delivered has one of its own, as the learner has; once there are such, newcomers share their link's."""
+        """The caller's share of the loop's time: the learner and each proven worker have their own; newcomers of one join link
+        share one. While no worker is proven, each worker has its own."""
         proven = self._hub.book.worth.proven
         is_known = caller.role is not Role.WORKER or not proven or caller.peer_id in proven
         return self._shares.of(caller.peer_id if is_known else f"link {caller.token_id}")
@@ -265,13 +267,13 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 early_s = self._rates.take(peer_id, self._hub.clock.now())
                 if early_s > 0:  # back-pressure: the stream's window fills while we do not read
                     await asyncio.sleep(early_s)
-                if not session.is_open:  # another stream has taken its place: what still comes on this one is late
+                if not session.is_open:  # a newer stream has replaced this one: its messages are outdated
                     return
                 begun = monotonic()
                 with handling("the control stream", peer_id):
                     party.said(peer_id, message)
                 now = monotonic()
-                if (pause_s := self._share_of(caller).pause_s(2 * (now - begun), now)) > 0:  # reading it took as long
+                if (pause_s := self._share_of(caller).pause_s(2 * (now - begun), now)) > 0:  # reading took as long
                     await asyncio.sleep(pause_s)
         except EchoError as error:
             self._refusals.warn("stream of %s ended: %s: %s", peer_id, type(error).__name__, error)

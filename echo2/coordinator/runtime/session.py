@@ -1,7 +1,7 @@
 """One node's stream as the hub sees it: a bounded queue of orders, and a way to end it.
 
-Guarantees: `send` never blocks; a node that reads so slowly that `limit` orders wait is cut off and must come again, so
-that one slow reader costs bounded memory and delays nobody.
+Guarantees: `send` never blocks; a node that reads so slowly that `limit` orders wait is disconnected and must reconnect, so
+that a slow reader costs bounded memory and delays no other node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Order = TypeVar("Order")
 
 
 def refusal_of(error: EchoError) -> pb.Refusal:
-    """The error as the wire says it: its class and its words."""
+    """The error as a message: its class name and its text."""
     return pb.Refusal(code=type(error).__name__, message=str(error)[:2000])
 
 
@@ -36,7 +36,7 @@ def check_hello(run_id: RunId, whose: str, protocol_version: int, theirs: str) -
 
 
 def check_quantisation(hello: WorkerHello, is_allowed: bool) -> None:
-    """ConfigError for a worker that generates by rounded weights where the run does not allow it."""
+    """ConfigError for a worker that generates with quantised weights in a run that does not allow it."""
     if hello.quantisation and not is_allowed:
         raise ConfigError(
             f"worker {hello.name}: expected weights as they are published, it generates by {hello.quantisation} "
@@ -45,7 +45,7 @@ def check_quantisation(hello: WorkerHello, is_allowed: bool) -> None:
 
 
 class StreamSession(Generic[Order]):
-    """`orders` holds what is to be written; None ends the stream."""
+    """`orders`: the orders to write; None ends the stream. `as_order`: turns a refusal into an order."""
 
     def __init__(self, peer_id: PeerId, limit: int, as_order: Callable[[pb.Refusal], Order]) -> None:
         self.peer_id = peer_id
@@ -68,7 +68,7 @@ class StreamSession(Generic[Order]):
         self.orders.put_nowait(order)
 
     def refuse(self, error: EchoError) -> None:
-        """Ends the stream with the reason. What waits is dropped: the node starts anew."""
+        """Ends the stream with the reason. Drops waiting orders, because the node starts anew when it reconnects."""
         if not self._is_open:
             return
         while not self.orders.empty():
@@ -77,7 +77,7 @@ class StreamSession(Generic[Order]):
         self.end()
 
     def end(self) -> None:
-        """Ends the stream after what waits."""
+        """Ends the stream after the waiting orders."""
         if self._is_open:
             self._is_open = False
             self.orders.put_nowait(None)

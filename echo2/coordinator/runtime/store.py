@@ -1,12 +1,12 @@
-"""The coordinator's state in SQL: SQLite (WAL) in the run's folder by default, PostgreSQL by its URL.
+"""The coordinator's state in SQL: SQLite (WAL) in the run's folder by default, or PostgreSQL by its URL.
 
-Guarantees: see `StateStore`. SQLite runs with synchronous=NORMAL: what `write` has kept outlives a kill of the process;
-a power cut may cost the last moments, which the learner's list of groups and the workers' held leases mend. What nobody would
-tell again (`must_last`) is synced before `write` returns; else a `write` waits for no disk: the log's way into the database
-file, with its fsyncs, is `checkpoint`, on whatever thread calls it. The schema
-carries a version and is migrated forward, one step at a time, in a transaction; a newer one than ours is refused. A
-database that is missing, damaged or older than it was is refused as well: SQLite's own check, a sum of each row that stands
-for a group, lease, member, token or machine (rows), and the mark beside it (store_mark).
+Guarantees: see `StateStore`. SQLite runs with synchronous=NORMAL: what `write` has written survives a kill of the process; a power
+cut may lose the last moments, which the learner's list of groups and the workers' held leases repair. Changes that no node would
+report again (`must_last`) are synced before `write` returns; any other `write` waits for no disk: `checkpoint`, on the thread that
+calls it, folds the log into the database file and does the fsyncs. The schema has a version and is migrated forward, one step at
+a time, in a transaction; a newer schema than ours is refused. A database that is missing, damaged or older than its mark is refused
+as well, by SQLite's own check, a checksum of each group, lease, member, token and machine (row_sums), and the mark beside it
+(store_mark).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from echo2.wire.rollout import group_from_message, group_to_message
 SCHEMA_VERSION = 4
 CHECKPOINT_TRIES = 3
 LOG_PAGES_MAX = 16_384
-"""A log of 64 MiB is folded in by `write` itself: nobody has called `checkpoint`."""
+"""A log of 64 MiB (in pages) is folded in by `write` itself, in case `checkpoint` is not called."""
 Row = dict[str, Any]
 Rows = dict[str, list[Row]]
 _DRIVER_ERRORS = (SQLAlchemyError, sqlite3.Error, ValueError)
-"""SQLite reads a part of the database while it connects, and what it reads need not be text."""
+"""What opening a database may raise. ValueError, because SQLite reads part of it on connect, and damaged text fails to decode."""
 _DAMAGE_WORDS = ("malformed", "not a database", "decode")
 _STORE_ID, _WRITTEN = "store_id", "transactions"  # in `meta`, for the mark
 _COUNT = f"UPDATE meta SET value = '{{}}' WHERE key = '{_WRITTEN}'"
@@ -137,16 +137,16 @@ def _add_sums(connection: Connection) -> None:
 
 _SUMMED = (_groups, _leases, _members, _tokens, _machines)
 _MIGRATIONS: dict[int, Callable[[Connection], None]] = {2: _add_paid_actions, 3: _add_machines, 4: _add_sums}
-"""What takes the schema from the version before to this one."""
+"""For each schema version, the step that migrates from the version before it."""
 
 
 class SqlStore:
     """`StateStore` on a database URL; one process writes at a time."""
 
     def __init__(self, url: str, run_id: RunId, mark_path: Path | None = None) -> None:
-        """`mark_path`: where it is noted how far the database has come; None: of a copy that is looked at."""
+        """`mark_path`: file of the mark (store_mark); None for a copy that is only inspected."""
         self._engine = _engine_of(url)
-        self._written = 0  # transactions, in this database's whole life
+        self._written = 0  # transactions over this database's whole life
         self._upserts: dict[str, Any] = {}
         self._checkpointing, self._is_open = threading.Lock(), True
         self._where = self._engine.url.render_as_string(hide_password=True)
@@ -170,7 +170,7 @@ class SqlStore:
         return Path(name) if self._engine.dialect.name == "sqlite" and name else None
 
     def _check_pages(self, connection: Connection) -> None:
-        """SQLite's own check of its tree of pages, and of tables against their indices."""
+        """Runs SQLite's own check of its page tree, and of tables against their indices."""
         if self._engine.dialect.name != "sqlite":
             return
         problems = [row[0] for row in connection.exec_driver_sql("PRAGMA integrity_check(3)")]
@@ -183,7 +183,7 @@ class SqlStore:
         )
 
     def _follow_mark(self, connection: Connection) -> None:
-        """Compares the database with its mark, and ties a mark to it that has none yet."""
+        """Compares the database with its mark; makes a mark if there is none yet."""
         if self._mark is None:
             return
         meta = {row.key: row.value for row in connection.execute(sa.select(_meta))}
@@ -241,7 +241,7 @@ class SqlStore:
             self._sync_log()
 
     def _sync_log(self) -> None:
-        """SQLite's log, up to the last transaction. PostgreSQL syncs each by itself."""
+        """Syncs SQLite's log up to the last transaction. PostgreSQL syncs each transaction by itself."""
         if (database := self._database_file()) is None:
             return
         try:
@@ -260,7 +260,7 @@ class SqlStore:
         connection.execute(self._upserts[table.name], found)
 
     def _upsert(self, table: sa.Table) -> Any:
-        """Built once: building costs more than running."""
+        """The upsert statement of a table; cached, because building it costs more than running it."""
         key = next(iter(table.primary_key.columns))
         statement = self._insert(table)
         update = {column.name: statement.excluded[column.name] for column in table.columns if column is not key}
@@ -294,14 +294,15 @@ class SqlStore:
             raise self._error(error) from None
 
     def checkpoint(self) -> None:
-        """Folds SQLite's log into its file beside writes, so that the log starts over; from any thread. Else nothing."""
+        """Folds SQLite's log into the database file while writes go on, so that the log starts over. Thread-safe. Does nothing for
+        PostgreSQL."""
         with self._checkpointing:
             if self._engine.dialect.name != "sqlite" or not self._is_open:
                 return
             reached = self._written
             try:
                 with self._engine.connect() as connection:
-                    for _ in range(CHECKPOINT_TRIES):  # what was written meanwhile is left, and keeps the log growing
+                    for _ in range(CHECKPOINT_TRIES):  # writes during a try remain in the log and keep it growing
                         found = connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").one()
                         if found[1] == found[2]:
                             break
@@ -391,7 +392,7 @@ def _group_of(row: dict[str, Any]) -> OpenGroup:
 
 def _lease_row(lease: Lease) -> dict[str, Any]:
     row = asdict(lease)
-    del row["tokens_before"], row["measured_from"]  # of its speed, measured anew
+    del row["tokens_before"], row["measured_from"]  # for its speed, which is measured anew after a restart
     return row
 
 

@@ -1,11 +1,13 @@
-"""How far the coordinator's database had come, kept in a small file beside it: what makes a loss visible.
+"""Detects lost data: a small file beside the coordinator's database holds the number of the last transaction.
 
-SQLite opens a missing file as an empty database, and takes whatever a damaged log still yields for all there ever was. Bans,
-revoked tokens and money spent would be gone without a word. So each transaction carries a number, and the mark holds the
-last one. Guarantees: a database that is missing, another one, or behind its mark is a `StateError` that says how to go on.
-After a power cut the last moments may be missing (`written`), what a checkpoint has put on the disk (`safe`) may not.
+SQLite opens a missing file as an empty database, and ends a damaged log at its first bad frame without an error. Bans, revoked
+tokens and money spent would be lost silently. So each transaction has a number, and the mark holds the last one. Guarantees: a
+database that is missing, replaced by another one, or behind its mark raises a `StateError` that says how to go on.
+After a power cut, transactions since the last checkpoint may be missing (`written`); those that a checkpoint has synced to disk
+(`safe`) may not.
 
-Leaves to others: the database (store). The file is rewritten in place, 256 bytes at once: a kill leaves the old or the new.
+Leaves to others: the database (store). The file is rewritten in place, 256 bytes in one write: a kill leaves the old or the new
+content.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _log = logging.getLogger("echo2.coordinator")
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """`written`: transactions that were committed; `safe`: of these, on the disk for sure; `boot`: of the machine."""
+    """The content of the file. `written`: number of committed transactions; `safe`: how many of these are synced to disk; `boot`:
+    the machine's boot id, which tells a kill from a power cut; `is_closed`: the database was closed cleanly."""
 
     store_id: str
     written: int
@@ -38,7 +41,7 @@ class Mark:
 
 
 class StoreMark:
-    """The mark at `path`. From any thread."""
+    """The mark at `path`. Once open, thread-safe. `where`: the database, for messages."""
 
     def __init__(self, path: Path, where: str) -> None:
         self._path, self._where = path, where
@@ -51,12 +54,12 @@ class StoreMark:
         return self._mark.store_id if self._mark is not None else ""
 
     def check_is_there(self, database: Path) -> None:
-        """Before SQLite makes an empty one."""
+        """StateError if there is a mark but no database. Call it before SQLite creates an empty one."""
         if self._mark is not None and not (database.exists() and database.stat().st_size):
             raise self._lost("the database that was there", "none")
 
     def check(self, store_id: str, written: int) -> None:
-        """`store_id` and `written` as the database has them; an empty id where it has none."""
+        """Compares the mark with the database's `store_id` (empty if it has none) and `written`; StateError if data is missing."""
         mark = self._mark
         if mark is None:
             return
@@ -72,7 +75,8 @@ class StoreMark:
             )  # fmt: skip
 
     def open(self, written: int, store_id: str) -> str:
-        """Begins to note, with what the database has; returns the database's id, a new one where it has none."""
+        """Opens the file and writes a mark for the database as it is. Returns the database's id: a new one if `store_id` is
+        empty."""
         safe = min(written, self._mark.safe) if self._mark is not None else 0
         self._mark = Mark(store_id or f"{here().rng.getrandbits(64):016x}", written, safe, _boot(), is_closed=False)
         try:
@@ -83,20 +87,20 @@ class StoreMark:
         return self._mark.store_id
 
     def note(self, written: int, *, is_safe: bool = False) -> None:
-        """After each commit."""
+        """Call it after each commit."""
         with self._lock:
             mark = self._opened()
             self._write(replace(mark, written=written, safe=written if is_safe else mark.safe), is_synced=False)
 
     def note_safe(self, safe: int) -> None:
-        """After the database has synced everything up to `safe`."""
+        """Call it after the database has synced everything up to `safe`."""
         with self._lock:
             mark = self._opened()
             if safe > mark.safe:
                 self._write(replace(mark, safe=safe), is_synced=True)
 
     def close(self) -> None:
-        """After the database was closed in order."""
+        """Call it after the database was closed cleanly."""
         with self._lock:
             if self._file is None:
                 return

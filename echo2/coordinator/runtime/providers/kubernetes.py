@@ -1,14 +1,14 @@
-"""Machines as replicas of a Deployment that the cluster's owner has made; the official client does the talking.
+"""Rents machines as replicas of a Deployment that the cluster's owner has made, through the official client.
 
-The Deployment says what a worker is (image, GPUs, node selector); it mounts the Secret that this provider keeps, and
-runs `echo-worker join @…/worker.link`. Renting adds a replica, releasing takes the very one away. Guarantees:
-which machines are wanted is kept in the Deployment itself, one annotation each, changed together with `replicas` under
-the object's resource version, so that two writers cannot lose each other's change and a coordinator that died in between
-finds what it did. A pod that is evicted is told as ENDING; the cluster starts another in its place, so a join link must
-let several workers in. Leaves to others: the cluster's autoscaler, the pods' prices (the offer says it).
+The Deployment defines a worker (image, GPUs, node selector); it mounts the Secret that this provider writes, and runs
+`echo-worker join @…/worker.link`. Renting adds a replica, releasing removes that machine's own pod. Guarantees: the list of
+requested machines is in the Deployment itself, one annotation each, changed together with `replicas` under the object's resource
+version, so that two writers cannot overwrite each other's change, and a coordinator that died in between finds what it did. A pod
+that is evicted is reported as ENDING; the cluster starts another in its place, so a join link must admit several workers. Leaves
+to others: the cluster's autoscaler, prices (the offer names them).
 
-Settings: `deployment`; `namespace` (default), `secret` (DEPLOYMENT-join), `kubeconfig` and `context` (the usual ones; in
-a pod: its service account), `server` (an API server without authentication, for trials).
+Settings: `deployment`; `namespace` (`default`), `secret` (DEPLOYMENT-join), `kubeconfig` and `context` (the usual ones; in
+a pod: its service account), `server` (an API server without authentication, for tests).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Answer = TypeVar("Answer")
 
 
 def _client(offer: MachineOffer) -> tuple[Any, Any, type[Exception], type[Exception]]:
-    """The apps and the core API, the client's exception and that of its connections.
+    """The apps API, the core API, the client's exception and its connections' exception.
 
-    ConfigError without the library or a cluster's address."""
+    ConfigError if the library is not installed or no cluster is configured."""
     try:
         from kubernetes import client, config
         from urllib3.exceptions import HTTPError
@@ -77,7 +77,7 @@ class KubernetesProvider:
         return await self._ask(self._observe)
 
     async def _ask(self, act: Callable[[], Answer]) -> Answer:
-        """The client blocks, so it is asked in a thread; its errors in our words."""
+        """Calls the client in a thread, because it blocks, and translates its errors: NotAllowed, ConfigError or Unreachable."""
         try:
             return await asyncio.to_thread(act)
         except self._api_error as error:
@@ -109,13 +109,14 @@ class KubernetesProvider:
 
     def _release(self, machine_id: str) -> None:
         for pod in self._pods():
-            if (pod.metadata.labels or {}).get(MACHINE_LABEL) == machine_id:  # this one goes when the number shrinks
+            if (pod.metadata.labels or {}).get(MACHINE_LABEL) == machine_id:  # removed first when replicas shrink
                 body = {"metadata": {"annotations": {DELETION_COST: "-1000"}}}
                 self._core.patch_namespaced_pod(pod.metadata.name, self._namespace, body, _request_timeout=ANSWER_S)
         self._change(lambda wanted: {machine_id: None} if machine_id in wanted else {})
 
     def _change(self, change: Callable[[set[str]], dict[str, str | None]]) -> None:
-        """Changes the wanted machines and the number of replicas in one write; again when another writer was first."""
+        """Changes the wanted machines and the number of replicas in one write; retries up to `TRIES` times after a conflict.
+        `change`: maps the machines wanted now to what to add (a value) or remove (None)."""
         for attempt in range(TRIES):
             found = self._read()
             wanted = _wanted(found)
@@ -157,7 +158,7 @@ class KubernetesProvider:
         found = {}
         for machine_id in sorted(_wanted(self._read())):
             pod = by_machine.get(machine_id)
-            if (pod is None or pod.metadata.deletion_timestamp) and free:  # a new pod takes the place of one that went
+            if (pod is None or pod.metadata.deletion_timestamp) and free:  # a new pod replaces one that is gone
                 pod = free.pop()
                 body = {"metadata": {"labels": {MACHINE_LABEL: machine_id}}}
                 self._core.patch_namespaced_pod(pod.metadata.name, self._namespace, body, _request_timeout=ANSWER_S)
@@ -180,7 +181,7 @@ def _wanted(deployment: Any) -> set[str]:
 
 
 def _is_ending(pod: Any) -> bool:
-    """Being deleted, or told that it will be: evicted, preempted, its node drained."""
+    """Whether the pod is being deleted or is marked for it: evicted, preempted, its node drained."""
     return pod.metadata.deletion_timestamp is not None or bool(_disruption(pod))
 
 

@@ -1,8 +1,8 @@
-"""Workers as processes on the coordinator's machine, their output in a folder each.
+"""Runs workers as processes on the coordinator's machine, each with its output in its own folder.
 
-Guarantees: a worker is a process group of its own, so that it outlives the coordinator's death and a release ends all of
-it: SIGTERM, and SIGKILL `RELEASE_GRACE_S` later. A later coordinator finds it again by its pid and start time, which lie
-in its folder, and so never ends a stranger that has got the same pid. Waits for processes in `release` alone.
+Guarantees: a worker is a process group of its own, so that it survives the coordinator, and `release` ends the whole group:
+SIGTERM, then SIGKILL `RELEASE_GRACE_S` later. A later coordinator finds it again by its pid and start time, which are in its
+folder, so it never ends an unrelated process that got the same pid. Only `release` waits for processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _worker_arguments(link_path: Path, folder: Path, machine_id: str) -> list[st
 
 
 def _started_at(pid: int) -> str:
-    """When a process was started, in the kernel's ticks; empty for one that is not there or has ended."""
+    """Start time of a process in the kernel's clock ticks; empty if it does not exist or has ended (a zombie)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -44,7 +44,7 @@ def _started_at(pid: int) -> str:
 
 
 class LocalProvider:
-    """`arguments(link_path, folder, machine_id)` is the command of one worker."""
+    """`arguments(link_path, folder, machine_id)`: returns the command of one worker. `base`: arguments appended to it."""
 
     name = "local"
     link_uses = 1
@@ -69,14 +69,14 @@ class LocalProvider:
         if len(running) >= self._offer.machines_max:
             raise LimitExceeded(f"local provider: expected {self._offer.machines_max} workers at most on this machine")
         link_path = folder / "join.link"
-        write_secret(link_path, join_link.encode())  # not on the command line, which all users can read
+        write_secret(link_path, join_link.encode())  # command lines are readable by all users
         with (folder / "worker.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *self._arguments(link_path, folder, machine_id), *self._more, stdin=DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
         (folder / PID_FILE).write_text(f"{process.pid} {_started_at(process.pid)}")
-        self._reaping[machine_id] = asyncio.create_task(process.wait())  # or it would stay a zombie
+        self._reaping[machine_id] = asyncio.create_task(process.wait())  # else it would stay a zombie
         return ""
 
     async def release(self, machine_id: str) -> None:
@@ -97,7 +97,7 @@ class LocalProvider:
         return {machine_id: Sighting(MachineState.RUNNING) for machine_id in self._running()}
 
     def _running(self) -> dict[str, int]:
-        """Pids of workers whose process is there, by machine."""
+        """Pids of the workers whose process is running, by machine."""
         found = {}
         for path in sorted(self._folder.glob(f"*/{PID_FILE}")):
             pid, _, started = path.read_text().partition(" ")

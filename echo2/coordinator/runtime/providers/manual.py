@@ -1,4 +1,4 @@
-"""Commands for a person to paste on a machine that somebody rents; such a machine it can neither see nor end."""
+"""Makes join commands for a person to run on a machine rented by hand. The provider can neither observe nor end such a machine."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from echo2.coordinator.provisioning import MachineOffer, Sighting
 
 
 def base_arguments(model_path: str) -> list[str]:
-    """By which a worker looks for the base checkpoint, on its machine or on the hub, before it asks peers for weights."""
+    """Arguments that name the base checkpoint: a worker looks for it on its machine or the hub before it asks peers for weights."""
     return ["--model.path", model_path] if model_path else []
 
 
 def join_command(join_link: str, model_path: str = "") -> str:
-    """What makes a machine a worker of the run."""
+    """The shell command that makes a machine a worker of the run."""
     return shlex.join(["echo-worker", "join", join_link, *base_arguments(model_path)])
 
 
 class ManualProvider:
-    """`rent` makes the command. `observe` tells of nothing: what a person does is not seen from here."""
+    """`rent` returns the command. `observe` is always empty, because the provider cannot see what a person does."""
 
     name = "manual"
     link_uses = 1
@@ -31,7 +31,7 @@ class ManualProvider:
         return join_command(join_link, self._model_path)
 
     async def release(self, machine_id: str) -> None:
-        """The person ends the machine; here there is nothing to end."""
+        """Does nothing: the person has to end the machine."""
 
     async def observe(self) -> dict[str, Sighting]:
         return {}

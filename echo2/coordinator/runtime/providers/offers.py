@@ -1,7 +1,7 @@
-"""The offers file: which machines may be had, where, at what price. TOML, one `[[offer]]` table each.
+"""Reads the offers file: which machines can be rented, where and at what price. TOML, one `[[offer]]` table per offer.
 
-Guarantees: an offer that makes no sense is refused by name before the coordinator starts. Without a file there are two,
-`manual` and `local`, which nothing takes by itself.
+Guarantees: an invalid offer is refused by name before the coordinator starts. Without a file there are two offers, `manual` and
+`local`, which are never rented automatically.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def load_offers(path: Path | None) -> tuple[MachineOffer, ...]:
-    """ConfigError names the file, the offer and the field."""
+    """The offers in the file, or the default ones without a file. ConfigError names the file, the offer and the field."""
     if path is None:
         return DEFAULT_OFFERS
     try:
@@ -78,7 +78,7 @@ def _offer(table: Mapping[str, Any], whose: str) -> MachineOffer:
 
 @dataclass(frozen=True, slots=True)
 class Renting:
-    """What a provider may need to know of the run. Workers look for the base at `model_path`."""
+    """What a provider may need to know about the run. `model_path`: where workers look for the base checkpoint."""
 
     run_id: RunId
     folder: Path
@@ -92,11 +92,11 @@ PROVIDERS: dict[str, Callable[[MachineOffer, Renting], Provider]] = {
     "kubernetes": lambda offer, run: KubernetesProvider(offer),
     "runpod": lambda offer, run: RunPodProvider(offer, run.run_id, run.model_path),
 }
-"""A provider is a class with the methods of `Provider`, in a file of its own, and a line here."""
+"""To add a provider: write a class with the methods of `Provider` in a file of its own, and add a line here."""
 
 
 def make_provider(offer: MachineOffer, run_id: RunId, folder: Path, model_path: str = "") -> Provider:
-    """The provider of one offer. ConfigError for settings that it cannot use or a library that is not installed."""
+    """The provider of one offer. ConfigError for invalid settings or a library that is not installed."""
     make = PROVIDERS.get(offer.provider)
     if make is None:
         raise ConfigError(f"offer {offer.name}: expected a provider of {', '.join(PROVIDERS)}, got {offer.provider!r}")

@@ -1,14 +1,14 @@
-"""Machines as pods of RunPod, through its REST API (version 1).
+"""Rents machines as pods of RunPod, through its REST API (version 1).
 
-Guarantees: a machine is the pod of its id's name, so asking twice makes one, and releasing ends all pods of that name; the join
-link goes as a variable of the pod, not on a command line; the key is read from a file or from `RUNPOD_API_KEY`, goes to the server
-alone (never with a redirect) and stands in no message. An offer must name its price, so that cap and budget count it; a pod that
-turns out dearer is ended before it is told of. Requests are waited for in threads. Leaves to others: which pods there are to
-have (RunPod), whether to rent (provisioner).
+Guarantees: a machine is the pod named by its id, so `rent` is idempotent, and `release` deletes all pods with that name; the join
+link is passed as an environment variable of the pod, not on a command line; the key is read from a file or from `RUNPOD_API_KEY`,
+is sent only to the server (redirects are not followed) and appears in no message. An offer must name its price, so that cap and
+budget count it; a pod that turns out more expensive is deleted again and `rent` fails. Requests block in threads. Leaves to
+others: which pods are available (RunPod), whether to rent (provisioner).
 
-Settings: `gpu_type` (as `NVIDIA GeForce RTX 4090`) and `image`; `gpu_count` (1), `cloud` (`SECURE` or `COMMUNITY`),
-`data_centers` (ids with commas between), `disk_gb` (40), `setup` (what to run first; pip install of this release by default),
-`arguments` (more options of echo-worker), `key_file`, `server` (another address of the API, for trials).
+Settings: `gpu_type` (such as `NVIDIA GeForce RTX 4090`) and `image`; `gpu_count` (1), `cloud` (`SECURE` or `COMMUNITY`),
+`data_centers` (ids separated by commas), `disk_gb` (40), `setup` (what to run first; by default a pip install of this release),
+`arguments` (more options of echo-worker), `key_file`, `server` (another address of the API, for tests).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the key to another server."""
+    """Refuses redirects, which would send the key to another server."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
@@ -86,7 +86,7 @@ class RunPodProvider:
         self._opener = urllib.request.build_opener(_NoRedirect)
 
     def body(self, machine_id: str, join_link: str) -> dict[str, Any]:
-        """What RunPod is asked for, for one machine."""
+        """The body of the request that makes one machine's pod."""
         offer = self._offer
         setup = offer.setting("setup", f"pip install 'echo2[worker]=={echo2.__version__}'")
         more = f"{self._base} {offer.setting('arguments', '')}".strip()
@@ -135,7 +135,7 @@ class RunPodProvider:
                 self._ask("DELETE", f"/pods/{quote(str(pod['id']), safe='')}", f"the end of {machine_id}")
 
     def _pods(self) -> list[Mapping[str, Any]]:
-        """This offer's, those that have not ended."""
+        """This offer's pods that are not terminated."""
         found = self._ask("GET", "/pods", "the pods")
         if not isinstance(found, list):
             raise Unreachable("runpod, the pods: expected a list, got something else")
@@ -143,7 +143,10 @@ class RunPodProvider:
         return [pod for pod in ours if "id" in pod and pod.get("desiredStatus") != "TERMINATED"]
 
     def _ask(self, method: str, path: str, what: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One request; its errors in our words. `what` is asked for."""
+        """Sends one request and returns the parsed answer. `what`: the subject, for messages.
+
+        NotAllowed for 401 and 403, ResourceError if a POST is refused, Unreachable for other failures. A DELETE of a missing pod
+        is no error."""
         whose = f"runpod, {what} for offer {self._offer.name}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._server + path, data, method=method)
@@ -158,7 +161,7 @@ class RunPodProvider:
                 raise NotAllowed(f"{whose}: {error.code}: the key may not do this") from None
             if error.code == 404 and method == "DELETE":
                 return None
-            if method == "POST" and error.code != 429:  # no pod to be had is a 500 there
+            if method == "POST" and error.code != 429:  # RunPod answers 500 if no pod is available
                 raise ResourceError(f"{whose}: {error.code}: {told}") from None
             raise Unreachable(f"{whose}: {error.code}: {told}") from None
         except (OSError, http.client.HTTPException) as error:
@@ -190,7 +193,7 @@ def _whole(offer: MachineOffer, name: str, default: int, most: int) -> int:
 
 
 def _cost(pod: object) -> float:
-    """USD/h, which RunPod tells as a text at times; 0 where it tells none."""
+    """The pod's price in USD/h, which RunPod sometimes gives as a string; 0 if it gives none."""
     try:
         return float(pod.get("costPerHr") or 0.0) if isinstance(pod, dict) else 0.0
     except (TypeError, ValueError):

@@ -1,12 +1,11 @@
-"""Machines from any cloud that SkyPilot knows, each a cluster of one node, through SkyPilot's Python API.
+"""Rents machines from any cloud that SkyPilot supports, each as a cluster of one node, through SkyPilot's Python API.
 
-Guarantees: a machine is the cluster of its id's name, so asking twice makes one; the join link goes as a secret of the
-task, not on a command line. Requests are waited for in threads. Leaves to others: accounts and the choice of zone
-(SkyPilot), what a machine costs (the offer says it; `max_hourly_cost` keeps SkyPilot to it).
+Guarantees: a machine is the cluster named by its id, so `rent` is idempotent; the join link is passed as a secret of the task, not
+on a command line. Requests block in threads. Leaves to others: accounts and the choice of zone (SkyPilot), prices (the offer names
+one; `max_hourly_cost` makes SkyPilot respect it).
 
-Settings: `accelerators` (as `A100:1`), `infra` (as `runpod` or `aws/us-east-1`), `cpus`, `memory`, `image_id`,
-`disk_size`, `setup` (what to
-run once; pip install of this release by default), `arguments` (more options of echo-worker).
+Settings: `accelerators` (such as `A100:1`), `infra` (such as `runpod` or `aws/us-east-1`), `cpus`, `memory`, `image_id`,
+`disk_size`, `setup` (what to run once; by default a pip install of this release), `arguments` (more options of echo-worker).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from echo2.coordinator.runtime.providers.manual import base_arguments
 
 PRICE_MARGIN = 1.05
 RESOURCES = ("accelerators", "infra", "cpus", "memory", "image_id", "disk_size")
-"""Settings that SkyPilot takes as they are."""
+"""Settings that are passed to SkyPilot unchanged."""
 Answer = TypeVar("Answer")
 
 
@@ -40,7 +39,7 @@ def _library(offer: MachineOffer) -> Any:
 
 
 class SkyPilotProvider:
-    """`sky` is the library; a test gives one of its own where no cloud can be had."""
+    """`sky`: the library; a test passes a fake one."""
 
     name = "skypilot"
     link_uses = 1
@@ -50,11 +49,12 @@ class SkyPilotProvider:
         self._offer, self._prefix = offer, machine_prefix(run_id, offer.name)
         self._base = shlex.join(base_arguments(model_path))
         self._sky = sky if sky is not None else _library(offer)
-        with suppress(Unreachable):  # settings that make no task are refused now, not at the first rent
+        with suppress(Unreachable):  # refuse invalid settings now, not at the first rent
             self.task("check", "echo2://check")
 
     def task(self, machine_id: str, join_link: str) -> Any:
-        """The SkyPilot task of one machine, with its resources, as SkyPilot validates it."""
+        """The SkyPilot task of one machine with its resources. ConfigError if SkyPilot rejects it, Unreachable if SkyPilot cannot
+        fetch its catalogue."""
         offer = self._offer
         setup = offer.setting("setup", f"pip install 'echo2[worker]=={echo2.__version__}'")
         more = f"{self._base} {offer.setting('arguments', '')}".strip()
@@ -98,7 +98,8 @@ class SkyPilotProvider:
         }
 
     async def _ask(self, request: Callable[[], Any], what: str) -> Any:
-        """Sends a request and waits for its answer, in a thread; SkyPilot's errors in our words."""
+        """Sends a request and waits for its answer in a thread; translates SkyPilot's errors to ResourceError or Unreachable. A
+        cluster that does not exist gives None."""
         exceptions = self._sky.exceptions
         try:
             return await asyncio.to_thread(lambda: self._sky.get(request()))
@@ -108,7 +109,7 @@ class SkyPilotProvider:
             raise ResourceError(f"skypilot, {what} for offer {self._offer.name}: {error}") from None
         except (exceptions.ApiServerConnectionError, OSError) as error:
             raise Unreachable(f"skypilot, {what}: {error}") from None
-        except (RuntimeError, ValueError) as error:  # what a cloud's own library raised, passed on by SkyPilot's server
+        except (RuntimeError, ValueError) as error:  # raised by a cloud's library, passed on by SkyPilot's server
             raise ResourceError(f"skypilot, {what}: {type(error).__name__}: {error}") from None
 
 

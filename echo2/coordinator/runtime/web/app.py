@@ -1,8 +1,8 @@
 """The page and the JSON API that it uses, on Starlette.
 
-Guarantees: `/api/stream` tells a change within `STREAM_S`, and sends only the sections and the worker rows that changed, or
-each `KEEPALIVE_S` the time alone; actions go through `Commands`, as everything that changes state does. Waits for requests;
-a stream wakes every `STREAM_S`. Leaves to others: who may ask (guard), what it means (commands, planner).
+Guarantees: `/api/stream` sends a change within about `STREAM_S`, and only the sections and worker rows that changed; if nothing
+changes, it sends the time every `KEEPALIVE_S`. Actions go through `Commands`, like everything that changes state. Waits for
+requests; a stream wakes every `STREAM_S`. Leaves to others: access control (guard), carrying out (commands, planner).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from echo2.coordinator.what_if import WhatIf, changed_config, changed_snapshot
 STATIC = Path(__file__).parent / "static"
 STREAM_S = 0.4
 KEEPALIVE_S = 2.0
-"""Where nothing changes the page hears the time, so that it can tell quiet from death."""
+"""Interval of the messages that carry only the time, so that the page can tell a quiet coordinator from a dead one."""
 STREAMS_MAX = 64
 WHAT_IFS_AT_ONCE = 1
 PEERS_AT_ONCE = 1000
@@ -53,7 +53,7 @@ Body = dict[str, Any]
 
 
 class Web:
-    """`csrf` must come back in a header with each action. `stopping` ends the streams."""
+    """The routes. `csrf`: value that each action must send in a header. `stopping`: ends the streams."""
 
     def __init__(self, commands: Commands, csrf: str, stopping: asyncio.Event) -> None:
         self._commands, self._csrf, self._stopping = commands, csrf, stopping
@@ -128,14 +128,14 @@ class Web:
 
     async def _metrics(self, request: Request) -> Response:
         families = families_of(self._commands.hub)
-        text = await asyncio.to_thread(exposition, families)  # long for a large fleet, and needs nothing of the hub
+        text = await asyncio.to_thread(exposition, families)  # slow for a large fleet, and does not use the hub
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _healthz(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def _readyz(self, request: Request) -> Response:
-        """Ready: state is open and both ports listen, which they do before this is served. The learner may be away."""
+        """Always ready: the state is open and both ports listen before the page is served. The learner may be away."""
         return JSONResponse({"status": "ready", "learner_is_connected": self._commands.hub.board.is_connected})
 
     async def _stream(self, request: Request) -> Response:
@@ -165,7 +165,7 @@ class Web:
             self._streams -= 1
 
     async def _what_if(self, request: Request) -> Response:
-        """The same planner on the present snapshot with some numbers changed."""
+        """Runs the same planner on the present snapshot with some numbers changed."""
         hub = self._commands.hub
         snapshot = await snapshot_of(hub)
         if snapshot is None:
@@ -177,7 +177,7 @@ class Web:
         return JSONResponse(plan_value(plan, "what-if", ""))
 
     async def _outlook(self, request: Request) -> Response:
-        """The best next actions, from the run's own offers, and how earlier predictions came out."""
+        """The best next actions, and how earlier predictions compare with what happened."""
         return JSONResponse(await self._desk.for_page())
 
     # ---- acting
@@ -275,7 +275,7 @@ def _text(body: Body, name: str, default: str | None = None) -> str:
 
 
 def _peers(body: Body) -> list[str]:
-    """One worker, or several at once."""
+    """Peer ids from `peer_ids` if present, else the single `peer_id`."""
     if "peer_ids" not in body:
         return [_text(body, "peer_id")]
     chosen = body["peer_ids"]

@@ -1,8 +1,8 @@
-"""What has changed since a page last looked, worked out once for all open pages.
+"""Finds what has changed since a page last asked, computed once for all open pages.
 
-Guarantees: a change is in the next answer after `FRESH_S`; a worker's row is made anew only when something of it has
-changed, so that thousands of workers cost little however many pages are open; texts are JSON. Leaves to others: what is
-shown (state), sending (app).
+Guarantees: a change appears in the answers within `FRESH_S`; a worker's row is rebuilt only when its data has changed, so that
+thousands of workers cost little however many pages are open; texts are JSON. Leaves to others: what is shown (state), sending
+(app).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ FRESH_S = 0.2
 
 
 class Feed:
-    """`serial` grows with each change; a page remembers the one that it has seen."""
+    """The newest JSON text of each section and row. `serial`: number of the newest refresh; each page remembers the one that it has
+    seen."""
 
     def __init__(self, view: StateView) -> None:
         self._view = view
@@ -26,7 +27,7 @@ class Feed:
         self.serial = 0
 
     def changes_since(self, seen: int) -> dict[str, str]:
-        """JSON texts of the sections that changed after `seen`, and of the workers' rows under `workers`."""
+        """JSON texts of the sections that changed after refresh `seen`, by name; changed workers' rows are under `workers`."""
         self._refresh()
         found = {name: text for name, (serial, text) in self._sections.items() if serial > seen}
         rows = [f"{json.dumps(peer)}:{text}" for peer, (serial, text, _) in self._rows.items() if serial > seen]

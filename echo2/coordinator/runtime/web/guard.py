@@ -1,10 +1,10 @@
-"""Who may look and who may act.
+"""Controls access to the page: who may look and who may act.
 
-On a loopback address the page is open to the machine's users; elsewhere it takes the access token, which lies in the
-run's folder (`links/dashboard.token`, mode 0600): once as `?token=` in the address, then as a cookie that scripts
-cannot read, or as a bearer. Guarantees: a request for another host's name is refused (DNS rebinding); an action needs a
-header that only our own page can know and, where a browser names its origin, ours (CSRF); secrets are compared in
-constant time.
+On a loopback address the page is open to the machine's users; elsewhere it requires the access token, which is in the
+run's folder (`links/dashboard.token`, mode 0600): first as `?token=` in the address, after that as a cookie that scripts
+cannot read; or as a bearer token. Guarantees: on loopback, a request for another host name is refused (DNS rebinding); an action
+needs a header whose value only our own page can know, and, if the browser sends an origin, it must be ours (CSRF); secrets are
+compared in constant time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_loopback(host: str) -> bool:
 
 
 class WebGuard:
-    """ASGI middleware around the whole application. `access_token` empty: none is asked for."""
+    """ASGI middleware around the whole application. `access_token` empty: none is required, but the host must be in `hosts`."""
 
     def __init__(self, app: ASGIApp, access_token: str, hosts: frozenset[str], csrf: str) -> None:
         self._app, self._token, self._hosts, self._csrf = app, access_token, hosts, csrf
@@ -102,7 +102,7 @@ class WebGuard:
 
 
 class BodyRefused(Exception):
-    """A body is too long or too slow, whatever its head said of it."""
+    """A body is too long or too slow, whatever its headers declare."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -110,7 +110,7 @@ class BodyRefused(Exception):
 
 
 class _Body:
-    """What a request brings, counted and timed."""
+    """A request's body, limited in size and time."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -134,7 +134,7 @@ class _Body:
 
 
 async def body_refused(request: Request, error: Exception) -> Response:
-    """The application's answer: its own would be 500."""
+    """The answer to a refused body; without this handler it would be a 500."""
     assert isinstance(error, BodyRefused)
     return _problem(error.status, str(error))
 

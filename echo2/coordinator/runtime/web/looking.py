@@ -1,7 +1,7 @@
-"""What the page asks for on its own, beside the stream of changes: one worker's log, recent rollouts, tables to take away.
+"""Answers single requests of the page, beside the stream of changes: one worker's log, recent rollouts, CSV tables.
 
-Guarantees: JSON-clean; a CSV cell that a spreadsheet would take for a formula begins with an apostrophe. Leaves to others: who
-may look (guard), what the learner keeps (coordinator/runtime/asking).
+Guarantees: valid JSON (no infinities or NaN); a CSV cell that a spreadsheet would take for a formula gets an apostrophe in front.
+Leaves to others: access control (guard), what the learner keeps (coordinator/runtime/asking).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def log_value(member: Member) -> list[dict[str, Any]]:
-    """A worker's own newest warnings and errors, newest first: hostile text."""
+    """A worker's own newest warnings and errors, newest first. The text is untrusted."""
     lines = member.heartbeat.log or ()
     return [{"at": finite(one.unix_s, 3), "is_error": one.is_error, "text": one.text} for one in reversed(lines)]
 
 
 async def rollouts_value(commands: Commands) -> dict[str, Any]:
-    """The newest rollouts that the learner keeps; `problem`: why there are none to be seen."""
+    """The newest rollouts that the learner keeps; `problem`: why they cannot be shown, else empty."""
     try:
         shown = await commands.rollouts.newest()
     except EchoError as error:
@@ -40,7 +40,7 @@ async def rollouts_value(commands: Commands) -> dict[str, Any]:
 
 
 async def rollout_value(commands: Commands, rollout_id: str, offset_text: str) -> dict[str, Any]:
-    """One rollout: its prompt and its tokens from `offset` on."""
+    """One rollout: its prompt, and its tokens from `offset` on. MalformedMessage for a bad offset or an unknown id."""
     if not offset_text.isdecimal() or int(offset_text) > ROLLOUT_TOKENS_MAX:
         raise MalformedMessage(f"offset: expected 0 to {ROLLOUT_TOKENS_MAX}, got {offset_text[:40]!r}")
     if not rollout_id or len(rollout_id) > 128 or not rollout_id.isprintable():
@@ -70,7 +70,7 @@ def _summary(one: pb.RolloutSummary, commands: Commands) -> dict[str, Any]:
 
 
 def csv_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], name: str) -> Response:
-    """A file to open in a spreadsheet."""
+    """A response with a CSV file, to download."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(columns)

@@ -1,7 +1,7 @@
-"""Prometheus metrics, read from the hub when asked for. The list is stable and documented (docs/coordinator.md).
+"""Prometheus metrics, read from the hub at each scrape. The list is stable and documented (docs/coordinator.md).
 
-Guarantees: every metric of `METRICS` is there at each scrape, 0 while unknown; labels are `worker` (its name) alone, so
-that the number of series is bounded by the fleet's limit.
+Guarantees: every metric of `METRICS` is present at each scrape, 0 while unknown; the only label is `worker` (its name), so
+the fleet's limit bounds the number of series.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _count(hub: Hub, state: Liveness) -> int:
 
 
 def families_of(hub: Hub) -> list[Metric]:
-    """All values as they are now."""
+    """All metrics with their present values."""
     return list(_collect(hub))
 
 
@@ -118,7 +118,7 @@ class _Collected(Collector):
 
 
 def exposition(families: list[Metric]) -> bytes:
-    """The text that Prometheus reads."""
+    """The metrics in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(_Collected(families))
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""Numbers as JSON has them."""
+"""Numbers that JSON can represent."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import math
 
 
 def finite(value: float | None, digits: int = 6) -> float | None:
-    """JSON has no infinity; what is not finite is not known."""
+    """The rounded value; None (unknown) if it is not finite, because JSON has no infinity."""
     return round(value, digits) if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the JSON API. A test holds it against the routes."""
+"""The OpenAPI document of the JSON API. A test compares it with the routes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _texts(*names: str) -> list[dict[str, Any]]:
 
 
 def _looks() -> dict[str, Any]:
-    """What only looks."""
+    """The paths that only read."""
     return {
         "/api/session": _get("What an action needs.", "`csrf`: the value of the header x-echo2-csrf."),
         "/api/state": _get("The whole run, section by section.", "Sections as the page shows them."),
@@ -80,7 +80,7 @@ def _looks() -> dict[str, Any]:
 
 
 def document() -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """The whole document, OpenAPI 3.1."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "echo2 coordinator", "version": "1"},

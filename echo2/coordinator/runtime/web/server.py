@@ -1,7 +1,8 @@
-"""Serves the page in the coordinator's own loop.
+"""Serves the page on the coordinator's own event loop.
 
-Guarantees: a busy port is named before anything else of the page starts; off loopback the page is served over TLS with
-the run's certificate and takes the access token. Waits for requests until it is stopped. Leaves signals to the process.
+Guarantees: a busy port raises an error that names it before anything else of the page starts; off loopback the page is served
+over TLS with the run's certificate and requires the access token. Waits for requests until it is stopped. Leaves signals to the
+process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STOP_GRACE_S = 1
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A listening socket; PortBusy names an address that is taken."""
+    """A bound socket; PortBusy names the address if it is taken."""
     listener = listening_socket(host)
     try:
         listener.bind((listened(host), port))
@@ -41,7 +42,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class OpenedPage:
-    """The page's port, taken before anything of the page runs. `page` makes what serves on it."""
+    """The page's port, bound before anything of the page runs. `page` makes the server for it."""
 
     def __init__(self, host: str, port: int) -> None:
         self._listener, self._host = listening(host, port), host
@@ -55,8 +56,8 @@ class OpenedPage:
 
 
 class Dashboard:
-    """`address` is where the page is; `url` opens it: off loopback it carries the access token, so it is told to nobody.
-    `token_file` holds that token; None: none is asked for."""
+    """The page's server. `address`: the page's address. `url`: the same with the access token (off loopback), so it must not be
+    logged or shown. `token_file`: file with that token; None: no token is required."""
 
     def __init__(self, commands: Commands, listener: socket.socket, host: str, folder: Path, keys: Credentials) -> None:
         self._stopping = asyncio.Event()
@@ -95,7 +96,7 @@ def _access_token(path: Path) -> str:
 
 
 def _tls_files(folder: Path, keys: Credentials) -> dict[str, str]:
-    """uvicorn reads key and certificate from files."""
+    """Writes key and certificate to files, because uvicorn reads them from there."""
     key_path, certificate_path = folder / "dashboard.key", folder / "dashboard.pem"
     write_secret(key_path, keys.tls_key_pem)
     write_secret(certificate_path, keys.certificate.pem)

@@ -1,6 +1,6 @@
-"""The run as the page and the JSON API show it: one plain value of numbers, texts, lists and dicts.
+"""The run's state as the page and the JSON API show it: one plain value of numbers, texts, lists and dicts.
 
-Guarantees: JSON-clean (no infinities, no bytes); no secret is in it: tokens are named by id. Each top-level key is a
+Guarantees: valid JSON (no infinities, no bytes); it contains no secrets: tokens are named by id. Each top-level key is a
 section of the page, so that a stream of changes sends only the sections that changed.
 """
 
@@ -41,7 +41,7 @@ class StateView:
         return self._commands.hub.clock.now()
 
     def sections(self) -> dict[str, Any]:
-        """Everything but the workers, which `workers` gives one by one."""
+        """All sections except the workers, whose rows `workers` gives."""
         hub, now = self._commands.hub, self._commands.hub.clock.now()
         return {
             "run": self._run(),
@@ -68,14 +68,14 @@ class StateView:
         return self._worker(self._commands.hub.membership.members[peer_id])
 
     def worker_keys(self) -> Iterator[tuple[PeerId, tuple[Any, ...]]]:
-        """For each worker what its row hangs on: the same key, the same row but for what grows with time."""
+        """For each worker, a key of what its row depends on: as long as the key is the same, the row need not be rebuilt."""
         book = self._commands.hub.book
         for peer_id, member in self._commands.hub.membership.members.items():
             state = (member.last_liveness, member.activation, member.setting, member.activation_reason)
             yield peer_id, (member.heartbeat_at, member.hello, book.lease_count(peer_id), *state)
 
     def _plan_now(self) -> tuple[Plan | None, str, str]:
-        """A plan speaks of those that are there; without a living worker there is none."""
+        """The plan to show, the planner's mode, and what the planner waits for. There is no plan while no worker is alive."""
         hub, mode = self._commands.hub, self._commands.hub.options.planner_mode.value
         if hub.ending.finish is not None:
             return None, mode, "nothing: the run is finished"
@@ -83,7 +83,7 @@ class StateView:
         return (hub.plan, mode, hub.plan_waits_for) if is_anybody else (None, mode, "a worker: none is connected")
 
     def _expected(self) -> dict[str, Any]:
-        """The plan's utilisation as the wall clock will have it, 9 times of 10 within the interval."""
+        """The utilisation expected by the wall clock; the interval holds 9 times out of 10. Empty without a plan."""
         hub = self._commands.hub
         if hub.plan is None:
             return {}
@@ -278,14 +278,14 @@ class StateView:
         }  # fmt: skip
 
     def _useful_share(self) -> float:
-        """Of the rollouts that the learner was sent, how many it trained on; 1 before the first."""
+        """The share of the rollouts sent to the learner that it trained on; 1 before the first."""
         report = self._commands.hub.board.report
         wasted = report.dropped_stale_rollouts + report.refused_rollouts + report.duplicate_rollouts
         done = report.trained_rollouts + wasted
         return report.trained_rollouts / done if report.trained_rollouts else 1.0
 
     def _links(self, member: Member) -> list[dict[str, str]]:
-        """Its links to peers: of which kind, and why."""
+        """The worker's links to peers, each with its kind and the reason for it."""
         hub = self._commands.hub
         members = hub.membership.members
         names = {
@@ -314,7 +314,7 @@ class StateView:
 
 
 def _newest_line(beat: Heartbeat) -> dict[str, Any]:
-    """What a worker's own log said last: an error where it keeps one, else a warning."""
+    """The newest error in a worker's own log; the newest warning if there is no error."""
     lines = beat.log or ()
     newest = next((one for one in reversed(lines) if one.is_error), lines[-1] if lines else None)
     if newest is None:
@@ -323,14 +323,14 @@ def _newest_line(beat: Heartbeat) -> dict[str, Any]:
 
 
 def seconds_per_step(points: Sequence[CurvePoint]) -> float | None:
-    """As the newest steps went, waits included; None before there are two."""
+    """Mean seconds per step over the newest steps, waits included; None before there are two."""
     recent = points[-STEPS_TIMED:]
     steps = recent[-1].step - recent[0].step if recent else 0
     return (recent[-1].unix_s - recent[0].unix_s) / steps if steps > 0 else None
 
 
 def run_facts(commands: Commands) -> HeadlineFacts:
-    """What the page's first sentence hangs on, as it is now."""
+    """The present facts for the page's first sentence."""
     hub, money, report = commands.hub, commands.hub.money.sums(), commands.hub.board.report
     options, plan, advice = hub.options, hub.plan, commands.provisioner.advice
     members = list(hub.membership.living())
@@ -354,7 +354,7 @@ def run_facts(commands: Commands) -> HeadlineFacts:
 
 
 def _expected(commands: Commands) -> float:
-    """Of the wall clock, for the plan that stands: the planner's prediction, moved by what this run missed so far."""
+    """Expected utilisation by the wall clock: the present plan's prediction, corrected by this run's misses."""
     return commands.hub.reckoning.expected(commands.hub.plan)
 
 
@@ -367,13 +367,13 @@ def _shortage(term: Term | None) -> str:
 
 
 def command_of(machine: RentedMachine) -> str:
-    """What a person runs on a machine that is still to join; it carries a join link."""
+    """The command that a person runs on a machine; it carries a join link. Empty once the machine is gone."""
     return machine.command if machine.is_open else ""
 
 
 def machine_value(machine: RentedMachine, commands: Commands) -> dict[str, Any]:
-    """A machine as the page shows it. `has_command`: there is one for a person to run, which carries a join link and is told
-    by an action alone."""
+    """A machine as the page shows it. `has_command`: there is a command for a person to run; it carries a join link, so only an
+    action returns it."""
     return {
         "machine_id": machine.machine_id, "offer": machine.offer, "provider": machine.provider,
         "label": machine.label, "state": machine.state.value, "price": machine.usd_per_hour,
@@ -398,7 +398,7 @@ def _version(row: VersionRow) -> dict[str, Any]:
 
 
 def plan_value(plan: Plan | None, mode: str, waits_for: str) -> dict[str, Any]:
-    """A plan as the page shows it, the what-if's too."""
+    """A plan as the page shows it; also for what-if."""
     if plan is None:
         return {"is_known": False, "mode": mode, "waits_for": waits_for}
     return {
@@ -420,7 +420,7 @@ def plan_value(plan: Plan | None, mode: str, waits_for: str) -> dict[str, Any]:
 
 
 def errors_value(log: PredictionLog) -> dict[str, Any]:
-    """How far the predictions of each kind were off: mean distance, bias, and how many were compared."""
+    """For each kind of prediction: number of comparisons, mean absolute error and bias."""
     return {
         what.value: {
             "count": len(log.comparisons(what)), "error": finite(log.mean_absolute_error(what), 4),
