@@ -11,8 +11,9 @@ tokens of its rollouts, at the `p_there` tokens/s that the roofline gives for th
 
 A move pays if it is faster than staying by more than both `GAIN_SHARE` and `GAIN_S_MIN`. Guarantees: no lease moves while a queued
 group could use the room (which needs no hand-over), a recalled lease does not move again, an evaluation does not move
-(another worker may swap to a newer version before the lease reaches it), no group moves more than `MOVES_PER_GROUP_MAX` times, and no worker gets more than it has room for. With over-provisioning, a straggler of a step that has
-begun without it moves as soon as that gains anything at all. Leaves to others: carrying out the moves (lease_book.Recall).
+(another worker may swap to a newer version before the lease reaches it), no group moves more than `MOVES_PER_GROUP_MAX` times, and
+no worker gets more than it has room for. With over-provisioning, a straggler of a step that has begun without it moves as soon as
+that gains anything at all. Leaves to others: carrying out the moves (lease_book.Recall).
 """
 
 from __future__ import annotations

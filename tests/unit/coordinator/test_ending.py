@@ -97,11 +97,14 @@ def test_a_learner_with_more_steps_opens_the_run_again(tmp_path: Path) -> None:
                 await asyncio.sleep(0.02)
             again = Node(learner.credentials)
             await again.hello(step=20, step_limit=20)  # the same command: nothing is left to do
+            foreign = Node(learner.credentials)  # of another model: it is refused, and opens nothing
+            assert (await foreign.hello(step=0, step_limit=40, model_digest="e" * 64)).refusal.code == "VersionMismatch"
+            assert daemon.hub.ending.finish is not None
             worker = await Node.join(daemon, Role.WORKER)
             assert (await worker.hello()).WhichOneof("kind") == "refusal"
             await again.hello(step=20, step_limit=40)
             assert (await worker.hello()).WhichOneof("kind") == "welcome"
-            for node in (learner, again, worker):
+            for node in (learner, again, foreign, worker):
                 await node.close()
 
     asyncio.run(asyncio.wait_for(scene(), 60))
