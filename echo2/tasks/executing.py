@@ -24,7 +24,7 @@ EXECUTING_DATA_SETS = frozenset({
 })  # fmt: skip
 
 
-PLAIN_TASKS = frozenset({"sort_digits"})
+PLAIN_TASKS = frozenset({"sort_digits", "sums"})
 """Tasks that echo2 scores by plain comparison, in the learner's process."""
 
 
