@@ -96,12 +96,14 @@ def _watched(process: subprocess.Popen[bytes]) -> dict[str, int]:
 def _descendants(pid: int) -> list[int]:
     found, waiting = [], [pid]
     while waiting:
-        try:
-            children = Path(f"/proc/{waiting[0]}/task/{waiting.pop(0)}/children").read_text().split()
-        except OSError:
-            continue
-        found += [int(child) for child in children]
-        waiting += [int(child) for child in children]
+        children: list[int] = []
+        for path in Path(f"/proc/{waiting.pop(0)}/task").glob("*/children"):  # of each thread that started one
+            try:
+                children += [int(child) for child in path.read_text().split()]
+            except OSError:
+                continue
+        found += children
+        waiting += children
     return found
 
 
