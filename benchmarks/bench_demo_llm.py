@@ -154,7 +154,7 @@ def passage(runs: list[dict[str, Any]]) -> str:
         "the held-out reward is the mean over 32 prompts:",
         "",
         "| workers' engine | seed | held-out reward after 0, 6, 12, 18 steps | training until "
-        f"{REWARD_WANTED} | utilisation (predicted) | deltas | largest worker |",
+        f"{REWARD_WANTED} | utilisation (predicted) | deltas | largest process of a worker |",
         "|---|---|---|---|---|---|---|",
     ]
     for run in runs:
@@ -163,11 +163,11 @@ def passage(runs: list[dict[str, Any]]) -> str:
         until = "not reached" if reached is None else f"{reached / 60:.1f} min"
         busy, promised = run["utilisation_measured"], run["utilisation_predicted"]
         shares = "-" if busy is None else f"{100 * busy:.0f} % ({100 * promised:.0f} %)"
-        memory = max(peak for kind, peak in run["peak_gb"].items() if kind != "learner")
+        peaks = {kind: peak for kind, peak in run["peak_gb"].items() if kind != "learner"}
+        is_whole = run["engine"] == "embedded" or "vLLM" in peaks
+        memory = f"{max(peaks.values()):.1f} GB" if is_whole else "not measured"
         deltas = f"{100 * run['delta_share']:.1f} %"
-        lines.append(
-            f"| {run['engine']} | {run['seed']} | {rewards} | {until} | {shares} | {deltas} | {memory:.1f} GB |"
-        )
+        lines.append(f"| {run['engine']} | {run['seed']} | {rewards} | {until} | {shares} | {deltas} | {memory} |")
     learners = [run["peak_gb"]["learner"] for run in runs]
     lines += ["", f"The learner's peak was {fmean(learners):.1f} GB. No token older than S was trained on."]
     return "\n".join(lines)

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-QUEUE_S, QUEUE_MAX_S = (
-    0.020,
-    0.045,
-)  # target queue in addition to one chunk; routers' queues are often no longer than 60 ms
+QUEUE_S, QUEUE_MIN_S, QUEUE_MAX_S = 0.010, 0.020, 0.045
+"""The queue aimed at: so much beside one chunk, within these bounds. Routers' queues are often no longer than 60 ms: a chunk of
+20 ms more overflows one that is held at 40."""
 GAIN_PER_S = 0.6  # change of the rate per sample, as a share, per second of queue above or below the target
 RAISE_MAX, LOWER_MAX = 0.02, 0.03
 FIRST_SHARE = 0.96  # of a planned rate, which includes packet headers
@@ -65,7 +64,7 @@ class UplinkGovernor:
             if seen.queue_s > QUEUE_MAX_S:
                 self._hold((1 - LOWER_MAX) * self._delivered_per_s(now))
             return
-        aim_s = min(QUEUE_MAX_S, QUEUE_S + seen.chunk_bytes / self._rate)
+        aim_s = max(QUEUE_MIN_S, min(QUEUE_MAX_S, QUEUE_S + seen.chunk_bytes / self._rate))
         change = max(-LOWER_MAX, min(RAISE_MAX, GAIN_PER_S * (aim_s - seen.queue_s)))
         if change < 0 or seen.is_waiting:
             self._hold(max((1 + change) * self._rate, FLOOR_SHARE * self._highest))
