@@ -85,6 +85,7 @@ class Cell:
     loss: float = 0.0
     fault: Fault | None = None
     is_bbr_offered: bool = True
+    is_second: bool = False
 
     def scene(self) -> Scene:
         scale = self.scale or scale_for(self.kind, self.workers)
@@ -93,7 +94,8 @@ class Cell:
             natted=self.natted, loss=self.loss,
         )  # fmt: skip
         seed = replace(made.nodes[0], is_natted=self.is_seed_natted)
-        return replace(made, nodes=(seed, *made.nodes[1:]), is_bbr_offered=self.is_bbr_offered)
+        nodes = (seed, *made.nodes[1:])
+        return replace(made, nodes=nodes, is_bbr_offered=self.is_bbr_offered, is_second=self.is_second)
 
     @property
     def name(self) -> str:
@@ -114,6 +116,7 @@ TABLE = (
     *(Cell("heterogeneous", 10, method, 64, natted=3, loss=0.003) for method in ("echo2", "libtorrent tuned")),
     *(Cell("homogeneous", 8, method, 64, is_seed_natted=True) for method in ("echo2", "libtorrent tuned")),
     *(Cell("small delta", 8, method, 2) for method in ("echo2", "libtorrent tuned")),
+    Cell("small delta", 8, mib=2, is_second=True),
     *(Cell(kind, 8, "star", mib=8) for kind in BOTH),  # its ratio does not depend on the size, its time does
     Cell("homogeneous", 8, "asyncio TLS", mib=8),
     # At the scale that two cores allow 16 workers, unequal ones would get chunks of 16 KiB, which cost twice the CPU.

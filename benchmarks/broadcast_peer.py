@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 
 from benchmarks import priority
+from benchmarks.broadcast_scene import PAUSE_S
 from echo2.base.ids import Version
 from echo2.broadcast.link_shape import LinkShape
 from echo2.broadcast.manifest import ArtifactId
@@ -83,7 +84,8 @@ async def run(folder: Path, index: int) -> None:
     await line()
     cpu_before = cpu_s()
     gc.freeze()
-    result = await (_publish(node, folder / "source") if index == 0 else _receive(node))
+    count = 2 if scene["is_second"] else 1
+    result = await (_publish(node, folder / "source", count) if index == 0 else _receive(node, count))
     print(json.dumps(result | {"name": mine["name"], "topology": made.topology}), flush=True)
     await line()  # stays and relays until all are done
     stats = node.stats()
@@ -108,15 +110,21 @@ async def line() -> None:
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
 
 
-async def _publish(node: BroadcastNode, path: Path) -> dict[str, Any]:
+async def _publish(node: BroadcastNode, path: Path, count: int) -> dict[str, Any]:
+    """`count` versions of the same bytes, of which the last is measured."""
     source = path.read_bytes()
     blocks = [source[i : i + BLOCK_BYTES] for i in range(0, len(source), BLOCK_BYTES)]
     begun_at = time.monotonic()
     await node.publish(KEYFRAME, iter(blocks), lambda: "print", len(source))
+    for version in range(1, count):
+        await asyncio.sleep(PAUSE_S)
+        begun_at = time.monotonic()
+        delta = ArtifactId(Version(version), Version(version - 1))
+        await node.publish(delta, iter(blocks), lambda: "print", len(source))
     return {"begun_at": begun_at}
 
 
-async def _receive(node: BroadcastNode) -> dict[str, Any]:
+async def _receive(node: BroadcastNode, count: int) -> dict[str, Any]:
     digest = xxhash.xxh3_128()
     async for step in node.progress():
         match step:
@@ -125,7 +133,9 @@ async def _receive(node: BroadcastNode) -> dict[str, Any]:
             case BlockArrived():
                 digest.update(step.payload)
             case ArtifactSealed():
-                break
+                count -= 1
+                if not count:
+                    break
             case _:
                 pass
     return {"done_at": time.monotonic(), "digest": digest.hexdigest()}

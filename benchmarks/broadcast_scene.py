@@ -30,6 +30,7 @@ LINKS = {  # Mbit/s up and down: the seed's, then the workers'
     "home uplinks": ((40, 200), *[(20, 200)] * 6),
     "small delta": ((200, 400), *[(100, 200)] * 8),
 }
+PAUSE_S = 3.0
 OWN_EARLIEST_TARGET = 1.25
 EARLY_SHARE = 0.9
 TARGETS = {
@@ -38,6 +39,7 @@ TARGETS = {
     ("homogeneous, one dies at 0.5 of the time", 8): 1.25, ("homogeneous, 2 behind NAT, 0.1 % loss", 8): 1.20,
     ("homogeneous, 2 behind NAT, 0.1 % loss, without BBR", 8): 1.20,
     ("slow downlink", 6): 1.10, ("giant relay", 8): 1.08, ("home uplinks", 6): 1.08, ("small delta", 8): 1.30,
+    ("small delta, the second", 8): 1.30,
     ("heterogeneous, 3 behind NAT, 0.3 % loss", 10): 1.15, ("homogeneous, the learner behind NAT", 8): 1.10,
 }  # fmt: skip
 
@@ -78,6 +80,7 @@ class Scene:
     fault: Fault | None = None
     is_bbr_offered: bool = True
     share: float = 1.0
+    is_second: bool = False  # an artifact of the same size went before, PAUSE_S earlier, over the same connections
 
     @property
     def needs(self) -> Needs:
@@ -98,6 +101,8 @@ class Scene:
             kind += ", the learner behind NAT"
         if not self.is_bbr_offered:
             kind += ", without BBR"
+        if self.is_second:
+            kind += ", the second"
         return kind
 
     @property
