@@ -23,6 +23,7 @@ from echo2.base.ids import LeaseId, PeerId
 from echo2.base.rollout import RolloutSegment
 from echo2.control.backoff import Backoff
 from echo2.control.waits import Waits
+from echo2.outside import monotonic
 from echo2.outside.guard import handling
 from echo2.trust.runtime.tls import Credentials, open_channel
 from echo2.wire import rollout as wire
@@ -75,6 +76,7 @@ class Reporting:
         self._ticket_was_sent: set[LeaseId] = set()
         self._outgoing: asyncio.Queue[ingest_pb2.RolloutReport] = asyncio.Queue()
         self._under_way: deque[LeaseId] = deque()
+        self._waiting_since = 0.0  # for the next verdict: since the last one, or since the first report after it
         self._sequence = 0
         self._fetches: dict[LeaseId, asyncio.Task[None]] = {}
         self.reported_tokens = 0
@@ -100,6 +102,8 @@ class Reporting:
         self._sequence += 1
         is_first = lease_id not in self._ticket_was_sent
         self._ticket_was_sent.add(lease_id)
+        if not self._under_way:
+            self._waiting_since = monotonic()
         self._under_way.append(lease_id)
         self.reported_tokens += sum(len(segment.token_ids) for segment in segments)
         self._outgoing.put_nowait(  # bounded: at most one report in flight per lease, and the leases are bounded
@@ -232,6 +236,7 @@ class Reporting:
             check(reply, "the learner")
             verdicts = wire.verdicts_from_message(reply)
             self._backoff.succeeded()
+            self._waiting_since = monotonic()
             self._send(duties.Judged(self._under_way.popleft(), verdicts))
 
     async def _read_one(
@@ -239,19 +244,18 @@ class Reporting:
     ) -> ingest_pb2.RolloutVerdict | None:
         """The next verdict; None at the end of the stream. Waits without limit while no report is in flight.
 
-        Raises TimeoutError if a report was in flight for a whole period of `VERDICT_S`. (One that was sent near a period's end has
-        not had its time yet.)
+        Raises TimeoutError if a report is in flight and no verdict has come for `VERDICT_S`.
         """
         reading = asyncio.ensure_future(call.read())
         try:
             while True:
-                was_under_way = bool(self._under_way)
-                await asyncio.wait([reading], timeout=VERDICT_S)
+                left_s = self._waiting_since + VERDICT_S - monotonic() if self._under_way else VERDICT_S
+                if left_s <= 0:
+                    raise TimeoutError(f"no verdict within {VERDICT_S:.0f} s")
+                await asyncio.wait([reading], timeout=left_s)
                 if reading.done():
                     reply = reading.result()
                     return reply if isinstance(reply, ingest_pb2.RolloutVerdict) else None
-                if was_under_way:
-                    raise TimeoutError(f"no verdict within {VERDICT_S:.0f} s")
         finally:
             reading.cancel()
 
