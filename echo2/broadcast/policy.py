@@ -64,7 +64,8 @@ class RelayWindow:
         "_first_bytes", "_interval_s", "_largest", "_last_ack_at", "_suspensions", "_window", "lap_s", "outstanding", "retry_at",
         "sent_bytes", "slack_s",
     )  # fmt: skip
-    SMALLEST, LARGEST = 2.0, 48.0
+    SMALLEST, LARGEST, LARGEST_PLANNED = 2.0, 48.0, 256.0
+    TYPICAL_BYTES_MIN = 16 << 10  # a smaller chunk (a container's header) does not tell how large the others are
     PAUSE_MAX_S = 30.0
 
     def __init__(self, slack_s: float, first_bytes: float = 0.0) -> None:
@@ -83,9 +84,11 @@ class RelayWindow:
         """A chunk was assigned to the tree; `is_owed`: its relays will acknowledge it."""
         if self._first_bytes:
             planned = self._first_bytes / size_bytes
-            self._largest = max(self.LARGEST, 2 * planned)  # a relay that carries all of a fast link needs more
-            self._window = max(self._window, planned)
-            self._first_bytes = 0.0
+            is_typical = size_bytes >= self.TYPICAL_BYTES_MIN
+            if is_typical:  # a relay that carries all of a fast link needs more than LARGEST
+                self._largest = min(self.LARGEST_PLANNED, max(self.LARGEST, 2 * planned))
+                self._first_bytes = 0.0
+            self._window = min(self._largest, max(self._window, planned))
         self.sent_bytes += size_bytes
         if is_owed:
             self.outstanding[ref] = now

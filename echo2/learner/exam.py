@@ -223,6 +223,11 @@ class Exam:
         return self.asked == self.rules.questions == len(self.told) + len(self._lost_numbers)
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether workers have answered everything, so that only rewards are missing."""
+        return self.asked == self.rules.questions and all(group.is_sampled for group in self.shelf.groups.values())
+
+    @property
     def is_begun(self) -> bool:
         return any(rollout.token_ids for group in self.shelf.groups.values() for rollout in group.rollouts)
 

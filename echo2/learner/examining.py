@@ -137,7 +137,8 @@ class Examining:
         """Moves an exam without progress, or one overtaken before its first sample, to the newest version, or gives it up.
 
         Workers report the tokens of a lease every second, so an overtaken exam without new tokens has no worker: its version was
-        replaced everywhere. Between an agent's calls no token comes either, so agents get the whole patience.
+        replaced everywhere. Between an agent's calls, and while only rewards are missing, no token comes either: then it gets the
+        whole patience.
         """
         exam = self._exam
         if exam is None:
@@ -145,7 +146,7 @@ class Examining:
         idle_s, is_begun = exam.idle_s(now), exam.is_begun
         is_overtaken = len(self._left_after) >= BEHIND_VERSIONS
         patience_s = self.rules.patience_s
-        if is_overtaken and not self.rules.is_driven:
+        if is_overtaken and not self.rules.is_driven and not exam.is_sampled:
             patience_s *= OVERTAKEN_PATIENCE
         if idle_s < patience_s and (is_begun or not is_overtaken):
             return []

@@ -202,6 +202,23 @@ def test_a_begun_exam_whose_version_the_fleet_has_left_moves_without_the_whole_p
     assert {exam_version_of(group_id) for group_id in caller.questions()} == {Version(6 + newer)}
 
 
+def test_an_overtaken_exam_whose_rewards_take_long_is_not_sampled_again() -> None:
+    caller = Caller()
+    caller.tell(b.ExamDue(Version(6)))
+    for group_id in caller.questions():
+        group = caller.batcher.group(group_id)
+        assert group is not None
+        for index in range(len(group.rollouts)):
+            caller.report(group_id, index, 6)
+    caller.tell(b.ExamTick(0.0))
+    for version in (7, 8):
+        caller.tell(b.VersionLeft(Version(version)))
+    caller.tell(b.ExamTick(0.9 * PATIENCE_S))
+    assert "evaluation of version 6" in caller.batcher.exam_waits_for
+    caller.tell(b.ExamTick(PATIENCE_S))
+    assert "evaluation of version 8" in caller.batcher.exam_waits_for
+
+
 def test_what_a_barred_worker_answered_is_answered_again_by_others() -> None:
     caller = Caller()
     caller.tell(b.ExamDue(Version(0)))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from typing import cast
 
+import grpc.aio
 import pytest
 
 from echo2.base.errors import MalformedMessage
@@ -16,12 +18,14 @@ from echo2.control.runtime.session import ControlSession
 from echo2.control.waits import Waits
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
+from echo2.trust.runtime.tls import Credentials
 from echo2.wire.gen.echo2.v1 import ingest_pb2
 from echo2.wire.ticket import Ticket, sign_ticket
 from echo2.worker import duties as d
 from echo2.worker.assignments import Assignments
 from echo2.worker.engine import TokenChunk
 from echo2.worker.options import WorkerLimits
+from echo2.worker.runtime import reporting as reporting_module
 from echo2.worker.runtime.desk import Desk
 from echo2.worker.runtime.reporting import LearnerAddress, Reporting
 from echo2.worker.runtime.session import WorkerSession
@@ -224,3 +228,61 @@ def test_a_stream_that_ends_while_a_report_is_written_ends_with_its_own_reason_a
             await bench.close()
 
     asyncio.run(scene())
+
+
+class SlowVerdicts:
+    """A stream on which a verdict comes after each of the pauses, then its end."""
+
+    def __init__(self, *pauses_s: float) -> None:
+        self.pauses_s = list(pauses_s)
+        self.count = 0
+
+    async def read(self) -> object:
+        if not self.pauses_s:
+            return grpc.aio.EOF
+        await asyncio.sleep(self.pauses_s.pop(0))
+        self.count += 1
+        return ingest_pb2.RolloutVerdict(sequence=self.count)
+
+
+def silent_reporting(told: list[d.Event]) -> Reporting:
+    backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
+    return Reporting(cast(Credentials, None), told.append, Waits(SteadyClock()), backoff, connect_s=5.0)
+
+
+@pytest.mark.parametrize(("verdict_after_s", "is_in_time"), [(0.9, True), (5.0, False)])
+def test_a_report_that_was_sent_after_a_silence_has_its_whole_time(
+    monkeypatch: pytest.MonkeyPatch, verdict_after_s: float, is_in_time: bool
+) -> None:
+    monkeypatch.setattr(reporting_module, "VERDICT_S", 0.6)
+
+    async def scene() -> None:
+        reporting = silent_reporting([])
+        reading = asyncio.create_task(reporting._read_one(SlowVerdicts(verdict_after_s)))  # type: ignore[arg-type]
+        await asyncio.sleep(0.5)
+        reporting.report(LeaseId("l1"), ())
+        if is_in_time:
+            assert (await reading) is not None
+            return
+        await asyncio.sleep(0.3)
+        assert not reading.done(), "it was sent 0.3 s ago"
+        async with asyncio.timeout(3.0):
+            with pytest.raises(TimeoutError, match="no verdict within"):
+                await reading
+
+    asyncio.run(scene())
+
+
+def test_each_verdict_gives_the_next_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting_module, "VERDICT_S", 0.6)
+
+    async def scene() -> list[d.Event]:
+        told: list[d.Event] = []
+        reporting = silent_reporting(told)
+        for name in ("l1", "l2", "l3"):
+            reporting.report(LeaseId(name), ())
+        await reporting._read(SlowVerdicts(0.35, 0.35, 0.35))  # type: ignore[arg-type]
+        return told
+
+    told = asyncio.run(scene())
+    assert [event.lease_id for event in told if isinstance(event, d.Judged)] == ["l1", "l2", "l3"]
