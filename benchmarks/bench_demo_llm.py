@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.passages import write_passage
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "demo_llm.json"
 CURVES = ROOT / "docs" / "demo-llm.json"
@@ -192,13 +194,6 @@ def draw(runs: list[dict[str, Any]]) -> None:
     figure.savefig(FIGURE, metadata={"Date": None})
 
 
-def write_page(runs: list[dict[str, Any]]) -> None:
-    text, count = PASSAGE.subn(lambda _: passage(runs), PAGE.read_text())
-    if count != 1:
-        raise SystemExit(f"{PAGE}: expected one place for the passage, found {count}")
-    PAGE.write_text(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
@@ -220,7 +215,7 @@ def main() -> None:
             CURVES.write_text(json.dumps(ordered, indent=1) + "\n")
             RESULTS.write_text(json.dumps([row for one in ordered for row in rows_of(one)], indent=1) + "\n")
     runs = [kept[key] for key in sorted(kept)]
-    write_page(runs)
+    write_passage(PAGE, PASSAGE, passage(runs))
     draw(runs)
 
 

@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.passages import write_passage
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "demos.json"
 README = ROOT / "README.md"
@@ -79,13 +81,6 @@ def _span(values: list[float], digits: int) -> str:
     return low if low == high else f"{low}-{high}"
 
 
-def write_passage(kept: dict[str, Any]) -> None:
-    text, count = PASSAGE.subn(lambda _: passage(kept), README.read_text())
-    if count != 1:
-        raise SystemExit(f"{README}: expected one place for the passage, found {count}")
-    README.write_text(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -97,7 +92,7 @@ def main() -> None:
         bounds = [run_one(f"bound-{bound}", "--staleness", str(bound), *steps) for bound in BOUNDS]
         kept = {"cores": os.cpu_count(), "seeds": seeds, "bounds": bounds}
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    write_passage(json.loads(RESULTS.read_text()))
+    write_passage(README, PASSAGE, passage(json.loads(RESULTS.read_text())))
 
 
 if __name__ == "__main__":
