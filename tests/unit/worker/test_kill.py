@@ -16,6 +16,12 @@ REPORT_INTERVAL_S = 0.5
 SLACK_S = 2.0
 """For a report's and a heartbeat's way, on a busy machine."""
 
+SLOWDOWN = 100
+"""Times slower than the machine can: even a fast one would need some 20 s, so the kill after 4 s is in the middle."""
+
+REPORTS = 8
+"""Reports before the kill: 4 s, more than `SLACK_S` and one interval after the first tokens."""
+
 
 async def watched_tokens(run: SmallRun, seen: list[tuple[float, int]]) -> None:
     """Notes when each heartbeat came and how many tokens it counts."""
@@ -33,12 +39,12 @@ def test_a_killed_worker_costs_at_most_one_report_interval_of_tokens(tmp_path: P
             models = await prepared(run)
             run.coordinator.report_interval_s = REPORT_INTERVAL_S
             run.coordinator.groups = [group("g1", 8, 230)]
-            arguments = ["-m", "tests.unit.worker.worker_process", run.link(), str(tmp_path / "w1"), "30", "8"]
+            arguments = ["-m", "tests.unit.worker.worker_process", run.link(), str(tmp_path / "w1"), str(SLOWDOWN), "8"]
             doomed = await asyncio.create_subprocess_exec(sys.executable, *arguments, env={**os.environ})
             seen: list[tuple[float, int]] = []
             watching = asyncio.create_task(watched_tokens(run, seen))
             try:
-                await run.learner.until(lambda it: len(it.reports) >= 10, within_s=60.0)
+                await run.learner.until(lambda it: len(it.reports) >= REPORTS, within_s=60.0)
                 killed_at = time.monotonic()
             finally:
                 doomed.kill()
