@@ -39,7 +39,6 @@ from typing import Any
 from benchmarks import broadcast_cpu
 from benchmarks.broadcast_run import Outcome, run
 from benchmarks.broadcast_scene import (
-    IP_OVERHEAD,
     OWN_EARLIEST_TARGET,
     Fault,
     Scene,
@@ -86,6 +85,7 @@ class Cell:
     fault: Fault | None = None
     is_bbr_offered: bool = True
     is_second: bool = False
+    is_ipv6: bool = False
 
     def scene(self) -> Scene:
         scale = self.scale or scale_for(self.kind, self.workers)
@@ -95,7 +95,9 @@ class Cell:
         )  # fmt: skip
         seed = replace(made.nodes[0], is_natted=self.is_seed_natted)
         nodes = (seed, *made.nodes[1:])
-        return replace(made, nodes=nodes, is_bbr_offered=self.is_bbr_offered, is_second=self.is_second)
+        return replace(
+            made, nodes=nodes, is_bbr_offered=self.is_bbr_offered, is_second=self.is_second, is_ipv6=self.is_ipv6
+        )
 
     @property
     def name(self) -> str:
@@ -115,6 +117,7 @@ TABLE = (
     *(Cell(kind, count, method, mib) for kind, count, mib in OF_LINKS for method in ("echo2", "libtorrent tuned")),
     *(Cell("heterogeneous", 10, method, 64, natted=3, loss=0.003) for method in ("echo2", "libtorrent tuned")),
     *(Cell("homogeneous", 8, method, 64, is_seed_natted=True) for method in ("echo2", "libtorrent tuned")),
+    *(Cell("homogeneous", 8, method, 64, is_ipv6=True) for method in ("echo2", "libtorrent tuned")),
     *(Cell("small delta", 8, method, 2) for method in ("echo2", "libtorrent tuned")),
     Cell("small delta", 8, mib=2, is_second=True),
     *(Cell(kind, 8, "star", mib=8) for kind in BOTH),  # its ratio does not depend on the size, its time does
@@ -163,7 +166,7 @@ def kept(cell: Cell, scene: Scene, outcomes: list[Outcome]) -> list[dict[str, An
         bound = "x fluid bound + one way over a relay" if way_s else "x fluid bound"
         rows.append(row(f"{where}/{cell.method}", ratio, f"{bound} ({conditions})", scene.target if is_ours else None))
     if cell.kind == "slow downlink":
-        own = scene.own_earliest_s(IP_OVERHEAD)
+        own = scene.own_earliest_s(scene.overhead)
         others = [name for name, time_s in own.items() if time_s < 0.99 * max(own.values())]
         mean = statistics.median(
             [sum(got.times[name] / own[name] for name in others) / len(others) for got in outcomes]
@@ -367,7 +370,7 @@ def parts_of(options: argparse.Namespace, in_lab: bool) -> list[Part]:
     found.append(Part("weighted", 85 * options.repeat, lambda: [late_workers(options, in_lab)]))
     for cell in cells_of(options, in_lab):
         copies = 5 if cell.method == "star" else 1.2
-        about_s = options.repeat * (START_AND_END_S + copies * cell.scene().bound_s(IP_OVERHEAD))
+        about_s = options.repeat * (START_AND_END_S + copies * cell.scene().bound_s(cell.scene().overhead))
         found.append(Part(cell.name, about_s, partial(_measured_alone, cell, options, in_lab)))
     fleets = [(kind, count) for count in sorted(options.sim, reverse=True) for kind in BOTH]
     if fleets:

@@ -66,7 +66,7 @@ async def run(folder: Path, index: int) -> None:
     shape = LinkShape(mine["up"], mine["down"], mine["rtt_s"]) if scene["is_shaped"] else LinkShape()
     options = NodeOptions(
         folder / mine["name"] / "chunks", chunk_bytes=scene["chunk_bytes"] or 1 << 20, shape=shape,
-        bulk_host=mine["address"].rpartition(":")[0],
+        bulk_host=mine["address"].rpartition(":")[0].strip("[]"),
     )  # fmt: skip
     node, server = BroadcastNode(credentials, options), tls.new_server()
     node.add_to_server(server)

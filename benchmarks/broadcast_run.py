@@ -24,8 +24,9 @@ from typing import Any
 
 import xxhash
 
-from benchmarks.broadcast_scene import IP_OVERHEAD, RTT_S, Scene, fluid_s
+from benchmarks.broadcast_scene import RTT_S, Scene, fluid_s
 from benchmarks.wan.lab import Lab, LabHost, lab
+from echo2.base.hosts import joined
 from echo2.base.ids import RunId
 from echo2.trust.identity import Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.runtime import tls
@@ -107,7 +108,7 @@ def _network(scene: Scene, in_lab: bool, congestion_control: str) -> Iterator[La
     hosts = [
         LabHost(n.name, n.up, n.down, n.region, scene.loss / 2, accepts_inbound=not n.is_natted) for n in scene.nodes
     ]
-    with lab(hosts, RTT_S, congestion_control) as made:
+    with lab(hosts, RTT_S, congestion_control, is_ipv6=scene.is_ipv6) as made:
         yield made
 
 
@@ -119,7 +120,7 @@ def _prepare(folder: Path, scene: Scene, how: dict[str, Any], made: Lab | None) 
     # Addresses of this run alone: a port found free on 127.0.0.1 may be somebody else's before the node opens it.
     loopback = f"127.{secrets.randbelow(254) + 1}.{secrets.randbelow(256)}"
     for number, node in enumerate(told["nodes"]):
-        node["address"] = f"{made.address(number) if made else f'{loopback}.{number + 1}'}:7400"
+        node["address"] = joined(made.address(number) if made else f"{loopback}.{number + 1}", 7400)
         identity, key = tls.load_or_create_identity(folder / node["name"]), TlsKey.generate()
         role = Role.LEARNER if number == 0 else Role.WORKER
         issued = authority.issue(certificate_request(identity, key), role, time.time())
@@ -200,7 +201,7 @@ class _Processes:
         fault = self._scene.fault
         if fault is None or fault.kind == "has a full disk":
             return
-        size = self._scene.size_bytes * (IP_OVERHEAD if self._lab is not None else 1.0)
+        size = self._scene.size_bytes * (self._scene.overhead if self._lab is not None else 1.0)
         time.sleep(max(0.0, begun_at + fault.at * fluid_s(self._scene.nodes, size) - time.monotonic()))
         process = self._all[fault.node]
         match fault.kind:
@@ -270,7 +271,7 @@ def _outcome(scene: Scene, method: str, results: list[dict[str, Any]], stats: di
     living = [r for r in results if r]
     count = 2 if scene.is_second else 1  # artifacts that the counters have in them
     return Outcome(
-        method=method, slowest_s=max(times.values()), bound_s=scene.bound_s(IP_OVERHEAD if stats else 1.0),
+        method=method, slowest_s=max(times.values()), bound_s=scene.bound_s(scene.overhead if stats else 1.0),
         seed_sent_bytes=results[0]["sent"] // count, sent_bytes=sum(r["sent"] for r in living) // count,
         duplicate_bytes=sum(r["duplicates"] for r in living), pulled=sum(r["pulled"] for r in living),
         cpu_s=sum(r["cpu_s"] for r in living) / count, emulator_cpu_s=stats.get("cpu_s", 0.0),

@@ -23,7 +23,7 @@ RTT_S = {
 }  # fmt: skip
 HETEROGENEOUS_UP = (50, 200, 75, 100, 150, 50, 100, 75)
 HETEROGENEOUS_DOWN = (150, 400, 200, 200, 300, 200, 400, 150)
-IP_OVERHEAD = 1500 / 1448
+IP_OVERHEAD, IPV6_OVERHEAD = 1500 / 1448, 1500 / 1428  # IP bytes per payload byte of full TCP segments
 LINKS = {  # Mbit/s up and down: the seed's, then the workers'
     "slow downlink": ((200, 400), *[(100, 200)] * 5, (100, 20)),
     "giant relay": ((100, 200), (1000, 1000), *[(20, 100)] * 7),
@@ -41,6 +41,7 @@ TARGETS = {
     ("slow downlink", 6): 1.10, ("giant relay", 8): 1.08, ("home uplinks", 6): 1.08, ("small delta", 8): 1.30,
     ("small delta, the second", 8): 1.30,
     ("heterogeneous, 3 behind NAT, 0.3 % loss", 10): 1.15, ("homogeneous, the learner behind NAT", 8): 1.10,
+    ("homogeneous, IPv6", 8): 1.10,
 }  # fmt: skip
 
 
@@ -81,10 +82,16 @@ class Scene:
     is_bbr_offered: bool = True
     share: float = 1.0
     is_second: bool = False  # an artifact of the same size went before, PAUSE_S earlier, over the same connections
+    is_ipv6: bool = False
 
     @property
     def needs(self) -> Needs:
         return Needs(tuple(node.weight for node in self.nodes[1:]), self.share)
+
+    @property
+    def overhead(self) -> float:
+        """IP bytes per byte of the artifact, at least."""
+        return IPV6_OVERHEAD if self.is_ipv6 else IP_OVERHEAD
 
     @property
     def workers(self) -> int:
@@ -103,6 +110,8 @@ class Scene:
             kind += ", without BBR"
         if self.is_second:
             kind += ", the second"
+        if self.is_ipv6:
+            kind += ", IPv6"
         return kind
 
     @property

@@ -66,7 +66,7 @@ def _begin(folder: Path, scene: dict[str, Any], index: int, session: Any) -> Any
     for node in scene["nodes"]:
         host, port = node["address"].rsplit(":", 1)
         if node is not scene["nodes"][index] and not node["is_natted"]:
-            handle.connect_peer((host, int(port)))
+            handle.connect_peer((host.strip("[]"), int(port)))
     return handle
 
 

@@ -7,7 +7,7 @@
  *   path FROM TO DELAY_US LOSS_PER_MILLION        (hosts by number, in order of `host`)
  *   link HOST UP                                  (0: black-holes it both ways)
  *   stats
- * Rates count IP bytes. Segmentation offload stays on, so that one system call moves up to 64 KiB; queues and losses act
+ * IPv6 packets go to the host whose IPv4 address ends theirs. Rates count IP bytes. Segmentation offload stays on, so that one system call moves up to 64 KiB; queues and losses act
  * on the segments, as on a real wire. lab.py drives this; it is compiled on first use.
  */
 #define _GNU_SOURCE
@@ -102,12 +102,16 @@ static Frame dequeue(void) {
   return first;
 }
 
+/* Extension headers of IPv6 are not looked for: TCP sends none. */
+static int ip_header_bytes(const uint8_t *ip) { return ip[0] >> 4 == 6 ? 40 : (ip[0] & 15) * 4; }
+
 static Shape shape_of(const uint8_t *bytes, int length) {
   const struct virtio_net_hdr *offload = (const void *)bytes;
   const uint8_t *ip = bytes + PREFIX;
   Shape shape = {length - PREFIX, 0, 0, 1};
-  if ((offload->gso_type & ~VIRTIO_NET_HDR_GSO_ECN) == VIRTIO_NET_HDR_GSO_TCPV4 && offload->gso_size) {
-    int ip_header = (ip[0] & 15) * 4;
+  int kind = offload->gso_type & ~VIRTIO_NET_HDR_GSO_ECN;
+  if ((kind == VIRTIO_NET_HDR_GSO_TCPV4 || kind == VIRTIO_NET_HDR_GSO_TCPV6) && offload->gso_size) {
+    int ip_header = ip_header_bytes(ip);
     shape.header = ip_header + (ip[ip_header + 12] >> 4) * 4;
     shape.payload = length - PREFIX - shape.header;
     shape.per_segment = offload->gso_size;
@@ -147,19 +151,24 @@ static Frame part_of(const Frame *whole, Shape shape, int first, int count) {
     offload->gso_size = 0;
   }
   uint8_t *ip = part.bytes + PREFIX;
-  int ip_header = (ip[0] & 15) * 4, ip_length = part.length - PREFIX;
+  int ip_header = ip_header_bytes(ip), ip_length = part.length - PREFIX, is_six = ip[0] >> 4 == 6;
   uint8_t *tcp = ip + ip_header;
   uint32_t sequence;
   memcpy(&sequence, tcp + 4, 4);
   sequence = htonl(ntohl(sequence) + begin);
   memcpy(tcp + 4, &sequence, 4);
-  put16(ip + 2, ip_length);
-  put16(ip + 4, ((ip[4] << 8 | ip[5]) + first) & 0xffff);
-  put16(ip + 10, 0);
-  put16(ip + 10, (uint16_t)~folded(sum_words(ip, ip_header, 0)));
+  if (is_six) {
+    put16(ip + 4, ip_length - ip_header);
+  } else {
+    put16(ip + 2, ip_length);
+    put16(ip + 4, ((ip[4] << 8 | ip[5]) + first) & 0xffff);
+    put16(ip + 10, 0);
+    put16(ip + 10, (uint16_t)~folded(sum_words(ip, ip_header, 0)));
+  }
   if (end < shape.payload) tcp[13] &= ~0x09; /* FIN and PSH belong to the last segment, */
   if (first) tcp[13] &= ~0x80;               /* CWR to the first */
-  put16(tcp + 16, folded(sum_words(ip + 12, 8, 6 + ip_length - ip_header))); /* the receiver trusts offload */
+  uint32_t sum = 6 + ip_length - ip_header; /* the receiver trusts offload */
+  put16(tcp + 16, folded(is_six ? sum_words(ip + 8, 32, sum) : sum_words(ip + 12, 8, sum)));
   return part;
 }
 
@@ -214,14 +223,15 @@ static void off_the_path(Frame frame) {
 
 static void from_host(int from, const uint8_t *bytes, int length, int64_t now) {
   const uint8_t *ip = bytes + PREFIX;
-  if (length < PREFIX + 20 || ip[0] >> 4 != 4) return;
+  int is_six = ip[0] >> 4 == 6;
+  if (length < PREFIX + (is_six ? 40 : 20) || (!is_six && ip[0] >> 4 != 4)) return;
   uint32_t wanted;
-  memcpy(&wanted, ip + 16, 4);
+  memcpy(&wanted, ip + (is_six ? 36 : 16), 4);
   int to = 0;
   while (to < host_count && hosts[to].address != wanted) to++;
   if (to == host_count || !hosts[from].is_up || !hosts[to].is_up) return;
-  const uint8_t *tcp = ip + (ip[0] & 15) * 4;
-  if (!hosts[to].accepts_inbound && ip[9] == 6 && (tcp[13] & 0x12) == 0x02) return; /* SYN without ACK */
+  const uint8_t *tcp = ip + ip_header_bytes(ip);
+  if (!hosts[to].accepts_inbound && ip[is_six ? 6 : 9] == 6 && (tcp[13] & 0x12) == 0x02) return; /* SYN without ACK */
   Frame frame = {.at = now, .from = from, .to = to, .length = length, .bytes = malloc(length)};
   if (!frame.bytes) abort();
   memcpy(frame.bytes, bytes, length);
@@ -245,7 +255,7 @@ static int open_tun(const char *namespace) {
   struct ifreq request = {.ifr_flags = IFF_TUN | IFF_NO_PI | IFF_VNET_HDR};
   strcpy(request.ifr_name, "wan0");
   if (tun < 0 || ioctl(tun, TUNSETIFF, &request) || ioctl(tun, TUNSETVNETHDRSZ, &prefix) ||
-      ioctl(tun, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4))
+      ioctl(tun, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6))
     return -1;
   if (setns(home, CLONE_NEWNET)) return -1;
   close(home);

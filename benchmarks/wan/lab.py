@@ -8,6 +8,7 @@ removed by the next lab). Leaves to others: what runs in the hosts.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import shutil
@@ -24,7 +25,6 @@ HERE = Path(__file__).parent
 PREFIX = "echo2lab"
 QUEUE_S = 0.060  # of each link: a home or data-centre uplink's drop-tail queue
 QUEUE_BYTES_MIN = 16 * 1500
-IP_OVERHEAD = 1500 / 1448  # IP bytes per payload byte of full TCP segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,17 @@ def missing() -> str:
 
 
 class Lab:
-    """Hosts that are up. Address of host i: 10.87.0.(i+1)."""
+    """Hosts that are up. Address of host i: 10.87.0.(i+1), or the same at the end of an IPv6 address."""
 
-    def __init__(self, hosts: Sequence[LabHost], emulator: subprocess.Popen[str]) -> None:
+    def __init__(self, hosts: Sequence[LabHost], emulator: subprocess.Popen[str], *, is_ipv6: bool) -> None:
         self.hosts = list(hosts)
         self._emulator = emulator
+        self._is_ipv6 = is_ipv6
 
     def address(self, index: int) -> str:
+        return str(ipaddress.IPv6Address(f"fd87::{self._ipv4(index)}")) if self._is_ipv6 else self._ipv4(index)
+
+    def _ipv4(self, index: int) -> str:
         return f"10.87.{index // 250}.{index % 250 + 1}"
 
     def namespace(self, index: int) -> str:
@@ -97,13 +101,16 @@ class Lab:
             _run("ip", "netns", "add", space)
             queues = " ".join(str(max(QUEUE_BYTES_MIN, int(rate * QUEUE_S))) for rate in (host.up, host.down))
             self._do(
-                f"host /run/netns/{space} {self.address(index)} {host.up} {host.down} {queues} "
+                f"host /run/netns/{space} {self._ipv4(index)} {host.up} {host.down} {queues} "
                 f"{int(host.accepts_inbound)}"
             )
             _run("ip", "-n", space, "link", "set", "lo", "up")
-            _run("ip", "-n", space, "addr", "add", f"{self.address(index)}/16", "dev", "wan0")
+            _run("ip", "-n", space, "addr", "add", f"{self._ipv4(index)}/16", "dev", "wan0")
             _run("ip", "-n", space, "link", "set", "wan0", "mtu", "1500", "txqueuelen", "5000", "up")
             _run("ip", "-n", space, "route", "replace", "10.87.0.0/16", "dev", "wan0", "congctl", congestion_control)
+            if self._is_ipv6:
+                _run("ip", "-n", space, "addr", "add", f"{self.address(index)}/64", "dev", "wan0", "nodad")
+                _run("ip", "-n", space, "route", "replace", "fd87::/64", "dev", "wan0", "congctl", congestion_control)
             forget = ["sysctl", "-qw", "net.ipv4.tcp_no_metrics_save=1"]
             _run("nsenter", f"--net=/run/netns/{space}", "--", *forget)
         for a, first in enumerate(self.hosts):
@@ -125,12 +132,17 @@ class Lab:
 
 @contextmanager
 def lab(
-    hosts: Sequence[LabHost], rtt_s: dict[tuple[str, str], float], congestion_control: str = "cubic"
+    hosts: Sequence[LabHost],
+    rtt_s: dict[tuple[str, str], float],
+    congestion_control: str = "cubic",
+    *,
+    is_ipv6: bool = False,
 ) -> Iterator[Lab]:
-    """Brings the hosts up. `rtt_s` by pair of regions, the names of a pair in alphabetical order."""
+    """Brings the hosts up. `rtt_s` by pair of regions, the names of a pair in alphabetical order. `is_ipv6`: their addresses
+    are of IPv6; the others work as well."""
     _remove_left()
     emulator = subprocess.Popen([_compiled()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    made = Lab(hosts, emulator)
+    made = Lab(hosts, emulator, is_ipv6=is_ipv6)
     try:
         made._set_up(rtt_s, congestion_control)
         yield made

@@ -52,6 +52,24 @@ def test_deltas_follow_and_late_joiner_takes_the_cheapest_way(tmp_path: Path) ->
     asyncio.run(scene())
 
 
+def test_chunks_of_a_small_delta_follow_the_size_of_the_one_before_it(tmp_path: Path) -> None:
+    """A delta's size is not known when its first chunk leaves. The first one is taken for a twentieth of the weights."""
+
+    async def scene() -> None:
+        options = lambda number: NodeOptions(tmp_path / f"n{number}", chunk_bytes=1 << 20)  # noqa: E731
+        async with fleet(tmp_path, 3, options) as f:
+            learner = f.members[0].node
+            sent = [
+                await learner.publish(
+                    ArtifactId(Version(v), Version(v - 1)), iter(_blocks(v, 4 << 20)), lambda: "d", 1 << 30
+                )
+                for v in (1, 2)
+            ]
+            assert [one.chunk_count for one in sent] == [8, 64], "at 25 MB/s chunks of 512 KiB; then 4 MiB / (20 * 2)"
+
+    asyncio.run(scene())
+
+
 def test_an_artifact_whose_weights_did_not_match_is_fetched_anew(tmp_path: Path) -> None:
     async def scene() -> None:
         async with fleet(tmp_path, 2) as f:

@@ -25,6 +25,7 @@ from echo2.broadcast.runtime import transport_bulk
 from echo2.broadcast.runtime.link import PeerLink
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
+from echo2.broadcast.runtime.sealed import Sealed
 from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_bulk import UNREAD_BYTES_MAX, BulkConnection, BulkTransport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
@@ -368,6 +369,11 @@ class TlsByHand:
         self._tls.write(data)
         return self._goes.read()
 
+    def farewell(self) -> bytes:
+        with contextlib.suppress(ssl.SSLError):  # it waits for the other's
+            self._tls.unwrap()
+        return self._goes.read()
+
 
 def unacknowledged_bytes(raw: socket.socket) -> int:
     """What the other end's kernel does not have yet."""
@@ -405,6 +411,81 @@ def test_the_end_of_a_frame_arrives_wherever_the_link_cut_it(tmp_path: Path) -> 
                             await asyncio.sleep(0)  # the loop reads it, if it is woken
                     assert await asyncio.wait_for(frames.get(), 20) == frame
             await receiver.close()
+
+    asyncio.run(scene())
+
+
+def test_a_chunk_that_comes_segment_by_segment_wakes_the_loop_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its first segment, then for each 48 KiB, then with the last."""
+    reads = list[int]()
+    plain = Sealed.buffer_updated
+
+    def counted(self: Sealed, count: int) -> None:
+        reads.append(count)
+        plain(self, count)
+
+    async def scene() -> None:
+        f = Fleet(tmp_path)
+        mine, theirs = (f.credentials(Role.WORKER) for _ in range(2))
+        frames = asyncio.Queue[bytes]()
+
+        async def take(connection: Connection) -> None:
+            while (frame := await connection.receive()) is not None:
+                frames.put_nowait(frame)
+
+        receiver = BulkTransport(theirs)
+        receiver.listen("127.0.0.1", 0, take)
+        sender = await asyncio.to_thread(TlsByHand, mine, receiver.port, theirs.peer_id)
+        with sender.socket:
+            await asyncio.to_thread(sender.shake_hands)
+            sender.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            monkeypatch.setattr(Sealed, "buffer_updated", counted)
+            frame = random.Random(0).randbytes(64 << 10)
+            sealed = sender.sealed(head_of(len(frame)) + frame)
+            for begin in range(0, len(sealed), 1448):
+                sender.socket.sendall(sealed[begin : begin + 1448])
+                while unacknowledged_bytes(sender.socket):
+                    await asyncio.sleep(0)
+                for _ in range(3):
+                    await asyncio.sleep(0)
+            assert await asyncio.wait_for(frames.get(), 20) == frame
+        await receiver.close()
+        assert sum(reads) == len(sealed)
+        assert len(reads) <= 4, reads
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("is_farewell_said", [True, False])
+def test_who_has_said_farewell_or_nonsense_is_let_go_though_it_keeps_the_connection(
+    tmp_path: Path, is_farewell_said: bool
+) -> None:
+    async def scene() -> None:
+        f = Fleet(tmp_path)
+        mine, theirs = (f.credentials(Role.WORKER) for _ in range(2))
+        heard, lost = asyncio.Queue[bytes | None](), asyncio.Event()
+
+        async def take(connection: Connection) -> None:
+            assert isinstance(connection, BulkConnection)
+            while (frame := await connection.receive()) is not None:
+                heard.put_nowait(frame)
+            heard.put_nowait(None)
+            await connection.ended.wait()
+            lost.set()
+
+        receiver = BulkTransport(theirs)
+        receiver.listen("127.0.0.1", 0, take)
+        sender = await asyncio.to_thread(TlsByHand, mine, receiver.port, theirs.peer_id)
+        with sender.socket:
+            await asyncio.to_thread(sender.shake_hands)
+            sender.socket.sendall(sender.sealed(head_of(5) + b"hello"))
+            sender.socket.sendall(sender.farewell() if is_farewell_said else b"\x17\x03\x03\x00\x20" + bytes(32))
+            assert await asyncio.wait_for(heard.get(), 20) == b"hello"
+            assert await asyncio.wait_for(heard.get(), 20) is None
+            await asyncio.wait_for(lost.wait(), 20)
+        await receiver.close()
 
     asyncio.run(scene())
 

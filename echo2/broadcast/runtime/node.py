@@ -121,6 +121,7 @@ class BroadcastNode:
         self._settled_at = float("-inf")
         self._is_running = False
         self._error: BaseException | None = None
+        self._sizes: dict[int, int] = {}  # bytes of the last artifact published that leads over so many versions
         if credentials.role is Role.LEARNER:
             self._inbox.publisher = self.peer_id
 
@@ -263,7 +264,8 @@ class BroadcastNode:
         for dropped in self.library.add_header(header):
             self._act(Forgotten(dropped))
         self._act(HeaderSeen(None, header.key, is_wanted=False))
-        expected = expected_bytes(artifact, full_snapshot_bytes)
+        span = artifact.version - artifact.parent if artifact.parent is not None else 0
+        expected = self._sizes.get(span) or expected_bytes(artifact, full_snapshot_bytes)
         size = chunk_bytes_for(self.session.plan, self.options.chunk_bytes, expected)
         sign = functools.partial(signed_chunks, size, self.credentials.identity)
         index, total, digests = 0, 0, list[bytes]()
@@ -278,6 +280,7 @@ class BroadcastNode:
             self._forget(header.key)
             raise
         seal = Seal(header.key, index, total, root_of(digests), fingerprint()).signed(self.credentials.identity)
+        self._sizes[span] = total
         self.library.add_seal(header.key, seal)
         self._act(SealSeen(None, header.key, index))
         log.info("published %s: %d chunks, %d bytes", artifact, index, total)

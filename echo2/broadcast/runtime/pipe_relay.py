@@ -27,11 +27,11 @@ from echo2.base.ids import PeerId
 from echo2.broadcast import relay_book
 from echo2.broadcast.pipe_hello import OPENING_BYTES_MAX, TICKET_BYTES, PipeAnswer, TlsHello, opening_of
 from echo2.broadcast.relay_book import PIPES_OF_LEARNER, RelayBook
+from echo2.broadcast.runtime.sealed import accept_sealed
 from echo2.broadcast.runtime.sockets import as_ipv4
 from echo2.broadcast.runtime.splicing import carry
 from echo2.broadcast.runtime.transport_bulk import (
     HANDSHAKE_S,
-    SHUTDOWN_S,
     BulkConnection,
     keep_alive,
     listener_at,
@@ -153,10 +153,7 @@ class PipeRelay:
         """Whoever it is has shown a certificate of the run; else OSError or TrustError."""
         connection = BulkConnection(is_outgoing=False)
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection, raw, ssl=self._tls.listening, ssl_handshake_timeout=HANDSHAKE_S,
-                ssl_shutdown_timeout=SHUTDOWN_S,
-            )  # fmt: skip
+            await accept_sealed(connection, raw, self._tls.listening, HANDSHAKE_S)
             connection.prove()
         except BaseException:
             if connection.remotes:

@@ -24,6 +24,7 @@ from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
 from echo2.broadcast.bulk_frames import FrameCutter, head_of
 from echo2.broadcast.runtime.eyeballs import first_of, hosts_of
+from echo2.broadcast.runtime.sealed import SHUTDOWN_S, accept_sealed, dial_sealed
 from echo2.broadcast.runtime.sockets import Remote, as_ipv4
 from echo2.broadcast.runtime.transport import Accept
 from echo2.outside.families import listened, listening_socket
@@ -40,23 +41,18 @@ DIAL_TIMEOUT_S = 6.0
 HANDSHAKE_S = BULK.handshake_s
 STALLED_S = 30.0
 GONE_S = 18
-SHUTDOWN_S = 2.0
 UNSENT_BYTES_MAX = 256 << 10
 """Encrypted, in this process; what the kernel holds is sockets' to limit."""
 WRITE_BYTES = 64 << 10
 """Encrypted at a time: what OpenSSL and asyncio then copy stays in the processor's cache, and their buffers stay small."""
-WAKE_BYTES_MAX, WAKE_STEP_BYTES = 48 << 10, 16 << 10
-"""The kernel wakes the loop when this much of a frame has arrived, not for each packet. A new connection's buffer holds it."""
-RECORD_BYTES = (16 << 10) + 256
-"""A TLS record and its overhead: so much of what a frame misses may be here already, in a record that is not complete."""
 UNREAD_BYTES_MAX = 1 << 20
 """Whole frames that wait to be taken; then the peer's bytes wait in its own machine."""
 ACCEPT_PAUSE_S = 0.2
 _log = logging.getLogger("echo2.ports")
 
 
-class BulkConnection(asyncio.BufferedProtocol):
-    """One connection, either end. `peer` is known once the handshake is done."""
+class BulkConnection:
+    """One connection, either end (the reader of a sealed one). `peer` is known once the handshake is done."""
 
     def __init__(self, *, is_outgoing: bool) -> None:
         self.is_outgoing = is_outgoing
@@ -66,8 +62,6 @@ class BulkConnection(asyncio.BufferedProtocol):
         self.peer = PeerIdentity(PeerId(""), Role.WORKER)
         self._told = ""
         self._transport: Any = None
-        self._raw: Any = None
-        self._wakes_at = 1
         self._cutter = FrameCutter(FRAME_BYTES_MAX, "a bulk connection")
         self._frames: deque[bytes] = deque()
         self._unread_bytes = 0
@@ -78,7 +72,7 @@ class BulkConnection(asyncio.BufferedProtocol):
         self._went_on_at = 0.0
         self._error: EchoError | None = None
 
-    # ---- what asyncio calls
+    # ---- what its sealed transport calls
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -86,8 +80,7 @@ class BulkConnection(asyncio.BufferedProtocol):
         host, port = transport.get_extra_info("peername")[:2]
         self.remotes = frozenset({(as_ipv4(host), port)})
         self._told = told_of(host, port)
-        self._raw = transport.get_extra_info("socket")
-        keep_alive(self._raw)
+        keep_alive(transport.get_extra_info("socket"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._cutter.room()
@@ -107,18 +100,10 @@ class BulkConnection(asyncio.BufferedProtocol):
         if self._unread_bytes > UNREAD_BYTES_MAX:
             self._transport.pause_reading()
         self._expect_more()
-        self._wake_at(self._cutter.missing_bytes - RECORD_BYTES)
 
-    def _wake_at(self, missing_bytes: int) -> None:
-        """Packets of a wide-area link arrive one by one, and each would cost a turn of the loop."""
-        wakes_at = max(1, min(WAKE_BYTES_MAX, missing_bytes // WAKE_STEP_BYTES * WAKE_STEP_BYTES))
-        if wakes_at != self._wakes_at:
-            self._wakes_at = wakes_at
-            with contextlib.suppress(OSError):  # it has just ended
-                self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wakes_at)
-
-    def eof_received(self) -> None:
-        """The connection is closed; what had come is read."""
+    @property
+    def missing_bytes(self) -> int:
+        return self._cutter.missing_bytes
 
     def pause_writing(self) -> None:
         self._may_write.clear()
@@ -170,10 +155,10 @@ class BulkConnection(asyncio.BufferedProtocol):
         if not self._is_open():
             raise Unreachable(f"peer {self.peer.peer_id}: the bulk connection ended")
         *small, large = parts
-        self._transport.write(b"".join((head_of(sum(map(len, parts))), *small)))
-        whole = memoryview(large)  # of bytes, asyncio would copy what is left once a record
-        for begin in range(0, len(whole), WRITE_BYTES):
-            self._transport.write(whole[begin : begin + WRITE_BYTES])
+        before, whole = b"".join((head_of(sum(map(len, parts))), *small)), memoryview(large)
+        for begin in range(0, max(1, len(whole)), WRITE_BYTES):
+            self._transport.writelines((before, whole[begin : begin + WRITE_BYTES]))
+            before = b""
             await self._may_write.wait()
             if not self._is_open():
                 raise Unreachable(f"peer {self.peer.peer_id}: the bulk connection ended")
@@ -283,10 +268,7 @@ class BulkTransport:
     async def _serve(self, raw: socket.socket, accept: Accept) -> None:
         connection = BulkConnection(is_outgoing=False)
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection, raw, ssl=self._tls.listening, ssl_handshake_timeout=HANDSHAKE_S,
-                ssl_shutdown_timeout=SHUTDOWN_S,
-            )  # fmt: skip
+            await accept_sealed(connection, raw, self._tls.listening, HANDSHAKE_S)
             connection.prove()
             if (task := asyncio.current_task()) is not None:
                 self._shaking.pop(task, None)
@@ -314,10 +296,7 @@ class BulkTransport:
         """One numeric address. asyncio's own trying of several leaves one open that connects as it is cancelled."""
         connection = BulkConnection(is_outgoing=True)
         try:
-            await asyncio.get_running_loop().create_connection(
-                lambda: connection, host, port, ssl=self._tls.dialling, server_hostname=dns_name_of(peer_id),
-                ssl_shutdown_timeout=SHUTDOWN_S,
-            )  # fmt: skip
+            await dial_sealed(connection, host, port, self._tls.dialling, dns_name_of(peer_id), HANDSHAKE_S)
             connection.prove(peer_id)
         except (OSError, TrustError) as error:
             if connection.remotes:
