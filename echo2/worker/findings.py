@@ -100,4 +100,6 @@ def reach_finding(addresses: list[str], refused: dict[str, str]) -> Finding:
 
 
 def rate_finding(tokens_per_s: float, slot_count: int) -> Finding:
+    if not tokens_per_s:
+        return Finding("rate", "unknown: the engine sampled no token of its first requests; the first lease will tell")
     return Finding("rate", f"{tokens_per_s:.0f} tokens/s with {slot_count} sequences, measured before the first lease")

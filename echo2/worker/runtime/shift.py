@@ -359,7 +359,7 @@ class Shift:
 
     async def _measure_rate(self, engine: Engine, probe: RateProbe) -> None:
         """Measures the generation rate before the first lease, then requests work."""
-        tokens_per_s = await probe.run()
+        tokens_per_s = await shown(self._progress, "measurement of this machine's rate", probe.run())
         self.desk.rates.declare(tokens_per_s)
         self.telling.found(rate_finding(tokens_per_s, engine.slot_count))
         self._offer_work(engine)

@@ -42,6 +42,7 @@ def test_addresses_that_do_not_answer_are_named_with_the_reason() -> None:
 
 
 def test_the_rate_names_its_load() -> None:
+    assert rate_finding(0.0, 32).line().startswith("rate: unknown: the engine sampled no token")
     assert rate_finding(1234.5, 32).line() == "rate: 1234 tokens/s with 32 sequences, measured before the first lease"
 
 
