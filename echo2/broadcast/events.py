@@ -133,10 +133,12 @@ class ChunkSent:
 
 @dataclass(frozen=True, slots=True)
 class UplinkSeen:
-    """A sample of our connections, several times a second while any of them sends; see governor.UplinkSample."""
+    """A sample of our connections, several times a second while any of them sends; see governor.UplinkSample. `resent_bytes`: in
+    segments that were lost and sent again since the last sample."""
 
     delivered_bytes: int
     queue_s: float
+    resent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,6 +312,7 @@ class BroadcastSession:
         seen = UplinkSample(event.delivered_bytes, event.queue_s, self.is_waiting, chunk_bytes)
         self.governor.sample(seen, now)
         self._pacer.rate_bytes_per_s = self.governor.rate_bytes_per_s
+        self._pacer.spend(event.resent_bytes, now)  # else what a full queue lost comes on top and keeps it full
 
     def _emptied(self, key: ArtifactKey, now: float) -> None:
         artifact, offered = self.artifacts.get(key), self._offered(key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
@@ -171,7 +171,9 @@ class Library:
         `record`: the received frame, of which the payload is a view; None for a chunk made here."""
         entry = self.entries[chunk.key]
         frame = record if record is not None else memoryview(wire.chunk_to_bytes(chunk))
-        chunk = replace(chunk, payload=frame[len(frame) - len(chunk.payload) :])
+        chunk = Chunk(
+            chunk.key, chunk.index, chunk.ends_block, frame[len(frame) - len(chunk.payload) :], chunk.signature
+        )
         dropped: list[ArtifactKey] = []
         while entry.is_on_disk:
             try:

@@ -20,7 +20,11 @@ from echo2.broadcast.tls_records import RecordCutter
 
 BUFFER_BYTES = 128 << 10
 WAKE_BYTES_MAX = 48 << 10
-"""The kernel wakes the loop when so much has arrived, not for each segment. A new connection's receive buffer holds it."""
+"""The kernel wakes the loop when so much has arrived, not for each segment."""
+ROOM_BYTES = 192 << 10
+"""A new connection's receive window is 64 KiB, and what waits for the loop takes its room: less than a long path has under way
+would be left. Once as much as this was to be waited for, the kernel's buffer holds twice as much, and still grows by itself; a
+size that was set outright would not."""
 SHUTDOWN_S = 2.0
 
 
@@ -61,6 +65,8 @@ class Sealed(asyncio.BufferedProtocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._raw = transport.get_extra_info("socket")
+        for least in (ROOM_BYTES, 1):
+            self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
         self._shake()
 
     def get_buffer(self, sizehint: int) -> memoryview:

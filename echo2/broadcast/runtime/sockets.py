@@ -29,6 +29,7 @@ UNSENT_S, UNSENT_BYTES_MIN = (
     32 << 10,
 )  # seconds of the uplink's rate that the kernel may buffer unsent per connection
 UNSENT_STEP = 0.2
+SEGMENT_BYTES = 1448
 
 
 Remote = tuple[str, int]
@@ -63,6 +64,7 @@ class _TcpInfo:
     confirmed_bytes: int
     retransmitted: int
     remote: Remote
+    raw_remote: Remote = ("", 0)  # as the kernel tells it
 
     @property
     def queue_s(self) -> float:
@@ -99,7 +101,7 @@ class SocketWatch:
         self._looks += 1
         delivered, queue_s, retransmitted, paths = 0, float("inf"), 0, dict[Remote, PathSent]()
         for fd, before in self._last.items():
-            info = _tcp_info(fd)
+            info = _tcp_info(fd, before.raw_remote)
             if info is None:
                 continue
             self._last[fd] = info
@@ -205,18 +207,22 @@ def is_loopback(host: str) -> bool:
     return host.startswith(("127.", "::ffff:127.")) or host == "::1"
 
 
-def _tcp_info(fd: int) -> _TcpInfo | None:
-    """The TCP_INFO of an established connection to another machine; None for any other descriptor."""
+def _tcp_info(fd: int, known: Remote = ("", 0)) -> _TcpInfo | None:
+    """The TCP_INFO of an established connection to another machine; None for any other descriptor. `known`: the remote end that
+    this descriptor had before, as the kernel told it; where it still has it, no more is asked."""
     try:
-        with _view(fd) as view:
-            if view.family not in (socket.AF_INET, socket.AF_INET6) or view.type != socket.SOCK_STREAM:
-                return None
-            host, port = view.getpeername()[:2]
-            if is_loopback(host):
-                return None
-            info = view.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
+        view = socket.SocketType(socket.AF_INET, socket.SOCK_STREAM, 0, fd)  # which asks the kernel least
     except OSError:
         return None
+    try:
+        host, port = raw = view.getpeername()[:2]
+        if raw != known and (not _is_tcp(fd) or is_loopback(host)):
+            return None
+        info = view.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
+    except (OSError, ValueError):  # of a Unix socket, getpeername tells a path
+        return None
+    finally:
+        view.detach()
     if len(info) < _INFO_BYTES:
         return None
     rtt_us = struct.unpack_from("=I", info, _RTT_AT)[0]
@@ -227,4 +233,10 @@ def _tcp_info(fd: int) -> _TcpInfo | None:
         struct.unpack_from("=Q", info, _ACKED_AT)[0],
         struct.unpack_from("=I", info, _RETRANSMITTED_AT)[0],
         (as_ipv4(host), port),
+        raw,
     )
+
+
+def _is_tcp(fd: int) -> bool:
+    with _view(fd) as view:
+        return view.family in (socket.AF_INET, socket.AF_INET6) and view.type == socket.SOCK_STREAM

@@ -43,7 +43,7 @@ STALLED_S = 30.0
 GONE_S = 18
 UNSENT_BYTES_MAX = 256 << 10
 """Encrypted, in this process; what the kernel holds is sockets' to limit."""
-WRITE_BYTES = 64 << 10
+WRITE_BYTES = 68 << 10
 """Encrypted at a time: what OpenSSL and asyncio then copy stays in the processor's cache, and their buffers stay small."""
 UNREAD_BYTES_MAX = 1 << 20
 """Whole frames that wait to be taken; then the peer's bytes wait in its own machine."""
@@ -159,7 +159,8 @@ class BulkConnection:
         for begin in range(0, max(1, len(whole)), WRITE_BYTES):
             self._transport.writelines((before, whole[begin : begin + WRITE_BYTES]))
             before = b""
-            await self._may_write.wait()
+            if not self._may_write.is_set():
+                await self._may_write.wait()
             if not self._is_open():
                 raise Unreachable(f"peer {self.peer.peer_id}: the bulk connection ended")
 

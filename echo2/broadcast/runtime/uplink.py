@@ -13,7 +13,7 @@ from collections.abc import Callable
 from echo2.broadcast.congestion import CongestionChooser
 from echo2.broadcast.events import UplinkSeen
 from echo2.broadcast.runtime.meter import Meter
-from echo2.broadcast.runtime.sockets import SocketTotals, SocketWatch
+from echo2.broadcast.runtime.sockets import SEGMENT_BYTES, SocketTotals, SocketWatch
 from echo2.broadcast.session import BroadcastSession
 
 log = logging.getLogger("echo2.broadcast")
@@ -52,7 +52,7 @@ class UplinkWatch:
         if is_new or is_sending:
             seen = self._sockets.look()
             if seen.delivered_bytes or (is_new and self._sockets.has_connections):
-                self._act(UplinkSeen(seen.delivered_bytes, seen.queue_s))
+                self._act(UplinkSeen(seen.delivered_bytes, seen.queue_s, SEGMENT_BYTES * seen.retransmitted))
             if is_sending:
                 self._chooser.sent(seen.retransmitted, seen.queue_s, now)
                 if not self._sockets.is_fast_offered:

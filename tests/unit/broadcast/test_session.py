@@ -267,6 +267,20 @@ def test_last_few_chunks_are_pulled_before_a_late_push_brings_them() -> None:
     assert asked and set(asked) <= {196, 197, 198, 199}
 
 
+def test_what_was_lost_and_sent_again_counts_as_sent() -> None:
+    """Else chunks fill the uplink, and what a full queue lost comes on top and keeps it full."""
+    session = BroadcastSession(PeerId("me"), uplink_bytes_per_s=1e6)
+    session.handle(PeerUp(PeerId("a")), 0.0)
+    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
+    session.handle(UplinkSeen(100_000, 0.0, resent_bytes=500_000), 1.0)
+    session.handle(ChunkSeen(None, KEY, 0, 50_000, is_fresh=True), 1.0)
+    sent = [
+        now for now in (1.0 + 0.05 * tick for tick in range(20))
+        for action in session.handle(Woken(), now) if isinstance(action, SendChunk)
+    ]  # fmt: skip
+    assert len(sent) == 1 and 1.45 < sent[0] < 1.6
+
+
 def test_uplink_that_queues_slows_the_session_and_an_idle_one_does_not() -> None:
     session = _session()
     session.handle(PeerUp(PeerId("a")), 0.0)
