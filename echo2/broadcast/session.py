@@ -116,7 +116,13 @@ class BroadcastSession:
         return self._actions
 
     def _dispatch(self, event: Event, now: float) -> None:
-        match event:
+        match event:  # the frequent ones first
+            case ChunkSeen():
+                self._chunk_seen(event, now)
+            case ChunkSent():
+                self._chunk_sent(event, now)
+            case Woken():
+                pass
             case PlanSet():
                 self._plan_set(event.plan)
             case PeerUp():
@@ -131,8 +137,6 @@ class BroadcastSession:
                     self.peers[event.peer].note_width(event)
             case HeaderSeen():
                 self._header_seen(event, now)
-            case ChunkSeen():
-                self._chunk_seen(event, now)
             case ChunksKept():
                 if event.key in self.artifacts:
                     self.artifacts[event.key].kept(event.bitmap, event.sizes)
@@ -149,8 +153,6 @@ class BroadcastSession:
                 peer = self.peers.get(event.peer)  # chunks that we have queued for it are backlog, too
                 backlog = max(event.backlog, len(peer.relay_queue)) if peer is not None else event.backlog
                 self._seeding.acknowledged(event.peer, (event.key, event.index), backlog, now)
-            case ChunkSent():
-                self._chunk_sent(event, now)
             case UplinkSeen():
                 self._uplink_seen(event, now)
             case ArtifactWanted():

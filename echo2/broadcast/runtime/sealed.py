@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from echo2.broadcast.tls_records import RecordCutter
@@ -124,17 +123,9 @@ class Sealed(asyncio.BufferedProtocol):
 
     def _read(self, records: int) -> None:
         """What came in so many records. One that carries no data of the peer ends the last turn early."""
-        reader, read = self._reader, self._tls.read
         try:
             while records > 0 and not self._is_closing:
-                room = reader.get_buffer(-1)
-                count = int(read(len(room), room))  # with a buffer it tells how many bytes
-                if not count:
-                    self.close()
-                    return
-                reader.buffer_updated(count)
-                if not self._tls.pending():
-                    records -= 1
+                records = self._read_into(self._reader.get_buffer(-1), records)
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLZeroReturnError:
@@ -143,6 +134,25 @@ class Sealed(asyncio.BufferedProtocol):
             self._fail(error)
         if self._outgoing.pending:
             self._flush()
+
+    def _read_into(self, room: memoryview, records: int) -> int:
+        """Fills the rest of a frame, or reads one record of the next; how many records are left."""
+        filled, size, is_begun = 0, len(room), self._reader.missing_bytes > 0
+        try:
+            while records > 0:
+                count = int(self._tls.read(size - filled, room[filled:]))  # with a buffer it tells how many bytes
+                if not count:
+                    self.close()
+                    break
+                filled += count
+                if filled < size or not self._tls.pending():
+                    records -= 1
+                if filled == size or not is_begun:
+                    break
+        finally:
+            if filled:
+                self._reader.buffer_updated(filled)
+        return records
 
     def _wake_at(self, wanted_bytes: int) -> None:
         """Segments of a wide-area link arrive one by one, and each would cost a turn of the loop."""
@@ -171,17 +181,12 @@ class Sealed(asyncio.BufferedProtocol):
     # ---- what its reader calls
 
     def write(self, data: bytes | memoryview) -> None:
-        self.writelines((data,))
-
-    def writelines(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Together: so what goes before a large part needs no segment of its own."""
         if self._is_closing:
             return
+        written = 0
         try:
-            for part in parts:
-                written = 0
-                while written < len(part):
-                    written += self._tls.write(memoryview(part)[written:] if written else part)
+            while written < len(data):
+                written += self._tls.write(memoryview(data)[written:] if written else data)
         except ssl.SSLError as error:
             self._fail(error)
             return

@@ -150,14 +150,15 @@ class BulkConnection:
         await self.send_parts((frame,))
 
     async def send_parts(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Sends one frame of several parts, without copying them before encryption. Frames of more than WRITE_BYTES are written in
-        pieces: only one task may send such frames, and a connection whose send was cancelled must be closed."""
+        """Sends one frame of several parts; of the last, no more than WRITE_BYTES are copied before encryption. Larger frames are
+        written in pieces: only one task may send such frames, and a connection whose send was cancelled must be closed."""
         if not self._is_open():
             raise Unreachable(f"peer {self.peer.peer_id}: the bulk connection ended")
         *small, large = parts
         before, whole = b"".join((head_of(sum(map(len, parts))), *small)), memoryview(large)
         for begin in range(0, max(1, len(whole)), WRITE_BYTES):
-            self._transport.writelines((before, whole[begin : begin + WRITE_BYTES]))
+            piece = whole[begin : begin + WRITE_BYTES]
+            self._transport.write(b"".join((before, piece)) if before else piece)
             before = b""
             if not self._may_write.is_set():
                 await self._may_write.wait()
