@@ -95,8 +95,14 @@ class Cell:
         )  # fmt: skip
         seed = replace(made.nodes[0], is_natted=self.is_seed_natted)
         nodes = (seed, *made.nodes[1:])
+        kind = f"{made.kind}, full rates" if self.scale == 1.0 else made.kind
         return replace(
-            made, nodes=nodes, is_bbr_offered=self.is_bbr_offered, is_second=self.is_second, is_ipv6=self.is_ipv6
+            made,
+            kind=kind,
+            nodes=nodes,
+            is_bbr_offered=self.is_bbr_offered,
+            is_second=self.is_second,
+            is_ipv6=self.is_ipv6,
         )
 
     @property
@@ -109,6 +115,7 @@ OF_LINKS = (("slow downlink", 6, 48), ("giant relay", 8, 64), ("home uplinks", 6
 TABLE = (
     *(Cell(kind, 8) for kind in BOTH),
     *(Cell(kind, 4) for kind in BOTH),
+    *(Cell("homogeneous", 4, method, 256, scale=1.0) for method in ("echo2", "libtorrent tuned")),
     Cell("homogeneous", 8, fault=Fault("dies")),
     Cell("homogeneous", 8, natted=2, loss=0.001),
     Cell("homogeneous", 8, natted=2, loss=0.001, is_bbr_offered=False),
