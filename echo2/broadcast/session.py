@@ -122,7 +122,7 @@ class BroadcastSession:
             case ChunkSent():
                 self._chunk_sent(event, now)
             case Woken():
-                pass
+                self._wake_at = float("inf")
             case PlanSet():
                 self._plan_set(event.plan)
             case PeerUp():
@@ -166,8 +166,6 @@ class BroadcastSession:
                 self._forget_at_peers(event.key)
             case Emptied():
                 self._emptied(event.key, now)
-            case Woken():
-                self._wake_at = float("inf")
             case _:
                 assert_never(event)
 

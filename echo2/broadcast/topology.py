@@ -59,7 +59,7 @@ class NodeLink:
 CHUNK_S = 0.025  # a chunk may occupy the slowest uplink that forwards for this long
 CHUNK_BYTES_MIN = 16 << 10
 CHUNKS_AIM = 16384
-COPIES_PER_ARTIFACT = 20  # a relay's copies of one chunk take at most this part of an artifact's time
+COPIES_SHARE = 0.05  # of an artifact's time, for the copies of one chunk along a path
 LARGE_CHUNK_S = 0.5  # far within the time that a request is given (pulling.note_requests), with a window of two
 
 
@@ -211,19 +211,26 @@ def chunk_bytes_for(plan: BroadcastPlan | None, most: int, artifact_bytes: float
     The largest power of two, at most `most`, that passes the slowest uplink of those that forward in CHUNK_S. Where that makes
     more than CHUNKS_AIM of an artifact, its chunks are larger, up to what passes that uplink in LARGE_CHUNK_S: each then
     still takes less than a 16,000th of the time that the artifact does. Of a small artifact the chunks are smaller, down to
-    CHUNK_BYTES_MIN: a relay sends the copies of one chunk in at most a 20th of the time that the artifact takes.
+    CHUNK_BYTES_MIN: the copies of one that are sent along a path take at most COPIES_SHARE of the artifact's time.
     """
-    if plan is None:
+    if plan is None or len(plan.nodes) < 2:
         size, large = most, float(CHUNK_BYTES_MAX)
     else:
         size = suitable_chunk_bytes(plan.nodes, plan.trees, most)
         large = min(CHUNK_BYTES_MAX, _slowest_forwarding(plan.nodes, plan.trees) * LARGE_CHUNK_S)
-        copies = max((len(to) for tree in plan.trees for by, to in tree.children().items() if by), default=1)
-        while artifact_bytes and size > CHUNK_BYTES_MIN and size * copies * COPIES_PER_ARTIFACT > artifact_bytes:
-            size //= 2
+        if artifact_bytes:
+            room_s = COPIES_SHARE * artifact_bytes / fluid_bound(plan.nodes).rate_bytes_per_s
+            while size > CHUNK_BYTES_MIN and _copies_s(plan.nodes, plan.trees, size) > room_s:
+                size //= 2
     while 2 * size <= large and size * CHUNKS_AIM < artifact_bytes:
         size *= 2
     return size
+
+
+def _copies_s(nodes: Sequence[NodeLink], trees: Sequence[Tree], chunk_bytes: int) -> float:
+    """Seconds that copies of a chunk add to the longest path."""
+    still = [replace(node, rtt_s=0.0) for node in nodes]
+    return max(latencies(still, trees, chunk_bytes, chunk_bytes))
 
 
 def suitable_chunk_bytes(nodes: Sequence[NodeLink], trees: Sequence[Tree], most: int) -> int:

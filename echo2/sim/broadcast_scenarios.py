@@ -55,7 +55,7 @@ def spread(made: BroadcastPlan, needs: Needs, total_bytes: int, chunk_bytes: int
     """Simulates one broadcast along the plan `made`, with the real session cores."""
     net = BroadcastNetwork(made)
     net.connect_all()
-    net.publish(total_bytes, chunk_bytes_for(made, chunk_bytes))
+    net.publish(total_bytes, chunk_bytes_for(made, chunk_bytes, total_bytes))
     net.run(limit_s)
     times = [math.inf if time_s is None else time_s for time_s in net.worker_times().values()]
     duplicates = sum(node.session.duplicates_bytes for node in net.nodes.values())
@@ -94,7 +94,7 @@ def broadcast(nodes: list[NodeLink], total_bytes: int, chunk_bytes: int, limit_s
     made = plan(nodes, 1, total_bytes, chunk_bytes)
     net = BroadcastNetwork(made)
     net.connect_all()
-    net.publish(total_bytes, chunk_bytes_for(made, chunk_bytes))
+    net.publish(total_bytes, chunk_bytes_for(made, chunk_bytes, total_bytes))
     net.run(limit_s)
     return BroadcastOutcome(
         topology=made.topology,

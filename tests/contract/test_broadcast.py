@@ -65,7 +65,9 @@ def test_chunks_of_a_small_delta_follow_the_size_of_the_one_before_it(tmp_path: 
                 )
                 for v in (1, 2)
             ]
-            assert [one.chunk_count for one in sent] == [8, 64], "at 25 MB/s chunks of 512 KiB; then 4 MiB / (20 * 2)"
+            assert [one.chunk_count for one in sent] == [8, 64], (
+                "at 25 MB/s chunks of 512 KiB; then copies of 8 in 168 ms"
+            )
 
     asyncio.run(scene())
 

@@ -162,11 +162,11 @@ def test_chunks_follow_the_slowest_uplink_that_forwards() -> None:
 
 def test_of_a_small_version_chunks_are_smaller_so_that_copies_at_a_relay_do_not_delay_it() -> None:
     hundred = plan(fleet([100] * 8), 1)
-    assert chunk_bytes_for(hundred, 1 << 20, 64 << 20) == 256 << 10, "7 copies are a 37th of it"
-    assert chunk_bytes_for(hundred, 1 << 20, 20 << 20) == 128 << 10
+    assert chunk_bytes_for(hundred, 1 << 20, 64 << 20) == 256 << 10, "with its copies 0.16 of 4.3 s"
+    assert chunk_bytes_for(hundred, 1 << 20, 20 << 20) == 64 << 10
     assert chunk_bytes_for(hundred, 1 << 20, 2 << 20) == 16 << 10, "less would cost a signature for little"
     alone = replace(hundred, trees=(Tree(1.0, (0,) * 8),))
-    assert chunk_bytes_for(alone, 1 << 20, 2 << 20) == 64 << 10, "no relay copies anything"
+    assert chunk_bytes_for(alone, 1 << 20, 2 << 20) == 128 << 10, "no relay copies anything"
     assert chunk_bytes_for(plan(fleet([0.1]), 1), 1 << 20) == 512 << 10  # a star: only the seed forwards
 
 
