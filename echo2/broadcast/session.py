@@ -89,8 +89,7 @@ class BroadcastSession:
         self._fresh_at = float("-inf")  # when a chunk to relay at once last came
         self._narrow: frozenset[PeerId] = frozenset()
         self._actions: list[Action] = []
-        self._wake_at = float("inf")
-        self._housekeeping_at = float("-inf")
+        self._wake_at, self._housekeeping_at = float("inf"), float("-inf")
 
     @property
     def is_waiting(self) -> bool:

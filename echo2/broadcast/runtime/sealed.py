@@ -27,7 +27,7 @@ size that was set outright would not."""
 SHUTDOWN_S = 2.0
 
 
-class Reader(Protocol):
+class SealedReader(Protocol):
     """Whose bytes these are."""
 
     def connection_made(self, transport: Any) -> None: ...
@@ -43,7 +43,7 @@ class Reader(Protocol):
 class Sealed(asyncio.BufferedProtocol):
     """A protocol towards the loop, a transport towards its reader, which is told of it once the handshake is done."""
 
-    def __init__(self, reader: Reader, context: ssl.SSLContext, server_hostname: str | None) -> None:
+    def __init__(self, reader: SealedReader, context: ssl.SSLContext, server_hostname: str | None) -> None:
         """`server_hostname`: None where we listen."""
         self._reader = reader
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -231,7 +231,7 @@ class Sealed(asyncio.BufferedProtocol):
         self._transport.abort()
 
 
-async def accept_sealed(reader: Reader, raw: socket.socket, context: ssl.SSLContext, within_s: float) -> None:
+async def accept_sealed(reader: SealedReader, raw: socket.socket, context: ssl.SSLContext, within_s: float) -> None:
     """Shakes hands with who connected to us. OSError (ssl.SSLError) where that fails or takes longer."""
     made = Sealed(reader, context, None)
     await asyncio.get_running_loop().connect_accepted_socket(lambda: made, raw)
@@ -239,7 +239,7 @@ async def accept_sealed(reader: Reader, raw: socket.socket, context: ssl.SSLCont
 
 
 async def dial_sealed(
-    reader: Reader, host: str, port: int, context: ssl.SSLContext, server_hostname: str, within_s: float
+    reader: SealedReader, host: str, port: int, context: ssl.SSLContext, server_hostname: str, within_s: float
 ) -> None:
     """Connects to a numeric address and shakes hands. OSError (ssl.SSLError) where that fails or takes longer."""
     made = Sealed(reader, context, server_hostname)
