@@ -26,6 +26,7 @@ from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, RunId, Step, Version
 from echo2.broadcast.bulk_frames import FrameCutter, head_of
 from echo2.broadcast.pipe_hello import PipeAnswer, opening_of
+from echo2.broadcast.tls_records import HEAD_BYTES, PLAIN_BYTES_MAX, RECORD_BYTES_MAX, TAG_BYTES, RecordCutter
 from echo2.config.load import load_config
 from echo2.learner.runtime.journal import read_journal
 from echo2.learner.runtime.segment import Framing
@@ -136,6 +137,46 @@ def _bulk_frames(data: bytes) -> None:
         room[: len(piece)] = piece
         at += len(piece)
         for frame in cutter.took(len(piece)):
+            _peer_message(frame)
+
+
+def _tls_records(data: bytes) -> None:
+    """Records with a cipher that changes nothing; the first byte says in which pieces they come. Nothing is lost or held for ever,
+    and no more is expected of a frame than it needs."""
+    records, frames = RecordCutter(3 * RECORD_BYTES_MAX), FrameCutter(FRAME_BYTES_MAX, "peer x")
+    step, at, given = 1 + data[:1][0] if data else 1, 1, b""
+    while at < len(data):
+        room = records.room()
+        piece = data[at : at + min(step, len(room))]
+        room[: len(piece)] = piece
+        at += len(piece)
+        whole, count = records.took(len(piece))
+        assert bool(whole) == bool(count)
+        given += whole
+        assert records.held_bytes == at - 1 - len(given) < RECORD_BYTES_MAX
+        for plain in _plain_of(bytes(whole)):
+            _into_frames(frames, plain)
+        missing = frames.missing_bytes
+        assert records.still_to_come(missing) <= RECORD_BYTES_MAX + missing + (missing // PLAIN_BYTES_MAX + 1) * 22
+    assert data[1:].startswith(given)
+
+
+def _plain_of(whole: bytes) -> Iterator[bytes]:
+    while whole:
+        size = int.from_bytes(whole[3:5], "big")
+        if size < TAG_BYTES or HEAD_BYTES + size > RECORD_BYTES_MAX:
+            raise MalformedMessage("as OpenSSL would say")
+        yield whole[HEAD_BYTES : HEAD_BYTES + size - TAG_BYTES]
+        whole = whole[HEAD_BYTES + size :]
+
+
+def _into_frames(frames: FrameCutter, plain: bytes) -> None:
+    while plain:
+        room = frames.room()
+        count = min(len(plain), len(room))
+        room[:count] = plain[:count]
+        plain = plain[count:]
+        for frame in frames.took(count):
             _peer_message(frame)
 
 
@@ -252,6 +293,7 @@ TARGETS = {
         Target("delta_resealed", _resealed),
         Target("peer_message", _peer_message),
         Target("bulk_frames", _bulk_frames),
+        Target("tls_records", _tls_records),
         Target("pipe_opening", _pipe_opening),
         Target("worker_message", _worker_message),
         Target("learner_message", _learner_message),
@@ -385,6 +427,9 @@ def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
     messages = bw.header_to_bytes(header), frame, bw.beside(Route(3, 1), False) + frame, bw.seal_to_bytes(seal)
     stream = b"".join(head_of(len(message)) + message for message in messages)
     yield "bulk_frames", [bytes([pace]) + stream for pace in (0, 7, 255)]
+    cut = [stream[begin : begin + 90] for begin in range(0, len(stream), 90)]
+    records = b"".join(b"\x17\x03\x03" + (len(part) + 17).to_bytes(2, "big") + part + bytes(17) for part in cut)
+    yield "tls_records", [bytes([pace]) + records for pace in (0, 7, 255)]
     yield (
         "pipe_opening",
         [PipeAnswer(bytes(range(16))).to_bytes(), _tls_hello("peer.example", ["h2"]), _tls_hello("a.b", [])],
