@@ -121,8 +121,8 @@ def group(name: str, consume_step: int = 0) -> rollout_pb2.GroupSpec:
     )
 
 
-def play(scene: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 60))
+def play(scene: Callable[[], Any], within_s: float = 60.0) -> None:
+    asyncio.run(asyncio.wait_for(scene(), within_s))
 
 
 def test_a_group_travels_from_the_learner_to_a_worker_with_a_ticket_that_the_learner_can_check(tmp_path: Path) -> None:
