@@ -7,8 +7,9 @@
  *   path FROM TO DELAY_US LOSS_PER_MILLION        (hosts by number, in order of `host`)
  *   link HOST UP                                  (0: black-holes it both ways)
  *   stats
- * IPv6 packets go to the host whose IPv4 address ends theirs. Rates count IP bytes. Segmentation offload stays on, so that one system call moves up to 64 KiB; queues and losses act
- * on the segments, as on a real wire. lab.py drives this; it is compiled on first use.
+ * IPv6 packets go to the host whose IPv4 address ends theirs. Rates count IP bytes. Segmentation offload stays on, so
+ * that one system call moves up to 64 KiB; queues and losses act on the segments, as on a real wire. lab.py drives
+ * this; it is compiled on first use.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>

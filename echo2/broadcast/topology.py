@@ -220,8 +220,9 @@ def chunk_bytes_for(plan: BroadcastPlan | None, most: int, artifact_bytes: float
         large = min(CHUNK_BYTES_MAX, _slowest_forwarding(plan.nodes, plan.trees) * LARGE_CHUNK_S)
         if artifact_bytes:
             room_s = COPIES_SHARE * artifact_bytes / fluid_bound(plan.nodes).rate_bytes_per_s
-            while size > CHUNK_BYTES_MIN and _copies_s(plan.nodes, plan.trees, size) > room_s:
-                size //= 2
+            copies_s = _copies_s(plan.nodes, plan.trees, size)
+            while size > CHUNK_BYTES_MIN and copies_s > room_s:
+                size, copies_s = size // 2, copies_s / 2
     while 2 * size <= large and size * CHUNKS_AIM < artifact_bytes:
         size *= 2
     return size

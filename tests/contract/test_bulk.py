@@ -25,7 +25,7 @@ from echo2.broadcast.runtime import transport_bulk
 from echo2.broadcast.runtime.link import PeerLink
 from echo2.broadcast.runtime.node import BroadcastNode
 from echo2.broadcast.runtime.node_options import NodeOptions
-from echo2.broadcast.runtime.sealed import Sealed
+from echo2.broadcast.runtime.sealed import ROOM_BYTES, Sealed
 from echo2.broadcast.runtime.transport import Connection
 from echo2.broadcast.runtime.transport_bulk import UNREAD_BYTES_MAX, BulkConnection, BulkTransport
 from echo2.broadcast.runtime.transport_grpc import GrpcTransport
@@ -486,6 +486,33 @@ def test_who_has_said_farewell_or_nonsense_is_let_go_though_it_keeps_the_connect
             assert await asyncio.wait_for(heard.get(), 20) is None
             await asyncio.wait_for(lost.wait(), 20)
         await receiver.close()
+
+    asyncio.run(scene())
+
+
+def test_a_connection_has_room_for_what_waits_beside_what_is_under_way(tmp_path: Path) -> None:
+    """By default the kernel's buffer is 128 KiB, a window of 64."""
+
+    async def scene() -> None:
+        f = Fleet(tmp_path)
+        members = [f.credentials(Role.WORKER) for _ in range(2)]
+        receiver, sender = map(BulkTransport, members)
+        rooms = asyncio.Queue[int]()
+
+        def note(connection: Connection) -> None:
+            assert isinstance(connection, BulkConnection)
+            raw = connection._transport.get_extra_info("socket")
+            rooms.put_nowait(raw.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF))
+
+        async def accept(connection: Connection) -> None:
+            note(connection)
+
+        receiver.listen("127.0.0.1", 0, accept)
+        sending = await sender.dial("127.0.0.1", receiver.port, members[0].peer_id)
+        note(sending)
+        assert min([await asyncio.wait_for(rooms.get(), 20) for _ in range(2)]) >= 2 * ROOM_BYTES
+        for one in (sending, sender, receiver):
+            await one.close()
 
     asyncio.run(scene())
 

@@ -21,9 +21,9 @@ BUFFER_BYTES = 128 << 10
 WAKE_BYTES_MAX = 48 << 10
 """The kernel wakes the loop when so much has arrived, not for each segment."""
 ROOM_BYTES = 192 << 10
-"""A new connection's receive window is 64 KiB, and what waits for the loop takes its room: less than a long path has under way
-would be left. Once as much as this was to be waited for, the kernel's buffer holds twice as much, and still grows by itself; a
-size that was set outright would not."""
+"""A new connection's receive window is 64 KiB. Bytes that wait for the loop take room of it, and too little is left for what a
+long path has under way. Asking once to be woken at so many bytes makes the kernel's buffer hold twice as many. It still grows by
+itself afterwards; a size set with SO_RCVBUF would not."""
 SHUTDOWN_S = 2.0
 
 
@@ -65,7 +65,7 @@ class Sealed(asyncio.BufferedProtocol):
         self._transport = transport
         self._raw = transport.get_extra_info("socket")
         for least in (ROOM_BYTES, 1):
-            self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._ask_to_wake_at(least)
         self._shake()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -159,8 +159,11 @@ class Sealed(asyncio.BufferedProtocol):
         wakes_at = max(1, min(WAKE_BYTES_MAX, wanted_bytes))
         if wakes_at != self._wakes_at:
             self._wakes_at = wakes_at
-            with contextlib.suppress(OSError):  # it has just ended
-                self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wakes_at)
+            self._ask_to_wake_at(wakes_at)
+
+    def _ask_to_wake_at(self, least_bytes: int) -> None:
+        with contextlib.suppress(OSError):  # it has just ended
+            self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least_bytes)
 
     def _flush(self) -> None:
         if data := self._outgoing.read():
