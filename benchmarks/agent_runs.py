@@ -44,7 +44,6 @@ eval_prompts = 0
 [agent]
 harness = "benchmarks.agent_scene:play"
 turns = 6
-at_once = 48
 [sampling]
 max_prompt_tokens = 192
 max_new_tokens = 16
@@ -58,7 +57,7 @@ steps = 14
 prompts_per_step = 8
 rollouts_per_prompt = 8
 audit_share = 0
-emulated_step_s = {step_s}
+emulated_step = {step_s}
 """
 STEP_S = 8.0
 

@@ -1,8 +1,7 @@
-"""What an audited rollout costs the learner and the fleet: forward passes measured on a small model, carried over by arithmetic.
+"""What an audited rollout costs a learner whose trainer lends no model: forward passes measured, carried over by arithmetic.
 
-Measured: tokens a second of the learner's audit (float32, one CPU thread) and of the embedded engine's scoring, each under
-two versions of a small model. Computed: the same work at 8 billion weights, by floating-point operations alone (2 a weight
-and token; attention and memory left out). An honest fleet disputes nothing, so the learner scores `VERIFIED_SHARE` of it.
+Measured: tokens a second of the audit's own copy of a small model (float32, one CPU thread). Computed: the same work at 8 billion
+weights, by floating-point operations alone (2 a weight and token; attention and memory left out).
 """
 
 from __future__ import annotations
@@ -16,15 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.audit import Habits, Passage, examined, passage_of
-from echo2.learner.batch import TrainGroup
-from echo2.learner.episodes import SentTokens
-from echo2.learner.runtime.snapshots import VersionScorer
-from echo2.learner.scorings import VERIFIED_SHARE
-from echo2.scoring.request import Stretch
-from echo2.worker.runtime.engines.scoring import ScoringPass
-from echo2.worker.runtime.engines.shape import read_shape
-from echo2.worker.runtime.engines.weights import LiveWeights
-from tests.contract.engine_rig import keyframe_of
+from echo2.learner.rollouts.groups import SentTokens, TrainGroup
+from echo2.learner.training.scoring import VersionScorer
 
 TOKENS = 512
 LARGE_WEIGHTS = 8.2e9
@@ -47,52 +39,32 @@ def passage() -> Passage:
 
 
 def measured(times: int = 2) -> dict[str, Any]:
-    """Tokens a second of processor time of both, the best of some times; one thread, whatever else the machine does."""
+    """Tokens a second of processor time, the best of some times; one thread, whatever else the machine does."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).float().eval()
     weights = sum(p.numel() for p in model.parameters())
-    staged = keyframe_of(model, 0)
-    live = LiveWeights(read_shape(CONFIG))
-    live.apply(live.checked(staged))
     learner = VersionScorer(model, versions_max=2)
     first = {name: p.detach().bfloat16().clone() for name, p in model.named_parameters()}
     learner.keep(Version(0), first)
     learner.keep(Version(1), {name: t + (torch.rand_like(t) < 0.02) * t.abs() / 64 for name, t in first.items()})
-    engine, one = ScoringPass(live, TOKENS + 1), passage()
-    stretch = Stretch(Version(0), 1, TOKENS, GroupId("g"), 0)
-    learner_s, engine_s = [], []
+    one, learner_s = passage(), []
     with torch.inference_mode():
-        engine.scores(one.token_ids, one.sampling, stretch)
         for _ in range(times):
             begun = time.process_time()
-            examined([one], learner.versions, learner)
+            examined([one], learner.versions, learner, learner.together)
             learner_s.append(time.process_time() - begun)
-            begun = time.process_time()
-            for _ in range(2):
-                engine.scores(one.token_ids, one.sampling, stretch)
-            engine_s.append(time.process_time() - begun)
-    return {
-        "weights": weights,
-        "learner_tokens_per_s": 2 * TOKENS / min(learner_s),
-        "engine_tokens_per_s": 2 * TOKENS / min(engine_s),
-    }
+    return {"weights": weights, "learner_tokens_per_s": TOKENS / min(learner_s)}
 
 
 def rows_of(kept: dict[str, Any]) -> list[dict[str, object]]:
     """Measured figures, and what follows for 8 billion weights."""
     per_token = LARGE_WEIGHTS / kept["weights"]
-    before_s = 2 * LARGE_TOKENS * per_token / kept["learner_tokens_per_s"]
-    fleet_s = 2 * LARGE_TOKENS * per_token / kept["engine_tokens_per_s"]
+    before_s = LARGE_TOKENS * per_token / kept["learner_tokens_per_s"]
     told = f"computed for {LARGE_WEIGHTS / 1e9:g} B weights, a rollout of {LARGE_TOKENS} tokens"
     return [
-        row("learner's audit, float32 on one thread, 2 versions", kept["learner_tokens_per_s"], "tokens/CPU s"),
-        row("embedded engine's scoring, one thread", kept["engine_tokens_per_s"], "tokens/CPU s"),
-        row(f"learner's thread an audited rollout, scoring all itself ({told})", before_s, "s"),
-        row(
-            f"learner's thread an audited rollout, scoring known answers alone ({told})", VERIFIED_SHARE * before_s, "s"
-        ),
-        row(f"a scorer's thread an audited rollout ({told})", fleet_s, "s"),
+        row("learner's audit, float32 on one thread", kept["learner_tokens_per_s"], "tokens/CPU s"),
+        row(f"learner's thread an audited rollout ({told})", before_s, "s"),
     ]
 
 

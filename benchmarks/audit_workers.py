@@ -13,16 +13,13 @@ import numpy as np
 import torch
 
 from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.noise import rollout_seed, uniforms
-from echo2.base.rng import derived_seed
+from echo2.base.rng import derived_seed, rollout_seed, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, VersionSpan, spans_of
-from echo2.learner.audit import Habits, copies, examined, passage_of
-from echo2.learner.batch import TrainGroup
-from echo2.learner.episodes import SentTokens
-from echo2.learner.plausible import problem_of_end, problem_of_segment
-from echo2.learner.runtime.model import PolicyModel
-from echo2.learner.runtime.snapshots import VersionScorer
-from echo2.learner.suspicion import Accusation, Suspicion, SuspicionConfig
+from echo2.learner.audit import MEASURED_TOKENS, Accusation, Bets, Habits, KindNoise, examined, passage_of
+from echo2.learner.rollouts.admission import problem_of_end, problem_of_segment
+from echo2.learner.rollouts.groups import SentTokens, TrainGroup
+from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.scoring import VersionScorer
 from tests.unit.learner.tiny import make_tiny_model
 
 PROMPT = (5, 6, 7)
@@ -41,6 +38,7 @@ Alter = Callable[[torch.Tensor], torch.Tensor]
 Maker = Callable[[int], list[Rollout]]
 """The rollouts of a group, by its number."""
 REFUSED = Accusation("intake", 0.0, 0, "refused at intake", True)
+SEEDED = Habits(True, kind="embedded none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,35 +145,42 @@ def problem_of(rollout: Rollout, spec: GroupSpec) -> str | None:
     return problem_of_segment(whole, spec, VOCABULARY, published) or problem_of_end(rollout, 0, spec)
 
 
+def fleet_noise(kind: str, nats: float) -> KindNoise:
+    """What the learner has measured of the other workers of this kind."""
+    noise, rng = KindNoise(), np.random.default_rng(0)
+    for number in range(4):
+        noise.observe(PeerId(f"other{number}"), kind, nats * rng.standard_normal(MEASURED_TOKENS))
+    return noise
+
+
 def watched(
-    bench: Bench, make: Maker, groups: int, first_group: int = 0, draws_by_seed: bool = True
-) -> tuple[Suspicion, int, Accusation | None]:
+    bench: Bench,
+    make: Maker,
+    groups: int,
+    first_group: int = 0,
+    habits: Habits = SEEDED,
+    noise: KindNoise | None = None,
+) -> tuple[Bets, int, Accusation | None]:
     """Looks at all rollouts of up to `groups` groups: what is held against the worker, after how many, and of what it is
-    accused."""
-    suspicion, rollouts_seen = Suspicion(SuspicionConfig(), 0.0), 0
-    worker, scorer, dice = PeerId("w"), bench.scorer, random.Random(first_group)
-
-    def back() -> int:
-        return 1 if dice.random() < 0.5 else 2
-
+    accused. `noise`: what is known of the others of its kind; None: nothing."""
+    bets, rollouts_seen, noise = Bets(0.0), 0, noise or KindNoise()
+    worker, scorer = PeerId("w"), bench.scorer
     for number in range(first_group, first_group + groups):
         rollouts = make(number)
         spec = spec_of(int(rollouts[0].group_id[1:]))
         if any(problem_of(rollout, spec) for rollout in rollouts):
-            return suspicion, rollouts_seen + 1, REFUSED
+            return bets, rollouts_seen + 1, REFUSED
         senders = tuple((SentTokens(worker, len(rollout.token_ids)),) for rollout in rollouts)
         group = TrainGroup(spec, number, tuple(rollouts), (0.0,) * len(rollouts), (), senders)
-        passages = [passage_of(group, member, lambda peer: Habits(draws_by_seed)) for member in range(len(rollouts))]
-        for passage, found in zip(passages, examined(passages, scorer.versions, scorer, back), strict=True):
+        passages = [passage_of(group, member, lambda peer: habits) for member in range(len(rollouts))]
+        for evidence in examined(passages, scorer.versions, scorer, scorer.together):
             rollouts_seen += 1
-            for evidence in found:
-                suspicion.observe(evidence)
-            likelihood = copies(passage, found)
-            if likelihood is not None:
-                suspicion.observe_copies(likelihood)
-            if (accusation := suspicion.accusation) is not None:
-                return suspicion, rollouts_seen, accusation
-    return suspicion, rollouts_seen, None
+            for piece in evidence:
+                bets.observe(piece, habits.kind, noise)
+                noise.observe(worker, habits.kind, piece.claimed - piece.exact.logprobs)
+            if (accusation := bets.accusation) is not None:
+                return bets, rollouts_seen, accusation
+    return bets, rollouts_seen, None
 
 
 # ---- workers: what each hands in for a group
@@ -230,6 +235,32 @@ def best_of(bench: Bench, value: Callable[[Rollout], float], version: int = NEWE
         return [max((one[index] for one in made), key=value) for index in range(SIBLINGS)]
 
     return best
+
+
+def near_misses(bench: Bench, band: float, share: float = 1.0, tries: int = 16, noise_nats: float = 0.0) -> Maker:
+    """Selects within what noise may explain: moves a `share` of the lease's numbers by up to `band` standard deviations of a number
+    (as noise of `band` nats would at most), and keeps the best by reward of some tries. Its numbers are honest but for noise
+    that it adds, as engines of its kind have."""
+    engine = engine_of(bench, NEWEST)
+
+    def best(group: int) -> list[Rollout]:
+        rng = torch.Generator().manual_seed(group)
+        exact, made = leased_numbers(group), []
+        for _ in range(tries):
+            moved = band * (exact * (1.0 - exact)).sqrt() * (2.0 * torch.rand(exact.shape, generator=rng) - 1.0)
+            chosen = torch.rand(exact.shape, generator=rng) < share
+            numbers = (exact + torch.where(chosen, moved, 0.0)).clamp(0.0, 1.0 - 1e-9)
+            made.append(sampled([(engine, NEWEST, TOKENS)], group, numbers))
+        kept = [max((one[index] for one in made), key=by_reward) for index in range(SIBLINGS)]
+        return [_with_noise(one, noise_nats, group) for one in kept]
+
+    return best
+
+
+def _with_noise(one: Rollout, nats: float, group: int) -> Rollout:
+    noise = np.random.default_rng([group, one.index]).normal(0.0, nats, len(one.logprobs)) if nats else 0.0
+    numbers = np.minimum(0.0, np.array(one.logprobs) + noise).tolist()
+    return rollout_of(group, one.index, list(one.token_ids), numbers, [NEWEST] * len(one.token_ids))
 
 
 def by_reward(one: Rollout) -> float:

@@ -15,20 +15,20 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.agent_runs import Row, cache, learning
 from benchmarks.priority import lift
-from echo2.gateway import events as e
+from echo2.gateway.app import GatewayApp
+from echo2.gateway.codec import ModelCodec
+from echo2.gateway.episodes import Completion, Episodes
 from echo2.gateway.limits import GatewayLimits
-from echo2.gateway.runtime.app import GatewayApp
-from echo2.gateway.runtime.desk import GatewayDesk
-from echo2.gateway.runtime.reading import ChatReading
-from echo2.gateway.runtime.server import GatewayPort
-from echo2.gateway.sessions import Sessions
-from echo2.tasks.runtime.chat_format import ChatFormat
+from echo2.gateway.server import GatewayPort
+from echo2.tasks.chat_format import ChatFormat
+from echo2.tasks.token_text import token_texts
+from tests.unit.gateway.fakes import RecordingFleet
 from tests.unit.tasks.families import tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "agents.json"
@@ -42,33 +42,6 @@ class AgentRow:
     unit: str
     target: float | None
     better: str
-
-
-@dataclass
-class InstantFleet:
-    """Answers each call in the loop's next turn, with the same 64 tokens."""
-
-    tokens: tuple[int, ...]
-    desk: GatewayDesk | None = None
-    depths: dict[tuple[str, int], int] = field(default_factory=dict)
-    chains: dict[str, int] = field(default_factory=dict)
-
-    def ask(self, asked: e.Ask) -> tuple[str, int] | None:
-        chain = self.chains.get(asked.root, 0) if asked.chain is None else asked.chain
-        if asked.chain is None:
-            self.chains[asked.root] = chain + 1
-        depth = self.depths[asked.root, chain] = self.depths.get((asked.root, chain), 0) + 1
-        group_id = f"{asked.root}.{chain}.{depth}"
-        count = len(self.tokens)
-        told = e.CallTokens(group_id, self.tokens, (-0.5,) * count, (0,) * count, is_cut=False)
-        assert self.desk is not None, "it is made before any call"
-        asyncio.get_running_loop().call_soon(self.desk.tell, told)
-        return group_id, chain
-
-    def ended(self, ended: e.EndEpisode) -> None: ...
-
-    async def score(self, root: str, token_ids: tuple[int, ...]) -> e.EpisodeRewarded | str:
-        return "nothing scores here"
 
 
 class PlainClient:
@@ -108,29 +81,30 @@ async def play(client: PlainClient, key: str) -> list[float]:
 
 async def measured() -> list[AgentRow]:
     tokenizer = tokenizer_of("qwen3")
-    reading = ChatReading(ChatFormat(tokenizer))
-    fleet = InstantFleet(tuple(tokenizer.encode("abc the 12 " * 40, add_special_tokens=False)[:TOKENS]))
+    codec = ModelCodec(ChatFormat(tokenizer), token_texts(tokenizer))
+    token_ids = tuple(tokenizer.encode("abc the 12 " * 40, add_special_tokens=False)[:TOKENS])
+    answer = Completion(token_ids, (-0.5,) * TOKENS, (0,) * TOKENS, is_cut=False)
+    loop = asyncio.get_running_loop()
+    fleet = RecordingFleet(lambda group_id: loop.call_soon(episodes.on_completion, group_id, answer))
     keys = iter(range(1 << 30))
-    sessions = Sessions(
-        GatewayLimits(8192, 128, len(tokenizer), 32), reading, lambda: f"{next(keys):032x}", has_harness=False
-    )
-    fleet.desk = desk = GatewayDesk(sessions, fleet, time.monotonic)
+    limits = GatewayLimits(8192, 128, len(tokenizer), 32)
+    episodes = Episodes(limits, codec, fleet, time.monotonic, lambda: f"{next(keys):032x}")
     port = GatewayPort("")
-    serving = asyncio.create_task(port.run(GatewayApp(desk, "m", "master", reading.token_text).application()))
+    serving = asyncio.create_task(port.run(GatewayApp(episodes, "m", "master", codec.bytes_of).application()))
     for number in range(SESSIONS // 8):
-        desk.tell(e.ProblemOpened(f"a{number:08d}", 8, {}))
+        episodes.open_problem(f"a{number:08d}", 8, {})
     client = await PlainClient(port.url).open()
-    episodes = [(await client.post("/v1/sessions", "master", {}))["key"] for _ in range(SESSIONS)]
-    held = len(sessions.sessions)
-    alone = [took for key in episodes[:PLAYING] for took in await play(client, key)]
+    keys_held = [(await client.post("/v1/sessions", "master", {}))["key"] for _ in range(SESSIONS)]
+    held = len(episodes.sessions)
+    alone = [took for key in keys_held[:PLAYING] for took in await play(client, key)]
     clients = [await PlainClient(port.url).open() for _ in range(PLAYING)]
     began = time.perf_counter()
-    await asyncio.gather(*(play(one, key) for one, key in zip(clients, episodes[PLAYING:], strict=False)))
+    await asyncio.gather(*(play(one, key) for one, key in zip(clients, keys_held[PLAYING:], strict=False)))
     together_s = time.perf_counter() - began
-    counts = sessions.counts
+    counts = episodes.counts
     for one in (client, *clients):
         one.close()
-    await desk.close()
+    await episodes.close()
     await port.stop(serving)
     centiles = statistics.quantiles(alone, n=100)
     return [

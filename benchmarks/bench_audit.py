@@ -37,6 +37,7 @@ from benchmarks.audit_workers import (
     cut_short,
     dishonest_tail,
     fabricated,
+    fleet_noise,
     float8,
     forged_raw,
     hands_back_hard_prompts,
@@ -44,6 +45,7 @@ from benchmarks.audit_workers import (
     honest_over_a_swap,
     make_bench,
     memorised,
+    near_misses,
     one_behind,
     one_token,
     others_tokens,
@@ -51,8 +53,13 @@ from benchmarks.audit_workers import (
     quantised,
     watched,
 )
-from echo2.learner.audit_draw import NEWCOMER_TOKENS
-from echo2.learner.suspicion import Accusation, SuspicionConfig
+from echo2.learner.audit import (
+    FALSE_ALARMS_A_DAY,
+    NEWCOMER_TOKENS,
+    NUMBERS_FACTOR,
+    Accusation,
+    Habits,
+)
 
 RESULTS = Path(__file__).parent / "results" / "audit.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "security.md"
@@ -60,13 +67,16 @@ BEGIN, END = "<!-- audit: begin -->", "<!-- audit: end -->"
 TIMES = 3
 GROUPS_MAX = 20
 
-ALLOWED_NATS = SuspicionConfig().noise_nats
+KIND, FLEET_NOISE_NATS = "embedded none", 0.002
+"""Of the worker that is watched, and the noise measured of the others of its kind: bf16 on this model."""
+ALLOWED_NATS = NUMBERS_FACTOR * FLEET_NOISE_NATS
 
 
 OWN = ", says that it cannot draw by its seeds"
 WORST = {
     "hands back prompts whose first completion is poor, the rest honest": "others draw them by the same seeds; one lease in 17",
     f"best of four by reward{OWN}": "refused by default; where drafts are allowed, its rollouts are the best of four",
+    f"best of four by likelihood{OWN}": "refused by default; where drafts are allowed, its rollouts are the best of four",
 }
 """What a lie that is not found can do."""
 
@@ -106,6 +116,8 @@ def lies(bench: Bench) -> dict[str, Maker]:
         "honest until the version changes, a choice behind it": dishonest_tail(bench),
         "nearly greedy sampling, honest numbers": altered(bench, None, coldness=8.0),
         "sharpened sampling (temperature 0.67), honest numbers": altered(bench, None, coldness=1.5),
+        "best of 16 within six deviations of the noise of an unmeasured kind, honest numbers": near_misses(bench, 0.6),
+        "best of four within 0.02 nats, honest numbers": near_misses(bench, 0.02, tries=4),
     }
 
 
@@ -123,7 +135,8 @@ def finding_of(bench: Bench, worker: str, make: Maker, times: int = TIMES) -> Fi
     rollouts, bets, certain, noises = [], [], 0, []
     for time_number in range(times):
         by_seed = OWN not in worker
-        held, seen, accusation = watched(bench, make, GROUPS_MAX, 1000 * time_number, by_seed)
+        habits, noise = Habits(by_seed, kind=KIND), fleet_noise(KIND, FLEET_NOISE_NATS)
+        held, seen, accusation = watched(bench, make, GROUPS_MAX, 1000 * time_number, habits, noise)
         noises.append(held.noise_nats)
         if accusation is not None:
             rollouts.append(seen)
@@ -148,7 +161,8 @@ def watch_newcomer(bench: Bench, make: Maker, number: int) -> tuple[float, Accus
     """One honest worker for as many tokens as are looked at of every newcomer: the noise of its numbers in nats, and what
     it was accused of. Equal numbers give equal workers."""
     groups = NEWCOMER_TOKENS // (len(make(0)) * TOKENS)
-    held, _, accusation = watched(bench, make, groups, first_group=100_000 + 1000 * number)
+    noise = fleet_noise(KIND, FLEET_NOISE_NATS)
+    held, _, accusation = watched(bench, make, groups, 100_000 + 1000 * number, noise=noise)
     return held.noise_nats, accusation
 
 
@@ -177,7 +191,7 @@ def rows_of(kept: dict[str, Any]) -> list[dict[str, object]]:
         rate = 100.0 * len(one.rollouts) / one.watched
         rows.append(row(f"{one.worker}: found", rate, "%", None if is_allowed else 100.0, "higher"))
         median = statistics.median(one.rollouts) if one.rollouts else None
-        slow = 4.0 if set(one.bets) & {"length", "draw"} else 1.0
+        slow = 4.0 if "draw" in one.bets else 1.0
         rows.append(
             row(f"{one.worker}: rollouts until found, median", median, "rollouts",
                 None if is_allowed else slow * NEWCOMER_TOKENS / TOKENS, "lower")
@@ -185,7 +199,7 @@ def rows_of(kept: dict[str, Any]) -> list[dict[str, object]]:
     rows.append(row("honest workers watched", sum(kept["honest"].values()), "workers", None, "higher"))
     rows.append(row("honest workers accused", kept["honest_accused"], "workers", 0, "lower"))
     rows.append(row("largest noise of an honest worker", kept["honest_noise_nats"], "nats", ALLOWED_NATS, "lower"))
-    rows.append(row("bound on false alarms", SuspicionConfig().false_alarms_per_day, "a worker and day", 1e-6, "lower"))
+    rows.append(row("bound on false alarms", FALSE_ALARMS_A_DAY, "a worker and day", 1e-6, "lower"))
     return rows
 
 
@@ -195,37 +209,23 @@ def row(name: str, value: object, unit: str, target: float | None, better: str) 
 
 def table_of(kept: dict[str, Any]) -> str:
     """The table of docs/security.md."""
-    lines = [
-        "| worker | numbers off by, nats | found | after rollouts looked at: median, worst | by | then, or at worst |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| worker | off by, nats | after rollouts | by | then |", "|---|---|---|---|---|"]
     for one in (Finding(**given) for given in kept["findings"]):
-        rate = f"{len(one.rollouts)} of {one.watched}"
         if one.rollouts:
-            when = f"{statistics.median(one.rollouts):.0f}, {max(one.rollouts)}"
-            then = (
-                "refused"
-                if one.bets[0] == "intake"
-                else "banned"
-                if one.certain == len(one.rollouts)
-                else "quarantined"
-                if not one.certain
-                else "either"
-            )
+            median, worst = statistics.median(one.rollouts), max(one.rollouts)
+            when = f"{median:.0f}" if worst == median else f"{median:.0f}, at worst {worst}"
+            if len(one.rollouts) < one.watched:
+                when += f"; {len(one.rollouts)} of {one.watched}"
+            then = "quarantined" if not one.certain else "banned" if one.certain == len(one.rollouts) else "either"
+            then = "refused" if one.bets[0] == "intake" else then
         else:
-            when, then = (
-                f"not in {one.rollouts_max}",
-                WORST.get(
-                    one.worker, "within what honest engines may differ" if one.noise_nats <= ALLOWED_NATS else ""
-                ),
-            )
-        lines.append(
-            f"| {one.worker} | {one.noise_nats:.3f} | {rate} | {when} | {', '.join(sorted(set(one.bets)))} | {then} |"
-        )
-    for kind, workers in kept["honest"].items():
-        lines.append(
-            f"| honest: {kind} | at most {kept['honest_noise_nats']:.3f} | {kept['honest_accused']} of {workers} | | | |"
-        )
+            when = "not found"
+            then = WORST.get(one.worker, "within its kind's noise" if one.noise_nats <= ALLOWED_NATS else "")
+        lines.append(f"| {one.worker} | {one.noise_nats:.3f} | {when} | {', '.join(sorted(set(one.bets)))} | {then} |")
+    watched = sum(kept["honest"].values())
+    lines.append(
+        f"| {watched} honest workers | {kept['honest_noise_nats']:.3f} | {kept['honest_accused']} accused | | |"
+    )
     return "\n".join(lines)
 
 

@@ -37,6 +37,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import broadcast_cpu
+from benchmarks.broadcast_model.scenarios import BroadcastOutcome as Simulated
+from benchmarks.broadcast_model.scenarios import broadcast, partly_needed_fleet, wan_fleet, weighted_and_alike
 from benchmarks.broadcast_run import Outcome, run
 from benchmarks.broadcast_scene import (
     OWN_EARLIEST_TARGET,
@@ -48,8 +50,6 @@ from benchmarks.broadcast_scene import (
 )
 from benchmarks.wan.lab import missing
 from echo2.broadcast.trees import plan
-from echo2.sim.broadcast_scenarios import BroadcastOutcome as Simulated
-from echo2.sim.broadcast_scenarios import broadcast, partly_needed_fleet, wan_fleet, weighted_and_alike
 
 RESULTS = Path(__file__).parent / "results" / "broadcast.json"
 CPU_S_PER_BYTE = 4e-8  # of a relayed byte, both ends and the emulator, and more with every neighbour: to choose a scale

@@ -15,18 +15,17 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.bench_capacity import RESULTS, Row, keep, show
-from echo2.cli.demo.launch import Children, prepare_run_folder
-from echo2.cli.demo.model import ModelRecipe, cached_model_folder, make_model
-from echo2.cli.demo.plan import PORTS, WORKERS, DemoOptions, DemoWorker, commands, demo_config
-from echo2.cli.demo.ports import choose_ports
-from echo2.cli.demo.run import CACHE
+from echo2.cli.demo.model import ModelRecipe, make_model
+from echo2.cli.demo.run import WORKERS, DemoWorker, demo_run, worker_arguments
 from echo2.cli.demo.summary import steady_utilisation
+from echo2.cli.processes import Children, RunLock
 from echo2.config.load import to_toml
 
 WITHIN_S = 110.0
@@ -34,36 +33,34 @@ STEP_S = 0.9
 ERROR = "measured minus predicted"
 LOOK_EVERY_S = 0.5
 LINKS = {"1 Mbit/s": "1mbit/s", "4 Mbit/s": "4mbit/s", "10 Mbit/s": "10mbit/s"}
-_MIDDLE = WORKERS[1]
-MIXES: dict[str, tuple[DemoWorker, ...]] = {
-    "three unlike": tuple(replace(worker, slowdown=2.0 * worker.slowdown) for worker in WORKERS),
-    "two alike": tuple(replace(_MIDDLE, name=name, slowdown=6.0) for name in ("one", "two")),
-    "one alone": (replace(_MIDDLE, name="alone", slowdown=12.0),),
-    "one, too slow": (replace(_MIDDLE, name="alone", slowdown=30.0),),
+_MIDDLE = WORKERS["oregon"]
+MIXES: dict[str, dict[str, DemoWorker]] = {
+    "three unlike": {name: replace(worker, slowdown=2.0 * worker.slowdown) for name, worker in WORKERS.items()},
+    "two alike": dict.fromkeys(("one", "two"), replace(_MIDDLE, slowdown=6.0)),
+    "one alone": {"alone": replace(_MIDDLE, slowdown=12.0)},
+    "one, too slow": {"alone": replace(_MIDDLE, slowdown=30.0)},
 }
 
 
-async def run_cell(folder: Path, link: str, workers: tuple[DemoWorker, ...], steps: int) -> tuple[float, float]:
+async def run_cell(folder: Path, link: str, workers: dict[str, DemoWorker], steps: int) -> tuple[float, float]:
     """Measured and predicted utilisation of one run."""
-    recipe = ModelRecipe()
-    model = cached_model_folder(CACHE.expanduser(), recipe)
-    if not (model / "config.json").exists():
-        make_model(model, recipe)
     overrides = {
-        "run.folder": str(folder), "broadcast.emulated_uplink": link, "task.eval_every_steps": "100000",
-        "learner.checkpoint_every_steps": "100000", "learner.emulated_step_s": str(STEP_S),
+        "run.folder": str(folder), "learner.emulated_link": f"{link} 0 0s", "task.eval_every_steps": "100000",
+        "learner.checkpoint_every_steps": "100000", "learner.emulated_step": str(STEP_S),
     }  # fmt: skip
-    options = DemoOptions("cell", steps=steps, overrides=overrides)
-    config = demo_config(options, model, recipe, choose_ports(PORTS))
-    run_folder = folder / "cell"
-    prepare_run_folder(run_folder)
-    (run_folder / "run.toml").write_text(to_toml(config, with_descriptions=False))
-    children = Children(run_folder, options)
-    children.commands = commands(run_folder, workers)
+    asked = argparse.Namespace(
+        name="cell", seed=0, model="made", steps=steps, staleness=4, engine="embedded", worker_python=sys.executable
+    )
+    run = demo_run(asked, overrides)
+    run = replace(run, workers={name: worker_arguments(worker) for name, worker in workers.items()})
+    make_model(Path(run.config.model.path), ModelRecipe())
+    run_folder = run.folder
+    lock = RunLock(run_folder)
+    (run_folder / "run.toml").write_text(to_toml(run.config, with_descriptions=False))
+    children = Children(run_folder, run.commands(), sys.executable, run.environment, lock)
     try:
-        await children.start("coordinator")
-        await children.wait_for_links()
-        for name in ("learner", *(worker.name for worker in workers)):
+        await children.start_coordinator()
+        for name in ("learner", *workers):
             await children.start(name)
         deadline = time.monotonic() + WITHIN_S
         metrics = run_folder / "learner" / "metrics.jsonl"

@@ -38,8 +38,8 @@ from pathlib import Path
 
 from benchmarks.coordinator_load import Ledger, Shape, run_load
 from echo2.base.ids import RunId
-from echo2.coordinator.runtime.store import SqlStore
-from echo2.coordinator.saved import SavedState
+from echo2.coordinator.persistence import StateSnapshot
+from echo2.coordinator.store import SqlStore
 
 RESULTS = Path(__file__).parent / "results" / "coordinator.json"
 RUN = RunId("bench")
@@ -48,12 +48,14 @@ HEARTBEAT_S = 5.0
 LAG_LOOK_S, QUIET_S = 0.01, 3.0
 _SERVE = """
 import asyncio, pathlib, sys
-from echo2.base.ids import RunId
-from echo2.coordinator.options import CoordinatorOptions, PlannerMode
-from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.config.run import RunConfig, RunSection
+from echo2.coordinator.options import CoordinatorOptions, timed_section
+from echo2.coordinator.coordinator import CoordinatorDaemon
 async def main():
-    daemon = CoordinatorDaemon(CoordinatorOptions(RunId("bench"), pathlib.Path(sys.argv[1]), enrol_port=0, port=0,
-        dashboard_port=0, heartbeat_interval_s=float(sys.argv[2]), planner_mode=PlannerMode.ADVISE))
+    section = timed_section(enrol_port=0, port=0, dashboard_port=0, planner_mode="advise", heartbeat_interval=float(sys.argv[2]),
+        suspect_after=15.0, gone_after=45.0)
+    config = RunConfig(run=RunSection(name="bench"), coordinator=section)
+    daemon = CoordinatorDaemon(CoordinatorOptions(pathlib.Path(sys.argv[1]), config))
     task = asyncio.create_task(daemon.run())
     await daemon.started.wait()
     print(daemon.services_address, flush=True)
@@ -139,7 +141,7 @@ def copied_state(folder: Path, to: Path) -> Path:
     return to / "state.sqlite"
 
 
-def loaded(path: Path) -> SavedState:
+def loaded(path: Path) -> StateSnapshot:
     with closing(SqlStore(f"sqlite:///{path}", RUN)) as store:
         return store.load()
 

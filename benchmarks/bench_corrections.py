@@ -5,7 +5,7 @@ that knows the format only, sampling from a copy of itself that is S optimiser s
 sampling and training, masters float32, as in a real run. The learning rate is two thousand times that of a large model,
 so staleness bites early: read the table for the order of the methods, not for the S that a large model bears.
 
-    python -m benchmarks.bench_corrections              # 15 methods, S = 0 2 4 8 16, 3 seeds: a quarter of an hour on two cores
+    python -m benchmarks.bench_corrections              # 10 methods, S = 0 2 4 8 16, 3 seeds: a quarter of an hour on two cores
     python -m benchmarks.bench_corrections --quick      # 3 methods, S = 0 4, 1 seed: under a minute
     python -m benchmarks.bench_corrections --seconds 200  # begins no run after 200 s; the next call goes on from there
 
@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,25 +31,19 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from echo2.base.rng import derived_rng, derived_seed
-from echo2.learner.advantage import ADVANTAGES, group_advantages, minimum_variance_weights
-from echo2.learner.correction import (
-    Correction,
-    CorrectionConfig,
+from echo2.learner.training.advantage import group_advantages, minimum_variance_weights
+from echo2.learner.training.loss import (
+    BatchTotals,
+    LossConfig,
+    PackedTokens,
     Segments,
     learning_rate_scale,
-    score_norm_sq_proxy,
-)
-from echo2.learner.loss import (
-    BatchTotals,
-    Normalisation,
-    PackedTokens,
-    PolicyLossConfig,
     loss_metrics,
     policy_loss,
+    score_norm_sq_proxy,
 )
-from echo2.learner.objectives import Objective, ObjectiveConfig
-from echo2.learner.runtime.reading import cache_name
-from echo2.tasks.sort_digits import ALPHABET, SortDigits, format_only_target
+from echo2.learner.training.token_scores import cache_name
+from echo2.tasks.built_in import ALPHABET, SortDigits, format_only_target
 from echo2.tasks.split import TaskSplit
 
 RESULTS = Path(__file__).parent / "results"
@@ -66,37 +60,23 @@ LEARNING_RATE = 2e-3
 class Method:
     """One line of the table."""
 
-    correction: Correction
+    loss: LossConfig
     advantage: str = "grpo"
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     scales_learning_rate: bool = False
-    normalisation: Normalisation = Normalisation.DAPO
 
 
 METHODS: Mapping[str, Method] = {
-    "none": Method(Correction.NONE),
-    "behaviour": Method(Correction.BEHAVIOUR_RATIO),
+    "behaviour": Method(LossConfig()),
     # What `behaviour` is without its clip.
-    "unclipped": Method(Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(clip_low=1.0, clip_high=1e9)),
-    "tis_token": Method(Correction.TIS_TOKEN),
-    "tis_sequence": Method(Correction.TIS_SEQUENCE),
-    "masked": Method(Correction.MASKED),
-    "masked_sequence": Method(Correction.MASKED_SEQUENCE),
-    "decoupled": Method(Correction.DECOUPLED),
-    "gspo": Method(
-        Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(Objective.GSPO), normalisation=Normalisation.GRPO
-    ),
-    # What echo2 takes by itself where S is above 4.
-    "gspo + luspo": Method(
-        Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(Objective.GSPO), normalisation=Normalisation.LUSPO
-    ),
-    "cispo": Method(Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(Objective.CISPO, clip_high=4.0)),
-    "sapo": Method(
-        Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(Objective.SAPO), normalisation=Normalisation.GRPO
-    ),
-    "vespo": Method(Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(Objective.VESPO)),
-    "m2po": Method(Correction.BEHAVIOUR_RATIO, objective=ObjectiveConfig(Objective.M2PO)),
-    "vcpo": Method(Correction.TIS_SEQUENCE, advantage="vcpo", scales_learning_rate=True),
+    "unclipped": Method(LossConfig(clip_low=1.0, clip_high=1e9)),
+    "tis_token": Method(LossConfig(correction="tis_token")),
+    "tis_sequence": Method(LossConfig(correction="tis_sequence")),
+    "decoupled": Method(LossConfig(correction="decoupled")),
+    "gspo": Method(LossConfig("gspo")),
+    "gspo + luspo": Method(LossConfig("luspo")),  # what echo2 takes by itself where S is above 4
+    "cispo": Method(LossConfig("cispo", clip_high=4.0)),
+    "m2po": Method(LossConfig("m2po")),
+    "vcpo": Method(LossConfig(correction="tis_sequence"), advantage="vcpo", scales_learning_rate=True),
 }
 
 
@@ -186,8 +166,6 @@ class Learner:
         self.model = copy.deepcopy(warmed_up(trial.seed))
         self.masters = [p.detach().clone() for p in self.model.parameters()]
         self.optimiser = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-        correction = CorrectionConfig(self.method.correction)
-        self.config = PolicyLossConfig(self.method.objective, self.method.normalisation, correction)
         self._round()
 
     def step(self, samples: Samples, rewards: list[float]) -> None:
@@ -202,9 +180,9 @@ class Learner:
             segments.sum_R(logprobs_T.detach() - behaviour_T), score_norm_sq_proxy(logprobs_T, segments)
         )
         group_R = torch.arange(count) // ROLLOUTS
-        advantages = group_advantages(torch.tensor(rewards), group_R, ADVANTAGES[self.method.advantage], weight_R)
+        advantages = group_advantages(torch.tensor(rewards), group_R, self.method.advantage, weight_R)
         tokens = PackedTokens(logprobs_T, behaviour_T, advantages.values_R, sequence_T, mask_T)
-        loss = policy_loss(tokens, self.config, BatchTotals(int(mask_T.sum()), count, COMPLETION_TOKENS))
+        loss = policy_loss(tokens, self.method.loss, BatchTotals(int(mask_T.sum()), count, COMPLETION_TOKENS))
         for master, gradient in zip(
             self.masters, torch.autograd.grad(loss.loss, list(self.model.parameters())), strict=True
         ):

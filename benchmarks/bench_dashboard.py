@@ -23,8 +23,9 @@ from playwright.async_api import async_playwright
 
 from benchmarks.bench_coordinator import HEARTBEAT_S, RUN
 from benchmarks.coordinator_load import Ledger, Shape, run_load
-from echo2.coordinator.options import CoordinatorOptions, PlannerMode
-from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.config.run import RunConfig, RunSection
+from echo2.coordinator.coordinator import CoordinatorDaemon
+from echo2.coordinator.options import CoordinatorOptions, timed_section
 
 RESULTS = Path(__file__).parent / "results" / "dashboard.json"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
@@ -34,10 +35,11 @@ SHOWN = """([name, text]) => [...document.querySelectorAll('#fleet-body tr')].so
 
 async def measure(workers: int, changes: int) -> tuple[list[float], float]:
     with tempfile.TemporaryDirectory() as name:
-        options = CoordinatorOptions(
-            RUN, Path(name), enrol_port=0, port=0, dashboard_port=0, heartbeat_interval_s=HEARTBEAT_S,
-            planner_mode=PlannerMode.ADVISE,
+        section = timed_section(
+            enrol_port=0, port=0, dashboard_port=0, planner_mode="advise", heartbeat_interval=HEARTBEAT_S,
+            suspect_after=15.0, gone_after=45.0,
         )  # fmt: skip
+        options = CoordinatorOptions(Path(name), RunConfig(run=RunSection(name=RUN), coordinator=section))
         daemon = CoordinatorDaemon(options)
         task = asyncio.create_task(daemon.run())
         await daemon.started.wait()

@@ -34,7 +34,7 @@ import zstandard
 
 from benchmarks.delta_snapshots import LARGE, LEARNING_RATES, SMALL, STEPS_APART, Snapshot, load_or_train
 from echo2.base.ids import Version
-from echo2.broadcast.runtime.spill import FileSpill
+from echo2.broadcast.store import FileSpill
 from echo2.weights import (
     CodecSetting,
     ContainerDecoder,
@@ -46,7 +46,7 @@ from echo2.weights import (
     encode_keyframe,
     fingerprint,
 )  # fmt: skip
-from echo2.weights.bitset import Coder
+from echo2.weights.bits import Coder
 from echo2.weights.container import BlockFrame, parse_frame
 
 Words = npt.NDArray[np.uint16]

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echo2.learner.batch import Batch
-    from echo2.learner.runtime.trainer import Trainer
+    from echo2.learner.rollouts.groups import Batch
+    from echo2.learner.training.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results" / "learner.json"
 TARGET_COLLATION_PERCENT = 5.0
@@ -116,10 +116,10 @@ def trainer_and_batch(path: Path, threads: int) -> tuple[Trainer, Batch]:
 
     from echo2.base.ids import GroupId, Step, Version
     from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-    from echo2.learner.batch import Batch, TrainGroup
-    from echo2.learner.runtime.model import PolicyModel
-    from echo2.learner.runtime.options import TrainerOptions
-    from echo2.learner.runtime.trainer import Trainer
+    from echo2.learner.options import TrainerOptions
+    from echo2.learner.rollouts.groups import Batch, TrainGroup
+    from echo2.learner.training.model import PolicyModel
+    from echo2.learner.training.trainer import Trainer
 
     torch.set_num_threads(threads)
     data = json.loads(path.read_text())

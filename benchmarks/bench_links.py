@@ -1,5 +1,4 @@
-"""What each kind of link carries, and at which cost: direct gRPC, a bulk connection, a punched hole, a relay by libp2p and by
-a byte pipe.
+"""What each kind of link carries, and at which cost: direct, over a punched hole, through a relay's byte pipe.
 
 Real processes in network namespaces, two of them behind NATs of their own (tests/contract/nat_lab.py); 64 MiB in frames
 of 256 KiB from one to the other, median of three. Without root or nftables the direct row alone is measured, on
@@ -24,21 +23,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from echo2.base.ids import RunId
-from echo2.broadcast.reachability import circuit_address
-from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime.pipe_member import PipeMember
-from echo2.broadcast.runtime.transport import Connection, way_of
-from echo2.broadcast.runtime.transport_bulk import BulkTransport
-from echo2.broadcast.runtime.transport_grpc import GrpcTransport
-from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.broadcast.connection import Connection
+from echo2.broadcast.nat.facts import HostOptions
+from echo2.broadcast.nat.pipes import PipeMember
+from echo2.broadcast.nat.reach import Nat
+from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.transport import Transport
+from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, TlsKey, certificate_request
-from echo2.trust.runtime import tls
 from tests.contract.nat_lab import NatLab, reason_unavailable
 
 RESULTS = Path(__file__).parent / "results" / "links.json"
-DIRECT, RELAYED = ("direct", "bulk"), ("relayed", "byte pipe")
+DIRECT, RELAYED = ("direct",), ("byte pipe",)
 FRAME_BYTES, FRAMES, ROUNDS = 256 << 10, 256, 3
-GRPC_PORT, RELAY_PORT, BULK_PORT = 7100, 7101, 7103
+PORT, RELAY_PORT = 7100, 7101
 
 
 def identity_of(name: str) -> Identity:
@@ -72,22 +70,19 @@ async def take(connection: Connection) -> None:
 
 
 async def serve(name: str, address: str, hub: str, folder: Path) -> None:
-    """A relay (`hub`), or a receiver that can be met over gRPC and at the hub."""
+    """A relay (`hub`), or a receiver that can be dialled and be met at the hub."""
     credentials = credentials_of(name, folder)
-    transport = MixedTransport(credentials, take)
+    nat = Nat(credentials, take)
     if name == "hub":
-        await transport.serve(P2pSettings(address, RELAY_PORT, book=RelayBook(RelayLimits())))
+        await nat.serve(HostOptions(address, RELAY_PORT, book=RelayBook(RelayLimits())))
     else:
-        transport.use_relay(identity_of("hub").peer_id, f"{hub}:{RELAY_PORT}")
-        grpc_side, server = GrpcTransport(credentials), tls.new_server()
-        grpc_side.add_to_server(server, take)
-        tls.bind_server(server, f"{address}:{GRPC_PORT}", tls.server_credentials(credentials))
-        await server.start()
-        bulk = BulkTransport(credentials)
-        bulk.listen(address, BULK_PORT, take)
-        pipes = PipeMember(bulk.dial, lambda raw, host: bulk.take(raw, host, take))
-        pipes.keep(transport.pipes)
-        await settled(transport)
+        nat.use_relay(identity_of("hub").peer_id, f"{hub}:{RELAY_PORT}")
+        transport = Transport(credentials)
+        transport.listen(address, PORT)
+        transport.serve(take)
+        pipes = PipeMember(transport.dial, lambda caller, way: transport.take(caller, take, way))
+        pipes.keep(nat.pipes)
+        await settled(nat)
         while not pipes.held:
             await asyncio.sleep(0.05)
     say(ready=True)
@@ -96,25 +91,29 @@ async def serve(name: str, address: str, hub: str, folder: Path) -> None:
     say(cpu_s=cpu_s() - begun)
 
 
-async def settled(transport: MixedTransport) -> None:
-    while not transport.facts.relays:
+async def settled(nat: Nat) -> None:
+    while not nat.facts.relays:
         await asyncio.sleep(0.05)
 
 
 async def send(address: str, hub: str, folder: Path) -> None:
-    """Dials `address`, host:port, `circuit` or `bulk` and host:port, and measures."""
-    transport, bulk = MixedTransport(credentials_of("left", folder)), BulkTransport(credentials_of("left", folder))
-    is_bulk = address.startswith("bulk ")
-    if address == "circuit":
-        address = circuit_address(identity_of("hub").peer_id)
-        transport.use_relay(identity_of("hub").peer_id, f"{hub}:{RELAY_PORT}")
-        await settled(transport)
-    peer = identity_of("right").peer_id
-    if is_bulk:
-        host, _, port = address.removeprefix("bulk ").rpartition(":")
-        connection: Connection = await bulk.dial(host, int(port), peer)
+    """Connects to `address`, host:port or `hole`, and measures."""
+    credentials, peer = credentials_of("left", folder), identity_of("right").peer_id
+    punched: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+    done = asyncio.Event()
+
+    async def accept(connection: Connection) -> None:
+        punched.set_result(connection)
+        await done.wait()
+
+    nat, connection = Nat(credentials, accept), None
+    if address == "hole":
+        nat.use_relay(identity_of("hub").peer_id, f"{hub}:{RELAY_PORT}")
+        await settled(nat)
+        nat.punch(peer, identity_of("hub").peer_id)
+        connection = await asyncio.wait_for(punched, 60)
     else:
-        connection = await transport.dial(address, peer)
+        connection = await Transport(credentials).dial(address, peer)
     for _ in range(ROUNDS):
         begun, before = time.perf_counter(), cpu_s()
         for _ in range(FRAMES):
@@ -123,8 +122,8 @@ async def send(address: str, hub: str, folder: Path) -> None:
         answer = json.loads(await connection.receive() or b"{}")
         taken = time.perf_counter() - begun
         say(mb_per_s=FRAMES * FRAME_BYTES / 1e6 / taken, cpu_s=cpu_s() - before + answer["cpu_s"])
-    say(way="" if is_bulk else way_of(connection).kind.value)
-    await transport.close()
+    done.set()
+    await nat.close()
 
 
 @contextmanager
@@ -159,14 +158,12 @@ def measure(kind: str) -> tuple[float, float]:
         ready(relay)
         receiver = stack.enter_context(process(lab, "right", "--serve", "right", right, hub, folder))
         ready(receiver)
-        target = {
-            "direct": f"{right}:{GRPC_PORT}", "bulk": f"bulk {right}:{BULK_PORT}", "byte pipe": f"bulk {hub}:{RELAY_PORT + 1}"
-        }.get(kind, "circuit")  # fmt: skip
+        target = {"direct": f"{right}:{PORT}", "byte pipe": f"{hub}:{RELAY_PORT + 1}", "hole-punched": "hole"}[kind]
         with process(lab, "left", "--send", target, hub, folder) as sender:
             assert sender.stdout is not None
             said = [json.loads(line) for line in sender.stdout]
         rounds = [one for one in said if "mb_per_s" in one]
-        assert len(rounds) == ROUNDS and said[-1]["way"] in ("", kind), f"expected a link of kind {kind}, got {said}"
+        assert len(rounds) == ROUNDS, f"expected a link of kind {kind}, got {said}"
         relay_cpu_s = 0.0
         if kind in RELAYED:
             assert relay.stdin is not None and relay.stdout is not None
@@ -194,9 +191,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     chosen = own.only.split(",") if own.only else []
     bound, _ = direct = measure("direct")
-    targets: dict[str, float | None] = {
-        "direct": None, "bulk": None, "hole-punched": 20.0, "relayed": None, "byte pipe": 60.0
-    }  # fmt: skip
+    targets: dict[str, float | None] = {"direct": None, "hole-punched": 20.0, "byte pipe": 60.0}
     print(f"{'kind':<14}{'MB/s':>8}{'of direct':>11}{'target':>8}{'CPU s / GiB':>13}")
     for kind, target in targets.items():
         if chosen and kind not in chosen:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from echo2.sim.pull_load import PullCost, Puller, PullLoad
+from benchmarks.broadcast_model.pull_load import PullCost, Puller, PullLoad
 
 RESULTS = Path(__file__).parent / "results" / "pull.json"
 CHUNKS_MAX = 20_000

@@ -52,7 +52,7 @@ def _row(part: str, name: str, value: float, unit: str, target: float | None = N
 def sizing() -> list[Row]:
     """Sequences of 2,560 tokens by model and memory of the GPU, on as few GPUs as the rule takes."""
     from echo2.base.errors import ResourceError
-    from echo2.coordinator.runtime.catalogue import built_in_models
+    from echo2.coordinator.money.market import built_in_models
     from echo2.cost_model.sizing import RunLengths, gpu_fit
 
     rows: list[Row] = []
@@ -100,9 +100,9 @@ async def inside(part: str, model: str) -> Row:
     from echo2.base.ids import Version
     from echo2.base.rollout import FinishReason, SamplingParams
     from echo2.weights import HostWeights
-    from echo2.worker.engine import GenerateRequest, SwapMode
-    from echo2.worker.runtime.engines.embedded import EmbeddedEngine
-    from echo2.worker.runtime.weights import HostSnapshot
+    from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
+    from echo2.worker.engines.engine import GenerateRequest, SwapMode
+    from echo2.worker.weights import HostSnapshot
 
     engine = EmbeddedEngine(
         config_of(model), slot_count=SEQUENCES, context_tokens=TOKENS, cache_tokens=SEQUENCES * TOKENS
@@ -262,25 +262,19 @@ def evaluation() -> list[Row]:
 
 def audit() -> list[Row]:
     """Foretold as by echo2 plan, and measured as bench_audit last did."""
-    from dataclasses import asdict
-
     from echo2.cli.plan import question_of
-    from echo2.cli.run_shape import audit_costs
-    from echo2.coordinator.runtime.catalogue import built_in_catalogue
+    from echo2.cli.sizing import audit_s_per_step
+    from echo2.coordinator.money.market import built_in_catalogue
 
     rows = []
     for name, config in examples():
         question, _ = question_of(config, {}, built_in_catalogue(), 0.0)
         prompt = config.sampling.max_prompt_tokens / 2
-        found = audit_costs(config, prompt, question.tokens.mean, question.learner.train_s)
-        if found is None:
+        own_s = audit_s_per_step(config, prompt, question.tokens.mean, question.learner.train_s)
+        if own_s is None:
             continue
-        costs = asdict(found)
-        rows.append(
-            _row("audit", f"{name}: tokens that workers read (computed)", round(100 * costs["fleet_share"], 1), "%")
-        )
-        share = 100 * costs["own_s_per_step"] / question.learner.train_s
-        rows.append(_row("audit", f"{name}: learner's scoring, of a step (computed)", round(share, 2), "%", 1.0))
+        share = 100 * own_s / question.learner.train_s
+        rows.append(_row("audit", f"{name}: learner's scoring, of a step (computed)", round(share, 2), "%", 10.0))
     kept = json.loads((RESULTS.parent / "audit.json").read_text())["rows"]
     return [*rows, *({**row, "part": "audit"} for row in kept if "an audited rollout" in str(row["name"]))]
 

@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 from echo2.base.ids import RunId
+from echo2.trust import tls
 from echo2.trust.identity import Role, RunAuthority, TlsKey, certificate_request
-from echo2.trust.runtime import tls
 
 PIECE = bytes(64 << 10)
 

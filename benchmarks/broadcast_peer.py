@@ -20,17 +20,16 @@ import xxhash
 
 from benchmarks import priority
 from benchmarks.broadcast_scene import PAUSE_S
+from echo2.base.errors import DiskFull
 from echo2.base.ids import Version
-from echo2.broadcast.link_shape import LinkShape
-from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime import sockets
-from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeOptions
-from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactSealed, BlockArrived
-from echo2.broadcast.topology import BroadcastPlan, NodeLink
-from echo2.broadcast.trees import plan, star
-from echo2.broadcast.weighting import Needs, weighted_plan
-from echo2.trust.runtime import tls
+from echo2.base.link_shape import LinkShape
+from echo2.broadcast import uplink
+from echo2.broadcast.artifact import ArtifactId
+from echo2.broadcast.catch_up import ArtifactBegun, ArtifactSealed, BlockArrived
+from echo2.broadcast.node import BroadcastNode, NodeOptions
+from echo2.broadcast.plan import BroadcastPlan, NodeLink
+from echo2.broadcast.trees import Needs, plan, star, weighted_plan
+from echo2.trust import tls
 
 BLOCK_BYTES = 4 << 20
 KEYFRAME = ArtifactId(Version(0))
@@ -66,12 +65,10 @@ async def run(folder: Path, index: int) -> None:
     shape = LinkShape(mine["up"], mine["down"], mine["rtt_s"]) if scene["is_shaped"] else LinkShape()
     options = NodeOptions(
         folder / mine["name"] / "chunks", chunk_bytes=scene["chunk_bytes"] or 1 << 20, shape=shape,
-        bulk_host=mine["address"].rpartition(":")[0].strip("[]"),
+        host=mine["address"].rpartition(":")[0].strip("[]"), port=int(mine["address"].rpartition(":")[2]),
     )  # fmt: skip
-    node, server = BroadcastNode(credentials, options), tls.new_server()
-    node.add_to_server(server)
-    tls.bind_server(server, mine["address"], tls.server_credentials(credentials))
-    await server.start()
+    node = BroadcastNode(credentials, options)
+    node.listen()
     await node.start()
     seed = scene["nodes"][0]
     node.set_publisher(scene["peer_ids"][0], "" if seed["is_natted"] else seed["address"])
@@ -96,14 +93,13 @@ async def run(folder: Path, index: int) -> None:
     }  # fmt: skip
     print(json.dumps(last), flush=True)
     await node.stop()
-    await server.stop(0)
 
 
 def refuse_bbr() -> None:
     """This process is answered as by a kernel that lets it choose no congestion control. The option belongs to the machine,
     not to a namespace, so it is not the kernel that is asked to refuse."""
-    set_option = sockets._set
-    sockets._set = lambda fd, option, value: option != sockets._TCP_CONGESTION and set_option(fd, option, value)
+    set_option = uplink._set
+    uplink._set = lambda fd, option, value: option != uplink._TCP_CONGESTION and set_option(fd, option, value)
 
 
 async def line() -> None:
@@ -126,18 +122,21 @@ async def _publish(node: BroadcastNode, path: Path, count: int) -> dict[str, Any
 
 async def _receive(node: BroadcastNode, count: int) -> dict[str, Any]:
     digest = xxhash.xxh3_128()
-    async for step in node.progress():
-        match step:
-            case ArtifactBegun():
-                digest = xxhash.xxh3_128()
-            case BlockArrived():
-                digest.update(step.payload)
-            case ArtifactSealed():
-                count -= 1
-                if not count:
-                    break
-            case _:
-                pass
+    try:
+        async for step in node.progress():
+            match step:
+                case ArtifactBegun():
+                    digest = xxhash.xxh3_128()
+                case BlockArrived():
+                    digest.update(step.payload)
+                case ArtifactSealed():
+                    count -= 1
+                    if not count:
+                        break
+                case _:
+                    pass
+    except DiskFull:
+        return {}  # the node tells of it
     return {"done_at": time.monotonic(), "digest": digest.hexdigest()}
 
 

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.paces import own_earliest
-from echo2.broadcast.topology import NodeLink
-from echo2.broadcast.weighting import Needs
+from echo2.broadcast.plan import NodeLink
+from echo2.broadcast.trees import Needs, own_earliest
 
 MBIT = 125_000.0
 MIB = 1 << 20
@@ -62,7 +61,7 @@ class SceneNode:
 class Fault:
     """What befalls one node when `at` of the bound has passed; `for_s` seconds where it ends again."""
 
-    kind: Literal["dies", "freezes", "link is cut", "is restarted", "has a full disk"]
+    kind: Literal["dies", "freezes", "link is cut", "is restarted"]
     node: int = 1
     at: float = 0.5
     for_s: float = 0.0

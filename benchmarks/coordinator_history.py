@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
-from echo2.coordinator.lease_events import GroupPhase
-from echo2.coordinator.saved import SavedState
+from echo2.coordinator.leases.events import GroupPhase
+from echo2.coordinator.persistence import StateSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class History:
 
     # ---- judging
 
-    def judge_saved(self, saved: SavedState, away: Collection[PeerId] = ()) -> list[str]:
+    def judge_saved(self, saved: StateSnapshot, away: Collection[PeerId] = ()) -> list[str]:
         """The state that a new process will load, against what was told before the kill. `away`: workers without a stream.
 
         A lease of theirs may have been taken back after `gone_after_s`, and they cannot have heard of it.
@@ -162,7 +162,7 @@ class History:
         ]
         return found
 
-    def judge(self, saved: SavedState, before_kill: Iterable[str]) -> list[str]:
+    def judge(self, saved: StateSnapshot, before_kill: Iterable[str]) -> list[str]:
         """The whole history at the end. `before_kill`: groups that had been offered when a coordinator was killed."""
         found = list(self.violations) + self.judge_saved(saved)
         groups = {group.spec.group_id for group in saved.groups}

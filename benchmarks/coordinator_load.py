@@ -19,9 +19,9 @@ import grpc.aio
 
 from benchmarks.coordinator_history import History
 from echo2.base.ids import PeerId, RunId
-from echo2.control.backoff import Backoff
+from echo2.control.waits import Backoff
+from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
-from echo2.trust.runtime import tls
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
 

@@ -18,14 +18,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from echo2.base.ids import PeerId
-from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
-from echo2.cost_model.catalogue import worker_prior
-from echo2.cost_model.experience import JOIN_S
+from echo2.coordinator.money.market import built_in_catalogue, built_in_models
+from echo2.cost_model.machines import worker_prior
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan
-from echo2.cost_model.rates import belief
 from echo2.cost_model.sizing import RunLengths
 from echo2.cost_model.snapshot import (
+    JOIN_S,
     FleetSnapshot,
     LearnerEstimate,
     LinkEstimate,
@@ -194,7 +193,10 @@ def planned(day: Day, tick: int) -> None:
     """The product's planner, with its hysteresis, over the machines that are there and all on offer, every ten minutes."""
     if tick % LOOK_TICKS:
         return
-    ratios = {kind: belief(day.measured.get(kind, ())[-8:]).ratio for kind in KINDS}
+    newest = {kind: [math.log(one) for one in day.measured.get(kind, ())[-8:]] for kind in KINDS}
+    ratios = {
+        kind: math.exp(sum(logs) / (0.25 + len(logs))) for kind, logs in newest.items()
+    }  # the roofline weighs a quarter
     workers = [_owned(day, one, tick, ratios) for one in day.machines]
     owned = {index: sum(one.offering == index for one in day.machines) for index in range(len(day.offerings))}
     for index, told in enumerate(day.offerings):

@@ -1,9 +1,11 @@
 """A fleet under the staleness rule, simulated rollout by rollout: what predictions and plans are judged by.
 
 Written from the rules alone; it imports nothing of the planner's. One worker has slots and a speed; a group is leased whole
-to one worker, its rollouts wait in that worker's queue for a slot; lengths are log-normal, cut; versions cross the links one at
-a time, the newest first, and a version that spans more steps is larger; a worker begins a group only if the version it holds is
-within S of the step that the group is meant for; no more groups are in flight than the cap allows.
+to one worker, its rollouts wait in that worker's queue for a slot; lengths have one of three shapes; versions cross the learner's
+and the swarm's links one at a time, the newest first, and a version that spans more steps is larger; a worker with a slow downlink
+has it later and skips what it misses; a worker begins a group only if the version it holds is within S of the step that the group
+is meant for; rewards wait for one of some processes; spot machines go and are replaced after a while, and their groups begin again;
+no more groups are in flight than the cap allows.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ class Machine:
     down: float
     apply_s: float = 0.0
     swap_s: float = 0.0
+    losses_per_hour: float = 0.0
+    join_s: float = 600.0
 
 
 @dataclass(frozen=True)
 class World:
-    """Lengths are `exp(sigma * normal)`, cut at `cut`, then scaled to mean 1. `delta` bytes span one step."""
+    """Lengths are `exp(sigma * normal)`, cut at `cut`, then scaled to mean 1. `delta` bytes span one step. shape: "log-normal", or
+    "two kinds" (a fifth of the rollouts five times as long), or "rare" (one in fifty at the cut). train_times: (step, T_train from
+    there on)."""
 
     bound: int
     batch: int
@@ -44,9 +50,25 @@ class World:
     is_stalled: bool = False
     growth: float = 0.75
     efficiency: float = 0.8
+    shape: str = "log-normal"
+    reward_s: float = 0.0
+    reward_processes: int = 1
+    train_times: tuple[tuple[int, float], ...] = ()
+
+    def length(self, rng: random.Random) -> float:
+        """One rollout's length, before it is scaled to mean 1."""
+        plain = math.exp(self.sigma * rng.gauss(0, 1))
+        if self.shape == "two kinds":
+            plain = math.exp(0.25 * rng.gauss(0, 1)) * (5.0 if rng.random() < 0.2 else 1.0)
+        if self.shape == "rare" and rng.random() < 0.02:
+            plain = self.cut
+        return min(self.cut, plain)
 
     def mean_length(self) -> float:
         """Of the cut log-normal, in closed form."""
+        if self.shape != "log-normal":
+            rng = random.Random(5)
+            return sum(self.length(rng) for _ in range(40_000)) / 40_000
         from statistics import NormalDist
 
         phi, s, at = NormalDist().cdf, self.sigma, math.log(self.cut)
@@ -54,11 +76,14 @@ class World:
             return min(1.0, self.cut)
         return math.exp(s * s / 2) * phi((at - s * s) / s) + self.cut * (1 - phi(at / s))
 
-    def transfer_s(self, pool: list[Machine], spans: int) -> float:
-        """Seconds until all hold a version that spans so many steps."""
-        size = min(self.delta * spans**self.growth, max(self.whole, self.delta))
+    def bytes_of(self, spans: int) -> float:
+        """Bytes of a version that spans so many steps."""
+        return min(self.delta * spans**self.growth, max(self.whole, self.delta))
+
+    def links_s(self, pool: list[Machine], spans: int) -> float:
+        """Seconds that it takes the uplinks of the learner and of the pool."""
         swarm = len(pool) / (self.up + sum(one.up for one in pool))
-        return size * max(1 / self.up, 1 / min(one.down for one in pool), swarm) / self.efficiency
+        return self.bytes_of(spans) * max(1 / self.up, swarm) / self.efficiency
 
 
 @dataclass
@@ -72,6 +97,7 @@ class Rollout:
 class Group:
     version: int
     left: int
+    is_lost: bool = False
 
 
 class Host:
@@ -81,10 +107,11 @@ class Host:
         self.machine, self.version, self.busy, self.still_until = machine, 0, 0, 0.0
         self.queue: deque[Rollout] = deque()
         self.running: set[int] = set()
+        self.fetching, self.fetching_until, self.is_away = 0, 0.0, False
 
     @property
     def has_room(self) -> bool:
-        return self.machine.slots - self.busy - len(self.queue) > 0
+        return not self.is_away and self.machine.slots - self.busy - len(self.queue) > 0
 
 
 def simulate(world: World, pool: list[Machine], kappa: int, cap: int, steps: int = 90, seed: int = 1) -> float:
@@ -101,8 +128,8 @@ class _Run:
         self.cap = max(self.need, min(cap // world.group, (world.bound + 1) * self.need))
         self.hosts = [Host(one) for one in pool]
         self.scale = 1 / world.mean_length()
-        self.transfer = {}
         self.pool = pool
+        self.rewarding: list[float] = [0.0] * world.reward_processes  # when each process is free
         self.heap: list[tuple[float, int, str, object]] = []
         self.count = 0
         self.due: dict[int, tuple[float, Host, Rollout]] = {}
@@ -115,11 +142,16 @@ class _Run:
         self.count += 1
         heapq.heappush(self.heap, (when, self.count, what, whose))
 
-    def until(self, steps: int) -> float:
+    def run(self, steps: int) -> None:
+        for host in self.hosts:
+            self.next_loss(host)
         self.hand_out()
         while self.heap and len(self.starts) <= steps:
             self.now, number, what, whose = heapq.heappop(self.heap)
             getattr(self, "on_" + what)(number, whose)
+
+    def until(self, steps: int) -> float:
+        self.run(steps)
         if len(self.starts) < 2 * self.kappa + 2:
             return 0.0
         last = len(self.starts) - 1
@@ -138,7 +170,7 @@ class _Run:
             group = Group(host.version, self.w.group)
             self.in_flight += 1
             for _ in range(self.w.group):
-                length = min(self.w.cut, math.exp(self.w.sigma * self.rng.gauss(0, 1))) * self.scale
+                length = self.w.length(self.rng) * self.scale
                 host.queue.append(Rollout(length * host.machine.mean_s, group))
             self.fill(host)
 
@@ -154,6 +186,9 @@ class _Run:
     def on_rollout(self, number: int, whose: tuple[Host, Rollout]) -> None:
         host, rollout = whose
         when, _, _ = self.due[number]
+        if when == math.inf:  # its machine was lost
+            del self.due[number]
+            return
         if when > self.now + 1e-12:  # it stood still meanwhile
             del self.due[number]
             host.running.discard(number)
@@ -164,12 +199,46 @@ class _Run:
         del self.due[number]
         host.running.discard(number)
         host.busy -= 1
-        rollout.group.left -= 1
         self.fill(host)
-        if rollout.group.left == 0:
-            self.buffer.append(rollout.group.version)
-            self.train()
+        if self.w.reward_s:
+            begin = max(self.now, heapq.heappop(self.rewarding))
+            heapq.heappush(self.rewarding, begin + self.w.reward_s)
+            self.at(begin + self.w.reward_s, "reward", rollout.group)
+        else:
+            self.on_reward(0, rollout.group)
         self.hand_out()
+
+    def on_reward(self, _: int, group: Group) -> None:
+        group.left -= 1
+        if group.left == 0 and not group.is_lost:
+            self.buffer.append(group.version)
+            self.train()
+
+    # losses
+
+    def on_lost(self, _: int, host: Host) -> None:
+        """The machine is gone: what it had begun is begun again elsewhere."""
+        groups = {id(r.group): r.group for r in host.queue}
+        for number in host.running:
+            groups[id(self.due[number][2].group)] = self.due[number][2].group
+            self.due[number] = (math.inf, host, self.due[number][2])
+        for group in groups.values():
+            group.is_lost = True
+        self.in_flight -= len(groups)
+        host.queue.clear()
+        host.running.clear()
+        host.busy, host.is_away = 0, True
+        self.at(self.now + host.machine.join_s, "joined", host)
+        self.hand_out()
+
+    def on_joined(self, _: int, host: Host) -> None:
+        host.is_away, host.version, host.fetching, host.still_until = False, self.sent, self.sent, self.now
+        self.next_loss(host)
+        self.hand_out()
+
+    def next_loss(self, host: Host) -> None:
+        if host.machine.losses_per_hour:
+            self.at(self.now + self.rng.expovariate(host.machine.losses_per_hour / 3600), "lost", host)
 
     def stand_still(self, host: Host, seconds: float) -> None:
         for number in host.running:
@@ -191,8 +260,11 @@ class _Run:
             self.step += 1
             self.is_training = True
             self.starts.append(self.now)
-            self.at(self.now + self.w.train_s, "step", None)
+            self.at(self.now + self.train_s(), "step", None)
         self.hand_out()
+
+    def train_s(self) -> float:
+        return next((s for step, s in reversed(self.w.train_times) if self.step >= step), self.w.train_s)
 
     def on_step(self, _: int, __: object) -> None:
         self.is_training = False
@@ -207,16 +279,29 @@ class _Run:
     def send(self) -> None:
         if self.link_busy or self.published <= self.sent:
             return
-        spans = self.published - self.sent
-        if spans not in self.transfer:
-            self.transfer[spans] = self.w.transfer_s(self.pool, spans)
-        takes = self.transfer[spans]
+        takes = self.w.links_s(self.pool, self.published - self.sent)
         self.sent, self.link_busy = self.published, True
         for host in self.hosts:
-            if self.w.is_stalled:
-                self.stand_still(host, takes)
-            self.at(self.now + takes + host.machine.apply_s, "live", (host, self.sent))
+            if host.fetching_until <= self.now + 1e-9:
+                self.fetch(host)
         self.at(self.now + takes, "through", None)
+
+    def fetch(self, host: Host) -> None:
+        """The newest version, over the host's own link: no sooner than the seed's and the swarm's links bring it."""
+        if host.is_away:
+            return
+        spans = self.sent - host.fetching
+        own = self.w.bytes_of(spans) / host.machine.down / self.w.efficiency
+        takes = max(own, self.w.links_s(self.pool, spans))
+        host.fetching, host.fetching_until = self.sent, self.now + takes
+        if self.w.is_stalled:
+            self.stand_still(host, takes)
+        self.at(self.now + takes + host.machine.apply_s, "live", (host, self.sent))
+        self.at(self.now + takes, "fetched", host)
+
+    def on_fetched(self, _: int, host: Host) -> None:
+        if host.fetching < self.sent and host.fetching_until <= self.now + 1e-9:
+            self.fetch(host)
 
     def on_through(self, _: int, __: object) -> None:
         self.link_busy = False
@@ -224,6 +309,8 @@ class _Run:
 
     def on_live(self, _: int, whose: tuple[Host, int]) -> None:
         host, version = whose
+        if host.is_away or version < host.version:
+            return
         host.version = version
         if host.machine.swap_s:
             self.stand_still(host, host.machine.swap_s)

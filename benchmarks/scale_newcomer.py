@@ -24,7 +24,7 @@ from benchmarks.delta_snapshots import (
     published,
 )
 from echo2.base.ids import Version
-from echo2.learner.publication import BASE_REACH
+from echo2.learner.publishing.schedule import BASE_REACH
 from echo2.weights import DeltaHeader, encode_delta, encode_keyframe, fingerprint, join_frames
 
 VERSIONS, RATE, WARM_UP, SETTLE = 200, 1e-6, 40, 30

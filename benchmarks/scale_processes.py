@@ -38,18 +38,15 @@ class Way:
     budget: int
     is_checkpointed: bool = False
     rank: int = 0
-    is_rounded: bool = False
 
     @property
     def options(self) -> str:
         return f"""
-correction = "none"
+correction = "behaviour"
 token_budget = {self.budget}
 gradient_checkpointing = {str(self.is_checkpointed).lower()}
-threads = 1
 [worker]
 slots = {SEQUENCES}
-quantisation = "{"int8" if self.is_rounded else "none"}"
 """
 
 
@@ -57,7 +54,6 @@ WAYS = {
     "smollm2-135m": [Way("all weights, 64 rollouts a step", 2, 8, 8, 1024)],
     "qwen3-0.6b": [
         Way("all weights, 8 rollouts a step", 2, 2, 4, 1024),
-        Way("all weights, checkpointed, one worker of int8, 8 rollouts a step", 1, 2, 4, 512, True, 0, True),
         Way("an adapter of rank 8 over the base, checkpointed, 8 rollouts a step", 2, 2, 4, 512, True, 8),
     ],
 }
@@ -97,8 +93,7 @@ def needed_by(model: str, way: Way) -> Needed:
     state = 6 * size.parameters if way.rank else found.state_bytes
     learner = state + found.activation_bytes + PROCESS_BYTES
     cache = CPU_BYTES * size.kv_values_per_token * SEQUENCES * TOKENS
-    weights = 3 + 2 if way.is_rounded else CPU_BYTES + 2
-    worker = weights * size.parameters + cache + CPU_PROCESS_BYTES
+    worker = (CPU_BYTES + 2) * size.parameters + cache + CPU_PROCESS_BYTES
     return Needed(learner, worker, learner + way.workers * worker)
 
 
@@ -146,8 +141,6 @@ def measured(model: str) -> dict[str, object]:
             "max_new_tokens = 7", f"max_new_tokens = {TOKENS - PROMPT}\nmax_prompt_tokens = {PROMPT}"
         )
         config = config.replace('correction = "behaviour"\n', "") + way.options
-        if way.is_rounded:
-            config = config.replace("[coordinator]\n", "[coordinator]\nquantised_workers = true\n")
         if way.rank:
             config = config.replace("[model]\n", f"[model]\nlora_rank = {way.rank}\n")
         with Cluster(folder, config, way.workers) as cluster:

@@ -25,14 +25,12 @@ import numpy as np
 
 from benchmarks.broadcast_peer import line, rss_mib
 from echo2.base.ids import RunId, Version
-from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeOptions
-from echo2.broadcast.runtime.progress import ArtifactSealed, BlockArrived
-from echo2.cli.demo.ports import choose_ports
+from echo2.broadcast.artifact import ArtifactId
+from echo2.broadcast.catch_up import ArtifactSealed, BlockArrived
+from echo2.broadcast.node import BroadcastNode, NodeOptions
+from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
-from echo2.trust.runtime import tls
-from echo2.weights.block import EncodedBlock, FindsPool, decode_sparse, decode_whole, encode_block, encode_whole
+from echo2.weights.block import EncodedBlock, decode_sparse, decode_whole, encode_block, encode_whole
 from echo2.weights.container import (
     BlockFrame,
     CodecSetting,
@@ -43,10 +41,11 @@ from echo2.weights.container import (
     TensorTable,
     parse_frame,
 )
-from echo2.weights.elements import Bits, TensorSpec, element_type_of
+from echo2.weights.elements import BLOCK_ELEMENTS, Bits, Block, TensorSpec, blocks_of, element_type_of, sorted_specs
 from echo2.weights.encode import Encoding, in_order
 from echo2.weights.fingerprint import MODULUS, header_term, sum_bits
-from echo2.weights.layout import BLOCK_ELEMENTS, Block, blocks_of, sorted_specs
+from echo2.weights.marks import Finds
+from tests.ports import choose_ports
 
 KEYFRAME, DELTA = ArtifactId(Version(0)), ArtifactId(Version(1), Version(0))
 FETCHERS, KEY, POOL, CHANGED = 3, 7, 1 << 22, 0.02
@@ -72,7 +71,6 @@ class SeededWeights:
         self.bytes = 2 * sum(spec.element_count for spec in self.table.specs)
         draws = torch.empty(POOL + BLOCK_ELEMENTS).normal_(std=0.02, generator=torch.Generator().manual_seed(0))
         self._pool = draws.bfloat16().view(torch.int16).numpy().view(np.uint16)
-        self._finds = FindsPool()
         self.start = sum(header_term(KEY, spec) for spec in self.table.specs) % MODULUS
 
     def old(self, block: Block) -> list[Bits]:
@@ -95,17 +93,14 @@ class SeededWeights:
     def keyframe(self, block: Block) -> EncodedBlock:
         bits = self.old(block)
         method, payload = encode_whole(bits, block.element)
-        return EncodedBlock(method, payload, self.step_of(block, bits), block.element_count)
+        return EncodedBlock(method, payload, self.step_of(block, bits))
 
     def delta(self, block: Block) -> EncodedBlock:
-        finds = self._finds.take(block)
-        coded = encode_block(block, self.old(block), self.new(block), CodecSetting.FAST, KEY, finds)
-        self._finds.give(finds)
-        return coded
+        return encode_block(block, self.old(block), self.new(block), CodecSetting.FAST, KEY, Finds(block))
 
     def encoding(self, header: DeltaHeader, start: int, code: Callable[[Block], EncodedBlock]) -> Encoding:
-        made = Encoding(header, self.table, self.blocks, start)
-        return made.run(in_order(self.blocks, code, ThreadPoolExecutor(2), 2))
+        coded = in_order(self.blocks, code, ThreadPoolExecutor(2), 2)
+        return Encoding(header, self.table, coded, len(self.blocks), start)
 
 
 class CheckedSink:
@@ -146,21 +141,20 @@ class CheckedSink:
         return step
 
 
-async def node_of(folder: Path, index: int) -> tuple[BroadcastNode, Any, float]:
+async def node_of(folder: Path, index: int) -> tuple[BroadcastNode, float]:
     """This process's node, started; and how long it took to take over what lay in its store."""
     scene = json.loads((folder / "scene.json").read_text())
     identity = tls.load_or_create_identity(folder / f"n{index}")
     credentials = tls.load_credentials(folder / f"n{index}", identity)
     assert credentials is not None
-    node, server = BroadcastNode(credentials, NodeOptions(folder / f"n{index}" / "chunks")), tls.new_server()
-    node.add_to_server(server)
-    tls.bind_server(server, scene["addresses"][index], tls.server_credentials(credentials))
-    await server.start()
+    port = int(scene["addresses"][index].rpartition(":")[2])
+    node = BroadcastNode(credentials, NodeOptions(folder / f"n{index}" / "chunks", port=port))
+    node.listen()
     began = time.monotonic()
     await node.start()
     start_s = time.monotonic() - began
     node.set_publisher(scene["peer_ids"][0], scene["addresses"][0])
-    return node, server, start_s
+    return node, start_s
 
 
 def say(**told: object) -> None:
@@ -168,7 +162,7 @@ def say(**told: object) -> None:
 
 
 async def publish(folder: Path, model: str) -> None:
-    node, server, _ = await node_of(folder, 0)
+    node, _ = await node_of(folder, 0)
     weights = await asyncio.to_thread(SeededWeights, model)
     while len(node.stats().links) < FETCHERS:
         await asyncio.sleep(0.05)
@@ -184,11 +178,10 @@ async def publish(folder: Path, model: str) -> None:
         await line()
     say(rss_mib=rss_mib())
     await node.stop()
-    await server.stop(0)
 
 
 async def fetch(folder: Path, index: int, model: str) -> None:
-    node, server, _ = await node_of(folder, index)
+    node, _ = await node_of(folder, index)
     weights = await asyncio.to_thread(SeededWeights, model)
     sink = CheckedSink(weights)
     async for step in node.progress():
@@ -206,15 +199,13 @@ async def fetch(folder: Path, index: int, model: str) -> None:
     await line()
     say(rss_mib=rss_mib())
     await node.stop()
-    await server.stop(0)
 
 
 async def restart(folder: Path) -> None:
     """The publisher's node again, on the store that it left."""
-    node, server, start_s = await node_of(folder, 0)
+    node, start_s = await node_of(folder, 0)
     say(start_s=start_s, rss_mib=rss_mib(), bytes=node.library.store.used_bytes)
     await node.stop()
-    await server.stop(0)
 
 
 # ---- the scene

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.worker_scene import CONFIG, Row, row
 from echo2.base.ids import GroupId
 from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.worker.model_digest import model_digest
+from echo2.worker.weights import model_digest
 from tests.contract.test_engine_soak import SLOPE_BYTES_PER_SWAP_MAX, SWAP_COUNT, swaps_under_load
 from tests.unit.worker.peers import SmallRun
 

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echo2.base.ids import Version
 from echo2.base.rollout import SamplingParams
 from echo2.base.staged import TensorUpdate
-from echo2.worker.engine import GenerateRequest
-from echo2.worker.runtime.engines.outbox import Outbox, SampledToken
+from echo2.worker.engines.engine import GenerateRequest
+from echo2.worker.engines.outbox import Outbox, SampledToken
 
 Row = dict[str, object]
 CONTEXT_TOKENS = 512

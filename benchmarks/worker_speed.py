@@ -30,15 +30,13 @@ from benchmarks.worker_scene import (
     row,
 )
 from echo2.base.rollout import FinishReason
-from echo2.worker.engine import SwapMode
-from echo2.worker.runtime.daemon import PUMP_PAUSE_S
-from echo2.worker.runtime.engines.embedded import EmbeddedEngine
-from echo2.worker.runtime.engines.forward import CachedDecoder
-from echo2.worker.runtime.engines.loop import LiveSwap, StepLoop
-from echo2.worker.runtime.engines.outbox import LINGER_S, Outbox, SampledToken
-from echo2.worker.runtime.engines.rounded_weights import RoundedWeights
-from echo2.worker.runtime.engines.shape import read_shape
-from echo2.worker.runtime.engines.weights import LiveWeights, Weights
+from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
+from echo2.worker.engines.embedded.forward import CachedDecoder
+from echo2.worker.engines.embedded.live_weights import LiveWeights, read_shape
+from echo2.worker.engines.embedded.loop import LiveSwap, StepLoop
+from echo2.worker.engines.engine import SwapMode
+from echo2.worker.engines.outbox import LINGER_S, Outbox, SampledToken
+from echo2.worker.worker import PUMP_PAUSE_S
 
 
 def by_generate(model: torch.nn.Module, asked: list[Ask], batch: int) -> float:
@@ -72,9 +70,9 @@ def by_continuous_batching(model: torch.nn.Module, asked: list[Ask], batch: int)
         return tokens / (time.process_time() - began)
 
 
-def by_bare_loop(base: Staged, asked: list[Ask], batch: int, weights: Weights | None = None) -> float:
+def by_bare_loop(base: Staged, asked: list[Ask], batch: int) -> float:
     """Tokens per CPU second of the step loop in this thread, with nobody to stream to; start-up not counted."""
-    weights = weights or LiveWeights(read_shape(CONFIG))
+    weights = LiveWeights(read_shape(CONFIG))
     loop = StepLoop(weights, partial(CachedDecoder, weights), batch, CONTEXT_TOKENS, Nowhere())
     with torch.inference_mode():
         loop.warm_up()
@@ -159,21 +157,4 @@ def speed(is_quick: bool) -> list[Row]:
         rows.append(row(f"ratio to generate, batch {batch}", ratio, "x", 3.0 if batch == 32 else None, "higher"))
         if batch == 32:
             rows.append(row("streaming overhead, batch 32", streaming, "share", 0.03))
-    return rows
-
-
-def rounded(is_quick: bool) -> list[Row]:
-    """The engine of int8 weights beside that of float32, both without streaming: speed, and what the weights take."""
-    base, shape = keyframe(make_model("sdpa")), read_shape(CONFIG)
-    rows = []
-    for batch in (8, 32) if is_quick else (1, 8, 32, 64):
-        asked, ratios = asks(max(8, 2 * batch)), []
-        for _ in range(1 if is_quick else 3):
-            plain = by_bare_loop(base, asked, batch)
-            ratios.append(by_bare_loop(base, asked, batch, RoundedWeights(shape)) / plain)
-        rows.append(row(f"int8: speed against float32, batch {batch}", statistics.median(ratios), "x", None, "higher"))
-    held = RoundedWeights(shape).nbytes / LiveWeights(shape).nbytes
-    rows.append(row("int8: memory of weights and masters against float32", held, "x", None))
-    for each in rows:
-        print(f"{each['name']}: {each['value']}")
     return rows

@@ -23,12 +23,11 @@ from benchmarks.worker_scene import (
     row,
 )
 from echo2.base.rollout import SamplingParams
-from echo2.worker.engine import GenerateRequest, SwapMode
-from echo2.worker.runtime.engines.forward import CachedDecoder
-from echo2.worker.runtime.engines.loop import HOLD_STEPS, LiveSwap, StepLoop
-from echo2.worker.runtime.engines.outbox import Outbox
-from echo2.worker.runtime.engines.shape import read_shape
-from echo2.worker.runtime.engines.weights import LiveWeights
+from echo2.worker.engines.embedded.forward import CachedDecoder
+from echo2.worker.engines.embedded.live_weights import LiveWeights, read_shape
+from echo2.worker.engines.embedded.loop import HOLD_STEPS, LiveSwap, StepLoop
+from echo2.worker.engines.engine import GenerateRequest, SwapMode
+from echo2.worker.engines.outbox import Outbox
 
 INTERVAL_S = 2.0
 SEQUENCES = 32

@@ -2,15 +2,12 @@
 
     python docs/figures.py
 
-`overlap.svg`: what a larger staleness bound buys on a slow uplink, by `echo2 sim`. `broadcast.svg`: how a version reaches
+`overlap.svg`: what a larger staleness bound buys on a slow uplink, by the fleet model. `broadcast.svg`: how a version reaches
 eight workers, from the learner alone and by the plan that echo2 makes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import sys
 from pathlib import Path
 
@@ -19,11 +16,11 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from echo2.broadcast.topology import BroadcastPlan, NodeLink, fluid_bound
+from benchmarks.broadcast_model.network import BroadcastNetwork
+from benchmarks.broadcast_model.scenarios import wan_fleet
+from benchmarks.fleet_model.run import reports_of
+from echo2.broadcast.plan import BroadcastPlan, NodeLink, fluid_bound
 from echo2.broadcast.trees import plan, star
-from echo2.cli.main import main as echo2
-from echo2.sim.broadcast_network import BroadcastNetwork
-from echo2.sim.broadcast_scenarios import wan_fleet
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "figures"
@@ -34,26 +31,17 @@ CHUNK_BYTES = 256 << 10
 def overlap() -> None:
     """Utilisation and cost against S, simulated with the real planner."""
     bounds = (1, 2, 3, 4, 6, 8, 11)
-    arguments = ["sim", str(ROOT / "examples" / "scenarios" / "slow-uplink.toml"), "--json", "--steps", "60"]
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = echo2([*arguments, *(word for bound in bounds for word in ("--staleness", str(bound)))])
-    assert code == 0, "the scenario is in the repository"
-    rows = json.loads(out.getvalue())
+    rows = [row for _, row in reports_of(ROOT / "benchmarks" / "scenarios" / "slow-uplink.toml", bounds, steps=60)]
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
-    left.plot(bounds, [row["utilisation"] for row in rows], "o-", label="simulated")
-    left.plot(bounds, [row["predicted_utilisation"] for row in rows], "x--", label="predicted")
+    left.plot(bounds, [row.utilisation for row in rows], "o-", label="simulated")
+    left.plot(bounds, [row.predicted_utilisation for row in rows], "x--", label="predicted")
     left.set(xlabel="staleness bound S, steps", ylabel="utilisation of the learner", ylim=(0, 1.05))
     left.legend(frameon=False)
-    right.plot(bounds, [row["usd_per_step"] for row in rows], "o-")
+    right.plot(bounds, [row.usd_per_step for row in rows], "o-")
     right.set(xlabel="staleness bound S, steps", ylabel="USD per step for workers", ylim=(0, None))
     for row, bound in zip(rows, bounds, strict=True):
-        left.annotate(
-            f"κ={row['kappa']}", (bound, row["utilisation"]), (0, -14), textcoords="offset points", fontsize=7
-        )
-        right.annotate(
-            f"{row['pool']} workers", (bound, row["usd_per_step"]), (2, 5), textcoords="offset points", fontsize=7
-        )
+        left.annotate(f"κ={row.kappa}", (bound, row.utilisation), (0, -14), textcoords="offset points", fontsize=7)
+        right.annotate(f"{row.pool} workers", (bound, row.usd_per_step), (2, 5), textcoords="offset points", fontsize=7)
     figure.savefig(TARGET / "overlap.svg", metadata={"Date": None})
 
 

@@ -19,22 +19,41 @@ from pydantic.fields import FieldInfo
 
 from echo2.base import errors
 from echo2.cli import coordinator, learner, main, worker
-from echo2.config.load import to_toml
-from echo2.config.presets import PRESETS
+from echo2.config.load import PRESETS, to_toml
 from echo2.config.run import RunConfig
-from echo2.coordinator.runtime.web.metrics import METRICS, WORKER_METRICS
+from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "reference"
 NOTE = "<!-- Made by docs/generate.py; `make docs` makes it again. -->\n"
 
 
+RULES = """
+## What is no option
+
+| what | follows from |
+|---|---|
+| LoRA's alpha; AdamW's betas and epsilon | twice the rank; 0.9, 0.99, 1e-8 |
+| M2PO's limit; the divisor of the loss | a mean square of 0.04; the loss, as in its paper |
+| threads of the trainer; processes of rewards | `OMP_NUM_THREADS`, else all cores but one; a quarter of the cores, at least two |
+| a lost episode | no call for a sixth of `agent.episode_timeout`, restarted twice |
+| heartbeats | every 0.5 s on one machine, else every 5 s |
+| a silent worker | suspect after 3 heartbeats (at least 3 s), gone after 9 |
+| reports of partial rollouts; a lease without progress | every 2 s, or every second heartbeat; goes on elsewhere after 120 s |
+| aim of the learner's utilisation | 0.98 |
+| chunks; coding of deltas | up to 256 KiB, smaller on slow uplinks and of small artifacts; by link and cores |
+| disk for chunks; checkpoints kept; snapshots for newcomers | twice the published weights; the newest two; every 16 versions |
+| addresses of learner and worker | loopback if the run is on this machine, else all |
+| what each kind of machine delivered | `~/.local/share/echo2/machines.json` |
+"""
+
+
 def configuration() -> str:
     """One table for each section of the config."""
     parts = [
         NOTE + "# Configuration\n",
-        "One TOML file for the run, or one per role; the same options on the command line as `--section.option VALUE`, which "
-        "beat the file, which beats the preset. Durations take `ms`, `s`, `min`, `h`, `d`; sizes `B`, `KiB`, `MiB`, `GiB`; rates "
+        "One TOML file for the run, or one per role; `--section.option VALUE` beats the file, which beats the preset. "
+        "Durations take `ms`, `s`, `min`, `h`, `d`; sizes `B`, `KiB`, `MiB`, `GiB`; rates "
         "`bit/s` to `gbit/s` and `B/s` to `GiB/s`. `echo2 config show FILE` prints what results.\n",
         'Presets (`preset = "wan"` at the top of the file, or `--preset wan`) differ from the defaults in:\n',
     ]
@@ -46,7 +65,7 @@ def configuration() -> str:
         assert isinstance(section, type) and issubclass(section, BaseModel), name
         parts.append(f"\n## [{name}]\n\n| option | default | allowed | what it changes |\n|---|---|---|---|")
         parts += [_option(name, option, found) for option, found in section.model_fields.items()]
-    return "\n".join(parts) + "\n"
+    return "\n".join(parts) + "\n" + RULES
 
 
 def _option(section: str, name: str, field: FieldInfo) -> str:
@@ -59,24 +78,30 @@ def _allowed(field: FieldInfo) -> str:
     choices = get_args(field.annotation)
     if choices and all(isinstance(choice, str) for choice in choices):
         return ", ".join(f"`{choice}`" for choice in choices)
-    bounds = []
+    bounds: dict[str, Any] = {}
     for rule in field.metadata:
-        for sign, key in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
-            if (bound := getattr(rule, key, None)) is not None:
-                bounds.append(f"{sign} {bound}")
-    kind = getattr(field.annotation, "__name__", "table")
-    return ", ".join(
-        [{"str": "text", "int": "whole number", "float": "number", "bool": "yes or no"}.get(kind, "table"), *bounds]
-    )
+        bounds |= {
+            key: rule_bound for key in ("ge", "gt", "le", "lt") if (rule_bound := getattr(rule, key, None)) is not None
+        }
+    if "gt" in bounds:
+        bounds.pop("ge", None)
+    kinds = (
+        ["integer"] if getattr(field.annotation, "__name__", "table") == "int" else []
+    )  # the default shows the others
+    if "ge" in bounds and "le" in bounds:
+        return " ".join([*kinds, f"{bounds['ge']} to {bounds['le']}"])
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    return ", ".join([*kinds, *(f"{signs[key]} {bound}" for key, bound in bounds.items())])
 
 
 def commands() -> str:
-    """Each command with its arguments, as its own parser knows them."""
+    """Each command with what it does; `--help` lists its arguments, as its own parser knows them."""
     parts = [NOTE + "# Commands\n"]
     parts.append(
-        "Commands that take a config also take `--section.option VALUE` for every option of the "
-        "[configuration](configuration.md). Links may be given as `@FILE`.\n"
+        "`COMMAND --help` explains the arguments. Commands with a config also take `--section.option VALUE` for each option of "
+        "the [configuration](configuration.md). Links may be given as `@FILE`.\n"
     )
+    parts.append("| command | what it does |\n|---|---|")
     for module in (main, coordinator, learner, worker):
         parts += _described(_parser_of(module.main))
     return "\n".join(parts) + "\n"
@@ -109,30 +134,12 @@ def _described(parser: argparse.ArgumentParser) -> Iterator[str]:
         elif not isinstance(action, argparse._HelpAction | argparse._VersionAction):
             own.append(action)
     if own or not inner:
-        words = [f" {_shown(a)}" for a in own if not a.option_strings] + (
-            [" [OPTIONS]"] if any(a.option_strings for a in own) else []
-        )
-        yield f"## {parser.prog}\n\n    {parser.prog}{''.join(words)}\n\n{parser.description or ''}\n"
-        if own:
-            yield "| argument | default | what |\n|---|---|---|"
-            yield from (_argument(action) for action in own)
-            yield ""
+        words = [str(a.metavar or a.dest.upper()) for a in own if not a.option_strings]
+        flags = [a.option_strings[0] for a in own if a.option_strings]
+        text = f"{_cell(parser.description or '').rstrip('.')}{': ' if flags else ''}{', '.join(f'`{flag}`' for flag in flags)}"
+        yield f"| `{' '.join([parser.prog, *words])}` | {text} |"
     for command in inner:
         yield from _described(command)
-
-
-def _shown(action: argparse.Action) -> str:
-    return str(action.metavar or action.dest.upper())
-
-
-def _argument(action: argparse.Action) -> str:
-    value = "" if action.nargs == 0 else f" {_shown(action)}"
-    name = ", ".join(f"`{flag}{value}`" for flag in action.option_strings) or f"`{_shown(action)}`"
-    if action.choices and action.option_strings:
-        name += f" ({', '.join(map(str, action.choices))})"
-    empty = action.default in (None, "", False, [], argparse.SUPPRESS) or action.nargs == 0
-    default = "this interpreter" if action.default == sys.executable else f"`{action.default}`"
-    return f"| {name} | {'' if empty else default} | {_cell(action.help or '')} |"
 
 
 def metrics() -> str:
@@ -164,31 +171,48 @@ def exit_codes() -> str:
 
 
 def performance() -> str:
-    """The last results of each benchmark, as its command wrote them."""
+    """What each benchmark measured last: how many targets were met, and each that was missed."""
     parts = [NOTE + "# Performance\n"]
     parts.append(
-        "What each benchmark wrote when it ran last, on two shared cores without a GPU: read the ratios, not the seconds. "
-        "`make bench-NAME` runs one again and prints it beside its peers; `benchmarks/README.md` says what each needs.\n"
+        "Measured on two shared cores without a GPU: read the ratios, not the seconds. `make bench-NAME` measures again; "
+        "`benchmarks/results/NAME.json` keeps every row. Missed targets, of a figure in several settings the worst, are below.\n"
     )
+    summary = ["| command | figures | targets met |", "|---|---|---|"]
+    missed = ["| command | what | value | unit | target |", "|---|---|---|---|---|"]
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        found = json.loads(path.read_text())
-        rows = found["rows"] if isinstance(found, dict) else found
+        results = json.loads(path.read_text())
+        rows = results["rows"] if isinstance(results, dict) else results
         command = "mutants" if path.stem == "mutants" else f"bench-{path.stem.replace('_', '-')}"
-        parts.append(f"## make {command}\n")
-        parts.append("| what | value | unit | target | |\n|---|---|---|---|---|")
-        parts += [_result(row) for row in rows]
-        parts.append("")
-    return "\n".join(parts) + "\n"
+        judged = [row for row in rows if row.get("target") is not None and row["value"] is not None]
+        misses = [row for row in judged if not _is_met(row)]
+        summary.append(f"| `make {command}` | {len(rows)} | {len(judged) - len(misses)} of {len(judged)} |")
+        missed += [_miss(path.stem, rows) for rows in _by_figure(misses)]
+    return "\n".join([*parts, *summary, "", *missed]) + "\n"
 
 
-def _result(row: dict[str, Any]) -> str:
-    value, target, better = row["value"], row.get("target"), row.get("better", "")
-    if target is None or value is None:
-        return f"| {_cell(row['name'])} | {_number(value)} | {row.get('unit', '')} | | |"
-    is_met = value <= target if better == "lower" else value >= target
-    asked = f"{'at most' if better == 'lower' else 'at least'} {_number(target)}"
-    unit, verdict = row.get("unit", ""), "met" if is_met else "**missed**"
-    return f"| {_cell(row['name'])} | {_number(value)} | {unit} | {asked} | {verdict} |"
+def _is_met(row: dict[str, Any]) -> bool:
+    if row.get("better") == "lower":
+        return bool(row["value"] <= row["target"])
+    return bool(row["value"] >= row["target"])
+
+
+def _by_figure(misses: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Misses of one figure (the text after the setting's colon, unit and target) together, the worst first."""
+    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for row in misses:
+        groups.setdefault((row["name"].partition(": ")[2] or row["name"], row.get("unit"), row["target"]), []).append(
+            row
+        )
+    return [
+        sorted(rows, key=lambda row: row["value"], reverse=rows[0].get("better") == "lower") for rows in groups.values()
+    ]
+
+
+def _miss(name: str, rows: list[dict[str, Any]]) -> str:
+    row, more = rows[0], f" (worst of {len(rows)})" if len(rows) > 1 else ""
+    bound = "at most" if row.get("better") == "lower" else "at least"
+    cells = (_cell(row["name"]) + more, _number(row["value"]), row.get("unit", ""), f"{bound} {_number(row['target'])}")
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def _number(value: object) -> str:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from echo2.cli.own_trainer import PaddedBatch, Publisher, Rollouts, Run, Sample, TrainingBatch
+    from echo2.weights.elements import published_tensors
 
 __version__ = "0.1.0"
-__all__ = ["PaddedBatch", "Publisher", "Rollouts", "Run", "Sample", "TrainingBatch", "__version__"]
+__all__ = ["PaddedBatch", "Publisher", "Rollouts", "Run", "Sample", "TrainingBatch", "__version__", "published_tensors"]
 
 
 def __getattr__(name: str) -> object:

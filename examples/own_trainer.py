@@ -32,11 +32,11 @@ def main() -> None:
             optimiser.load_state_dict(kept["optimiser"])
 
         publisher, rollouts = echo2.Publisher(run), echo2.Rollouts(run)
-        publisher.publish(run.resume_step, model.named_parameters())
+        publisher.publish(run.resume_step, echo2.published_tensors(model))
         for batch in rollouts:
             reward = train(model, optimiser, batch)
             print(f"step {batch.step + 1}: reward {reward:.3f}", flush=True)
-            publisher.publish(batch.step + 1, model.named_parameters())
+            publisher.publish(batch.step + 1, echo2.published_tensors(model))
             if run.step % run.checkpoint_every_steps == 0:
                 save({"model": model.state_dict(), "optimiser": optimiser.state_dict()}, mine / f"{run.step}.pt")
 

@@ -29,7 +29,7 @@ class Hook:
         self.rollouts_per_group = run.options.rollouts_per_group
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        self.publisher.publish(trainer.state.global_step, trainer.model.named_parameters())
+        self.publisher.publish(trainer.state.global_step, echo2.published_tensors(trainer.model))
         samples = list(self._whole_groups(next(self.rollouts)))
         assert len(samples) == len(prompts), f"expected {len(prompts)} rollouts a step in run.toml, got {len(samples)}"
         return {
@@ -73,7 +73,7 @@ def main() -> None:
             ),
         )
         trainer.train()
-        hook.publisher.publish(trainer.state.global_step, trainer.model.named_parameters())
+        hook.publisher.publish(trainer.state.global_step, echo2.published_tensors(trainer.model))
 
 
 if __name__ == "__main__":

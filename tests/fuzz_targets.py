@@ -24,12 +24,11 @@ from google.protobuf.message import DecodeError, Message
 
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, RunId, Step, Version
-from echo2.broadcast.bulk_frames import FrameCutter, head_of
-from echo2.broadcast.pipe_hello import PipeAnswer, opening_of
-from echo2.broadcast.tls_records import HEAD_BYTES, PLAIN_BYTES_MAX, RECORD_BYTES_MAX, TAG_BYTES, RecordCutter
+from echo2.broadcast.connection import HEAD, FrameCutter
+from echo2.broadcast.nat.pipes import PipeAnswer, opening_of
 from echo2.config.load import load_config
-from echo2.learner.runtime.journal import read_journal
-from echo2.learner.runtime.segment import Framing
+from echo2.learner.rollouts.journal import framed, read_journal
+from echo2.outside.tls_streams import HEAD_BYTES, PLAIN_BYTES_MAX, RECORD_BYTES_MAX, TAG_BYTES, RecordCutter
 from echo2.trust.identity import Identity, JoinLink
 from echo2.weights import (
     ContainerDecoder,
@@ -44,9 +43,10 @@ from echo2.weights.container import parse_frame
 from echo2.wire import broadcast as bw
 from echo2.wire import coordinator as cw
 from echo2.wire import rollout as rw
+from echo2.wire.bounds import check
 from echo2.wire.chunk_frames import FRAME_BYTES_MAX, chunk_in
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
-from echo2.wire.ticket import Ticket, sign_ticket, verify_ticket
+from echo2.wire.rollout import Ticket, sign_ticket, verify_ticket
 from tests.unit.weights.models import KEY, gaussian_pair
 
 CORPUS = Path(__file__).parent / "fixtures" / "corpus"
@@ -68,10 +68,13 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="echo2-fuzz-")
 
 
 def _parsed(kind: type[Message], data: bytes) -> Message:
+    """As every receiver takes it: parsed, and within its bounds."""
     try:
-        return kind.FromString(data)
+        message = kind.FromString(data)
     except DecodeError as error:  # gRPC answers such a message itself
         raise MalformedMessage(str(error)) from None
+    check(message, "a peer")
+    return message
 
 
 def _container(data: bytes) -> None:
@@ -151,10 +154,13 @@ def _tls_records(data: bytes) -> None:
         room[: len(piece)] = piece
         at += len(piece)
         whole, count = records.took(len(piece))
-        assert bool(whole) == bool(count)
-        given += whole
+        new = b""
+        while count:
+            new += whole
+            whole, count = records.took(0)
+        given += new
         assert records.held_bytes == at - 1 - len(given) < RECORD_BYTES_MAX
-        for plain in _plain_of(bytes(whole)):
+        for plain in _plain_of(new):
             _into_frames(frames, plain)
         missing = frames.missing_bytes
         assert records.still_to_come(missing) <= RECORD_BYTES_MAX + missing + (missing // PLAIN_BYTES_MAX + 1) * 22
@@ -274,7 +280,7 @@ def _journal(data: bytes) -> None:
     """Each input is the payload of one record with a right checksum, then the raw bytes."""
     folder = Path(_FOLDER.name)
     path = folder / "segment-00000000.records"
-    path.write_bytes(Framing(path).framed(data) + data)
+    path.write_bytes(framed(data) + data)
     read_journal(folder, Step(0))
 
 
@@ -409,14 +415,14 @@ def _valid_inputs() -> Iterator[tuple[str, list[bytes]]]:
         [f"echo2://10.0.0.7:8418/{_COORDINATOR.peer_id}?token={'A' * 43}".encode(), b"echo2://[::1]:1/x?token="],
     )
     config = 'preset = "wan"\n[run]\nname = "r"\n[staleness]\nbound = 4\n[learner]\nlr = 1e-6\nsteps = 3\n'
-    yield "config", [config.encode(), b'[worker]\nemulated_uplink = "20mbit/s"\nstore_bytes = "4MiB"\n']
+    yield "config", [config.encode(), b'[worker]\nemulated_link = "20mbit/s 0 80ms"\n']
     yield "journal", list(_journal_inputs())
 
 
 def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
+    from echo2.broadcast.artifact import ArtifactId, Chunk, Header, Seal, root_of
     from echo2.broadcast.events import Route
-    from echo2.broadcast.manifest import ArtifactId, Chunk, Header, Seal, root_of
-    from echo2.broadcast.topology import NodeLink
+    from echo2.broadcast.plan import NodeLink
     from echo2.broadcast.trees import plan
 
     made = Header(ArtifactId(Version(5), Version(4)), RunId("r"), "", 1.0, 4096, True, _COORDINATOR.peer_id)
@@ -425,7 +431,7 @@ def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
     seal = Seal(header.key, 1, 63, root_of([chunk.verify(_COORDINATOR.peer_id)]), "ab" * 8).signed(_COORDINATOR)
     frame = bw.chunk_to_bytes(chunk)
     messages = bw.header_to_bytes(header), frame, bw.beside(Route(3, 1), False) + frame, bw.seal_to_bytes(seal)
-    stream = b"".join(head_of(len(message)) + message for message in messages)
+    stream = b"".join(HEAD.pack(len(message)) + message for message in messages)
     yield "bulk_frames", [bytes([pace]) + stream for pace in (0, 7, 255)]
     cut = [stream[begin : begin + 90] for begin in range(0, len(stream), 90)]
     records = b"".join(b"\x17\x03\x03" + (len(part) + 17).to_bytes(2, "big") + part + bytes(17) for part in cut)
@@ -488,9 +494,16 @@ def _coordinator_inputs() -> Iterator[tuple[str, list[bytes]]]:
 
 
 def _journal_inputs() -> Iterator[bytes]:
-    from echo2.learner.group import Draw
-    from echo2.learner.history import BatchDrawn, Finished, GroupDropped, Opened, SegmentBegan, VersionPublished
-    from echo2.learner.runtime.journal import _to_message
+    from echo2.learner.rollouts.groups import Draw
+    from echo2.learner.rollouts.history import (
+        BatchDrawn,
+        Finished,
+        GroupDropped,
+        Opened,
+        SegmentBegan,
+        VersionPublished,
+    )
+    from echo2.learner.rollouts.journal import _to_message
     from tests.unit.wire.test_rollout import GROUP, SEGMENT
 
     rollout = rw.rollout_from_message(rw.segment_to_message(replace(SEGMENT, offset=0)))

@@ -118,7 +118,10 @@ def audit(first_seed: int, until: float) -> Iterator[Entry]:
                     _, accusation = bench_audit.watch_newcomer(bench, honest[kind], seed)
                 else:
                     groups = bench_audit.GROUPS_MAX
-                    _, _, accusation = bench_audit.watched(bench, liars[kind], groups, first_group=1000 * seed)
+                    noise = bench_audit.fleet_noise(bench_audit.KIND, bench_audit.FLEET_NOISE_NATS)
+                    _, _, accusation = bench_audit.watched(
+                        bench, liars[kind], groups, first_group=1000 * seed, noise=noise
+                    )
                 found = Entry("audit", "", units=1)
                 found.counts[f"watched: {kind}"] += 1
                 found.counts[f"accused: {kind}"] += accusation is not None

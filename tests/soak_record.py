@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import platform
 import subprocess
 from collections import Counter
 from dataclasses import dataclass, field, fields
@@ -20,7 +19,7 @@ RECORD = ROOT / "docs" / "soak.json"
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
 WORDS = {
-    "sim": "seeds of the virtual world", "drivers": "seeds of an earlier simulator (drivers around the cores)",
+    "sim": "seeds of the virtual world",
     "chaos": "runs of real processes", "fuzz": "inputs to decoders", "audit": "workers watched by the audit",
 }  # fmt: skip
 
@@ -88,51 +87,27 @@ def _sum(kept: list[Entry], part: str) -> Entry:
     return total
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    head = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return [*head, *("| " + " | ".join(row) + " |" for row in rows), ""]
-
-
-def _counted(total: Entry, prefix: str) -> list[list[str]]:
-    return [
-        [name.removeprefix(prefix), f"{times:,}"]
-        for name, times in sorted(total.counts.items())
-        if name.startswith(prefix)
-    ]
-
-
 def page_of(kept: list[Entry]) -> str:
     """The generated part of the page."""
-    lines = [f"Made by `make soak` from `docs/soak.json`, which grows with each soak "
-             f"({platform.machine()}, Python {platform.python_version()}).", ""]  # fmt: skip
-    lines += _table(
-        ["part", "commit", "minutes", "how many", "failed"],
-        [
-            [WORDS[one.part], one.commit, f"{one.seconds / 60:.0f}", f"{one.units:,}", str(len(one.failed))]
-            for one in sorted(kept, key=lambda one: list(WORDS).index(one.part))
-        ],
-    )
-    sim, _, chaos, fuzz, audit = (_sum(kept, part) for part in WORDS)
+    lines = ["Made by `make soak` from `docs/soak.json`, which grows with each soak.", "",
+             "| part | commits | minutes | how many | failed |", "|---|---|---|---|---|"]  # fmt: skip
+    sums = {part: _sum(kept, part) for part in WORDS}
+    for part, total in sums.items():
+        commits = len({one.commit.removesuffix("-dirty") for one in kept if one.part == part})
+        numbers = f"{total.seconds / 60:.0f} | {total.units:,} | {len(total.failed)}"
+        lines.append(f"| {WORDS[part]} | {commits} | {numbers} |")
+    sim, chaos, _, _ = sums.values()
     hours, steps = sim.counts["virtual seconds"] / 3600, sim.counts["optimiser steps"]
-    rows = [["seeds run", f"{sim.units:,}"], ["seeds that failed", str(len(sim.failed))],
-            ["virtual hours, optimiser steps", f"{hours:.1f}, {steps:,}"]]  # fmt: skip
-    lines += _table(["virtual world", ""], rows + _counted(sim, "checks of "))
-    lines += _table(["fault in the virtual world", "times"], _counted(sim, "fault: "))
-    lines += _table(["process in it that ended by an error and came back", "times"], _counted(sim, "restart: "))
-    lines += _table([f"real processes, {chaos.units} runs, {len(chaos.failed)} failed", "times"], _counted(chaos, ""))
-    rows = [[name, times, f"{fuzz.counts['refused: ' + name]:,}"] for name, times in _counted(fuzz, "executed: ")]
-    refused = sum(times for name, times in fuzz.counts.items() if name.startswith("refused: "))
-    lines += _table(
-        [f"fuzz target, {len(fuzz.failed)} failures", "executions", "refused"],
-        [*rows, ["all", f"{fuzz.units:,}", f"{refused:,}"]],
+    checks, faults = (
+        sum(n for name, n in sim.counts.items() if name.startswith(of)) for of in ("checks of ", "fault: ")
     )
-    rows = [[name, times, f"{audit.counts['accused: ' + name]:,}"] for name, times in _counted(audit, "watched: ")]
-    lines += _table([f"audit, {len(audit.failed)} wrong verdicts: worker", "watched", "accused"], rows)
-    failed = [[f"`{text}`", one.commit] for one in kept for text in one.failed]
-    if failed:
-        head = "What failed, and under which commit (seeds up to 7195725 are of the earlier simulator):"
-        lines += [head, "", *_table(["failure", "commit"], failed)]
-    return "\n".join(lines).rstrip()
+    lines += [
+        "",
+        f"The virtual world: {hours:.1f} hours, {steps:,} optimiser steps, {checks:,} checks, {faults:,} events and faults. "
+        f"Real processes: {chaos.counts['optimiser steps']:,} optimiser steps, {chaos.counts['restarts']:,} restarts. "
+        "The file names each kind, and each failure with its commit and seed.",
+    ]
+    return "\n".join(lines)
 
 
 def write_page(kept: list[Entry], page: Path = PAGE) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu.setup import Row, Setup, not_measured
-from echo2.learner.runtime.attention import UnitTree, block_mask, dense_mask
+from echo2.learner.training.packing import UnitTree, block_mask, dense_mask
 
 HEADS, HEAD_DIM = 16, 128
 COMPLETIONS = 8

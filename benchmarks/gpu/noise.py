@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu.setup import QWEN3_06B, SMALL, Row, Setup, saved_model
-from echo2.learner.runtime.attention_choice import trial_inputs
-from echo2.learner.runtime.model import PolicyModel
-from echo2.learner.suspicion import SuspicionConfig
+from echo2.learner.audit import NOISE_PRIOR_OTHERS_NATS
+from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.trials import trial_inputs
 
 BLOCKS = 4
 
@@ -23,6 +23,6 @@ def run(setup: Setup) -> list[Row]:
     off_T = (found_T - exact_T).double()
     return [
         Row(f"{shape.name}: noise of log-probabilities, root mean square", float(off_T.square().mean().sqrt()), "nats",
-            SuspicionConfig().noise_nats),
+            NOISE_PRIOR_OTHERS_NATS),
         Row(f"{shape.name}: noise of log-probabilities, largest of {off_T.numel()}", float(off_T.abs().max()), "nats"),
     ]  # fmt: skip

@@ -27,3 +27,14 @@ def mapped_address(text: str, option: str) -> tuple[str, int]:
             f"[2001:db8::5]:41873, got {text!r}; peers do not dial names, because a name may resolve to another address later"
         )
     return str(address), int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether host or host:port is a loopback address: a run on one machine has no NAT to cross."""
+    host = address.strip("[]")
+    if host.count(":") == 1 or "]" in host:
+        host = host.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,7 +1,7 @@
 """Expert routing of a rollout in a mixture of experts: which experts computed each token. Packed, optional, bounded.
 
 Guarantees: `unpacked(packed(x))` is x; a `Routing` matches the number of its rollout's tokens; it is dropped entirely unless
-known for every token. Leaves to others: recording and replaying it (scoring/routers), whether its sender may be
+known for every token. Leaves to others: recording and replaying it (weights/routers), whether its sender may be
 believed: a learner that replays it still weighs the experts with its own router.
 
 A row holds each router's chosen experts for one position, `bits_of(experts)` bits each. The row of a sampled token is the row of
@@ -87,7 +87,7 @@ class Routing:
         return Routing(self.prompt, self.tokens[: kept * (len(self.tokens) // count)]) if self.tokens else self
 
 
-NO_ROUTING = Routing()
+NO_ROUTING = Routing()  # shared: a rollout without routers carries no array
 
 
 def joined_routing(first: Routing, first_count: int, second: Routing, second_count: int) -> Routing:

@@ -1,125 +1,215 @@
-"""Which artifacts lead to the newest version soonest: whether to finish, skip or drop what is in flight.
+"""One node on its way to the newest version: which artifacts it takes, and their blocks in the order in which they apply.
 
-Guarantees: of all ways from the live version, or from a keyframe, to the newest reachable version, chooses the one
-expected to arrive first over the node's link (weights/policy); gives up artifacts that are pushed anyway for ones that
-must be requested only if that is clearly faster. A way through a stalled artifact (stalls) is replaced if another one
-leads as far. Leaves to others: fetching (session), handing blocks out (runtime/reader).
+Guarantees: each block once, in order; an artifact's parent is handed out completely before it; an artifact that is abandoned
+half-way is reported as dropped. Never waits. Leaves to others: the rule (route), fetching (node).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+import logging
+import math
+from dataclasses import dataclass
 
-from echo2.base.ids import Version
-from echo2.broadcast.manifest import ArtifactId, ArtifactKey
-from echo2.weights.container import CodecSetting
-from echo2.weights.policy import BaseCheckpoint, CatchUp, Edge, WorkerLink, newest_reachable, plan_catch_up
+from echo2.base.ids import PeerId, Version
+from echo2.base.link_shape import LinkShape
+from echo2.broadcast.artifact import ArtifactId, ArtifactKey, BlockAssembler, Header
+from echo2.broadcast.library import Entry, Library
+from echo2.broadcast.pace import Meter
+from echo2.broadcast.plan import BroadcastPlan
+from echo2.broadcast.route import ArtifactOffer, BaseCheckpoint, CatchUp, Stalls, WorkerLink, plan_route
 
-SWITCH_SHARE = 0.8
-"""Requested artifacts must arrive in less than this share of the time of pushed ones, because their bytes are paid for twice."""
-
-DELTA_BYTES_PER_S, KEYFRAME_BYTES_PER_S = 1e9, 3.5e8
-"""Assumed decoding speed in bytes of full weights per second, until measured: about one core's (make bench-delta)."""
-DOWNLINK_BYTES_PER_S = 2e6
-ROUND_TRIP_S = 0.1
+log = logging.getLogger("echo2.broadcast")
+PATH_KEPT_CHUNKS = 32  # the path is planned again after so many, or when an artifact is added, completed or dropped
 
 
-@dataclass(frozen=True, slots=True)
-class ArtifactOffer:
-    """An artifact that can be fetched, and how many of its bytes are still missing here."""
+class CatchUpPlanner:
+    """Plans one node's catch-up. `plan`: the newest broadcast plan, None before the first; `stalled`: artifacts that no peer sends,
+    which are avoided if possible; `base`: a version that the node got elsewhere (a base checkpoint)."""
 
-    key: ArtifactKey
-    artifact: ArtifactId
-    missing_bytes: float
-    full_snapshot_bytes: int = 0
-    is_pushed: bool = True
-    is_begun: bool = False
+    def __init__(self, me: PeerId, library: Library, meter: Meter, shape: LinkShape) -> None:
+        self.plan: BroadcastPlan | None = None
+        self.base: BaseCheckpoint | None = None
+        self._me, self._library, self._meter, self._shape = me, library, meter, shape
+        self._stalls = Stalls()
+        self._chosen: CatchUp | None = None
+        self._path: tuple[tuple[object, ...], tuple[ArtifactKey, ...]] | None = None
+        self._decode_bytes_per_s = {False: 0.0, True: 0.0}  # bytes of full weights per second, by is_keyframe
 
     @property
-    def is_coming(self) -> bool:
-        """Whether it arrives without a request. A keyframe not begun yet was pushed before this node joined."""
-        return self.is_begun or (self.is_pushed and not self.artifact.is_keyframe)
+    def stalled(self) -> frozenset[ArtifactKey]:
+        return self._stalls.keys
+
+    def route(self, version: Version | None) -> CatchUp | None:
+        """How to get from `version` to the newest one soonest; None if no newer version is reachable."""
+        offers = [
+            ArtifactOffer(
+                key, entry.header.artifact, entry.missing_bytes, entry.header.full_snapshot_bytes,
+                entry.header.is_pushed, bool(entry.digests),
+            )
+            for key, entry in self._library.entries.items()
+        ]  # fmt: skip
+        return plan_route(offers, version, self.link(), self.stalled, self.base)
+
+    def choose(self, version: Version | None) -> CatchUp | None:
+        """The same, for the log and the status."""
+        chosen, before = self.route(version), self._chosen
+        if chosen is None:
+            return None
+        if before is None or before.kind != chosen.kind:
+            level = logging.DEBUG if chosen.kind == "delta" else logging.INFO
+            log.log(level, "catching up by %s: %s", chosen.kind, chosen.reason)
+        self._chosen = chosen
+        return chosen
+
+    def path(self, version: Version | None) -> tuple[ArtifactKey, ...]:
+        """The artifacts to take from `version` on, planned at most PATH_KEPT_CHUNKS chunks ago."""
+        library = self._library
+        state = (version, self.base, self.stalled, library.revision, library.chunks_stored // PATH_KEPT_CHUNKS)
+        if self._path is None or self._path[0] != state:
+            route = self.route(version)
+            self._path = state, route.keys if route is not None else ()
+        return self._path[1]
+
+    def look(self, version: Version | None, is_connected: bool, now: float) -> list[ArtifactKey] | None:
+        """None while the stalled artifacts stay the same. Otherwise the path must be chosen again: returns the artifacts on it that
+        have just stalled, which must no longer be requested; empty if a stalled one is to be tried again."""
+        entries = self._library.entries
+        wanted = {key: len(entries[key].digests) for key in self.path(version) if not entries[key].is_complete}
+        known = {key: len(entries[key].digests) for key in self.stalled if key in entries}
+        is_late = self.plan is not None and self._me in self.plan.late  # served only when nobody else could be
+        if not self._stalls.look(wanted, known, is_connected, now, is_late):
+            return None
+        stalled = [key for key in wanted if key in self.stalled]
+        for key in stalled:
+            log.warning("%s has stalled: no peer sends the missing chunks", entries[key].header.artifact)
+        return stalled
+
+    def describe(self) -> str:
+        """The last choice and its reason; empty before the first."""
+        return f"{self._chosen.kind}: {self._chosen.reason}" if self._chosen is not None else ""
+
+    def waits_for(self, version: Version | None) -> str:
+        """Describes the first incomplete artifact on the path; empty if none."""
+        path = [self._library.entries[key] for key in self.path(version)]
+        missing = [entry for entry in path if not entry.is_complete]
+        return f"chunks of {missing[0].header.artifact} ({len(missing[0].digests)} held)" if missing else ""
+
+    def on_decoded(self, is_keyframe: bool, weights_bytes: int, seconds: float) -> None:
+        """Records how long the consumer took to decode an artifact; later choices use it."""
+        if seconds > 0:
+            known, rate = self._decode_bytes_per_s[is_keyframe], weights_bytes / seconds
+            self._decode_bytes_per_s[is_keyframe] = rate if known == 0.0 else 0.5 * (known + rate)
+
+    def keyframe_s(self, weights_bytes: int) -> float:
+        """About how long one would take over this node's link; `weights_bytes` 0: not known."""
+        return weights_bytes / self.link().bytes_per_s if weights_bytes else math.inf
+
+    def link(self) -> WorkerLink:
+        """This node's link: emulated values if set, else measured ones, else the plan's, else the defaults."""
+        mine = self.plan.index_of(self._me) if self.plan is not None else None
+        planned = self.plan.nodes[mine] if self.plan is not None and mine is not None else None
+        down = self._shape.downlink_bytes_per_s or self._meter.downlink.bytes_per_s
+        usual = WorkerLink()
+        return WorkerLink(
+            down or (planned.downlink_bytes_per_s if planned is not None else 0.0) or usual.bytes_per_s,
+            self._shape.rtt_s or (planned.rtt_s if planned is not None else 0.0) or usual.round_trip_s,
+            self._decode_bytes_per_s[False] or usual.delta_bytes_per_s,
+            self._decode_bytes_per_s[True] or usual.keyframe_bytes_per_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """The artifacts to apply, in order. `kind`: one of CatchUp's kinds, or `delta` for a delta that is pushed to all."""
+class ArtifactBegun:
+    """The first event of an artifact. Its parent, if any, has been handed out completely before."""
 
-    kind: str
-    keys: tuple[ArtifactKey, ...]
-    expected_s: float
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class BlockArrived:
+    """The next block, exactly as it was published."""
+
+    artifact: ArtifactId
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactSealed:
+    """All blocks were handed out; the weights must have this fingerprint."""
+
+    artifact: ArtifactId
+    fingerprint: str
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactDropped:
+    """The artifact is abandoned half-way: discard what was decoded of it. `reason`: for the log."""
+
+    artifact: ArtifactId
     reason: str
 
 
-def link_of(
-    downlink_bytes_per_s: float, round_trip_s: float, delta_bytes_per_s: float = 0.0, keyframe_bytes_per_s: float = 0.0
-) -> WorkerLink:
-    """A node's link and decoding speed; 0 (unknown) becomes the default."""
-    decoding = dict.fromkeys(CodecSetting, delta_bytes_per_s or DELTA_BYTES_PER_S)
-    return WorkerLink(
-        downlink_bytes_per_s or DOWNLINK_BYTES_PER_S,
-        round_trip_s or ROUND_TRIP_S,
-        decoding,
-        keyframe_bytes_per_s or KEYFRAME_BYTES_PER_S,
-    )
+Progress = ArtifactBegun | BlockArrived | ArtifactSealed | ArtifactDropped
 
 
-UNKNOWN_LINK = link_of(0.0, 0.0)
+class ArtifactReader:
+    """One consumer's position. `version`: the newest version that was handed out completely."""
 
+    def __init__(self, library: Library, planner: CatchUpPlanner) -> None:
+        self._library, self._planner = library, planner
+        self.version: Version | None = None
+        self._current: tuple[ArtifactKey, ArtifactId] | None = None
+        self._next_index = 0
+        self._assembler = BlockAssembler()
+        self._was_restarted = False
 
-def plan_way(
-    offers: Sequence[ArtifactOffer],
-    start: Version | None,
-    link: WorkerLink,
-    stalled: Collection[ArtifactKey] = (),
-    base: BaseCheckpoint | None = None,
-) -> Way | None:
-    """The way from `start` (or from nothing) to the newest reachable version; None: no newer version is reachable.
+    @property
+    def artifact(self) -> ArtifactId | None:
+        """The artifact being handed out, if any."""
+        return self._current[1] if self._current is not None else None
 
-    `base`: a version that the node got elsewhere (a checkpoint); deltas may start from it if `start` is None.
-    """
-    way = _quickest(offers, start, link, base)
-    if way is None or not set(way.keys) & set(stalled):
-        return way
-    around = _quickest([offer for offer in offers if offer.key not in stalled], start, link, base)
-    target_of = {offer.key: offer.artifact.version for offer in offers}
-    if around is None or target_of[around.keys[-1]] < target_of[way.keys[-1]]:
-        return way
-    return replace(around, reason=f"{around.reason}; part of a faster way has stalled")
+    def restart_from(self, version: Version | None) -> None:
+        """The consumer's weights are now at `version`; an artifact being handed out is dropped."""
+        self.version = version
+        self._was_restarted = self._current is not None
 
+    def next(self) -> Progress | None:
+        if self._was_restarted:
+            return self._drop("the consumer switched to another version")
+        path = self._planner.path(self.version)
+        if self._current is None:
+            return self._begin(path[0]) if path else None
+        key, artifact = self._current
+        entry = self._library.entries.get(key)
+        if entry is None:
+            return self._drop("it was replaced or dropped")
+        if key not in path and not entry.is_complete:
+            return self._drop("another way to a newer version is faster")
+        block = self._next_block(key, entry)
+        if block is not None:
+            return BlockArrived(artifact, block)
+        if entry.seal is None or self._next_index < entry.seal.chunk_count:
+            return None
+        self._current, self.version = None, artifact.version
+        return ArtifactSealed(artifact, entry.seal.fingerprint, entry.seal.total_bytes)
 
-def _quickest(
-    offers: Sequence[ArtifactOffer], start: Version | None, link: WorkerLink, base: BaseCheckpoint | None
-) -> Way | None:
-    of_edge: dict[Edge, ArtifactOffer] = {}
-    for offer in offers:
-        if start is None or offer.artifact.version > start:
-            edge = Edge(
-                offer.artifact.parent, offer.artifact.version, round(offer.missing_bytes),
-                is_coming=offer.is_coming,
-            )  # fmt: skip
-            of_edge[edge] = offer
-    base = base if start is None else None
-    newest = newest_reachable(start, list(of_edge), base)
-    if base is not None and newest == base.version:  # only a keyframe can confirm that the base really is that version
-        base, newest = None, newest_reachable(start, list(of_edge))
-    if newest is None or newest == start:
+    def _begin(self, key: ArtifactKey) -> ArtifactBegun:
+        header = self._library.entries[key].header
+        self._current, self._next_index, self._assembler = (key, header.artifact), 0, BlockAssembler()
+        return ArtifactBegun(header)
+
+    def _next_block(self, key: ArtifactKey, entry: Entry) -> bytes | None:
+        while self._next_index in entry.digests:
+            chunk = self._library.chunk(key, self._next_index)
+            self._next_index += 1
+            block = self._assembler.add(chunk.payload, chunk.ends_block)
+            if block is not None:
+                return block
         return None
-    weights_bytes = max(offer.full_snapshot_bytes for offer in offers)
-    plan = plan_catch_up(start, newest, list(of_edge), link, weights_bytes, base)
-    assert plan is not None, "a version that is reachable has a way to it"
-    coming = [edge for edge in of_edge if edge.is_coming]
-    if not all(piece.is_coming for piece in plan.pieces):
-        by_itself = plan_catch_up(start, newest, coming, link, weights_bytes)
-        if by_itself is not None and plan.expected_s >= SWITCH_SHARE * by_itself.expected_s:
-            plan = by_itself
-    return _way(plan, of_edge)
 
-
-def _way(plan: CatchUp, of_edge: dict[Edge, ArtifactOffer]) -> Way:
-    offers = [of_edge[piece] for piece in plan.pieces]
-    is_plain = plan.kind == "merged" and offers[0].is_pushed
-    return Way(
-        "delta" if is_plain else plan.kind, tuple(offer.key for offer in offers), plan.expected_s, plan.reason
-    )  # fmt: skip
+    def _drop(self, reason: str) -> Progress:
+        assert self._current is not None
+        artifact = self._current[1]
+        self._current, self._was_restarted = None, False
+        return ArtifactDropped(artifact, reason)

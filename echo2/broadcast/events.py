@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.manifest import ArtifactKey
-from echo2.broadcast.topology import BroadcastPlan
+from echo2.broadcast.artifact import ArtifactKey
+from echo2.broadcast.plan import BroadcastPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class ChunkSent:
 
 @dataclass(frozen=True, slots=True)
 class UplinkSeen:
-    """A sample of our connections, several times a second while any of them sends; see governor.UplinkSample. `resent_bytes`: in
+    """A sample of our connections, several times a second while any of them sends; see pace.UplinkSample. `resent_bytes`: in
     segments that were lost and sent again since the last sample."""
 
     delivered_bytes: int

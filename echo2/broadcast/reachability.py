@@ -1,14 +1,16 @@
 """How two nodes get a link: direct, reverse, hole-punched or relayed. A pure rule over known facts.
 
 Guarantees: both ends arrive at the same kind; every answer carries its reason, in words for the operator. Leaves to
-others: finding the facts (runtime/p2p), dialling (runtime/dialling), what a link is used for (topology).
+others: finding the facts (nat), dialling (dialling), what a link is used for (plan).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+import ipaddress
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import PeerId
 
@@ -100,3 +102,164 @@ def is_relayed_neighbour(first: PeerId, second: PeerId, hidden: Sequence[PeerId]
         return False
     apart = abs(ring.index(first) - ring.index(second))
     return min(apart, len(ring) - apart) <= RELAYED_NEIGHBOURS
+
+
+NAMED_MAX = 4  # of each kind: two of each IP family
+PORT_MIN = 1024
+"""System services (SSH, mail, DNS) listen below it; they would take many TLS hellos for an attack."""
+PROVEN_S = 900.0
+"""Lifetime of a proven address. Workers renew the proof every five minutes."""
+PROVEN_PEERS_MAX = 16_384  # as the largest fleet, some MB
+_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(slots=True)
+class MetAddresses:
+    """Addresses at which a dial-back reached workers: the last one of each, for PROVEN_S."""
+
+    _by_peer: OrderedDict[PeerId, tuple[str, float]] = field(default_factory=OrderedDict)
+
+    def note(self, peer_id: PeerId, address: str, now: float) -> None:
+        """The peer showed its certificate at `address`, on the host that its own connection comes from."""
+        self._by_peer.pop(peer_id, None)
+        self._by_peer[peer_id] = (address, now)
+        while len(self._by_peer) > PROVEN_PEERS_MAX:
+            self._by_peer.popitem(last=False)
+
+    def of(self, peer_id: PeerId, now: float) -> tuple[str, ...]:
+        address, at = self._by_peer.get(peer_id, ("", 0.0))
+        return (address,) if address and now - at <= PROVEN_S else ()
+
+
+def dialable(named: Access, seen_from: str, proven: Collection[str] = ()) -> tuple[Access, tuple[str, ...]]:
+    """Filters the addresses that peers may be given of a worker seen from this host and reached at `proven`; returns them and the
+    rejected ones."""
+    seen, met = _ip(seen_from), {_place(address) for address in proven} - {None}
+    addresses = tuple(address for address in named.addresses if _is_at(address, seen) or _place(address) in met)[
+        :NAMED_MAX
+    ]
+    is_behind = seen is not None and _ip(named.public_host) == seen
+    lan = tuple(address for address in named.lan_addresses if is_behind and _is_within(address, seen))[:NAMED_MAX]
+    kept = replace(named, addresses=addresses, lan_addresses=lan, public_host=named.public_host if is_behind else "")
+    told = {*addresses, *lan}
+    return kept, tuple(address for address in (*named.addresses, *named.lan_addresses) if address not in told)
+
+
+def is_punchable(host: str, port: int, own_host: str) -> bool:
+    """Whether a node that relays see at `own_host` may punch a hole to the address that a hidden peer claims.
+
+    Never to an address more local than our own: a node on the internet never dials into its private network, and one seen
+    in a private network never dials its own machine.
+    """
+    there = _ip(host)
+    if there is None or there.is_link_local or there.is_unspecified or there.is_multicast or port < PORT_MIN:
+        return False
+    return _closeness(there) <= _closeness(_ip(own_host))
+
+
+def _closeness(host: _Ip | None) -> int:
+    if host is None or host.is_global:
+        return 0
+    return 2 if host.is_loopback else 1
+
+
+def _is_at(address: str, seen: _Ip | None) -> bool:
+    """Whether the address is on the host itself; the two loopback addresses of `localhost` count as one host."""
+    host = _host(address)
+    return host is not None and seen is not None and (host == seen or {str(host), str(seen)} == {"127.0.0.1", "::1"})
+
+
+def _is_within(address: str, seen: _Ip | None) -> bool:
+    """Whether it may belong to a private network behind `seen`, and not to the dialling machine itself."""
+    host = _host(address)
+    if host is None or host.is_loopback or host.is_link_local or host.is_unspecified or host.is_multicast:
+        return host is not None and host == seen
+    return host == seen or not host.is_global
+
+
+def _place(address: str) -> tuple[_Ip, int] | None:
+    """Parsed host and port of a dialable address, so that spellings compare equal."""
+    host = _host(address)
+    return None if host is None else (host, int(address.rpartition(":")[2]))
+
+
+def _host(address: str) -> _Ip | None:
+    """The host of `address:port` if the port may be dialled; None otherwise."""
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdigit() and PORT_MIN <= int(port[:6]) < 1 << 16):
+        return None
+    return _ip(host.removeprefix("[").removesuffix("]"))
+
+
+def _ip(text: str) -> _Ip | None:
+    try:
+        ip = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(ip, "ipv4_mapped", None) or ip
+
+
+BLOCK_BYTES = 32 << 10  # 2,048 samples of TRANSFER_BYTES
+TRANSFER_BYTES = 64 << 20  # ends on a gigabit link after half a second
+TRANSFER_S = 4.0  # slow start is over well before the half of it
+DIAL_BACK_S = 4.0  # as PROBE_S of nat/facts
+TURN_S = 30.0
+"""How long a machine waits for its turn: one transfer at a time, or concurrent ones would distort each other."""
+NONCE_BYTES = 16  # 128 bits cannot be guessed
+SETTLED_SHARE = 0.5  # the first half may be slow start
+
+
+@dataclass(slots=True)
+class Throughput:
+    """Measures the rate of one transfer as its bytes arrive."""
+
+    total_bytes: int = 0
+    _seen: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=TRANSFER_BYTES // BLOCK_BYTES + 1))
+
+    def add(self, size_bytes: int, now: float) -> None:
+        self.total_bytes += size_bytes
+        self._seen.append((now, self.total_bytes))
+
+    def is_enough(self, now: float) -> bool:
+        """Whether the transfer has reached TRANSFER_S or TRANSFER_BYTES."""
+        return self.total_bytes >= TRANSFER_BYTES or (bool(self._seen) and now - self._seen[0][0] >= TRANSFER_S)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """0.0 before the second sample."""
+        if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
+            return 0.0
+        (began, _), (ended, total) = self._seen[0], self._seen[-1]
+        settled_at = began + SETTLED_SHARE * (ended - began)
+        at, before = max(seen for seen in self._seen if seen[0] <= settled_at)
+        return (total - before) / (ended - at)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One connection at both of its ends. `local` None: this end's address is unknown. `dialled_port` 0: dialling back failed."""
+
+    local: tuple[str, int] | None
+    observed: tuple[str, int]
+    dialled_port: int
+    has_relay: bool
+
+
+def own_reach(seen: Seen) -> LinkWay:
+    """The best kind of link that two machines such as this one would get to each other."""
+    host, port = seen.observed
+    if seen.dialled_port:
+        return LinkWay(LinkKind.DIRECT, f"others can dial this machine at {host}, port {seen.dialled_port}")
+    if seen.local is None:
+        return LinkWay(
+            LinkKind.RELAYED, f"nobody can dial it at {host}; whether holes can be punched cannot be told here"
+        )
+    if seen.local[0] == host:
+        hidden = f"nobody can dial it: {host} is its own address, and something filters what comes in"
+    else:
+        hidden = f"nobody can dial it: it is behind a NAT, {seen.local[0]} is seen as {host}"
+    if not seen.has_relay:
+        return LinkWay(LinkKind.NONE, f"{hidden}; the coordinator has no relay where hidden machines meet")
+    if seen.local[1] == port:
+        return LinkWay(LinkKind.HOLE_PUNCHED, f"{hidden}, but ports are kept, so holes can be punched")
+    return LinkWay(LinkKind.RELAYED, f"{hidden}, and port {seen.local[1]} became {port}, so holes cannot be foreseen")

@@ -1,8 +1,7 @@
-"""The publisher's scheduler: which tree carries the next fresh chunk.
+"""A relay's duties: which children get a chunk by the plan, and when to acknowledge it to the parent.
 
-Guarantees: a tree gets chunks in proportion to its weight while its relays keep up; a relay that falls behind is skipped;
-chunks that no relay can take, the seed sends itself when its uplink would otherwise idle; chunks that a lost relay
-still owed go to another tree. Leaves to others: queues and sending (session).
+Guarantees: routes of the last PLANS_KEPT plans are known; each chunk is acknowledged to its parent once. Leaves to
+others: queues and sending (session).
 """
 
 from __future__ import annotations
@@ -12,12 +11,88 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.events import Route
-from echo2.broadcast.manifest import ArtifactKey
-from echo2.broadcast.policy import RELAY_SLACK_S, RELAY_TIMEOUT_S, RELAYS_FULL_S, RelayWindow
-from echo2.broadcast.relaying import Child, child_of
-from echo2.broadcast.swarm import Peer, Ref
-from echo2.broadcast.topology import BroadcastPlan, fluid_bound
+from echo2.broadcast.artifact import ArtifactKey
+from echo2.broadcast.events import Route, SendRelayAck
+from echo2.broadcast.pace import RELAY_SLACK_S, RELAY_TIMEOUT_S, RELAYS_FULL_S, RelayWindow
+from echo2.broadcast.peer import Peer, Ref, RelayJob
+from echo2.broadcast.plan import BroadcastPlan, fluid_bound
+
+PLANS_KEPT = 3  # chunks on their way travel by a plan before the newest
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A node's child in a tree; `relays_on`: it has children of its own."""
+
+    peer_id: PeerId
+    relays_on: bool
+
+
+class Relaying:
+    """The relay state of node `me`."""
+
+    def __init__(self, me: PeerId) -> None:
+        self._me = me
+        self._plans: dict[int, BroadcastPlan] = {}
+        self._children: dict[Route, tuple[Child, ...]] = {}
+        self._jobs: dict[Ref, RelayJob] = {}
+
+    def set_plan(self, plan: BroadcastPlan) -> None:
+        self._plans[plan.epoch] = plan
+        for old in sorted(self._plans)[:-PLANS_KEPT]:
+            del self._plans[old]
+        self._children = {route: c for route, c in self._children.items() if route.epoch in self._plans}
+
+    def children_in(self, route: Route) -> tuple[Child, ...]:
+        """Our children in a tree."""
+        known = self._children.get(route)
+        if known is not None:
+            return known
+        plan = self._plans.get(route.epoch)
+        mine = plan.index_of(self._me) if plan is not None else None
+        ours: tuple[Child, ...] = ()
+        if plan is not None and mine is not None and 0 <= route.tree < len(plan.trees):
+            children = plan.pushed_to(route.tree)
+            ours = tuple(Child(plan.nodes[child].peer_id, child in children) for child in children.get(mine, ()))
+            self._children[route] = ours
+        return ours
+
+    def begin(self, ref: Ref, parent: PeerId | None, waiting: set[PeerId], has_children: bool) -> list[SendRelayAck]:
+        """Starts relaying a chunk to `waiting`, the children that still need it; with none, acknowledges at once."""
+        if waiting:
+            self._jobs[ref] = RelayJob(parent, waiting, len(waiting))
+            return []
+        return self._acknowledgement(parent, ref) if has_children else []
+
+    def done(self, ref: Ref, child: PeerId) -> list[SendRelayAck]:
+        """The child has the chunk, or will not get it from us: acknowledges to the parent after the last child."""
+        job = self._jobs.get(ref)
+        if job is None:
+            return []
+        job.waiting.discard(child)
+        if job.waiting:
+            return []
+        del self._jobs[ref]
+        return self._acknowledgement(job.parent, ref)
+
+    def give_up(self, child: PeerId) -> list[SendRelayAck]:
+        """Stops waiting for a child; returns the acknowledgements that this completes."""
+        return [ack for ref in self._owed_to(child) for ack in self.done(ref, child)]
+
+    def forget(self, key: ArtifactKey) -> None:
+        for ref in [ref for ref in self._jobs if ref[0] == key]:
+            del self._jobs[ref]
+
+    def _owed_to(self, child: PeerId) -> list[Ref]:
+        return [ref for ref, job in self._jobs.items() if child in job.waiting]
+
+    def _acknowledgement(self, parent: PeerId | None, ref: Ref) -> list[SendRelayAck]:
+        """The backlog is the mean of pending sends per child, so that one slow child does not hide that the others idle."""
+        if parent is None:
+            return []
+        jobs = [job for job in self._jobs.values() if job.parent == parent]
+        backlog = sum(len(job.waiting) for job in jobs) // max((job.child_count for job in jobs), default=1)
+        return [SendRelayAck(parent, ArtifactKey(ref[0]), ref[1], backlog)]
 
 
 @dataclass(slots=True)
@@ -55,7 +130,7 @@ class Seeding:
             return
         for number, planned in enumerate(plan.trees):
             children = plan.pushed_to(number)
-            mine = tuple(child_of(plan.nodes[child], child in children, True) for child in children.get(0, ()))
+            mine = tuple(Child(plan.nodes[child].peer_id, child in children) for child in children.get(0, ()))
             relays = frozenset(child.peer_id for child in mine if child.relays_on)
             window = RelayWindow(RELAY_SLACK_S, self._first_window(plan, number, children))
             self.trees.append(SeedTree(Route(plan.epoch, number), planned.weight, mine, relays, window))
@@ -64,7 +139,7 @@ class Seeding:
         """Bytes in flight that keep a tree busy from the start: its planned rate times (round trip to the relay + slack)."""
         tree, seed = plan.trees[number], plan.nodes[0]
         lap_s = max((seed.rtt_s + plan.nodes[child].rtt_s for child in children.get(0, ())), default=0.0)
-        return tree.weight * fluid_bound(plan.prompt_nodes).rate_bytes_per_s * (lap_s + RELAY_SLACK_S)
+        return tree.weight * fluid_bound(plan.needed_nodes).rate_bytes_per_s * (lap_s + RELAY_SLACK_S)
 
     def add(self, key: ArtifactKey, index: int, size_bytes: int) -> None:
         self.fresh.append((key, index))

@@ -10,7 +10,7 @@
 Guarantees: a chunk is forwarded along its tree as soon as it is seen (cut-through), at most once to a peer that is
 not known to hold it; at most `SLOTS_PER_PEER` chunks per connection are in the transport and the uplink is paced, so
 the backlog stays here, where it can be reordered; what no push brings is pulled; every wait has a timer. Leaves to
-others: checking signatures, keeping bytes, connections (runtime/node.py).
+others: checking signatures, keeping bytes, connections (node.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from __future__ import annotations
 import functools
 import operator
 import random
-from collections import deque
 from typing import assert_never
 
 from echo2.base.ids import PeerId
 from echo2.base.rng import derived_rng
-from echo2.broadcast import policy, pulling
-from echo2.broadcast.chunks import all_of, those_in
+from echo2.broadcast import pace, pulling
+from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey, all_of, those_in
 from echo2.broadcast.events import (
     Accuse,
     Action,
@@ -56,14 +55,11 @@ from echo2.broadcast.events import (
     WidthWished,
     Woken,
 )
-from echo2.broadcast.gossip import Gossip
-from echo2.broadcast.governor import UplinkGovernor, UplinkSample
-from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactKey
-from echo2.broadcast.policy import Pacer
-from echo2.broadcast.relaying import Child, Relaying
-from echo2.broadcast.seeding import Seeding
-from echo2.broadcast.swarm import Artifact, Outgoing, Peer, Ref, service_order
-from echo2.broadcast.topology import BroadcastPlan
+from echo2.broadcast.pace import Pacer, UplinkGovernor, UplinkSample
+from echo2.broadcast.peer import Artifact, Outgoing, Peer, Ref, service_order
+from echo2.broadcast.plan import BroadcastPlan
+from echo2.broadcast.pulling import Gossip
+from echo2.broadcast.seeding import Child, Relaying, Seeding
 
 HOUSEKEEPING_S = 0.05  # peers' messages and timers trigger the checks over all peers at most this often
 OFTEN = (ChunkSeen, ChunkSent, RelayAckSeen, HaveSeen, RequestSeen, CancelSeen, WidthWished, Woken)
@@ -86,8 +82,6 @@ class BroadcastSession:
         self._gossip = Gossip(self.peers, self.artifacts, self._seeding)
         self._rng: random.Random = derived_rng(seed, "session", me)
         self._served = 0
-        self._fresh_at = float("-inf")  # when a chunk to relay at once last came
-        self._narrow: frozenset[PeerId] = frozenset()
         self._actions: list[Action] = []
         self._wake_at, self._housekeeping_at = float("inf"), float("-inf")
 
@@ -125,8 +119,8 @@ class BroadcastSession:
             case PlanSet():
                 self._plan_set(event.plan)
             case PeerUp():
-                self.peers[event.peer] = Peer(event.peer)
-                self._place(self.peers[event.peer])
+                is_late = self.plan is not None and event.peer in self.plan.late
+                self.peers[event.peer] = Peer(event.peer, is_late)
                 self._seeding.returned(event.peer)
                 self._actions += self._gossip.greeting(self.peers[event.peer])
             case PeerDown():
@@ -171,23 +165,15 @@ class BroadcastSession:
     # ---- events
 
     def _plan_set(self, plan: BroadcastPlan) -> None:
-        self.plan, self._narrow = plan, frozenset(node.peer_id for node in plan.narrow_nodes)
+        self.plan, late = plan, plan.late
         for peer in self.peers.values():
-            self._place(peer)
-        for artifact in self.artifacts.values():
-            artifact.is_deferred = plan.has_own_pace(self.me)
+            peer.is_late = peer.peer_id in late
+            if peer.is_late:  # it pulls what it would have been pushed as a leaf
+                for outgoing in peer.leaf_queue:
+                    self._acknowledge(self._relaying.done((outgoing.key, outgoing.index), peer.peer_id))
+                peer.leaf_queue.clear()
         self._relaying.set_plan(plan)
         self._seeding.set_plan(plan, self.me)
-
-    def _place(self, peer: Peer) -> None:
-        """Copies what the plan says about a peer into its state."""
-        number = self.plan.index_of(peer.peer_id) if self.plan is not None else None
-        if self.plan is None or number is None:
-            peer.is_late, peer.turn, peer.has_own_pace, peer.is_narrow = False, 0, False, False
-            return
-        node = self.plan.nodes[number]
-        peer.is_late, peer.turn, peer.has_own_pace = node.is_late, node.turn, node.deferred_share > 0
-        peer.is_narrow = peer.peer_id in self._narrow
 
     def _peer_down(self, peer_id: PeerId, now: float) -> None:
         if self.peers.pop(peer_id, None) is None:
@@ -207,9 +193,8 @@ class BroadcastSession:
         if event.key in self.artifacts:
             return
         # Counts as a recent push: the first chunks are probably on their way, so do not request them for FIRST_PUSH_S.
-        grace_from = now - policy.PUSH_SILENCE_S + policy.FIRST_PUSH_S
-        is_deferred = self.plan is not None and self.plan.has_own_pace(self.me)
-        self.artifacts[event.key] = Artifact(event.key, event.is_wanted, pushed_at=grace_from, is_deferred=is_deferred)
+        grace_from = now - pace.PUSH_SILENCE_S + pace.FIRST_PUSH_S
+        self.artifacts[event.key] = Artifact(event.key, event.is_wanted, pushed_at=grace_from)
         for peer in self.peers.values():
             self._actions += self._gossip.header(peer, event.key)
 
@@ -239,7 +224,7 @@ class BroadcastSession:
         was_given = peer.given.get(event.key, 0) & bit
         if was_given and not peer.asked.get(event.key, 0) & bit:
             peer.replays += 1
-            if peer.replays >= policy.REPLAYS_MAX:
+            if peer.replays >= pace.REPLAYS_MAX:
                 self._actions.append(Accuse(peer.peer_id, f"sent {peer.replays} chunks twice without a request"))
         peer.given[event.key] = peer.given.get(event.key, 0) | bit
         peer.note(event.key, event.index)
@@ -281,7 +266,7 @@ class BroadcastSession:
             return
         queued = {(o.key, o.index) for o in peer.pull_queue}
         for index in those_in(artifact.held, event.indices):
-            if len(peer.pull_queue) >= policy.REQUESTS_HELD_MAX:
+            if len(peer.pull_queue) >= pace.REQUESTS_HELD_MAX:
                 return
             if (event.key, index) not in queued:
                 queued.add((event.key, index))
@@ -338,21 +323,21 @@ class BroadcastSession:
     def _relay(self, ref: Ref, parent: PeerId | None, route: Route, now: float) -> None:
         """Queues the chunk for our children in its tree; acknowledges to the parent once all of them have it."""
         waiting: set[PeerId] = set()
-        self._fresh_at = now
         children = self._relaying.children_in(route)
         for child in children:
-            if child.peer_id != parent and self._queue(ref, child, route, now) and not child.has_own_pace:
+            if child.peer_id != parent and self._queue(ref, child, route, now):
                 waiting.add(child.peer_id)
         self._acknowledge(self._relaying.begin(ref, parent, waiting, bool(children)))
 
     def _queue(self, ref: Ref, child: Child, route: Route, now: float) -> bool:
-        """Queues the chunk for a child; False if it has the chunk, is stuck or is not connected."""
+        """Queues the chunk for a child; False if it has the chunk, is stuck, not connected, or a late leaf, which pulls."""
         peer = self.peers.get(child.peer_id)
         if peer is None or peer.is_stuck or peer.has(ArtifactKey(ref[0]), ref[1]):
             return False
+        if peer.is_late and not child.relays_on:
+            return False
         outgoing = Outgoing(ArtifactKey(ref[0]), ref[1], route if child.relays_on else None, now)
-        later = peer.deferred_queue if child.is_deferred(ref[1]) else peer.leaf_queue
-        (peer.relay_queue if child.relays_on else later).append(outgoing)
+        (peer.relay_queue if child.relays_on else peer.leaf_queue).append(outgoing)
         return True
 
     def _acknowledge(self, acks: list[SendRelayAck]) -> None:
@@ -393,9 +378,8 @@ class BroadcastSession:
             if picked is None:
                 return
             peer, outgoing = picked
-            peer.taken_at = (
-                peer.taken_at if peer.in_transport else now
-            )  # time with an empty transport does not count towards a stall
+            if not peer.in_transport:  # time with an empty transport does not count towards a stall
+                peer.taken_at = now
             peer.in_transport += 1
             self._served += 1
             peer.served_at = self._served
@@ -410,7 +394,7 @@ class BroadcastSession:
     def _assign_fresh(self, now: float) -> None:
         """Assigns fresh chunks to trees while relays have room; sends them to all directly when nothing else is queued."""
         while self._seeding.fresh:
-            queued = sum(peer.queued for peer in self.peers.values() if not (peer.is_late or peer.has_own_pace))
+            queued = sum(peer.queued for peer in self.peers.values() if not peer.is_late)
             waiting_relays = sum(len(peer.relay_queue) for peer in self.peers.values())
             if waiting_relays > len(self.peers) or not self.peers:
                 return
@@ -418,7 +402,6 @@ class BroadcastSession:
             if assigned is None:
                 return
             self._gossip.changed()
-            self._fresh_at = now
             (key, index), tree = assigned
             targets = tree.children if tree.route.tree >= 0 else self._all_as_children()
             for child in targets:
@@ -426,22 +409,16 @@ class BroadcastSession:
 
     def _all_as_children(self) -> tuple[Child, ...]:
         """Every peer as a leaf: used when no tree of the plan is available."""
-        return tuple(
-            Child(peer.peer_id, False, peer.has_own_pace, float(peer.has_own_pace)) for peer in self.peers.values()
-        )
+        return tuple(Child(peer.peer_id, False) for peer in self.peers.values() if not peer.is_late)
 
     def _next_outgoing(self, now: float) -> tuple[Peer, Outgoing] | None:
-        for peer, queue in service_order(self.peers.values(), policy.SLOTS_PER_PEER):
-            while queue and not self._is_kept_back(peer, queue, now):
+        for peer, queue in service_order(self.peers.values(), pace.SLOTS_PER_PEER):
+            while queue:
                 outgoing = queue.popleft()
                 if self._is_still_due(peer, outgoing, now):
                     return peer, outgoing
                 self._acknowledge(self._relaying.done((outgoing.key, outgoing.index), peer.peer_id))
         return None
-
-    def _is_kept_back(self, peer: Peer, queue: deque[Outgoing], now: float) -> bool:
-        """Whether deferred chunks would compete for the peer's downlink with chunks that it has to relay."""
-        return queue is peer.deferred_queue and peer.is_narrow and now - self._fresh_at < policy.FRESH_PAUSE_S
 
     def _is_still_due(self, peer: Peer, outgoing: Outgoing, now: float) -> bool:
         artifact = self.artifacts.get(outgoing.key)
@@ -460,10 +437,9 @@ class BroadcastSession:
         """
         next_at: float | None = None
         for peer in self.peers.values():
-            if not peer.in_transport:
+            if not peer.in_transport or (peer.is_late and not peer.relay_queue):  # nobody waits for a late leaf
                 continue
-            least_s = policy.OWN_PACE_STALL_S if peer.has_own_pace else policy.STALL_S
-            stuck_at = peer.taken_at + max(least_s, 8 * peer.send_s)
+            stuck_at = peer.taken_at + max(pace.STALL_S, 8 * peer.send_s)
             if now < stuck_at:
                 next_at = stuck_at if next_at is None else min(next_at, stuck_at)
             elif not peer.is_stuck:
@@ -477,8 +453,6 @@ class BroadcastSession:
         if is_housekept:
             times += [self._shed_stuck(now), self._seeding.next_timeout(), pulling.next_deadline(self.peers)]
             times += [self._gossip.next_at, self._next_pull(now)]
-            over_at = self._fresh_at + policy.FRESH_PAUSE_S
-            times.append(over_at + 1e-3 if self._narrow and over_at + 1e-3 > now else None)
         else:
             times.append(now + HOUSEKEEPING_S)
         ready_at = self._pacer.ready_at(now)
@@ -495,6 +469,6 @@ class BroadcastSession:
         for artifact in self.artifacts.values():
             if artifact.is_wanted and artifact.missing_since:
                 since = next(iter(artifact.missing_since.values()))
-                quiet_at = artifact.pushed_at + policy.PUSH_SILENCE_S
+                quiet_at = artifact.pushed_at + pace.PUSH_SILENCE_S
                 times.append(max(now + 0.1, min(since + pulling.patience_s(artifact), quiet_at)))
         return min(times, default=None)

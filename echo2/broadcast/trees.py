@@ -1,6 +1,9 @@
-"""Candidate trees and the choice among them: `plan(nodes, epoch)`.
+"""Which trees carry a version, and for whom they wait: `weighted_plan(nodes, needs, epoch)`.
 
-Guarantees: deterministic; a candidate is returned only if it is sound and within the degree limit.
+Candidate trees are built, predicted, and the fastest is taken. Late are workers whose downlink would keep the others waiting, and
+those that the pool can spare and that the others are faster without. Trees push them nothing and only give them peers to pull
+from, which serve them when nobody else could be. Guarantees: pure, deterministic; a plan is sound and within the degree limit;
+its reason says why it won. Leaves to others: when a late worker is served (session), weights (the coordinator).
 """
 
 from __future__ import annotations
@@ -8,13 +11,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from echo2.broadcast.paces import own_earliest, paced_s, paced_trees, stages
-from echo2.broadcast.regions import egress_usd, regional
-from echo2.broadcast.topology import (
+from echo2.broadcast.plan import (
     DEGREE_MAX,
     BroadcastPlan,
     NodeLink,
@@ -23,17 +24,15 @@ from echo2.broadcast.topology import (
     degree_of,
     fluid_bound,
     is_sound,
-    latencies,
     predict,
     suitable_chunk_bytes,
 )
 
-PLAN_ARTIFACT_BYTES = 64 << 20
-PLAN_CHUNK_BYTES = 256 << 10
-BALANCE_ROUNDS, BALANCE_STEP = 80, 0.1
+PLAN_ARTIFACT_BYTES = 64 << 20  # a usual delta, until one was published
+PLAN_CHUNK_BYTES = 256 << 10  # NodeOptions.chunk_bytes
+BALANCE_ROUNDS, BALANCE_STEP = 80, 0.1  # settles within 1 % of the best peak on 32 nodes
 SEED_SPARED_SHARE = 1.1  # of what the seed must send: it may send this much, so that no uplink is completely full
-SLOWEST_NEAR = 1.05  # of the fastest candidate's time for all: among candidates within it, the mean decides
-MEAN_GAIN_MIN = 1.05  # a smaller gain is not worth a plan that does not treat all alike
+PREDICTED_WITHIN = 1.05  # by how much predictions are off: candidates nearer than this are equally fast
 STRONG_ROOM = 1.25  # of the uplink that strong relays need: an error of measured rates must not make it short
 WEIGHT_MIN = 2e-3  # a tree with less weight is not worth a relay window
 
@@ -64,8 +63,11 @@ def weighted_multi_tree(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
     rest = 1.0 - sum(tree.weight for tree in trees)
     if rest > 1e-9:
         trees.append(Tree(rest, (0,) * count))
-    is_full_mesh = all(node.addresses for node in nodes) or sum(not node.addresses for node in nodes) < 2
-    return tuple(trees) if is_full_mesh else _balanced(nodes, trees)
+    return tuple(trees) if _is_full_mesh(nodes) else _balanced(nodes, trees)
+
+
+def _is_full_mesh(nodes: Sequence[NodeLink]) -> bool:
+    return sum(not node.addresses for node in nodes) < 2
 
 
 def strong_relays(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
@@ -209,7 +211,7 @@ def _stripe(nodes: Sequence[NodeLink], room: dict[int, int]) -> tuple[int, ...] 
     return tuple(parents)
 
 
-STRIPES_TRIED = (6, 8, 12)
+STRIPES_TRIED = (6, 8, 12)  # fewer fill uplinks badly, more need too many neighbours
 STRIPES_OF_LARGE_FLEETS, LARGE_FLEET = (8,), 200  # one candidate keeps a plan for 1,000 workers well under 200 ms
 
 
@@ -242,21 +244,16 @@ def _builders(
 
 @dataclass(frozen=True, slots=True)
 class TreeChoice:
-    """Trees, and when each worker is expected to hold the artifact. `nodes`: with their deferred shares."""
+    """Trees, when each worker is expected to hold the artifact, and what its traffic costs."""
 
     name: str
-    nodes: tuple[NodeLink, ...]
     trees: tuple[Tree, ...]
     worker_s: tuple[float, ...]
-    usd: float = 0.0
+    usd: float
 
     @property
     def all_s(self) -> float:
         return max(self.worker_s)
-
-    def mean_s(self, weights: Sequence[float]) -> float:
-        """The workers' mean time, weighted."""
-        return sum(w * s for w, s in zip(weights, self.worker_s, strict=True)) / sum(weights)
 
 
 def plan(
@@ -265,90 +262,415 @@ def plan(
     artifact_bytes: int = PLAN_ARTIFACT_BYTES,
     chunk_bytes: int = PLAN_CHUNK_BYTES,
     degree_max: int = DEGREE_MAX,
-    weights: Sequence[float] = (),
-    is_paced: bool = True,
     usd_per_s: float = 0.0,
 ) -> BroadcastPlan:
-    """Chooses the candidate with the least predicted time until every worker holds an artifact; among those within a few per
-    cent of it, the one with the least mean time, weighted by `weights` (equal if none are given). `is_paced` False: only the
-    former. Where traffic is charged, chooses the least sum of traffic and time, with time worth `usd_per_s`. `nodes[0]` is
-    the seed."""
+    """Treats all workers alike: the candidate with the least predicted time until every worker holds an artifact. Where traffic is
+    charged, the one with the least sum of traffic and time, with time worth `usd_per_s`. `nodes[0]` is the seed."""
     if len(nodes) < 2:
         return BroadcastPlan(epoch, tuple(nodes), (), "none", (), artifact_bytes, "no worker to send to")
-    weighed = tuple(weights) if sum(weights) > 0 else (1.0,) * (len(nodes) - 1)
     candidates: list[TreeChoice] = []
     for name, build in _builders(nodes, degree_max).items():
         trees = build(nodes)
         if is_sound(nodes, trees) and (degree_of(trees, len(nodes)) <= degree_max or name == "star"):
             size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
-            guess = predict(nodes, trees, artifact_bytes, size)
-            usd = egress_usd(nodes, trees, artifact_bytes)
-            candidates.append(TreeChoice(name, tuple(nodes), trees, guess.worker_s, usd))
-    paced = _paced(nodes, weighed, artifact_bytes, chunk_bytes, degree_max) if is_paced else None
-    candidates += [paced] if paced is not None else []
+            worker_s = predict(nodes, trees, artifact_bytes, size).worker_s
+            candidates.append(TreeChoice(name, trees, worker_s, egress_usd(nodes, trees, artifact_bytes)))
     in_limit = [f for f in candidates if degree_of(f.trees, len(nodes)) <= degree_max] or candidates
-    fastest = min(in_limit, key=lambda candidate: candidate.all_s)
-    chosen = min((f for f in in_limit if f.nodes == tuple(nodes)), key=lambda candidate: candidate.all_s)
-    for candidate in in_limit:
-        is_near = candidate.all_s <= SLOWEST_NEAR * fastest.all_s
-        is_first = chosen.all_s > SLOWEST_NEAR * fastest.all_s
-        if is_near and (is_first or candidate.mean_s(weighed) < chosen.mean_s(weighed) / MEAN_GAIN_MIN):
-            chosen = candidate
-    chosen = _worth_its_price(chosen, in_limit, fastest, usd_per_s)
-    reason = _reason(chosen, candidates, nodes, weighed, artifact_bytes)
+    chosen = _worth_its_price(in_limit, usd_per_s)
+    reason = _reason(chosen, candidates, nodes, artifact_bytes)
     return BroadcastPlan(
-        epoch, chosen.nodes, chosen.trees, chosen.name, chosen.worker_s, artifact_bytes, reason, chosen.usd
+        epoch, tuple(nodes), chosen.trees, chosen.name, chosen.worker_s, artifact_bytes, reason, chosen.usd
     )
 
 
-def _worth_its_price(
-    chosen: TreeChoice, in_limit: Sequence[TreeChoice], fastest: TreeChoice, usd_per_s: float
-) -> TreeChoice:
-    """The candidate with the least sum of traffic and time costs; if time has no price, only those near the fastest compete. The
-    first choice stays unless another is cheaper by more than the predictions' error."""
-    if not any(candidate.usd for candidate in in_limit):
-        return chosen
-    near = [candidate for candidate in in_limit if usd_per_s > 0 or candidate.all_s <= SLOWEST_NEAR * fastest.all_s]
+def _worth_its_price(candidates: Sequence[TreeChoice], usd_per_s: float) -> TreeChoice:
+    """The fastest candidate; where traffic is charged, the one with the least sum of traffic and time costs, if that is less by
+    more than the predictions' error. If time has no price, only those near the fastest compete."""
+    fastest = min(candidates, key=lambda candidate: candidate.all_s)
+    if not any(candidate.usd for candidate in candidates):
+        return fastest
+    near = [c for c in candidates if usd_per_s > 0 or c.all_s <= PREDICTED_WITHIN * fastest.all_s]
     cheapest = min(near, key=lambda candidate: candidate.usd + usd_per_s * candidate.all_s)
-    is_cheaper = (cheapest.usd + usd_per_s * cheapest.all_s) * MEAN_GAIN_MIN < chosen.usd + usd_per_s * chosen.all_s
-    return cheapest if is_cheaper else chosen
+    is_cheaper = (
+        cheapest.usd + usd_per_s * cheapest.all_s
+    ) * PREDICTED_WITHIN < fastest.usd + usd_per_s * fastest.all_s
+    return cheapest if is_cheaper else fastest
 
 
-def _paced(
-    nodes: Sequence[NodeLink], weights: Sequence[float], artifact_bytes: int, chunk_bytes: int, degree_max: int
-) -> TreeChoice | None:
-    """Some workers first, the others at their own pace; None if that gains nothing or the fleet is not fully connected."""
-    if not 3 <= len(nodes) <= degree_max + 1:
-        return None
-    made = stages(nodes, weights)
-    if made is None:
-        return None
-    with_paces, trees = paced_trees(nodes, made, _relayed_by)
-    if not is_sound(nodes, trees):
-        return None
-    size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
-    late = latencies(nodes, trees, artifact_bytes, size)
-    times = paced_s(with_paces, made, trees)
-    worker_s = tuple(artifact_bytes * time_s + late_s for time_s, late_s in zip(times, late, strict=True))
-    return TreeChoice("paced_multi_tree", with_paces, trees, worker_s, egress_usd(nodes, trees, artifact_bytes))
-
-
-def _reason(
-    chosen: TreeChoice, candidates: Sequence[TreeChoice], nodes: Sequence[NodeLink], weights: Sequence[float], size: int
-) -> str:
-    bound, earliest = fluid_bound(nodes), own_earliest(nodes)
+def _reason(chosen: TreeChoice, candidates: Sequence[TreeChoice], nodes: Sequence[NodeLink], size: int) -> str:
     is_charged = any(other.usd for other in candidates)
     times = ", ".join(
-        f"{other.name} {other.all_s:.2f} s, mean {other.mean_s(weights):.2f} s"
-        + (f", {other.usd:.2f} USD of traffic" if is_charged else "")
+        f"{other.name} {other.all_s:.2f} s" + (f", {other.usd:.2f} USD of traffic" if is_charged else "")
         for other in candidates
     )
-    if is_charged and chosen.all_s > SLOWEST_NEAR * min(other.all_s for other in candidates):
-        whom = f"{size / 1e6:.1f} MB to {len(nodes) - 1} workers"
+    whom = f"{size / 1e6:.1f} MB to {len(nodes) - 1} workers"
+    if is_charged and chosen.all_s > PREDICTED_WITHIN * min(other.all_s for other in candidates):
         return f"{chosen.name} has the least cost of time and traffic for {whom} ({times})"
-    by_mean = ", with the least mean time of those near the fastest," if chosen.name.startswith("paced") else ""
+    bound = fluid_bound(nodes)
     return (
-        f"{chosen.name} is predicted fastest{by_mean} for {size / 1e6:.1f} MB to {len(nodes) - 1} workers ({times}); "
-        f"no way could be faster than {size / bound.rate_bytes_per_s:.2f} s for all, because of {bound.binding}, "
-        f"nor than {size * min(earliest):.2f} s for the first worker"
+        f"{chosen.name} is predicted fastest for {whom} ({times}); "
+        f"no way could be faster than {size / bound.rate_bytes_per_s:.2f} s for all, because of {bound.binding}"
+    )
+
+
+GIB = float(1 << 30)
+GATEWAYS_MAX = 8  # a gateway's neighbours in other regions, at most
+STRIPES = (16, 8, 4, 2, 1)  # the most that fit the degree limit
+Striped = Callable[[Sequence[NodeLink], int, int], tuple[Tree, ...]]
+"""(nodes with the source first, stripe count, degree limit) -> that many equal stripes; empty if impossible."""
+
+
+def is_crossing(parent: NodeLink, child: NodeLink) -> bool:
+    """Whether bytes between the two leave a region; an unknown region counts as always left."""
+    return not parent.region or parent.region != child.region
+
+
+def egress_usd(nodes: Sequence[NodeLink], trees: Sequence[Tree], artifact_bytes: int) -> float:
+    """What providers charge for one artifact in USD: every byte that leaves the sender's region, at the sender's price."""
+    total = 0.0
+    for tree in trees:
+        for child, parent in enumerate(tree.parents, start=1):
+            if nodes[parent].egress_usd_per_gib and is_crossing(nodes[parent], nodes[child]):
+                total += tree.weight * nodes[parent].egress_usd_per_gib
+    return total * artifact_bytes / GIB
+
+
+def regional(
+    nodes: Sequence[NodeLink], degree_max: int, striped: Striped, *, is_chain: bool = False
+) -> tuple[Tree, ...]:
+    """Trees of equal stripes. `is_chain`: gateways forward to one another, strongest uplink first, for when the seed's uplink
+    cannot feed them all. Empty if there are fewer than two regions, or no stripes fit the degree limit."""
+    groups = _groups(nodes)
+    if not 2 <= len({nodes[0].region, *groups}) <= GATEWAYS_MAX:
+        return ()
+    for stripes in STRIPES:
+        inside = {region: _inside(nodes, members, stripes, degree_max, striped) for region, members in groups.items()}
+        if all(inside.values()):
+            made = _joined(nodes, groups, inside, stripes, is_chain)
+            return made if is_sound(nodes, made) else ()
+    return ()
+
+
+def _groups(nodes: Sequence[NodeLink]) -> dict[str, list[int]]:
+    """Workers by region, the gateway first: the strongest uplink among dialable workers; the seed itself in the seed's
+    region."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for number, node in enumerate(nodes[1:], start=1):
+        groups[node.region].append(number)
+    for region, members in groups.items():
+        members.sort(key=lambda number: (not nodes[number].addresses, -nodes[number].up, number))
+        if region == nodes[0].region:
+            members.insert(0, 0)
+    return dict(groups)
+
+
+def _inside(
+    nodes: Sequence[NodeLink], members: Sequence[int], stripes: int, degree_max: int, striped: Striped
+) -> list[tuple[int, ...]]:
+    """For each stripe, the parents of all members but the gateway, as positions in `members`; empty if impossible."""
+    local = [nodes[number] for number in members]
+    if len(local) < 2:
+        return [()] * stripes
+    if len(local) == 2:
+        return [(0,)] * stripes if can_connect(*local) else []
+    made = striped(local, stripes, degree_max - GATEWAYS_MAX)
+    return [tree.parents for tree in made] if is_sound(local, made) else []
+
+
+def _joined(
+    nodes: Sequence[NodeLink],
+    groups: dict[str, list[int]],
+    inside: dict[str, list[tuple[int, ...]]],
+    stripes: int,
+    is_chain: bool,
+) -> tuple[Tree, ...]:
+    above = _gateways_above(nodes, [members[0] for members in groups.values() if members[0]], is_chain=is_chain)
+    trees = []
+    for stripe in range(stripes):
+        parents = [0] * (len(nodes) - 1)
+        for gateway, parent in above.items():
+            parents[gateway - 1] = parent
+        for region, members in groups.items():
+            for place, parent in enumerate(inside[region][stripe], start=1):
+                parents[members[place] - 1] = members[parent]
+        trees.append(Tree(1.0 / stripes, tuple(parents)))
+    return tuple(trees)
+
+
+def _gateways_above(nodes: Sequence[NodeLink], gateways: Sequence[int], *, is_chain: bool) -> dict[int, int]:
+    """Maps each gateway to the node that feeds it."""
+    if not is_chain:
+        return dict.fromkeys(gateways, 0)
+    feeders, before = dict[int, int](), 0
+    for gateway in sorted(gateways, key=lambda number: (not nodes[number].addresses, -nodes[number].up, number)):
+        feeders[gateway] = before if can_connect(nodes[before], nodes[gateway]) else 0
+        before = gateway
+    return feeders
+
+
+def own_earliest(nodes: Sequence[NodeLink]) -> tuple[float, ...]:
+    """Per worker, the earliest time (s per byte) at which it could have everything while workers with slower downlinks take only
+    what those allow. All uplinks are shared equally; no worker gets more than its downlink or the seed's uplink."""
+    workers, uplinks = nodes[1:], sum(node.up for node in nodes)
+    level, left = nodes[0].up, len(nodes) - 1
+    for worker in sorted(workers, key=lambda node: node.down):
+        if worker.down * left >= uplinks:
+            level = min(level, uplinks / left)
+            break
+        uplinks, left = uplinks - worker.down, left - 1
+    return tuple(1 / min(level, worker.down) for worker in workers)
+
+
+GAIN_MIN = 1.01  # for less, no worker is late
+LATE_RELAY_SHARE = 0.9  # of a late worker's downlink: what it passes on; the rest is for chunks that it asks for
+SLOW_WITHIN = 1.05  # a smaller gain is within the error of measured rates
+HOSTS = 4  # peers that serve a late worker if the fleet is not fully connected; the others' trees leave that much room
+KEPT_WITHIN = 1.05  # a plan stays unless another choice of late workers, or another plan, is faster by more than this
+PROMISE_WITHIN = 1.5  # a plan that is off by more is sent anew: chunk sizes and predicted times rest on its rates
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """`weights`: what each worker, in the order of the nodes after the seed, contributes to the pool in rollouts/s; 0: nothing
+    now. `share`: how much of their sum is needed."""
+
+    weights: tuple[float, ...]
+    share: float = 1.0
+
+    @property
+    def are_alike(self) -> bool:
+        return len(set(self.weights)) <= 1
+
+    @property
+    def spare(self) -> float:
+        """The weight that may be late."""
+        total = sum(self.weights)
+        return max(0.0, 1.0 - self.share) * total + 1e-9 * total
+
+    def needed_s(self, worker_s: Sequence[float]) -> float:
+        """When the needed share of the weight holds the version, given each worker's time; with equal weights, when all do."""
+        if self.are_alike:
+            return max(worker_s, default=0.0)
+        missing, at_s = sum(self.weights) - self.spare, 0.0
+        for time_s, weight in sorted(zip(worker_s, self.weights, strict=True)):
+            if missing <= 0:
+                break
+            if weight > 0:
+                missing, at_s = missing - weight, time_s
+        return at_s
+
+
+def late_of(nodes: Sequence[NodeLink], needs: Needs) -> frozenset[int]:
+    """Numbers of the nodes for which no tree waits: the slow ones, and the spareable ones without which the others are faster."""
+    slow, _ = slow_of(nodes)
+    best, best_rate = slow, _rate_without(nodes, slow) * GAIN_MIN
+    if needs.are_alike:
+        return slow
+    late = set(slow)
+    for number, rate in _removals(nodes, needs, slow):
+        late.add(number)
+        if rate > best_rate * (1 + 1e-9):
+            best, best_rate = frozenset(late), rate
+    return best
+
+
+def slow_of(nodes: Sequence[NodeLink]) -> tuple[frozenset[int], frozenset[int]]:
+    """The workers whose downlinks limit all and which the mean worker is better off not waiting for: as few as suffice, and as many
+    as may be, for a mean time within SLOW_WITHIN of the least."""
+    order = sorted(range(1, len(nodes)), key=lambda i: (nodes[i].down, i))
+    uplinks, behind_s, means = sum(node.up for node in nodes), 0.0, list[float]()
+    for late, number in enumerate(order):
+        left = len(order) - late
+        shared = min(nodes[0].up, uplinks / left)
+        first_s = 1 / min(nodes[number].down, shared)
+        means.append(first_s + behind_s / len(order))
+        if shared <= nodes[number].down:
+            break
+        behind_s += 1 / nodes[number].down  # if it begins when the others are done
+        uplinks -= nodes[number].up
+    near = [late for late, mean in enumerate(means) if mean <= SLOW_WITHIN * min(means)]
+    return frozenset(order[: near[0]]), frozenset(order[: near[-1]])
+
+
+def _removals(nodes: Sequence[NodeLink], needs: Needs, gone: frozenset[int]) -> Iterator[tuple[int, float]]:
+    """Yields spareable workers that limit those that are not `gone`, one at a time, each with the bound for those then left."""
+    spare, weight_of = needs.spare, (0.0, *needs.weights)
+    by_down = deque(sorted(range(1, len(nodes)), key=lambda i: (nodes[i].down, weight_of[i], i)))
+    by_up = deque(sorted(range(1, len(nodes)), key=lambda i: (nodes[i].up, weight_of[i], i)))
+    removed = set(gone)
+    uplinks = sum(node.up for number, node in enumerate(nodes) if number not in removed)
+    for left in range(len(nodes) - 2 - len(gone), 0, -1):
+        while by_down[0] in removed:
+            by_down.popleft()
+        while by_up and (by_up[0] in removed or weight_of[by_up[0]] > spare):
+            by_up.popleft()
+        is_by_downlink = nodes[by_down[0]].down <= uplinks / (left + 1)
+        number = by_down[0] if is_by_downlink else by_up[0] if by_up else 0
+        if number == 0 or weight_of[number] > spare:
+            return
+        spare -= weight_of[number]
+        removed.add(number)
+        uplinks -= nodes[number].up
+        while by_down[0] in removed:
+            by_down.popleft()
+        yield number, min(nodes[0].up, nodes[by_down[0]].down, uplinks / left)
+
+
+def serves(known: BroadcastPlan, nodes: Sequence[NodeLink], needs: Needs) -> bool:
+    """Whether these are the plan's nodes, met as it says, at whatever rates, and its late workers are slow or can be spared."""
+    if [_without_rates(node) for node in known.nodes] != [_without_rates(node) for node in nodes]:
+        return False
+    late = frozenset(number for number, node in enumerate(known.nodes) if node.is_late)
+    spared = late - slow_of(nodes)[1]
+    return not spared or sum(needs.weights[number - 1] for number in spared) <= needs.spare
+
+
+def _without_rates(node: NodeLink) -> NodeLink:
+    return replace(node, uplink_bytes_per_s=0.0, downlink_bytes_per_s=0.0, rtt_s=0.0, is_late=False)
+
+
+def is_worth_sending(known: BroadcastPlan, fresh: BroadcastPlan, needs: Needs) -> bool:
+    """Whether a fresh plan for the present rates should replace the known one: the known one does not serve, the needed part
+    finishes clearly sooner by the fresh one, or the known one's promise is off."""
+    if (known.trees, known.nodes) == (fresh.trees, fresh.nodes):
+        return False
+    if not serves(known, fresh.nodes, needs) or not known.predicted_bytes or not fresh.predicted_bytes:
+        return True
+    size, chunk = known.predicted_bytes, PLAN_CHUNK_BYTES
+    present = [replace(node, is_late=old.is_late) for node, old in zip(fresh.nodes, known.nodes, strict=True)]
+    then, now = (predict(nodes, known.trees, size, chunk).rate_bytes_per_s for nodes in (known.nodes, present))
+    kept_s = then / now * known.predicted_needed_s
+    is_off = not 1 / PROMISE_WITHIN <= then / now <= PROMISE_WITHIN
+    return is_off or kept_s > KEPT_WITHIN * fresh.predicted_needed_s * size / fresh.predicted_bytes
+
+
+class PlanPace:
+    """When the next plan may be made. Each goes to every node, so one peer must not cause many: other nodes or other ways to meet
+    them, BURST at once and then one every NODES_EVERY_S; other rates alone, one every RATES_EVERY_S."""
+
+    BURST, NODES_EVERY_S, RATES_EVERY_S = 10, 2.0, 10.0
+
+    def __init__(self) -> None:
+        self._left, self._at, self._looked_at = float(self.BURST), 0.0, float("-inf")
+
+    def wait_s(self, are_rates_alone: bool, now: float) -> float:
+        """Seconds until the next plan may be made; 0: now, and it is counted."""
+        if are_rates_alone and now < self._looked_at + self.RATES_EVERY_S:
+            return self._looked_at + self.RATES_EVERY_S - now
+        self._left = min(float(self.BURST), self._left + max(0.0, now - self._at) / self.NODES_EVERY_S)
+        self._at = now
+        if self._left < 1:
+            return (1 - self._left) * self.NODES_EVERY_S
+        self._left, self._looked_at = self._left - 1, now
+        return 0.0
+
+
+def is_fit(known: BroadcastPlan, nodes: Sequence[NodeLink], needs: Needs) -> bool:
+    """Whether a plan for the same nodes may stay: its late workers can be spared, and no other choice is much better."""
+    if [replace(node, is_late=False) for node in known.nodes] != list(nodes):
+        return False
+    if not serves(known, nodes, needs):
+        return False
+    late = frozenset(number for number, node in enumerate(known.nodes) if node.is_late)
+    return _rate_without(nodes, late_of(nodes, needs)) <= KEPT_WITHIN * _rate_without(nodes, late)
+
+
+def _rate_without(nodes: Sequence[NodeLink], late: frozenset[int]) -> float:
+    return fluid_bound([node for number, node in enumerate(nodes) if number not in late]).rate_bytes_per_s
+
+
+def weighted_plan(
+    nodes: Sequence[NodeLink],
+    needs: Needs,
+    epoch: int,
+    artifact_bytes: int = PLAN_ARTIFACT_BYTES,
+    chunk_bytes: int = PLAN_CHUNK_BYTES,
+    usd_per_s: float = 0.0,
+) -> BroadcastPlan:
+    """The plan for the time until those that are not late hold a version. `nodes[0]` is the seed; `usd_per_s`: what a second is
+    worth where traffic is charged (`plan`)."""
+    for_all = plan(nodes, epoch, artifact_bytes, chunk_bytes, usd_per_s=usd_per_s)
+    late = late_of(nodes, needs) if len(nodes) > 1 else frozenset[int]()
+    if not late:
+        return for_all
+    needed = [node for number, node in enumerate(nodes) if number not in late]
+    degree_max = DEGREE_MAX - (0 if len(nodes) <= DEGREE_MAX + 1 else HOSTS)
+    first = plan(needed, epoch, artifact_bytes, chunk_bytes, degree_max, usd_per_s)
+    alike_s = needs.needed_s(for_all.predicted_s)
+    if first.predicted_all_s * GAIN_MIN > alike_s:
+        return for_all
+    trees = _with_late(nodes, late, first)
+    if first.topology == "multi_tree":
+        trees = _with_late_relays(nodes, late, trees)
+    assert is_sound(nodes, trees), "late workers hang where they can connect"
+    marked = tuple(replace(node, is_late=number in late) for number, node in enumerate(nodes))
+    times = _times(marked, trees, artifact_bytes, chunk_bytes)
+    reason = (
+        f"{first.reason}; {len(late)} of {len(nodes) - 1} workers are served later ({max(times):.2f} s), because the others "
+        f"would wait for their links: treating all alike would take {alike_s:.2f} s"
+    )
+    usd = egress_usd(nodes, trees, artifact_bytes)
+    return BroadcastPlan(epoch, marked, trees, first.topology, times, artifact_bytes, reason, usd)
+
+
+def _with_late(nodes: Sequence[NodeLink], late: frozenset[int], first: BroadcastPlan) -> tuple[Tree, ...]:
+    """The trees with each late worker below some others, in round-robin order; below the seed if none can connect to it."""
+    needed = [number for number in range(len(nodes)) if number not in late]
+    neighbours: list[set[int]] = [set() for _ in nodes]
+    found: list[list[int]] = []
+    for tree in first.trees:
+        parents = [0] * (len(nodes) - 1)
+        for child, parent in enumerate(tree.parents, start=1):
+            parents[needed[child] - 1] = needed[parent]
+            neighbours[needed[child]].add(needed[parent])
+            neighbours[needed[parent]].add(needed[child])
+        found.append(parents)
+    hosts = deque(needed[1:])
+    for number in sorted(late):
+        mine = [_host_for(nodes, number, hosts, neighbours) for _ in found[:HOSTS]]
+        for parents, host in zip(found, itertools.cycle(mine), strict=False):
+            parents[number - 1] = host
+        hosts.append(number)
+    return tuple(Tree(tree.weight, tuple(parents)) for tree, parents in zip(first.trees, found, strict=True))
+
+
+def _host_for(nodes: Sequence[NodeLink], number: int, hosts: deque[int], neighbours: Sequence[set[int]]) -> int:
+    """The next host in rotation that can connect to this worker; records them as neighbours and drops hosts at the degree limit."""
+    for _ in range(len(hosts)):
+        host = hosts.popleft()
+        if len(neighbours[host]) >= DEGREE_MAX:
+            continue
+        hosts.append(host)
+        if can_connect(nodes[host], nodes[number]):
+            neighbours[host].add(number)
+            neighbours[number].add(host)
+            return host
+    return 0
+
+
+def _with_late_relays(nodes: Sequence[NodeLink], late: frozenset[int], trees: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    """The same, or where all uplinks together are the limit: trees in which late workers, too, pass on what they can."""
+    seed, needed = nodes[0], [number for number in range(1, len(nodes)) if number not in late]
+    count = len(needed)
+    relayed = {number: min(LATE_RELAY_SHARE * nodes[number].down, nodes[number].up / count) for number in late}
+    uplinks = seed.up + sum(nodes[number].up for number in needed)
+    rate = (uplinks + (count - 1) * sum(relayed.values())) / count
+    if count < 2 or rate >= min(seed.up, *(nodes[number].down for number in needed)) or not _is_full_mesh(nodes):
+        return trees
+    weights = {number: nodes[number].up / ((count - 1) * rate) for number in needed}
+    weights |= {number: up / rate for number, up in relayed.items()}
+    made = [Tree(weights[root], _relayed_by(nodes, root)) for root in sorted(weights) if weights[root] > WEIGHT_MIN]
+    direct = 1.0 - sum(tree.weight for tree in made)
+    return (*made, Tree(direct, (0,) * (len(nodes) - 1))) if direct > 0 else trees
+
+
+def _times(nodes: Sequence[NodeLink], trees: tuple[Tree, ...], size: int, chunk_bytes: int) -> tuple[float, ...]:
+    """Per worker: needed ones as the trees predict; late ones when their downlinks have brought all after that, and not
+    before all uplinks can have sent a copy to everyone."""
+    guess = predict(nodes, trees, size, suitable_chunk_bytes(nodes, trees, chunk_bytes)).worker_s
+    after_s = max(time_s for node, time_s in zip(nodes[1:], guess, strict=True) if not node.is_late)
+    spread_s = (len(nodes) - 1) * size / sum(node.up for node in nodes)
+    return tuple(
+        max(spread_s, after_s + size / node.down) if node.is_late else time_s
+        for node, time_s in zip(nodes[1:], guess, strict=True)
     )

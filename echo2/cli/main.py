@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,13 +13,10 @@ from typing import TypeAlias
 import echo2
 from echo2.base.errors import EchoError, ResourceError
 from echo2.base.units import parse_duration_s
-from echo2.cli import offers, plan, sim
-from echo2.cli.extras import require_extra
-from echo2.cli.options import add_config_arguments, check_options, make_importable, with_values
-from echo2.cli.parser import Parser
+from echo2.cli.options import Parser, add_config_arguments, check_options, make_importable, require_extra, with_values
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
 from echo2.config.load import load_config, parse_overrides, to_toml
-from echo2.tasks.executing import trusted_text
+from echo2.tasks.built_in import trusted_text
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 # Takes the parsed arguments and the unrecognised ones; returns the exit code.
@@ -27,7 +25,7 @@ Command = Callable[[argparse.Namespace, Sequence[str]], int]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    parser = _parser()
+    parser = make_parser()
     own, rest = parser.parse_known_args(with_values(arguments))
     if rest and not own.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -48,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FORCED_EXIT_CODE
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """All commands with their arguments; what a command needs is imported when it runs."""
     parser: argparse.ArgumentParser = Parser(
         prog="echo2", description="RL post-training of LLMs over a wide-area network."
     )
@@ -61,9 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_status(commands)
     _add_token(commands)
-    plan.add_plan_command(commands)
-    offers.add_offers_command(commands)
-    sim.add_sim_command(commands)
+    _add_plan(commands)
+    _add_offers(commands)
+    _add_ctl(commands)
     return parser
 
 
@@ -88,7 +87,7 @@ def _add_config(commands: Commands) -> None:
 def _show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
     make_importable(own.files)
     config = load_config(own.files, own.preset, parse_overrides(rest))
-    from echo2.cli.resolved import resolved
+    from echo2.cli.sizing import resolved
 
     notes = {name: f"here: {found.value} ({found.why})" for name, found in resolved(config).items()}
     print(to_toml(config, with_descriptions=not own.plain, notes={} if own.plain else notes))
@@ -163,7 +162,7 @@ def _add_run(commands: Commands) -> None:
 
 def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     require_extra("learner", "echo2 run")
-    from echo2.cli.local_run import run_here  # imports the screen, needed only here
+    from echo2.cli.run import run_here  # imports the screen, needed only here
 
     return run_here(own, rest)
 
@@ -177,7 +176,7 @@ def _add_export(commands: Commands) -> None:
 
 def _export(own: argparse.Namespace, rest: Sequence[str]) -> int:
     require_extra("learner", "echo2 export")
-    from echo2.learner.runtime.startup import export_run  # imports torch
+    from echo2.learner.startup import export_run  # imports torch
 
     step = export_run(own.run, own.target, own.model)
     print(f"{own.target}: the policy after step {step}")
@@ -191,9 +190,23 @@ def _add_status(commands: Commands) -> None:
 
 
 def _status(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    from echo2.cli.status import show_status
+    from echo2.cli.operator import show_status
 
     return show_status(own.link, own.json)
+
+
+def _add_ctl(commands: Commands) -> None:
+    def run(own: argparse.Namespace, _: Sequence[str]) -> int:
+        from echo2.cli.ctl import control  # imports gRPC, needed only here
+
+        return control(own)
+
+    parser = add_command(commands, "ctl", run, "change a run that goes on: budget, cap, S, pause, stop, workers")
+    parser.add_argument("run", metavar="RUN", help="the run's folder, an operator's link, or @FILE with one")
+    parser.add_argument(
+        "words", metavar="WORD", nargs="+",
+        help="advice | set budget=USD cap=USD S=STEPS price.OFFER=USD | pause | resume | stop | worker NAME STATE | do ACTION JSON",
+    )  # fmt: skip
 
 
 def _add_token(commands: Commands) -> None:
@@ -207,15 +220,83 @@ def _add_token(commands: Commands) -> None:
     )
     token.add_argument("--lifetime", default="7d", help="how long it lets anyone join, such as 12h (default: 7d)")
     token.add_argument(
-        "--uses", type=int, default=0, help="how many machines may join with it; 0: any number (default: 0)"
+        "--uses", type=int, default=0, help="how many machines may join with it; 0: up to 10,000 (default: 0)"
     )
     token.add_argument("--label", default="", help="a note for the list of tokens")
 
 
 def _link(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    from echo2.cli.status import make_link
+    from echo2.cli.operator import make_link
 
     return make_link(own.link, own.role, parse_duration_s(own.lifetime), own.uses, own.label)
+
+
+def _add_plan(commands: Commands) -> None:
+    text = "how many of which machines a run needs, what they cost and what limits it"
+    parser = add_command(commands, "plan", _plan, text, True)
+    parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help="the run's config; defaults without")
+    parser.add_argument("--preset", help="local, lan or wan")
+    parser.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="machines on offer, learner and lengths")
+    parser.add_argument(
+        "--catalogue", type=Path, metavar="GPUS.toml", help="priors by GPU instead of the built-in ones"
+    )
+    parser.add_argument(
+        "--billions",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="parameters of the model, where its config.json is not here",
+    )
+    parser.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,..",
+        help="S, kappa, uplink, train and others: with another value",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--explain", action="store_true", help="show the calculation")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="cost and utilisation against S and kappa")
+
+
+def _plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    from echo2.cli.plan import run_plan  # imports the catalogue and numpy, as the next, needed only here
+
+    return run_plan(own, rest)
+
+
+def _add_offers(commands: Commands) -> None:
+    text = "what can be rented, by what a million useful tokens of this run would cost on it"
+    parser = add_command(commands, "offers", _offers, text, True)
+    parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help="the run's config; defaults without")
+    parser.add_argument("--preset", help="local, lan or wan")
+    parser.add_argument("--provider", action="append", default=[], help="only of this one; may be repeated")
+    parser.add_argument("--gpu", action="append", default=[], help="only this kind, such as RTX4090; may be repeated")
+    parser.add_argument("--region", default="", help="only regions whose name holds this")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--spot", action="store_true", help="only spot machines")
+    kinds.add_argument("--on-demand", action="store_true", help="no spot machines")
+    parser.add_argument("--usd-per-hour-max", type=float, default=math.inf, metavar="USD", help="no dearer machines")
+    parser.add_argument(
+        "--sort", choices=["price", "speed", "tokens"], default="tokens", help="by USD per token, by price or by speed"
+    )
+    parser.add_argument("--rows", type=int, default=20, help="so many lines, 0: all (default: 20)")
+    parser.add_argument("--catalogue", type=Path, metavar="GPUS.toml", help="data sheets instead of the built-in ones")
+    fetching = parser.add_mutually_exclusive_group()
+    fetching.add_argument("--refresh", action="store_true", help="fetch prices now, or fail")
+    fetching.add_argument("--offline", action="store_true", help="open no connection")
+    parser.add_argument(
+        "--max-age", default="1h", metavar="AGE", help="fetch where kept prices are older (default: 1h)"
+    )
+    fetching.add_argument("--recorded", type=Path, metavar="FILE", help="a recorded catalogue instead of the market")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="keep what was found in a file, for --recorded")
+    parser.add_argument("--json", action="store_true", help="print them as JSON")
+
+
+def _offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    from echo2.cli.offers import run_offers
+
+    return run_offers(own, rest)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,72 @@
-"""Arguments that the commands share: config files, preset, dotted overrides."""
+"""Argument parsing whose errors say what was expected, what came and what may have been meant."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 from echo2.base.errors import ConfigError
-from echo2.cli.parser import all_options, unknown
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
 
-_OVERRIDE = re.compile(r"--[a-z_0-9]+\.[a-z_0-9.]+")
+# Argparse's own texts, which name neither what was expected nor what came.
+_UNKNOWN, _CHOICE, _MISSING, _TYPE = (
+    re.compile(r"unrecognized arguments: (.*)"),
+    re.compile(r"argument (\S+): invalid choice: (.+?) \(choose from (.*)\)"),
+    re.compile(r"the following arguments are required: (.*)"),
+    re.compile(r"argument (\S+): invalid (\w+) value: (.*)"),
+)
+_KINDS = {"int": "a whole number", "float": "a number", "Path": "a path"}  # how a type is told
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser with errors in echo2's style; exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage()
+        self.exit(2, f"error: command line: {self._told(message)}\n")
+
+    def _told(self, message: str) -> str:
+        if found := _UNKNOWN.fullmatch(message):
+            return unknown(found[1].split(), all_options(self))
+        if found := _CHOICE.fullmatch(message):
+            name, came, known = found[1], found[2].strip("'"), found[3].replace("'", "")
+            where = "" if name == "COMMAND" else f"{name}: "
+            return f"{where}expected one of {known}, got {came!r}{_perhaps(came, known.split(', '))}"
+        if found := _MISSING.fullmatch(message):
+            return f"expected {found[1]}, got none; {self.prog} --help explains it"
+        if found := _TYPE.fullmatch(message):
+            return f"{found[1]}: expected {_KINDS.get(found[2], found[2])}, got {found[3]}"
+        return message
+
+
+def all_options(parser: argparse.ArgumentParser) -> list[str]:
+    """Returns every long option of a command and its subcommands, as written."""
+    found = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [option for inner in action.choices.values() for option in all_options(inner)]
+    return found
+
+
+def unknown(words: Iterable[str], known: Iterable[str]) -> str:
+    """Returns the error text for an unknown option."""
+    first = next(iter(words))
+    return f"no such option: {first}{_perhaps(first.partition('=')[0], list(known))}"
+
+
+def _perhaps(came: str, known: list[str]) -> str:
+    near = get_close_matches(came, known, 1, 0.6)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+_OVERRIDE = re.compile(r"--[a-z_0-9]+\.[a-z_0-9.]+")  # --section.option
 
 
 def with_values(arguments: Sequence[str] | None) -> list[str]:
@@ -68,3 +121,38 @@ def check_options(rest: Sequence[str], parser: argparse.ArgumentParser) -> None:
     for word in rest:
         if word.startswith("--") and "." not in word.partition("=")[0]:
             raise ConfigError(f"command line: {unknown([word], all_options(parser))}")
+
+
+def link_file(argument: str) -> Path | None:
+    """Returns the path of a link given as `@FILE`, else None. Read it again when needed: the file may hold a newer link by then."""
+    return Path(argument[1:]) if argument.startswith("@") else None
+
+
+def link_text(argument: str) -> str:
+    """Returns the text of a join link given directly or as `@FILE`. Raises `ConfigError` if the file cannot be read."""
+    path = link_file(argument)
+    if path is None:
+        return argument
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise ConfigError(f"join link: expected a file with a link at {path}, found nothing there") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"join link: {path} cannot be read: {error}") from None
+
+
+MODULES = {
+    "engine": ("torch", "transformers", "safetensors"),
+    "learner": ("torch", "transformers", "safetensors", "tokenizers", "matplotlib", "reasoning_gym", "math_verify"),
+}
+"""The modules of each extra that its commands import."""
+
+
+def require_extra(extra: str, command: str) -> None:
+    """Raises ConfigError that names what to install, unless all modules of `extra` are there."""
+    missing = [name for name in MODULES[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{command}: expected the packages of echo2[{extra}], {', '.join(missing)} not found; "
+            f"install them from echo2's checkout: pip install '.[{extra}]'"
+        )

@@ -2,10 +2,10 @@
 
     with echo2.Run("run.toml", "@runs/NAME/links/learner.link") as run:
         publisher, rollouts = echo2.Publisher(run), echo2.Rollouts(run)
-        publisher.publish(run.resume_step, model.named_parameters())
+        publisher.publish(run.resume_step, echo2.published_tensors(model))
         for batch in rollouts:
             train(model, batch)                                     # yours
-            publisher.publish(batch.step + 1, model.named_parameters())
+            publisher.publish(batch.step + 1, echo2.published_tensors(model))
 
 The process takes the learner's place in the run: prompts, rewards, the staleness rule, the journal, publication and the
 ledger are those of `echo-learner`; loss, optimiser and their checkpoints are yours. Under torchrun every rank makes the
@@ -20,7 +20,7 @@ import asyncio
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,23 +29,24 @@ import torch
 from torch import Tensor
 
 from echo2.base.errors import ConfigError, Unreachable
-from echo2.cli.extras import require_extra
 from echo2.cli.learner import learner_options
-from echo2.cli.options import make_importable
+from echo2.cli.options import make_importable, require_extra
 from echo2.config.load import load_config
 from echo2.config.run import RunConfig
-from echo2.learner.batch import Batch
-from echo2.learner.runtime.checkpoint import CheckpointStore
-from echo2.learner.runtime.daemon import LearnerDaemon
-from echo2.learner.runtime.lent_ranks import FollowingTrainer, SpreadTrainer
-from echo2.learner.runtime.lent_trainer import DeclaredModel, LentTrainer, TrainerLeft
-from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions
-from echo2.learner.runtime.ranks import ranks_of_environment
-from echo2.learner.runtime.startup import prepare_with
-from echo2.tasks.runtime.registry import is_environment
-from echo2.trust.runtime.tls import calls_have_ended
+from echo2.cost_model.memory import STEPS_MAX
+from echo2.learner.learner import LearnerDaemon
+from echo2.learner.own_trainer import DeclaredModel, OwnTrainer, OwnTrainerFollower, TrainerLeft
+from echo2.learner.publishing.checkpoint import CheckpointStore
+from echo2.learner.rollouts.groups import Batch
+from echo2.learner.rollouts.prompts import check_rewards_of
+from echo2.learner.startup import prepare_with
+from echo2.learner.training.ranks import ranks_of_environment
+from echo2.tasks.registry import is_environment
+from echo2.tasks.task import TaskSpec
+from echo2.trust.tls import calls_have_ended
+from echo2.weights.elements import published_tensors  # noqa: F401 - part of the API
 
-CLOSE_WITHIN_S = 60.0
+CLOSE_WITHIN_S = 60.0  # workers fetch a last version in seconds; docs/own-trainer.md promises a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,7 @@ class Run:
                 "model.path: expected a model folder or hub id, for configuration and tokenizer, got nothing"
             )
         place = Path(folder) if folder else Path(resolved.run.folder) / resolved.run.name / "learner"
-        options = learner_options(resolved, link, place)
-        has_turns = options.agent is not None or any(map(is_environment, options.task.specs(options.seed)))
+        has_turns = resolved.agent.is_on or any(is_environment(TaskSpec(*task)) for task in resolved.task.asked)
         if has_turns or resolved.model.lora_rank:
             raise ConfigError(
                 "a trainer of one's own: expected a task of one completion, no agent and whole weights (model.lora_rank 0), got "
@@ -134,21 +134,18 @@ class Run:
                 "learner.replicas: expected 1 with a trainer of one's own, whose engine spreads its weights itself, got "
                 f"{resolved.learner.replicas}"
             )
-        told = replace(options.checkpoint, follows_cost=False)  # the trainer checkpoints after a fixed number of steps
-        self.options = replace(options, evaluation=EvaluationOptions(prompts=0), checkpoint=told)
+        self.options = learner_options(_without_evaluations(resolved), link, place)
         model, ranks = DeclaredModel(resolved.model.path, resolved.model.weights_dtype), ranks_of_environment()
-        self.trainer: LentTrainer | FollowingTrainer = (
-            LentTrainer(model) if ranks.count == 1
-            else SpreadTrainer(model, ranks) if ranks.is_leader
-            else FollowingTrainer(model, ranks)
-        )  # fmt: skip
         self._daemon: LearnerDaemon | None = None
         self._told_step = 0
-        lent = self.trainer
-        if not isinstance(lent, FollowingTrainer):
-            self._daemon = LearnerDaemon(self.options, make_prepared=lambda o, f: prepare_with(lent, o, f))
+        self.trainer: OwnTrainer | OwnTrainerFollower
+        if ranks.is_leader:
+            check_rewards_of(self.options)
+            self.trainer = trainer = OwnTrainer(model, ranks)
+            self._daemon = LearnerDaemon(self.options, make_prepared=lambda o, f: prepare_with(trainer, o, f))
             ranks.tell({"resume_step": self.resume_step})
         else:
+            self.trainer = OwnTrainerFollower(model, ranks)
             self._told_step = int(ranks.hear()[0]["resume_step"])
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -160,13 +157,13 @@ class Run:
         """The step of the newest checkpoint: load your own checkpoint of that step, then call `publish(resume_step, …)`."""
         if self._daemon is None:
             return self._told_step
-        store = CheckpointStore(self.options.folder / "checkpoints", CheckpointOptions(), is_owner=False)
-        return int(store.steps()[-1]) if store.steps() else 0
+        store = CheckpointStore(self.options.folder / "checkpoints", self.options.limits, is_owner=False)
+        return int(store.newest() or 0)
 
     @property
     def checkpoint_every_steps(self) -> int:
         """Steps between checkpoints. After each such step, write your own checkpoint to disk before asking for the next batch."""
-        return self.options.checkpoint.every_steps
+        return self.options.config.learner.checkpoint_every_steps
 
     @property
     def step(self) -> int:
@@ -204,10 +201,10 @@ class Run:
 
     def _leave(self) -> BaseException | None:
         """Leaves the run; returns the error to raise, or None."""
-        if self._daemon is None:
+        if self._daemon is None or isinstance(self.trainer, OwnTrainerFollower):
             self.trainer.end()
             return None
-        if self.step < self.options.steps:
+        if self.step < self.options.config.learner.steps:
             self.trainer.end()
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._task.cancel)
@@ -217,8 +214,9 @@ class Run:
         if not self._thread.is_alive():
             return self.trainer.untold_failure()
         waits_for, since_s = self._daemon.waits_for
+        config = self.options.config
         return Unreachable(
-            f"run {self.options.run_id} at step {self.step} of {self.options.steps}: expected its learner's side to end "
+            f"run {config.run.name} at step {self.step} of {config.learner.steps}: expected its learner's side to end "
             f"within {CLOSE_WITHIN_S:.0f} s of close, but it waits for {waits_for or 'nothing that it could name'} since "
             f"{since_s:.0f} s; it goes on until this process ends"
         )
@@ -244,6 +242,7 @@ class Run:
             pass
         except BaseException as error:  # noqa: BLE001 - raised in the trainer's thread, by next_batch or hand_in
             failure = error
+        assert isinstance(self.trainer, OwnTrainer), "rank 0 alone serves"
         self.trainer.end(failure)
 
     async def _run(self) -> None:
@@ -255,6 +254,15 @@ class Run:
             await calls_have_ended()
 
 
+def _without_evaluations(config: RunConfig) -> RunConfig:
+    """The trainer evaluates by itself, and checkpoints after a fixed number of steps."""
+    every = config.learner.checkpoint_every_steps or STEPS_MAX
+    mixture = {name: entry.model_copy(update={"eval_prompts": 0}) for name, entry in config.task.mixture.items()}
+    task = config.task.model_copy(update={"eval_prompts": 0, "eval_sets": {}, "mixture": mixture})
+    learner = config.learner.model_copy(update={"checkpoint_every_steps": every})
+    return config.model_copy(update={"task": task, "learner": learner})
+
+
 class Publisher:
     """Publishes the weights of a `Run`."""
 
@@ -264,9 +272,10 @@ class Publisher:
     def publish(self, step: int, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> bool:
         """Reports that `step` optimiser steps are complete, and hands over the weights after them.
 
-        `named_tensors`: all parameters by their Hugging Face names, any float dtype, any device; they are rounded to the
-        run's published dtype. Call it once before the first batch and after each batch. Copies the tensors only if a
-        version is due, which the coordinator's plan or `staleness.kappa` decides; returns whether it did. You may change
+        `named_tensors`: all parameters by their Hugging Face names, any float dtype, any device, rounded to the run's published
+        dtype; and the model's persistent float buffers (a router's correction bias), which keep their dtype.
+        `published_tensors(model)` gives both. Call it once before the first batch and after each batch. Copies the tensors only
+        if a version is due, which the coordinator's plan or `staleness.kappa` decides; returns whether it did. You may change
         the tensors as soon as it returns. Raises `ConfigError` for tensors other than the model's, `StateError` for a step
         out of order, and the error that ended the run, if any.
         """
@@ -289,7 +298,7 @@ class Rollouts:
     def __next__(self) -> TrainingBatch:
         if not self.run.is_started:
             raise ConfigError("rollouts: expected Publisher.publish first, for workers need weights to sample from")
-        if self.run.step >= self.run.options.steps:
+        if self.run.step >= self.run.options.config.learner.steps:
             raise StopIteration
         batch = self.run.trainer.next_batch()
         if batch is None:

@@ -6,87 +6,46 @@ import argparse
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from echo2.base.errors import ConfigError
 from echo2.base.units import parse_bytes, parse_duration_s, parse_rate_bytes_per_s
-from echo2.cli.learner_room import LEARNER_GPU, LearnerMachine, gpus_needed, verdict
 from echo2.cli.options import make_importable
-from echo2.cli.run_shape import (
+from echo2.cli.sizing import (
+    LEARNER_GPU,
     MEAN_SHARE,
     TAIL_SHARE,
-    ForeseenAudit,
-    audit_costs,
+    LearnerMachine,
     audit_line,
+    audit_s_per_step,
+    gpus_needed,
     learner_line,
     learner_run,
     lengths_of,
     model_of,
+    verdict,
 )
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
-from echo2.coordinator.runtime import experience_file
-from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
-from echo2.coordinator.runtime.quiet import quiet_solver
-from echo2.cost_model.catalogue import CPU, GpuType, gpu_of, parse_catalogue, train_s_prior
-from echo2.cost_model.checkpoint_interval import CHECKPOINT_BYTES_PER_S, steps_between
-from echo2.cost_model.experience import JOIN_S
-from echo2.cost_model.memory import checkpoint_bytes
-from echo2.cost_model.offers import EGRESS_USD_PER_GIB
-from echo2.cost_model.plan import Plan
-from echo2.cost_model.prefill import PrefillWork
-from echo2.cost_model.question import WHAT_IF, PlanQuestion, PoolOffer, TokenCounts, parse_what_if
+from echo2.coordinator.money.market import built_in_catalogue, built_in_models
+from echo2.cost_model.machines import CPU, GpuType, gpu_of, parse_catalogue, train_s_prior
+from echo2.cost_model.market import EGRESS_USD_PER_GIB
+from echo2.cost_model.memory import CHECKPOINT_BYTES_PER_S, checkpoint_bytes, steps_between
+from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import ModelSize, size_by_billions
-from echo2.cost_model.snapshot import Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
+from echo2.cost_model.snapshot import JOIN_S, Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
 
-MARKET_COUNT = 48
+MARKET_COUNT = 48  # more of one kind than a run of the documented sizes rents, so that price decides, not stock
 DROPPED_GROUPS = 0.25
 """Assumed share of groups that dynamic sampling, if on, discards: those that the model always or never solves."""
+START_S, LOAD_BYTES_PER_S = 60.0, 1e9
+"""Assumed seconds before the first step (imports, processes, compilation), beside reading the weights from a local disk."""
 DELTA_SHARE = 0.01  # bytes of a step's delta per byte of bf16 weights; 0.7 % to 0.9 % measured, plus the container
 
 
-def add_plan_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `echo2 plan`."""
-    text = "how many of which machines a run needs, what they cost and what limits it"
-    parser = subparsers.add_parser("plan", help=text, description=text)
-    parser.set_defaults(command=_run, takes_overrides=True)
-    parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help="the run's config; defaults without")
-    parser.add_argument("--preset", help="local, lan or wan")
-    parser.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="machines on offer, learner and lengths")
-    parser.add_argument(
-        "--catalogue", type=Path, metavar="GPUS.toml", help="priors by GPU instead of the built-in ones"
-    )
-    parser.add_argument(
-        "--billions",
-        type=float,
-        default=0.0,
-        metavar="N",
-        help="parameters of the model, where its config.json is not here",
-    )
-    parser.add_argument("--what-if", action="append", default=[], metavar="NAME=VALUE,..", help=", ".join(WHAT_IF))
-    parser.add_argument(
-        "--live", metavar="RUN", help="what to do next with a running run: its folder or an operator's link"
-    )
-    parser.add_argument("--history", metavar="RUN", help="how a running run's predictions came out")
-    parser.add_argument(
-        "--learner-usd-per-hour",
-        type=float,
-        default=0.0,
-        metavar="USD",
-        help="with --live: what the learner costs beside workers",
-    )
-    parser.add_argument("--offline", action="store_true", help="with --live: fetch no prices")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--explain", action="store_true", help="show the calculation")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="cost and utilisation against S and kappa")
-
-
-def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    if own.live or own.history:
-        from echo2.cli.plan_live import show  # imports gRPC, needed only here
-
-        return show(own.live or own.history, own.history is not None, own)
+def run_plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    """`echo2 plan`; returns the exit code."""
     make_importable(own.files)
     config = load_config(own.files, own.preset, parse_overrides(rest))
     catalogue = load_catalogue(own.catalogue)
@@ -94,23 +53,26 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
     question, origin = question_of(config, fleet, catalogue, own.billions)
     for name, value in [pair for text in own.what_if for pair in parse_what_if(text)]:
         question = question.what_if(name, value)
-    from echo2.cli.plan_answer import (  # imports the planner, needed only here
+    from echo2.cli.plan_text import (  # imports the planner, needed only here
         PlannedRun,
         as_json,
+        planned,
         plot,
         print_answer,
         print_fits,
     )
 
-    with quiet_solver():
-        question, answer, audited = _planned(config, question)
-        if own.plot:
-            plot(question, own.plot)
-        told = as_json(question, answer, PlannedRun(config.learner.steps, origin)) if own.json else {}
+    prompt = config.sampling.max_prompt_tokens / 2  # assumes prompts of half the longest length
+    audit_s = audit_s_per_step(config, prompt, question.tokens.mean, question.learner.train_s)
+    question = replace(question, recomputes_caches=config.worker.swap_mode == "recompute_kv")
+    run = PlannedRun(config.learner.steps, origin, *assumptions(fleet, own.what_if))
+    answer = planned(question)
+    if own.plot:
+        plot(question, own.plot)
     if own.json:
-        print(json.dumps(told | {"audit": asdict(audited) if audited else None}, indent=2))
+        print(json.dumps(as_json(question, answer, run) | {"audit_s_per_step": audit_s}, indent=2))
     else:
-        print_answer(question, answer, PlannedRun(config.learner.steps, origin), own.explain)
+        print_answer(question, answer, run, own.explain)
         print_fits(question)
         gpu, gpu_count = learner_gpus(config, fleet, question.model, catalogue)
         here = LearnerMachine(gpu_count, gpu.memory_bytes)
@@ -120,49 +82,19 @@ def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
             learner_line(config, question.model, here.gpu_count, gpu.memory_bytes)
             + verdict(config, question.model, here)
         )
-        print(audit_line(audited))
+        print(audit_line(audit_s))
     return 0
 
 
-def _planned(config: RunConfig, question: PlanQuestion) -> tuple[PlanQuestion, Plan, ForeseenAudit | None]:
-    """Returns the question, its answer and the audit's cost. Plans twice if workers keep KV caches, since which rollouts they may
-    score then depends on the planned period and pool."""
-    from echo2.cost_model.egress import plan_with_egress
-
-    audited = _audit(config, question, 0.0)
-    question = replace(question, prefill=_prefill_work(config, question, audited))
-    answer = plan_with_egress(question.snapshot(), question.wishes)
-    if audited is None or config.worker.swap_mode != "keep_kv":
-        return question, answer, audited
-    audited = _audit(config, question, _kept_share(question, answer))
-    question = replace(question, prefill=_prefill_work(config, question, audited))
-    answer = plan_with_egress(question.snapshot(), question.wishes)
-    return question, answer, _audit(config, question, _kept_share(question, answer))
-
-
-def _audit(config: RunConfig, question: PlanQuestion, kept_share: float) -> ForeseenAudit | None:
-    prompt = config.sampling.max_prompt_tokens / 2  # assumes prompts of half the longest length
-    return audit_costs(config, prompt, question.tokens.mean, question.learner.train_s, kept_share)
-
-
-def _prefill_work(config: RunConfig, question: PlanQuestion, audited: ForeseenAudit | None) -> PrefillWork:
-    """Converts the audit's share from tokens trained on to tokens sampled, which include evaluations and discarded groups."""
-    learner = question.learner
-    trained = learner.trained_rollouts / learner.rollouts_per_step
-    share = audited.fleet_share * trained if audited else 0.0
-    return PrefillWork(config.worker.swap_mode == "recompute_kv", share)
-
-
-def _kept_share(question: PlanQuestion, answer: Plan) -> float:
-    """Returns the share of tokens in rollouts during which a new version arrives, on the pool's machines."""
-    from echo2.cost_model.prefill import kept_cache_share
-
-    workers = {worker.worker_id: worker for worker in question.snapshot().workers}
-    pool = [workers[one] for one in answer.pool] or list(workers.values())
-    rate = sum(worker.rollouts_per_s for worker in pool)
-    mean_s = sum(worker.rollouts_per_s * worker.rollout_s_mean for worker in pool) / rate
-    tokens, period_s = question.tokens, answer.kappa * question.learner.train_s
-    return kept_cache_share(tokens.mean, tokens.tail, tokens.longest, mean_s / tokens.mean, period_s)
+def assumptions(fleet: Mapping[str, object], what_ifs: Sequence[str]) -> tuple[bool, bool]:
+    """Whether the mean length is assumed, and whether a worker's price is."""
+    lengths, tables = fleet.get("lengths", {}), fleet.get("worker")
+    has_mean = isinstance(lengths, Mapping) and "mean_tokens" in lengths
+    changed = {name for text in what_ifs for name, _ in parse_what_if(text)}
+    priced = isinstance(tables, list) and all(
+        isinstance(one, Mapping) and "price_usd_per_hour" in one for one in tables
+    )
+    return not has_mean and "mean" not in changed, not priced
 
 
 # ---- reading
@@ -291,9 +223,15 @@ def question_of(
     learner = _learner(config, Fields("learner", fleet.get("learner", {})), size, tokens.mean, machine)
     for fields in (model, lengths):
         fields.done()
-    known = experience_file.known(experience_file.place(config.coordinator.machines_file))
     return PlanQuestion(
-        size, lengths_of(config), learner, _wishes(config), tokens, tuple(offers), catalogue, known
+        size,
+        lengths_of(config),
+        learner,
+        _wishes(config),
+        tokens,
+        tuple(offers),
+        catalogue,
+        steps=config.learner.steps,
     ), origin
 
 
@@ -326,12 +264,13 @@ def _learner(
         evaluation_rollouts=evaluation,
         train_s=train_s + idle_s,
         idle_s=idle_s,
-        link=fields.link(config.broadcast.uplink_limit or 125e6, 125e6, 0.04),
+        link=fields.link(config.learner.uplink_limit or 125e6, 125e6, 0.04),
         delta_bytes=fields.size("delta_bytes", DELTA_SHARE * whole),
         full_snapshot_bytes=fields.size("full_snapshot_bytes", whole),
         rollouts_per_group=int(fields.number("rollouts_per_group", min(group, batch))),
         encode_s=fields.seconds("encode", 1.0),
         price_usd_per_hour=fields.number("price_usd_per_hour", gpu.usd_per_hour * gpu_count),
+        start_s=fields.seconds("start", START_S + whole / LOAD_BYTES_PER_S),
     )
     dropped = fields.number("dropped_groups", DROPPED_GROUPS if config.learner.drop_equal_groups else 0.0)
     for name in ("gpu", "gpu_count", "origin"):
@@ -366,7 +305,6 @@ def _wishes(config: RunConfig) -> PlanConfig:
     return PlanConfig(
         staleness_bound=config.staleness.bound,
         fixed_kappa=config.staleness.kappa,
-        target_utilisation=config.coordinator.target_utilisation,
         usd_per_hour_cap=config.coordinator.usd_per_hour_cap,
         usd_budget=config.coordinator.usd_budget,
         hysteresis=Hysteresis(),

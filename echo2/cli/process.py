@@ -8,6 +8,7 @@ Waits for: the daemon's `run` to return. Woken by: its end, or a signal.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import json
 import logging
@@ -23,8 +24,13 @@ from typing import Protocol
 
 from echo2.base.errors import DiskFull, EchoError, ResourceError
 
-FORCED_EXIT_CODE = 130
-LINES_PER_S, LINES_BURST = 2.0, 20.0
+FORCED_EXIT_CODE = 130  # 128 + SIGINT, as shells have it
+PARENT = "ECHO2_PARENT"
+"""Variable with the process id of the command that started this process and must not outlive."""
+END_WITHIN_S = 10.0  # a drain (2 s) and the end of an engine fit several times
+PARENT_LOOK_S = 1.0  # where the kernel does not tell: a second of a lost child costs nothing
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LINES_PER_S, LINES_BURST = 2.0, 20.0  # a traceback passes whole; a day of errors is 170,000 lines at most
 UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 """Errors that a folder named by the user can cause."""
 
@@ -62,7 +68,7 @@ class _PlainLines(logging.Formatter):
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
-class Seldom(logging.Filter):
+class LogRateLimit(logging.Filter):
     """Rate-limits to LINES_PER_S lines a second and reports how many it dropped, so that no peer can fill the disk with errors."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,7 +97,7 @@ def set_up_logging(as_json: bool, verbose: bool = False) -> None:
     logging.lastResort = foreign = logging.StreamHandler()  # for libraries' logs: asyncio and gRPC log every failure
     foreign.setLevel(logging.WARNING)
     foreign.setFormatter(handler.formatter)
-    foreign.addFilter(Seldom())
+    foreign.addFilter(LogRateLimit())
     root = logging.getLogger("echo2")
     root.handlers[:] = [handler]
     root.propagate = False
@@ -114,9 +120,34 @@ def ended_by_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def die_with_parent() -> None:
+    """If PARENT names a process, ends this one when that one is gone, whatever killed it: by SIGTERM first, so that a worker's
+    engine ends its own processes, and after END_WITHIN_S by killing this process's group.
+    """
+    parent = os.environ.pop(PARENT, "")
+    if not parent:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it died before the kernel was told
+        os._exit(FORCED_EXIT_CODE)
+    threading.Thread(target=_end_after, args=(int(parent),), name="parent", daemon=True).start()
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_LOOK_S)
+    if sys.platform != "linux":
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_WITHIN_S)
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(FORCED_EXIT_CODE)
+
+
 def run_daemon(make: Callable[[], Daemon], folder: Path = Path()) -> int:
     """Runs the daemon that `make` returns, which writes under `folder`, until it ends. Returns the exit code."""
-    from echo2.trust.runtime.port_limits import raise_descriptor_limit  # imported late, as in `_with_signals`
+    from echo2.trust.ports import raise_descriptor_limit  # imported late, as in `_with_signals`
 
     raise_descriptor_limit()
     try:
@@ -140,7 +171,7 @@ def report_error(error: EchoError) -> int:
 
 
 async def _with_signals(make: Callable[[], Daemon]) -> None:
-    from echo2.trust.runtime.tls import calls_have_ended  # imports gRPC, which other commands do not need
+    from echo2.trust.tls import calls_have_ended  # imports gRPC, which other commands do not need
 
     daemon = make()
     loop = asyncio.get_running_loop()

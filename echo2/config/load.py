@@ -1,25 +1,45 @@
 """Loads a config: preset, then TOML files, then dotted overrides; the last one that sets an option wins.
 
-Guarantees: every error is a `ConfigError` that names the option by its dotted path, what was expected and what came.
+Guarantees: every error is a `ConfigError` that names the option by its dotted path, what was expected, what came and what to do;
+pydantic's own texts are never shown, and a bound without an obvious reason comes with one.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
+import types
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from echo2.base.errors import ConfigError
-from echo2.config.fields import RATE
-from echo2.config.presets import PRESETS
-from echo2.config.run import RunConfig
-from echo2.config.wording import problem
+from echo2.base.link_shape import LinkShape
+from echo2.config.run import RATE, RunConfig
 
-ERRORS_SHOWN_MAX = 10
+ERRORS_SHOWN_MAX = 10  # half a screen
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "local": {"coordinator": {"host": "127.0.0.1"}},  # one machine: everything on loopback
+    "lan": {"coordinator": {"host": "::"}},  # one building
+    "wan": {"coordinator": {"host": "::"}},  # rented machines across the Internet
+}
+"""What differs from the defaults."""
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "dict": "a table, such as { name = 1 }",
+    "tuple": "a list, such as [\"one\", \"two\"]",
+}  # fmt: skip
+_OWN_WORDS = ("value_error", "assertion_error")  # pydantic's types of errors whose text is ours
 
 
 def load_config(
@@ -34,7 +54,7 @@ def load_config(
     if preset is not None:
         if preset not in PRESETS:
             raise ConfigError(f"preset: expected one of {', '.join(sorted(PRESETS))}, got {preset!r}")
-        base: dict[str, Any] = json.loads(json.dumps(PRESETS[preset]))
+        base: dict[str, Any] = deepcopy(PRESETS[preset])
         _merge(base, tree)
         tree = base
     for name, text in (overrides or {}).items():
@@ -88,14 +108,22 @@ def _section_lines(section: BaseModel, with_descriptions: bool, notes: Mapping[s
             lines.append(f"# {type(section).model_fields[name].description}")
         if name in notes:
             lines.append(f"# {notes[name]}")
-        is_rate = RATE in type(section).model_fields[name].metadata and value
-        lines.append(f'{name} = "{value!r}B/s"' if is_rate else f"{name} = {_toml_value(value)}")
+        if RATE in type(section).model_fields[name].metadata and value:
+            lines.append(f'{name} = "{value!r}B/s"')
+        else:
+            lines.append(f"{name} = {_toml_value(value)}")
     return lines
 
 
 def _toml_value(value: object) -> str:
     if isinstance(value, BaseModel):
         value = dict(value)
+    if isinstance(value, LinkShape):
+        value = (
+            ""
+            if value.is_off
+            else f"{value.uplink_bytes_per_s!r}B/s {value.downlink_bytes_per_s!r}B/s {value.rtt_s!r}s"
+        )
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(str(k))} = {_toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, tuple | list):
@@ -146,3 +174,96 @@ def _explained(error: ValidationError, files: Sequence[Path]) -> str:
     details = [problem(item) for item in error.errors()[:ERRORS_SHOWN_MAX]]
     more = len(error.errors()) - ERRORS_SHOWN_MAX
     return f"config{where}: " + "; ".join(details) + (f"; and {more} more" if more > 0 else "")
+
+
+def problem(item: Mapping[str, Any]) -> str:
+    """Describes one of pydantic's errors in one clause that begins with the option's dotted name."""
+    parts = [str(part) for part in item["loc"]]
+    name = ".".join(parts) or "config"
+    if item["type"] == "extra_forbidden":
+        near = meant(name)
+        return f"{name}: no such option ({f'did you mean {near}?' if near else '`echo2 config show` lists them'})"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    field = _field(RunConfig, parts)
+    if item["type"] in _OWN_WORDS or field is None:
+        return f"{name}: {message}" + ("" if "got " in message else f", got {item['input']!r}")
+    expected = _expected(field)
+    if item["type"] == "string_pattern_mismatch":
+        expected = "1 to 63 letters, digits, dots, dashes or underscores that begin with a letter or digit"
+    why = (field.json_schema_extra or {}).get("why", "") if isinstance(field.json_schema_extra, dict) else ""
+    return f"{name}: expected {expected}, got {item['input']!r}{f' ({why})' if why else ''}"
+
+
+def meant(name: str) -> str:
+    """Guesses the intended option: the most similar name in the same section, else the same name in another section, else a
+    similar section; empty if there is none."""
+    section, _, own = name.rpartition(".")
+    known = [option.rpartition(".") for option in option_names()]
+    like = get_close_matches(own, [last for first, _, last in known if first == section], 1, 0.65)
+    elsewhere = [f"{first}.{last}" for first, _, last in known if last == own]
+    sections = get_close_matches(name.partition(".")[0], [first for first, _, _ in known], 1, 0.65)
+    if like:
+        return f"{section}.{like[0]}" if section else like[0]
+    if elsewhere:
+        return elsewhere[0]
+    return f"[{sections[0]}]" if sections and not any(name.partition(".")[0] == first for first, _, _ in known) else ""
+
+
+def option_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """The dotted names of all options."""
+    names: list[str] = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            names += option_names(kind, f"{prefix}{name}.")
+        else:
+            names.append(f"{prefix}{name}")
+    return names
+
+
+def _field(model: type[BaseModel], parts: Sequence[str]) -> FieldInfo | None:
+    """The field at a path; for an entry of a list or table, the field that holds the list or table."""
+    field: FieldInfo | None = None
+    for part in parts:
+        if part not in model.model_fields:
+            return field
+        field = model.model_fields[part]
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+    return field
+
+
+def _expected(field: FieldInfo) -> str:
+    kind: Any = field.annotation
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "a section of options"
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(_of_kind(part) for part in get_args(kind))
+    expected = _of_kind(kind)
+    # Reversed: the field's own bound comes last.
+    low = next((bound for bound in reversed(field.metadata) if isinstance(bound, Ge | Gt)), None)
+    high = next((bound for bound in field.metadata if isinstance(bound, Le | Lt)), None)
+    length = next((bound.max_length for bound in field.metadata if "MaxLen" in type(bound).__name__), None)
+    match low, high:
+        case (Ge(ge=least), Lt(lt=most)):
+            return f"{expected} from {least} to below {most:.15g}"
+        case (Ge(ge=least), Le(le=most)):
+            return f"{expected} from {least} to {most}"
+        case (Gt(gt=least), Le(le=most)):
+            return f"{expected} above {least} and at most {most}"
+        case (Ge(ge=least), None):
+            return f"{expected} of at least {least}"
+        case (Gt(gt=least), None):
+            return f"{expected} above {least}"
+    return f"{expected} of at most {length} characters" if length else expected
+
+
+def _of_kind(kind: Any) -> str:
+    choices = [str(part) for part in get_args(kind) if isinstance(part, str)]
+    if choices:
+        return f"one of {', '.join(choices)}"
+    inner = [_of_kind(part) for part in get_args(kind) if part is not Ellipsis and get_origin(kind) is tuple]
+    if inner and inner[0].startswith("one of"):
+        return f"a list of {inner[0].removeprefix('one of ')}"
+    origin = get_origin(kind) or kind
+    return _KINDS.get(getattr(origin, "__name__", ""), "another value")

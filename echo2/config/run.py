@@ -1,66 +1,171 @@
-"""Every option of a run, grouped by component. One file may serve all roles; each role reads its sections.
+"""Every option of a run, one line each, grouped by component. One file may serve all roles; each role takes its section as it is.
 
-Guarantees: frozen, validated, units parsed; imports no torch. A test holds the full list of options, so that a new
-option is a visible decision.
+Guarantees: frozen, validated, units parsed (`80ms`, `4MiB`, `300mbit/s`); imports no torch. A test holds the full list of options,
+so that a new option is a visible decision. What a rule can derive is a property here or stands with the rule.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from echo2.config.fields import Bytes, BytesPerSecond, Count, Fraction, Port, Positive, Seconds, Section
-from echo2.config.task import TaskSection
+from echo2.base.errors import ConfigError
+from echo2.base.hosts import is_loopback
+from echo2.base.link_shape import LinkShape
+from echo2.base.units import parse_duration_s, parse_rate_bytes_per_s
+
+_T = TypeVar("_T")
+
+
+def opt(default: _T, text: str, *, why: str = "", **bounds: Any) -> _T:
+    """One option: its default, what it does, its bounds. `why`: the reason for a bound that does not explain itself."""
+    extra: dict[str, Any] | None = {"why": why} if why else None
+    return cast(_T, Field(default, description=text, json_schema_extra=extra, **bounds))
+
+
+def _parsed(parse: Any) -> BeforeValidator:
+    def convert(value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError("expected a number or a string with a unit")
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None  # pydantic names the field
+
+    return BeforeValidator(convert)
+
+
+def rate_with_unit(value: str | float) -> float:
+    """Bytes per second. A bare number is refused, because 300 could be meant as Mbit/s but would be 300 bytes per second; 0
+    needs no unit."""
+    if not isinstance(value, str) and value != 0:
+        raise ConfigError(f"rate: expected a number with a unit, such as 300mbit/s or 37.5MB/s, got {value!r}")
+    return parse_rate_bytes_per_s(value)
+
+
+def link_shape(value: object) -> LinkShape:
+    """`10mbit/s 100mbit/s 20ms`: uplink, downlink, round trip; an empty text is no emulation."""
+    if isinstance(value, LinkShape):
+        return value
+    words = value.split() if isinstance(value, str) else ["?"]
+    if not words:
+        return LinkShape()
+    if len(words) != 3:
+        raise ValueError(f"expected uplink, downlink and round trip, such as '10mbit/s 100mbit/s 20ms', got {value!r}")
+    try:
+        up, down = (0.0 if word == "0" else rate_with_unit(word) for word in words[:2])
+        return LinkShape(up, down, parse_duration_s(words[2]))
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+RATE = _parsed(rate_with_unit)  # marks the options that are bytes per second, so that `to_toml` writes their unit
+Seconds = Annotated[float, _parsed(parse_duration_s), Field(ge=0)]
+BytesPerSecond = Annotated[float, RATE, Field(ge=0)]
+EmulatedLink = Annotated[LinkShape, BeforeValidator(link_shape)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+# Why temperature has its bounds.
+_GREEDY = "greedy rollouts of one prompt are all the same; from 100 on every token is as likely as the next"
+
+
+class Section(BaseModel):
+    """A frozen group of options; an unknown name is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RunSection(Section):
-    name: Annotated[
-        str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$", description="Names the run and its folder.")
-    ] = "run"
-    folder: Annotated[str, Field(description="Folder that contains the run folders.")] = "runs"
-    seed: Annotated[int, Field(ge=0, description="Seeds the order of prompts and the sampling of tokens.")] = 0
+    name: Name = opt("run", "Names the run and its folder.", why="it names a folder")
+    folder: str = opt("runs", "Parent of the run folders.")
+    seed: Whole = opt(0, "Seeds prompt order and sampling.")
 
 
 class ModelSection(Section):
-    path: Annotated[str, Field(description="Local folder in Hugging Face layout, or a hub id.")] = ""
-    weights_dtype: Annotated[
-        Literal["bfloat16", "float32"], Field(description="Precision of the published policy that workers sample from.")
-    ] = "bfloat16"
-    lora_rank: Annotated[
-        int,
-        Field(ge=0, le=4096, description="Trains and publishes a LoRA adapter of this rank; 0: trains all weights."),
-    ] = 0
-    lora_alpha: Annotated[
-        int, Field(ge=0, description="The adapter is scaled by alpha / rank; 0: alpha is twice the rank.")
-    ] = 0
+    path: str = opt("", "Local folder in Hugging Face layout, or a hub id.")
+    weights_dtype: Literal["bfloat16", "float32"] = opt("bfloat16", "Precision of the published policy.")
+    lora_rank: Whole = opt(
+        0, "Trains only a LoRA adapter (alpha / rank = 2); 0: all weights.",
+        le=4096, why="a rank above 4096 is no smaller than the weights",
+    )  # fmt: skip
+
+
+class EvaluationSetTable(Section):
+    """One entry of `task.eval_sets`. Several samples are drawn at the run's temperature, one is greedy."""
+
+    task: str = Field(description="Task adapter, like task.name.")
+    args: dict[str, Any] = opt({}, "The task's arguments.")
+    prompts: Whole = opt(0, "Number of the task's prompts; 0: all of a finite data set.")
+    samples: Count = opt(1, "Completions per prompt.")
+
+
+class MixedTaskTable(Section):
+    """One entry of `task.mixture`."""
+
+    task: str = Field(description="Task adapter, like task.name.")
+    args: dict[str, Any] = opt({}, "The task's arguments.")
+    weight: Positive = opt(1.0, "Its share of the prompts is weight / the sum of all weights.", le=1e6)
+    eval_prompts: int = opt(-1, "Held-out prompts in each evaluation; -1: as many as task.eval_prompts.", ge=-1)
+
+
+class TaskSection(Section):
+    name: str = opt("sort_digits", "sort_digits, reasoning_gym, math, module:Class ... (docs/tasks.md).")
+    args: dict[str, Any] = opt({}, "The task's arguments.")
+    epochs: Whole = opt(0, "Passes over a finite data set, then the run ends; 0: no limit.")
+    eval_prompts: Whole = opt(64, "Held-out prompts per evaluation.")
+    eval_every_steps: Count = opt(20, "Steps between evaluations.")
+    eval_samples: Count = opt(
+        1, "Completions per held-out prompt; 1: greedy; more: pass@k.",
+        le=4096, why="a group holds at most 4096 rollouts",
+    )  # fmt: skip
+    eval_sets: dict[str, EvaluationSetTable] = opt({}, "More evaluation sets: task, args, prompts, samples.")
+    mixture: dict[Name, MixedTaskTable] = opt(
+        {}, "Tasks instead of task.name: task, args, weight, eval_prompts.", max_length=64
+    )
+    trusted_rewards: bool = opt(False, "DANGER: uncontained scorers let completions reach keys and weights.")
+    readable: tuple[str, ...] = opt((), "More files and folders that rewards may read.")
+    ray: str = opt("", "Ray cluster for rewards: HOST:PORT, ray://..., auto; empty: none.")
+    system_prompt: str = opt("", "System message for chats that have none.", max_length=65_536)
+    template_args: dict[str, Any] = opt({}, "Chat template's arguments, such as enable_thinking = false.")
+    plain_prompts: bool = opt(False, "No chat template for text prompts; for base models.")
+
+    @model_validator(mode="after")
+    def _has_one_or_many(self) -> Self:
+        if self.mixture and (self.name != type(self).model_fields["name"].default or self.args):
+            raise ValueError(
+                "mixture: expected no task.name and task.args beside it, because all prompts come from the mixture's tasks, "
+                f"got task.name {self.name!r}"
+            )
+        return self
+
+    @property
+    def asked(self) -> tuple[tuple[str, dict[str, Any]], ...]:
+        """Adapter and arguments of each training task."""
+        return tuple((entry.task, entry.args) for entry in self.mixture.values()) or ((self.name, self.args),)
+
+    @property
+    def held_out(self) -> dict[str, int]:
+        """Number of held-out prompts by name of the mixture's tasks; a single task has an empty name."""
+        default = self.eval_prompts
+        named = {
+            name: default if entry.eval_prompts < 0 else entry.eval_prompts for name, entry in self.mixture.items()
+        }
+        return named or {"": default}
 
 
 class AgentSection(Section):
     """Agents that use OpenAI's API produce the prompts, call by call; enabled by a harness or an address."""
 
-    harness: Annotated[
-        str,
-        Field(
-            description="module:function or command that plays one episode; empty: external agents request episodes."
-        ),
-    ] = ""
-    listen: Annotated[
-        str, Field(description="HOST:PORT of the gateway; empty: a free loopback port with a harness, none without.")
-    ] = ""
-    tls_certificate: Annotated[str, Field(description="PEM file; needed if agent.listen is not loopback.")] = ""
-    tls_key: Annotated[str, Field(description="PEM file with the certificate's key.")] = ""
-    turns: Annotated[Count, Field(description="Most calls in one conversation; workers reserve context for them.")] = 8
-    idle_timeout: Annotated[
-        Seconds, Field(gt=0, description="An episode without a call for this long counts as lost and is restarted.")
-    ] = 600.0
-    episode_timeout: Annotated[Seconds, Field(gt=0, description="An episode that lasts longer counts as lost.")] = (
-        3600.0
-    )
-    restarts: Annotated[
-        int, Field(ge=0, description="How often a lost episode is restarted before its rollout is dropped.")
-    ] = 2
-    at_once: Annotated[int, Field(ge=1, description="Episodes that echo2 plays with its harness in parallel.")] = 64
+    harness: str = opt("", "module:function or command that plays an episode; empty: external agents.")
+    listen: str = opt("", "HOST:PORT of the gateway; empty: loopback with a harness, else none.")
+    tls: str = opt("", "PEM file (certificate and key); needed off loopback.")
+    turns: Count = opt(8, "Most calls per conversation; workers reserve context for them.")
+    episode_timeout: Seconds = opt(3600.0, "A longer episode is lost, also one without a call for a sixth of it.", gt=0)
 
     @property
     def is_on(self) -> bool:
@@ -68,26 +173,22 @@ class AgentSection(Section):
 
 
 class SamplingSection(Section):
-    temperature: Annotated[float, Field(ge=0, le=100, description="Divides the logits; 0 is greedy.")] = 1.0
-    top_p: Annotated[
-        float, Field(gt=0, le=1, description="Keeps the smallest set of tokens with this mass; 1: off.")
-    ] = 1.0
-    top_k: Annotated[int, Field(ge=0, description="Keeps the k likeliest tokens; 0: off.")] = 0
-    max_new_tokens: Annotated[Count, Field(description="Longest completion, in tokens.")] = 1024
-    stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=64)], ...],
-        Field(max_length=16, description="Strings that end a completion, in addition to the model's own stop tokens."),
-    ] = ()
-    max_prompt_tokens: Annotated[
-        Count, Field(description="Longest prompt, in tokens; longer ones are skipped. Workers reserve context for it.")
-    ] = 1024
+    temperature: float = opt(1.0, "Divides the logits.", gt=0, le=100, why=_GREEDY)
+    top_p: float = opt(1.0, "Nucleus sampling; 1: off.", gt=0, le=1)
+    top_k: Whole = opt(0, "Keeps the k likeliest tokens; 0: off.")
+    max_new_tokens: Count = opt(1024, "Longest completion.")
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = opt(
+        (), "Strings that also end a completion.", max_length=16
+    )
+    max_prompt_tokens: Count = opt(1024, "Longer prompts are skipped; workers reserve context for them.")
 
 
 class StalenessSection(Section):
-    bound: Annotated[
-        int, Field(ge=0, le=64, description="S: no token older than this many steps is trained on; 0: synchronous.")
-    ] = 4
-    kappa: Annotated[int, Field(ge=0, description="Steps between publications; 0: the planner chooses.")] = 0
+    bound: int = opt(
+        4, "S: largest age in steps of a trained token; 0: synchronous.",
+        ge=0, le=64, why="0 is synchronous; beyond 64 steps no correction learns",
+    )  # fmt: skip
+    kappa: Whole = opt(0, "Steps between publications; 0: the planner chooses.")
 
     @model_validator(mode="after")
     def _kappa_fits(self) -> Self:
@@ -99,355 +200,152 @@ class StalenessSection(Section):
 
 
 class LearnerSection(Section):
-    steps: Annotated[Count, Field(description="Optimiser steps of the run.")] = 200
-    prompts_per_step: Annotated[Count, Field(description="Groups that one step trains on.")] = 16
-    rollouts_per_prompt: Annotated[Count, Field(description="n: completions of each prompt.")] = 16
-    lr: Annotated[Positive, Field(description="Learning rate of AdamW.")] = 1e-6
-    warmup_steps: Annotated[int, Field(ge=0, description="Steps over which the learning rate rises from 0.")] = 0
-    schedule: Annotated[
-        Literal["constant", "linear", "cosine"], Field(description="Shape of the learning rate after the warm-up.")
-    ] = "constant"
-    scale_lr_by_ess: Annotated[
-        bool,
-        Field(
-            description="Lowers a step's learning rate when few rollouts carry most of the importance weight (VCPO)."
-        ),
-    ] = False
-    beta1: Annotated[Fraction, Field(description="AdamW's first moment decay.")] = 0.9
-    beta2: Annotated[Fraction, Field(description="AdamW's second moment decay.")] = 0.99
-    adam_epsilon: Annotated[Positive, Field(description="AdamW's epsilon, outside the root.")] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0, description="AdamW's decoupled weight decay.")] = 0.0
-    grad_clip: Annotated[Positive, Field(description="Largest global gradient norm.")] = 1.0
-    advantage: Annotated[
-        Literal["grpo", "dr_grpo", "batch_std", "rloo", "mc_grpo", "vcpo"],
-        Field(description="Baseline and scale of group advantages (docs/algorithms.md)."),
-    ] = "grpo"
-    updates_per_batch: Annotated[
-        Count,
-        Field(description="Optimiser updates per step, each on its share of the groups; at most prompts_per_step."),
-    ] = 1
-    objective: Annotated[
-        Literal["auto", "token", "gspo", "cispo", "sapo", "vespo", "m2po"],
-        Field(
-            description="How the importance ratio is formed and bounded (docs/algorithms.md); auto: by the staleness bound."
-        ),
-    ] = "auto"
-    normalisation: Annotated[
-        Literal["auto", "dapo", "bnpo", "dr_grpo", "grpo", "luspo"],
-        Field(description="What the summed loss is divided by; auto: by the objective."),
-    ] = "auto"
-    correction: Annotated[
-        Literal["none", "behaviour", "tis_token", "tis_sequence", "masked", "masked_sequence", "decoupled"],
-        Field(description="Correction for stale samples (docs/algorithms.md says up to which S each one works)."),
-    ] = "behaviour"
-    clip_low: Annotated[Positive, Field(description="Lower clip of the ratio, 1 - this.")] = 0.2
-    clip_high: Annotated[Positive, Field(description="Upper clip of the ratio, 1 + this.")] = 0.28
-    is_cap: Annotated[Positive, Field(description="Largest weight of the truncated corrections.")] = 2.0
-    is_floor: Annotated[Fraction, Field(description="Smallest weight of the truncated corrections; 0: none.")] = 0.0
-    is_band: Annotated[
-        tuple[float, float], Field(description="The masked corrections drop weights outside this range.")
-    ] = (0.5, 5.0)
-    sapo_temperatures: Annotated[
-        tuple[Positive, Positive],
-        Field(description="Temperatures of sapo's gate: for positive advantages, and for others."),
-    ] = (1.0, 1.05)
-    vespo_positive: Annotated[
-        tuple[Positive, Positive], Field(description="vespo's k and lambda for advantages of 0 or more.")
-    ] = (2.0, 3.0)
-    vespo_negative: Annotated[
-        tuple[Positive, Positive], Field(description="vespo's k and lambda for negative advantages.")
-    ] = (3.0, 2.0)
-    second_moment_max: Annotated[Positive, Field(description="m2po's limit on a rollout's mean squared log-ratio.")] = (
-        0.04
+    steps: Count = opt(200, "Optimiser steps.")
+    prompts_per_step: Count = opt(16, "Groups per step.")
+    rollouts_per_prompt: Count = opt(16, "Completions per prompt.")
+    lr: Positive = opt(1e-6, "AdamW's learning rate.")
+    warmup_steps: Whole = opt(0, "Steps in which the rate rises from 0.")
+    schedule: Literal["constant", "linear", "cosine"] = opt("constant", "Learning rate after the warm-up.")
+    weight_decay: float = opt(0.0, "Decoupled weight decay.", ge=0)
+    grad_clip: Positive = opt(1.0, "Largest global gradient norm.")
+    advantage: Literal["grpo", "dr_grpo", "mc_grpo", "vcpo"] = opt(
+        "grpo", "Baseline and scale of group advantages (docs/algorithms.md)."
     )
-    off_policy_nats_max: Annotated[
-        float,
-        Field(
-            ge=0,
-            description="Drops negative-advantage rollouts whose likelihood fell by more nats per token than this; 0: none.",
-        ),
-    ] = 0.0
-    train_on_truncated: Annotated[
-        bool, Field(description="Trains on completions cut off at max_new_tokens; they count in the baseline anyway.")
-    ] = True
-    ratio_ceiling: Annotated[
-        float, Field(ge=0, description="Bounds the ratio for negative advantages (dual clip); 0: off.")
-    ] = 0.0
-    drop_equal_groups: Annotated[
-        bool,
-        Field(
-            description="Dynamic sampling: replaces groups with equal rewards (no gradient), up to a limit per step."
-        ),
-    ] = False
-    prune_hopeless: Annotated[
-        bool,
-        Field(
-            description="Stops rollouts that repeat a phrase or have had low confidence for long; they are scored as is."
-        ),
-    ] = False
-    gradient_checkpointing: Annotated[
-        bool | Literal["auto", "selective"],
-        Field(
-            description="Recomputes layers in the backward pass: less memory, a third more time; selective: half of it; "
-            "auto: by the model."
-        ),
-    ] = "auto"
-    attention: Annotated[
-        Literal["auto", "dense", "flex"],
-        Field(
-            description="Attention over packed rows: dense masks, or FlexAttention; auto: flex on a GPU if both agree."
-        ),
-    ] = "auto"
-    replicas: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="Copies of the weights among the learner's ranks (HSDP); each copy is sharded over ranks / replicas ranks.",
-        ),
-    ] = 1
-    replay_routing: Annotated[
-        bool,
-        Field(
-            description="Mixture of experts: workers report which experts computed each token; training uses the same ones."
-        ),
-    ] = False
-    sinks: Annotated[
-        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
-        Field(description="Where metrics go in addition to metrics.jsonl."),
-    ] = ()
-    store_bytes: Annotated[Bytes, Field(description="Disk space for chunks; 0: twice the published weights.")] = 0
-    metrics_port: Annotated[
-        Port, Field(description="Port of the learner's Prometheus endpoint on loopback; 0: none.")
-    ] = 0
-    overlong_buffer_tokens: Annotated[
-        int, Field(ge=0, description="Completions lose reward within this many tokens of the limit; 0: off.")
-    ] = 0
-    kl_coefficient: Annotated[
-        float, Field(ge=0, description="Weight of the k3 KL penalty to the base model; 0: off.")
-    ] = 0.0
-    kl_weighted_by_ratio: Annotated[
-        bool, Field(description="Multiplies the KL penalty by the ratio: unbiased off policy. false: plain k3.")
-    ] = True
-    token_budget: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Tokens per packed micro-batch; bounds activation memory; 0: as many as machine and model allow.",
-        ),
-    ] = 0
-    threads: Annotated[int, Field(ge=0, description="CPU threads of the trainer; 0: all cores but one.")] = 0
-    emulated_step_s: Annotated[
-        Seconds, Field(description="A step takes at least this long, for experiments; 0: off.")
-    ] = 0.0
-    device: Annotated[str, Field(description="Where the trainer runs: auto, cpu, cuda, cuda:0 ...")] = "auto"
-    checkpoint_every_steps: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Steps between checkpoints; a restart repeats at most this many; 0: by what both cost, at most 20.",
-        ),
-    ] = 0
-    checkpoints_kept: Annotated[Count, Field(description="Newest checkpoints kept on disk.")] = 2
-    keyframe_every_versions: Annotated[
-        Count, Field(description="Versions between full snapshots, which newcomers start from.")
-    ] = 16
-    audit_share: Annotated[
-        Fraction, Field(description="Share of rollouts that are scored again to find cheating workers; 0: none.")
-    ] = 0.12
-    audit_fleet_share: Annotated[
-        Fraction,
-        Field(
-            description="Tokens that workers may process for audits, as a share of those sampled; 0: the learner does all audits."
-        ),
-    ] = 0.3
-    drafting_workers: Annotated[
-        bool,
-        Field(
-            description="Allows speculative decoding, whose tokens do not follow the leases' seeds; else such reports are refused."
-        ),
-    ] = False
-    host: Annotated[str, Field(description="Address that the learner listens on.")] = "127.0.0.1"
-    advertise: Annotated[str, Field(description="host:port at which workers reach it; empty: where it listens.")] = ""
-    port: Annotated[Port, Field(description="Port of ingest and broadcast; 0: any free one.")] = 0
-    relay_port: Annotated[
-        Port, Field(description="Relay port for workers behind NAT if the coordinator's relay fails; 0: any free one.")
-    ] = 0
+    updates_per_batch: Count = opt(1, "Optimiser updates per step, each on a share of its groups.")
+    loss: str = opt(
+        "auto",
+        "dapo, grpo, dr_grpo, gspo, luspo, cispo, m2po, module:function; auto: by the bound.",
+    )
+    correction: Literal["behaviour", "tis_token", "tis_sequence", "decoupled"] = opt(
+        "behaviour", "Correction for stale samples (docs/algorithms.md)."
+    )
+    clip: tuple[Positive, Positive] = opt((0.2, 0.28), "Clips the ratio to 1 - the first .. 1 + the second.")
+    is_cap: Positive = opt(2.0, "Cap of the truncated corrections.")
+    kl_coefficient: float = opt(0.0, "Weight of the k3 KL penalty to the base model.", ge=0)
+    train_on_truncated: bool = opt(True, "Trains on truncated completions; they count in the baseline anyway.")
+    overlong_buffer_tokens: Whole = opt(0, "Reward falls within this many tokens of the limit; 0: off.")
+    drop_equal_groups: bool = opt(False, "Dynamic sampling: replaces groups with equal rewards, up to a limit.")
+    prune_hopeless: bool = opt(
+        False, "Stops rollouts that repeat themselves or have long had low confidence; scored as is."
+    )
+    gradient_checkpointing: bool | Literal["auto", "selective"] = opt(
+        "auto", "Less memory, more time; selective: half; auto: by the model."
+    )
+    token_budget: Whole = opt(0, "Tokens per micro-batch; 0: as many as fit.")
+    replicas: Count = opt(1, "HSDP copies, each sharded over ranks / replicas.")
+    replay_routing: bool = opt(False, "Mixture of experts: trains through the experts that workers report.")
+    device: str = opt("auto", "auto, cpu, cuda, cuda:0 ...")
+    checkpoint_every_steps: Whole = opt(0, "Most steps that a restart repeats; 0: by cost, at most 20.")
+    audit_share: Fraction = opt(0.12, "Share of rollouts scored again to find cheating workers.")
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = opt(
+        (), "tensorboard, wandb, trackio, besides metrics.jsonl."
+    )
+    port: Port = opt(0, "Ingest and broadcast, its second relay 2 above; 0: any free ones.")
+    advertise: str = opt("", "host:port for workers; empty: where it listens.")
+    uplink_limit: BytesPerSecond = opt(0.0, "Largest sending rate; 0: no limit.")
+    emulated_link: EmulatedLink = opt(LinkShape(), "For experiments: uplink, downlink, round trip.")
+    emulated_step: Seconds = opt(0.0, "For experiments: shortest step.")
 
     @model_validator(mode="after")
-    def _objective_holds(self) -> Self:
+    def _updates_fit(self) -> Self:
         if self.updates_per_batch > self.prompts_per_step:
             raise ValueError(
                 f"updates_per_batch: expected at most prompts_per_step {self.prompts_per_step}, because each update trains on "
                 f"whole groups, got {self.updates_per_batch}"
             )
-        if not 0 <= self.is_band[0] < 1 < self.is_band[1]:
-            raise ValueError(f"is_band: expected a lower bound below 1 and an upper one above it, got {self.is_band}")
-        if self.is_floor > self.is_cap:
-            raise ValueError(f"is_floor: expected at most is_cap {self.is_cap}, got {self.is_floor}")
-        if self.objective == "vespo" and self.correction in ("tis_sequence", "masked_sequence"):
-            raise ValueError(
-                f"correction: expected a per-token one, because the objective vespo weighs whole rollouts, got {self.correction}"
-            )
         return self
 
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.prompts_per_step * self.rollouts_per_prompt
 
-class BroadcastSection(Section):
-    chunk_bytes: Annotated[
-        Bytes,
-        Field(
-            ge=4096,
-            le=4 << 20,
-            description="Largest chunk; smaller on slow uplinks, larger for more than 16384 chunks.",
-        ),
-    ] = 256 << 10
-    delta_setting: Annotated[
-        Literal["auto", "fast", "dense"],
-        Field(description="Trades coding speed for delta size; auto: by link and cores."),
-    ] = "auto"
-    uplink_limit: Annotated[
-        BytesPerSecond, Field(description="The learner never sends faster than this; 0: no limit.")
-    ] = 0.0
-    emulated_uplink: Annotated[
-        BytesPerSecond, Field(description="Throttles the learner's sending, for experiments; 0: off.")
-    ] = 0.0
-    emulated_downlink: Annotated[
-        BytesPerSecond, Field(description="Throttles the learner's receiving, for experiments; 0: off.")
-    ] = 0.0
-    emulated_rtt: Annotated[
-        Seconds, Field(description="Delays the learner's messages by half of this, for experiments; 0: off.")
-    ] = 0.0
+    @property
+    def relay_port(self) -> int:
+        """Beside the port and its bulk port; any free one where that is any free one."""
+        return self.port + 2 if 0 < self.port < 65_534 else 0
 
 
 class CoordinatorSection(Section):
-    host: Annotated[str, Field(description="Address that the coordinator listens on.")] = "127.0.0.1"
-    advertise: Annotated[str, Field(description="Host that join links name; empty: the one it listens on.")] = ""
-    enrol_port: Annotated[Port, Field(description="Port for enrolment, named in join links.")] = 8418
-    port: Annotated[Port, Field(description="Port of the control streams (mutual TLS).")] = 8419
-    dashboard_port: Annotated[Port, Field(description="Port of the dashboard and /metrics.")] = 8420
-    relay_port: Annotated[Port, Field(description="Relay port for workers behind NAT (libp2p).")] = 8423
-    heartbeat_interval: Annotated[Seconds, Field(gt=0, description="Time between a node's heartbeats.")] = 5.0
-    suspect_after: Annotated[Seconds, Field(gt=0, description="A worker silent for this long gets no new leases.")] = (
-        15.0
+    host: str = opt("127.0.0.1", "Where it listens; loopback keeps the run on this machine.")
+    advertise: str = opt("", "Host in join links; empty: coordinator.host.")
+    enrol_port: Port = opt(8418, "Enrolment, named in join links.")
+    port: Port = opt(8419, "Control streams (mutual TLS).")
+    dashboard_port: Port = opt(8420, "Dashboard and /metrics.")
+    dashboard_host: str = opt("", "Empty: the coordinator's.")
+    relay_port: Port = opt(8423, "libp2p relay for workers behind NAT.")
+    usd_per_hour_cap: float = opt(0.0, "The pool's largest cost; 0: no cap.", ge=0)
+    usd_budget: float = opt(0.0, "Once spent, all workers go to standby; 0: no budget.", ge=0)
+    planner_mode: Literal["advise", "approve", "auto"] = opt(
+        "auto", "Proposals are shown, wait for approval, or are carried out within the budget."
     )
-    gone_after: Annotated[
-        Seconds, Field(gt=0, description="The leases of a worker silent for this long go to others.")
-    ] = 45.0
-    lease_timeout: Annotated[
-        Seconds, Field(gt=0, description="A lease without progress for this long goes to another worker.")
-    ] = 120.0
-    report_interval: Annotated[
-        Seconds,
-        Field(
-            gt=0, description="Time between reports of partial rollouts; a lost worker costs at most this much work."
-        ),
-    ] = 2.0
-    target_utilisation: Annotated[Fraction, Field(description="Share of time that the learner should train.")] = 0.98
-    usd_per_hour_cap: Annotated[float, Field(ge=0, description="The pool never costs more than this; 0: no cap.")] = 0.0
-    usd_budget: Annotated[
-        float, Field(ge=0, description="Once this is spent, all workers go to standby; 0: no budget.")
-    ] = 0.0
-    planner_mode: Annotated[
-        Literal["advise", "approve", "auto"],
-        Field(
-            description="The planner's proposals are only shown, wait for approval, or are carried out within the budget."
-        ),
-    ] = "auto"
-    offers: Annotated[str, Field(description="TOML file of machines that may be rented; empty: rent by hand only.")] = (
-        ""
-    )
-    machines_file: Annotated[
-        str,
-        Field(
-            description="File that records what each kind of machine delivered, for later runs; empty: nothing is recorded."
-        ),
-    ] = "~/.local/share/echo2/machines.json"
-    over_provision: Annotated[
-        float,
-        Field(
-            ge=1,
-            le=4,
-            description="Groups in flight relative to the plan; above 1, each step takes those that finish first.",
-        ),
-    ] = 1.0
-    quantised_workers: Annotated[
-        bool,
-        Field(description="Allows workers with quantised weights (worker.quantisation); else they are refused."),
-    ] = False
-    exit_when_finished: Annotated[
-        bool, Field(description="The coordinator exits with its run; else it keeps serving the dashboard, at no cost.")
-    ] = False
-    database_url: Annotated[str, Field(description="postgresql+psycopg://…; empty: SQLite in the run's folder.")] = ""
-    dashboard_host: Annotated[str, Field(description="Address of the dashboard; empty: the coordinator's.")] = ""
+    offers: str = opt("", "TOML file of machines to rent; empty: by hand only.")
+    database_url: str = opt("", "postgresql+psycopg://...; empty: SQLite in the run's folder.")
 
-    @model_validator(mode="after")
-    def _order(self) -> Self:
-        if not self.heartbeat_interval < self.suspect_after < self.gone_after:
-            raise ValueError(
-                "heartbeat_interval < suspect_after < gone_after: expected that order, got "
-                f"{self.heartbeat_interval} s, {self.suspect_after} s, {self.gone_after} s"
-            )
-        return self
+    @property
+    def is_local(self) -> bool:
+        """Whether the whole run is on this machine."""
+        return is_loopback(self.host)
+
+    @property
+    def heartbeat_interval(self) -> float:
+        """Time between a node's heartbeats: loopback answers at once, and 20,000 workers at 5 s are 4,000 messages a second."""
+        return 0.5 if self.is_local else 5.0
+
+    @property
+    def suspect_after(self) -> float:
+        """A worker silent for this long gets no new leases: three heartbeats, or what a busy machine may pause."""
+        return max(3.0, 3 * self.heartbeat_interval)
+
+    @property
+    def gone_after(self) -> float:
+        """The leases of a worker silent for this long go to others."""
+        return 3 * self.suspect_after
+
+    @property
+    def report_interval(self) -> float:
+        """Time between reports of partial rollouts: a lost worker costs at most this much work."""
+        return min(2.0, 2 * self.heartbeat_interval)
+
+    @property
+    def lease_timeout(self) -> float:
+        """A lease without progress for this long goes on elsewhere: longer than a keyframe over a slow link, or a pause of vLLM."""
+        return 120.0
+
+    @property
+    def plan_interval(self) -> float:
+        """The planner runs again at least this often: money is spent and stragglers age without any event."""
+        return 5.0
 
 
 class WorkerSection(Section):
-    engine: Annotated[
-        Literal["auto", "embedded", "vllm"],
-        Field(description="auto: vLLM if there is a GPU and vLLM is installed, else embedded."),
-    ] = "auto"
-    slots: Annotated[
-        int, Field(ge=0, le=4096, description="Most sequences that decode together; 0: as many as fit.")
-    ] = 0
-    context_tokens: Annotated[int, Field(ge=0, description="Longest sequence; 0: the run's longest.")] = 0
-    swap_mode: Annotated[
-        Literal["keep_kv", "recompute_kv", "finish_first"],
-        Field(description="What happens to sequences in flight when a new version is swapped in."),
-    ] = "recompute_kv"
-    price_usd_per_hour: Annotated[float, Field(ge=0, description="Price of this machine.")] = 0.0
-    is_spot: Annotated[bool, Field(description="Whether the machine may be preempted at any time.")] = False
-    provider: Annotated[
-        str,
-        Field(max_length=64, description="Provider of the machine, for the dashboard; empty: detected if possible."),
-    ] = ""
-    region: Annotated[
-        str, Field(max_length=64, description="Region of the machine, for the dashboard; empty: detected if possible.")
-    ] = ""
-    uplink_limit: Annotated[
-        BytesPerSecond, Field(description="The worker never sends faster than this; 0: no limit.")
-    ] = 0.0
-    emulated_uplink: Annotated[BytesPerSecond, Field(description="Throttles sending, for experiments; 0: off.")] = 0.0
-    emulated_downlink: Annotated[BytesPerSecond, Field(description="Throttles receiving, for experiments; 0: off.")] = (
-        0.0
+    engine: Literal["auto", "embedded", "vllm"] = opt("auto", "auto: vLLM if installed with a GPU, else embedded.")
+    slots: Whole = opt(
+        0,
+        "Most concurrent sequences; 0: as many as fit.",
+        le=4096,
+        why="no engine decodes more sequences together",
     )
-    emulated_rtt: Annotated[Seconds, Field(description="Delays messages by half of this, for experiments; 0: off.")] = (
-        0.0
+    swap_mode: Literal["keep_kv", "recompute_kv", "finish_first"] = opt(
+        "recompute_kv", "What a new version does to sequences in flight (docs/worker.md)."
     )
-    draft_tokens: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=16,
-            description="Tokens that vLLM drafts from repetitions in a sequence (speculative decoding); 0: none.",
-        ),
-    ] = 0
-    quantisation: Annotated[
-        Literal["none", "int8", "fp8"],
-        Field(description="Generates with rounded weights, keeping bf16 masters: int8 (embedded engine), fp8 (vLLM)."),
-    ] = "none"
-    slowdown: Annotated[
-        float, Field(ge=1, description="Makes the embedded engine this many times slower, for experiments.")
-    ] = 1.0
-    host: Annotated[
-        str,
-        Field(
-            description="Address for serving chunks to peers; empty: all, or loopback if the run is on this machine."
-        ),
-    ] = ""
-    port: Annotated[Port, Field(description="Port of the broadcast service; 0: any free one.")] = 0
-    advertise: Annotated[
-        str,
-        Field(description="address:port to which a NAT or provider maps this worker's port; empty: detected."),
-    ] = ""
-    store_bytes: Annotated[Bytes, Field(description="Disk space for chunks; 0: twice the published weights.")] = 0
+    price_usd_per_hour: float = opt(
+        0.0, "This machine's price.", ge=0, lt=1e6, why="no machine costs a million an hour"
+    )
+    is_spot: bool = opt(False, "The machine may be preempted.")
+    provider: str = opt("", "For the dashboard; empty: detected.", max_length=64)
+    region: str = opt("", "For the dashboard; empty: detected.", max_length=64)
+    draft_tokens: Whole = opt(
+        0, "Tokens that vLLM drafts ahead; learner and workers need the same run file.",
+        le=16, why="longer drafts are rejected more often than they help",
+    )  # fmt: skip
+    quantisation: Literal["none", "fp8"] = opt(
+        "none",
+        "fp8: rounded weights in vLLM; coordinator and workers need the same run file.",
+    )
+    port: Port = opt(0, "Broadcast; 0: any free one.")
+    uplink_limit: BytesPerSecond = opt(0.0, "Largest sending rate; 0: no limit.")
+    emulated_link: EmulatedLink = opt(LinkShape(), "For experiments: uplink, downlink, round trip.")
+    slowdown: float = opt(1.0, "For experiments: slows the embedded engine.", ge=1, le=1000, why="it would do nothing")
 
 
 class RunConfig(Section):
@@ -460,6 +358,5 @@ class RunConfig(Section):
     sampling: SamplingSection = SamplingSection()
     staleness: StalenessSection = StalenessSection()
     learner: LearnerSection = LearnerSection()
-    broadcast: BroadcastSection = BroadcastSection()
     coordinator: CoordinatorSection = CoordinatorSection()
     worker: WorkerSection = WorkerSection()

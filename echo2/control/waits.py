@@ -7,11 +7,12 @@ it (each waiter has its own limit or states that it waits forever).
 from __future__ import annotations
 
 import logging
+import random
 from dataclasses import dataclass, field
 
 from echo2.base.clock import Clock
 
-REMINDER_S = 30.0
+REMINDER_S = 30.0  # often enough for a person who looks, rare enough for a log of days
 _log = logging.getLogger("echo2.control")
 
 
@@ -56,3 +57,30 @@ class Waits:
         """All waits with their age in seconds, oldest first."""
         now = self.clock.now()
         return [(wait.text, now - wait.since) for wait in sorted(self._waits.values(), key=lambda wait: wait.since)]
+
+
+FLOOR_SHARE = 0.25  # never at once: a full jitter alone would let some callers hammer
+
+
+def ceiling_s(failures: int, first_s: float, longest_s: float) -> float:
+    """The longest pause after this many failures in a row, before jitter; doubles with each failure."""
+    return min(longest_s, first_s * 2.0 ** min(failures, 30))
+
+
+@dataclass(slots=True)
+class Backoff:
+    """`first_s` doubles with each failure up to `longest_s`; `succeeded` starts over."""
+
+    rng: random.Random
+    first_s: float = 0.2
+    longest_s: float = 15.0
+    failures: int = 0
+
+    def next_pause_s(self) -> float:
+        """Counts a failure; returns the seconds to wait before the next attempt."""
+        pause_s = ceiling_s(self.failures, self.first_s, self.longest_s)
+        self.failures += 1
+        return self.rng.uniform(FLOOR_SHARE * pause_s, pause_s)
+
+    def succeeded(self) -> None:
+        self.failures = 0

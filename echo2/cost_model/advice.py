@@ -6,6 +6,7 @@ change in the syntax of `echo2 plan --what-if`. Leaves to others: whether the ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
@@ -16,9 +17,11 @@ from echo2.cost_model.plan import Plan
 from echo2.cost_model.question import OFFER_WORKERS_MAX, PlanQuestion
 from echo2.cost_model.snapshot import STALENESS_BOUND_MAX
 
+# What one can rent or set: steps of a quarter to a half.
 FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 
-Planner = Callable[[PlanQuestion], Plan]
+Planner = Callable[[PlanQuestion], Plan | None]
+"""Plans a question; None if nothing is feasible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,16 @@ class Advice:
     what_if: str
     usd_per_hour: float
     predicted_utilisation: float
+    usd_per_step: float  # of training, workers and learner together
+
+
+def usd_per_step(question: PlanQuestion, plan: Plan) -> float:
+    """What a step costs, workers and learner together; infinite if nothing is trained."""
+    learner = question.learner
+    if plan.predicted_utilisation <= 0:
+        return math.inf
+    step_s = learner.train_s * learner.training_share / plan.predicted_utilisation
+    return (plan.usd_per_hour + learner.price_usd_per_hour) * step_s / 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,42 +55,63 @@ class _Step:
 Lever = Callable[[PlanQuestion, float], _Step | None]
 
 
-def advise(question: PlanQuestion, planned: Planner) -> tuple[Advice, ...]:
-    """For each lever that suffices alone, the smallest of `FACTORS` that does. If none suffices, the same for pairs of levers."""
-    levers = [_bound, _uplink, *(_more(offer.gpu) for offer in question.offers[:1] if offer.count), _cap, _train]
-    alone = [one for lever in levers if (one := _least(question, (lever,), planned)) is not None]
-    if alone:
-        return tuple(alone)
-    return tuple(one for pair in combinations(levers, 2) if (one := _least(question, pair, planned)) is not None)
+def advise(question: PlanQuestion, effort: Plan, planned: Planner) -> tuple[Advice, ...]:
+    """For each lever that suffices alone, the smallest of `FACTORS` that does. If none suffices, the same for pairs of levers.
+    `effort`: the infeasible plan. A slower learner is no advice where the steps then cost more than with `effort`."""
+    levers = [
+        _bound,
+        _uplink,
+        *(_more(offer.gpu) for offer in question.offers[:1] if offer.count),
+        _cap,
+        _budget,
+        _train,
+    ]
+    for count in (1, 2):
+        found = [(chosen, _least(question, chosen, planned)) for chosen in combinations(levers, count)]
+        most_usd = usd_per_step(question, effort)
+        kept = tuple(one for chosen, one in found if one and (_train not in chosen or one.usd_per_step <= most_usd))
+        if kept:
+            return kept
+    return ()
 
 
 def _least(question: PlanQuestion, levers: tuple[Lever, ...], planned: Planner) -> Advice | None:
-    """The smallest factor, applied to all `levers`, that gives a feasible plan. Bisection, because levers are monotone."""
+    """The smallest factor, applied to all `levers`, that gives a feasible plan. Bisection, because levers are monotone; the largest
+    comes first, since most levers do not help at all. With a budget a slower learner is not: it also takes more hours."""
+    is_monotone = not (_train in levers and question.wishes.usd_budget)
     low, high = 0, len(FACTORS)
     best: Advice | None = None
+    tried: dict[str, Advice | None] = {}  # several factors may give the same change, at a number's own limit
     while low < high:
-        middle = (low + high) // 2
+        middle = high - 1 if is_monotone and not tried else (low + high) // 2
         steps = [step for lever in levers if (step := lever(question, FACTORS[middle])) is not None]
         if len(steps) < len(levers):
             return None
-        answer = _tried(question, steps, planned)
-        if answer is not None and answer.is_feasible:
-            words = " and ".join(step.words for step in steps)
-            what_if = ",".join(step.what_if for step in steps)
-            best, high = Advice(words, what_if, answer.usd_per_hour, answer.predicted_utilisation), middle
+        what_if = ",".join(step.what_if for step in steps)
+        if what_if not in tried:
+            try:
+                tried[what_if] = _tried(question, steps, planned)
+            except ConfigError:  # beyond a number's limit: less may do
+                high = middle
+                continue
+        if (answer := tried[what_if]) is not None:
+            best, high = answer, middle
+        elif is_monotone and len(tried) == 1:
+            return None
         else:
             low = middle + 1
     return best
 
 
-def _tried(question: PlanQuestion, steps: list[_Step], planned: Planner) -> Plan | None:
-    try:
-        for step in steps:
-            name, _, value = step.what_if.partition("=")
-            question = question.what_if(name, value)
-    except ConfigError:
+def _tried(question: PlanQuestion, steps: list[_Step], planned: Planner) -> Advice | None:
+    """The advice to change just that, None if it does not help. `ConfigError` for what cannot be asked."""
+    for step in steps:
+        name, _, value = step.what_if.partition("=")
+        question = question.what_if(name, value)
+    if (answer := planned(question)) is None:
         return None
-    return planned(question)
+    words, what_if = " and ".join(step.words for step in steps), ",".join(step.what_if for step in steps)
+    return Advice(words, what_if, answer.usd_per_hour, answer.predicted_utilisation, usd_per_step(question, answer))
 
 
 def _bound(question: PlanQuestion, factor: float) -> _Step | None:
@@ -103,6 +137,11 @@ def _more(gpu: str) -> Lever:
 def _cap(question: PlanQuestion, factor: float) -> _Step | None:
     cap = question.wishes.usd_per_hour_cap * factor
     return _Step(f"cap={cap:.2f}", f"a cap of ${cap:.2f}/h") if cap else None
+
+
+def _budget(question: PlanQuestion, factor: float) -> _Step | None:
+    budget = question.wishes.usd_budget * factor
+    return _Step(f"budget={budget:.2f}", f"a budget of ${budget:,.2f}") if budget else None
 
 
 def _train(question: PlanQuestion, factor: float) -> _Step | None:

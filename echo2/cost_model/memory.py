@@ -9,6 +9,7 @@ real process. Leaves to others: measuring the machine.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
@@ -28,7 +29,7 @@ HOST_BYTES_GPU = 2 + 2 + 12
 from which a checkpoint is written."""
 AUDIT_CHANGED_SHARE = 0.02
 """Share of the weights that a version changes at learning rates of 1e-6 to 1e-5."""
-AUDIT_BYTES_OF_CHANGE = 6
+AUDIT_BYTES_OF_CHANGE = 6  # index and value of a changed weight
 AUDIT_BOUNDS = 2
 """Audits keep the versions of this many staleness bounds, at most one per step: a rollout is audited within one bound."""
 ROLLOUT_TOKEN_BYTES = 100
@@ -41,7 +42,7 @@ LOGIT_COPIES = 3
 """Logits, softmax and gradient of one slice of the head."""
 HEAD_GRADIENTS = 3
 """Gradients the size of the whole head: one slice's, the sum of those before, and the sum of both."""
-LOGIT_BYTES_CPU, LOGIT_BYTES_GPU = 64 << 20, 256 << 20
+LOGIT_BYTES_CPU, LOGIT_BYTES_GPU = 64 << 20, 256 << 20  # of one block of logits; larger blocks are no faster
 ROW_WIDTHS = 4
 """Length of a row of packed sequences over the model's width, so that attention costs about as much as the linear layers."""
 MASK_BYTES = 8
@@ -89,7 +90,7 @@ class LearnerRun:
     the KL penalty."""
 
     staleness_bound: int = 2
-    checkpoints_kept: int = 0
+    checkpoints_kept: int = 2
     store_bytes: int = 0
     published_value_bytes: int = 2
     rollout_tokens: float = 0.0
@@ -232,3 +233,24 @@ def learner_memory(
         host_bytes=host,
         disk_bytes=(run.checkpoints_kept + 1) * checkpoint + run.store_bytes,
     )
+
+
+# ---- steps between two checkpoints (Young 1974): n = sqrt(2 * C * M / (T * P)), at most REPLAY_S / T and STEPS_MAX, at least 1. C:
+# seconds that a checkpoint blocks the learner; T: seconds to train a step again; P: from one step to the next, waiting included; M:
+# between two kills. Each second then spends C / (n * P) on checkpoints and n * T / (2 * M) on retraining; this n minimises the sum.
+
+KILLED_EVERY_S = 86_400.0
+"""Assumed time between two kills of a learner: a day. Four times as often would halve the interval."""
+REPLAY_S = 900.0
+"""Most seconds that a restart spends on retraining, because workers' deliveries wait for it."""
+STEPS_MAX = 20  # more would lose more of a run of few steps than checkpoints cost
+CHECKPOINT_BYTES_PER_S = 5e9
+"""Prior of the copy rate from one GPU or CPU into unpinned host memory, until the first checkpoint is measured."""
+
+
+def steps_between(checkpoint_s: float, train_s: float, step_s: float) -> int:
+    """The interval in steps. All times in seconds: `train_s` of a step without waiting, `step_s` with it."""
+    if train_s <= 0.0:
+        return STEPS_MAX
+    cheapest = math.sqrt(2.0 * checkpoint_s * KILLED_EVERY_S / (train_s * max(train_s, step_s)))
+    return max(1, int(min(cheapest, REPLAY_S / train_s, STEPS_MAX)))

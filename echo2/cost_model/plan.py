@@ -1,17 +1,31 @@
-"""The planner's output: the decision, its numbers and its reasons, as frozen values."""
+"""A plan: the decision, its terms, the one that binds, what would mend a broken one, and the reason, as frozen values.
+
+Every number in a text is computed from the evaluation. Leaves to others: choosing the pool (planner).
+"""
 
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from echo2.base.ids import PeerId
+from echo2.base.units import format_bytes
+from echo2.cost_model.relations import Evaluation
+from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerState
+
+UTILISATION_TOLERANCE = 0.005
+"""A rehearsal is no more accurate than this, so the target counts as reached from so far below it."""
 
 
 class Limit(enum.Enum):
     """Which term of the capacity inequality limits the plan."""
 
     THROUGHPUT = "throughput"
+    REWARDS = "rewards"
     BROADCAST = "broadcast"
     STALENESS = "staleness"
     USD_PER_HOUR = "usd_per_hour"
@@ -46,11 +60,12 @@ class Plan:
     """The pool, the publication period, the cap on rollouts in flight, and the reasons.
 
     pool: worker IDs, sorted. activate, drain: the changes relative to the workers that are active now.
-    in_flight_cap_rollouts: most rollouts that may be offered and not yet trained on. broadcast_s: T_bcast, including
-    encode and apply; transfer_s: the part of it that occupies the links. greedy_gap: by what share the greedy pool would
-    cost more; 0 if greedy was the solver or found the same price. over_provisioned_since_s: since when a much cheaper pool
-    has been known. short_since_s: since when the pool has been slightly short of its terms.
-    egress_usd_per_hour: the part of `usd_per_hour` that providers charge for traffic.
+    in_flight_cap_rollouts: most rollouts that may be offered and not yet trained on. utilisation_spread: standard deviation of the
+    utilisation over time, as machines are lost and replaced. broadcast_s: T_bcast, including encode and apply; transfer_s: the part
+    of it that occupies the links. gap: by what share a cheaper pool may exist, as far as the integer program knows.
+    over_provisioned_since_s: since when a much cheaper pool has been known. short_since_s: since when the pool has been slightly
+    short of its terms. egress_usd_per_hour: the part of `usd_per_hour` that providers charge for traffic. usd_to_finish: what the
+    steps left cost, 0 if their number is unknown.
     """
 
     kappa: int
@@ -68,11 +83,12 @@ class Plan:
     terms: tuple[Term, ...]
     binding: Limit
     reason: str
-    solver: str
-    greedy_gap: float = 0.0
+    gap: float = 0.0
     over_provisioned_since_s: float | None = None
     short_since_s: float | None = None
     egress_usd_per_hour: float = 0.0
+    utilisation_spread: float = 0.0
+    usd_to_finish: float = 0.0
 
     @property
     def binding_term(self) -> Term:
@@ -81,3 +97,146 @@ class Plan:
     def term_lines(self) -> tuple[str, ...]:
         """The inequality, one term per line, with the binding term marked."""
         return tuple(term.text(term.limit_kind is self.binding) for term in self.terms)
+
+
+def usd_to_finish(snapshot: FleetSnapshot, found: Evaluation) -> float:
+    """What the steps left cost with this pool, its start included: joins, and the learner's own before the first step."""
+    learner, chosen = snapshot.learner, np.flatnonzero(found.chosen).tolist()
+    if not snapshot.steps_left:
+        return 0.0
+    step_s = learner.train_s / max(found.utilisation, 1e-6)
+    joins_usd_s = sum(
+        snapshot.workers[row].price_usd_per_hour * snapshot.workers[row].join_s
+        for row in chosen
+        if snapshot.workers[row].state is not WorkerState.ACTIVE
+    )
+    return (found.usd_per_hour * (snapshot.steps_left * step_s + learner.start_s) + joins_usd_s) / 3600
+
+
+def plan_of(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation, why: str, **others: float | None) -> Plan:
+    """The plan for a rehearsed evaluation; `why` begins its reason. It is feasible if all its own terms are met and its own
+    utilisation reaches the target. `others`: further fields of the plan."""
+    assert found.is_rehearsed, "a plan's utilisation comes from a rehearsal"
+    learner, workers = snapshot.learner, snapshot.workers
+    pool = sorted(workers[row].worker_id for row in np.flatnonzero(found.chosen).tolist())
+    active = {worker.worker_id for worker in workers if worker.state is WorkerState.ACTIVE}
+    terms = tuple(_terms(snapshot, config, found))
+    # Where rewards are too few, a pool has no more rate than they can use: its rate is then short as well, and not the reason.
+    binding = min(terms, key=lambda term: (term.limit_kind is not Limit.REWARDS or term.is_met, term.slack))
+    useful_per_hour = found.utilisation * learner.trained_rollouts / learner.train_s * 3600
+    usd = found.usd_per_hour + learner.price_usd_per_hour
+    is_feasible = binding.is_met and found.utilisation >= config.target_utilisation - UTILISATION_TOLERANCE
+    return Plan(
+        kappa=found.kappa,
+        pool=tuple(pool),
+        activate=tuple(worker_id for worker_id in pool if worker_id not in active),
+        drain=tuple(sorted(active - set(pool))),
+        in_flight_cap_rollouts=found.in_flight_cap(learner.rollouts_per_group),
+        predicted_utilisation=found.utilisation * learner.training_share,
+        broadcast_s=found.point.broadcast_s,
+        transfer_s=found.point.transfer_s,
+        throughput_rollouts_per_s=found.point.throughput,
+        usd_per_hour=found.usd_per_hour,
+        usd_per_useful_rollout=usd / useful_per_hour if useful_per_hour > 0 else math.inf,
+        is_feasible=is_feasible,
+        terms=terms,
+        binding=binding.limit_kind,
+        reason=_reason(found, config, binding, len(pool), is_feasible, why),
+        gap=found.gap,
+        utilisation_spread=found.spread,
+        usd_to_finish=usd_to_finish(snapshot, found),
+        **others,  # type: ignore[arg-type]
+    )
+
+
+def _terms(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation) -> Iterator[Term]:
+    point, learner = found.point, snapshot.learner
+    have, need = point.throughput, config.target_utilisation * point.rollouts_per_step / point.train_s
+    remedy = f"add workers worth {need - have:.3g} rollouts/s" if have < need else ""
+    yield Term(
+        Limit.THROUGHPUT, "mu_pool >= target*R/T_train", have, need, "rollouts/s", have / need - 1, remedy
+    )  # fmt: skip
+    if math.isfinite(learner.rewards_per_s):
+        have = learner.rewards_per_s
+        remedy = ""
+        if have < need:
+            remedy = (
+                f"let {math.ceil(need * learner.reward_s)} processes compute rewards (now {learner.reward_processes}; a reward "
+                f"takes {learner.reward_s:.3g} s): give the learner a machine with more cores (a quarter do so), or "
+                "name a Ray cluster (task.ray): more workers would not help"
+            )
+        yield Term(
+            Limit.REWARDS, "rewards/s >= target*R/T_train", have, need, "rewards/s", have / need - 1, remedy
+        )  # fmt: skip
+    slack = 1 - point.transfer_s / found.period_s
+    remedy = ""
+    if slack < 0:
+        size = learner.artifact_bytes(point.kappa)
+        needed = size / (config.broadcast_efficiency * found.period_s)
+        remedy = (
+            f"give the learner's uplink and each downlink {format_bytes(needed)}/s (a version is {format_bytes(size)}), or "
+            "publish less often"
+        )
+    yield Term(
+        Limit.BROADCAST, "transfer <= kappa*T_train", point.transfer_s, found.period_s, "s", slack, remedy
+    )  # fmt: skip
+    value, limit = point.staleness_use_s, point.staleness_budget_s
+    slack = 1 - value / limit if limit > 0 else -math.inf
+    formula = "T_bcast + L_roll + R/mu_pool <= (S-kappa+1)*T_train"
+    yield Term(Limit.STALENESS, formula, value, limit, "s", slack, _staleness_remedy(found) if slack < 0 else "")
+    if config.usd_per_hour_cap:
+        yield _ceiling(Limit.USD_PER_HOUR, "pool price", found.usd_per_hour, config.usd_per_hour_cap, "USD/h")
+    if config.usd_budget:
+        total = snapshot.spent_usd + usd_to_finish(snapshot, found)
+        yield _ceiling(Limit.USD_BUDGET, "spent + steps left", total, config.usd_budget, "USD")
+
+
+def _ceiling(kind: Limit, formula: str, value: float, limit: float, unit: str) -> Term:
+    slack = 1 - value / limit
+    is_over = slack < 0 or (kind is Limit.USD_BUDGET and value >= limit)
+    enough = math.ceil(100 * value - 1e-6) / 100  # in whole cents, and never below the value
+    remedy = f"raise it to {enough:.2f} {unit}, or take longer with a smaller pool" if is_over else ""
+    return Term(kind, formula, value, limit, unit, slack, remedy)
+
+
+def _staleness_remedy(found: Evaluation) -> str:
+    """Each single number whose change would satisfy (3) on its own, with the value it needs. A change that is lost in rounding is
+    not told."""
+    point = found.point
+    over_s = point.staleness_use_s - point.staleness_budget_s
+    if math.isinf(over_s):
+        return "add workers: none can generate"
+    remedies = [f"raise S to {point.staleness_bound + math.ceil(over_s / point.train_s - 1e-9)}"]
+    if point.rollout_s > over_s:
+        shorter, now = f"{point.rollout_s - over_s:.3g}", f"{point.rollout_s:.3g}"
+        if shorter != now:
+            remedies.append(f"shorten the longest rollouts to {shorter} s (now {now} s)")
+    if point.transfer_s > over_s:
+        factor = f"{point.transfer_s / (point.transfer_s - over_s):.2g}"
+        if factor != "1":
+            remedies.append(f"use links {factor} times as fast (a transfer takes {point.transfer_s:.3g} s)")
+    if point.batch_s > over_s:
+        factor = f"{point.batch_s / (point.batch_s - over_s):.2g}"
+        if factor != "1":
+            remedies.append(f"use {factor} times the pool")
+    sync = " (S = 0 is synchronous: the learner waits in every step)" if point.staleness_bound == 0 else ""
+    return ", or ".join(remedies) + sync
+
+
+def _reason(found: Evaluation, config: PlanConfig, binding: Term, count: int, is_feasible: bool, why: str) -> str:
+    every = "step" if found.kappa == 1 else f"{found.kappa} steps"
+    spread = f" (plus or minus {found.spread:.1%} as machines are lost)" if found.spread >= 0.0005 else ""
+    head = (
+        f"{why}: {count} worker{'' if count == 1 else 's'} at {found.usd_per_hour:.2f} USD/h, publishing every {every}, "
+        f"{found.utilisation:.1%} utilisation predicted{spread}"
+    )
+    kind, unit = binding.limit_kind.value, binding.unit
+    if is_feasible:
+        return f"{head}; closest to its limit: {kind} ({binding.slack:.1%} slack)"
+    if binding.is_met:
+        return (
+            f"{head}, target {config.target_utilisation:.0%}; closest to its limit: {kind} ({binding.slack:.1%} slack)"
+        )
+    bound = "of at least" if binding.limit_kind in (Limit.THROUGHPUT, Limit.REWARDS) else "of at most"
+    broken = f"{kind} is {binding.value:.4g} {bound} {binding.limit:.4g} {unit}"
+    return f"{head}; {broken}" + (f"; to fix it, {binding.remedy}" if binding.remedy else "")

@@ -1,250 +1,261 @@
-"""The planner: chooses kappa and the pool together, at the lowest price, with reasons.
+"""The planner: chooses kappa and the pool together, at the lowest price, with reasons, and leaves a working pool alone.
 
-`plan(snapshot, config, previous)` is a pure function. Guarantees: a plan with `is_feasible` satisfies every relation of
-`capacity` for the given estimates, and with up to `exact_workers_max` workers none is cheaper (within the solver's gap
-and the thresholds tried); the same input gives the same plan. If nothing is feasible, the plan is the best effort and
-says which term is violated and what would fix it. Leaves to others: acting on it (coordinator), the trees (broadcast),
-measuring (calibration).
+`plan(snapshot, config, previous)` is a pure function. A plan with `is_feasible` keeps every relation for the given estimates, its
+rehearsal reaches the target, and the budget pays for all steps that are left. If nothing is feasible, the plan is the best effort
+and says which term is violated and what would fix it; if the budget cannot pay for it, the fastest pool that finishes within it.
+
+A pool is chosen with `add_margin` more rate than needed, and is kept while it has the rate needed without the margin and its
+rehearsal reaches the target. A shortage that only the estimates show is fixed once it has lasted the dwell time; any other at once.
+A pool is changed to save money only after the saving has exceeded `drain_margin` for the dwell time, and by draining members if
+that is nearly as cheap. Workers that relay a broadcast, or that were activated less than the dwell time (or their join time) ago,
+stay. Leaves to others: acting on it (coordinator), the trees (broadcast), measuring (estimates).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 import numpy as np
 
-from echo2.cost_model.activation import StandingPlan, held_workers, settled
-from echo2.cost_model.columns import FleetColumns, PeriodColumns
-from echo2.cost_model.effort import Efforts
-from echo2.cost_model.exhaustive import is_small, pools_in_order
-from echo2.cost_model.explanation import PlanFacts, plan_of
-from echo2.cost_model.forecast import refined
-from echo2.cost_model.plan import Plan
-from echo2.cost_model.pool import TOLERANCE
-from echo2.cost_model.search import Evaluation, Search
-from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
-from echo2.cost_model.transfer import BroadcastPredictor, FluidBroadcast
+from echo2.cost_model.plan import UTILISATION_TOLERANCE, Plan, plan_of, usd_to_finish
+from echo2.cost_model.rehearsal import TAKES, rehearsed
+from echo2.cost_model.relations import Evaluation, Flags, FleetModel
+from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, PlanConfig, WorkerEstimate, WorkerState
+from echo2.cost_model.solver import Solver
 
-PREDICTOR_ROUNDS = 3
-UTILISATION_TOLERANCE = 0.005
-# (factor on the needed rate, factor on the cheapest period's price up to which other periods are considered)
-PASSES = ((1.0, 1.001), (1.0, np.inf), (1.08, np.inf), (1.16, np.inf), (1.3, np.inf), (1.5, np.inf))
-REHEARSED_MAX = 3
-REHEARSED_PERIODS, CLOSE = 2, 0.01
-EVERY_POOL_CHECKS_MAX = 60
-NEIGHBOURHOOD_WORKERS_MAX = 40
-NEIGHBOURS_MAX = 30
+NOISE_MARGINS = 2.0  # two margins of shortage are still measurement noise
+CLOSE, REHEARSED_PERIODS = 0.01, 2  # periods that the relations see within 1 %: two decide
+SLOWER = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+"""Targets tried where the budget does not pay for a busy learner: a slower run with the cheapest machines costs less in all."""
+GIB = float(1 << 30)  # bytes
+CHEAPEST = "the cheapest pool that keeps the learner busy"  # begins the reason
+NEAREST = "no pool keeps the learner busy; this one comes nearest"  # likewise
 
 
-CHEAPEST = "the cheapest pool that keeps the learner busy"
-NEAREST = "no pool keeps the learner busy; this one comes nearest"
-
-
-def plan(
-    snapshot: FleetSnapshot,
-    config: PlanConfig,
-    previous: Plan | None = None,
-    predictor: BroadcastPredictor | None = None,
-) -> Plan:
-    """The plan for `snapshot`. `previous`: the plan in force, for hysteresis. `predictor` replaces the fluid estimate of the
-    broadcast."""
-    planner = _Planner.of(snapshot, config, predictor)
-    if config.usd_budget and snapshot.spent_usd >= config.usd_budget:
-        kappa = previous.kappa if previous and previous.kappa in config.kappas else config.kappas[0]
-        nobody = np.zeros(len(planner.search.columns), dtype=np.bool_)
-        facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible=False)
-        return plan_of(facts, planner.search.evaluate(planner.period(kappa), nobody), None, "the budget is spent")
-    chosen, is_feasible = planner.chosen()
-    standing = StandingPlan(chosen, CHEAPEST if is_feasible else NEAREST)
+def plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None = None) -> Plan:
+    """The plan for `snapshot`. `previous`: the plan in force, for hysteresis. What workers send is priced at the best period."""
+    if not _charges_traffic(snapshot):
+        return _plan(snapshot, config, previous)
+    if (best := plan_if_feasible(snapshot, config)) is None:
+        by_period = [
+            _plan(priced(snapshot, kappa), replace(config, fixed_kappa=kappa), None) for kappa in config.kappas
+        ]
+        best = min(by_period, key=lambda one: _rank(one, config.target_utilisation))
     if previous is not None:
-        standing = settled(previous, planner.search, planner.period, chosen, is_feasible)
-    final = standing.evaluation
-    held = held_workers(snapshot, config) & ~final.chosen if previous is not None else None
-    if held is not None and held.any():
-        final = replace(
-            planner.search.evaluate(planner.period(final.kappa), final.chosen | held),
-            solver=final.solver, greedy_gap=final.greedy_gap,
-        )  # fmt: skip
-    facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible)
-    made = plan_of(facts, refined(planner.search, final), standing.over_provisioned_since_s, standing.reason)
-    return replace(made, short_since_s=standing.short_since_s)
+        best = _plan(priced(snapshot, best.kappa), config, previous)
+    return _with_traffic(best, snapshot)
 
 
-def feasible_plan(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
-    """The plan that satisfies every relation and reaches the target; None if there is none. Does not search for a best effort."""
-    planner = _Planner.of(snapshot, config, None)
-    found = planner.feasible([])
-    if found is None:
+def plan_if_feasible(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
+    """As `plan` without a previous one, but None instead of a best effort, which takes longer to find."""
+    if not _charges_traffic(snapshot):
+        return _plan_if_feasible(snapshot, config)
+    by_period = (
+        _plan_if_feasible(priced(snapshot, kappa), replace(config, fixed_kappa=kappa)) for kappa in config.kappas
+    )
+    known = [one for one in by_period if one is not None]
+    best = min(known, key=lambda one: _rank(one, config.target_utilisation), default=None)
+    return best and _with_traffic(best, snapshot)
+
+
+def _plan_if_feasible(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
+    fleet = FleetModel.of(snapshot, config)
+    found, _ = Solver(fleet, fleet.is_must).cheapest(config.target_utilisation - UTILISATION_TOLERANCE)
+    if found is None or not _affords(fleet, found):
         return None
-    facts = PlanFacts(snapshot, config, planner.search.rate_needed, is_feasible=True)
-    made = plan_of(facts, found, None, CHEAPEST)
+    made = plan_of(snapshot, config, found, CHEAPEST)
     return made if made.is_feasible else None
 
 
+def _charges_traffic(snapshot: FleetSnapshot) -> bool:
+    return any(one.egress_usd_per_gib > 0 for one in snapshot.workers)
+
+
+def _with_traffic(made: Plan, snapshot: FleetSnapshot) -> Plan:
+    pool = set(made.pool)
+    senders = (one for one in snapshot.workers if one.worker_id in pool)
+    return replace(made, egress_usd_per_hour=egress_usd_per_hour(snapshot.learner, made.kappa, senders))
+
+
 def promised(snapshot: FleetSnapshot, config: PlanConfig) -> Evaluation:
-    """Evaluates all workers of `snapshot` together under the best period: applies the relations to each period, then
-    rehearses the best one, or the best two if they are close. Chooses no pool."""
-    planner = _Planner.of(snapshot, config, None)
-    everybody = planner.search.columns.is_available
-    found = [planner.search.evaluate(planner.period(kappa), everybody) for kappa in config.kappas]
+    """All workers of `snapshot` together under the best period, rehearsed. Chooses no pool."""
+    fleet = FleetModel.of(snapshot, config)
+    found = [fleet.evaluate(kappa, fleet.is_available) for kappa in config.kappas]
     first = sorted(found, key=lambda one: (-round(one.utilisation, 3), -round(one.least_slack, 6), one.kappa))
     close = [one for one in first if one.utilisation >= first[0].utilisation - CLOSE and first[0].utilisation < 1.0]
-    rehearsed = [refined(planner.search, one) for one in (close or first[:1])[:REHEARSED_PERIODS]]
-    return max(rehearsed, key=lambda one: (round(one.utilisation, 3), one.least_slack))
+    trials = [rehearsed(fleet, one) for one in (close or first[:1])[:REHEARSED_PERIODS]]
+    best = max(trials, key=lambda one: (round(one.utilisation, 3), one.least_slack))
+    return confirmed(fleet, best)
 
 
-@dataclass(slots=True)
-class _Planner:
-    """One planning run. `efficiencies`: the broadcast's efficiency by period, lowered if the predictor expects less."""
+def confirmed(fleet: FleetModel, found: Evaluation) -> Evaluation:
+    """`found`, rehearsed again with other draws where chance matters, so that every pool is judged by the same measure."""
+    found = found if found.is_rehearsed else rehearsed(fleet, found)
+    return found if found.utilisation >= 1.0 - UTILISATION_TOLERANCE else rehearsed(fleet, found, TAKES)
 
-    search: Search
-    predictor: BroadcastPredictor | None
-    efficiencies: dict[int, float]
 
-    @classmethod
-    def of(cls, snapshot: FleetSnapshot, config: PlanConfig, predictor: BroadcastPredictor | None) -> _Planner:
-        columns = FleetColumns.of(snapshot, config)
-        rate_needed = (
-            config.target_utilisation * (1 + config.hysteresis.add_margin)
-            * snapshot.learner.rollouts_per_step / snapshot.learner.train_s
-        )  # fmt: skip
-        is_exact = int(np.count_nonzero(columns.is_available)) <= config.exact_workers_max
-        search = Search(snapshot, config, columns, columns.is_pinned, rate_needed, is_exact)
-        return cls(
-            search, predictor, dict.fromkeys(range(1, max(1, config.staleness_bound) + 1), config.broadcast_efficiency)
-        )
+# ---- traffic: a worker sends about one version per period to others; its rollouts are small in comparison
 
-    def period(self, kappa: int) -> PeriodColumns:
-        search = self.search
-        return PeriodColumns.of(search.snapshot, search.config, search.columns, kappa, self.efficiencies[kappa])
 
-    def chosen(self) -> tuple[Evaluation, bool]:
-        """The cheapest pool that reaches the target, else the nearest to it; and whether the target is reached."""
-        denied: list[Evaluation] = []
-        found = self.feasible(denied)
-        return (found, True) if found is not None else (Efforts(self.search, self.period).best(denied), False)
+def sent_gib_per_hour(learner: LearnerEstimate, kappa: int) -> float:
+    """GiB that one worker sends per hour: one version per period."""
+    return learner.artifact_bytes(kappa) / GIB * 3600 / (kappa * learner.train_s)
 
-    def feasible(self, denied: list[Evaluation]) -> Evaluation | None:
-        """The cheapest pool whose predicted utilisation reaches the target; None if there is none.
 
-        The relations give each period's cheapest pool, and a rehearsal confirms or rejects it. If it rejects all of them,
-        larger pools are tried. Adds the rejected ones to `denied`.
-        """
-        goal = self.search.config.target_utilisation - UTILISATION_TOLERANCE
-        if is_small(self.search):
-            first = self._chosen_of_every_pool(goal, denied)
-            if first is not None or len(denied) < EVERY_POOL_CHECKS_MAX:
-                return first
-        for raised, dearer in PASSES:
-            for found in self._candidates(raised, dearer)[:REHEARSED_MAX]:
-                predicted = refined(self.search, found)
-                if predicted.utilisation >= goal:
-                    return self._trimmed(predicted, goal) if denied else predicted
-                denied.append(predicted)
-            if not denied:
-                break
-        return None
+def priced(snapshot: FleetSnapshot, kappa: int) -> FleetSnapshot:
+    """The snapshot with each worker's traffic included in its price."""
+    sent = sent_gib_per_hour(snapshot.learner, kappa)
+    workers = (
+        replace(one, price_usd_per_hour=one.price_usd_per_hour + sent * one.egress_usd_per_gib, egress_usd_per_gib=0.0)
+        for one in snapshot.workers
+    )
+    return replace(snapshot, workers=tuple(workers))
 
-    def _chosen_of_every_pool(self, goal: float, denied: list[Evaluation]) -> Evaluation | None:
-        """The cheapest of all pools that a rehearsal (and the predictor) confirms; None if `EVERY_POOL_CHECKS_MAX` different
-        ones were rejected. Adds the rejected ones to `denied`."""
-        for _ in range(PREDICTOR_ROUNDS if self.predictor is not None else 1):
-            told: set[tuple[float, ...]] = set()
-            for found in pools_in_order(self.search, self.period):
-                sign = (found.kappa, *(round(one, 9) for one in found.numbers))
-                if sign in told:
-                    continue
-                if len(told) == EVERY_POOL_CHECKS_MAX:
-                    break
-                told.add(sign)
-                predicted = refined(self.search, found)
-                if predicted.utilisation < goal:
-                    denied.append(predicted)
-                    continue
-                ratio = self._slower_by(found) if self.predictor is not None else 1.0
-                if ratio <= 1 + 1e-3:
-                    return self._beside_greedy(predicted)
-                self.efficiencies[found.kappa] /= ratio
-                break
-            else:
-                break
-        return None
 
-    def _beside_greedy(self, found: Evaluation) -> Evaluation:
-        """Adds `greedy_gap`: by how much the greedy pool for the same period would cost more."""
-        by_greedy = replace(self.search, is_exact=False, proven=[]).best(self.period(found.kappa))
-        gap = by_greedy.usd_per_hour / found.usd_per_hour - 1 if by_greedy and found.usd_per_hour > 0 else 0.0
-        return replace(found, greedy_gap=max(0.0, gap))
+def egress_usd_per_hour(learner: LearnerEstimate, kappa: int, workers: Iterable[WorkerEstimate]) -> float:
+    """USD per hour for the traffic of these workers."""
+    return sent_gib_per_hour(learner, kappa) * sum(one.egress_usd_per_gib for one in workers)
 
-    def _trimmed(self, found: Evaluation, goal: float) -> Evaluation:
-        """A cheaper neighbour of a pool that was enlarged to pass the rehearsal; `found` itself if there is none.
 
-        Tries, cheapest first, to drop one or two workers and add at most one; rehearses at most `NEIGHBOURS_MAX` pools.
-        """
-        search, price = self.search, self.search.columns.price
-        inside = np.flatnonzero(found.chosen & ~search.is_must).tolist()
-        outside = np.flatnonzero(search.columns.is_available & ~found.chosen).tolist()
-        if len(inside) + len(outside) > NEIGHBOURHOOD_WORKERS_MAX:
-            return found
-        moves = [
-            (float(price[list(into)].sum() - price[list(out)].sum()), out, into)
-            for count in (1, 2)
-            for out in combinations(inside, count)
-            for into in [(), *((one,) for one in outside)]
-        ]
-        tried = 0
-        for saved, out, into in sorted(moves):
-            if saved >= 0 or tried == NEIGHBOURS_MAX:
-                break
-            chosen = found.chosen.copy()
-            chosen[list(out)], chosen[list(into)] = False, True
-            near = search.evaluate(self.period(found.kappa), chosen)
-            if near.keeps_relations(search.rate_needed):
-                tried += 1
-                near = refined(search, replace(near, solver=found.solver))
-                if near.utilisation >= goal:
-                    return near
-        return found
+def _rank(one: Plan, target: float) -> tuple[bool, float, float, float, int]:
+    short = max(0.0, target - one.predicted_utilisation)
+    slack = min((term.slack for term in one.terms), default=0.0)
+    return not one.is_feasible, 0.0 if one.is_feasible else round(short, 2), one.usd_per_hour, -slack, one.kappa
 
-    def _candidates(self, raised: float, dearer: float) -> list[Evaluation]:
-        """Each period's cheapest pool for `raised` times the needed rate, ordered by price, then slack, then shorter period.
 
-        Leaves out periods whose pool costs more than `dearer` times the cheapest so far.
-        """
-        found: list[Evaluation] = []
-        search = replace(self.search, rate_needed=self.search.rate_needed * raised, proven=[])
-        ceiling = np.inf
-        for kappa in self.search.config.kappas:
-            best = self._best_at(search, kappa, ceiling)
-            if best is not None:
-                found.append(best)
-                ceiling = min(ceiling, best.usd_per_hour * dearer + TOLERANCE)
-        return sorted(found, key=self._rank)
+# ---- one plan
 
-    def _rank(self, found: Evaluation) -> tuple[float, float, int]:
-        return (round(found.usd_per_hour, 9), -round(found.least_slack, 9), found.kappa)
 
-    def _best_at(self, search: Search, kappa: int, ceiling: float) -> Evaluation | None:
-        """The best pool of one period. Searches again if the predictor expects a slower broadcast than assumed, up to
-        `PREDICTOR_ROUNDS` times; then None."""
-        for _ in range(PREDICTOR_ROUNDS):
-            found = search.best(self.period(kappa), ceiling)
-            if found is None or self.predictor is None:
-                return found
-            ratio = self._slower_by(found)
-            if ratio <= 1 + 1e-3:
-                return found
-            self.efficiencies[kappa] /= ratio
-        return None
+def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) -> Plan:
+    fleet = FleetModel.of(snapshot, config)
+    if config.usd_budget and snapshot.spent_usd >= config.usd_budget:
+        kappa = previous.kappa if previous and previous.kappa in config.kappas else config.kappas[0]
+        nobody = fleet.evaluate(kappa, np.zeros(len(fleet), dtype=np.bool_))
+        return plan_of(snapshot, config, rehearsed(fleet, nobody), "the budget is spent")
+    solver = Solver(fleet, fleet.is_must)
+    fresh, rejected = solver.cheapest(config.target_utilisation - UTILISATION_TOLERANCE)
+    is_busy = fresh is not None
+    if fresh is None:
+        fresh = solver.nearest(rejected)
+    choice = _PoolChoice(fresh, CHEAPEST if is_busy else NEAREST)
+    if _affords(fleet, fresh):
+        choice = _kept(previous, fleet, choice, is_busy) if previous is not None else choice
+    else:
+        choice = _within_budget(fleet, fresh)
+    final = choice.evaluation
+    if previous is not None:
+        held = np.array([_is_held(worker, snapshot.now_s, config) for worker in snapshot.workers]) & ~final.chosen
+        if held.any():
+            final = replace(fleet.evaluate(final.kappa, final.chosen | held), gap=final.gap)
+    if not final.is_rehearsed:
+        final = confirmed(fleet, final)
+    since = {"over_provisioned_since_s": choice.over_provisioned_since_s, "short_since_s": choice.short_since_s}
+    return plan_of(snapshot, config, final, choice.reason, **since)
 
-    def _slower_by(self, found: Evaluation) -> float:
-        """Ratio of the pool's predicted transfer time to the assumed one."""
-        assert self.predictor is not None
-        learner = self.search.snapshot.learner
-        rows = np.flatnonzero(found.chosen).tolist()
-        links = [self.search.snapshot.workers[row].link for row in rows]
-        size = learner.artifact_bytes(found.kappa)
-        latency_s = FluidBroadcast(1.0).latency_s(learner.link, links)
-        predicted_s = self.predictor.predict(size, learner.link, links) - latency_s
-        return predicted_s / found.point.transfer_s if found.point.transfer_s > 0 else 1.0
+
+@dataclass(frozen=True, slots=True)
+class _PoolChoice:
+    """The pool to use and why; since when a much cheaper pool has been known, and since when the pool has been slightly
+    short of its terms (None: it is not)."""
+
+    evaluation: Evaluation
+    reason: str
+    over_provisioned_since_s: float | None = None
+    short_since_s: float | None = None
+
+
+# ---- the budget
+
+
+def _affords(fleet: FleetModel, found: Evaluation) -> bool:
+    """Whether the rest of the budget pays for the steps left with this pool."""
+    snapshot, budget = fleet.snapshot, fleet.config.usd_budget
+    return not budget or snapshot.spent_usd + usd_to_finish(snapshot, found) <= budget
+
+
+def _within_budget(fleet: FleetModel, busy: Evaluation) -> _PoolChoice:
+    """The fastest pool with which the budget pays for all steps; if there is none, the one with the cheapest step, and what would
+    finish."""
+    snapshot, config = fleet.snapshot, fleet.config
+    left = config.usd_budget - snapshot.spent_usd
+    targets = [target for target in SLOWER if target < busy.utilisation]
+    least, fastest = busy, None
+    low, high = 0, len(targets)
+    while low < high:
+        middle = (low + high) // 2
+        slower = replace(fleet, config=replace(config, target_utilisation=targets[middle]))
+        found, rejected = Solver(slower, slower.is_must).cheapest(targets[middle] - UTILISATION_TOLERANCE)
+        pools = [*rejected, *([found] if found is not None else ())]
+        least = min(least, *pools, key=lambda one: usd_to_finish(snapshot, one)) if pools else least
+        paid = [one for one in pools if _affords(fleet, one)]
+        fastest = max(paid, key=lambda one: one.utilisation, default=fastest)
+        low, high = (low, middle) if paid else (middle + 1, high)
+    if fastest is not None:
+        total_usd = snapshot.spent_usd + usd_to_finish(snapshot, fastest)
+        why = f"the budget does not pay for a busy learner; this pool finishes for {total_usd:.2f} USD"
+        return _PoolChoice(fastest, why)
+    usd = usd_to_finish(snapshot, least)
+    steps = int(snapshot.steps_left * left / usd) if usd > 0 else 0
+    return _PoolChoice(
+        least,
+        f"the budget cannot finish the run: the cheapest way costs {usd:.2f} USD more and {left:.2f} are left, which train {steps} "
+        f"of {snapshot.steps_left} steps; a budget of {snapshot.spent_usd + usd:.2f} USD would finish",
+    )
+
+
+# ---- hysteresis
+
+
+def _is_held(worker: WorkerEstimate, now_s: float, config: PlanConfig) -> bool:
+    """Whether an active worker must not be drained now."""
+    dwell_s = max(config.hysteresis.dwell_s, worker.join_s)
+    return worker.state is WorkerState.ACTIVE and (worker.is_relaying or now_s - worker.state_since_s < dwell_s)
+
+
+def _kept(previous: Plan, fleet: FleetModel, choice: _PoolChoice, is_busy: bool) -> _PoolChoice:
+    """The previous pool if it still meets its terms, else that pool with additions, else the fresh one."""
+    config, snapshot, fresh = fleet.config, fleet.snapshot, choice.evaluation
+    margins, now_s = config.hysteresis, snapshot.now_s
+    pool = set(previous.pool)
+    members = np.array([one.worker_id in pool for one in snapshot.workers]) & fleet.is_available
+    if previous.kappa not in config.kappas or not previous.pool:
+        return replace(choice, reason="a new pool: there was none")
+    stayed = confirmed(fleet, fleet.evaluate(previous.kappa, members))
+    within_cap = not config.usd_per_hour_cap or stayed.usd_per_hour <= config.usd_per_hour_cap
+    is_dear = stayed.usd_per_hour > fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9
+    if not is_busy:
+        is_better = fresh.utilisation > stayed.utilisation * (1 + margins.add_margin) + 1e-9
+        if is_better or is_dear or not within_cap or (fresh.keeps_up and not stayed.keeps_up):
+            return choice
+        return _PoolChoice(stayed, "unchanged: no pool keeps the learner busy, and none is clearly better")
+    goal = config.target_utilisation - UTILISATION_TOLERANCE
+    kept_rate = fleet.rate_needed / (1 + margins.add_margin)
+    since_s = (previous.over_provisioned_since_s or now_s) if is_dear else None
+    if stayed.keeps_relations(kept_rate) and stayed.utilisation >= goal and within_cap:
+        if since_s is None:
+            return _PoolChoice(stayed, "unchanged: the pool is still within the margins")
+        if now_s - since_s < margins.dwell_s:
+            return _PoolChoice(stayed, "unchanged for now: a cheaper pool is known, but not for long enough", since_s)
+        shrunk, _ = Solver(_narrowed(fleet, members), fleet.is_must).cheapest(goal)
+        if shrunk is not None and shrunk.usd_per_hour <= fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9:
+            return _PoolChoice(
+                shrunk, f"smaller: saves {1 - shrunk.usd_per_hour / stayed.usd_per_hour:.0%} of the price"
+            )
+        return _PoolChoice(fresh, f"changed: saves {1 - fresh.usd_per_hour / stayed.usd_per_hour:.0%} of the price")
+    slip = NOISE_MARGINS * margins.add_margin
+    if within_cap and int(np.count_nonzero(members)) == len(previous.pool):
+        short_since_s = previous.short_since_s or now_s
+        is_little = stayed.keeps_relations(kept_rate / (1 + slip), margins.add_margin + slip)
+        if is_little and now_s - short_since_s < margins.dwell_s:
+            reason = "unchanged for now: a little short, but not for long enough"
+            return _PoolChoice(stayed, reason, since_s, short_since_s)
+    mended, _ = Solver(fleet, members | fleet.is_must).cheapest(goal)
+    if mended is not None and mended.usd_per_hour <= fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9:
+        return _PoolChoice(mended, "mended: the pool no longer met its terms")
+    return _PoolChoice(fresh, "changed: the pool no longer met its terms")
+
+
+def _narrowed(fleet: FleetModel, members: Flags) -> FleetModel:
+    """The fleet with only these workers to choose from: what others seem to save beyond them is mostly noise in their estimates."""
+    return replace(fleet, is_available=fleet.is_available & members)

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.ids import PeerId
 from echo2.base.units import parse_duration_s, parse_rate_bytes_per_s
-from echo2.cost_model.catalogue import GpuType, WorkerPrior, gpu_of, worker_prior
-from echo2.cost_model.experience import JOIN_S, NO_EXPERIENCE, Experience
-from echo2.cost_model.prefill import NO_PREFILL, PrefillCost, PrefillWork, prefill_cost
+from echo2.cost_model.machines import STEP_S_MIN, GpuType, PrefillCost, WorkerPrior, gpu_of, prefill_cost, worker_prior
 from echo2.cost_model.sizing import ModelSize, RunLengths
 from echo2.cost_model.snapshot import (
+    JOIN_S,
     FleetSnapshot,
     LearnerEstimate,
     LinkEstimate,
@@ -30,8 +29,8 @@ from echo2.cost_model.snapshot import (
     checked_positive,
 )
 
-OFFER_WORKERS_MAX = 20_000
-MACHINE_GPUS_MAX = 64
+OFFER_WORKERS_MAX = 20_000  # twice the largest fleet that echo2 is tested with
+MACHINE_GPUS_MAX = 64  # the largest power of two in a rack of 72: an engine divides attention heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +108,14 @@ class PlanQuestion:
     tokens: TokenCounts
     offers: tuple[PoolOffer, ...]
     catalogue: Mapping[str, GpuType]
-    experience: Experience = NO_EXPERIENCE
-    prefill: PrefillWork = NO_PREFILL
+    recomputes_caches: bool = False
+    steps: int = 0  # of the whole run, which the budget pays for; 0: unknown
 
     @property
     def tokens_in_cache(self) -> float:
         """Average number of tokens that a running sequence has in the KV cache: half of the prompt limit plus the tokens
         generated so far. Long rollouts weigh more, because they occupy their slot longer."""
-        from echo2.cost_model.rehearsal import unit_lengths  # loads numpy, so only on demand
+        from echo2.cost_model.relations import unit_lengths  # loads numpy, so only on demand
 
         prompt = max(0.0, self.lengths.of(self.model) - self.tokens.longest) / 2
         lengths = unit_lengths(self.tokens.mean, self.tokens.tail, self.tokens.longest)
@@ -126,23 +125,21 @@ class PlanQuestion:
         """Slots and rate of one offered machine. Raises ResourceError if the model does not fit."""
         gpu = gpu_of(self.catalogue, offer.gpu)
         prior = worker_prior(gpu, self.model, self.lengths, self.tokens_in_cache, offer.gpus)
-        expected = prior.tokens_per_s * self.experience.belief(offer.gpu).ratio
-        return replace(prior, slots=offer.slots or prior.slots, tokens_per_s=offer.tokens_per_s or expected)
+        return replace(prior, slots=offer.slots or prior.slots, tokens_per_s=offer.tokens_per_s or prior.tokens_per_s)
 
     def is_measured(self, offer: PoolOffer) -> bool:
-        """Whether the rate was given or comes from what machines of this kind delivered. Such a rate already includes
-        prefill."""
-        return offer.tokens_per_s > 0 or self.experience.belief(offer.gpu).machines > 0
+        """Whether the rate was given. Such a rate already includes prefill."""
+        return offer.tokens_per_s > 0
 
     def prefill_cost(self, offer: PoolOffer) -> PrefillCost:
         """Cost of the prefill that one offered machine does besides sampling; none if its rate was measured."""
-        work = NO_PREFILL if self.is_measured(offer) else self.prefill
-        return prefill_cost(work, self.prior(offer), self.tokens_in_cache)
+        recomputes = self.recomputes_caches and not self.is_measured(offer)
+        return prefill_cost(self.prior(offer), self.tokens_in_cache, recomputes=recomputes)
 
     def worker(self, offer: PoolOffer, index: int) -> WorkerEstimate:
         """One offered machine as the planner sees it. Offers are priced per GPU, the result per worker."""
         prior, cost = self.prior(offer), self.prefill_cost(offer)
-        rate = prior.tokens_per_s * cost.rate_share
+        rate = prior.tokens_per_s
         speed = rate / prior.slots
         return WorkerEstimate(
             worker_id=PeerId(f"{offer.key}#{index:04d}"),
@@ -174,7 +171,7 @@ class PlanQuestion:
         if not workers and (refused := self.refused):
             each = "; ".join(f"{offer.machine}: {would}" for offer, would in refused.items())
             raise ResourceError(f"no machine on offer holds the model; what would fit: {each}")
-        return FleetSnapshot(0.0, self.learner, tuple(workers))
+        return FleetSnapshot(0.0, self.learner, tuple(workers), steps_left=self.steps)
 
     @property
     def refused(self) -> dict[PoolOffer, str]:
@@ -213,7 +210,12 @@ class PlanQuestion:
             case "train":
                 return replace(self, learner=replace(learner, train_s=parse_duration_s(text) + learner.idle_s))
             case "R":
-                return replace(self, learner=learner.training(int(_number(name, text))))
+                changed = learner.training(int(_number(name, text)))
+                return replace(self, learner=trained_in(changed, changed.trained_rollouts / learner.trained_rollouts))
+            case "mean":
+                tokens = replace(self.tokens, mean=_number(name, text))
+                tokens = replace(tokens, tail=max(tokens.tail, min(1.5 * tokens.mean, tokens.longest)))
+                return replace(self, tokens=tokens, learner=trained_in(learner, tokens.mean / self.tokens.mean))
             case "dropped":
                 return replace(self, learner=learner.dropping(_number(name, text)))
             case "delta":
@@ -224,6 +226,8 @@ class PlanQuestion:
                 return replace(self, wishes=replace(wishes, target_utilisation=_number(name, text)))
             case "cap":
                 return replace(self, wishes=replace(wishes, usd_per_hour_cap=_number(name, text)))
+            case "budget":
+                return replace(self, wishes=replace(wishes, usd_budget=_number(name, text)))
             case "worker_uplink":
                 rate = parse_rate_bytes_per_s(text)
                 offers = (replace(o, link=replace(o.link, uplink_bytes_per_s=rate)) for o in self.offers)
@@ -243,8 +247,16 @@ class PlanQuestion:
 
 
 WHAT_IF = (
-    "S", "kappa", "uplink", "train", "R", "delta", "tail", "target", "cap", "dropped", "worker_uplink", "price", "count",
+    "S", "kappa", "uplink", "train", "R", "mean", "delta", "tail", "target", "cap", "budget", "dropped", "worker_uplink", "price",
+    "count",
 )  # fmt: skip
+
+
+def trained_in(learner: LearnerEstimate, tokens_ratio: float) -> LearnerEstimate:
+    """This learner with a step of `tokens_ratio` times the tokens, in whose proportion training takes time, `STEP_S_MIN` apart."""
+    training_s = learner.train_s - learner.idle_s
+    fixed_s = min(STEP_S_MIN, training_s)
+    return replace(learner, train_s=fixed_s + (training_s - fixed_s) * tokens_ratio + learner.idle_s)
 
 
 def parse_what_if(text: str) -> list[tuple[str, str]]:

@@ -1,11 +1,10 @@
-"""Predicts utilisation by rehearsing the run: groups are leased, generated and trained on, with drawn lengths.
+"""Predicts utilisation by rehearsing the run: groups are leased, generated, rewarded and trained on, with drawn lengths.
 
-The relations of `capacity` have one rollout time and no groups. Here each group is leased whole to one worker, and its
-rollouts run in that worker's slots (in rounds, if the group is larger). Versions cross the links one at a time, and a
-version that replaces a waiting one is larger. Pacing, the in-flight cap and oldest-first batches match the live system.
-Guarantees: deterministic (lengths are shuffled quantiles, so that every block of them has the distribution's mean);
-bounded work (`STEPS` steps of about `ROLLOUTS_MAX` rollouts: a large pool is represented by a part of it).
-Leaves to others: which pool to rehearse (planner); preemptions, which only appear here as the discount on rates.
+Each group is leased whole to one worker, and its rollouts run in that worker's slots as these come free. The links carry one
+version at a time; a worker with a slow downlink has it later than the others, skips what it misses, and nobody waits for it. A
+version that replaces a waiting one is larger. Rewards are computed by a limited number of processes. Pacing, the in-flight cap and
+oldest-first batches match the live system. Deterministic: lengths are shuffled quantiles, so that every block of them has the
+distribution's mean. Bounded work: a large pool is represented by a part of it.
 """
 
 from __future__ import annotations
@@ -15,36 +14,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
-from statistics import NormalDist
 
 import numpy as np
-import numpy.typing as npt
 
-from echo2.cost_model.columns import Floats
+from echo2.cost_model.relations import NORMAL, Counts, Evaluation, FleetModel, Floats
+from echo2.cost_model.snapshot import DownloadMode
 
-STEPS = 40
-STEPS_OF_LATE_VERSIONS = 3
-STEPS_MAX, STEPS_LEAST = 160, 16
-ROLLOUTS_IN_ALL = 16_000
-ROLLOUTS_MAX = 192
-WORKERS_KEPT, WORKERS_LEAST = 12, 4
-GROUPS_LEAST = 6
-WARM_SHARE = 0.35
-QUANTILES = 256
-TAIL_SHARE = 0.95
-LONGEST_TAILS = 3.0
-USUAL_SIGMA, AT_THE_CUT = 0.9, 0.995
-SEED = 20602
-_NORMAL = NormalDist()
+STEPS_LEAST, STEPS_MAX, ROLLOUTS_IN_ALL = 20, 160, 16_000
+"""Steps of a rehearsal: few of large batches, in which chance averages out; many of small ones."""
+STEPS_OF_LATE_VERSIONS = 3  # late versions meet the steady state after two
+ROLLOUTS_MAX, GROUPS_LEAST = 256, 16
+"""A larger pool is shrunk to so many rollouts a step, but no fewer groups: with fewer, whole groups would wait for one another."""
+WORKERS_KEPT, WORKERS_LEAST = 12, 4  # three of each of four kinds of links; 48 change nothing beyond 1 %
+WARM_SHARE = 0.35  # the buffer is full after a third
+TAKES, STEPS_OF_A_TAKE = 3, 80
+"""Rehearsals that confirm a choice: the best of many is partly just the luckiest."""
+SEED = 20602  # any; fixed, so that plans are reproducible
+# Quantiles of the normal distribution: an integral good to 0.1 %.
+LOSS_POINTS = np.array([NORMAL.inv_cdf((index + 0.5) / 65) for index in range(65)])
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """The run to rehearse. Per worker: `slots`, `rollout_s` (mean), `latency_s` (last byte to live), `swap_s`.
+    """The run to rehearse. Per worker: `slots`, `rollout_s` (mean), `own_s` (a version of kappa steps over the links to it),
+    `latency_s` (last byte to live), `swap_s`.
 
-    lengths: quantiles of a rollout's length at equal shares, ascending, with mean 1. transfer_s: seconds on the links of a
-    version, as a function of the steps it spans. is_stalled: workers pause while a version is on the links. take: seed of
-    the order of lengths.
+    lengths: quantiles of a rollout's length at equal shares, ascending, with mean 1. common_s: a version of kappa steps on the
+    learner's and the swarm's links. growth: size of a version by the steps it spans, over that of kappa steps. is_stalled: workers
+    pause while a version is on the links. take: seed of the order of lengths.
     """
 
     staleness_bound: int
@@ -54,12 +51,16 @@ class Rehearsal:
     groups_per_step: int
     rollouts_per_group: int
     cap_groups: int
-    slots: npt.NDArray[np.int64]
+    slots: Counts
     rollout_s: Floats
+    own_s: Floats
     latency_s: Floats
     swap_s: Floats
     lengths: Floats
-    transfer_s: Callable[[int], float]
+    common_s: float
+    growth: Callable[[int], float]
+    reward_s: float = 0.0
+    rewards_per_s: float = math.inf
     is_stalled: bool = False
     take: int = 0
 
@@ -73,42 +74,111 @@ class RehearsalOutcome:
     steps: int
 
 
-# ---- lengths
+def rehearsed(fleet: FleetModel, found: Evaluation, takes: int = 0) -> Evaluation:
+    """`found` with its utilisation from a rehearsal, or the mean of it and `takes` longer ones with other draws, and with what
+    losses of machines leave of it."""
+    if not found.chosen.any():
+        return replace(found, is_rehearsed=True)
+    run = rehearsal_of(fleet, found)
+    values = [] if found.is_rehearsed and takes else [rehearse(run).utilisation]
+    values += [rehearse(replace(run, take=take), STEPS_OF_A_TAKE).utilisation for take in range(1, takes + 1)]
+    utilisation, spread = with_losses(fleet, found, sum(values) / len(values))
+    return replace(found, utilisation=utilisation, spread=spread, is_rehearsed=True)
 
 
-def unit_lengths(mean: float, tail: float, longest: float = math.inf, points: int = QUANTILES) -> Floats:
-    """Quantiles, divided by the mean, of the log-normal clipped at `longest` with this mean and 95th percentile.
+def with_losses(fleet: FleetModel, found: Evaluation, utilisation: float) -> tuple[float, float]:
+    """Mean and standard deviation of the utilisation as machines are lost and replaced, from that with everybody at work.
 
-    `mean` is that of the clipped lengths, since that is what a run measures: clipping a log-normal of that mean would lower
-    its mean by up to a seventh. With `median = tail / exp(z * sigma)` the clipped mean falls as sigma grows, so
-    bisection finds sigma. If the 95th percentile is at the limit, it says nothing about the spread; then sigma is
-    `USUAL_SIGMA`, and bisection finds the median that gives the mean.
+    The rate that is away is nearly normal, as a sum over machines. While it is away the learner gets what is left, and it never
+    catches up above 1.
     """
-    return _unit_lengths(round(max(1.0, tail / mean), 3), round(longest_of(tail, longest) / mean, 3), points)
+    rows = np.flatnonzero(found.chosen)
+    away = fleet.away[rows]
+    if not away.any():
+        return utilisation, 0.0
+    learner = fleet.snapshot.learner
+    full = fleet.rate[rows] / (1.0 - away)
+    weights = full / full.sum()
+    have = float(full.sum()) * learner.train_s / learner.rollouts_per_step
+    reached = max(have, 1.0) * utilisation if utilisation < 1.0 else have
+    mean, deviation = float(weights @ away), math.sqrt(float((weights**2) @ (away * (1.0 - away))))
+    left = np.minimum(utilisation, reached * (1.0 - np.clip(mean + deviation * LOSS_POINTS, 0.0, 1.0)))
+    return float(left.mean()), float(left.std())
 
 
-def longest_of(tail_s: float, longest_s: float) -> float:
-    """The longest rollout to assume: `longest_s`, or `LONGEST_TAILS` times the tail if that is unknown (infinite)."""
-    return max(longest_s, tail_s) if math.isfinite(longest_s) else LONGEST_TAILS * tail_s
+def rehearsal_of(fleet: FleetModel, found: Evaluation) -> Rehearsal:
+    """The run to rehearse for `found`. A worker's slots are those that its rate keeps full (Little's law)."""
+    learner, kappa, rows = fleet.snapshot.learner, found.kappa, np.flatnonzero(found.chosen)
+    common_s, own_s = fleet.links_s(kappa, rows)
+    size, group, slots = learner.artifact_bytes(kappa), learner.rollouts_per_group, fleet.slots[rows]
+    return Rehearsal(
+        staleness_bound=fleet.config.staleness_bound,
+        kappa=kappa,
+        train_s=learner.train_s,
+        encode_s=learner.encode_s,
+        groups_per_step=math.ceil(learner.rollouts_per_step / group),
+        rollouts_per_group=group,
+        cap_groups=found.in_flight_cap(group) // group,
+        slots=slots,
+        rollout_s=slots * (1.0 - fleet.away[rows]) / fleet.rate[rows],
+        own_s=own_s,
+        latency_s=fleet.latency_s[rows] - learner.encode_s,
+        swap_s=fleet.swap_s[rows],
+        lengths=fleet.lengths,
+        common_s=common_s,
+        growth=lambda spans: learner.artifact_bytes(spans) / size,
+        reward_s=learner.reward_s,
+        rewards_per_s=learner.rewards_per_s,
+        is_stalled=fleet.config.download is DownloadMode.STALLED,
+    )
 
 
-@lru_cache(maxsize=64)
-def _unit_lengths(tail: float, longest: float, points: int) -> Floats:
-    normal = np.array([_NORMAL.inv_cdf((index + 0.5) / points) for index in range(points)])
-    z = _NORMAL.inv_cdf(TAIL_SHARE)
+# ---- a large pool by a part of it
 
-    def cut(median: float, sigma: float) -> Floats:
-        return np.minimum(median * np.exp(sigma * normal), max(longest, tail))
 
-    is_cut = tail >= AT_THE_CUT * longest and tail > 1.0
-    low, high = 0.0, tail if is_cut else z
-    for _ in range(40):
-        middle = (low + high) / 2
-        made = cut(middle, USUAL_SIGMA) if is_cut else cut(tail * math.exp(-z * middle), middle)
-        is_long = float(made.mean()) > 1.0
-        low, high = (middle, high) if is_long != is_cut else (low, middle)
-    found = cut(low, USUAL_SIGMA) if is_cut else cut(tail * math.exp(-z * low), low)
-    return np.asarray(found / found.mean())
+def reduced(run: Rehearsal) -> Rehearsal:
+    """Shrinks a pool in proportion to at most about `ROLLOUTS_MAX` rollouts a step: fewer workers, then fewer slots.
+
+    Rates are corrected for rounding. A worker with room for a whole group keeps room for one.
+    """
+    batch = run.groups_per_step * run.rollouts_per_group
+    factor = min(batch / ROLLOUTS_MAX, run.groups_per_step / GROUPS_LEAST)
+    if factor <= 1.0:
+        return run
+    count = len(run.slots)
+    each = np.minimum(run.slots, run.rollouts_per_group)  # fewest slots that a worker keeps
+    floor = batch * float((each / run.rollout_s).sum()) / float((run.slots / run.rollout_s).sum())
+    share = ROLLOUTS_MAX * count / (floor * WORKERS_KEPT)
+    kept = min(count, max(WORKERS_LEAST, math.ceil(count / factor), int(WORKERS_KEPT * min(1.0, share))))
+    # Sorted by what decides most, so every part of the pool is represented.
+    late = np.round((run.latency_s + run.own_s) / run.train_s, 2)
+    order = np.lexsort((run.rollout_s, run.slots, late))
+    rows = order[((np.arange(kept) + 0.5) * count / kept).astype(np.int64)]
+    thinner = max(1.0, factor * kept / count)
+    slots = np.maximum(np.round(run.slots[rows] / thinner), each[rows]).astype(np.int64)
+    before, after = float((run.slots / run.rollout_s).sum()), float((slots / run.rollout_s[rows]).sum())
+    groups = max(GROUPS_LEAST, round(run.groups_per_step * after / before))
+    slower = (after / groups) / (before / run.groups_per_step)
+    part = groups / run.groups_per_step
+    return replace(
+        run, groups_per_step=groups, cap_groups=max(groups + 1, round(run.cap_groups * part)), slots=slots,
+        rollout_s=run.rollout_s[rows] * slower, own_s=run.own_s[rows], latency_s=run.latency_s[rows],
+        swap_s=run.swap_s[rows], rewards_per_s=run.rewards_per_s * part,
+    )  # fmt: skip
+
+
+# ---- the rehearsal
+
+
+def rehearse(run: Rehearsal, steps: int = 0) -> RehearsalOutcome:
+    """Simulates `steps` steps (0: as many as this pool needs to settle) and measures the later ones."""
+    if not len(run.slots):
+        return RehearsalOutcome(0.0, 0.0, 0)
+    part = reduced(run)
+    late = math.ceil(part.common_s / part.train_s)
+    wanted = max(STEPS_LEAST, ROLLOUTS_IN_ALL // (part.groups_per_step * part.rollouts_per_group))
+    least = max(3 * part.kappa, STEPS_OF_LATE_VERSIONS * late if late > part.kappa else 0)  # whole periods are measured
+    return _Stage(part, min(max(STEPS_MAX, 3 * part.kappa), max(steps or min(wanted, STEPS_MAX // 2), least))).play()
 
 
 @lru_cache(maxsize=16)
@@ -118,70 +188,20 @@ def _order(points: int, blocks: int, take: int) -> np.ndarray:
     return np.concatenate([rng.permutation(points) for _ in range(blocks)])
 
 
-def _drawn(lengths: Floats, count: int, take: int) -> list[float]:
-    blocks = 1 << max(0, math.ceil(count / len(lengths)) - 1).bit_length()
-    found: list[float] = lengths[_order(len(lengths), blocks, take)[:count]].tolist()
-    return found
-
-
-# ---- a large pool by a part of it
-
-
-def reduced(told: Rehearsal) -> Rehearsal:
-    """Shrinks a pool in proportion to at most about `ROLLOUTS_MAX` rollouts a step: fewer workers, then fewer slots.
-
-    Rates are corrected for rounding. A worker with room for a whole group keeps room for one.
-    """
-    batch = told.groups_per_step * told.rollouts_per_group
-    factor = min(batch / ROLLOUTS_MAX, told.groups_per_step / GROUPS_LEAST)
-    if factor <= 1.0:
-        return told
-    count, least = len(told.slots), told.rollouts_per_group
-    each = np.minimum(told.slots, least)  # fewest slots that a worker keeps
-    floor = batch * float((each / told.rollout_s).sum()) / float((told.slots / told.rollout_s).sum())
-    kept = min(count, max(WORKERS_LEAST, math.ceil(count / factor), int(WORKERS_KEPT * min(1.0, _share(floor, count)))))
-    order = np.lexsort((told.latency_s, told.slots, told.rollout_s))
-    rows = order[((np.arange(kept) + 0.5) * count / kept).astype(np.int64)]
-    thinner = max(1.0, factor * kept / count)
-    slots = np.maximum(np.round(told.slots[rows] / thinner), each[rows]).astype(np.int64)
-    before, after = float((told.slots / told.rollout_s).sum()), float((slots / told.rollout_s[rows]).sum())
-    groups = max(GROUPS_LEAST, round(told.groups_per_step * after / before))
-    slower = (after / groups) / (before / told.groups_per_step)
-    return replace(
-        told, groups_per_step=groups, cap_groups=max(groups + 1, round(told.cap_groups * groups / told.groups_per_step)),
-        slots=slots, rollout_s=told.rollout_s[rows] * slower, latency_s=told.latency_s[rows], swap_s=told.swap_s[rows],
-    )  # fmt: skip
-
-
-def _share(floor: float, count: int) -> float:
-    """`ROLLOUTS_MAX` over the rollouts a step that `WORKERS_KEPT` workers with the fewest slots would produce."""
-    return ROLLOUTS_MAX * count / (floor * WORKERS_KEPT)
-
-
-# ---- the rehearsal
-
-
-def rehearse(told: Rehearsal, steps: int = 0) -> RehearsalOutcome:
-    """Simulates `steps` steps (0: as many as this pool needs to settle) and measures the later ones."""
-    if not len(told.slots):
-        return RehearsalOutcome(0.0, 0.0, 0)
-    part = reduced(told)
-    late = math.ceil(part.transfer_s(part.kappa) / part.train_s)
-    batch = part.groups_per_step * part.rollouts_per_group
-    wanted = max(STEPS, STEPS_OF_LATE_VERSIONS * max(part.kappa, late if late > part.kappa else 0))
-    wanted = max(STEPS_LEAST, min(wanted, ROLLOUTS_IN_ALL // batch))
-    return _Stage(part, min(STEPS_MAX, steps or wanted)).played()
-
-
 @dataclass(slots=True)
 class _Worker:
     """`ends`: when each slot finishes its work, on the worker's own clock, which stops while the worker is paused.
-    `stalled_s`: how far that clock is behind."""
+    `stalled_s`: how far that clock is behind. `sent`: the newest version on its way to it, or held."""
 
     ends: list[float]
     rollout_s: float
     rate: float
+    own_s: float
+    latency_s: float
+    swap_s: float
     version: int = 0
+    sent: int = 0
+    link_free_s: float = 0.0
     leases: int = 0
     stalled_s: float = 0.0
     stands_until_s: float = 0.0
@@ -192,89 +212,99 @@ class _Stage:
     """State of one rehearsal. Events are (time, order, action, worker index, the worker's `stalled_s` when the event was
     scheduled, version); a `stalled_s` of -1 marks an event that pauses do not delay."""
 
-    told: Rehearsal
+    run: Rehearsal
     steps: int
     workers: list[_Worker] = field(default_factory=list)
     events: list[tuple[float, int, Callable[[int, int], None], int, float, int]] = field(default_factory=list)
     free: dict[int, None] = field(default_factory=dict)  # workers with a slot to fill, longest waiting first
     lengths: list[float] = field(default_factory=list)
-    latency_s: list[float] = field(default_factory=list)
-    swap_s: list[float] = field(default_factory=list)
     now: float = 0.0
-    foreseen: int = 0
+    scheduled: int = 0
     drawn: int = 0
     step: int = 0
     completed: int = 0
     is_training: bool = False
     outstanding: int = 0
     finished: dict[int, int] = field(default_factory=dict)  # finished groups waiting for their batch, by version
+    rewards_free_s: float = 0.0
     newest: int = 0
     sent: int = 0
     is_sending: bool = False
     dropped: int = 0
     starts: list[float] = field(default_factory=list)
 
-    def played(self) -> RehearsalOutcome:
-        told = self.told
-        batch = told.groups_per_step * told.rollouts_per_group
-        self.lengths = _drawn(told.lengths, QUANTILES * math.ceil((self.steps + 2) * batch / QUANTILES), told.take)
-        for slots, rollout_s in zip(told.slots.tolist(), told.rollout_s.tolist(), strict=True):
-            self.workers.append(_Worker([0.0] * slots, rollout_s, slots / rollout_s))
-        self.latency_s, self.swap_s = told.latency_s.tolist(), told.swap_s.tolist()
+    def play(self) -> RehearsalOutcome:
+        run = self.run
+        points = len(run.lengths)
+        blocks = math.ceil((self.steps + 2) * run.groups_per_step * run.rollouts_per_group / points)
+        self.lengths = run.lengths[_order(points, 1 << (blocks - 1).bit_length(), run.take)].tolist()
+        columns = (run.slots, run.rollout_s, run.own_s, run.latency_s, run.swap_s)
+        for slots, rollout_s, *links in zip(*(column.tolist() for column in columns), strict=True):
+            self.workers.append(_Worker([0.0] * slots, rollout_s, slots / rollout_s, *links))
         self.free = dict.fromkeys(range(len(self.workers)))
         self._lease()
         while self.events and len(self.starts) <= self.steps:
             self.now, _, act, index, stalled_s, version = heappop(self.events)
             if stalled_s >= 0.0 and (late_s := self.workers[index].stalled_s - stalled_s) > 0.0:
-                self._foresee(self.now + late_s, act, index, version, stalled_s + late_s)
+                self._schedule(self.now + late_s, act, index, version, stalled_s + late_s)
             else:
                 act(index, version)
         self.events.clear()  # breaks reference cycles with this object, so that it is freed without the garbage collector
         return self._outcome()
 
-    def _foresee(
+    def _schedule(
         self, when: float, act: Callable[[int, int], None], index: int, version: int = 0, stalled_s: float = -1.0
     ) -> None:
-        self.foreseen += 1
-        heappush(self.events, (when, self.foreseen, act, index, stalled_s, version))
+        self.scheduled += 1
+        heappush(self.events, (when, self.scheduled, act, index, stalled_s, version))
 
     # ---- generation
 
     def _lease(self) -> None:
         """Gives groups to workers with a free slot, the least loaded first, while the cap and pacing allow."""
-        told = self.told
-        while self.free and self.outstanding < told.cap_groups:
-            oldest = self.step + self.outstanding // told.groups_per_step - told.staleness_bound
+        run = self.run
+        while self.free and self.outstanding < run.cap_groups:
+            oldest = self.step + self.outstanding // run.groups_per_step - run.staleness_bound
             fit = [index for index in self.free if self.workers[index].version >= oldest]
             if not fit:
                 return
             self._give(min(fit, key=lambda index: self.workers[index].leases / self.workers[index].rate))
 
     def _give(self, index: int) -> None:
-        worker, told = self.workers[index], self.told
+        worker, run = self.workers[index], self.run
         own_now = max(self.now, worker.stands_until_s) - worker.stalled_s
         ends, last, rollout_s = worker.ends, 0.0, worker.rollout_s
-        if self.drawn + told.rollouts_per_group > len(self.lengths):
+        if self.drawn + run.rollouts_per_group > len(self.lengths):
             self.drawn = 0
-        for length in self.lengths[self.drawn : self.drawn + told.rollouts_per_group]:
+        for length in self.lengths[self.drawn : self.drawn + run.rollouts_per_group]:
             begin = ends[0]
             end = (begin if begin > own_now else own_now) + length * rollout_s
             heapreplace(ends, end)
             last = max(last, end)
-        self.drawn += told.rollouts_per_group
+        self.drawn += run.rollouts_per_group
         worker.leases += 1
         self.outstanding += 1
-        self._foresee(last + worker.stalled_s, self._group_done, index, worker.version, worker.stalled_s)
+        self._schedule(last + worker.stalled_s, self._group_done, index, worker.version, worker.stalled_s)
         if ends[0] > own_now:
             del self.free[index]
-            self._foresee(ends[0] + worker.stalled_s, self._slot_free, index, 0, worker.stalled_s)
+            self._schedule(ends[0] + worker.stalled_s, self._slot_free, index, 0, worker.stalled_s)
 
     def _slot_free(self, index: int, _: int) -> None:
         self.free[index] = None
         self._lease()
 
     def _group_done(self, index: int, version: int) -> None:
+        """All rollouts have ended; most of their rewards were computed while the longest was still generated."""
         self.workers[index].leases -= 1
+        run = self.run
+        if run.reward_s <= 0.0:
+            self._rewarded(0, version)
+            return
+        alone_s = run.rollouts_per_group / run.rewards_per_s
+        self.rewards_free_s = max(self.rewards_free_s, self.now - alone_s) + alone_s
+        self._schedule(max(self.rewards_free_s, self.now) + run.reward_s, self._rewarded, 0, version)
+
+    def _rewarded(self, _: int, version: int) -> None:
         self.finished[version] = self.finished.get(version, 0) + 1
         self._try_step()
 
@@ -283,74 +313,85 @@ class _Stage:
     def _try_step(self) -> None:
         if self.is_training:
             return
-        told = self.told
-        for version in [one for one in self.finished if one < self.step - told.staleness_bound]:
+        run = self.run
+        for version in [one for one in self.finished if one < self.step - run.staleness_bound]:
             stale = self.finished.pop(version)
             self.dropped += stale
             self.outstanding -= stale
-        if sum(self.finished.values()) >= told.groups_per_step:
-            left = told.groups_per_step
+        if sum(self.finished.values()) >= run.groups_per_step:
+            left = run.groups_per_step
             for version in sorted(self.finished):
                 taken = min(left, self.finished[version])
                 left -= taken
                 self.finished[version] -= taken
                 if not self.finished[version]:
                     del self.finished[version]
-            self.outstanding -= told.groups_per_step
+            self.outstanding -= run.groups_per_step
             self.starts.append(self.now)
             self.step += 1
             self.is_training = True
-            self._foresee(self.now + told.train_s, self._step_done, 0)
+            self._schedule(self.now + run.train_s, self._step_done, 0)
         self._lease()
 
     def _step_done(self, _: int, __: int) -> None:
         self.is_training = False
         self.completed += 1
-        if self.completed - self.newest >= self.told.kappa:
+        if self.completed - self.newest >= self.run.kappa:
             self.newest = self.completed
-            self._foresee(self.now + self.told.encode_s, self._published, 0)
+            self._schedule(self.now + self.run.encode_s, self._published, 0)
         self._try_step()
 
     # ---- versions
 
     def _published(self, _: int, __: int) -> None:
-        if not self.is_sending and self.newest > self.sent:
-            self._send()
-
-    def _send(self) -> None:
-        """Puts the newest version onto the links. It spans all steps since the version sent before."""
-        told = self.told
-        transfer_s = told.transfer_s(self.newest - self.sent)
+        """Puts the newest version onto the links if they are free. It spans all steps since the version sent before."""
+        if self.is_sending or self.newest <= self.sent:
+            return
+        common_s = self.run.common_s * self.run.growth(self.newest - self.sent)
         self.sent, self.is_sending = self.newest, True
-        for index, latency_s in enumerate(self.latency_s):
-            if told.is_stalled:
-                self._stand_still(index, transfer_s)
-            self._foresee(self.now + transfer_s + latency_s, self._live, index, self.sent)
-        self._foresee(self.now + transfer_s, self._through, 0)
+        for index, worker in enumerate(self.workers):
+            if worker.link_free_s <= self.now + 1e-9:
+                self._download(index)
+        self._schedule(self.now + common_s, self._through, 0)
+
+    def _download(self, index: int) -> None:
+        """Begins the newest version on a worker's own link, which spans all steps since the version that it has."""
+        worker = self.workers[index]
+        own_s = worker.own_s * self.run.growth(self.sent - worker.sent)
+        worker.sent, worker.link_free_s = self.sent, self.now + own_s
+        if self.run.is_stalled:
+            self._stand_still(worker, own_s)
+        self._schedule(self.now + own_s + worker.latency_s, self._live, index, self.sent)
+        if worker.own_s > self.run.common_s * (1 + 1e-9):
+            self._schedule(self.now + own_s, self._link_free, index)
+
+    def _link_free(self, index: int, _: int) -> None:
+        if self.workers[index].sent < self.sent and self.workers[index].link_free_s <= self.now + 1e-9:
+            self._download(index)
 
     def _through(self, _: int, __: int) -> None:
         self.is_sending = False
         self._published(0, 0)
 
     def _live(self, index: int, version: int) -> None:
-        self.workers[index].version = version
-        if self.swap_s[index] > 0:
-            self._stand_still(index, self.swap_s[index])
+        worker = self.workers[index]
+        worker.version = version
+        if worker.swap_s > 0:
+            self._stand_still(worker, worker.swap_s)
         self._lease()
 
-    def _stand_still(self, index: int, seconds: float) -> None:
-        worker = self.workers[index]
+    def _stand_still(self, worker: _Worker, seconds: float) -> None:
         worker.stalled_s += seconds
         worker.stands_until_s = max(worker.stands_until_s, self.now) + seconds
 
     def _outcome(self) -> RehearsalOutcome:
         """Measures over whole publication periods, after the warm-up."""
-        made, kappa = len(self.starts), self.told.kappa
-        if made < 2 * kappa + 2:
-            return RehearsalOutcome(0.0, 0.0, made)
-        periods = max(1, int((made - 1) * (1 - WARM_SHARE)) // kappa)
-        first = made - 1 - periods * kappa
+        count, kappa = len(self.starts), self.run.kappa
+        if count < 2 * kappa + 2:
+            return RehearsalOutcome(0.0, 0.0, count)
+        periods = max(1, int((count - 1) * (1 - WARM_SHARE)) // kappa)
+        first = count - 1 - periods * kappa
         span_s = self.starts[-1] - self.starts[first]
-        trained = made * self.told.groups_per_step
-        busy_s = periods * kappa * self.told.train_s
-        return RehearsalOutcome(min(1.0, busy_s / span_s), self.dropped / (self.dropped + trained), made)
+        trained = count * self.run.groups_per_step
+        busy_s = periods * kappa * self.run.train_s
+        return RehearsalOutcome(min(1.0, busy_s / span_s), self.dropped / (self.dropped + trained), count)

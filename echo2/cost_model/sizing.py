@@ -2,9 +2,9 @@
 
 Pure arithmetic from a transformers config; needs no weights. The number of sequences is the KV cache capacity in tokens
 over the run's longest sequence (prompt limit + completions of all turns), not over the model's context; user options can
-only lower it. Guarantees: the parameter count of the dense and mixture-of-experts shapes that the engines support is
-exact; a refusal says what would fit instead. Leaves to others: measuring the machine (worker/runtime/machine), building
-engines.
+only lower it. Guarantees: the parameter count is the model's own: the learner counts it on the model's shapes and hands it on
+in the config, and the formula for a few dense families agrees with it; a refusal says what would fit instead. Leaves to others:
+measuring the machine (worker/machine), building engines.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ ROUND_BYTES = 256 << 20
 HANDOVER_SHARE, HANDOVER_BYTES = 1.3, 512 << 20
 """Host and shared memory of a worker while it loads a keyframe, besides the engine's own weights: a share of the published
 bytes, plus a constant."""
-FORMER_SHARE = 0.5
-"""Host memory for former versions that an engine keeps for scoring, at most, as a share of the published bytes."""
-SEQUENCES_MAX = 256
-SEQUENCES_CPU = 32
+SEQUENCES_MAX = 256  # vLLM's usual limit of sequences at a time
+SEQUENCES_CPU = 32  # fewer leave cores waiting at small models
 SEQUENCES_CPU_MAX = 64
 """Beyond this, once matrix products dominate, more sequences per thread hardly add tokens and delay every rollout."""
 CPU_OVERHEAD_PARAMETERS = 25_000_000
@@ -53,17 +51,7 @@ class Quantisation(Enum):
     """How an engine quantises the weights it generates with; the published weights are kept as well."""
 
     NONE = "none"
-    INT8 = "int8"  # the embedded engine
     FP8 = "fp8"  # vLLM
-
-
-CPU_WEIGHT_BYTES = {Quantisation.NONE: 4, Quantisation.INT8: 3, Quantisation.FP8: 4}
-"""Bytes per parameter in a CPU engine, including the masters of quantised weights; vLLM on a CPU, for trials, needs less."""
-
-
-def quantisation_called(name: str) -> Quantisation:
-    """Parses the name that a worker reports; an empty or unknown name means none."""
-    return Quantisation(name) if name in (known.value for known in Quantisation) else Quantisation.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +72,15 @@ class ModelSize:
     """Values per token between an MLP's matrices, over all experts that the token is routed to; 0: unknown."""
     has_head_norms: bool = False
     """Whether queries and keys are normalised per head."""
+    head_width: int = 0
+    """Values of a query, and of a key, in one head; 0: derived from the cache, which is smaller for latent attention."""
     linear_parameters: int = 0
     """Parameters that vLLM may quantise: the layers' matrices, without embedding and head; 0 for a model with experts."""
 
     @property
     def kv_width(self) -> int:
         """Values of a token's keys in one layer."""
-        return self.kv_values_per_token // (2 * self.layer_count)
+        return self.kv_head_count * self.head_width or self.kv_values_per_token // (2 * self.layer_count)
 
     @property
     def query_width(self) -> int:
@@ -126,27 +116,24 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class RunLengths:
-    """What one run needs from an engine: its longest sequence in tokens. The caps (0: none) and the quantisation are the
-    user's options."""
+    """What one run needs from an engine: its longest sequence in tokens. `sequences_cap` (0: none) and the quantisation
+    are the user's options."""
 
     longest_tokens: int
     sequences_cap: int = 0
-    tokens_cap: int = 0
     quantisation: Quantisation = Quantisation.NONE
 
     def of(self, size: ModelSize) -> int:
         """Tokens of the longest sequence on this model. A `longest_tokens` of 0 means the model's context."""
-        longest = min(self.longest_tokens or size.context_tokens, size.context_tokens)
-        return min(longest, self.tokens_cap) if self.tokens_cap else longest
+        return min(self.longest_tokens or size.context_tokens, size.context_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     """`engine_count` engines, each over `tensor_parallel` GPUs (0: on the CPU) and with `sequences` sequences.
 
-    GPUs left over stay idle. `cache_tokens`: capacity of one engine's KV cache. `keeps_former`: weights replaced by updates
-    stay on the host, for scoring under former versions. `loads_base`: the base checkpoint may be loaded into memory before
-    it is known whether it is needed.
+    GPUs left over stay idle. `cache_tokens`: capacity of one engine's KV cache. `loads_base`: the base checkpoint may be
+    loaded into memory before it is known whether it is needed.
     """
 
     engine_count: int
@@ -155,7 +142,6 @@ class Fit:
     sequence_tokens: int
     cache_tokens: int
     reason: str
-    keeps_former: bool = True
     loads_base: bool = True
 
     @property
@@ -177,30 +163,41 @@ def longest_sequence(prompt_tokens_max: int, new_tokens_max: int, turns_max: int
 # ---- the model
 
 
+SIZE_KEY = "echo2_size"
+"""The field of the learner's model config that holds the `ModelSize` counted on the model's own shapes."""
+DENSE = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "smollm3")
+"""Families whose parameters a formula counts, for a planner without torch; tests compare it with the models."""
+
+
 def model_size(config: Mapping[str, object]) -> ModelSize:
-    """Size of a decoder-only transformer from its transformers config. Raises ConfigError naming a missing or wrong field."""
-    text = config.get("text_config")
-    if isinstance(text, Mapping):
-        config = {**text, "model_type": text.get("model_type", config.get("model_type"))}
+    """A model's size: the learner's count in its config, or by formula. Raises ConfigError, naming the field or the family."""
+    said = config.get(SIZE_KEY)
+    if isinstance(said, Mapping):
+        try:
+            return ModelSize(**{str(name): int(value) for name, value in said.items()})  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"model config, {SIZE_KEY}: expected a model's size, got {said}: {error}") from None
+    model_type = str(config.get("model_type", ""))
+    if model_type not in DENSE:
+        raise ConfigError(
+            f"model config: expected the size of model_type {model_type!r} to be counted on the model itself, which takes "
+            "transformers here"
+        )
     hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
     heads = _number(config, "num_attention_heads")
     kv_heads = _number(config, "num_key_value_heads", heads)
     width = _number(config, "head_dim", hidden // max(1, heads))
-    vocabulary = _number(config, "vocab_size")
-    model_type = str(config.get("model_type", ""))
-    is_gemma = model_type.startswith(("gemma2", "gemma3"))
+    vocabulary, rows = _number(config, "vocab_size"), _number(config, "intermediate_size")
+    is_gemma = model_type.startswith("gemma")
     attention = hidden * width * (heads + 2 * kv_heads) + heads * width * hidden
     if model_type == "qwen2" or config.get("attention_bias"):
         attention += width * (heads + 2 * kv_heads) + (hidden if config.get("attention_bias") else 0)
     norms = (4 if is_gemma else 2) * hidden
-    norms += 2 * width if model_type.startswith(("qwen3", "gemma3")) else 0
-    is_tied = bool(config.get("tie_word_embeddings", model_type.startswith("gemma")))
-    ends = vocabulary * hidden * (1 if is_tied else 2) + hidden
-    linear = 0  # with quantisation, vLLM workers refuse models with experts
-    if not _sparse_layers(config, layers):
-        linear = layers * hidden * (2 * width * (heads + kv_heads) + 3 * _number(config, "intermediate_size"))
+    norms += 2 * width if model_type in ("qwen3", "gemma3_text") else 0
+    mlp = 3 * hidden * rows + ((2 * rows + hidden) if config.get("mlp_bias") else 0)
+    ends = vocabulary * hidden * (1 if config.get("tie_word_embeddings", is_gemma) else 2) + hidden
     return ModelSize(
-        parameters=layers * (attention + norms) + _mlp_parameters(config, hidden, layers) + ends,
+        parameters=layers * (attention + norms + mlp) + ends,
         kv_values_per_token=2 * layers * kv_heads * width,
         context_tokens=_number(config, "max_position_embeddings"),
         head_count=heads,
@@ -208,10 +205,10 @@ def model_size(config: Mapping[str, object]) -> ModelSize:
         layer_count=layers,
         hidden=hidden,
         vocabulary=vocabulary,
-        idle_parameters=_sparse_layers(config, layers) * _idle_parameters(config, hidden),
-        mlp_width=_mlp_width(config, layers),
-        has_head_norms=model_type.startswith(("qwen3", "gemma3")),
-        linear_parameters=linear,
+        mlp_width=rows,
+        has_head_norms=model_type in ("qwen3", "gemma3_text"),
+        head_width=width,
+        linear_parameters=layers * hidden * (2 * width * (heads + kv_heads) + 3 * rows),
     )
 
 
@@ -226,43 +223,6 @@ def size_by_billions(known: Mapping[str, ModelSize], billions: float) -> ModelSi
         near.layer_count, near.hidden, near.vocabulary, mlp_width=near.mlp_width, has_head_norms=near.has_head_norms,
         linear_parameters=int(near.linear_parameters * billions / near.billions),
     )  # fmt: skip
-
-
-def _mlp_parameters(config: Mapping[str, object], hidden: int, layers: int) -> int:
-    """MLP parameters of all layers."""
-    found, sparse = 0, _sparse_layers(config, layers)
-    if sparse:
-        experts = _number(config, "num_experts", 0)
-        found += sparse * (hidden * experts + experts * 3 * hidden * _number(config, "moe_intermediate_size"))
-    if sparse < layers:
-        rows = _number(config, "intermediate_size")
-        found += (layers - sparse) * (3 * hidden * rows + ((2 * rows + hidden) if config.get("mlp_bias") else 0))
-    return found
-
-
-def _mlp_width(config: Mapping[str, object], layers: int) -> int:
-    """MLP values per token, in a layer with experts if there are any."""
-    if _sparse_layers(config, layers):
-        return _number(config, "num_experts_per_tok", 1) * _number(config, "moe_intermediate_size")
-    return _number(config, "intermediate_size")
-
-
-def _sparse_layers(config: Mapping[str, object], layers: int) -> int:
-    """Number of layers with experts: every `decoder_sparse_step`-th, except those listed in `mlp_only_layers`."""
-    if not _number(config, "num_experts", 0):
-        return 0
-    step, plain = _number(config, "decoder_sparse_step", 1), config.get("mlp_only_layers")
-    without = set(plain) if isinstance(plain, list | tuple) else set()
-    return sum((layer + 1) % step == 0 and layer not in without for layer in range(layers))
-
-
-def _idle_parameters(config: Mapping[str, object], hidden: int) -> int:
-    """Parameters of one layer's experts that a token is not routed to."""
-    experts = _number(config, "num_experts", 0)
-    if not experts:
-        return 0
-    idle = max(0, experts - _number(config, "num_experts_per_tok", experts))
-    return idle * 3 * hidden * _number(config, "moe_intermediate_size")
 
 
 def _number(config: Mapping[str, object], name: str, default: int | None = None) -> int:
@@ -329,7 +289,7 @@ def cpu_fit(size: ModelSize, memory_bytes: int, run: RunLengths, published_bytes
     """Fits the embedded engine on this machine. `published_bytes`: size of the copy kept for applying deltas; 0: that of
     bf16 weights. Raises ResourceError if the model does not fit."""
     longest, each = run.of(size), CPU_BYTES * size.kv_values_per_token
-    own = CPU_WEIGHT_BYTES[run.quantisation] * size.parameters
+    own = CPU_BYTES * size.parameters
     held = own + (published_bytes or 2 * size.parameters) + CPU_PROCESS_BYTES
     beside = memory_bytes - held
     tokens = int(CPU_CACHE_SHARE * beside) // each
@@ -396,9 +356,6 @@ def _cpu_refusal(size: ModelSize, memory_bytes: int, held: int, longest: int, ru
     needed = held + int(CPU_BYTES * size.kv_values_per_token * longest / CPU_CACHE_SHARE)
     would = [f"{format_bytes(needed)} of memory"]
     would += [f"sequences of at most {tokens} tokens (sampling.max_new_tokens)"] if tokens > 1 else []
-    saved = CPU_WEIGHT_BYTES[run.quantisation] - CPU_WEIGHT_BYTES[Quantisation.INT8]
-    if saved and needed - saved * size.parameters <= memory_bytes:
-        would.append("rounded weights (worker.quantisation int8)")
     return (
         f"memory: expected room for one sequence of {longest} tokens in {CPU_CACHE_SHARE:.0%} of what "
         f"{format_bytes(held)} of weights and code leave, this machine has {format_bytes(memory_bytes)}; what would fit: "

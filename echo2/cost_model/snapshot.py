@@ -12,11 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
-from echo2.cost_model.experience import JOIN_S
 
-STALENESS_BOUND_MAX = 64
-WORKERS_MAX = 100_000
-IDLE_SHARE_MAX = 0.99
+STALENESS_BOUND_MAX = 64  # bounds the periods that a plan tries, and the versions that nodes keep
+WORKERS_MAX = 100_000  # ten times the largest fleet that echo2 is tested with
+SPOT_HAZARD_PER_HOUR = 0.05
+"""Assumed preemptions per hour of a spot machine."""
+JOIN_S = 300.0
+"""Assumed seconds from renting a machine to its first rollout (image, model, first weights), until joins have been timed."""
+IDLE_SHARE_MAX = 0.99  # a learner trains at least now and then
 DROPPED_SHARE_MAX = 2 / 3
 """Dynamic sampling discards at most twice the groups of a step."""
 BROADCAST_EFFICIENCY = 0.8  # prior until a broadcast is measured: share of the planned rate that weighted trees reached
@@ -120,6 +123,10 @@ class LearnerEstimate:
     """The learner. `delta_bytes`: size of the artifact published if kappa is `delta_kappa`. A longer period changes more
     weights (bytes ~ kappa ** delta_growth, measured 0.75), but never more than a full snapshot.
 
+    lengths: quantiles of the run's own rollout lengths at equal shares, ascending, in any unit; empty: a log-normal through the
+    workers' mean, 95th percentile and longest. reward_s: process seconds of one reward; reward_processes: how many are computed at
+    once; 0: rewards never wait. start_s: from the plan until the first step, apart from the workers' joins.
+
     evaluation_rollouts: the part of `rollouts_per_step` that is for evaluation (spread over the steps between evaluations)
     and not trained on. dropped_rollouts: the part in groups that dynamic sampling discards. idle_s: the part of `train_s`
     in which the learner neither trains nor waits for rollouts: it copies checkpoints or waits for a publication."""
@@ -137,6 +144,10 @@ class LearnerEstimate:
     evaluation_rollouts: int = 0
     idle_s: float = 0.0
     dropped_rollouts: int = 0
+    lengths: tuple[float, ...] = ()
+    reward_s: float = 0.0
+    reward_processes: int = 0
+    start_s: float = 0.0
 
     def __post_init__(self) -> None:
         checked("learner", "rollouts_per_step", self.rollouts_per_step, 1)
@@ -152,6 +163,17 @@ class LearnerEstimate:
         rest = self.rollouts_per_step - self.evaluation_rollouts
         checked("learner", "dropped_rollouts", self.dropped_rollouts, 0, rest - 1)
         checked("learner", "idle_s", self.idle_s, 0.0, self.train_s * IDLE_SHARE_MAX)
+        for name in ("reward_s", "reward_processes", "start_s"):
+            checked("learner", name, getattr(self, name), 0.0)
+        if self.lengths and not (
+            self.lengths[0] >= 0 and self.lengths[-1] > 0 and list(self.lengths) == sorted(self.lengths)
+        ):
+            raise ConfigError(f"learner: lengths: expected ascending quantiles that are not all 0, got {self.lengths}")
+
+    @property
+    def rewards_per_s(self) -> float:
+        """Rewards that all processes compute per second; infinite if they never wait."""
+        return self.reward_processes / self.reward_s if self.reward_s and self.reward_processes else math.inf
 
     @property
     def training_share(self) -> float:
@@ -228,8 +250,7 @@ class Hysteresis:
 class PlanConfig:
     """What the user wants. fixed_kappa: 0 lets the planner choose; caps and budgets: 0 means none.
 
-    preemption_loss_s: work lost with a worker, which is one report interval. exhaustive_workers_max: every pool is
-    evaluated for up to this many free workers. exact_workers_max: the exact solver is used for up to this many workers.
+    preemption_loss_s: work lost with a worker, which is one report interval.
     """
 
     staleness_bound: int
@@ -242,8 +263,6 @@ class PlanConfig:
     hysteresis: Hysteresis = field(default_factory=Hysteresis)
     broadcast_efficiency: float = BROADCAST_EFFICIENCY
     preemption_loss_s: float = 5.0
-    exact_workers_max: int = 300
-    exhaustive_workers_max: int = 14
 
     def __post_init__(self) -> None:
         checked("plan", "staleness_bound S", self.staleness_bound, 0, STALENESS_BOUND_MAX)
@@ -256,8 +275,6 @@ class PlanConfig:
         checked("plan", "usd_budget", self.usd_budget, 0.0)
         checked("plan", "broadcast_efficiency", self.broadcast_efficiency, 0.01, 1.0)
         checked("plan", "preemption_loss_s", self.preemption_loss_s, 0.0)
-        checked("plan", "exact_workers_max", self.exact_workers_max, 0, 1000)
-        checked("plan", "exhaustive_workers_max", self.exhaustive_workers_max, 0, 16)
         for provider, count in self.provider_workers_max:
             checked("plan", f"provider_workers_max of {provider!r}", count, 0)
 

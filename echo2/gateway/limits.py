@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BODY_BYTES_MAX = 8 << 20
-MESSAGES_MAX = 2048
-TOOLS_MAX = 128
+BODY_BYTES_MAX = 8 << 20  # PROMPT_TOKENS_MAX of some 4 bytes each, twice for JSON's escapes
+MESSAGES_MAX = 2048  # four for each call of an episode (Limits.calls_max)
+TOOLS_MAX = 128  # what OpenAI's API allows
 BODY_VALUES_MAX = 1 << 19
 """Commas and opening brackets in one body: parsing holds the interpreter, so nothing else runs meanwhile."""
-CHOICES_MAX = 16
-LABEL_CHARS_MAX = 200
+CHOICES_MAX = 16  # each choice is a rollout of the group, and a slot of a worker
+LABEL_CHARS_MAX = 200  # shown in one line of a log
 CHAINS_MAX = 256
 """Chains per episode: chats that do not continue one another."""
 REWARD_MAX = 1e6

@@ -2,102 +2,99 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from typing import Any
 
-from echo2.gateway import events as e
+from echo2.gateway.episodes import Call, CallRefused, Choice
 from echo2.gateway.requests import CallRequest
 
 Json = dict[str, object]
-TextOf = Callable[[int], str]
+BytesOf = Callable[[int], bytes]
 
 
-def reply_of(answer: e.CallAnswer, request: CallRequest, model: str, now_s: int, text_of: TextOf) -> Json:
-    """Builds the whole reply. `text_of`: returns the text of a token ID."""
+def reply_of(call: Call, answers: Sequence[Choice], model: str, now_s: int, bytes_of: BytesOf) -> Json:
+    """Builds the whole reply. `bytes_of`: returns the bytes of a token ID."""
+    request = call.request
     is_chat = request.prompt is None
     choices = []
-    for number, choice in enumerate(answer.choices):
-        told: Json = {
-            "index": number,
-            "finish_reason": "stop" if not is_chat and choice.tool_calls else choice.finish_reason,
-        }
-        if is_chat:
-            told["message"] = _message(choice)
-        else:
-            told["text"] = choice.text
-        told["logprobs"] = _logprobs(choice, text_of, is_chat=is_chat) if request.wants_logprobs else None
+    for number, choice in enumerate(answers):
+        reason = "stop" if not is_chat and choice.tool_calls else choice.finish_reason
+        content = {"message": _message(choice)} if is_chat else {"text": choice.text}
+        logprobs = _logprobs(choice, bytes_of, is_chat=is_chat) if request.wants_logprobs else None
+        reply: Json = {"index": number, "finish_reason": reason, **content, "logprobs": logprobs}
         if request.wants_ids:
-            told |= {"token_ids": list(choice.token_ids), "versions": list(choice.versions)}
-        choices.append(told)
-    reply = _head(answer.call_id, request, model, now_s, "chat.completion" if is_chat else "text_completion")
-    reply |= {"choices": choices, "usage": _usage(answer)}
+            reply |= {"token_ids": list(choice.sampled.token_ids), "versions": list(choice.sampled.versions)}
+        choices.append(reply)
+    whole = _head(call, model, now_s, "chat.completion" if is_chat else "text_completion")
+    whole |= {"choices": choices, "usage": _usage(call, answers)}
     if request.wants_ids:
-        reply["prompt_token_ids"] = list(answer.prompt_token_ids)
-    return reply
+        whole["prompt_token_ids"] = list(call.prompt_token_ids)
+    return whole
 
 
-def piece_of(call_id: int, text: str, request: CallRequest, model: str, now_s: int, *, is_first: bool) -> str:
+def piece_of(call: Call, text: str, model: str, now_s: int, *, is_first: bool) -> str:
     """Builds the server-sent event for the next piece of a single-choice stream."""
-    choice: Json = {"index": 0, "logprobs": None, "finish_reason": None}
-    if request.prompt is not None:
-        choice["text"] = text
-    else:
-        choice["delta"] = {"role": "assistant", "content": text} if is_first else {"content": text}
-    return _event(_head(call_id, request, model, now_s, _piece_kind(request)) | {"choices": [choice]})
+    return _piece(call, model, now_s, 0, _content(call.request, text, is_first=is_first))
 
 
 def pieces_of(
-    answer: e.CallAnswer, request: CallRequest, model: str, now_s: int, text_of: TextOf, told: str = ""
+    call: Call, answers: Sequence[Choice], model: str, now_s: int, bytes_of: BytesOf, told: str = ""
 ) -> Iterator[str]:
     """Yields the answer as server-sent events. `told`: text of the single choice that was streamed already, and is left out."""
+    request = call.request
     is_chat = request.prompt is None
-    head = _head(answer.call_id, request, model, now_s, _piece_kind(request))
-    for number, whole in enumerate(answer.choices):
-        choice = replace(whole, text=whole.text[len(told) :])
-        logprobs = _logprobs(choice, text_of, is_chat=is_chat) if request.wants_logprobs else None
-        if not is_chat:
-            yield _event(
-                head
-                | {"choices": [{"index": number, "text": choice.text, "logprobs": logprobs, "finish_reason": None}]}
-            )
-        else:
-            delta: Json = {"content": choice.text} if told else {"role": "assistant", "content": choice.text}
-            if choice.tool_calls:
-                delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(_written(choice))]
-            yield _event(
-                head | {"choices": [{"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": None}]}
-            )
-        last: Json = {"index": number, "finish_reason": choice.finish_reason, "logprobs": None}
-        last["delta" if is_chat else "text"] = {} if is_chat else ""
-        yield _event(head | {"choices": [last]})
+    for number, choice in enumerate(answers):
+        logprobs = _logprobs(choice, bytes_of, is_chat=is_chat) if request.wants_logprobs else None
+        content = _content(request, choice.text[len(told) :], is_first=not told)
+        if is_chat and choice.tool_calls:
+            written = _written(choice)
+            content["delta"]["tool_calls"] = [{"index": place, **one} for place, one in enumerate(written)]
+        yield _piece(call, model, now_s, number, content, logprobs)
+        end: Json = {"delta": {}} if is_chat else {"text": ""}
+        yield _piece(call, model, now_s, number, end, None, choice.finish_reason)
     if request.wants_usage:
-        yield _event(head | {"choices": [], "usage": _usage(answer)})
+        yield _event(_piece_head(call, model, now_s) | {"choices": [], "usage": _usage(call, answers)})
     yield "data: [DONE]\n\n"
 
 
-def error_body(refused: e.Refuse) -> Json:
+def error_body(refused: CallRefused) -> Json:
     kind = "invalid_request_error" if refused.status in (400, 404, 413) else "api_error"
     return {"error": {"message": refused.message, "type": kind, "code": refused.code, "param": None}}
 
 
-def _piece_kind(request: CallRequest) -> str:
-    return "chat.completion.chunk" if request.prompt is None else "text_completion"
+def _content(request: CallRequest, text: str, *, is_first: bool) -> dict[str, Any]:
+    if request.prompt is not None:
+        return {"text": text}
+    return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
 
 
-def _head(call_id: int, request: CallRequest, model: str, now_s: int, kind: str) -> Json:
-    name = "chatcmpl" if request.prompt is None else "cmpl"
-    return {"id": f"{name}-{call_id}", "object": kind, "created": now_s, "model": model}
+def _piece(
+    call: Call, model: str, now_s: int, number: int, content: Json, logprobs: Json | None = None, reason: str | None = None
+) -> str:  # fmt: skip
+    choice: Json = {"index": number, **content, "logprobs": logprobs, "finish_reason": reason}
+    return _event(_piece_head(call, model, now_s) | {"choices": [choice]})
 
 
-def _message(choice: e.Choice) -> Json:
+def _piece_head(call: Call, model: str, now_s: int) -> Json:
+    kind = "chat.completion.chunk" if call.request.prompt is None else "text_completion"
+    return _head(call, model, now_s, kind)
+
+
+def _head(call: Call, model: str, now_s: int, kind: str) -> Json:
+    prefix = "chatcmpl" if call.request.prompt is None else "cmpl"
+    return {"id": f"{prefix}-{call.name}", "object": kind, "created": now_s, "model": model}
+
+
+def _message(choice: Choice) -> Json:
     message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.tool_calls:
         message["tool_calls"] = _written(choice)
     return message
 
 
-def _written(choice: e.Choice) -> list[Json]:
+def _written(choice: Choice) -> list[Json]:
     """Returns the tool calls with their arguments as JSON text."""
     written = []
     for call in choice.tool_calls:
@@ -108,34 +105,36 @@ def _written(choice: e.Choice) -> list[Json]:
     return written
 
 
-def _logprobs(choice: e.Choice, text_of: TextOf, *, is_chat: bool) -> Json:
-    texts = [text_of(token) for token in choice.token_ids]
+def _logprobs(choice: Choice, bytes_of: BytesOf, *, is_chat: bool) -> Json:
+    pieces = [bytes_of(token) for token in choice.sampled.token_ids]
+    texts = [piece.decode(errors="replace") for piece in pieces]
     if not is_chat:
         return {
             "tokens": texts,
-            "token_logprobs": list(choice.logprobs),
+            "token_logprobs": list(choice.sampled.logprobs),
             "top_logprobs": None,
-            "text_offset": _offsets(texts),
+            "text_offset": _offsets(pieces),
         }
     return {
         "content": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(texts, choice.logprobs, strict=True)
+            {"token": text, "logprob": logprob, "bytes": list(piece), "top_logprobs": []}
+            for text, piece, logprob in zip(texts, pieces, choice.sampled.logprobs, strict=True)
         ]
     }
 
 
-def _offsets(texts: Sequence[str]) -> list[int]:
-    found, at = [], 0
-    for text in texts:
-        found.append(at)
-        at += len(text)
-    return found
+def _offsets(pieces: Sequence[bytes]) -> list[int]:
+    """Where each token's text begins, in characters. A character belongs to the token with its last byte."""
+    decoder, offsets, at = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
+    for piece in pieces:
+        offsets.append(at)
+        at += len(decoder.decode(piece))
+    return offsets
 
 
-def _usage(answer: e.CallAnswer) -> Json:
-    sampled = sum(len(choice.token_ids) for choice in answer.choices)
-    prompt = len(answer.prompt_token_ids)
+def _usage(call: Call, answers: Sequence[Choice]) -> Json:
+    sampled = sum(len(choice.sampled.token_ids) for choice in answers)
+    prompt = len(call.prompt_token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 

@@ -14,15 +14,15 @@ from hashlib import blake2b
 from typing import cast
 
 from echo2.base.errors import MalformedMessage
-from echo2.base.stops import STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX
+from echo2.base.rollout import STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX
 from echo2.gateway.limits import BODY_VALUES_MAX, CHOICES_MAX, MESSAGES_MAX, TOOLS_MAX
 
 Message = Mapping[str, object]
 ID_BYTES = 8
 """Memory per token ID of a prompt."""
-JSON_DEPTH_MAX = 200
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-ROLES = ("system", "user", "assistant", "tool")
+JSON_DEPTH_MAX = 200  # far below the interpreter's limit on recursion (1,000), which serialising would reach
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a UTF-16 pair as JSON escapes it: no UTF-8 holds it
+ROLES = ("system", "user", "assistant", "tool")  # those that chat templates know
 _TAKEN = frozenset({
     "model", "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n", "stream",
     "stream_options", "logprobs", "top_logprobs", "echo", "return_token_ids", "user", "metadata", "store",
@@ -60,6 +60,12 @@ class CallRequest:
         if self.prompt is None:
             return sum(self.sizes)
         return len(self.prompt) * (1 if isinstance(self.prompt, str) else ID_BYTES)
+
+    @property
+    def is_streamed_in_pieces(self) -> bool:
+        """One choice, and only its text is wanted. Tool calls are parsed from the whole text."""
+        is_plain = not (self.tools or self.wants_logprobs or self.wants_ids)
+        return self.is_streamed and self.choices == 1 and is_plain
 
     def with_digests(self) -> CallRequest:
         """Returns a copy with `digest`, `history` and `sizes` filled in. Slow for a large request."""
@@ -99,6 +105,8 @@ def chat_call(body: Mapping[str, object]) -> CallRequest:
     tools = body.get("tools") or []
     if not isinstance(tools, list) or len(tools) > TOOLS_MAX or not all(isinstance(tool, dict) for tool in tools):
         raise MalformedMessage(f"tools: expected a list of at most {TOOLS_MAX} objects, got {_shown(tools)}")
+    if any("function" in tool and not isinstance(tool["function"], dict) for tool in tools):
+        raise MalformedMessage(f"tools: expected an object as each function, got {_shown(tools)}")
     if body.get("tool_choice") == "none":
         tools = []
     messages = tuple(_message(one, place) for place, one in enumerate(told))
@@ -138,9 +146,7 @@ def _call(
         wants_logprobs=logprobs is True or (prompt is not None and logprobs is not None and logprobs is not False),
         wants_ids=body.get("return_token_ids") is True,
         temperature=_temperature(body.get("temperature")),
-        ignored=tuple(
-            sorted(str(name)[:40] for name, value in body.items() if name not in _TAKEN and value is not None)
-        )[:32],
+        ignored=tuple(sorted(name[:40] for name, told in body.items() if name not in _TAKEN and told is not None)[:32]),
     )
     return call.with_digests()
 
@@ -154,16 +160,11 @@ def beginning(tools: Sequence[Message]) -> tuple[bytes, int]:
 def behind(key: bytes, message: Message) -> tuple[bytes, int]:
     """Returns the key of the chat extended by `message`, and the length of the message as JSON."""
     calls = message.get("tool_calls")
-    told = [_call_key(call) for call in calls] if isinstance(calls, list) else []
+    functions = [call["function"] for call in calls] if isinstance(calls, list) else []
+    # Without the call's ID, which some clients generate anew.
+    told = [[function["name"], function["arguments"]] for function in functions]
     said = json.dumps([message["role"], message["content"], told], sort_keys=True)
     return blake2b(key + said.encode(), digest_size=16).digest(), len(said)
-
-
-def _call_key(call: Mapping[str, object]) -> object:
-    """Leaves out the call ID, which some clients generate anew."""
-    function = call["function"]
-    assert isinstance(function, Mapping), "parsed before"
-    return [function["name"], function["arguments"]]
 
 
 def _message(told: object, place: int) -> Message:
@@ -209,30 +210,18 @@ def _parsed(text: str, whose: str) -> object:
         told: object = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MalformedMessage(f"{whose}: expected JSON, got {error}") from None
-    if _is_deeper(told, JSON_DEPTH_MAX):
-        raise MalformedMessage(f"{whose}: expected at most {JSON_DEPTH_MAX} levels of lists and objects")
-    if _SURROGATE.search(text) is not None and not _is_unicode(told):
-        raise MalformedMessage(f"{whose}: expected text in Unicode, got half of a surrogate pair")
-    return told
-
-
-def _is_deeper(told: object, depth_max: int) -> bool:
     level = [told]
-    for _ in range(depth_max + 1):
+    for _ in range(JSON_DEPTH_MAX + 1):
         inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
         level = [child for children in inner for child in children if isinstance(child, dict | list)]
-        if not level:
-            return False
-    return True
-
-
-def _is_unicode(told: object) -> bool:
-    """Whether all text encodes as UTF-8. The JSON parser has joined complete surrogate pairs, so only lone halves fail."""
-    try:
-        json.dumps(told, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    if level:
+        raise MalformedMessage(f"{whose}: expected at most {JSON_DEPTH_MAX} levels of lists and objects")
+    if _SURROGATE.search(text) is not None:  # the parser has joined whole pairs: only lone halves cannot be encoded
+        try:
+            json.dumps(told, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise MalformedMessage(f"{whose}: expected text in Unicode, got half of a surrogate pair") from None
+    return told
 
 
 def _text(content: object, whose: str) -> str:

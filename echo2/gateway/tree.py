@@ -2,7 +2,7 @@
 
 Guarantees: sampled tokens appear in later prompts as the same ids; a history that does not repeat a completion word for word starts
 a new chain, which is counted. Nodes are added, never changed. A node stores only the tokens that it adds to its parent, four bytes
-a token; texts and lists of ids are recognised by digest, not kept. Leaves to others: templates (Speech), leases.
+a token; texts and lists of ids are recognised by digest, not kept. Leaves to others: templates (ChatCodec), leases.
 
     opening --sampled--> node --between + sampled--> node --...      one chain: each call continues the one before
                            '-- another request continues it ------> a new chain (a branch)
@@ -23,14 +23,24 @@ NODE_BYTES = 512
 """Approximate memory of a node without its tokens."""
 
 
-class Speech(Protocol):
-    """Encodes text for one model. Raises an `EchoError` for what the model's template cannot express."""
+class ChatCodec(Protocol):
+    """Encodes text for one model, and decodes what it sampled. Raises an `EchoError` for what its template cannot express."""
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Message]) -> Sequence[int]: ...
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Message]) -> Sequence[int]:
+        """A whole chat, up to where the model is to speak."""
+        ...
 
-    def between(self, messages: Sequence[Message], turn: Sequence[int]) -> Sequence[int]: ...
+    def encode_after(self, messages: Sequence[Message], turn: Sequence[int]) -> Sequence[int]:
+        """The messages that follow the sampled `turn`, up to where the model is to speak again."""
+        ...
 
-    def encoded(self, text: str, *, is_beginning: bool) -> Sequence[int]: ...
+    def encode_text(self, text: str, *, is_beginning: bool) -> Sequence[int]: ...
+
+    def decode(
+        self, token_ids: tuple[int, ...], stops: tuple[str, ...], *, has_tools: bool
+    ) -> tuple[str, list[Message]]:
+        """Returns the text before the first stop string, and the tool calls in the OpenAI API's shape."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +91,13 @@ class Wording:
         texts = [self.text, *(str(message["content"]) for message in self.messages)]
         return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
-    def tokens(self, speech: Speech) -> Sequence[int]:
-        """Encodes the addition. Raises what `speech` raises."""
+    def tokens(self, codec: ChatCodec) -> Sequence[int]:
+        """Encodes the addition. Raises what `codec` raises."""
         if self.messages and self.turn is None:
-            return speech.opening(self.messages, self.tools)
+            return codec.encode_chat(self.messages, self.tools)
         if self.messages:
-            return speech.between(self.messages, self.turn or ())
-        return speech.encoded(self.text, is_beginning=self.turn is None) if self.text else self.token_ids
+            return codec.encode_after(self.messages, self.turn or ())
+        return codec.encode_text(self.text, is_beginning=self.turn is None) if self.text else self.token_ids
 
 
 @dataclass(frozen=True, slots=True)

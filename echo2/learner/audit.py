@@ -1,52 +1,91 @@
-"""Decides which tokens an audit scores under which version, and pairs the exact numbers with those that the worker claimed.
+"""The audit: is a worker's rollout what an honest engine makes of its lease? The learner scores some rollouts again and bets.
 
-Guarantees: a rollout is scored whole, with all its versions, workers and turns. Every token is scored under the version
-that its span names, with the KV cache that an honest engine had at that point, and under an older version. Leaves
-to others: which rollouts are audited (audit_draw), keeping the versions and running the forward pass (`ScoreUnderVersion`,
-learner/runtime/snapshots), what the numbers say about the worker (suspicion).
+Guarantees: an honest worker is accused with probability at most `FALSE_ALARMS_A_DAY`, however often one looks and whichever
+rollouts are drawn; nothing that a worker claims widens what it is allowed beyond the prior of a kind of engine. Leaves to others:
+keeping versions and running the forward pass (training/scoring), what happens to an accused worker
+(auditor, learner).
 
-An engine prefills again (recomputes its KV cache) when it takes over a rollout from another worker, when a turn begins,
-and, unless its worker says that it keeps the cache, when the version changes. Otherwise a piece continues with the cache
-of the piece before it.
+A rollout is scored whole. Every token is scored under the version that its span names, with the KV cache that an honest engine
+had there: it prefills again when it takes over a rollout, when a turn begins and, unless its worker says that it keeps the cache,
+when the version changes. Three bets run for each worker. Each starts with a wealth of 1 that does not grow on average while the
+worker is honest, so that their mean reaches 1/alpha with probability at most alpha (Ville's inequality).
+
+- *numbers* (version or noise): the claimed log-probabilities are those of the version named, but for the noise of their kind of
+  engine (`KindNoise`). Bets on the mean square of the differences.
+- *draw*: each token is the one that the lease's random number picks. The number lies between two edges of the cumulative
+  distribution; an engine's noise moves an edge `e` by at most `sigma * sqrt(e * (1 - e))`, root mean square (Cauchy-Schwarz). The
+  noise has no lean and small deviations are likelier than large ones, so Gauss's inequality bounds the chance that it moves an
+  edge over the number. The bet is that misses come more often. Without seeds (engines that draft), and for greedy answers, the bet
+  is on the sum of log-probabilities, whose mean is known.
+- *choice*: the same for a whole piece of a rollout, with more noise than any kind has: its tokens were drawn by other numbers.
+
+How far honest engines differ is measured, not proven; what rests on it alone is not certain (`Accusation.is_certain`), so it can
+be undone, and a person decides.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
+import statistics
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from echo2.base.ids import PeerId, Version
-from echo2.base.noise import rollout_seed, turn_seed, uniforms
+from echo2.base.rng import rollout_seed, turn_seed, uniforms
 from echo2.base.rollout import Rollout, SamplingParams
-from echo2.learner.batch import TrainGroup
-from echo2.learner.episodes import Insertion
-from echo2.scoring.request import Column, TokenScores
+from echo2.learner.rollouts.groups import Insertion, TrainGroup
 
-NOTHING: Column = np.zeros(0)
+FALSE_ALARMS_A_DAY = 1e-6  # one honest worker in a million worker-days
+DAY_S = 86_400.0  # then the bets begin anew
+FLOOR_NATS = -12.0
+"""Floor for log-probabilities when a token's likelihood is judged, so that a single token has bounded weight."""
+WORKERS_MAX = 16_384  # some kilobytes each; of more workers the oldest is forgotten
+
+Column = npt.NDArray[np.float64]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Scores of consecutive tokens under one version. `logprobs`: the log-probabilities that training uses (nats). Under the
+    sampling distribution: `drawn`, the token's log-probability; `expected`, the mean of max(log-probability, FLOOR_NATS); `picked`,
+    whether the random number picks this token (0 or 1); `low`, `high`: the edges of the token that it picks in the cumulative
+    distribution; `low_spread`, `high_spread`: how far a nat of noise that is independent from token to token moves them."""
+
+    logprobs: Column
+    drawn: Column
+    expected: Column
+    picked: Column
+    low: Column
+    high: Column
+    low_spread: Column
+    high_spread: Column
+
+
+# ---- what is scored
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
     """What a worker claims about its engine. `draws_by_seed`: each token is picked by the random number that the lease's seed
-    gives for its position. `keeps_cache`: sequences keep their KV cache when the weights change."""
+    gives for its position. `keeps_cache`: sequences keep their KV cache when the weights change. `kind`: engine and precision."""
 
     draws_by_seed: bool = False
     keeps_cache: bool = False
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Sampled tokens `start` to `stop - 1` of a rollout, which `worker` reported as sampled by `version`. `keeps_cache`: the
-    piece continues with the KV cache of the piece before it. `turn`: the number of its turn, counted from 0; `turn_start`:
-    the index of that turn's first sampled token."""
+    piece continues with the KV cache of the piece before it."""
 
     worker: PeerId
     version: Version
@@ -54,15 +93,13 @@ class Piece:
     stop: int
     keeps_cache: bool = False
     draws_by_seed: bool = False
-    turn: int = 0
-    turn_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
     """A rollout as its engines read it. `token_ids`: all tokens, from prompt, environment and policy. `places`: int64, the
     indices of the sampled tokens in `token_ids`. `uniforms`: float64, the random number that the seed gives for each sampled
-    token. `siblings`: completions of the same prompt, if one worker reported all of this rollout and all of theirs."""
+    token."""
 
     rollout: Rollout
     sampling: SamplingParams
@@ -70,7 +107,6 @@ class Passage:
     places: npt.NDArray[np.int64]
     uniforms: Column
     pieces: tuple[Piece, ...]
-    siblings: tuple[tuple[int, ...], ...] = ()
 
     @property
     def claimed(self) -> Column:
@@ -79,17 +115,12 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The claimed and the recomputed scores of a piece. `claimed`: the worker's log-probabilities. `exact`: scores under the
-    piece's version. `older`: scores under `older_version`; None if no older version is kept. `is_next_older`: no version was
-    published between the two. `uniforms`: empty if the worker does not claim to draw by its seeds."""
+    """The claimed and the recomputed scores of a piece. `uniforms`: the random numbers of its tokens."""
 
     piece: Piece
     claimed: Column
     exact: TokenScores
-    older: TokenScores | None
-    is_next_older: bool
     uniforms: Column
-    older_version: Version | None = None
 
 
 class ScoreUnderVersion(Protocol):
@@ -118,7 +149,6 @@ def passage_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Hab
         np.asarray(sampled_at, dtype=np.int64) + len(prompt),
         _uniforms_of(rollout, group.spec.sampling.seed, insertions),
         pieces_of(group, member, habits_of),
-        _siblings_of(group, member),
     )
 
 
@@ -159,72 +189,35 @@ def pieces_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habi
         peer = peers.at(start)
         goes_on = start > 0 and start not in turns and peer == peers.at(start - 1)
         keeps = goes_on and habits_of(peer).keeps_cache
-        turn = sum(position <= start for position in turns)
-        at = turns[turn - 1] if turn else 0
-        pieces.append(Piece(peer, versions.at(start), start, stop, keeps, habits_of(peer).draws_by_seed, turn, at))
+        pieces.append(Piece(peer, versions.at(start), start, stop, keeps, habits_of(peer).draws_by_seed))
     return tuple(pieces)
 
 
-def _siblings_of(group: TrainGroup, member: int) -> tuple[tuple[int, ...], ...]:
-    own = {sent.peer_id for sent in group.senders[member]}
-    if len(own) != 1:
-        return ()
-    return tuple(
-        other.token_ids
-        for n, other in enumerate(group.rollouts)
-        if n != member and {sent.peer_id for sent in group.senders[n]} == own
-    )
-
-
-def one_back() -> int:
-    return 1
-
-
 def examined(
-    passages: Sequence[Passage],
-    kept: Sequence[Version],
-    score: ScoreUnderVersion,
-    steps_back: Callable[[], int] = one_back,
-    olders: Sequence[Mapping[Version, Version] | None] = (),
-    together: ScoreTogether | None = None,
+    passages: Sequence[Passage], kept: Sequence[Version], score: ScoreUnderVersion, together: ScoreTogether
 ) -> list[list[Evidence]]:
     """Scores the passages; returns, for each, the evidence of the pieces whose version is in `kept` (ascending).
 
-    The older version to compare with comes from `olders[n]`, if given for passage n, else it is `steps_back()` versions
-    earlier. Pieces that continue no cache are scored version by version, so each version is loaded once. A chain of pieces
-    that share a cache is scored only if all its versions are kept.
+    Pieces that continue no cache are scored version by version, so each version is loaded once. A chain of pieces that share a
+    cache is scored only if all its versions are kept.
     """
-    found: list[list[Evidence]] = [[] for _ in passages]
+    evidence: list[list[Evidence]] = [[] for _ in passages]
     alone: list[tuple[int, Piece]] = []
-    compared: list[Mapping[Version, Version]] = []
     for number, passage in enumerate(passages):
-        given = olders[number] if number < len(olders) else None
-        compared.append(older_of(passage, kept, steps_back()) if given is None else given)
         for chain in _chains(passage.pieces):
             if len(chain) == 1:
                 alone += [(number, piece) for piece in chain if piece.version in kept]
             elif all(piece.version in kept for piece in chain):
-                found[number] += _examined_chain(passage, chain, kept, compared[number], score)
-    exact: dict[tuple[int, int], TokenScores] = {}
-    older: dict[tuple[int, int], TokenScores] = {}
+                cache: object | None = None
+                for piece in chain:
+                    exact, cache = score(piece.version, passage, piece, cache)
+                    evidence[number].append(_evidence_of(passage, piece, exact))
     for version in kept:
-        asked = [one for one in alone if version in (one[1].version, compared[one[0]].get(one[1].version))]
-        pieces = [(passages[number], piece) for number, piece in asked]
-        scored = together(version, pieces) if together else [score(version, *one, None)[0] for one in pieces]
-        for (number, piece), scores in zip(asked, scored, strict=True):
-            (exact if piece.version == version else older)[number, piece.start] = scores
-    for number, piece in alone:
-        key = (number, piece.start)
-        before = compared[number].get(piece.version) if key in older else None
-        found[number].append(evidence_of(passages[number], piece, exact[key], older.get(key), before, kept))
-    return found
-
-
-def older_of(passage: Passage, kept: Sequence[Version], steps_back: int) -> dict[Version, Version]:
-    """Maps each kept version, except the oldest, to the older version to compare with: `steps_back` versions earlier, or the
-    oldest kept. Goes back one version if a worker of the passage does not draw by its seeds."""
-    back = steps_back if all(piece.draws_by_seed for piece in passage.pieces) else 1
-    return {version: kept[max(0, place - back)] for place, version in enumerate(kept) if place > 0}
+        asked = [(number, piece) for number, piece in alone if piece.version == version]
+        scored = together(version, [(passages[number], piece) for number, piece in asked]) if asked else []
+        for (number, piece), exact in zip(asked, scored, strict=True):
+            evidence[number].append(_evidence_of(passages[number], piece, exact))
+    return evidence
 
 
 def _chains(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -239,46 +232,363 @@ def _chains(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield chain
 
 
-def _examined_chain(
-    passage: Passage,
-    chain: Sequence[Piece],
-    kept: Sequence[Version],
-    compared: Mapping[Version, Version],
-    score: ScoreUnderVersion,
-) -> Iterator[Evidence]:
-    cache: object | None = None
-    for piece in chain:
-        older, before = None, compared.get(piece.version)
-        if before is not None:
-            older = score(before, passage, piece, cache)[0]
-        exact, cache = score(piece.version, passage, piece, cache)
-        yield evidence_of(passage, piece, exact, older, before, kept)
-
-
-def evidence_of(
-    passage: Passage,
-    piece: Piece,
-    exact: TokenScores,
-    older: TokenScores | None,
-    before: Version | None,
-    published: Sequence[Version],
-) -> Evidence:
-    """Pairs a piece's claims with its scores. `before`: the version of `older`. `published`: the versions still remembered,
-    ascending; they decide `is_next_older`."""
+def _evidence_of(passage: Passage, piece: Piece, exact: TokenScores) -> Evidence:
     own = slice(piece.start, piece.stop)
-    numbers = passage.uniforms[own] if piece.draws_by_seed else NOTHING
-    is_next = before is not None and not any(before < version < piece.version for version in published)
-    return Evidence(piece, passage.claimed[own], exact, older, is_next, numbers, before)
+    return Evidence(piece, passage.claimed[own], exact, passage.uniforms[own])
 
 
-def copies(passage: Passage, evidence: Sequence[Evidence]) -> float | None:
-    """Likelihood ratio of copied siblings against chance: the mean over siblings of [equal] / P(the completion).
+# ---- which rollouts
 
-    For completions drawn independently its expectation is at most 1. None if not all tokens were scored, or if the
-    passage has no siblings (it has none if several workers sampled it).
-    """
-    if not passage.siblings or sum(len(one.claimed) for one in evidence) != len(passage.rollout.token_ids):
-        return None
-    equal = sum(tokens == passage.rollout.token_ids for tokens in passage.siblings)
-    chance = math.fsum(math.fsum(one.exact.drawn) for one in evidence)
-    return equal * math.exp(min(600.0, -chance)) / len(passage.siblings)
+NEWCOMER_TOKENS = 2048
+"""All rollouts of a worker are audited until this many of its tokens were drawn."""
+OWN_NOISE_FACTOR = 3.0
+"""A worker that says it cannot draw by its seeds is audited this many times as often."""
+WAITING_MAX = 256  # passages that wait to be scored; `AuditDraw.add` says which are given up beyond it
+WAITING_TOKENS_MAX = 1 << 20  # bounds their memory: 128 rollouts of 8,192 tokens
+SEEN_MIN = 64
+"""A worker's unaudited share is reported once it has this many rollouts."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """One worker's rollouts: `seen`, complete ones; `audited`; `tokens` drawn for audit."""
+
+    seen: int = 0
+    audited: int = 0
+    tokens: int = 0
+
+    @property
+    def share(self) -> float:
+        """Audited share of the rollouts; smoothed, so that among workers without audits the one with most rollouts is first."""
+        return (self.audited + 1.0) / (self.seen + 1.0)
+
+
+@dataclass(slots=True)
+class AuditDraw:
+    """Chooses which rollouts to audit, after they were reported. All of a worker's rollouts are drawn with the same probability.
+    The queue is bounded; if it is full, the worker with the largest audited share gives up one of its rollouts, and the one next
+    audited is of the worker with the smallest: which of its rollouts is chance, so no worker gains by when it sends what.
+
+    `share`: the share of rollouts to audit, for a worker that draws by its seeds. `rng`: must be unpredictable to workers.
+    `given_up`: rollouts drawn but not audited, because the queue was full or their versions are not kept any longer."""
+
+    share: float
+    rng: random.Random
+    given_up: int = 0
+    waiting: list[tuple[PeerId, Passage]] = field(default_factory=list)
+    _accounts: dict[PeerId, _Account] = field(default_factory=dict)
+
+    def falls_on(self, worker: PeerId, *, draws_by_seed: bool) -> bool:
+        """Counts a complete rollout; returns whether to audit it. If so, the caller `add`s it."""
+        account = self._account(worker)
+        account.seen += 1
+        chance = self.share if draws_by_seed else OWN_NOISE_FACTOR * self.share
+        return account.tokens < NEWCOMER_TOKENS or self.rng.random() < chance
+
+    def add(self, worker: PeerId, passage: Passage) -> None:
+        """Queues a rollout for which `falls_on` returned True, at a random place; drops others while the queue is too long."""
+        self._account(worker).tokens += len(passage.places)
+        self.waiting.insert(self.rng.randrange(len(self.waiting) + 1), (worker, passage))
+        while len(self.waiting) > WAITING_MAX or self.waiting_tokens > WAITING_TOKENS_MAX:
+            self.waiting.remove(max(self.waiting, key=lambda drawn: self._account(drawn[0]).share))
+            self.given_up += 1
+
+    def take(self, tokens_max: int) -> list[tuple[PeerId, Passage]]:
+        """Takes rollouts from the queue: least audited worker first, up to `tokens_max` tokens, at least one rollout."""
+        taken: list[tuple[PeerId, Passage]] = []
+        for drawn in sorted(self.waiting, key=lambda drawn: self._account(drawn[0]).share):
+            tokens_max -= len(drawn[1].token_ids)
+            if taken and tokens_max < 0:
+                break
+            taken.append(drawn)
+        self.waiting = [drawn for drawn in self.waiting if not any(drawn is one for one in taken)]
+        return taken
+
+    def on_audit(self, worker: PeerId, tokens: int) -> None:
+        """Counts a rollout as audited if `tokens` of it were scored; with 0 (its versions are not kept), as given up."""
+        self._account(worker).audited += tokens > 0
+        self.given_up += tokens == 0
+
+    def forget(self, worker: PeerId) -> None:
+        """Resets the worker's counts, as for a newcomer, and drops its queued rollouts."""
+        self._accounts.pop(worker, None)
+        self.waiting = [drawn for drawn in self.waiting if drawn[0] != worker]
+
+    @property
+    def waiting_tokens(self) -> int:
+        return sum(len(passage.token_ids) for _, passage in self.waiting)
+
+    @property
+    def unaudited(self) -> dict[PeerId, float]:
+        """Share of each worker's rollouts that was not audited, for workers with at least `SEEN_MIN` rollouts."""
+        known = {worker: account for worker, account in self._accounts.items() if account.seen >= SEEN_MIN}
+        return {worker: 1.0 - account.audited / account.seen for worker, account in known.items()}
+
+    def _account(self, worker: PeerId) -> _Account:
+        return _bounded(self._accounts, worker, _Account)
+
+
+def _bounded(table: dict[PeerId, T], worker: PeerId, make: Callable[[], T]) -> T:
+    """The worker's entry; a new one takes the place of the oldest where the table is full."""
+    if worker not in table:
+        if len(table) >= WORKERS_MAX:
+            del table[next(iter(table))]
+        table[worker] = make()
+    return table[worker]
+
+
+# ---- noise
+
+NOISE_PRIOR_NATS = {"fp8": 0.4}
+NOISE_PRIOR_OTHERS_NATS = 0.1
+"""By precision: the noise that is allowed to an engine of a kind that has not been measured yet, and the most that a measured kind
+is allowed. On SmolLM2-135M bf16 is 0.05 off, fp8 0.28 (docs/vllm.md); larger models less."""
+NOISE_MIN_NATS = 2e-3
+"""The least noise that is allowed: next to none is measured of float32 engines, and rounding alone would then be evidence."""
+MEASURED_TOKENS = 200
+"""Tokens after which a worker's noise is known well enough to count."""
+MEASURED_WORKERS = 3
+"""Others of its kind that must be known before their noise is the measure for a worker: with three, one liar cannot move the
+median beyond honest ones."""
+NOISE_CAP = 8.0
+"""Differences beyond this many times the allowed noise count as this many."""
+
+
+@dataclass(slots=True)
+class _Measured:
+    kind: str
+    squares: float = 0.0
+    tokens: int = 0
+
+    @property
+    def nats(self) -> float:
+        return math.sqrt(self.squares / self.tokens) if self.tokens >= MEASURED_TOKENS else math.inf
+
+
+def noise_prior(kind: str) -> float:
+    return next((nats for name, nats in NOISE_PRIOR_NATS.items() if name in kind), NOISE_PRIOR_OTHERS_NATS)
+
+
+@dataclass(slots=True)
+class KindNoise:
+    """How far the log-probabilities of each kind of engine are from the learner's, as the learner measures it: root mean square,
+    the median over the workers of the kind. What a worker is allowed is measured on the others."""
+
+    _workers: dict[PeerId, _Measured] = field(default_factory=dict)
+
+    def observe(self, worker: PeerId, kind: str, differences: Column) -> None:
+        measured = _bounded(self._workers, worker, lambda: _Measured(kind))
+        if measured.kind != kind:
+            measured = self._workers[worker] = _Measured(kind)
+        capped = np.minimum(np.abs(differences), NOISE_CAP * noise_prior(kind))
+        measured.squares += float(capped @ capped)
+        measured.tokens += len(differences)
+
+    def of_kind(self, worker: PeerId, kind: str) -> float | None:
+        """The noise of the other workers of this kind; None if too few are known."""
+        others = [
+            one.nats
+            for peer, one in self._workers.items()
+            if peer != worker and one.kind == kind and one.nats < math.inf
+        ]
+        if len(others) < MEASURED_WORKERS:
+            return None
+        return min(noise_prior(kind), max(NOISE_MIN_NATS, statistics.median(others)))
+
+    def of_worker(self, worker: PeerId) -> float:
+        """The worker's own noise; infinite while too little is known."""
+        measured = self._workers.get(worker)
+        return max(NOISE_MIN_NATS, measured.nats) if measured is not None else math.inf
+
+    def forget(self, worker: PeerId) -> None:
+        self._workers.pop(worker, None)
+
+
+# ---- the bets
+
+NUMBERS_FACTOR = 3.0
+"""A worker's numbers may be this many times as far off as those of the others of its kind: its card may be another one."""
+DRAW_FACTOR = 1.5
+"""The noise that *draw* assumes, as a multiple of what was measured of the kind, or of the worker if that is less."""
+FABRICATED_FACTOR = 5.0
+"""Numbers further off than this many times the prior of their kind are no noise."""
+CHOICE_FACTOR, CHOICE_MISSES = 2.0, 1.0 / 32.0
+"""The noise that *choice* assumes, as a multiple of the prior of the kind, and a floor for the misses that it grants."""
+UNCERTAIN_TOKENS = 600
+"""An uncertain finding waits for this many tokens, because *choice* may still tell more."""
+ROUNDING = 1e-5
+"""How far sums of probabilities over a vocabulary differ by rounding alone."""
+MISS_MIN, MISS_MAX = 1e-4, 0.5
+"""Bounds of a token's chance of an honest miss; beyond the upper one a token says nothing."""
+NOISE_STAKES = (0.5, 2.0, 8.0, 24.0)  # below NOISE_CAP squared, as `Mixture.bet` asks; within ln 4 of the best of them
+SUM_STAKES = (0.02, 0.1, 0.4, 0.9, -0.02, -0.1, -0.4, -0.9)  # both signs, since sums can be too large or too small
+MISS_ODDS = (2.0, 5.0)
+"""Alternatives that *draw* bets on: near misses this many times as often (in odds)."""
+MISS_SHARES = (1e-3, 1e-2, 0.1, 0.5)
+"""And this share of the tokens taken from elsewhere."""
+CHOICE_STAKES = (0.02, 0.2, 0.9)
+"""Alternatives that *choice* bets on: shares of a worker's pieces that were selected instead of drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accusation:
+    """`bet`: the bet that grew most. `evidence`: natural logarithm of the mean bet. `is_certain`: the evidence suffices without
+    what rests on measured noise."""
+
+    bet: str
+    evidence: float
+    tokens: int
+    text: str
+    is_certain: bool
+
+
+class Mixture:
+    """Bets on one bounded quantity with several stakes. `log_wealth`: logarithm of their mean wealth."""
+
+    def __init__(self, stakes: Sequence[float]) -> None:
+        self._stakes = stakes
+        self._logs = [0.0] * len(stakes)
+
+    def bet(self, excess: Column) -> None:
+        """Places one bet per element of `excess`, whose mean is at most 0 for an honest worker. Every stake times every element
+        must be above -1."""
+        for number, stake in enumerate(self._stakes):
+            self._logs[number] += float(np.log1p(stake * excess).sum())
+
+    @property
+    def log_wealth(self) -> float:
+        return log_mean(self._logs)
+
+
+@dataclass(slots=True)
+class Bets:
+    """The evidence against one worker since `since` (seconds); reset every day. `excuses_noise`: a person has judged this worker's
+    noise to be harmless, so what rests on measured noise is not bet on."""
+
+    since: float
+    excuses_noise: bool = False
+    tokens: int = 0
+    misses: int = 0
+    granted_misses: float = 0.0
+    _squares: float = 0.0
+    _noise: Mixture = field(default_factory=lambda: Mixture(NOISE_STAKES))
+    _fabrication: Mixture = field(default_factory=lambda: Mixture(NOISE_STAKES))
+    _sums: Mixture = field(default_factory=lambda: Mixture(SUM_STAKES))
+    _draw: list[float] = field(default_factory=lambda: [0.0] * (len(MISS_ODDS) + len(MISS_SHARES)))
+    _choice: list[float] = field(default_factory=lambda: [0.0] * len(CHOICE_STAKES))
+
+    def observe(self, evidence: Evidence, kind: str, noise: KindNoise) -> None:
+        """Places all bets on one piece; `noise` knows only earlier ones."""
+        worker, exact = evidence.piece.worker, evidence.exact
+        prior, measured = noise_prior(kind), noise.of_kind(worker, kind)
+        differences = evidence.claimed - exact.logprobs
+        self.tokens += len(differences)
+        self._squares += float(differences @ differences)
+        limit = prior if measured is None else min(prior, NUMBERS_FACTOR * measured)
+        if not self.excuses_noise:
+            self._noise.bet(_square_excess(differences, limit))
+        self._fabrication.bet(_square_excess(differences, FABRICATED_FACTOR * prior))
+        is_greedy = not exact.high_spread.any()
+        if is_greedy or not evidence.piece.draws_by_seed:
+            self._sums.bet((np.maximum(exact.drawn, FLOOR_NATS) - exact.expected) / -FLOOR_NATS)
+            return
+        sigma = DRAW_FACTOR * min(prior if measured is None else measured, noise.of_worker(worker))
+        if not self.excuses_noise:
+            self._bet_on_misses(exact, evidence.uniforms, sigma)
+        self._bet_on_choice(exact, evidence.uniforms, CHOICE_FACTOR * prior)
+
+    def _bet_on_misses(self, exact: TokenScores, numbers: Column, sigma: float) -> None:
+        """Likelihood ratios of the misses seen, against the most that noise explains."""
+        chances = np.maximum(MISS_MIN, honest_misses(exact, numbers, sigma))
+        told = chances <= MISS_MAX
+        chances, missed = chances[told], exact.picked[told] < 0.5
+        self.misses += int(missed.sum())
+        self.granted_misses += float(chances.sum())
+        for number, odds in enumerate(MISS_ODDS):
+            self._draw[number] += float(np.log(np.where(missed, odds, 1.0) / (1.0 + (odds - 1.0) * chances)).sum())
+        for number, share in enumerate(MISS_SHARES, len(MISS_ODDS)):
+            ratios = np.where(missed, 1.0 + share * (1.0 / chances - 1.0), 1.0 - share)
+            self._draw[number] += float(np.log(ratios).sum())
+
+    def _bet_on_choice(self, exact: TokenScores, numbers: Column, sigma: float) -> None:
+        """Likelihood ratio of the misses seen, if the piece's tokens were drawn by other random numbers. Each piece stakes only a
+        share of the wealth, because a worker may select only some of its rollouts."""
+        chances = np.maximum(CHOICE_MISSES, honest_misses(exact, numbers, sigma))
+        others = 0.9 * (1.0 - (exact.high - exact.low))
+        told = others > 2.0 * chances
+        chances, others, missed = chances[told], others[told], exact.picked[told] < 0.5
+        evident = float(np.log(np.where(missed, others / chances, (1.0 - others) / (1.0 - chances))).sum())
+        for number, stake in enumerate(CHOICE_STAKES):
+            self._choice[number] += float(np.logaddexp(math.log1p(-stake), math.log(stake) + evident))
+
+    @property
+    def log_wealths(self) -> dict[str, float]:
+        """By what is wrong; `fabrication` and `sums` are parts of *numbers* and *draw* that do not rest on measured noise."""
+        return {
+            "numbers": self._noise.log_wealth,
+            "fabrication": self._fabrication.log_wealth,
+            "draw": log_mean(self._draw),
+            "sums": self._sums.log_wealth,
+            "choice": log_mean(self._choice),
+        }
+
+    @property
+    def noise_nats(self) -> float:
+        """Root mean square of claimed minus exact log-probability over all tokens seen."""
+        return math.sqrt(self._squares / max(1, self.tokens))
+
+    def expire(self, now: float) -> None:
+        """Resets the evidence after a day, so that `FALSE_ALARMS_A_DAY` holds for each day."""
+        if now - self.since >= DAY_S:
+            self.__init__(now, self.excuses_noise)  # type: ignore[misc]
+
+    @property
+    def accusation(self) -> Accusation | None:
+        """The accusation, if the evidence suffices, else None. An uncertain one also needs `UNCERTAIN_TOKENS`."""
+        wealths, needed = self.log_wealths, -math.log(FALSE_ALARMS_A_DAY)
+        evidence = log_mean(list(wealths.values()))
+        certain = {name: log if name in CERTAIN else -math.inf for name, log in wealths.items()}
+        is_certain = log_mean(list(certain.values())) >= needed
+        if evidence < needed or not (is_certain or self.tokens >= UNCERTAIN_TOKENS):
+            return None
+        bet = max(wealths, key=lambda name: certain[name] if is_certain else wealths[name])
+        text = (
+            f"{_TEXTS[bet]} (evidence {evidence:.1f} nats in {self.tokens} tokens; its log-probabilities are {self.noise_nats:.3g} "
+            f"nats off, root mean square; {self.misses} tokens are not those of its leases' numbers, at most "
+            f"{self.granted_misses:.1f} by noise)"
+        )
+        return Accusation(bet, evidence, self.tokens, text, is_certain)
+
+
+CERTAIN = ("fabrication", "sums", "choice")
+_TEXTS = {
+    "numbers": "its log-probabilities are further from those of the version that it claims than its kind of engine makes them",
+    "fabrication": "its log-probabilities are not those of the version that it claims",
+    "draw": "its tokens differ from those that the random numbers of its leases pick more often than its noise explains",
+    "sums": "its tokens are no draw from the version that it claims",
+    "choice": "its tokens are not those that the random numbers of its leases pick",
+}
+
+
+def honest_misses(exact: TokenScores, numbers: Column, sigma: float) -> Column:
+    """The largest chance of an honest engine with noise `sigma` to take another token than the one that the number picks."""
+    chances: Column = np.zeros(len(numbers))
+    for spreads, distances in ((exact.low_spread, numbers - exact.low), (exact.high_spread, exact.high - numbers)):
+        deviations = np.maximum(0.0, distances - ROUNDING) / (sigma * spreads + 1e-12)
+        chances += np.where(  # Gauss's inequality, one side
+            deviations < 2.0 / math.sqrt(3.0),
+            0.5 - deviations / (2.0 * math.sqrt(3.0)),
+            2.0 / 9.0 / np.maximum(1.0, deviations) ** 2,
+        )
+    return np.minimum(1.0, chances)
+
+
+def _square_excess(differences: Column, limit: float) -> Column:
+    excess: Column = np.minimum(1.0, (differences / (NOISE_CAP * limit)) ** 2) - NOISE_CAP**-2
+    return excess
+
+
+def log_mean(logs: Sequence[float]) -> float:
+    """Logarithm of the mean of `exp(logs)`, without overflow."""
+    largest = max(logs)
+    return largest + math.log(math.fsum(math.exp(log - largest) for log in logs) / len(logs))

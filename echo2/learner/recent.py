@@ -1,23 +1,37 @@
-"""Keeps the rollouts of the newest steps, for operators to look at.
+"""The rollouts of the newest steps, for operators to look at, and the answer to one request of the dashboard for them.
 
 Guarantees: keeps at most `tokens_max` tokens, about a quarter of them from one step; from a larger step, every n-th rollout.
-After a restart, it is empty. Leaves to others: texts, messages (runtime/showing).
+After a restart, it is empty. An answer is bounded whatever was sampled; its texts contain no control or direction characters
+except line breaks and tabs: others are shown as escapes.
 """
 
 from __future__ import annotations
 
+import statistics
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
+from typing import Any
 
 from echo2.base.ids import PeerId, Step
 from echo2.base.rollout import VersionSpan
-from echo2.learner.batch import Batch, TrainGroup
+from echo2.learner.rollouts.groups import Batch, TrainGroup
+from echo2.wire.bounds import (
+    LENGTH_SHARES_MAX,
+    ROLLOUTS_SHOWN_MAX,
+    SENDERS_SHOWN_MAX,
+    SHOWN_CHARS_MAX,
+    TOKEN_CHARS_MAX,
+    TOKENS_SHOWN_MAX,
+)
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 TOKENS_KEPT_MAX = 2 << 20
 """8 bytes per token, in host memory."""
+LENGTHS_WINDOW = 1024
+"""Rollouts whose lengths are reported: 16 a share, so that one does not move the longest share by much."""
 STEP_SHARE = 4
 """One step gets 1/4 of the tokens kept."""
 
@@ -65,6 +79,15 @@ class RecentRollouts:
         """Raises KeyError if the rollout is not kept."""
         return self._by_id[rollout_id]
 
+    def lengths(self) -> list[int]:
+        """Sampled tokens of the newest rollouts, ascending: the mean of each of `LENGTH_SHARES_MAX` equal shares; none while there
+        are fewer rollouts than shares."""
+        newest = sorted(len(rollout.token_ids) for rollout in islice(self._kept, LENGTHS_WINDOW))
+        if len(newest) < LENGTH_SHARES_MAX:
+            return []
+        ends = [len(newest) * share // LENGTH_SHARES_MAX for share in range(LENGTH_SHARES_MAX + 1)]
+        return [round(statistics.fmean(newest[start:end])) for start, end in pairwise(ends)]
+
     def _keep(self, seen: SeenRollout) -> None:
         if seen.rollout_id in self._by_id:  # the step was trained again after a restart
             return
@@ -97,7 +120,50 @@ def _seen(step: Step, group: TrainGroup, index: int) -> SeenRollout:
     )
 
 
-def versions_of(seen: SeenRollout) -> Iterator[int]:
-    """The version of each sampled token."""
-    for span in seen.version_spans:
-        yield from (span.version,) * span.count
+# ---- for the dashboard
+
+PREVIEW_TOKENS = 64  # more than PREVIEW_CHARS, whatever the tokenizer
+PREVIEW_CHARS = 160  # a line of the page
+_BREAKS = {"\n": "\n", "\t": "\t"}  # kept as they are
+
+
+def plain(text: str, chars_max: int) -> str:
+    """Replaces unprintable characters by their escapes and cuts the text to `chars_max`."""
+    text_shown = "".join(c if c.isprintable() else _BREAKS.get(c) or ascii(c)[1:-1] for c in text[:chars_max])
+    return text_shown if len(text) <= chars_max and len(text_shown) <= chars_max else text_shown[: chars_max - 1] + "…"
+
+
+def answer(recent: RecentRollouts, tokenizer: Any, wanted: pb.RolloutsWanted) -> pb.RolloutsShown:
+    """Answers with the list of rollouts, or with one rollout's tokens from `wanted.offset` on; empty if it is no longer kept."""
+    reply = pb.RolloutsShown(request=wanted.request)
+    if not wanted.rollout_id:
+        reply.rollouts.extend(_summary(rollout, tokenizer) for rollout in recent.newest(ROLLOUTS_SHOWN_MAX))
+        return reply
+    try:
+        rollout = recent[wanted.rollout_id]
+    except KeyError:
+        return reply
+    reply.rollouts.append(_summary(rollout, tokenizer))
+    reply.prompt = plain(_text(tokenizer, rollout.prompt_token_ids[-SHOWN_CHARS_MAX:]), SHOWN_CHARS_MAX)
+    part = slice(wanted.offset, wanted.offset + TOKENS_SHOWN_MAX)
+    token_ids = rollout.token_ids[part]
+    texts = tokenizer.batch_decode([[token] for token in token_ids], skip_special_tokens=False)
+    all_versions = (span.version for span in rollout.version_spans for _ in range(span.count))
+    versions = islice(all_versions, part.start, part.stop)
+    for token, text, logprob, version in zip(token_ids, texts, rollout.logprobs[part], versions, strict=True):
+        reply.tokens.add(token_id=token, text=plain(text, TOKEN_CHARS_MAX), logprob=logprob, version=version)
+    return reply
+
+
+def _summary(rollout: SeenRollout, tokenizer: Any) -> pb.RolloutSummary:
+    versions = [span.version for span in rollout.version_spans]
+    return pb.RolloutSummary(
+        rollout_id=rollout.rollout_id, step=rollout.step, reward=rollout.reward, token_count=len(rollout.token_ids),
+        oldest_version=min(versions, default=0), newest_version=max(versions, default=0),
+        finish_reason=rollout.finish_reason, peer_ids=rollout.peer_ids[:SENDERS_SHOWN_MAX],
+        completion=plain(_text(tokenizer, rollout.token_ids[:PREVIEW_TOKENS]), PREVIEW_CHARS),
+    )  # fmt: skip
+
+
+def _text(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))

@@ -10,15 +10,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import time
 from collections.abc import Iterator
 from contextvars import Context, ContextVar
 from typing import TYPE_CHECKING, Protocol
 
-from echo2.outside.clock import MachineClock, OutsideClock
 from echo2.outside.files import Files, MachineFiles
 
 if TYPE_CHECKING:
     from echo2.outside.net import Net
+
+
+class OutsideClock(Protocol):
+    def unix_now(self) -> float: ...
+
+    def monotonic(self) -> float: ...
+
+
+class MachineClock:
+    """The system's clocks."""
+
+    __slots__ = ()
+
+    def unix_now(self) -> float:
+        return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
 
 
 class Outside(Protocol):
@@ -47,13 +65,13 @@ class Machine:
 
     @functools.cached_property
     def net(self) -> Net:
-        from echo2.outside.grpc_net import GrpcNet
+        from echo2.outside.net import GrpcNet
 
         return GrpcNet()
 
 
-MACHINE = Machine()
-_HERE: ContextVar[Outside | None] = ContextVar("outside", default=None)
+MACHINE = Machine()  # one per process
+_HERE: ContextVar[Outside | None] = ContextVar("outside", default=None)  # inherited by tasks, timers and threads
 
 
 def here() -> Outside:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 
 _ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
-ARENAS = 2
+ARENAS = 2  # each thread's own arena keeps what it freed; two serve the few threads that allocate much
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
-MAPPED_BYTES = 1 << 20
+MAPPED_BYTES = 1 << 20  # chunks and tensors, not messages
 
 
 def limit_arenas() -> None:

@@ -1,36 +1,45 @@
-"""Limits the harm of a message to the end of the call or stream that it came on.
+"""Limits the harm of a message to the end of the call or stream that it came on, and what one peer may take of a loop's time.
 
-Guarantees: an unexpected exception while handling a peer's message ends that peer's call and is logged once with the
-peer's name (again after QUIET_S, with the count of those not logged); bytes that are not a message end their call with
-INVALID_ARGUMENT and no traceback; a caller that leaves before its answer is not an error.
-
-Every server is guarded this way; dialled streams record unexpected errors with the same `Mishaps`. Leaves to others:
-expected errors (`EchoError`), which have answers of their own.
+Guarantees: an unexpected exception while handling a peer's message is logged once with the peer's name (again after QUIET_S, with
+the count of those not logged). Leaves to others: ending the call (trust/calls) or the stream.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.outside import monotonic
 
-QUIET_S = 60.0
-KEYS_MAX = 1024
-REFUSALS_QUIET_S = 0.2
-PEERS_MAX = 16_384
+QUIET_S = 60.0  # docs/security.md: a line a minute
+KEYS_MAX = 1024  # peers and subjects that are remembered; the oldest may say a line again
+REFUSALS_QUIET_S = 0.2  # docs/security.md: five lines a second
+PEERS_MAX = 16_384  # more than the largest fleet (10,000)
 _log = logging.getLogger("echo2.guard")
+
+
+class PeerLines:
+    """Allows one line in QUIET_S for each peer and subject, so that no peer can fill the disk with lines about itself."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
+
+    def more(self, whose: str, subject: str) -> str | None:
+        """None: leave this line out. Else what to add to it: how many were left out since the last one, mostly nothing."""
+        key, now = (whose, subject), monotonic()
+        at, unsaid = self._seen.pop(key, (float("-inf"), 0))
+        if now - at < QUIET_S:
+            self._seen[key] = (at, unsaid + 1)
+            return None
+        self._seen[key] = (now, 0)
+        while len(self._seen) > KEYS_MAX:
+            self._seen.popitem(last=False)
+        return f" ({unsaid} more since the last line)" if unsaid else ""
 
 
 class Mishaps:
@@ -39,21 +48,13 @@ class Mishaps:
     def __init__(self, log: logging.Logger = _log) -> None:
         self._log = log
         self.count = 0
-        self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
+        self._lines = PeerLines()
 
     def note(self, what: str, whose: str, error: BaseException) -> None:
         """Records that `what` was ended by `error`, caused by a message of `whose`."""
         self.count += 1
-        key, now = (whose, type(error).__name__), monotonic()
-        at, unsaid = self._seen.pop(key, (float("-inf"), 0))
-        if now - at < QUIET_S:
-            self._seen[key] = (at, unsaid + 1)
-            return
-        self._seen[key] = (now, 0)
-        while len(self._seen) > KEYS_MAX:
-            self._seen.popitem(last=False)
-        more = f" ({unsaid} more since the last line)" if unsaid else ""
-        self._log.error("%s of %s ended by an unforeseen error%s", what, whose, more, exc_info=error)
+        if (more := self._lines.more(whose, type(error).__name__)) is not None:
+            self._log.error("%s of %s ended by an unforeseen error%s", what, whose, more, exc_info=error)
 
 
 class Refusals:
@@ -75,20 +76,27 @@ class Refusals:
 
 
 class FairShare:
-    """Limits one peer to SHARE of a loop's time, plus a burst of BURST_S; beyond that, it is read more slowly."""
+    """Limits one peer to a `share` of a loop's time, plus a burst of BURST_S; beyond that, it is read more slowly. Work that serves
+    the run is given back (`repay`), so that only work for nothing counts in the long run. A burst is earned by time: a caller with
+    a new name for every connection has none."""
 
-    SHARE, BURST_S, PAUSE_MAX_S = 0.2, 0.1, 1.0
+    SHARE, OF_MANY, BURST_S, PAUSE_MAX_S = 0.05, 0.2, 0.1, 5.0
+    """`OF_MANY`: for whoever speaks for many, as the learner, an operator, all newcomers of a link."""
 
-    def __init__(self) -> None:
-        self._owed_s = 0.0
-        self._at = float("-inf")
+    def __init__(self, share: float = SHARE) -> None:
+        self._share, self._owed_s = share, self.BURST_S
+        self._at: float | None = None
 
     def pause_s(self, worked_s: float, now: float) -> float:
         """Seconds to wait before reading the peer's next message, after its last one took `worked_s` to handle."""
-        passed_s = min(self.BURST_S / self.SHARE, now - self._at)
-        self._owed_s = max(0.0, self._owed_s - passed_s * self.SHARE) + worked_s
+        passed_s = 0.0 if self._at is None else now - self._at
+        self._owed_s = max(0.0, self._owed_s - passed_s * self._share) + worked_s
         self._at = now
-        return min(self.PAUSE_MAX_S, max(0.0, self._owed_s - self.BURST_S) / self.SHARE)
+        return min(self.PAUSE_MAX_S, max(0.0, self._owed_s - self.BURST_S) / self._share)
+
+    def repay(self, worked_s: float) -> None:
+        """What took so long served the run."""
+        self._owed_s = max(0.0, self._owed_s - worked_s)
 
 
 class FairShares:
@@ -97,13 +105,13 @@ class FairShares:
     def __init__(self) -> None:
         self._by_peer: OrderedDict[str, FairShare] = OrderedDict()
 
-    def of(self, peer: str) -> FairShare:
-        """The peer's share; the PEERS_MAX most recently used ones are remembered."""
-        share = self._by_peer.pop(peer, None) or FairShare()
-        self._by_peer[peer] = share
+    def of(self, peer: str, share: float = FairShare.SHARE) -> FairShare:
+        """The peer's share, and how large it is if it is new; the PEERS_MAX most recently used ones are remembered."""
+        known = self._by_peer.pop(peer, None) or FairShare(share)
+        self._by_peer[peer] = known
         while len(self._by_peer) > PEERS_MAX:
             self._by_peer.popitem(last=False)
-        return share
+        return known
 
 
 class Pace:
@@ -148,102 +156,3 @@ def handling(what: str, whose: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001
         MISHAPS.note(what, whose, error)
         raise MalformedMessage(f"{whose}: expected a message that can be handled, got one that cannot") from None
-
-
-class _Unreadable:
-    """Stands in for a message whose bytes could not be parsed."""
-
-    def __init__(self, error: DecodeError) -> None:
-        self.error = MalformedMessage(f"expected a message of the protocol, got bytes that are none: {error}")
-
-
-def _reader_of(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def read(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except DecodeError as error:
-            return _Unreadable(error)
-
-    return read
-
-
-async def _readable(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for message in messages:
-        if isinstance(message, _Unreadable):
-            raise message.error
-        yield message
-
-
-def _name_of(context: Any) -> str:
-    names = context.auth_context().get("x509_subject_alternative_name", [])
-    return f"{bytes(names[0]).decode(errors='replace')} at {context.peer()}" if names else str(context.peer())
-
-
-class HandlerGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Wraps every handler of a server."""
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = await continuation(details)
-        if handler is None:
-            return None
-        kind = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")[
-            2 * handler.request_streaming + handler.response_streaming
-        ]
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        parse = handler.request_deserializer
-        return make(
-            _guarded(getattr(handler, kind), details.method, handler.request_streaming),
-            request_deserializer=_reader_of(parse) if parse is not None else None,
-            response_serializer=handler.response_serializer,
-        )
-
-
-def _guarded(behaviour: Any, method: str, is_stream: bool) -> Any:
-    if inspect.isasyncgenfunction(behaviour):
-
-        @functools.wraps(behaviour)
-        async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
-            try:
-                async with aclosing(behaviour(_taken(request, is_stream), context)) as answers:
-                    async for answer in answers:
-                        yield answer
-            except Exception as error:  # noqa: BLE001
-                await _ended(context, method, error)
-
-        return generate
-    if not inspect.iscoroutinefunction(behaviour):
-        return behaviour
-
-    @functools.wraps(behaviour)
-    async def answer(request: Any, context: Any) -> Any:
-        try:
-            return await behaviour(_taken(request, is_stream), context)
-        except Exception as error:
-            await _ended(context, method, error)
-            raise
-
-    return answer
-
-
-def _taken(request: Any, is_stream: bool) -> Any:
-    if is_stream:
-        return _readable(request)
-    if isinstance(request, _Unreadable):
-        raise request.error
-    return request
-
-
-async def _ended(context: Any, method: str, error: Exception) -> None:
-    """Ends the call with a status for the caller. A caller that left meanwhile counts as having cancelled."""
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    try:
-        if isinstance(error, MalformedMessage):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:2000])
-        if not isinstance(error, grpc.aio.InternalError):
-            MISHAPS.note(f"a call of {method}", _name_of(context), error)
-            await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}; see the server's log")
-    except grpc.aio.InternalError as gone:
-        error = gone
-    _log.debug("a call of %s ended before its answer: %s", method, error)
-    raise asyncio.CancelledError

@@ -1,18 +1,28 @@
-"""Servers and channels in gRPC's shape: what the generated stubs and servicers need, and no more.
+"""The network of a daemon: servers and channels in gRPC's shape, and plain byte streams (streams.py).
 
 Every implementation guarantees: messages of a stream arrive whole and in order; `write` waits while the other side does not
 read; a caller's certificate was checked against the authority before a servicer sees the call; a channel reaches exactly the
-node that it names. Errors are gRPC's own. Two implementations: gRPC (grpc_net) and the simulator's.
+node that it names. Errors are gRPC's own. Two implementations: gRPC on TLS, and the simulator's.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import socket
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+import grpc.aio
+
+from echo2.base.errors import PortBusy, TrustError, Unreachable
+from echo2.base.hosts import joined
 
 if TYPE_CHECKING:
-    import grpc.aio
+    from echo2.outside.streams import StreamListener, StreamReader
 
 NetOptions = Sequence[tuple[str, int | str]]
 
@@ -49,3 +59,162 @@ class Net(Protocol):
     def certificate_at(self, host: str, port: int, server_name: str, timeout_s: float) -> bytes:
         """The certificate that a server shows, in DER, unverified. Blocks: call it in a thread. Unreachable, TrustError."""
         ...
+
+    async def dial_stream(self, reader: StreamReader, host: str, port: int, dialled: Dialled, within_s: float) -> None:
+        """Connects to a numeric address and shakes hands; the reader has the stream then. OSError where that fails."""
+        ...
+
+    def listen_for_streams(self, host: str, port: int, shown: Shown, watch: Callable[[int], None]) -> StreamListener:
+        """Listens (port 0: any). PortBusy if that is taken. `watch` is told the port where its connections are sockets of this
+        process."""
+        ...
+
+
+EVERY_ADDRESS = "::"  # of both families
+
+
+@functools.cache
+def has_both() -> bool:
+    """Whether one socket can accept both families here. Kernels without IPv6 are common in containers."""
+    return socket.has_dualstack_ipv6()
+
+
+def listened(host: str) -> str:
+    """The address to bind for a configured host, without brackets."""
+    bare = host.strip("[]")
+    return "0.0.0.0" if bare == EVERY_ADDRESS and not has_both() else bare
+
+
+def listening_socket(host: str) -> socket.socket:
+    """An unbound TCP socket of the host's family; of both families for `::`."""
+    bare = listened(host)
+    made = socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if ":" in bare:
+        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    return made
+
+
+async def readable(one: socket.socket) -> None:
+    """Waits until data or the end of the stream has arrived."""
+    loop = asyncio.get_running_loop()
+    await until_ready(loop.add_reader, loop.remove_reader, one.fileno())
+
+
+async def until_ready(
+    add: Callable[[int, Callable[[], None]], None], remove: Callable[[int], object], descriptor: int
+) -> None:
+    """Waits until a descriptor is ready. `add` and `remove`: the loop's methods for readers or writers."""
+    ready = asyncio.get_running_loop().create_future()
+    add(descriptor, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        remove(descriptor)
+
+
+async def accepted(listener: socket.socket) -> tuple[socket.socket, str]:
+    """The next connection and the host it comes from. OSError if it was closed already, or no descriptor is free.
+
+    `loop.sock_accept` delivers its connection through a future: if the task is cancelled in the iteration in which one arrives,
+    nothing closes it. Here, no await lies between accepting a connection and returning it.
+    """
+    while True:
+        await readable(listener)
+        try:
+            taken, address = listener.accept()
+        except (BlockingIOError, InterruptedError):
+            continue
+        taken.setblocking(False)
+        return taken, str(address[0])
+
+
+class GrpcNet:
+    def server(self, options: NetOptions) -> grpc.aio.Server:
+        return grpc.aio.server(options=list(options))
+
+    def listen(self, server: grpc.aio.Server, host: str, port: int, shown: Shown) -> int:
+        address = joined(listened(host), port)
+        check_free(host, port, address)
+        try:
+            bound = server.add_secure_port(address, _server_credentials(shown))
+        except RuntimeError:
+            bound = 0
+        if bound == 0:
+            raise PortBusy(f"expected to listen on {address}, but the address is taken or not this machine's")
+        return bound
+
+    def channel(self, address: str, dialled: Dialled, options: NetOptions) -> grpc.aio.Channel:
+        key, certificate = dialled.pair or (None, None)
+        credentials = grpc.ssl_channel_credentials(dialled.root_pem, key, certificate)
+        name = ("grpc.ssl_target_name_override", dialled.server_name)
+        return grpc.aio.secure_channel(address, credentials, [name, *options])
+
+    def certificate_at(self, host: str, port: int, server_name: str, timeout_s: float) -> bytes:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        try:
+            with socket.create_connection((host, port), timeout=timeout_s) as raw:
+                with context.wrap_socket(raw, server_hostname=server_name) as connection:
+                    shown = connection.getpeercert(binary_form=True)
+        except ssl.SSLEOFError:  # the server is full at the moment, or its machine is going down
+            raise Unreachable(
+                f"coordinator at {host}:{port}: it closed the connection before it showed a certificate"
+            ) from None
+        except ssl.SSLError as error:
+            raise TrustError(f"coordinator at {host}:{port}: expected TLS, got {error}") from None
+        except OSError as error:
+            raise Unreachable(
+                f"coordinator at {host}:{port}: expected an answer within {timeout_s:.0f} s, got: {error}"
+            ) from None
+        if shown is None:
+            raise TrustError(f"coordinator at {host}:{port}: expected a certificate, got none")
+        return shown
+
+    async def dial_stream(self, reader: StreamReader, host: str, port: int, dialled: Dialled, within_s: float) -> None:
+        from echo2.outside.tls_streams import dial  # which needs this module
+
+        await dial(reader, host, port, dialled, within_s)
+
+    def listen_for_streams(self, host: str, port: int, shown: Shown, watch: Callable[[int], None]) -> StreamListener:
+        from echo2.outside.tls_streams import SocketListener
+
+        made = SocketListener(host, port)
+        watch(made.port)
+        return made
+
+
+def check_free(host: str, port: int, address: str) -> None:
+    """PortBusy if the port is taken. gRPC's message does not tell a busy port from a foreign address; the system's does."""
+    if port == 0:
+        return
+    with listening_socket(host) as probe:
+        try:
+            probe.bind((listened(host), port))
+        except OSError as error:
+            raise PortBusy(f"expected to listen on {address}: {error.strerror}") from None
+
+
+def _server_credentials(shown: Shown) -> grpc.ServerCredentials:
+    """TLS credentials; with an authority, mutual TLS that uses a renewed certificate from the next handshake on."""
+    authority_pem = shown.authority_pem
+    if authority_pem is None:
+        return grpc.ssl_server_credentials([shown.pair()])
+    pair = shown.pair()
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([pair], authority_pem)
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC on a thread of its own before each handshake; None: no change."""
+        nonlocal pair
+        newest = shown.pair()
+        if newest == pair:
+            return None
+        pair = newest
+        return configuration()
+
+    fetch: Any = changed  # the stubs lack None, which means "no change"
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)

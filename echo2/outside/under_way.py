@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from echo2.base.units import format_bytes
 
-LINE_EVERY_S = 3.0
+LINE_EVERY_S = 3.0  # docs/howto-join.md: a line every 3 s
 T = TypeVar("T")
 
 

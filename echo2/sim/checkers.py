@@ -1,7 +1,7 @@
 """The invariants of a simulated run, checked from outside as things happen.
 
 `Truth` knows each version's fingerprint, which weights sampled which tokens, which rollouts were acknowledged and what the
-model was trained on, because the observers of the world (witness, looking) report it; no daemon sees it.
+model was trained on, because the observers of the world (observer, inspector) report it; no daemon sees it.
 A `Violation` names the invariant. The seven invariants, in the words of the project:
 
 1. No token with lag above S is ever trained on.
@@ -22,11 +22,9 @@ from itertools import pairwise
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import Rollout, RolloutSegment, VersionSpan
-from echo2.broadcast.manifest import ArtifactKey
-from echo2.learner.batch import Batch
-from echo2.learner.episodes import Insertion, TurnOf, root_of
-from echo2.learner.group import Group, exam_version_of
-from echo2.learner.shelf import Shelf
+from echo2.broadcast.artifact import ArtifactKey
+from echo2.learner.rollouts.admission import OpenGroups
+from echo2.learner.rollouts.groups import Batch, Insertion, TurnOf, evaluated_version, root_of
 from echo2.sim.tiny_model import FINGERPRINT_KEY
 from echo2.sim.tiny_policy import logprobs_of
 from echo2.weights import HostWeights
@@ -127,7 +125,7 @@ class Truth:
             if segment.group_id in self.tainted:
                 continue
             self._check_tokens(who, segment.group_id, segment.index, segment.offset, segment)
-            exact = exam_version_of(segment.group_id)
+            exact = evaluated_version(segment.group_id)
             others = {span.version for span in segment.version_spans} - {exact}
             self._check(3, exact is None or not others, f"{who} evaluates version {exact} by tokens of {others}")
 
@@ -179,7 +177,7 @@ class Truth:
             at = self._trained_at.setdefault(name, batch.step)
             self._check(2, at == batch.step, f"group {name} was trained at step {at} and again at step {batch.step}")
             self._check(
-                2, exam_version_of(name) is None, f"group {name} of an evaluation is trained at step {batch.step}"
+                2, evaluated_version(name) is None, f"group {name} of an evaluation is trained at step {batch.step}"
             )
             for rollout in group.rollouts:
                 for span in rollout.version_spans:
@@ -194,27 +192,28 @@ class Truth:
                         self._check_tokens("the learner", turn.group_id, turn.index, 0, turn)
         self.step = max(self.step, Step(batch.step + 1))
 
-    def learner_restored(self, shelf: Shelf, step: Step, exam_groups: Sequence[Group] = ()) -> None:
+    def learner_restored(self, groups: OpenGroups) -> None:
         """A learner has restarted: every rollout that it acknowledged must be trained on, dropped for a reason, or still held."""
         for group_id, index in sorted(self._acknowledged):
-            if exam_version_of(group_id) is None or {group_id, root_of(group_id)} & self._dropped.keys():
+            if evaluated_version(group_id) is None or {group_id, root_of(group_id)} & self._dropped.keys():
                 continue
-            held = next((group for group in exam_groups if group.spec.group_id == group_id), None)
+            held = groups.groups.get(group_id)
             is_there = held is not None and held.rollouts[index].is_finished
             self._check(2, is_there, f"rollout {index} of {group_id} was admitted and is in no evaluation any more")
+        step = groups.next_step
         self._check(2, step >= self.step, f"the learner comes back at step {step}, it had reached {self.step}")
-        self.nothing_is_lost(shelf)
+        self.nothing_is_lost(groups)
 
-    def nothing_is_lost(self, shelf: Shelf, drawn: Collection[GroupId] = ()) -> None:
-        """Checks that every acknowledged rollout is trained on, dropped or on the shelf. `drawn`: groups of the batch that is being
+    def nothing_is_lost(self, groups: OpenGroups, drawn: Collection[GroupId] = ()) -> None:
+        """Checks that every acknowledged rollout is trained on, dropped or held. `drawn`: groups of the batch that is being
         trained on now."""
         for group_id, index in sorted(self._acknowledged):
             root = root_of(group_id)
-            if exam_version_of(group_id) is not None:
+            if evaluated_version(group_id) is not None:
                 continue  # an evaluation's: checked when a learner restarts
             if root in self._trained_at or root in drawn or group_id in self._dropped or root in self._dropped:
                 continue
-            group = shelf.groups.get(group_id)
+            group = groups.groups.get(group_id)
             is_there = group is not None and group.rollouts[index].is_finished
             self._check(2, is_there, f"rollout {index} of {group_id} was admitted and is not there any more")
 

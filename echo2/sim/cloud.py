@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echo2.base.errors import ResourceError, Unreachable
-from echo2.base.ids import RunId
-from echo2.coordinator.provisioning import MachineOffer, MachineState, Provider, Sighting
+from echo2.coordinator.money.offers import Renting
+from echo2.coordinator.money.provisioning import MachineOffer, MachineState, ObservedMachine, Provider
 
 ANSWER_S = (0.1, 6.0)
 """Shortest and longest answer time; the longest exceeds the caller's timeout."""
-BOOT_S = (4.0, 15.0)
-PRICE_USD_PER_HOUR = 0.5
+BOOT_S = (4.0, 15.0)  # short beside a storm, so that machines come and go within one
+PRICE_USD_PER_HOUR = 0.5  # any price above 0: plans must count it
 CLOUD_CAP_USD_PER_HOUR = 1000.0
 """Practically unlimited; without a cap, nothing is rented."""
-NAME = "spot"
+NAME = "spot"  # of the one offer
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class VirtualCloud:
     """A `Provider`. `boot` creates a machine that joins by the given link and returns its name, `start` starts its process, `end`
     removes it."""
 
-    name, link_uses = "kubernetes", 0
+    name = "command"
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class VirtualCloud:
     ) -> None:
         self.offers_file = folder / "offers.toml"
         self.offers_file.write_text(
-            f'[[offer]]\nname = "{NAME}"\nprovider = "kubernetes"\nmachines_max = {machines_max}\n'
+            f'[[offer]]\nname = "{NAME}"\nprovider = "command"\nmachines_max = {machines_max}\n'
             f"usd_per_hour = {PRICE_USD_PER_HOUR}\nis_spot = true\n"
         )
         self.machines_max = machines_max
@@ -63,7 +63,7 @@ class VirtualCloud:
         self._rng, self._counts = rng, counts
         self._boot, self._start, self._end, self._after = boot, start, end, after
 
-    def provider(self, offer: MachineOffer, run_id: RunId, folder: Path, model_path: str = "") -> Provider:
+    def provider(self, offer: MachineOffer, run: Renting) -> Provider:
         """Called by the coordinator to get the provider of an offer."""
         return self
 
@@ -89,7 +89,7 @@ class VirtualCloud:
             self._after(0.0, lambda: self._end(rental.worker))
         await self._answer()
 
-    async def observe(self) -> dict[str, Sighting]:
+    async def observe(self) -> dict[str, ObservedMachine]:
         await self._answer()
         return {machine_id: _sighting(rental) for machine_id, rental in self.there.items()}
 
@@ -120,7 +120,7 @@ class VirtualCloud:
             self._counts["cloud: machine taken"] += 1
 
 
-def _sighting(rental: Rental) -> Sighting:
+def _sighting(rental: Rental) -> ObservedMachine:
     if rental.notice:
-        return Sighting(MachineState.ENDING, rental.notice)
-    return Sighting(MachineState.RUNNING if rental.is_up else MachineState.STARTING)
+        return ObservedMachine(MachineState.ENDING, rental.notice)
+    return ObservedMachine(MachineState.RUNNING if rental.is_up else MachineState.STARTING)

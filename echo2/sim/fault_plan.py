@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from echo2.base.rng import derived_rng
 
-STORM_S = 90.0
-FIRST_FAULT_S = 8.0
+STORM_S = 90.0  # several leases, versions and plans
+FIRST_FAULT_S = 8.0  # after the first leases
 LONG_SHARE = 0.2
 """Share of seeds with a long outage of the learner in addition to their storm."""
 CUT_OFF_AFTER_S = (2.0, 12.0)
@@ -40,18 +40,19 @@ class Fault(enum.Enum):
     JOIN = "a worker joins"
 
 
+# Kills and what looks like them come most; all else weighs 1.
 WEIGHTS = {Fault.KILL: 6, Fault.FREEZE: 3, Fault.PARTITION: 3, Fault.CUT: 3, Fault.POWER_CUT: 3}
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedFault:
     at_s: float
     fault: Fault
     whom: str
     for_s: float
 
 
-def storm(seed: int, workers: int) -> list[Planned]:
+def storm(seed: int, workers: int) -> list[PlannedFault]:
     """The faults of a seed, in order of time. If the worker `whom` is gone by then, the fault hits another."""
     rng = derived_rng(seed, "faults")
     kinds = rng.sample(list(Fault), rng.randint(3, len(Fault)))
@@ -63,12 +64,12 @@ def storm(seed: int, workers: int) -> list[Planned]:
         whom = rng.choice(
             ("coordinator", "learner", *(f"w{i}" for i in range(workers)), *(f"w{i}" for i in range(workers)))
         )
-        planned.append(Planned(at_s, fault, whom, rng.choice((0.5, 3.0, 8.0, 25.0)) * rng.uniform(0.5, 1.5)))
+        planned.append(PlannedFault(at_s, fault, whom, rng.choice((0.5, 3.0, 8.0, 25.0)) * rng.uniform(0.5, 1.5)))
         at_s += rng.expovariate(1.0 / mean_gap_s)
     return planned
 
 
-def long_outage(seed: int, workers: int) -> list[Planned]:
+def long_outage(seed: int, workers: int) -> list[PlannedFault]:
     """In some seeds: the learner is killed while its link is clogged, in the middle of a broadcast, and stays away.
 
     Workers then hold parts of an artifact that no peer can complete. One worker loses its disk, and some of the learner's
@@ -79,10 +80,10 @@ def long_outage(seed: int, workers: int) -> list[Planned]:
         return []
     at_s = rng.uniform(FIRST_FAULT_S, STORM_S - 20.0)
     falls_at_s = at_s + rng.uniform(*CUT_OFF_AFTER_S)
-    rot = [Planned(falls_at_s - 0.1, Fault.BIT_ROT, "learner", 1.0) for _ in range(rng.choice((0, 0, 5)))]
+    rot = [PlannedFault(falls_at_s - 0.1, Fault.BIT_ROT, "learner", 1.0) for _ in range(rng.choice((0, 0, 5)))]
     return [
-        Planned(at_s, Fault.CLOG, "learner", 30.0),
-        Planned(at_s, Fault.LOSE_DISK, f"w{rng.randrange(workers)}", rng.uniform(0.5, 3.0)),
+        PlannedFault(at_s, Fault.CLOG, "learner", 30.0),
+        PlannedFault(at_s, Fault.LOSE_DISK, f"w{rng.randrange(workers)}", rng.uniform(0.5, 3.0)),
         *rot,
-        Planned(falls_at_s, Fault.KILL, "learner", rng.uniform(*LONG_OUTAGE_S)),
+        PlannedFault(falls_at_s, Fault.KILL, "learner", rng.uniform(*LONG_OUTAGE_S)),
     ]

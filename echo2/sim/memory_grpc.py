@@ -22,7 +22,6 @@ WINDOW_BYTES = 2 << 20
 """Flow-control window of one direction of a call: most bytes in flight or unread."""
 LINK_BACKLOG_S = 0.3
 """Longest backlog of a connection at its sender; beyond it, `write` waits."""
-CHUNKS, CHUNK_TAG = "/echo2.v1.Broadcast/Exchange", b"\x1a"
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 _AS_IS: Callable[[bytes], bytes] = lambda data: data  # noqa: E731
 
@@ -46,7 +45,7 @@ class Half:
             self.room.set()
 
 
-class Stream:
+class CallStream:
     """One side of one call. Frames: (number, kind, payload); kinds: open, message, half, end, reset."""
 
     def __init__(self, link: Link, number: int, method: str, mine: Half, theirs: Half) -> None:
@@ -55,7 +54,7 @@ class Stream:
         self.is_half_closed = False
         self.changed = asyncio.Event()
         self.ended: tuple[grpc.StatusCode, str] | None = None
-        self.on_end: Callable[[], None] = lambda: None
+        self.on_end: Callable[[grpc.StatusCode, str], None] = lambda code, details: None
 
     def arrive(self, kind: str, payload: Any) -> None:
         match kind:
@@ -72,10 +71,10 @@ class Stream:
     def finish(self, code: grpc.StatusCode, details: str) -> None:
         if self.ended is None:
             self.ended = (code, details)
-            self.link.forget(self.number)
+            self.link.streams.pop(self.number, None)
             self.changed.set()
             self.mine.room.set()
-            self.on_end()
+            self.on_end(code, details)
 
     async def send(self, data: bytes) -> None:
         """Sends a message once there is room. Returns without sending if the call ends."""
@@ -91,7 +90,7 @@ class Stream:
         if self.ended is None:
             for said in self.link.said(self.method, data):
                 self.mine.took(len(said))
-                self.link.send(self.number, "message", said, self.link.weight(self.method, said))
+                self.link.send(self.number, "message", said, len(said))
 
     async def receive(self) -> bytes | None:
         """The next message; None once no more will come (see `ended`)."""
@@ -111,10 +110,10 @@ class Link:
     """One side of a wire, with its calls."""
 
     def __init__(
-        self, end: End, on_open: Callable[[Stream, str], None] | None, on_closed: Callable[[str], None]
+        self, end: End, on_open: Callable[[CallStream, str], None] | None, on_closed: Callable[[str], None]
     ) -> None:
         self._end, self._on_open, self._on_closed = end, on_open, on_closed
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, CallStream] = {}
         self._next = 0
         end.on_frame = self._frame
         end.on_closed = self._closed
@@ -127,14 +126,10 @@ class Link:
     def behind_s(self) -> float:
         return self._end.wire.wires.backlog_s(self._end)
 
-    @property
-    def peer(self) -> Any:
-        return self._end.peer.process
-
-    def open(self, method: str) -> Stream:
+    def open(self, method: str) -> CallStream:
         self._next += 1
         there, back = Half(), Half()
-        stream = self.streams[self._next] = Stream(self, self._next, method, there, back)
+        stream = self.streams[self._next] = CallStream(self, self._next, method, there, back)
         self.send(self._next, "open", (method, there, back), len(method) + 60)
         return stream
 
@@ -143,21 +138,13 @@ class Link:
 
     def said(self, method: str, data: bytes) -> Sequence[bytes]:
         """The messages to send instead of `data`; an honest machine sends just `data`."""
-        mouth = self._end.process.machine.mouth
-        return (data,) if mouth is None else mouth.says(method, self._end.side, data)
-
-    def weight(self, method: str, data: bytes) -> int:
-        """Bytes on the wire: chunks of the tiny model are scaled up to the size of a large model's."""
-        is_chunk = method == CHUNKS and data.startswith(CHUNK_TAG)
-        return len(data) * (self._end.wire.wires.chunk_scale if is_chunk else 1)
+        message_filter = self._end.process.machine.message_filter
+        return (data,) if message_filter is None else message_filter.says(method, self._end.side, data)
 
     def is_heard(self, method: str, data: bytes) -> bool:
         """Whether the daemon receives an arrived message."""
-        mouth = self._end.process.machine.mouth
-        return mouth is None or mouth.hears(method, self._end.side, data)
-
-    def forget(self, number: int) -> None:
-        self.streams.pop(number, None)
+        message_filter = self._end.process.machine.message_filter
+        return message_filter is None or message_filter.hears(method, self._end.side, data)
 
     def close(self, reason: str = "closed") -> None:
         self._end.close(reason)
@@ -167,7 +154,7 @@ class Link:
         if kind == "open":
             assert self._on_open is not None, "only a server is called"
             method, there, back = payload
-            stream = self.streams[number] = Stream(self, number, method, back, there)
+            stream = self.streams[number] = CallStream(self, number, method, back, there)
             self._on_open(stream, method)
         elif (known := self.streams.get(number)) is not None:
             known.arrive(kind, payload)
@@ -185,96 +172,69 @@ class MemoryCall:
     """What a multicallable returns: a stream, or an awaitable for the single reply."""
 
     def __init__(self, channel: Any, method: str, encode: Any, decode: Any, timeout_s: float | None) -> None:
-        self._encode, self._decode = encode or _AS_IS, decode or _AS_IS
-        self._stream: Stream | None = None
-        self._error: tuple[grpc.StatusCode, str] | None = None
-        self._is_cancelled = False
-        self._said_all = False
+        self._encode, self._decode, self._channel = encode or _AS_IS, decode or _AS_IS, channel
+        self._stream: CallStream | None = None
+        self._is_cancelled = self._said_all = False
         self._loop = asyncio.get_running_loop()
-        self._opening = self._loop.create_task(self._open(channel, method))
-        self._timer = self._loop.call_later(timeout_s, self._timed_out) if timeout_s is not None else None
-        self._work: list[asyncio.Task[Any]] = []
+        self._over: asyncio.Future[tuple[grpc.StatusCode, str]] = self._loop.create_future()
+        self._opening = self._loop.create_task(self._open(method))
+        self._saying: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            late = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            self._timer = self._loop.call_later(timeout_s, self._reset, *late)
         channel.calls[self] = None
-        self._channel = channel
 
-    async def _open(self, channel: Any, method: str) -> None:
+    async def _open(self, method: str) -> None:
         try:
-            link = await channel.ready_link()
+            link = await self._channel.ready_link()
         except grpc.aio.AioRpcError as error:
             self._end(error.code(), error.details() or "")
             return
-        if self._error is None and not self._is_cancelled:
+        if not self.done():
             self._stream = link.open(method)
-            self._stream.on_end = self._stream_ended
-
-    def _stream_ended(self) -> None:
-        assert self._stream is not None and self._stream.ended is not None
-        self._end(*self._stream.ended)
-
-    def _end(self, code: grpc.StatusCode, details: str) -> None:
-        if self._error is None:
-            self._error = (code, details)
-            if self._timer is not None:
-                self._timer.cancel()
-            self._channel.calls.pop(self, None)
-
-    def _timed_out(self) -> None:
-        self.reset(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-
-    def reset(self, code: grpc.StatusCode, details: str) -> None:
-        if self._error is not None:
-            return
-        if self._stream is not None:
-            self._stream.link.send(self._stream.number, "reset", None)
-            self._stream.finish(code, details)
-        else:
-            self._opening.cancel()
-        self._end(code, details)
-
-    def cancel(self) -> bool:
-        if self._error is not None:
-            return False
-        self._is_cancelled = True
-        self.reset(grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
-        for task in self._work:
-            task.cancel()
-        return True
-
-    def cancelled(self) -> bool:
-        return self._is_cancelled
-
-    def done(self) -> bool:
-        return self._error is not None
-
-    async def code(self) -> grpc.StatusCode:
-        await self._over()
-        assert self._error is not None
-        return self._error[0]
-
-    async def details(self) -> str:
-        await self._over()
-        assert self._error is not None
-        return self._error[1]
-
-    async def _over(self) -> None:
-        while self._error is None:
-            await self._opened()
-            if self._stream is not None and self._error is None:
-                self._stream.changed.clear()
-                await self._stream.changed.wait()
+            self._stream.on_end = self._end
 
     async def _opened(self) -> None:
         if not self._opening.done():
             await asyncio.wait((self._opening,))
 
-    def _raise_status(self) -> None:
-        if self._error is None or self._error[0] is grpc.StatusCode.OK:
-            return
-        if self._is_cancelled:
-            raise asyncio.CancelledError()
-        raise rpc_error(*self._error)
+    def _end(self, code: grpc.StatusCode, details: str) -> None:
+        if not self.done():
+            self._over.set_result((code, details))
+            self._channel.calls.pop(self, None)
+            if self._timer is not None:
+                self._timer.cancel()
 
-    # ---- streams
+    def _reset(self, code: grpc.StatusCode, details: str) -> None:
+        if self._stream is not None:
+            self._stream.link.send(self._stream.number, "reset", None)
+            self._stream.finish(code, details)
+        else:
+            self._opening.cancel()
+            self._end(code, details)
+
+    def cancel(self) -> bool:
+        if self.done():
+            return False
+        self._is_cancelled = True
+        self._reset(grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
+        if self._saying is not None:
+            self._saying.cancel()
+        return True
+
+    def done(self) -> bool:
+        return self._over.done()
+
+    async def code(self) -> grpc.StatusCode:
+        return (await asyncio.shield(self._over))[0]
+
+    def _check(self) -> None:
+        """Raises what the call ended with, unless it is well or under way."""
+        if self.done() and self._over.result()[0] is not grpc.StatusCode.OK:
+            if self._is_cancelled:
+                raise asyncio.CancelledError
+            raise rpc_error(*self._over.result())
 
     async def write(self, message: Any) -> None:
         if self.done() or self._said_all:
@@ -282,24 +242,21 @@ class MemoryCall:
         await self._opened()
         if self._stream is not None and not self.done():
             await self._stream.send(self._encode(message))
-        if self.done():
-            self._raise_status()
+        self._check()
 
     async def done_writing(self) -> None:
         await self._opened()
-        if self.done() or self._said_all or self._stream is None:
-            return
-        self._said_all = True
-        self._stream.link.send(self._stream.number, "half", None)
+        if self._stream is not None and not self.done() and not self._said_all:
+            self._said_all = True
+            self._stream.link.send(self._stream.number, "half", None)
 
     async def read(self) -> Any:
         await self._opened()
         data = await self._stream.receive() if self._stream is not None else None
         if data is not None:
             return self._decode(data)
-        if self._error is None:
-            await self._over()
-        self._raise_status()
+        await asyncio.shield(self._over)
+        self._check()
         return EOF
 
     async def __aiter__(self) -> AsyncIterator[Any]:
@@ -317,8 +274,8 @@ class MemoryCall:
             raise
         if reply is EOF:
             raise rpc_error(grpc.StatusCode.INTERNAL, "no answer")
-        await self._over()
-        self._raise_status()
+        await asyncio.shield(self._over)
+        self._check()
         return reply
 
     def say(self, messages: Any) -> None:
@@ -335,7 +292,7 @@ class MemoryCall:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 pass  # the reader gets the error
 
-        self._work.append(self._loop.create_task(work()))
+        self._saying = self._loop.create_task(work())
 
 
 def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
@@ -352,7 +309,7 @@ class Aborted(grpc.aio.AbortError):
 class MemoryContext:
     """The servicer context of a call."""
 
-    def __init__(self, stream: Stream, encode: Any, decode: Any, peer: str, certificate_pem: bytes | None) -> None:
+    def __init__(self, stream: CallStream, encode: Any, decode: Any, peer: str, certificate_pem: bytes | None) -> None:
         self._stream, self._encode, self._decode = stream, encode or _AS_IS, decode or _AS_IS
         self._peer, self._certificate_pem = peer, certificate_pem
 
@@ -364,9 +321,6 @@ class MemoryContext:
 
     def done(self) -> bool:
         return self._stream.ended is not None
-
-    def cancelled(self) -> bool:
-        return self._stream.ended is not None and self._stream.ended[0] is grpc.StatusCode.CANCELLED
 
     async def read(self) -> Any:
         data = await self._stream.receive()
@@ -397,9 +351,8 @@ async def serve_call(handler: Any, context: MemoryContext, told: Callable[[BaseE
         request: Any = context.requests() if handler.request_streaming else await context.read()
         if request is EOF:
             return
-        kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
-        method = next(kind for kind in kinds if kind is not None)
-        answer = method(request, context)
+        serve = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        answer = serve(request, context)
         if hasattr(answer, "__aiter__"):
             async for message in answer:
                 await context.write(message)

@@ -1,7 +1,8 @@
-"""`Net` of a virtual machine: servers, channels and handshakes over its wires.
+"""`Net` of a virtual machine over its wires: servers, channels, handshakes, streams of the bytes that production sends over TLS.
 
-Guarantees: those of memory_grpc; the handshake checks both certificates as TLS would. An address is a machine's loopback
-address and a port. Leaves to others: calls (memory_grpc).
+Guarantees: those of outside/net and outside/streams; the handshake checks both certificates as TLS would; an address is a machine's
+loopback address and a port. A dishonest machine's `message_filter` alters whole frames of a stream; chunks weigh what a large
+model's would; bytes arrive cut at random. Leaves to others: gRPC's calls (memory_grpc), when wires break (wires).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import ssl
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,17 +19,236 @@ import grpc
 import grpc.aio
 
 from echo2.base.errors import EchoError, PortBusy, TrustError, Unreachable
+from echo2.broadcast.connection import HEAD, FrameCutter
 from echo2.outside.net import Dialled, NetOptions, Shown
-from echo2.sim.memory_grpc import Link, MemoryCall, MemoryContext, Stream, rpc_error, serve_call
+from echo2.outside.streams import StreamReader
+from echo2.sim.memory_grpc import (
+    LINK_BACKLOG_S,
+    WINDOW_BYTES,
+    CallStream,
+    Link,
+    MemoryCall,
+    MemoryContext,
+    rpc_error,
+    serve_call,
+)
+from echo2.sim.process import PEERS
 from echo2.trust.identity import NodeCertificate, dns_name_of
+from echo2.wire.chunk_frames import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
     from echo2.sim.process import Process
     from echo2.sim.wires import End, Wires
 
-CONNECT_S = 20.0
-BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 5.0
-FIRST_PORT = 20_000
+CONNECT_S = 20.0  # as production's (control/session)
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 5.0  # as production's channels (trust/tls)
+FIRST_PORT = 20_000  # above those that scenarios name
+LOOK_S = 0.02  # a fiftieth of a second: finer than any timer of the session
+STILL_HERE = b"\0"  # a keepalive, which the other side drops
+
+
+@functools.lru_cache(maxsize=4096)
+def certificate_of(pem: bytes) -> NodeCertificate:
+    return NodeCertificate.parse(pem, "a certificate")
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_issued_by(pem: bytes, root_pem: bytes) -> bool:
+    try:
+        certificate_of(pem).check_issuer(root_pem)
+    except EchoError:
+        return False
+    return True
+
+
+def is_good(pem: bytes, root_pem: bytes, unix_now: float) -> bool:
+    """Whether a certificate is in force, and is or was issued by that of the root."""
+    certificate = certificate_of(pem)
+    in_force = certificate.not_before_unix_s <= unix_now <= certificate.not_after_unix_s
+    return in_force and (pem == root_pem or _is_issued_by(pem, root_pem))
+
+
+def _is_chunk(frame: bytes) -> bool:
+    """By the tag of its field, which comes first or after a route or an answer mark."""
+    begin = 2 + frame[1] if frame[:1] == b"\x4a" else 2 if frame[:1] == b"\x50" else 0
+    return frame[begin : begin + 1] == b"\x1a"
+
+
+class MemoryStream:
+    """One end. On the wire go whole frames, each with the stream that sent it."""
+
+    def __init__(self, reader: StreamReader, end: End, remote: tuple[str, int], shown_pem: bytes) -> None:
+        self._reader, self._end = reader, end
+        self.certificate = ssl.PEM_cert_to_DER_cert(shown_pem.decode())
+        self.remote = remote
+        self._said, self._heard = FrameCutter(FRAME_BYTES_MAX, "a stream"), FrameCutter(FRAME_BYTES_MAX, "a stream")
+        self._inbox: deque[tuple[bytes, MemoryStream]] = deque()
+        self._is_reading, self._is_paused, self._is_closing = True, False, False
+        self._in_flight = 0
+        self._looking: asyncio.TimerHandle | None = None
+        end.on_frame, end.on_closed = self._frame, self._closed
+        reader.connection_made(self)
+
+    # ---- what its reader calls
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self._is_closing:
+            return
+        rest = memoryview(data)
+        while rest:
+            room = self._said.room()
+            count = min(len(room), len(rest))
+            room[:count], rest = rest[:count], rest[count:]
+            for frame in self._said.took(count):
+                self._say(frame)
+        self._look_at_backlog()
+
+    def _say(self, frame: bytes) -> None:
+        machine, wires = self._end.process.machine, self._end.wire.wires
+        is_honest = machine.message_filter is None or frame == STILL_HERE
+        for said in (
+            (frame,)
+            if is_honest or machine.message_filter is None
+            else machine.message_filter.says(PEERS, self._end.side, frame)
+        ):
+            self._in_flight += len(said)
+            self._end.send((said, self), len(said) * (wires.chunk_scale if _is_chunk(said) else 1))
+
+    def _look_at_backlog(self) -> None:
+        """Asks the writer to pause, or to go on."""
+        self._looking = None
+        behind_s = self._end.wire.wires.backlog_s(self._end)
+        is_full = self._in_flight >= WINDOW_BYTES or behind_s > LINK_BACKLOG_S
+        if is_full and not self._is_closing:
+            wait_s = max(LOOK_S, behind_s - LINK_BACKLOG_S)
+            self._looking = asyncio.get_running_loop().call_later(wait_s, self._look_at_backlog)
+        if is_full != self._is_paused:
+            self._is_paused = is_full
+            (self._reader.pause_writing if is_full else self._reader.resume_writing)()
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        """The wire has its own."""
+
+    def pause_reading(self) -> None:
+        self._is_reading = False
+
+    def resume_reading(self) -> None:
+        if not self._is_reading:
+            self._is_reading = True
+            self._deliver()
+
+    def is_reading(self) -> bool:
+        return self._is_reading
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._end.close("closed")
+            asyncio.get_running_loop().call_soon(self._reader.connection_lost, None)
+
+    def abort(self) -> None:
+        self.close()
+
+    # ---- what its wire calls
+
+    def _frame(self, frame: tuple[bytes, MemoryStream]) -> None:
+        message_filter = self._end.process.machine.message_filter
+        if message_filter is None or frame[0] == STILL_HERE or message_filter.hears(PEERS, self._end.side, frame[0]):
+            self._inbox.append(frame)
+            self._deliver()
+
+    def _deliver(self) -> None:
+        rng = self._end.process.rng
+        while self._inbox and self._is_reading and not self._is_closing:
+            data, sender = self._inbox.popleft()
+            sender._in_flight -= len(data)
+            rest = memoryview(HEAD.pack(len(data)) + data)
+            records = 0
+            while rest and not self._is_closing:
+                room = self._reader.get_buffer(-1)
+                count = min(len(room), len(rest), rng.choice((1, 3, 1000, 1 << 20, 1 << 20)))
+                room[:count], rest = rest[:count], rest[count:]
+                self._reader.buffer_updated(count)
+                records = 1
+            self._reader.worked(0.0, records, len(data))
+
+    def _closed(self, reason: str) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._reader.connection_lost(None)
+
+
+class MemoryCaller:
+    """A `StreamCaller` that came over a wire."""
+
+    def __init__(self, end: End) -> None:
+        self._end = end
+        self.host = end.peer.process.machine.host
+        self._is_taken = False
+        self._early: list[tuple[bytes, MemoryStream]] = []
+        end.on_frame = self._early.append
+
+    async def shake_hands(self, reader: StreamReader, shown: Shown, within_s: float) -> None:
+        pair, now = self._end.wire.caller_pair, self._end.process.clock.unix_now()
+        assert shown.authority_pem is not None, "streams are authenticated both ways"
+        if pair is None or not is_good(pair[1], shown.authority_pem, now):
+            raise ConnectionError("handshake failed")
+        if not self._end.is_open:
+            raise ConnectionResetError("it ended during the handshake")
+        self._is_taken = True
+        stream = MemoryStream(reader, self._end, (self.host, self._end.wire.caller_port), pair[1])
+        for frame in self._early:
+            stream._frame(frame)
+
+    def close(self) -> None:
+        if not self._is_taken:
+            self._end.close("refused")
+
+
+class MemoryListener:
+    """A `StreamListener` at a machine's port."""
+
+    def __init__(self, process: Process, wires: Wires, port: int, shown: Shown) -> None:
+        self.port, self._process, self._wires = port, process, wires
+        self._waiting: asyncio.Queue[MemoryCaller] = asyncio.Queue()
+        if not wires.listen(process, port, lambda end: self._waiting.put_nowait(MemoryCaller(end))):
+            raise PortBusy(f"expected to listen on {process.machine.host}:{port}: Address already in use")
+        wires.shown[(process.machine.host, port)] = shown
+
+    async def accept(self) -> MemoryCaller:
+        return await self._waiting.get()
+
+    def close(self) -> None:
+        self._wires.stop_listening(self._process, self.port)
+
+
+async def connect(
+    process: Process, wires: Wires, place: tuple[str, int], dialled: Dialled, within_s: float, *, is_own_checked: bool
+) -> tuple[End, bytes]:
+    """A wire to the server that `dialled` names, after the handshake, and its certificate. `is_own_checked`: the server checks the
+    caller's before it answers. ConnectionError tells why there is none."""
+    answered: asyncio.Future[Process | None] = asyncio.get_running_loop().create_future()
+    wires.reach(process, *place, lambda found: None if answered.done() else answered.set_result(found), within_s)
+    server = await answered
+    shown = wires.shown.get(place)
+    if server is None or shown is None or wires.listener(*place) is None:
+        raise ConnectionRefusedError("failed to connect to all addresses")
+    pem, is_trusted = shown.pair()[1], False
+    with contextlib.suppress(EchoError):
+        is_trusted = dns_name_of(certificate_of(pem).peer_id) == dialled.server_name
+        is_trusted = is_trusted and is_good(pem, dialled.root_pem, process.clock.unix_now())
+        if is_trusted and is_own_checked and shown.authority_pem is not None:
+            pair = dialled.pair
+            is_trusted = pair is not None and is_good(pair[1], shown.authority_pem, server.clock.unix_now())
+    if not is_trusted:
+        raise ConnectionError("handshake failed")
+    end = wires.connect(process, *place, dialled.pair)
+    if end is None:
+        raise ConnectionRefusedError("failed to connect to all addresses")
+    return end, pem
 
 
 class MemoryNet:
@@ -43,9 +264,7 @@ class MemoryNet:
 
     def listen(self, server: grpc.aio.Server, host: str, port: int, shown: Shown) -> int:
         made: Any = server
-        port = port or next(
-            p for p in range(FIRST_PORT, FIRST_PORT + 1000) if self.wires.listener(self.process.machine.host, p) is None
-        )
+        port = port or self._free_port()
         if not self.wires.listen(self.process, port, lambda end: made.accept(end, shown)):
             raise PortBusy(f"expected to listen on {host}:{port}: Address already in use")
         made.bound.append((port, shown))
@@ -66,29 +285,22 @@ class MemoryNet:
             raise TrustError(f"coordinator at {host}:{port}: expected TLS, got something else")
         return ssl.PEM_cert_to_DER_cert(server.pair()[1].decode())
 
+    async def dial_stream(self, reader: StreamReader, host: str, port: int, dialled: Dialled, within_s: float) -> None:
+        assert dialled.pair is not None, "streams are authenticated both ways"
+        place = (host, port)
+        end, pem = await connect(self.process, self.wires, place, dialled, within_s, is_own_checked=False)
+        MemoryStream(reader, end, place, pem)
+
+    def listen_for_streams(self, host: str, port: int, shown: Shown, watch: Callable[[int], None]) -> MemoryListener:
+        return MemoryListener(self.process, self.wires, port or self._free_port(), shown)
+
+    def _free_port(self) -> int:
+        ports = range(FIRST_PORT, FIRST_PORT + 1000)
+        return next(port for port in ports if self.wires.listener(self.process.machine.host, port) is None)
+
     def _is_cut_off_from(self, other: Process) -> bool:
         names = (self.process.name, other.name)
         return self.wires.is_blocked(*names) or self.wires.is_blocked(*reversed(names))
-
-
-@functools.lru_cache(maxsize=4096)
-def _certificate(pem: bytes) -> NodeCertificate:
-    return NodeCertificate.parse(pem, "a certificate")
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_issued_by(pem: bytes, root_pem: bytes) -> bool:
-    try:
-        _certificate(pem).check_issuer(root_pem)
-    except EchoError:
-        return False
-    return True
-
-
-def _is_good(pem: bytes, root_pem: bytes, unix_now: float) -> bool:
-    certificate = _certificate(pem)
-    in_force = certificate.not_before_unix_s <= unix_now <= certificate.not_after_unix_s
-    return in_force and (pem == root_pem or _is_issued_by(pem, root_pem))
 
 
 class MemoryServer:
@@ -97,14 +309,10 @@ class MemoryServer:
     def __init__(self, process: Process, wires: Wires, told: Callable[[BaseException], None]) -> None:
         self._process, self._wires, self._told = process, wires, told
         self.bound: list[tuple[int, Shown]] = []
-        self._generic: list[Any] = []
         self._registered: dict[str, Any] = {}
         self._links: dict[Link, None] = {}
         self._calls: dict[asyncio.Task[None], None] = {}
         self._is_serving = False
-
-    def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        self._generic += handlers
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         self._registered.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
@@ -136,14 +344,14 @@ class MemoryServer:
             end.close("not serving")
             return
 
-        def opened(stream: Stream, method: str) -> None:
+        def opened(stream: CallStream, method: str) -> None:
             self._called(stream, method, peer, pem)
 
         link = Link(end, opened, lambda reason: self._links.pop(link, None))
         self._links[link] = None
 
-    def _called(self, stream: Stream, method: str, peer: str, pem: bytes | None) -> None:
-        handler = self._registered.get(method) or self._find(method)
+    def _called(self, stream: CallStream, method: str, peer: str, pem: bytes | None) -> None:
+        handler = self._registered.get(method)
         if handler is None:
             stream.link.send(stream.number, "end", (grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
             return
@@ -152,21 +360,12 @@ class MemoryServer:
         task = loop.create_task(serve_call(handler, context, self._told))
         self._calls[task] = None
         task.add_done_callback(lambda _: self._calls.pop(task, None))
-        stream.on_end = lambda: None if task.done() or task is asyncio.current_task() else _cancel(task)
 
-    def _find(self, method: str) -> Any:
-        details = _Details(method)
-        return next((found for g in self._generic if (found := g.service(details)) is not None), None)
+        def ended(code: grpc.StatusCode, details: str) -> None:
+            if task is not asyncio.current_task():
+                task.cancel()
 
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-
-
-class _Details:
-    def __init__(self, method: str) -> None:
-        self.method = method
-        self.invocation_metadata = ()
+        stream.on_end = ended
 
 
 class MemoryChannel:
@@ -192,24 +391,20 @@ class MemoryChannel:
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        if try_to_connect:
-            self._connect()
+    def _connecting_state(self) -> grpc.ChannelConnectivity:
+        if self._connecting is None and self._state is grpc.ChannelConnectivity.IDLE:
+            self._connecting = asyncio.get_running_loop().create_task(self._keep_trying())
         return self._state
 
-    async def wait_for_state_change(self, last: grpc.ChannelConnectivity) -> None:
+    async def _change_from(self, last: grpc.ChannelConnectivity) -> None:
         while self._state is last:
             await self._changed.wait()
 
     async def channel_ready(self) -> None:
-        while (state := self.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+        while (state := self._connecting_state()) is not grpc.ChannelConnectivity.READY:
             if state is grpc.ChannelConnectivity.SHUTDOWN:
                 raise grpc.aio.UsageError("Channel is closed.")
-            await self.wait_for_state_change(state)
-
-    def _connect(self) -> None:
-        if self._connecting is None and self._state is grpc.ChannelConnectivity.IDLE:
-            self._connecting = asyncio.get_running_loop().create_task(self._keep_trying())
+            await self._change_from(state)
 
     async def _keep_trying(self) -> None:
         try:
@@ -229,37 +424,13 @@ class MemoryChannel:
 
     async def _once(self) -> str:
         """Makes one attempt to connect; returns why it failed, or an empty text."""
-        net, answered = self._net, asyncio.get_running_loop().create_future()
-        net.wires.reach(
-            net.process,
-            self._host,
-            self._port,
-            lambda found: None if answered.done() else answered.set_result(found),
-            CONNECT_S,
-        )
-        server = await answered
-        shown = net.wires.shown.get((self._host, self._port))
-        if server is None or shown is None or net.wires.listener(self._host, self._port) is None:
-            return "failed to connect to all addresses"
-        if not self._is_trusted(shown, server):
-            return "handshake failed"
-        end = net.wires.connect(net.process, self._host, self._port, self._dialled.pair)
-        if end is None:
-            return "failed to connect to all addresses"
+        net, place = self._net, (self._host, self._port)
+        try:
+            end, _ = await connect(net.process, net.wires, place, self._dialled, CONNECT_S, is_own_checked=True)
+        except ConnectionError as error:
+            return str(error)
         self._link = Link(end, None, self._lost)
         return ""
-
-    def _is_trusted(self, shown: Shown, server: Process) -> bool:
-        pem, now = shown.pair()[1], self._net.process.clock.unix_now()
-        with contextlib.suppress(EchoError):
-            is_it = dns_name_of(_certificate(pem).peer_id) == self._dialled.server_name
-            if not is_it or not _is_good(pem, self._dialled.root_pem, now):
-                return False
-            if shown.authority_pem is None:
-                return True
-            pair = self._dialled.pair
-            return pair is not None and _is_good(pair[1], shown.authority_pem, server.clock.unix_now())
-        return False
 
     def _lost(self, reason: str) -> None:
         self._link = None
@@ -269,7 +440,7 @@ class MemoryChannel:
         """The link for a call. Waits while the channel connects; raises UNAVAILABLE if the last attempt failed, CANCELLED if the
         channel is closed."""
         while True:
-            state = self.get_state(try_to_connect=True)
+            state = self._connecting_state()
             if state is grpc.ChannelConnectivity.READY and self._link is not None and self._link.is_open:
                 return self._link
             if state is grpc.ChannelConnectivity.READY:
@@ -279,7 +450,7 @@ class MemoryChannel:
                 raise rpc_error(grpc.StatusCode.UNAVAILABLE, self._why)
             if state is grpc.ChannelConnectivity.SHUTDOWN:
                 raise rpc_error(grpc.StatusCode.CANCELLED, "Channel is closed.")
-            await self.wait_for_state_change(state)
+            await self._change_from(state)
 
     async def close(self, grace: float | None = None) -> None:
         for call in list(self.calls):

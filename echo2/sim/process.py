@@ -20,10 +20,12 @@ from echo2.sim.virtual_files import VirtualDisk, VirtualFiles
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink
 
-UNIX_EPOCH_S = 1_700_000_000.0
+UNIX_EPOCH_S = 1_700_000_000.0  # a date after which certificates are valid; any would do
+PEERS = "broadcast"
+"""What a `MessageFilter` knows connections between nodes as, where calls have the name of their method."""
 
 
-class Mouth(Protocol):
+class MessageFilter(Protocol):
     """Alters a dishonest machine's messages. `side`: 0 for the calling side, 1 for the serving side."""
 
     def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
@@ -39,7 +41,7 @@ class Mouth(Protocol):
 class VirtualMachine:
     """A machine. `clock_offset_s`, `drift`: error of its wall clock, and its clock's seconds per true second.
 
-    `sync_s`: seconds per file sync. `lives`: processes so far. `mouth`: None for an honest machine.
+    `sync_s`: seconds per file sync. `lives`: processes so far. `message_filter`: None for an honest machine.
     """
 
     name: str
@@ -51,7 +53,7 @@ class VirtualMachine:
     drift: float = 1.0
     sync_s: float = 0.0
     lives: int = 0
-    mouth: Mouth | None = None
+    message_filter: MessageFilter | None = None
     process: Process | None = field(default=None, repr=False)
 
 

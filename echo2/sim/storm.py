@@ -10,26 +10,26 @@ import random
 from collections.abc import Callable
 
 from echo2.base.rng import derived_rng
-from echo2.sim.fault_plan import STORM_S, Fault, Planned, long_outage, storm
-from echo2.sim.malice import LyingMouth, Malice
+from echo2.sim.byzantine import ByzantineSender, Misbehaviour
+from echo2.sim.fault_plan import STORM_S, Fault, PlannedFault, long_outage, storm
 from echo2.sim.process import Process
-from echo2.sim.scene import Scene
+from echo2.sim.scenario import Scenario
 from echo2.sim.world import World
-from echo2.worker.runtime.daemon import WorkerDaemon
+from echo2.worker.worker import WorkerDaemon
 
 LONG_STORM_S = 250.0
 """Long enough that workers retry a stalled artifact while the learner is still away."""
-NOTICE_S = 2.0
-MACHINES_MAX = 7
-CHUNKS = {"learner": "run/chunks/*.artifact"}
+NOTICE_S = 2.0  # scaled down as a storm is: clouds give 30 s to 2 min
+MACHINES_MAX = 7  # worlds take seconds of computing in proportion to it
+CHUNKS = {"learner": "run/chunks/*.artifact"}  # where bit rot strikes, by machine
 
 
 class Storm:
     """Applies the planned faults to a world. A fault's method returns False if it cannot be applied now."""
 
-    def __init__(self, world: World, planned: list[Planned], until_s: float = STORM_S) -> None:
+    def __init__(self, world: World, planned: list[PlannedFault], until_s: float = STORM_S) -> None:
         self.world, self.until_s = world, until_s
-        self.rng: random.Random = derived_rng(world.scene.seed, "storm")
+        self.rng: random.Random = derived_rng(world.scenario.seed, "storm")
         self._undo: list[Callable[[], None]] = []
         for one in planned:
             world.after(one.at_s, lambda one=one: self._strike(one))  # type: ignore[misc]
@@ -37,7 +37,7 @@ class Storm:
 
     # ---- bookkeeping
 
-    def _strike(self, planned: Planned) -> None:
+    def _strike(self, planned: PlannedFault) -> None:
         whom = planned.whom
         if whom not in self.world.machines or whom in self.world.gone:
             if not self.world.workers:
@@ -45,7 +45,7 @@ class Storm:
             whom = self.rng.choice(self.world.workers)
         if _CARRIED_OUT[planned.fault](self, whom, planned.for_s):
             self.world.faults[planned.fault.value] += 1
-            self.world.story.tell(whom, f"FAULT {planned.fault.value} ({planned.for_s:.1f} s)")
+            self.world.events.tell(whom, f"FAULT {planned.fault.value} ({planned.for_s:.1f} s)")
 
     def _for(self, seconds: float, undo: Callable[[], None]) -> None:
         """Undoes a fault after `seconds`, or when the storm ends if that is earlier."""
@@ -63,7 +63,7 @@ class Storm:
     def _heal(self) -> None:
         for undo in self._undo:
             undo()
-        self.world.story.tell("faults", "stop")
+        self.world.events.tell("faults", "stop")
 
     def _others(self, whom: str) -> list[str]:
         return [name for name in ("coordinator", "learner", *self.world.workers) if name != whom]
@@ -227,18 +227,18 @@ _CARRIED_OUT: dict[Fault, Callable[[Storm, str, float], bool]] = {
 }  # fmt: skip
 
 
-def malice_of(seed: int) -> Malice | None:
+def malice_of(seed: int) -> Misbehaviour | None:
     """The kind of malicious worker of a seed; None in three of five seeds."""
     rng = derived_rng(seed, "malice")
-    return rng.choice(list(Malice)) if rng.random() < 0.4 else None
+    return rng.choice(list(Misbehaviour)) if rng.random() < 0.4 else None
 
 
 def stormy_world(seed: int) -> tuple[World, float]:
     """The world of a seed with its storm, and the time when the storm ends."""
-    world = World(Scene.of(seed))
+    world = World(Scenario.of(seed))
     workers, malice = len(world.workers), malice_of(seed)
     if malice is not None:
-        link = world.machines[world.add_worker(LyingMouth(malice, derived_rng(seed, "liar")))].link
+        link = world.machines[world.add_worker(ByzantineSender(malice, derived_rng(seed, "liar")))].link
         link.up, link.down = 2 * link.up, 2 * link.down  # with a better link it relays more chunks
     outage = long_outage(seed, workers)
     until_s = LONG_STORM_S if outage else STORM_S

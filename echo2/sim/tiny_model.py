@@ -14,14 +14,15 @@ from torch import Tensor
 
 from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
-from echo2.learner.batch import Batch
+from echo2.learner.rollouts.groups import Batch
 from echo2.weights import HostWeights
 
-FINGERPRINT_KEY = 0x5EED
-VOCABULARY = 97
+FINGERPRINT_KEY = 0x5EED  # any; fixed so that traces repeat
+VOCABULARY = 97  # small: scores are computed for every token
 STOP_TOKEN = 1
+# Three tensors of two shapes: blocks with several and with part of one.
 SHAPES = {"embed.weight": (24, 8), "layer.weight": (16, 12), "norm.weight": (12,)}
-BLOCK_ELEMENTS = 32
+BLOCK_ELEMENTS = 32  # several blocks a version although it is tiny
 
 
 def base_weights(seed: int) -> dict[str, Tensor]:

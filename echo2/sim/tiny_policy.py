@@ -1,4 +1,4 @@
-"""The tiny model's next-token distribution, a different one for each version, and the scorer that audits use.
+"""The tiny model's next-token distribution, a different one for each version, how engines sample from it, and the audits' scorer.
 
 Guarantees: a pure function of the bits of the weights, the leased group and the position, so that a version's fingerprint and the
 random number of a position determine the token and its log-probability. Two versions differ by about `DRIFT_NATS`. Lengths have a
@@ -13,24 +13,27 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import NormalDist
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from echo2.base.ids import GroupId, Version
-from echo2.learner.audit import Passage, Piece
-from echo2.learner.episodes import TurnOf
-from echo2.scoring.request import FLOOR_NATS, ScoreRequest, Stretch, TokenScores
+from echo2.base.rng import uniform
+from echo2.learner.audit import FLOOR_NATS, Passage, Piece, TokenScores
+from echo2.learner.rollouts.groups import TurnOf
 from echo2.sim.tiny_model import STOP_TOKEN, VOCABULARY, fingerprint_of
+from echo2.worker.engines.engine import GenerateRequest
 
-MEDIAN_TOKENS, SIGMA = 20.0, 0.9
-SPREAD_NATS, DRIFT_NATS = 1.5, 0.1
+MEDIAN_TOKENS, SIGMA = 20.0, 0.9  # lengths are log-normal, with a tail of some ten medians
+SPREAD_NATS, DRIFT_NATS = 1.5, 0.1  # far above float32's noise, so that audits find a wrong version
 FIRST_TOKEN = 3
 """Lower token IDs are never drawn, except the stop token."""
-_ROWS = 512
+_ROWS = 512  # many contexts, some 200 KB
+# Drawn once: the scores of every context.
 _TABLE = np.random.Generator(np.random.PCG64(0)).standard_normal((_ROWS, VOCABULARY - FIRST_TOKEN + 1))
-_NORMAL = NormalDist()
+_NORMAL = NormalDist()  # of the lengths
 
 Column = npt.NDArray[np.float64]
 
@@ -99,7 +102,7 @@ class TinyScorer:
         for place, (group_id, position) in enumerate(_places_of(passage)):
             if piece.start <= place < piece.stop:
                 logprobs = logprobs_of(self._fingerprints[version], group_id, position)
-                rows.append(_scores(logprobs, passage.rollout.token_ids[place]))
+                rows.append(_scores(logprobs, passage.rollout.token_ids[place], passage.uniforms[place]))
         return TokenScores(*np.array(rows).T), None
 
 
@@ -114,22 +117,44 @@ def _places_of(passage: Passage) -> Iterator[tuple[GroupId, int]]:
         before, position = place, position + 1
 
 
-def scores_of(fingerprint: int, request: ScoreRequest, stretch: Stretch) -> TokenScores:
-    """Scores a stretch under the version with this fingerprint."""
-    rows = [
-        _scores(
-            logprobs_of(fingerprint, stretch.prefix_key, stretch.position + number),
-            request.token_ids[stretch.first + number],
-        )
-        for number in range(stretch.count)
-    ]
-    return TokenScores(*np.array(rows).T)
-
-
-def _scores(logprobs: Column, token: int) -> tuple[float, ...]:
+def _scores(logprobs: Column, token: int, number: float) -> tuple[float, ...]:
     """One row of `TokenScores`."""
     chances = np.exp(logprobs)
     drawn = max(2 * FLOOR_NATS, float(logprobs[token]))
     expected = float(chances @ np.maximum(logprobs, FLOOR_NATS))
-    ends, below = float(chances[STOP_TOKEN]), float(chances[:token].sum())
-    return drawn, drawn, expected, ends, float(token == STOP_TOKEN), below, float(chances @ chances)
+    pick, sums, squares = picked(logprobs, number), chances.cumsum() / chances.sum(), np.square(chances).cumsum()
+    edges = [(float(sums[at]), float(squares[at])) if at >= 0 else (0.0, 0.0) for at in (pick - 1, pick)]
+    spreads = [((1 - edge) ** 2 * below + edge**2 * (squares[-1] - below)) ** 0.5 for edge, below in edges]
+    return drawn, drawn, expected, float(pick == token), edges[0][0], edges[1][0], *spreads
+
+
+class TokenSampler(Protocol):
+    """Samples tokens for an engine. `draws_by_seed`: whether the engine claims to sample by the leases' seeds."""
+
+    @property
+    def draws_by_seed(self) -> bool: ...
+
+    def pick(self, bits: int, request: GenerateRequest, position: int) -> tuple[int, float]:
+        """The token at `position` of a completion and its log-probability, under weights with the fingerprint `bits`."""
+        ...
+
+
+class SeededSampler:
+    """The picks of an honest engine."""
+
+    draws_by_seed = True
+
+    def pick(self, bits: int, request: GenerateRequest, position: int) -> tuple[int, float]:
+        return seeded(bits, group_of(request), request.sampling.seed, position)
+
+
+def seeded(bits: int, group_id: GroupId, seed: int, position: int) -> tuple[int, float]:
+    """The token that this seed's random number selects, and its log-probability."""
+    logprobs = logprobs_of(bits, group_id, position)
+    token = picked(logprobs, uniform(seed, position))
+    return token, float(logprobs[token])
+
+
+def group_of(request: GenerateRequest) -> GroupId:
+    """The request's group: its prefix key is the group ID."""
+    return GroupId(request.prefix_key)

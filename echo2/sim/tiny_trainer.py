@@ -2,7 +2,7 @@
 checkpoints, a made-up optimiser; and the prompts, tokenizer and task world that go with it.
 
 Guarantees: the weights after a step are a function of the weights before it and of the batch alone; a step takes `train_s`
-of virtual time on the trainer's thread. Leaves to others: when to step (learner/runtime/loop).
+of virtual time on the trainer's thread. Leaves to others: when to step (learner/loop).
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from torch import Tensor
 
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_rng
-from echo2.learner.batch import Batch
-from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, state_of
-from echo2.learner.runtime.coding import LocalCoder, VersionCoder
-from echo2.learner.runtime.model_facts import digest_of
-from echo2.learner.runtime.prompts import PromptSource
-from echo2.learner.runtime.trainer import StepResult
-from echo2.learner.runtime.training_side import Scorer
-from echo2.learner.runtime.world import TurnAnswer
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, state_of
+from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
+from echo2.learner.rollouts.groups import Batch
+from echo2.learner.rollouts.prompts import PromptSource, TurnAnswer
+from echo2.learner.training.loading import digest_of
+from echo2.learner.training.team import Scorer
+from echo2.learner.training.trainer import StepResult
 from echo2.sim.tiny_model import (
     SHAPES,
     STOP_TOKEN,
@@ -38,15 +37,15 @@ from echo2.sim.tiny_model import (
 )
 from echo2.sim.tiny_policy import TinyScorer
 from echo2.sim.virtual_loop import VirtualLoop
-from echo2.tasks.runtime.rewards import RewardFailure, Scored
+from echo2.tasks.rewards import RewardFailure, Scored
 from echo2.tasks.task import Reward, TaskInstance
 
-SNAPSHOT_BYTES = sum(2 * torch.Size(shape).numel() for shape in SHAPES.values())
+SNAPSHOT_BYTES = sum(2 * torch.Size(shape).numel() for shape in SHAPES.values())  # bf16
 CONFIG = {
     "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": VOCABULARY,
     "intermediate_size": 8, "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
-MASTERS = "masters|"
+MASTERS = "masters|"  # before a name, in a checkpoint's file
 
 
 class TinyModel:
@@ -117,10 +116,9 @@ class TinyTrainer:
         return checkpoint
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
-        steps = store.steps()
-        if not steps:
+        checkpoint = store.load_newest()
+        if checkpoint is None:
             return None
-        checkpoint = store.load(steps[-1], None)
         self._weights, self.step_count = copied(checkpoint.masters), int(checkpoint.step)
         return checkpoint
 
@@ -146,6 +144,7 @@ class TinyTokenizer:
 
     chat_template = None
     all_special_ids: tuple[int, ...] = ()
+    all_special_tokens: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return VOCABULARY
@@ -163,7 +162,7 @@ class TinyTokenizer:
 class TinyWorld:
     """A `World`: each prompt wants up to `turns` completions. The last one is scored; scoring fails at rate `reward_fails`."""
 
-    name, size = "tiny", None
+    name, size, reward_processes = "tiny", None, 0
 
     def __init__(self, seed: int, turns: int, reward_fails: float) -> None:
         self._seed, self._turns, self._fails = seed, turns, reward_fails

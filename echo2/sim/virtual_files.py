@@ -18,7 +18,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-PLENTY_BYTES = 1 << 40
+PLENTY_BYTES = 1 << 40  # a disk that is never full
+# SQLite syncs by itself, outside these files; locks and sockets need none.
 SELF_SYNCED = (".sqlite", ".sqlite-wal", ".sqlite-shm", "lock", ".lock", ".sock", ".link")
 
 

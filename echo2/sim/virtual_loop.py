@@ -20,7 +20,7 @@ from echo2.outside import outside_of
 T = TypeVar("T")
 THREAD_S = 0.0002
 """Minimum time to hand a piece of work to a thread and back."""
-HANDLES_AT_ONE_TIME_MAX = 500_000
+HANDLES_AT_ONE_TIME_MAX = 500_000  # a loop that never lets time pass is an endless one
 
 
 class NumberedTask(asyncio.Task[Any]):

@@ -3,7 +3,7 @@
 A wire behaves like TCP with keepalive: while it is up, frames arrive whole and in order in each direction, so packet loss
 only delays a frame. Guarantees: same seed, same result; each end learns once that its wire has ended, in the context of
 its process. A blocked direction holds frames back; after `KEEPALIVE_S` both ends give up the wire. Leaves to others: what
-frames mean (memory_grpc).
+frames mean (memory_grpc, memory_net).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from echo2.sim.virtual_loop import VirtualLoop
 if TYPE_CHECKING:
     from echo2.sim.process import Process
 
-KEEPALIVE_S = 18.0
-FRAME_BYTES = 60
+KEEPALIVE_S = 18.0  # as production's TCP: tls_streams.GONE_S
+FRAME_BYTES = 60  # headers of TCP, IP and TLS
 PACKET_BYTES = 1_500
 """Connections share a link: a frame that fits in a packet waits only for its own connection's queue, not for others'."""
-KNOCK_AGAIN_S = 1.0
+KNOCK_AGAIN_S = 1.0  # TCP's first retransmission of a SYN
 
 
 @dataclass(slots=True)
@@ -293,4 +293,4 @@ class Wires:
         self.after(KEEPALIVE_S, notice)
 
 
-_NOBODY = contextvars.Context()
+_NOBODY = contextvars.Context()  # the context of what belongs to no process

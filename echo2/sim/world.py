@@ -1,8 +1,8 @@
 """All of echo2 in one process: the real coordinator, learner and worker daemons in a virtual world, from a seed.
 
-`World(Scene.of(seed)).run()` returns a `WorldOutcome`. Guarantees: same seed, same events in the same order
+`World(Scenario.of(seed)).run()` returns a `WorldOutcome`. Guarantees: same seed, same events in the same order
 (`WorldOutcome.digest`), under any hash seed. Machines outlive processes: a process that fails or is killed is restarted on the
-same machine, on the same disk or a new one. Leaves to others: faults (storm), what must hold (witness, checkers).
+same machine, on the same disk or a new one. Leaves to others: faults (storm), what must hold (observer, checkers).
 """
 
 from __future__ import annotations
@@ -23,52 +23,58 @@ from typing import Any
 from echo2.base.errors import EchoError
 from echo2.base.ids import RunId, Version
 from echo2.base.rng import derived_rng
-from echo2.base.rollout import SamplingParams
-from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeCalls
-from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.runtime.daemon import CoordinatorDaemon
-from echo2.coordinator.runtime.providers.offers import make_provider
-from echo2.learner.history import Record
-from echo2.learner.runtime.daemon import LearnerDaemon
-from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, LearnerOptions, TrainerOptions
-from echo2.learner.runtime.run_folder import RunFolder
-from echo2.learner.runtime.seed import SeedNode
-from echo2.learner.runtime.startup import Prepared, prepare_with
+from echo2.broadcast.node import BroadcastNode, NodeCalls
+from echo2.config.run import LearnerSection, RunConfig, RunSection, StalenessSection
+from echo2.coordinator.coordinator import CoordinatorDaemon
+from echo2.coordinator.money.offers import make_provider
+from echo2.coordinator.options import CoordinatorOptions, timed_section
+from echo2.learner.learner import LearnerDaemon
+from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
+from echo2.learner.publishing.seed import SeedNode
+from echo2.learner.rollouts.history import Record
+from echo2.learner.run_folder import RunFolder
+from echo2.learner.startup import Prepared, prepare_with
 from echo2.outside import here
+from echo2.sim.byzantine import ByzantineMachine
 from echo2.sim.checkers import Truth, Violation
 from echo2.sim.cloud import CLOUD_CAP_USD_PER_HOUR, PRICE_USD_PER_HOUR, VirtualCloud
-from echo2.sim.looking import Daemon, Looking
-from echo2.sim.made_up_engine import EngineFaults
-from echo2.sim.malice import Liar
+from echo2.sim.event_log import EventLog
+from echo2.sim.inspector import Daemon, Inspector
 from echo2.sim.memory_net import MemoryNet
+from echo2.sim.observer import Observer
 from echo2.sim.process import Process, VirtualMachine
-from echo2.sim.scene import Scene
-from echo2.sim.story import Story
+from echo2.sim.scenario import Scenario
+from echo2.sim.simulated_engine import EngineFaults
 from echo2.sim.tiny_model import base_weights, copied, fingerprint_of
-from echo2.sim.tiny_picks import SeededPicks
+from echo2.sim.tiny_policy import SeededSampler
 from echo2.sim.tiny_trainer import TinyTrainer, tiny_source
 from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires
-from echo2.sim.witness import Witness
-from echo2.sim.world_parts import NoPage, NoPauses, VirtualEngines, WatchedStore, all_ended, as_running, uncollected
-from echo2.trust.runtime.gate import GatedServer
-from echo2.trust.runtime.tls import Credentials
+from echo2.sim.world_parts import (
+    NoPage,
+    VirtualEngines,
+    WatchedStore,
+    all_ended,
+    as_running,
+    no_collection,
+    uncollected,
+)
+from echo2.trust.tls import Credentials
 from echo2.weights.fingerprint import fingerprint, key_of_run
-from echo2.worker.options import EngineChoice, WorkerOptions
-from echo2.worker.runtime.daemon import WorkerDaemon
-from echo2.worker.runtime.make_engine import Engines
+from echo2.worker.engines.making import Engines
+from echo2.worker.options import WorkerOptions
+from echo2.worker.worker import WorkerDaemon
 
-RUN = RunId("simulated")
-STEPS_MAX = 100_000
-MBIT = 125_000.0
-LOOK_S = 5.0
-EVALUATION = EvaluationOptions(prompts=4, every_steps=3, samples=2, patience_s=20.0)
+RUN = RunId("simulated")  # every world's
+STEPS_MAX = 100_000  # more than a world ever trains: runs end by time
+MBIT = 125_000.0  # bytes per second
+LOOK_S = 5.0  # rarer would miss waits, oftener costs computing
+# Invariant 6: a restart's replay, a lease's 120 s and a version fit several times.
 PROGRESS_STEPS, PROGRESS_S = 3, 400.0
-CATCH_UP_S = 150.0
-RESTART_S = 3.0
-LEARNER_PORT, WORKER_PORT = 9100, 9000
+CATCH_UP_S = 150.0  # a keyframe over the slowest link after a refused peer's pause
+RESTART_S = 3.0  # as an init system's delay
+LEARNER_PORT, WORKER_PORT = 9100, 9000  # any; machines have addresses of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class WorldOutcome:
     faults: Counter[str]
     checks: Counter[int]
     restarts: Counter[str]
-    story: tuple[str, ...] = field(repr=False, default=())
+    events: tuple[str, ...] = field(repr=False, default=())
 
 
 @dataclass(slots=True)
@@ -96,30 +102,30 @@ class WorkerTraits:
     step_s: float
     price: float
     faults: EngineFaults = field(default_factory=EngineFaults)
-    liar: Liar | None = None
+    liar: ByzantineMachine | None = None
 
 
 class World:
     """One run. `daemons`: the living ones, by machine name."""
 
-    def __init__(self, scene: Scene, workers: int | None = None, steps: int = STEPS_MAX) -> None:
-        self.scene, self.steps = scene, steps
+    def __init__(self, scene: Scenario, workers: int | None = None, steps: int = STEPS_MAX) -> None:
+        self.scenario, self.steps = scene, steps
         self.loop = VirtualLoop()
         self.root = Path(tempfile.mkdtemp(prefix="echo2-sim-", dir=_fast_folder()))
-        self.story = Story(self.loop.time, self.root.name)
+        self.events = EventLog(self.loop.time, self.root.name)
         self.truth = Truth(scene.staleness_bound)
         self.wires = Wires(self.loop, derived_rng(scene.seed, "network"))
         self.wires.chunk_scale = scene.chunk_scale
         self.failure: Violation | None = None
-        self.witness = Witness(self.truth, self._failed, self.story.trace, self._holds_leases)
-        self.wires.taps.append(self.witness.tap)
+        self.observer = Observer(self.truth, self._failed, self.events.trace, self._holds_leases)
+        self.wires.taps.append(self.observer.tap)
         self.rng: random.Random = derived_rng(scene.seed, "cluster")
         self.faults: Counter[str] = Counter()
         self.restarts: Counter[str] = Counter()
         self.machines: dict[str, VirtualMachine] = {}
         self.traits: dict[str, WorkerTraits] = {}
         self.daemons: dict[str, Daemon] = {}
-        self.looking = Looking(self.truth, self.machines, self.wires, self.faults)
+        self.inspector = Inspector(self.truth, self.machines, self.wires, self.faults)
         self.seed: BroadcastNode | None = None
         self.gone: set[str] = set()
         self.join_links: dict[str, str] = {}
@@ -139,23 +145,23 @@ class World:
 
     def _add_machine(self, name: str, link: AccessLink) -> VirtualMachine:
         host = f"127.1.0.{len(self.machines) + 1}"
-        machine = VirtualMachine(name, host, link, VirtualDisk(self.root / name), self.scene.seed)
-        machine.sync_s = self.scene.sync_s
+        machine = VirtualMachine(name, host, link, VirtualDisk(self.root / name), self.scenario.seed)
+        machine.sync_s = self.scenario.sync_s
         self.machines[name] = machine
         self.wires.names[host] = name
         return machine
 
-    def add_worker(self, liar: Liar | None = None) -> str:
+    def add_worker(self, liar: ByzantineMachine | None = None) -> str:
         """Adds a machine and returns its name; `start` starts its process."""
         name = f"w{len(self.traits)}"
-        rng = derived_rng(self.scene.seed, "machine", name)
+        rng = derived_rng(self.scenario.seed, "machine", name)
         up = rng.choice((50, 100, 200)) * MBIT
         self._add_machine(name, AccessLink(up, 2 * up, rng.choice((0.02, 0.08, 0.16))))
         self.traits[name] = WorkerTraits(
             rng.choice((4, 8, 12)), rng.uniform(0.1, 0.3), rng.uniform(0.2, 2.0), liar=liar
         )
         if liar is not None:
-            self.machines[name].mouth = liar
+            self.machines[name].message_filter = liar
             self.truth.liars.add(name)
             self.faults[f"malicious worker: {liar.name}"] += 1
         return name
@@ -189,7 +195,7 @@ class World:
             return
         machine = self.machines[name]
         machine.process = process = Process(machine, self.loop, lambda p: MemoryNet(p, self.wires, self._broke))
-        self.story.tell(name, "starts")
+        self.events.tell(name, "starts")
         task = process.context.run(lambda: self.loop.create_task(self._life(name, process)))
         task.add_done_callback(lambda done: self._ended(name, process, done))
 
@@ -199,56 +205,81 @@ class World:
 
     def _daemon(self, name: str, process: Process) -> Daemon:
         if name == "coordinator":
-            store = WatchedStore.opener(self.witness.kept)
+            store = WatchedStore.opener(self.observer.kept)
             provider = self.cloud.provider if self.cloud is not None else make_provider
-            return CoordinatorDaemon(self._coordinator_options(process), NoPage, store, NoPauses, provider)
+            return CoordinatorDaemon(self._coordinator_options(process), NoPage, store, no_collection, provider)
         if name == "learner":
             options, prepared = self._learner_options(process), self._preparer(process)
             return LearnerDaemon(options, make_broadcaster=self._seed_node, make_prepared=prepared)
         traits = self.traits[name]
-        engines: Engines = VirtualEngines(SeededPicks(), traits.slot_count, traits.step_s, traits.faults)
+        engines: Engines = VirtualEngines(SeededSampler(), traits.slot_count, traits.step_s, traits.faults)
         if traits.liar is not None:
             engines = traits.liar.engines(engines)
         return WorkerDaemon(self._worker_options(name, process), engines=engines)
 
     def _coordinator_options(self, process: Process) -> CoordinatorOptions:
-        scene = self.scene
-        return CoordinatorOptions(
-            RUN, process.machine.disk.folder, staleness_bound=scene.staleness_bound, host=process.machine.host,
-            heartbeat_interval_s=scene.heartbeat_s, suspect_after_s=scene.suspect_after_s,
-            gone_after_s=scene.gone_after_s, lease_timeout_s=scene.lease_timeout_s,
-            report_interval_s=scene.report_interval_s, plan_interval_s=scene.plan_interval_s,
-            offers_file=self.cloud.offers_file if self.cloud is not None else None,
+        scene = self.scenario
+        section = timed_section(
+            host=process.machine.host, heartbeat_interval=scene.heartbeat_s, suspect_after=scene.suspect_after_s,
+            gone_after=scene.gone_after_s, lease_timeout=scene.lease_timeout_s,
+            report_interval=scene.report_interval_s, plan_interval=scene.plan_interval_s,
+            offers=str(self.cloud.offers_file) if self.cloud is not None else "",
             usd_per_hour_cap=CLOUD_CAP_USD_PER_HOUR if self.cloud is not None else 0.0,
         )  # fmt: skip
+        config = RunConfig(
+            learner=LearnerSection(steps=self.steps),
+            run=RunSection(name=RUN),
+            staleness=StalenessSection(bound=scene.staleness_bound),
+            coordinator=section,
+        )
+        return CoordinatorOptions(process.machine.disk.folder, config)
 
     def _learner_options(self, process: Process) -> LearnerOptions:
-        scene, host = self.scene, process.machine.host
+        scene, host = self.scenario, process.machine.host
+        learner = {
+            "steps": self.steps,
+            "prompts_per_step": scene.groups_per_step,
+            "rollouts_per_prompt": scene.rollouts_per_group,
+            "checkpoint_every_steps": scene.checkpoint_every_steps,
+            "drop_equal_groups": scene.drops_equal_rewards,
+            "audit_share": scene.audit_share,
+            "port": LEARNER_PORT,
+            "advertise": f"{host}:{LEARNER_PORT}",
+            "uplink_limit": f"{process.machine.link.up / scene.chunk_scale}B/s",
+        }
+        sections = {
+            "run": {"name": RUN, "seed": scene.seed},
+            "learner": learner,
+            "staleness": {"bound": scene.staleness_bound},
+            "sampling": {"max_new_tokens": scene.max_new_tokens},
+            "worker": {"draft_tokens": 1},  # engines that do not draw by their seeds are audited, not refused
+            "task": {"eval_prompts": 4, "eval_every_steps": 3, "eval_samples": 2},
+        }
         return LearnerOptions(
-            process.machine.disk.folder / "run", RUN, self.steps, scene.groups_per_step * scene.rollouts_per_group,
-            scene.rollouts_per_group, scene.staleness_bound, TrainerOptions("tiny"),
-            sampling=SamplingParams(max_new_tokens=scene.max_new_tokens), evaluation=EVALUATION,
-            checkpoint=CheckpointOptions(every_steps=scene.checkpoint_every_steps, free_bytes_min=1), seed=scene.seed,
-            host=host, port=LEARNER_PORT, advertise=f"{host}:{LEARNER_PORT}", join_link=self.join_link("learner"),
-            drops_equal_rewards=scene.drops_equal_rewards, keyframe_chain_max=scene.keyframe_chain_max,
-            audit_share=scene.audit_share, audit_fleet_share=scene.audit_fleet_share,
-            uplink_limit_bytes_per_s=process.machine.link.up / scene.chunk_scale,
+            process.machine.disk.folder / "run", RunConfig.model_validate(sections), TrainerOptions("tiny"), host=host,
+            join_link=self.join_link("learner"),
+            limits=LearnerLimits(
+                free_bytes_min=1, keyframe_chain_max=scene.keyframe_chain_max, evaluation_patience_s=20.0
+            ),
         )  # fmt: skip
 
     def _worker_options(self, name: str, process: Process) -> WorkerOptions:
         host = process.machine.host
+        worker = {
+            "engine": "embedded",
+            "price_usd_per_hour": self.traits[name].price,
+            "port": WORKER_PORT,
+            "swap_mode": self.scenario.swap_mode.value,
+            "uplink_limit": f"{process.machine.link.up / self.scenario.chunk_scale}B/s",
+        }
         return WorkerOptions(
-            self.join_links.get(name) or self.join_link("worker"), process.machine.disk.folder / "worker", name,
-            EngineChoice.EMBEDDED, price_usd_per_hour=self.traits[name].price, listen_host=host,
-            listen_port=WORKER_PORT,
-            advertised_addresses=(f"{host}:{WORKER_PORT}",), swap_mode=self.scene.swap_mode, seed=self.scene.seed,
-            uplink_limit_bytes_per_s=process.machine.link.up / self.scene.chunk_scale,
+            self.join_links.get(name) or self.join_link("worker"), process.machine.disk.folder / "worker",
+            RunConfig.model_validate({"run": {"seed": self.scenario.seed}, "worker": worker}), name, listen_host=host,
+            advertised_addresses=(f"{host}:{WORKER_PORT}",),
         )  # fmt: skip
 
-    def _seed_node(
-        self, server: GatedServer, credentials: Credentials, options: LearnerOptions, calls: NodeCalls
-    ) -> SeedNode:
-        made = SeedNode(server, credentials, options, calls)
+    def _seed_node(self, credentials: Credentials, options: LearnerOptions, calls: NodeCalls) -> SeedNode:
+        made = SeedNode(credentials, options, calls)
         self.seed = made.node
         return made
 
@@ -257,8 +288,8 @@ class World:
         daemon = self.daemons.get(name)
         if isinstance(daemon, LearnerDaemon):
             return self.seed
-        shift = daemon.shift if isinstance(daemon, WorkerDaemon) else None
-        return shift.node if shift is not None else None
+        worker = daemon.worker if isinstance(daemon, WorkerDaemon) else None
+        return worker.node if worker is not None else None
 
     def join_link(self, role: str) -> str:
         """The join link of a role, as the operator would pass it on."""
@@ -266,19 +297,19 @@ class World:
 
     def _preparer(self, process: Process) -> Callable[[LearnerOptions, RunFolder], Prepared]:
         def make(options: LearnerOptions, folder: RunFolder) -> Prepared:
-            scene, weights = self.scene, base_weights(self.scene.seed)
+            scene, weights = self.scenario, base_weights(self.scenario.seed)
             self.truth.published(Version(0), fingerprint_of(weights))
-            self.witness.run_fingerprints[Version(0)] = f"{fingerprint(weights, self._key):016x}"
+            self.observer.run_fingerprints[Version(0)] = f"{fingerprint(weights, self._key):016x}"
             trainer = _WatchedTrainer(self, process)
             prepared = prepare_with(trainer, options, folder, tiny_source(scene.seed, scene.turns, scene.reward_fails))
             append = prepared.journal.append
 
             def watched(record: Record) -> None:
                 append(record)
-                self.witness.noted(process, record)
+                self.observer.noted(process, record)
 
             prepared.journal.append = watched  # type: ignore[method-assign]
-            self.witness.learner_prepared(process, prepared.shelf, prepared.history.exam_groups())
+            self.observer.learner_prepared(process, prepared.groups)
             return prepared
 
         return make
@@ -288,7 +319,7 @@ class World:
             return  # killed by the simulation
         error = None if done.cancelled() else done.exception()
         text = f"{type(error).__name__}: {error}" if error is not None else "in order"
-        self.story.tell(name, f"ends: {text}")
+        self.events.tell(name, f"ends: {text}")
         if error is not None and not isinstance(error, EchoError):
             self._broke(name, error)
         self.restarts[f"{name.rstrip('0123456789')} {type(error).__name__ if error else 'ended'}"] += 1
@@ -319,7 +350,7 @@ class World:
     def _failed(self, violation: Violation) -> None:
         if self.failure is None:
             self.failure = violation
-            self.story.tell("checker", str(violation))
+            self.events.tell("checker", str(violation))
 
     def after(self, delay_s: float, act: Callable[[], None]) -> None:
         self.wires.after(delay_s, act)
@@ -338,10 +369,10 @@ class World:
                 self._finish()
         failure, invariant = (str(self.failure), self.failure.invariant) if self.failure is not None else ("", 0)
         return WorldOutcome(
-            self.scene.seed, self.story.digest, failure, invariant, self.truth.step,
-            max(self.witness.run_fingerprints, default=Version(0)), self.loop.time(),
-            self.faults + self.wires.counts + self.witness.counts, self.truth.checks, self.restarts,
-            tuple(self.story.lines()),
+            self.scenario.seed, self.events.digest, failure, invariant, self.truth.step,
+            max(self.observer.run_fingerprints, default=Version(0)), self.loop.time(),
+            self.faults + self.wires.counts + self.observer.counts, self.truth.checks, self.restarts,
+            tuple(self.events.lines()),
         )  # fmt: skip
 
     def _finish(self) -> None:
@@ -391,16 +422,16 @@ class World:
 
     async def _await_newest(self) -> None:
         """Pauses training; then every worker must reach the newest version, and no admitted rollout may be lost."""
-        self.train_s, self.looking.holds_training = 10_000.0, True
+        self.train_s, self.inspector.holds_training = 10_000.0, True
         is_there = await self._until(lambda: not self._behind(), CATCH_UP_S)
         self._check(is_there, f"{self._behind()} are not back at the newest version: {self._waits()}")
-        if self.witness.shelf is not None:
+        if self.observer.groups is not None:
             await self._until(self._has_all, LOOK_S)
-            self._judged(lambda: self.truth.nothing_is_lost(self.witness.shelf))  # type: ignore[arg-type]
+            self._judged(lambda: self.truth.nothing_is_lost(self.observer.groups))  # type: ignore[arg-type]
 
     def _has_all(self) -> bool:
-        with contextlib.suppress(Violation):  # a batch is briefly on no shelf between its draw and its step
-            self.truth.nothing_is_lost(self.witness.shelf)  # type: ignore[arg-type]
+        with contextlib.suppress(Violation):  # a batch is briefly held by nobody between its draw and its step
+            self.truth.nothing_is_lost(self.observer.groups)  # type: ignore[arg-type]
             return True
         return False
 
@@ -415,17 +446,16 @@ class World:
 
     def _behind(self) -> list[str]:
         learner = self.daemons.get("learner")
-        if not isinstance(learner, LearnerDaemon) or learner.shift is None:
+        if not isinstance(learner, LearnerDaemon) or learner.learner is None:
             return ["learner"]
-        newest = learner.shift.publisher.newest_version
+        newest = learner.learner.publisher.newest_version
         honest = [name for name in self.workers if name not in self.truth.liars]
         return [name for name in honest if self._version_of(name) != newest]
 
     def _version_of(self, name: str) -> Version | None:
         daemon = self.daemons.get(name)
-        shift = daemon.shift if isinstance(daemon, WorkerDaemon) else None
-        keeper = shift.keeper if shift is not None else None
-        return keeper.machine.live if keeper is not None else None
+        worker = daemon.worker if isinstance(daemon, WorkerDaemon) else None
+        return worker.weights.live if worker is not None and worker.weights is not None else None
 
     def _waits(self) -> str:
         parts = []
@@ -438,29 +468,31 @@ class World:
 
     def _look(self) -> None:
         """Checks the daemons every `LOOK_S`."""
-        self.looking.look(self.daemons, self._failed, self.cloud.there if self.cloud is not None else ())
+        self.inspector.look(self.daemons, self._failed, self.cloud.there if self.cloud is not None else ())
         self.after(LOOK_S, self._look)
 
     def _holds_leases(self, name: str) -> bool:
         daemon = self.daemons.get(name)
         return (
-            isinstance(daemon, WorkerDaemon) and daemon.shift is not None and bool(daemon.shift.desk.machine.lease_ids)
+            isinstance(daemon, WorkerDaemon)
+            and daemon.worker is not None
+            and bool(daemon.worker.leases.machine.lease_ids)
         )
 
 
 class _WatchedTrainer(TinyTrainer):
-    """Reports each trained batch to the witness, while its process lives."""
+    """Reports each trained batch to the observer, while its process lives."""
 
     def __init__(self, world: World, process: Process) -> None:
-        super().__init__(world.scene.seed, lambda: world.train_s, self._note)
+        super().__init__(world.scenario.seed, lambda: world.train_s, self._note)
         self._world, self._process = world, process
 
     def _note(self, batch: Any, found: int) -> None:
         world, version = self._world, Version(batch.step + 1)
         if not self._process.has_ended:
             world.truth.fingerprints.setdefault(version, found)
-            world.witness.run_fingerprints[version] = f"{fingerprint(copied(self._weights), world._key):016x}"
-        world.witness.trained(self._process, batch, found)
+            world.observer.run_fingerprints[version] = f"{fingerprint(copied(self._weights), world._key):016x}"
+        world.observer.trained(self._process, batch, found)
 
 
 class _LogListener(logging.Handler):
@@ -472,12 +504,15 @@ class _LogListener(logging.Handler):
         owner = here()
         name = owner.name if isinstance(owner, Process) and not owner.has_ended else ""
         if name:
-            self._world.story.tell(name, f"{record.levelname.lower()}: {record.getMessage()}")
+            self._world.events.tell(name, f"{record.levelname.lower()}: {record.getMessage()}")
+            error = record.exc_info[1] if record.exc_info and record.name == "echo2.guard" else None
+            if error is not None and record.getMessage().startswith("a call of "):
+                self._world._broke(name, error)
 
 
 @contextlib.contextmanager
 def _heard(world: World) -> Iterator[None]:
-    """Adds the daemons' log messages to the story."""
+    """Adds the daemons' log messages to the event log."""
     root, handler = logging.getLogger("echo2"), _LogListener(world)
     before = (root.level, root.propagate, root.handlers[:])
     root.setLevel(logging.INFO)

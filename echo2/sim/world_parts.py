@@ -1,4 +1,4 @@
-"""Parts that daemons of the virtual world get instead of real ones: dashboard page, garbage collection pauses, watched store,
+"""Parts that daemons of the virtual world get instead of real ones: dashboard page, garbage collection, watched store,
 machine and engines. Also helpers to run and end a world."""
 
 from __future__ import annotations
@@ -8,26 +8,24 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 from echo2.base.errors import DiskFull
 from echo2.base.ids import RunId
-from echo2.coordinator.runtime.commands import Commands
-from echo2.coordinator.runtime.store import SqlStore
-from echo2.coordinator.saved import SavedState, StoreChanges
+from echo2.coordinator.commands import Commands
+from echo2.coordinator.persistence import StateChanges, StateSnapshot
+from echo2.coordinator.store import SqlStore
 from echo2.cost_model.sizing import Fit
 from echo2.outside import here
-from echo2.sim.made_up_engine import CONTEXT_TOKENS, EngineFaults, MadeUpEngine
-from echo2.sim.tiny_picks import Picks, Says, honest_scores
+from echo2.sim.simulated_engine import CONTEXT_TOKENS, EngineFaults, SimulatedEngine
+from echo2.sim.tiny_policy import TokenSampler
 from echo2.sim.virtual_loop import VirtualLoop
-from echo2.trust.runtime.tls import Credentials
-from echo2.worker.engine import Engine
-from echo2.worker.findings import Finding
-from echo2.worker.options import EngineChoice, WorkerOptions
-from echo2.worker.runtime.machine import WorkerMachine
+from echo2.trust.tls import Credentials
+from echo2.worker.engines.engine import Engine
+from echo2.worker.machine import Finding, WorkerMachine
+from echo2.worker.options import WorkerOptions
 
-GIB = 1 << 30
-CLOSE_S = 30.0
+GIB = 1 << 30  # bytes
+CLOSE_S = 30.0  # beyond every grace of the daemons
 
 
 class NoPage:
@@ -53,35 +51,25 @@ class NoPage:
         self._stopped.set()
 
 
-class NoPauses:
+def no_collection() -> contextlib.AbstractContextManager[Callable[[], None]]:
     """Replaces the daemon's control of garbage collection: all daemons share one interpreter here (see `uncollected`)."""
-
-    def __enter__(self) -> NoPauses:
-        return self
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
-    ) -> None:
-        pass
-
-    def tick(self) -> None:
-        pass
+    return contextlib.nullcontext(lambda: None)
 
 
 class WatchedStore:
     """The real store; calls `kept` with changes once they are stored."""
 
-    def __init__(self, url: str, run_id: RunId, mark: Path, kept: Callable[[StoreChanges], None]) -> None:
+    def __init__(self, url: str, run_id: RunId, mark: Path, kept: Callable[[StateChanges], None]) -> None:
         self._store, self._kept = SqlStore(url, run_id, mark), kept
 
     @classmethod
-    def opener(cls, kept: Callable[[StoreChanges], None]) -> Callable[[str, RunId, Path], WatchedStore]:
+    def opener(cls, kept: Callable[[StateChanges], None]) -> Callable[[str, RunId, Path], WatchedStore]:
         return lambda url, run_id, mark: cls(url, run_id, mark, kept)
 
-    def load(self) -> SavedState:
+    def load(self) -> StateSnapshot:
         return self._store.load()
 
-    def write(self, changes: StoreChanges) -> None:
+    def write(self, changes: StateChanges) -> None:
         if not changes.is_empty() and here().files.free_bytes(Path()) == 0:
             raise DiskFull("expected room for the coordinator's state")
         self._store.write(changes)
@@ -90,8 +78,8 @@ class WatchedStore:
     def prune(self, events_kept: int, samples_kept: int) -> None:
         self._store.prune(events_kept, samples_kept)
 
-    def checkpoint(self) -> None:
-        self._store.checkpoint()
+    def checkpoint(self) -> str:
+        return self._store.checkpoint()
 
     def close(self) -> None:
         self._store.close()
@@ -100,19 +88,12 @@ class WatchedStore:
 class VirtualEngines:
     """`Engines` of a virtual machine."""
 
-    def __init__(
-        self, picks: Picks, slot_count: int, step_s: float, faults: EngineFaults, says: Says = honest_scores
-    ) -> None:
+    def __init__(self, picks: TokenSampler, slot_count: int, step_s: float, faults: EngineFaults) -> None:
         self._picks, self._slot_count, self._step_s, self._faults = picks, slot_count, step_s, faults
-        self._says = says
 
-    def picking(self, picks: Picks) -> VirtualEngines:
+    def picking(self, picks: TokenSampler) -> VirtualEngines:
         """The same machine, with engines that sample tokens by `picks`."""
-        return VirtualEngines(picks, self._slot_count, self._step_s, self._faults, self._says)
-
-    def saying(self, says: Says) -> VirtualEngines:
-        """The same machine, with engines that score by `says`."""
-        return VirtualEngines(self._picks, self._slot_count, self._step_s, self._faults, says)
+        return VirtualEngines(picks, self._slot_count, self._step_s, self._faults)
 
     def look(self, folder: Path) -> WorkerMachine:
         return WorkerMachine((), 2, 8 * GIB, 100 * GIB, False, 4 * GIB)
@@ -120,27 +101,25 @@ class VirtualEngines:
     def memory_bytes(self) -> tuple[int, int]:
         return GIB, 8 * GIB
 
-    def warm_up(self, choice: EngineChoice) -> None:
+    def warm_up(self, choice: str) -> None:
         pass
 
     def fit(
         self,
-        choice: EngineChoice,
+        choice: str,
         config: dict[str, object],
         options: WorkerOptions,
         machine: WorkerMachine,
         longest_tokens: int = 0,
         published_bytes: int = 0,
-        *,
-        is_audited: bool = True,
     ) -> Fit:
         tokens = CONTEXT_TOKENS
         return Fit(
             1, 0, self._slot_count, tokens, self._slot_count * tokens, f"{self._slot_count} sequences as made up"
         )
 
-    def make(self, choice: EngineChoice, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
-        return MadeUpEngine(self._picks, fit.sequences, self._step_s, self._faults, here().rng, self._says)
+    def make(self, choice: str, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
+        return SimulatedEngine(self._picks, fit.sequences, self._step_s, self._faults, here().rng)
 
     async def reach(self, addresses: list[str]) -> Finding:
         return Finding("reach", "as virtual machines are reached", True)

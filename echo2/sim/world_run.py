@@ -1,4 +1,4 @@
-"""`python -m echo2.sim.world_run --seed N`: one seed of the virtual world, with its story.
+"""`python -m echo2.sim.world_run --seed N`: one seed of the virtual world, with its events.
 
 `--count M` runs M seeds from N on and prints one line each and a table of what happened. The exit code is 1 when
 something that must hold did not.
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         outcome = outcome_of(seed)
         tally.add(outcome)
         if given.count == 1:
-            print("\n".join(outcome.story))
+            print("\n".join(outcome.events))
         verdict = outcome.failure or "everything held"
         print(
             f"seed {seed}: {verdict}; {outcome.steps} steps, {outcome.virtual_s:.0f} virtual s, trace {outcome.digest}",

@@ -1,7 +1,7 @@
 """The ledger of trained groups, and of how old their tokens were.
 
-Guarantees: a group enters once, and never with a token over the bound; both are assertions, because the batcher
-must have refused such a group before. Leaves to others: keeping the ledger on disk (learner/runtime).
+Guarantees: a group enters once, and never with a token over the bound; both are assertions, because admission
+must have refused such a group before. Leaves to others: keeping the ledger on disk (learner/publishing).
 """
 
 from __future__ import annotations

@@ -1,19 +1,24 @@
 """Mathematics with a verified answer: rows of a data set, scored by math-verify.
 
 Guarantees: an answer is right if it equals the reference as mathematics (1/2 and 0.5, {1,2} and {2,1}), judged from
-the last boxed expression or, failing that, what math-verify finds. Leaves to others: reading files (runtime/
-data_files), limits: a hostile expression can keep a computer-algebra system busy, so this is never called cheap.
+the last boxed expression or, failing that, what math-verify finds. Leaves to others: reading files
+(data_files), limits: a hostile expression can keep a computer-algebra system busy, so this is never called cheap.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from echo2.base.errors import TaskError
 from echo2.tasks.task import Prompt, Reward, TaskInstance, checked_index
 
-TEXT_CHARS_MAX = 1 << 20
+TEXT_CHARS_MAX = 1 << 20  # as long as a completion may be in tokens; parsing is linear in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,14 @@ class MathTask:
     def is_cheap(self) -> bool:
         return False
 
+    @property
+    def content(self) -> str:
+        """A digest of all rows: what a run was begun with, by content."""
+        digest = hashlib.sha256()
+        for row in self._rows:
+            digest.update(repr(row).encode())
+        return digest.hexdigest()
+
     def sample(self, index: int) -> TaskInstance:
         row = self._rows[checked_index(index, self.size, self._name)]
         return TaskInstance(index, row.prompt, row.answer, {"data_source": row.data_source})
@@ -64,11 +77,78 @@ def is_equal_answer(reference: str, completion_text: str) -> bool:
     except ImportError as error:
         raise TaskError(f"math: the package math-verify is not installed ({error})") from error
     # math-verify's own time limits use SIGALRM, which only a main thread has; the reward pool has its own.
-    gold = parse(_as_latex(reference), parsing_timeout=None)
+    gold = parse(_as_latex(_plain(reference)), parsing_timeout=None)
     if not gold:
         raise TaskError(f"math: expected a reference answer that can be parsed, got {reference[:80]!r}")
-    found = parse(_final(completion_text), parsing_timeout=None)
-    return bool(found) and bool(verify(gold, found, timeout_seconds=None))
+    found = parse(_plain(_final(completion_text)), parsing_timeout=None)
+    return bool(found) and bool(verify(gold, found, timeout_seconds=None)) and not _differ_in_the_small(gold, found)
+
+
+# A repeating decimal in LaTeX, in pieces of bounded length.
+_REPEATING = re.compile(r"(\d{0,30})\.(\d{0,30})\\(?:overline|bar|dot)\s*\{?(\d{1,30})\}?")
+_GOES_ON = re.compile(r"(\d{0,30})\.(\d{0,9}?)(\d{1,9}?)\3{1,9}(?:\.\.\.|…|\\l?dots)")  # 0.1666...
+_FRACTIONS = {  # Unicode's own
+    "½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅖": (2, 5), "⅗": (3, 5), "⅘": (4, 5),
+    "⅙": (1, 6), "⅚": (5, 6), "⅛": (1, 8), "⅜": (3, 8), "⅝": (5, 8), "⅞": (7, 8),
+}  # fmt: skip
+# What models write instead of TeX.
+_SIGNS = {"−": "-", "∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap "}
+_POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")  # superscripts
+_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"\\\$(?=\s*[\d.])|[€£¥](?=\s*[\d.])"), ""),
+    (re.compile(r"(?<![\w)}\]])[–‒](?=\s*[\d.\\])"), "-"),
+    (re.compile(r"√\s*\(([^()]{1,60})\)"), r"\\sqrt{\1}"),
+    (re.compile(r"√\s*(\w{1,30})"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![\w.])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\w.])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<![\w.\\])(\d{1,30}(?:\.\d{1,30})?)[eE]([+-]?\d{1,3})(?!\w)"), r"\1\\times 10^{\2}"),
+    (re.compile(r"(?<=\d)\s*(?:dollars?|euros?|cents?|km/h|m/s|km/s|kg/m\^3|g/cm\^3)(?![\w/])"), ""),
+)
+"""What the parser does not know, as what it knows: currencies, dashes for a sign, roots, mixed numbers, powers of ten, units."""
+_GROUPED = (
+    re.compile(r"(?<![\w.,])\d{1,3}(?:(?:\\[,! ]|[ \u00a0\u2009\u202f])\d{3})+(?![\w])"),
+    re.compile(r"(?<![\w.,])\d{1,3}(?:\.\d{3}){2,}(?![\w])"),
+)
+"""Numbers with thousands apart: by a space of any width or TeX's, or, twice at least, by points. So (3 100) is one
+number: the members of a pair are apart by a comma."""
+_SMALL = 1e-4
+"""Below this, six decimal places, which are what math-verify compares, say little about a number."""
+
+
+def _plain(text: str) -> str:
+    """Writes what the parser does not know as what it knows: 0.\\overline{3} as a fraction, \\$18 and ١٨ as 18."""
+    text = "".join(_SIGNS.get(c, str(unicodedata.decimal(c, c))) for c in text)
+    text = re.sub(r"(?<=[\w)}])([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9})", lambda found: f"^{{{found[1].translate(_POWERS)}}}", text)
+    for sign, (top, bottom) in _FRACTIONS.items():
+        text = text.replace(sign, f"\\frac{{{top}}}{{{bottom}}}")
+    for pattern, plain in _REWRITES:
+        text = pattern.sub(plain, text)
+    for pattern in _GROUPED:
+        text = pattern.sub(lambda found: "".join(re.findall(r"\d", found[0])), text)
+    return _REPEATING.sub(_as_fraction, _GOES_ON.sub(_as_fraction, text))
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    whole, fixed, again = match[1], match[2], match[3]
+    top = int(whole + fixed + again) - int(whole + fixed or "0")
+    return f"\\frac{{{top}}}{{{10 ** len(fixed) * (10 ** len(again) - 1)}}}"
+
+
+def _differ_in_the_small(gold: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Whether both are small numbers that differ by more than a millionth of their size."""
+    golds, founds = ([n for one in said if (n := _number(one)) is not None] for said in (gold, found))
+    pairs = [(a, b) for a in golds for b in founds]
+    if not pairs or any(max(abs(a), abs(b)) >= _SMALL for a, b in pairs):
+        return False
+    return not any(math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)
+
+
+def _number(parsed: Any) -> float | None:
+    if not getattr(parsed, "is_number", False):
+        return None
+    try:
+        return float(parsed)
+    except (TypeError, ValueError, OverflowError):  # complex, a percentage that is left as it was written
+        return None
 
 
 def _final(completion_text: str) -> str:
@@ -79,4 +159,5 @@ def _final(completion_text: str) -> str:
 
 def _as_latex(reference: str) -> str:
     """Wraps a bare reference (`\\frac{1}{2}`) in $ signs, as the parser needs; data sets have both forms."""
-    return reference if "$" in reference or "\\boxed" in reference else f"${reference}$"
+    is_marked = any(mark in reference for mark in ("$", "\\boxed", "\\[", "\\("))
+    return reference if is_marked else f"${reference}$"

@@ -3,7 +3,7 @@
 Guarantees required of an implementation: `sample` is a pure function of the task's seed and the index, on every machine and after
 every restart; `score` is a pure function of the instance and the text. So the data plane's whole state is a cursor, and a reward
 can be computed anywhere. Leaves to others: which index comes next (split), time and memory limits on rewards
-(runtime/rewards), tokens (the learner's tokenizer).
+(rewards), tokens (the learner's tokenizer).
 """
 
 from __future__ import annotations
@@ -111,3 +111,58 @@ def checked_index(index: int, size: int | None, whose: str) -> int:
     if index < 0 or (size is not None and index >= size):
         raise TaskError(f"{whose}: expected an index from 0 to {'any' if size is None else size - 1}, got {index}")
     return index
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the world answers: messages for the model to read next, or the reward when the episode is over."""
+
+    messages: tuple[ChatMessage, ...]
+    reward: Reward | None = None
+
+    def __post_init__(self) -> None:
+        if self.reward is None and not self.messages:
+            raise TaskError("observation: expected messages while the episode goes on, got none")
+
+    @property
+    def is_done(self) -> bool:
+        return self.reward is not None
+
+
+class Environment(Protocol):
+    """One episode."""
+
+    def reset(self) -> Prompt:
+        """Restarts the episode and returns the opening prompt."""
+        ...
+
+    def step(self, completion_text: str) -> Observation:
+        """Returns the world's answer to a completion. Callers must stop once an observation is done."""
+        ...
+
+
+class EnvironmentSource(Protocol):
+    """Makes episodes by their index."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int | None:
+        """Number of distinct episodes; None: unlimited."""
+        ...
+
+    def open(self, index: int) -> Environment: ...
+
+
+def replayed(source: EnvironmentSource, index: int, completions: tuple[str, ...]) -> tuple[Prompt, list[Observation]]:
+    """Replays the episode at `index`: returns its opening prompt and the observation after each completion. Raises `TaskError` if a
+    completion follows the end."""
+    environment = source.open(index)
+    prompt = environment.reset()
+    observations: list[Observation] = []
+    for text in completions:
+        if observations and observations[-1].is_done:
+            raise TaskError(f"{source.name} episode {index}: expected no completion after its end, got another")
+        observations.append(environment.step(text))
+    return prompt, observations

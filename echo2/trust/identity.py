@@ -2,12 +2,14 @@
 
 Guarantees: a certificate that parses here carries the libp2p TLS extension, and the identity that it names signed
 that extension. TLS keys are P-256 (gRPC's TLS library negotiates no ed25519); the ed25519 identity vouches for
-them. Leaves to others: files, sockets and the clock (runtime/tls.py), tokens (coordinator).
+them. Leaves to others: files, sockets and the clock (trust/tls), tokens (coordinator).
 """
 
 from __future__ import annotations
 
+import base64
 import enum
+import functools
 import hashlib
 import re
 import urllib.parse
@@ -18,7 +20,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -31,29 +33,16 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from echo2.base.errors import BadSignature, ConfigError, NotAllowed, TrustError
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId, RunId
-from echo2.trust.peer_id import (
-    dns_name_of,
-    marshalled_public_key,
-    peer_id_of,
-    public_key_of,
-    unmarshalled_public_key,
-    verify_signature,
-)
 
-__all__ = [
-    "Identity", "JoinLink", "NodeCertificate", "PeerIdentity", "Role", "RunAuthority", "TlsKey",
-    "dns_name_of", "peer_id_of", "public_key_of", "self_signed_certificate", "verify_signature",
-]  # fmt: skip
-
-LIBP2P_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
-_HANDSHAKE_PREFIX = b"libp2p-tls-handshake:"
+LIBP2P_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")  # libp2p TLS specification
+_HANDSHAKE_PREFIX = b"libp2p-tls-handshake:"  # libp2p TLS specification
 # DER of SEQUENCE { OCTET STRING (36 bytes of key), OCTET STRING (64 bytes of signature) }.
 _SIGNED_KEY = re.compile(rb"\x30\x68\x04\x24(.{36})\x04\x40(.{64})", re.DOTALL)
-TLS_SECRET_BYTES = 64
-_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-CLOCK_SKEW_S = 300.0
-AUTHORITY_LIFETIME_S = 10 * 365 * 86400.0
-NODE_LIFETIME_S = 30 * 86400.0
+TLS_SECRET_BYTES = 64  # FIPS 186-5 A.2.1: 64 bits more than the order at least
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # FIPS 186-5, D.1.2.3
+CLOCK_SKEW_S = 300.0  # clocks without NTP drift by minutes; a certificate must be in force at once
+AUTHORITY_LIFETIME_S = 10 * 365 * 86400.0  # beyond any run: it cannot be renewed within one
+NODE_LIFETIME_S = 30 * 86400.0  # renewed after 20 of 30 days, so ten days of absence are no loss
 
 
 class Role(enum.StrEnum):
@@ -184,7 +173,11 @@ class TlsKey:
 
     def spki_der(self) -> bytes:
         """The public key as certificates hold it."""
-        return self.key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        return _spki_of(self.key)
+
+    def sign(self, builder: x509.CertificateBuilder) -> bytes:
+        """PEM of the certificate."""
+        return builder.sign(self.key, hashes.SHA256(), ecdsa_deterministic=True).public_bytes(Encoding.PEM)
 
 
 def _extension(identity: Identity, key: TlsKey) -> x509.UnrecognizedExtension:
@@ -211,7 +204,7 @@ def _peer_bound_to(extensions: x509.Extensions, spki_der: bytes, what: str) -> P
     return peer_id
 
 
-def _spki_of(item: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
+def _spki_of(item: x509.Certificate | x509.CertificateSigningRequest | ec.EllipticCurvePrivateKey) -> bytes:
     return item.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
 
@@ -268,7 +261,7 @@ def self_signed_certificate(identity: Identity, key: TlsKey, now_unix_s: float, 
     name = _name(identity.peer_id, Role.COORDINATOR, run_id)
     builder = _builder(name, name, key.key.public_key(), now_unix_s, AUTHORITY_LIFETIME_S)
     builder = _as_leaf(builder, identity.peer_id).add_extension(_extension(identity, key), critical=False)
-    return builder.sign(key.key, hashes.SHA256(), ecdsa_deterministic=True).public_bytes(Encoding.PEM)
+    return key.sign(builder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +314,8 @@ class NodeCertificate:
             begin, end = (datetime.fromtimestamp(t, UTC) for t in (self.not_before_unix_s, self.not_after_unix_s))
             raise TrustError(
                 f"certificate of {self.role} {self.peer_id}: expected now to lie between {begin:%Y-%m-%d %H:%M} and "
-                f"{end:%Y-%m-%d %H:%M} UTC, got {datetime.fromtimestamp(now_unix_s, UTC):%Y-%m-%d %H:%M}"
+                f"{end:%Y-%m-%d %H:%M} UTC, got {datetime.fromtimestamp(now_unix_s, UTC):%Y-%m-%d %H:%M} by this machine's clock; "
+                "if that is not the time, set the clock (timedatectl set-ntp true)"
             )
 
     def check_peer(self, peer_id: PeerId) -> None:
@@ -375,9 +369,7 @@ class RunAuthority:
             .add_extension(usage, critical=True)
             .add_extension(_extension(identity, key), critical=False)
         )
-        return cls(
-            identity, key, builder.sign(key.key, hashes.SHA256(), ecdsa_deterministic=True).public_bytes(Encoding.PEM)
-        )
+        return cls(identity, key, key.sign(builder))
 
     @property
     def run_id(self) -> RunId:
@@ -411,12 +403,81 @@ class RunAuthority:
             raise BadSignature(f"{what}: expected it signed by its own key")
         peer_id = _peer_bound_to(extensions, _spki_of(request), what)
         extension = extensions.get_extension_for_oid(LIBP2P_EXTENSION).value
-        name, issuer = (
-            _name(peer_id, role, self.run_id, token_id),
-            x509.load_pem_x509_certificate(self.certificate_pem).subject,
-        )
+        name = _name(peer_id, role, self.run_id, token_id)
+        issuer = x509.load_pem_x509_certificate(self.certificate_pem).subject
         builder = _as_leaf(_builder(name, issuer, public_key, now_unix_s, lifetime_s), peer_id)
-        builder = builder.add_extension(extension, critical=False)
-        return NodeCertificate.parse(
-            builder.sign(self._key.key, hashes.SHA256(), ecdsa_deterministic=True).public_bytes(Encoding.PEM)
-        )
+        return NodeCertificate.parse(self._key.sign(builder.add_extension(extension, critical=False)))
+
+
+# protobuf PublicKey{Type: Ed25519, Data: 32 bytes}, and that wrapped in the identity multihash (code 0, length 36).
+_KEY_PREFIX = bytes.fromhex("08011220")
+_MULTIHASH_PREFIX = bytes.fromhex("0024")  # identity hash of 36 bytes: ed25519 peer IDs hold the key itself
+_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"  # base58 of Bitcoin, as libp2p writes peer IDs
+_DNS_SUFFIX = ".peer.echo2"  # a name that no DNS has; a certificate is checked against it
+PEER_ID_CHARACTERS_MAX = 64  # ed25519 peer IDs have 52
+
+
+def _base58_encode(data: bytes) -> str:
+    number, text = int.from_bytes(data, "big"), ""
+    while number:
+        number, digit = divmod(number, 58)
+        text = _ALPHABET[digit] + text
+    return "1" * (len(data) - len(data.lstrip(b"\0"))) + text
+
+
+def _base58_decode(text: str) -> bytes:
+    number = 0
+    for character in text:
+        digit = _ALPHABET.find(character)
+        if digit < 0:
+            raise TrustError(f"peer ID: expected base58, got {character!r} in {text!r}")
+        number = number * 58 + digit
+    zeros = len(text) - len(text.lstrip("1"))
+    return b"\0" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
+
+
+def marshalled_public_key(raw_public_key: bytes) -> bytes:
+    """libp2p's protobuf form of a raw ed25519 public key."""
+    assert len(raw_public_key) == 32, f"an ed25519 public key has 32 bytes, not {len(raw_public_key)}"
+    return _KEY_PREFIX + raw_public_key
+
+
+def unmarshalled_public_key(data: bytes) -> bytes:
+    """The raw key inside libp2p's protobuf form."""
+    if len(data) != 36 or not data.startswith(_KEY_PREFIX):
+        raise TrustError(f"public key: expected a libp2p ed25519 key of 36 bytes, got {len(data)} bytes")
+    return data[len(_KEY_PREFIX) :]
+
+
+def peer_id_of(raw_public_key: bytes) -> PeerId:
+    """The peer ID of a raw ed25519 public key."""
+    return PeerId(_base58_encode(_MULTIHASH_PREFIX + marshalled_public_key(raw_public_key)))
+
+
+def public_key_of(peer_id: str) -> bytes:
+    """The raw ed25519 public key inside a peer ID."""
+    if not 0 < len(peer_id) <= PEER_ID_CHARACTERS_MAX:
+        raise TrustError(f"peer ID: expected 1 to {PEER_ID_CHARACTERS_MAX} characters, got {len(peer_id)}")
+    data = _base58_decode(peer_id)
+    if not data.startswith(_MULTIHASH_PREFIX):
+        raise TrustError(f"peer ID: expected one of an ed25519 key (12D3KooW...), got {peer_id!r}")
+    return unmarshalled_public_key(data[len(_MULTIHASH_PREFIX) :])
+
+
+def dns_name_of(peer_id: str) -> str:
+    """The DNS name that a peer's certificates carry; base32, because DNS names do not keep case."""
+    return base64.b32encode(public_key_of(peer_id)).decode().rstrip("=").lower() + _DNS_SUFFIX
+
+
+@functools.lru_cache(maxsize=1024)
+def _verifier(peer_id: str) -> Ed25519PublicKey:
+    """Cached, because every chunk is checked against the same publisher's key."""
+    return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
+
+
+def verify_signature(peer_id: str, message: bytes, signature: bytes) -> None:
+    """Raises BadSignature unless `signature` is `peer_id`'s over `message`."""
+    try:
+        _verifier(peer_id).verify(signature, message)
+    except InvalidSignature:
+        raise BadSignature(f"expected a signature by {peer_id}, got one that does not verify") from None

@@ -1,66 +1,217 @@
-"""One block: encodes old and new bits into a payload, and decodes a payload (and old bits) into its changes.
+"""One block: its changes, and their payload: encoded from old and new bits, decoded into changes again.
 
-Guarantees: decoding returns exactly what was encoded, or raises `DeltaFormatError`; sizes are checked before anything
-is allocated. Leaves to others: frames and versions (container.py), staging (decode.py).
+Guarantees: decoding returns exactly what was encoded, or raises `DeltaFormatError`; a change outside the block is refused; sizes
+are checked before anything is allocated.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from echo2.base.errors import DeltaFormatError
 from echo2.weights import classes
-from echo2.weights.bits import I64, U64, word_count
-from echo2.weights.bitset import BitSet, Coder, Reader
-from echo2.weights.changes import (
-    HEAD,
-    PLAIN_CLASS_COUNT,
-    Changes,
-    read_head,
-    read_plain,
-    read_run,
-    run_parts,
-)  # fmt: skip
+from echo2.weights.bits import (
+    I64,
+    U8,
+    U32,
+    U64,
+    BitSet,
+    Coder,
+    Int,
+    Reader,
+    plane_parts,
+    read_bit_set,
+    read_values,
+    value_parts,
+    word_count,
+)
 from echo2.weights.classes import CLASS_COUNT
 from echo2.weights.container import CodecSetting, Method
-from echo2.weights.elements import Bits, ElementType
-from echo2.weights.layout import Block
-from echo2.weights.marks import Finds
-from echo2.weights.planes import decode_planes, encode_planes
+from echo2.weights.elements import Bits, Block, ElementType
+from echo2.weights.fingerprint import MODULUS, coefficients
+from echo2.weights.jit import LISTED, compiled
+from echo2.weights.marks import (
+    Finds,
+    list_steps,
+    mark_steps,
+    move_marks,
+    move_places,
+    pick,
+    places_of_larger,
+    settle_larger,
+    settle_marks,
+    settle_places,
+    survey,
+)
 
-_SMALL_BYTES = 96
+PLAIN_CLASS_COUNT = 1  # `fast`: positions do not depend on the weights
+HEAD = struct.Struct("<BBI")  # class count, class base, number of changes
+_RARE = 60  # elements per change: if changes are rarer, only the cache lines of changed elements are fetched
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Which elements of a block changed, and by how much: `larger` marks changes by more than one, `excess` is their magnitude
+    minus one; `listed_larger`: their ranks and places, if already known."""
+
+    changed: BitSet
+    signs: U64
+    larger: BitSet
+    excess: Bits
+    listed_larger: tuple[U32, U32] | None = None
+
+    @property
+    def count(self) -> int:
+        return self.changed.marked
+
+    @classmethod
+    def found(cls, old: Sequence[Bits], new: Sequence[Bits], finds: Finds) -> Changes:
+        """Finds the changes of a block's segments, using the memory of `finds`."""
+        at, memory = np.zeros(3, np.int64), finds.restart()
+        for before, after in zip(old, new, strict=True):
+            survey(before, after, at, memory)
+        size, count, found = (int(n) for n in at)
+        room = finds.larger[:found], finds.places[:found], finds.excess[:found]
+        if found > finds.larger.size:
+            room = np.empty(found, np.uint32), np.empty(found, np.uint32), np.empty(found, finds.excess.dtype)
+            at, memory = np.zeros(3, np.int64), finds.restart(room)
+            for before, after in zip(old, new, strict=True):
+                survey(before, after, at, memory)
+        larger, places, excess = room
+        return cls(
+            BitSet.of_marks(finds.changed, size, count), finds.signs, BitSet.of_places(larger, count), excess,
+            (larger, places),
+        )  # fmt: skip
+
+    @classmethod
+    def of_steps(cls, positions: U32, steps: I64, size: int, element: ElementType) -> Changes:
+        """Changes from strictly ascending positions and nonzero steps."""
+        signs, flags = (np.zeros(word_count(steps.size), np.uint64) for _ in range(2))
+        larger = BitSet.of_marks(flags, steps.size, int(mark_steps(steps, signs, flags)))
+        magnitudes = np.abs(steps[larger.listed()]).view(np.uint64)
+        excess: Bits = (magnitudes - np.uint64(1)).astype(element.bits_dtype)
+        return cls(BitSet.of_places(positions, size), signs, larger, excess)
+
+    def settle(self, block: Block, key: int) -> int:
+        """The changes' contribution to the fingerprint."""
+        step, larger = 0, self._larger()
+        rank: Int = 0
+        found: Int = 0
+        places, signs = self.changed.places, self.signs
+        words = self.changed.marks() if places is None else None
+        for segment in block.segments:
+            print_at = (segment.start, *coefficients(segment.spec.name, key))
+            where = segment.base, segment.count
+            if words is not None:
+                part, rank = settle_marks(*where, (words, signs), rank, print_at)
+            else:
+                assert places is not None, "marks are kept as words or as places"
+                part, rank = settle_places(*where, (places, signs), rank, print_at)
+            rest, found = settle_larger(*where, larger, found, print_at)
+            step += int(part) + int(rest)
+        assert rank == self.count, "a set's marks are within its size, and a block's segments cover it"
+        return step % MODULUS
+
+    def move(self, block: Block, live: Sequence[Bits], is_back: bool) -> int:
+        """Adds the changes to the live bits of a block's segments, or subtracts them (`is_back`). Returns how many left their
+        element's range, which cannot happen with the weights that the changes were made from."""
+        wrapped, cursor, larger = 0, np.zeros(2, np.int64), self._larger()
+        places, signs = self.changed.places, self.signs
+        if places is not None and places.size * _RARE < self.changed.size:
+            for segment, target in zip(block.segments, live, strict=True):
+                wrapped += int(move_places(target, segment.base, (places, signs), larger, cursor, is_back))
+        else:
+            words = self.changed.marks()
+            for segment, target in zip(block.segments, live, strict=True):
+                wrapped += int(move_marks(target, segment.base, (words, signs), larger, cursor, is_back))
+        return wrapped if block.element.bytes < 8 else 0
+
+    def _larger(self) -> tuple[U32, U32, Bits, U64]:
+        """The larger changes, as the kernels take them: places, ranks, excess, all signs."""
+        if self.listed_larger is not None:
+            ranks, places = self.listed_larger
+            return places, ranks, self.excess, self.signs
+        ranks = self.larger.listed()
+        room = np.empty(ranks.size + LISTED, np.uint32)
+        if self.changed.places is not None:
+            pick(self.changed.places, ranks, room)
+        elif ranks.size:
+            places_of_larger(self.changed.marks(), self.changed.size, self.larger.marks(), room)
+        return room[: ranks.size], ranks, self.excess, self.signs
+
+    def positions(self) -> U32:
+        """The positions of the changes, strictly ascending."""
+        return self.changed.listed()
+
+    def steps(self) -> I64:
+        """New minus old bits, in 64-bit arithmetic."""
+        out = np.empty(self.count, np.int64)
+        list_steps((self.signs, self.larger.listed(), self.excess), out)
+        return out
+
+    def signs_bytes(self) -> bytes:
+        """The signs, one bit per change."""
+        return self.signs.view(np.uint8)[: -(-self.count // 8)].tobytes()
+
+    def payload(self, is_coded: bool = True) -> bytes:
+        """The payload without exponent classes; `is_coded` False: also without entropy coding."""
+        coder = Coder() if is_coded else None
+        parts = [HEAD.pack(PLAIN_CLASS_COUNT, 0, self.count), self.signs_bytes()]
+        parts += run_parts(self.changed, self.larger, self.excess, coder)
+        return b"".join(parts)
+
+
+def run_parts(changed: BitSet, larger: BitSet, excess: Bits, coder: Coder | None) -> list[bytes]:
+    """Encodes one run of marks: the changed elements, the larger changes among these, and their magnitudes."""
+    if not changed.marked:
+        return changed.parts(coder)
+    parts = [*changed.parts(coder), *larger.parts(coder)]
+    return parts + value_parts(excess, coder) if larger.marked else parts
+
+
+def read_run(reader: Reader, size: int, element: ElementType) -> tuple[BitSet, BitSet, Bits]:
+    """The inverse of `run_parts`, for a run over `size` elements."""
+    changed = read_bit_set(reader, size, "changes")
+    if not changed.marked:
+        return changed, BitSet(0, 0), np.empty(0, element.bits_dtype)
+    larger = read_bit_set(reader, changed.marked, "larger changes")
+    if not larger.marked:
+        return changed, larger, np.empty(0, element.bits_dtype)
+    return changed, larger, read_values(reader, larger.marked, element.bits_dtype)
+
+
+def read_head(reader: Reader, element_count: int) -> tuple[int, int, int, U64]:
+    """A payload's class count, class base, number of changes, and signs."""
+    class_count, base, count = reader.fields(HEAD, "a block's head")
+    if not 1 <= count <= element_count:
+        raise DeltaFormatError(f"expected 1 to {element_count} changes, it claims {count}")
+    return class_count, base, count, reader.words(-(-count // 8), "signs")
+
+
+def read_plain(
+    payload: memoryview, element: ElementType, element_count: int, plain: list[bytes | memoryview] | None = None
+) -> Changes:
+    """Decodes changes coded without exponent classes. `plain` gets the payload without its entropy coding."""
+    reader = Reader(payload, plain)
+    class_count, base, count, signs = read_head(reader, element_count)
+    if (class_count, base) != (PLAIN_CLASS_COUNT, 0):
+        raise DeltaFormatError("expected changes coded without exponent classes: these need the old weights")
+    changed, larger, excess = read_run(reader, element_count, element)
+    reader.end()
+    if changed.marked != count:
+        raise DeltaFormatError(f"expected {count} changes, its marks claim {changed.marked}")
+    return Changes(changed, signs, larger, excess)
+
+
+_SMALL_BYTES = 96  # the heads of an almost empty block's runs
 WHOLE_SHARE = 0.6  # if changes take more than this share of a block, whole elements are sent
 
 Run = tuple[BitSet, BitSet, Bits]
 """One class: which of its elements changed, which of these by more than one, and the latter's magnitudes minus one."""
-
-
-def finds_for(block: Block) -> Finds:
-    """Allocates working memory for a block."""
-    return Finds(block.element_count, block.element.bits_dtype)
-
-
-class FindsPool:
-    """Lends working memory to concurrent threads, and reuses it for later blocks."""
-
-    def __init__(self) -> None:
-        self._free: deque[Finds] = deque()
-
-    def take(self, block: Block) -> Finds:
-        # Called by several threads: a deque's `pop` is atomic; checking its length first would not be.
-        try:
-            finds = self._free.pop()
-        except IndexError:
-            return finds_for(block)
-        fits = finds.size >= block.element_count and finds.excess.dtype == block.element.bits_dtype
-        return finds if fits else finds_for(block)
-
-    def give(self, finds: Finds) -> None:
-        self._free.append(finds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +221,6 @@ class EncodedBlock:
     method: Method
     payload: bytes
     fingerprint_step: int
-    change_count: int
-
-    @property
-    def is_whole(self) -> bool:
-        return self.method in (Method.RAW, Method.PLANES)
 
 
 def uses_classes(element: ElementType, setting: CodecSetting) -> bool:
@@ -87,12 +233,12 @@ def encode_block(
 ) -> EncodedBlock:
     """Encodes a block of a delta; `old` and `new` hold the bits of its segments."""
     changes = Changes.found(old, new, finds)
-    step = changes.settle(block, key)
-    if not uses_classes(block.element, setting) or not changes.count:
-        return coded_block(block, changes.count, changes.payload, step, lambda: new)
-    return coded_block(
-        block, changes.count, lambda: _dense_payload(block, old, changes, finds.changed), step, lambda: new
-    )
+
+    def sparse() -> bytes:
+        is_dense = uses_classes(block.element, setting)
+        return _dense_payload(block, old, changes, finds.changed) if is_dense else changes.payload()
+
+    return coded_block(block, changes.count, sparse, changes.settle(block, key), lambda: new)
 
 
 def coded_block(
@@ -100,12 +246,12 @@ def coded_block(
 ) -> EncodedBlock:  # fmt: skip
     """The encoded block: the sparse payload for `count` changes, or whole elements if that is shorter."""
     if not count:
-        return EncodedBlock(Method.UNCHANGED, b"", 0, 0)
+        return EncodedBlock(Method.UNCHANGED, b"", 0)
     payload = sparse()
     # Whole elements decode without the old ones; a hardly shorter sparse payload is not worth reading those.
     if len(payload) > WHOLE_SHARE * block.raw_bytes + _SMALL_BYTES:
-        return EncodedBlock(*encode_whole(whole(), block.element), step, block.element_count)
-    return EncodedBlock(Method.SPARSE, payload, step, count)
+        return EncodedBlock(*encode_whole(whole(), block.element), step)
+    return EncodedBlock(Method.SPARSE, payload, step)
 
 
 def octave_of(element: ElementType, class_base: int) -> classes.Octave:
@@ -120,7 +266,7 @@ def _dense_payload(block: Block, old: list[Bits], changes: Changes, changed: U64
     element = block.element
     # Sample one tensor: in a block of several small ones, the largest gains most.
     sample = max(old, key=lambda part: part.size)
-    class_base = classes.choose_class_base(sample, element.exponent_shift, element.exponent_bits)
+    class_base = classes.choose_class_base(classes.sample_of(sample), element.exponent_shift, element.exponent_bits)
     octave = octave_of(element, class_base)
     sizes = _class_sizes(old, octave)
     starts = _word_starts(sizes)
@@ -231,3 +377,67 @@ def _spread(sets: list[BitSet]) -> tuple[U64, I64]:
     for marks, begin, end in zip(sets, starts, starts[1:], strict=False):
         marks.copy_to(words[begin:end])
     return words, starts[:-1]
+
+
+PART_ELEMENTS = 1 << 18  # a part's planes stay in a core's cache
+_SAMPLE_BYTES = 1 << 14  # its entropy is near that of a whole plane
+_ENTROPY_WORTH_CODING = 7.7  # of 8 bits a byte: a Huffman code saves under 4 % beyond it
+
+
+@compiled
+def _split(bits: Bits, rotate: bool, width: int, planes: U8) -> None:
+    """`planes[j]` = byte j (from the lowest) of every element, rotated left by one if asked."""
+    top = np.uint64(8 * width - 1)
+    for i in range(bits.size):
+        word = np.uint64(bits[i])
+        if rotate:
+            word = (word << np.uint64(1)) | (word >> top)
+        for j in range(width):
+            planes[j, i] = np.uint8((word >> np.uint64(8 * j)) & np.uint64(255))
+
+
+@compiled
+def _join(planes: U8, rotate: bool, width: int, bits: Bits) -> None:
+    """The inverse of `_split`."""
+    top = np.uint64(8 * width - 1)
+    for i in range(bits.size):
+        word = np.uint64(0)
+        for j in range(width):
+            word |= np.uint64(planes[j, i]) << np.uint64(8 * j)
+        if rotate:
+            word = (word >> np.uint64(1)) | ((word & np.uint64(1)) << top)
+        bits[i] = word
+
+
+def _is_rotated(element: ElementType) -> bool:
+    return element.exponent_bits >= 8
+
+
+def _entropy_bits(sample: U8) -> float:
+    counts = np.bincount(sample, minlength=256)
+    shares = counts[counts > 0] / sample.size
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def encode_planes(bits: Bits, element: ElementType) -> bytes:
+    """Encodes a run of elements."""
+    out: list[bytes] = []
+    coder = Coder()
+    for start in range(0, bits.size, PART_ELEMENTS):
+        part = bits[start : start + PART_ELEMENTS]
+        planes = np.empty((element.bytes, part.size), np.uint8)
+        _split(part, _is_rotated(element), element.bytes, planes)
+        for plane in planes:
+            is_noise = _entropy_bits(plane[:_SAMPLE_BYTES]) >= _ENTROPY_WORTH_CODING
+            out += plane_parts(plane, None if is_noise else coder)
+    return b"".join(out)
+
+
+def decode_planes(payload: memoryview, element: ElementType, bits: Bits) -> None:
+    """Fills `bits` from a payload; DeltaFormatError unless the payload fills it exactly."""
+    reader = Reader(payload)
+    for start in range(0, bits.size, PART_ELEMENTS):
+        part = bits[start : start + PART_ELEMENTS]
+        planes = np.stack([reader.plane(part.size, "a plane") for _ in range(element.bytes)])
+        _join(planes, _is_rotated(element), element.bytes, part)
+    reader.end()

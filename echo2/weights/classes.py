@@ -6,7 +6,7 @@ in which changes are nearly independent draws; likewise, each class's changes fo
 64 elements are sorted at a time by moving bits within words, so the time does not depend on how many changed.
 
 Guarantees: a run has exactly as many marks as its class has elements (`count_classes`), so no sender's claim can
-lead to an out-of-bounds access. Leaves to others: coding the runs (bitset.py), what the marks mean (marks.py).
+lead to an out-of-bounds access. Leaves to others: coding the runs (bits.py), what the marks mean (marks.py).
 
 Legend: `octave` = shift and mask of the exponent, class base, eight words of working memory. `cursor` = number of changes,
 and of larger ones, before the segment. `at[c]`, `ranks[c]` = bits and changes so far in class c's run.
@@ -18,25 +18,19 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from numba.cpython.unsafe.numbers import trailing_zeros
 
 from echo2.weights.bits import I64, U8, U32, U64, Int, below, bits_at, put
 from echo2.weights.elements import Bits
-from echo2.weights.jit import compiled, count_ones, deposit, extract, inlined, trailing_zeros
-from echo2.weights.lanes import LANES, octaves
+from echo2.weights.jit import LANES, compiled, count_ones, deposit, extract, inlined, octaves
 
-CLASS_COUNT = 8
+CLASS_COUNT = 8  # octaves of weights that differ in how often they change; the rest share the last
 _GROUPS, _GROUP = 512, 64  # of neighbouring elements, for the sample that determines the classes
 _0 = np.uint64(0)
 _1 = np.uint64(1)
 _7 = np.uint64(7)
 Octave = tuple[np.uint64, np.uint64, np.uint64, U64]
 Sample = TypeVar("Sample", Bits, torch.Tensor)
-
-
-def choose_class_base(old: Bits, exponent_shift: int, exponent_bits: int) -> int:
-    """The exponent at and below which elements are in class 0, from a sample. The last class starts at the octave of the
-    median, because large elements rarely change, and telling the small ones apart matters most."""
-    return choose_class_base_of_sample(sample_of(old), exponent_shift, exponent_bits)
 
 
 def sample_of(old: Sample) -> Sample:
@@ -46,10 +40,11 @@ def sample_of(old: Sample) -> Sample:
     return old if stride <= _GROUP else old[: _GROUPS * stride].reshape(_GROUPS, stride)[:, :_GROUP].reshape(-1)
 
 
-def choose_class_base_of_sample(old: Bits, exponent_shift: int, exponent_bits: int) -> int:
-    """`choose_class_base` for a sample already drawn."""
+def choose_class_base(sample: Bits, exponent_shift: int, exponent_bits: int) -> int:
+    """The exponent at and below which elements are in class 0. The last class starts at the octave of the median, because
+    large elements rarely change, and telling the small ones apart matters most."""
     mask = (1 << exponent_bits) - 1
-    exponents = (old >> old.dtype.type(exponent_shift)) & old.dtype.type(mask)
+    exponents = (sample >> sample.dtype.type(exponent_shift)) & sample.dtype.type(mask)
     counts = np.bincount(exponents.astype(np.int64), minlength=mask + 1)
     top = int(np.searchsorted(counts.cumsum(), 0.6 * exponents.size))
     return min(255, max(0, top - CLASS_COUNT + 1))

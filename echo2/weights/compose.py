@@ -2,8 +2,7 @@
 
 Steps of consecutive versions add up modulo 2^width, so positions and steps suffice; the deltas must have setting `FAST`,
 whose code does not depend on the weights. The merged container is byte for byte the one that direct encoding would have
-made, except for blocks that would travel as whole elements. `densified` recodes a merged delta by the old exponents,
-for which the target's weights are enough (the old ones are the target's minus the steps).
+made, except for blocks that would travel as whole elements.
 """
 
 from __future__ import annotations
@@ -16,27 +15,22 @@ import numpy as np
 
 from echo2.base.errors import DeltaFormatError
 from echo2.weights.bits import I64, U32
-from echo2.weights.block import decode_whole, encode_block, encode_whole, finds_for
-from echo2.weights.changes import Changes, read_plain
+from echo2.weights.block import Changes, decode_whole, encode_whole, read_plain
 from echo2.weights.container import (
     BlockFrame,
     CodecSetting,
-    DeltaHeader,
     EndFrame,
     HeaderFrame,
     Method,
     container_id_of,
     encode_block_frame,
     encode_end,
-    encode_header,
     encode_header_of,
     parse_frame,
 )  # fmt: skip
 from echo2.weights.elements import TYPE_BY_CODE, Bits
-from echo2.weights.host import HostWeights
-from echo2.weights.layout import blocks_of
 
-COMPOSED_MAX = 1 << 12
+COMPOSED_MAX = 1 << 12  # deltas between two keyframes are far fewer
 
 
 class _Container:
@@ -145,37 +139,3 @@ def compose(*deltas: Iterable[bytes]) -> Iterator[bytes]:
         if end.target_fingerprint != after.head.header.parent_fingerprint:
             raise DeltaFormatError(f"{after.whose}: expected its parent to be where the delta before it ends")
     yield encode_end(container_id_of(head), index, ends[-1].target_fingerprint)
-
-
-def densified(delta: Iterable[bytes], target: HostWeights) -> Iterator[bytes]:
-    """The same delta in setting `DENSE`. `target` holds the version that it leads to, and is only read."""
-    container = _Container(delta)
-    header: DeltaHeader = replace(container.head.header, setting=CodecSetting.DENSE)
-    if container.head.table_digest != target.table_digest or header.target_version != target.version:
-        raise DeltaFormatError(f"{container.whose}: expected the weights of its target, got version {target.version}")
-    head = encode_header(header, target.table)
-    yield head
-    blocks = blocks_of(target.table.specs, header.block_elements, header.shard_count)
-    for block in blocks:
-        frame = container.next_frame()
-        if not isinstance(frame, BlockFrame) or (frame.index, frame.element_count) != (
-            block.index,
-            block.element_count,
-        ):
-            raise DeltaFormatError(f"{container.whose}: expected {block.describe()}")
-        method, payload = frame.method, bytes(frame.payload)
-        if method is Method.SPARSE:
-            new = target.segments(block)
-            changes = read_plain(frame.payload, block.element, block.element_count)
-            flat = np.concatenate(new)
-            flat[changes.positions()] -= changes.steps().view(np.uint64).astype(flat.dtype)
-            old = [flat[s.base : s.base + s.count] for s in block.segments]
-            coded = encode_block(block, old, new, CodecSetting.DENSE, header.fingerprint_key, finds_for(block))
-            method, payload = coded.method, coded.payload
-        yield encode_block_frame(
-            container_id_of(head), block.index, block.element_count, block.element.code, method, payload
-        )
-    end = container.next_frame()
-    if not isinstance(end, EndFrame) or end.block_count != len(blocks):
-        raise DeltaFormatError(f"{container.whose}: expected it to end after {len(blocks)} blocks")
-    yield encode_end(container_id_of(head), end.block_count, end.target_fingerprint)

@@ -17,27 +17,29 @@ import xxhash
 from echo2.base.errors import DeltaFormatError
 from echo2.base.ids import Version
 from echo2.weights.elements import (
+    BLOCK_ELEMENTS,
+    BLOCK_ELEMENTS_MAX,
     DIMENSIONS_MAX,
     ELEMENTS_MAX,
     NAME_BYTES_MAX,
+    SHARDS_MAX,
     TENSOR_COUNT_MAX,
     TYPE_BY_CODE,
     TensorSpec,
 )  # fmt: skip
-from echo2.weights.layout import BLOCK_ELEMENTS, BLOCK_ELEMENTS_MAX, SHARDS_MAX
 
 FORMAT_VERSION = 3
-"""If you raise it, raise PROTOCOL_VERSION too (trust/runtime/tls), so that a worker that cannot read it is refused at once."""
-HEADER_MAGIC = b"E2WH"
-BLOCK_MAGIC = b"E2WB"
-END_MAGIC = b"E2WE"
-_HEADER = struct.Struct("<4sBBHIQqQQQIIII")
-_BLOCK = struct.Struct("<4sBBBBQIIIQ")
-_END = struct.Struct("<4sBBHQIQQ")
-_DIGEST = struct.Struct("<Q")
-_HAS_TARGET_FINGERPRINT = 1
-HEADER_BYTES_MAX = 1 << 28
-PAYLOAD_BYTES_MAX = BLOCK_ELEMENTS_MAX * 8 + 4096
+"""If you raise it, raise PROTOCOL_VERSION too (trust/tls), so that a worker that cannot read it is refused at once."""
+HEADER_MAGIC = b"E2WH"  # docs/delta-format.md has every field of the three frames
+BLOCK_MAGIC = b"E2WB"  # as above
+END_MAGIC = b"E2WE"  # as above
+_HEADER = struct.Struct("<4sBBHIQqQQQIIII")  # as above
+_BLOCK = struct.Struct("<4sBBBBQIIIQ")  # as above
+_END = struct.Struct("<4sBBHQIQQ")  # as above
+_DIGEST = struct.Struct("<Q")  # XXH3-64
+_HAS_TARGET_FINGERPRINT = 1  # bit 0 of the flags
+HEADER_BYTES_MAX = 1 << 28  # the tensor table of 2^20 tensors with names of 200 bytes
+PAYLOAD_BYTES_MAX = BLOCK_ELEMENTS_MAX * 8 + 4096  # raw elements of the widest type, and the heads of their planes
 
 
 class CodecSetting(enum.Enum):

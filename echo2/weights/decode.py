@@ -4,39 +4,73 @@ Guarantees: a frame is decoded as soon as it and the header have arrived; every 
 its tensor; the base does not change before `HostWeights.commit`; `finish` returns nothing whose fingerprint
 differs. Feeding a frame twice is harmless. Memory: a staged block is kept in the code without classes, about a byte per
 change, and decoded again when it is applied or taken back; beyond `DecodeLimits.staging_share` of the weights,
-staged blocks go to the caller's spill, if there is one. Leaves to others: fetching, signatures, when to swap.
+staged blocks go to the caller's spill, if there is one; its bytes are read back unchanged, or `StateError`.
 
 `feed` may be called from several threads, for different frames, once the header has been fed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
+import xxhash
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceeded, StateError
 from echo2.base.ids import Version
 from echo2.base.staged import TensorUpdate
 from echo2.weights.bits import I64, U32
-from echo2.weights.block import decode_sparse, decode_whole, is_plain
-from echo2.weights.changes import Changes, read_plain
-from echo2.weights.container import (
-    BlockFrame,
-    DeltaHeader,
-    EndFrame,
-    HeaderFrame,
-    Method,
-    TensorTable,
-    parse_frame,
-)  # fmt: skip
-from echo2.weights.elements import Bits, TensorSpec
-from echo2.weights.fingerprint import MODULUS, header_term, sum_bits
+from echo2.weights.block import Changes, decode_sparse, decode_whole, is_plain, read_plain
+from echo2.weights.container import BlockFrame, DeltaHeader, EndFrame, HeaderFrame, Method, TensorTable, parse_frame
+from echo2.weights.elements import Bits, Block, Segment, TensorSpec, blocks_of
+from echo2.weights.fingerprint import MODULUS, sum_bits, whole_fingerprint
 from echo2.weights.host import HostWeights
-from echo2.weights.layout import Block, Segment, blocks_of
-from echo2.weights.staging import Kept, Spill, Staging
+
+
+class Spill(Protocol):
+    """Storage outside of memory."""
+
+    def put(self, data: bytes) -> int:
+        """Stores bytes; returns their place."""
+        ...
+
+    def get(self, place: int, size: int) -> bytes:
+        """Returns the bytes stored at a place."""
+        ...
+
+
+Kept = Callable[[], bytes]
+"""Gives back bytes that were stored; StateError if the spill has changed them."""
+
+
+class Staging:
+    """Stores bytes: up to `memory_bytes` in memory, the rest in the spill; without a spill, everything in memory."""
+
+    def __init__(self, memory_bytes: int, spill: Spill | None) -> None:
+        self._left, self.spill = memory_bytes, spill
+
+    def has_room(self, size: int) -> bool:
+        """Whether this many bytes fit into the memory budget."""
+        return size <= self._left
+
+    def keep(self, data: bytes) -> Kept:
+        """Stores bytes in memory or in the spill."""
+        size, spill = len(data), self.spill
+        if spill is None or self.has_room(size):
+            self._left -= size
+            return lambda: data
+        place, digest = spill.put(data), xxhash.xxh3_64_intdigest(data)
+
+        def read() -> bytes:
+            found = spill.get(place, size)
+            if len(found) != size or xxhash.xxh3_64_intdigest(found) != digest:
+                raise StateError(f"staged bytes: expected the {size} that were kept, got {len(found)}, or others")
+            return found
+
+        return read
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +97,10 @@ class _StagedBlock:
     is_in_place: bool = False
 
     def changes(self) -> Changes:
-        return read_plain(memoryview(self.payload.read()), self.block.element, self.block.element_count)
+        return read_plain(memoryview(self.payload()), self.block.element, self.block.element_count)
 
     def whole(self) -> Bits:
-        return _whole_bits(self.block, self.method, memoryview(self.payload.read()))
+        return _whole_bits(self.block, self.method, memoryview(self.payload()))
 
 
 def _parts(positions: U32, block: Block) -> list[slice]:
@@ -104,55 +138,26 @@ class StagedDelta:
     """A verified version in host memory; implements `StagedVersion`. `updates` works before and after the commit."""
 
     def __init__(
-        self, header: DeltaHeader, table: TensorTable, fingerprint: int, base: HostWeights, staging: Staging
-    ) -> None:
-        self._header = header
-        self._staging = staging
-        self._table = table
-        self._fingerprint = fingerprint
-        self._host = base
-        self._blocks: dict[int, _StagedBlock] = {}
-        self._whole: dict[str, Bits] | None = None
+        self, header: DeltaHeader, table: TensorTable, fingerprint: int, base: HostWeights, staging: Staging,
+        blocks: Mapping[int, _StagedBlock], whole: dict[str, Bits] | None,
+    ) -> None:  # fmt: skip
+        self.header, self.table, self.fingerprint, self.whole = header, table, fingerprint, whole
+        self._host, self._staging, self._blocks = base, staging, dict(sorted(blocks.items()))
         self._is_committed = False
-
-    def fill(self, blocks: dict[int, _StagedBlock], whole: dict[str, Bits] | None) -> StagedDelta:
-        """Sets the staged blocks, or the whole bits of a keyframe."""
-        self._blocks, self._whole = dict(sorted(blocks.items())), whole
-        return self
 
     @property
     def version(self) -> Version:
-        return self._header.target_version
+        return self.header.target_version
 
     @property
     def parent(self) -> Version | None:
-        return self._header.parent_version
-
-    @property
-    def fingerprint(self) -> int:
-        return self._fingerprint
-
-    @property
-    def base_fingerprint(self) -> int | None:
-        return self._header.parent_fingerprint
-
-    @property
-    def key(self) -> int:
-        return self._header.fingerprint_key
-
-    @property
-    def table(self) -> TensorTable:
-        return self._table
-
-    def whole(self) -> dict[str, Bits] | None:
-        return self._whole
+        return self.header.parent_version
 
     def updates(self) -> Iterator[TensorUpdate]:
         """Yields new raw bits by tensor; for a delta in parts, one per block and segment, only where something changed."""
-        if self._whole is not None:
-            for spec in self._table.specs:
-                yield TensorUpdate(spec.name, spec.element.name, spec.shape, None, self._whole[spec.name])
-            return
+        if self.whole is not None:
+            for spec in self.table.specs:
+                yield TensorUpdate(spec.name, spec.element.name, spec.shape, None, self.whole[spec.name])
         for staged in self._blocks.values():
             yield from self._block_updates(staged)
 
@@ -177,7 +182,7 @@ class StagedDelta:
 
     def _wrapped(self, block: Block) -> FingerprintMismatch:
         return FingerprintMismatch(
-            f"{self._header.describe()}: {block.describe()}: expected changes within the range of its elements, one "
+            f"{self.header.describe()}: {block.describe()}: expected changes within the range of its elements, one "
             "leaves it: the host's bits are not those of the parent"
         )
 
@@ -190,11 +195,11 @@ class StagedDelta:
             )
         return self._host.segments(block)
 
-    def exchange_parts(self) -> Iterable[int]:
+    def exchange_parts(self) -> list[int]:
         return list(self._blocks)
 
     def exchange(self, part: int, live: HostWeights) -> None:
-        """Applies a block's changes; a second call takes them back."""
+        """Applies a block's changes; a second call takes them back, even after an error."""
         staged = self._blocks[part]
         block, held = staged.block, live.segments(staged.block)
         if staged.method is not Method.SPARSE:
@@ -214,15 +219,15 @@ class StagedDelta:
             bits = staged.whole()
             staged.before = self._staging.keep(b"".join(part.tobytes() for part in held))
         else:
-            bits = np.frombuffer(staged.before.read(), block.element.bits_dtype)
+            bits = np.frombuffer(staged.before(), block.element.bits_dtype)
             staged.before = None
         for segment, target in zip(block.segments, held, strict=True):
             target[:] = bits[segment.base : segment.base + segment.count]
         staged.is_in_place = not staged.is_in_place
 
     def committed(self, host: HostWeights) -> None:
-        self._host = host
-        self._is_committed = True
+        """The host holds this version now."""
+        self._host, self._is_committed = host, True
         for staged in self._blocks.values():
             staged.before = None
 
@@ -255,10 +260,6 @@ class ContainerDecoder:
         """The container's header; None before it has arrived."""
         return None if self._head is None else self._head.header
 
-    @property
-    def staged_block_count(self) -> int:
-        return len(self._digests)
-
     def feed(self, frame: bytes) -> None:
         """Decodes one frame. Frames that arrive before the header are buffered, up to a limit."""
         try:
@@ -269,7 +270,12 @@ class ContainerDecoder:
             self._begin(parsed)
             return
         if self._head is None:
-            self._wait(frame)
+            self._pending_bytes += len(frame)
+            if self._pending_bytes > self._limits.pending_bytes_max:
+                raise LimitExceeded(
+                    f"delta container: expected its header within {self._limits.pending_bytes_max} bytes of blocks"
+                )
+            self._pending.append(frame)
             return
         if parsed.container_id != self._head.container_id:
             raise DeltaFormatError(f"{self._whose()}: got a frame of another container ({parsed.container_id:016x})")
@@ -289,14 +295,6 @@ class ContainerDecoder:
         """Describes the block that a damaged frame claims to be; empty if unknown."""
         index = int.from_bytes(frame[16:20], "little")
         return f" ({self._plan[index].describe()})" if len(frame) >= 36 and index < len(self._plan) else ""
-
-    def _wait(self, frame: bytes) -> None:
-        if self._pending_bytes + len(frame) > self._limits.pending_bytes_max:
-            raise LimitExceeded(
-                f"delta container: expected its header within {self._limits.pending_bytes_max} bytes of blocks"
-            )
-        self._pending.append(frame)
-        self._pending_bytes += len(frame)
 
     def _begin(self, head: HeaderFrame) -> None:
         if self._head is not None:
@@ -387,17 +385,13 @@ class ContainerDecoder:
         # Not the sender's code: coding by exponent class can be read only beside the old weights, which are gone once the
         # block has been applied and must be taken back.
         quick = changes.payload(is_coded=False)
-        if self._staging.has_room(len(quick)) or self._staging.can_spill:
-            return quick
-        return changes.payload()
+        return quick if self._staging.has_room(len(quick)) or self._staging.spill is not None else changes.payload()
 
     def _place(self, block: Block, frame: BlockFrame, whole: dict[str, Bits]) -> None:
         assert self._head is not None, "blocks wait for the header"
         if frame.method not in (Method.RAW, Method.PLANES):
             raise DeltaFormatError(f"expected whole elements in a keyframe, got method {frame.method.name}")
-        bits = np.empty(block.element_count, block.element.bits_dtype)
-        decode_whole(frame.method, frame.payload, block.element, bits)
-        step = 0
+        bits, step = _whole_bits(block, frame.method, frame.payload), 0
         for segment in block.segments:
             part = bits[segment.base : segment.base + segment.count]
             _tensor_bits(whole, segment.spec)[segment.start : segment.start + segment.count] = part
@@ -420,7 +414,7 @@ class ContainerDecoder:
             raise DeltaFormatError(f"{self._whose()}: {self._plan[missing[0]].describe()} has not come")
         header = head.header
         if header.parent_fingerprint is None:
-            start = sum(header_term(header.fingerprint_key, spec) for spec in self._table.specs)
+            start = whole_fingerprint(self._table.specs, header.fingerprint_key)
             for spec in self._table.specs:
                 _tensor_bits(self._whole if self._whole is not None else {}, spec)
         else:
@@ -431,17 +425,12 @@ class ContainerDecoder:
                 raise FingerprintMismatch(
                     f"{header.describe()}: expected fingerprint {claimed:016x} after applying it, got {fingerprint:016x}"
                 )
-        return StagedDelta(header, self._table, fingerprint, self._base, self._staging).fill(self._staged, self._whole)
+        return StagedDelta(
+            header, self._table, fingerprint, self._base, self._staging, self._staged, self._whole
+        )  # fmt: skip
 
 
 def _tensor_bits(whole: dict[str, Bits], spec: TensorSpec) -> Bits:
     """The tensor's array, allocated with its first block (its size was checked with the table)."""
-    return (
-        whole.setdefault(spec.name, np.empty(0, spec.element.bits_dtype))
-        if spec.element_count == 0
-        else (
-            whole[spec.name]
-            if spec.name in whole
-            else whole.setdefault(spec.name, np.empty(spec.element_count, spec.element.bits_dtype))
-        )
-    )
+    held = whole.get(spec.name)  # of several threads that allocate it, the first keeps its own
+    return whole.setdefault(spec.name, np.empty(spec.element_count, spec.element.bits_dtype)) if held is None else held

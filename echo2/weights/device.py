@@ -16,14 +16,12 @@ import torch
 from echo2.base.errors import DeltaFormatError
 from echo2.base.staged import TensorUpdate
 from echo2.weights import classes
-from echo2.weights.bits import I64, U32, U64
-from echo2.weights.block import EncodedBlock, Run, coded_block, dense_payload, uses_classes
-from echo2.weights.changes import Changes
+from echo2.weights.bits import I64, U32
+from echo2.weights.block import Changes, EncodedBlock, Run, coded_block, dense_payload, uses_classes
 from echo2.weights.classes import CLASS_COUNT
 from echo2.weights.container import CodecSetting
-from echo2.weights.elements import Bits, ElementType, flat_bits
-from echo2.weights.fingerprint import MODULUS, ROW_ELEMENTS, column_coefficients, row_coefficients
-from echo2.weights.layout import Block, Segment
+from echo2.weights.elements import Bits, Block, ElementType, Segment, flat_bits, flat_tensor
+from echo2.weights.fingerprint import MODULUS, sum_steps
 
 
 def _wide(bits: torch.Tensor) -> torch.Tensor:
@@ -41,7 +39,7 @@ def _class_base(old: list[torch.Tensor], element: ElementType) -> int:
     """The class base that the CPU path would choose; only the sample is copied."""
     part = max(old, key=lambda part: part.numel())
     sample = _host_bits(classes.sample_of(part), element)
-    return classes.choose_class_base_of_sample(sample, element.exponent_shift, element.exponent_bits)
+    return classes.choose_class_base(sample, element.exponent_shift, element.exponent_bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +87,6 @@ def _runs(found: list[_Found], steps: I64, element: ElementType) -> Iterator[Run
         yield own.changed, own.larger, own.excess
 
 
-def _fingerprint_step(segment: Segment, key: int, positions: U64, steps: U64) -> int:
-    index = positions - np.uint64(segment.base) + np.uint64(segment.start)
-    rows = row_coefficients(key, segment.spec.name, index // np.uint64(ROW_ELEMENTS))
-    columns = column_coefficients(key)[index % np.uint64(ROW_ELEMENTS)]
-    with np.errstate(over="ignore"):
-        return int((rows * columns * steps).sum(dtype=np.uint64))
-
-
 def encode_block_on_device(
     block: Block, old: list[torch.Tensor], new: list[torch.Tensor], setting: CodecSetting, key: int
 ) -> EncodedBlock:
@@ -106,7 +96,8 @@ def encode_block_on_device(
     found = [_find(s, before, after, class_base) for s, before, after in zip(block.segments, old, new, strict=True)]
     step = 0
     for segment, part in zip(block.segments, found, strict=True):
-        step += _fingerprint_step(segment, key, part.positions.astype(np.uint64), part.steps.view(np.uint64))
+        indices = part.positions.astype(np.uint64) + np.uint64(segment.start) - np.uint64(segment.base)
+        step += sum_steps(segment.spec.name, indices, part.steps.view(np.uint64), key)
     steps = np.concatenate([part.steps for part in found])
     changes = Changes.of_steps(np.concatenate([p.positions for p in found]), steps, block.element_count, element)
 
@@ -130,8 +121,7 @@ def apply_updates(weights: dict[str, torch.Tensor], updates: Iterable[TensorUpda
         same = tuple(weights[update.name].shape) == update.shape and flat.element_size() == update.bits.itemsize
         if not same or not weights[update.name].is_contiguous():
             raise DeltaFormatError(f"tensor {update.name}: expected contiguous {update.dtype} of shape {update.shape}")
-        signed = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[update.bits.itemsize]
-        values = torch.from_numpy(np.ascontiguousarray(update.bits).view(signed)).to(flat.device)
+        values = flat_tensor(np.ascontiguousarray(update.bits)).to(flat.device)
         if update.indices is None:
             flat.copy_(values)
             continue

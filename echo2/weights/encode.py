@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch
-from echo2.weights.block import EncodedBlock, FindsPool, encode_block, encode_whole
+from echo2.weights.block import EncodedBlock, encode_block, encode_whole
 from echo2.weights.container import (
     CodecSetting,
     DeltaHeader,
@@ -26,77 +27,62 @@ from echo2.weights.container import (
     encode_block_frame,
     encode_end,
     encode_header,
-)  # fmt: skip
+)
 from echo2.weights.device import encode_block_on_device
-from echo2.weights.elements import Bits, WeightSet, bits_of, flat_bits
-from echo2.weights.fingerprint import MODULUS, header_term, sum_bits
-from echo2.weights.host import HostWeights, table_of
-from echo2.weights.layout import Block, Segment, blocks_of
+from echo2.weights.elements import (
+    Bits,
+    Block,
+    Segment,
+    TensorSpec,
+    WeightSet,
+    bits_of,
+    blocks_of,
+    element_type_of,
+    flat_bits,
+    shard_range,
+)
+from echo2.weights.fingerprint import MODULUS, fingerprint_part, sum_bits, whole_fingerprint
+from echo2.weights.host import HostWeights, local_of, table_of
+from echo2.weights.marks import Finds
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
-@dataclass(frozen=True, slots=True)
-class EncodingStats:
-    """Totals of what has been encoded so far."""
-
-    fingerprint: int
-    changed_elements: int
-    encoded_bytes: int
-    whole_blocks: int
-
-
-def _check_claim(header: DeltaHeader, found: int) -> None:
-    """FingerprintMismatch if the header claims a target fingerprint that the changes do not lead to."""
-    claimed = header.target_fingerprint
-    if claimed is not None and claimed != found:
-        raise FingerprintMismatch(
-            f"{header.describe()}: expected the target's fingerprint {claimed:016x}, the changes lead to {found:016x}: "
-            "the parent handed in is not the version it claims, or it changed meanwhile"
-        )
+CodedBlock: TypeAlias = tuple[Block, EncodedBlock]
 
 
 class Encoding(Iterator[bytes]):
-    """An iterator over the frames of one container. After the last one, `fingerprint` is the target's."""
+    """An iterator over the frames of one container, made of all its coded blocks in order. After the last one, `fingerprint` is
+    the target's. `start`: the fingerprint that the blocks' steps are added to."""
 
-    def __init__(self, header: DeltaHeader, table: TensorTable, blocks: tuple[Block, ...], start: int) -> None:
-        self.header = header
-        self.block_count = len(blocks)
-        self._first = encode_header(header, table)
-        self._container_id = container_id_of(self._first)
-        self.stats = EncodingStats(start, 0, 0, 0)
-        self._frames: Iterator[bytes] = iter(())
-
-    def run(self, blocks: Iterator[tuple[Block, EncodedBlock]]) -> Encoding:
-        """Sets the coded blocks that the frames are made of."""
-        self._frames = self._all_frames(blocks)
-        return self
-
-    @property
-    def fingerprint(self) -> int:
-        """The target's fingerprint, once all frames are drawn."""
-        return self.stats.fingerprint
-
-    def __iter__(self) -> Encoding:
-        return self
+    def __init__(
+        self, header: DeltaHeader, table: TensorTable, coded: Iterator[CodedBlock], block_count: int, start: int
+    ) -> None:
+        self.header, self.block_count, self.fingerprint = header, block_count, start
+        self.encoded_bytes = 0
+        self._frames = self._all_frames(encode_header(header, table), coded)
 
     def __next__(self) -> bytes:
         frame = next(self._frames)
-        self.stats = replace(self.stats, encoded_bytes=self.stats.encoded_bytes + len(frame))
+        self.encoded_bytes += len(frame)
         return frame
 
-    def _all_frames(self, blocks: Iterator[tuple[Block, EncodedBlock]]) -> Iterator[bytes]:
-        yield self._first
+    def _all_frames(self, first: bytes, blocks: Iterator[CodedBlock]) -> Iterator[bytes]:
+        yield first
+        container_id = container_id_of(first)
         for block, coded in blocks:
-            self.stats = replace(
-                self.stats,
-                fingerprint=(self.stats.fingerprint + coded.fingerprint_step) % MODULUS,
-                changed_elements=self.stats.changed_elements + coded.change_count,
-                whole_blocks=self.stats.whole_blocks + coded.is_whole,
-            )
+            self.fingerprint = (self.fingerprint + coded.fingerprint_step) % MODULUS
             yield encode_block_frame(
-                self._container_id, block.index, block.element_count, block.element.code, coded.method, coded.payload
+                container_id, block.index, block.element_count, block.element.code, coded.method, coded.payload
             )
-        _check_claim(self.header, self.fingerprint)
-        yield encode_end(self._container_id, self.block_count, self.fingerprint)
+        claimed = self.header.target_fingerprint
+        if claimed is not None and claimed != self.fingerprint:
+            raise FingerprintMismatch(
+                f"{self.header.describe()}: expected the target's fingerprint {claimed:016x}, the changes lead to "
+                f"{self.fingerprint:016x}: the parent handed in is not the version it claims, or it changed meanwhile"
+            )
+        yield encode_end(container_id, self.block_count, self.fingerprint)
 
 
 def in_order(
@@ -171,16 +157,19 @@ class WeightSource:
 
 def delta_coder(old: WeightSource, new: WeightSource, header: DeltaHeader) -> Callable[[Block], EncodedBlock]:
     """Returns a function that codes a block's changes; thread-safe."""
-    pool = FindsPool()
+    unused: list[Finds] = []  # working memory, of at most as many blocks as are coded at a time
 
     def code(block: Block) -> EncodedBlock:
-        finds = pool.take(block)
         how = (header.setting, header.fingerprint_key)
         if old.is_on_device(block) and new.is_on_device(block):
-            coded = encode_block_on_device(block, old.device_segments(block), new.device_segments(block), *how)
-        else:
-            coded = encode_block(block, old.segments(block), new.segments(block), *how, finds)
-        pool.give(finds)
+            return encode_block_on_device(block, old.device_segments(block), new.device_segments(block), *how)
+        try:
+            finds = unused.pop()  # atomic, unlike asking for the length first
+        except IndexError:
+            finds = Finds(block)
+        finds = finds if finds.fits(block) else Finds(block)
+        coded = encode_block(block, old.segments(block), new.segments(block), *how, finds)
+        unused.append(finds)
         return coded
 
     return code
@@ -192,29 +181,14 @@ def keyframe_coder(source: WeightSource, key: int) -> Callable[[Block], EncodedB
     def code(block: Block) -> EncodedBlock:
         segments = source.segments(block)
         step = sum(sum_bits(s.spec.name, bits, key, s.start) for s, bits in zip(block.segments, segments, strict=True))
-        return EncodedBlock(*encode_whole(segments, block.element), step % MODULUS, block.element_count)
+        return EncodedBlock(*encode_whole(segments, block.element), step % MODULUS)
 
     return code
-
-
-def _table_of(weights: WeightSet | HostWeights) -> TensorTable:
-    return weights.table if isinstance(weights, HostWeights) else table_of(weights)
 
 
 def _check_set(weights: WeightSet | HostWeights, header: DeltaHeader) -> None:
     if isinstance(weights, HostWeights) and weights.set_name != header.set_name:
         raise DeltaFormatError(f"{header.describe()}: got weights of set {weights.set_name or 'base'!r}")
-
-
-def _check_same_tensors(parent: TensorTable, target: TensorTable, header: DeltaHeader) -> None:
-    if parent == target:
-        return
-    changed = {spec.name for spec in set(parent.specs) ^ set(target.specs)}
-    changed |= {alias for alias, _ in set(parent.aliases) ^ set(target.aliases)}
-    names = ", ".join(sorted(changed)[:4])
-    raise DeltaFormatError(
-        f"{header.describe()}: tensors were added, removed, reshaped or retied ({names}): send a keyframe"
-    )
 
 
 def encode_delta(
@@ -236,11 +210,17 @@ def encode_delta(
     header = header if setting is None else replace(header, setting=setting)
     _check_set(parent, header)
     _check_set(target, header)
-    table = _table_of(target)
-    _check_same_tensors(_table_of(parent), table, header)
+    table, before = table_of(target), table_of(parent)
+    if before != table:
+        changed = {spec.name for spec in set(before.specs) ^ set(table.specs)}
+        changed |= {alias for alias, _ in set(before.aliases) ^ set(table.aliases)}
+        names = ", ".join(sorted(changed)[:4])
+        raise DeltaFormatError(
+            f"{header.describe()}: tensors were added, removed, reshaped or retied ({names}): send a keyframe"
+        )
     blocks = blocks_of(table.specs, header.block_elements, header.shard_count)
     code = delta_coder(WeightSource.of(parent, table), WeightSource.of(target, table), header)
-    return Encoding(header, table, blocks, start).run(in_order(blocks, code, executor, ahead))
+    return Encoding(header, table, in_order(blocks, code, executor, ahead), len(blocks), start)
 
 
 def encode_keyframe(
@@ -250,8 +230,89 @@ def encode_keyframe(
     if header.parent_version is not None:
         raise DeltaFormatError(f"{header.describe()}: expected no parent for a keyframe")
     _check_set(target, header)
-    table, key = _table_of(target), header.fingerprint_key
+    table, key = table_of(target), header.fingerprint_key
     blocks = blocks_of(table.specs, header.block_elements, header.shard_count)
-    start = sum(header_term(key, spec) for spec in table.specs) % MODULUS
-    code = keyframe_coder(WeightSource.of(target, table), key)
-    return Encoding(header, table, blocks, start).run(in_order(blocks, code, executor, ahead))
+    coded = in_order(blocks, keyframe_coder(WeightSource.of(target, table), key), executor, ahead)
+    return Encoding(header, table, coded, len(blocks), whole_fingerprint(table.specs, key))
+
+
+def rows_of(name: str, tensor: torch.Tensor, shard: int, shard_count: int) -> tuple[torch.Tensor, int]:
+    """A shard's rows of a tensor as flat bits, and the index of the first element in the whole tensor."""
+    spec = TensorSpec(name, element_type_of(name, tensor), tuple(tensor.shape))
+    start, stop = shard_range(spec, shard, shard_count)
+    local = flat_bits(local_of(tensor))
+    placed = _split(tensor)
+    if not placed and local.numel() == spec.element_count:
+        return local[start:stop], start
+    is_by_rows = len(placed) == 1 and placed[0][0].is_shard(0) and placed[0][1:] == (shard, shard_count)
+    if not is_by_rows or local.numel() != stop - start:
+        raise DeltaFormatError(
+            f"tensor {name}: expected elements {start} to {stop} of it, part {shard} of {shard_count} of dimension 0; "
+            f"got {local.numel()} elements, split as {placed}"
+        )
+    return local, start
+
+
+def _split(tensor: Any) -> list[tuple[Placement, int, int]]:
+    """How a tensor is split over its mesh: (placement, this rank's part, number of parts); empty if it is whole."""
+    if local_of(tensor) is tensor:
+        return []
+    mesh = tensor.device_mesh
+    here = mesh.get_coordinate() or ()
+    parts_of_mesh = zip(tensor.placements, here, mesh.shape, strict=True)
+    return [(placement, part, parts) for placement, part, parts in parts_of_mesh if not placement.is_replicate()]
+
+
+def _source(weights: WeightSet, table: TensorTable, shard: int, shard_count: int) -> WeightSource:
+    for spec in table.specs:
+        tensor = weights.get(spec.name)
+        if tensor is None or (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.element.torch_dtype):
+            got = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise DeltaFormatError(
+                f"tensor {spec.name}: expected {spec.element.name} {spec.shape}, got {got}: send a keyframe"
+            )
+    return WeightSource({spec.name: rows_of(spec.name, weights[spec.name], shard, shard_count) for spec in table.specs})
+
+
+def section_fingerprint(weights: WeightSet, table: TensorTable, shard: int, shard_count: int, key: int) -> int:
+    """A shard's contribution to the fingerprint; `whole_fingerprint` adds up those of all shards."""
+    total = 0
+    for spec in table.specs:
+        rows, start = rows_of(spec.name, weights[spec.name], shard, shard_count)
+        total += fingerprint_part(spec.name, rows, spec.element, key, start)
+    return total % MODULUS
+
+
+def section_blocks(
+    parent: WeightSet | None,
+    target: WeightSet,
+    header: DeltaHeader,
+    table: TensorTable,
+    shard: int,
+    executor: Executor | None = None,
+    ahead: int = 2,
+) -> Iterator[CodedBlock]:
+    """Encodes one shard's blocks: of a delta from `parent`, or of a keyframe if there is no parent."""
+    if (parent is None) != (header.parent_version is None):
+        raise DeltaFormatError(f"{header.describe()}: expected weights of the parent in a delta, and only there")
+    count = header.shard_count
+    if not 0 <= shard < count:
+        raise DeltaFormatError(f"{header.describe()}: expected a shard below {count}, got {shard}")
+    new = _source(target, table, shard, count)
+    if parent is None:
+        code = keyframe_coder(new, header.fingerprint_key)
+    else:
+        code = delta_coder(_source(parent, table, shard, count), new, header)
+    blocks = tuple(b for b in blocks_of(table.specs, header.block_elements, count) if b.shard == shard)
+    return in_order(blocks, code, executor, ahead)
+
+
+def encode_sections(header: DeltaHeader, table: TensorTable, coded: Iterator[CodedBlock]) -> Encoding:
+    """The frames of a container from blocks coded elsewhere: `coded` yields those of all shards, in order."""
+    start = header.parent_fingerprint
+    if header.parent_version is None:
+        start = whole_fingerprint(table.specs, header.fingerprint_key)
+    if start is None:
+        raise DeltaFormatError(f"{header.describe()}: expected the parent's fingerprint")
+    count = len(blocks_of(table.specs, header.block_elements, header.shard_count))
+    return Encoding(header, table, coded, count, start)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,14 +34,14 @@ from echo2.weights.elements import (
 )  # fmt: skip
 from echo2.weights.jit import compiled, inlined
 
-ROW_ELEMENTS = 4096
-ROW_SHIFT = 12
-ROW_MASK = ROW_ELEMENTS - 1
-MODULUS = 1 << 64
+ROW_ELEMENTS = 4096  # the table of column numbers is 32 KiB: it stays in a core's first cache
+ROW_SHIFT = 12  # log2(ROW_ELEMENTS)
+ROW_MASK = ROW_ELEMENTS - 1  # element's place in its row
+MODULUS = 1 << 64  # what uint64 computes in
 _DEVICE_ROWS = 1024  # rows at a time on a device: 4M elements, 64 MB of products
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX2 = np.uint64(0x94D049BB133111EB)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64, as base/rng
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)  # as above
+_MIX2 = np.uint64(0x94D049BB133111EB)  # as above
 _27 = np.uint64(27)
 _30 = np.uint64(30)
 _31 = np.uint64(31)
@@ -75,13 +77,15 @@ def header_term(key: int, spec: TensorSpec) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-@inlined
-def row_coefficient(seed: np.uint64, row: np.uint64) -> np.uint64:
-    """M[row]: splitmix64, made odd."""
+def _mixed(seed: np.uint64, row: Any) -> Any:
+    """M[row], of one row or an array of them: splitmix64, made odd."""
     z = seed + (row + _1) * _GOLDEN
     z = (z ^ (z >> _30)) * _MIX1
     z = (z ^ (z >> _27)) * _MIX2
     return (z ^ (z >> _31)) | _1
+
+
+row_coefficient = inlined(_mixed)
 
 
 @compiled
@@ -109,25 +113,19 @@ def coefficients(name: str, key: int) -> tuple[np.uint64, U64]:
     return np.uint64(row_seed(key, name)), column_coefficients(key)
 
 
-def fingerprint_update(
-    fingerprint: int, key: int, name: str, indices: np.ndarray, old_bits: Bits, new_bits: Bits
-) -> int:
-    """The fingerprint after elements `indices` of tensor `name` went from `old_bits` to `new_bits`. O(changed)."""
-    index = indices.astype(np.uint64)
-    columns = column_coefficients(key)[index % np.uint64(ROW_ELEMENTS)]
-    with np.errstate(over="ignore"):
-        rows = row_coefficients(key, name, index // np.uint64(ROW_ELEMENTS))
-        moved = new_bits.astype(np.uint64) - old_bits.astype(np.uint64)
-        return (fingerprint + int((columns * rows * moved).sum(dtype=np.uint64))) % MODULUS
-
-
 def row_coefficients(key: int, name: str, rows: U64) -> U64:
     """M for the given rows."""
     with np.errstate(over="ignore"):
-        z = np.uint64(row_seed(key, name)) + (rows + _1) * _GOLDEN
-        z = (z ^ (z >> _30)) * _MIX1
-        z = (z ^ (z >> _27)) * _MIX2
-        return (z ^ (z >> _31)) | _1
+        coefficients_of_rows: U64 = _mixed(np.uint64(row_seed(key, name)), rows)
+    return coefficients_of_rows
+
+
+def sum_steps(name: str, indices: U64, steps: U64, key: int) -> int:
+    """What the fingerprint moves by when elements `indices` of a tensor move by `steps`, modulo 2^64. O(changed)."""
+    columns = column_coefficients(key)[indices % np.uint64(ROW_ELEMENTS)]
+    rows = row_coefficients(key, name, indices // np.uint64(ROW_ELEMENTS))
+    with np.errstate(over="ignore"):
+        return int((columns * rows * steps).sum(dtype=np.uint64))
 
 
 def _sum_on_device(name: str, bits: torch.Tensor, element: ElementType, key: int, first_row: int = 0) -> int:
@@ -162,9 +160,12 @@ def fingerprint_tensor(name: str, tensor: torch.Tensor, key: int) -> int:
     """One tensor's part of the sum, header term included; computed on the tensor's own device."""
     element = element_type_of(name, tensor)
     term = header_term(key, TensorSpec(name, element, tuple(tensor.shape)))
-    if tensor.device.type == "cpu":
-        return (term + sum_bits(name, bits_of(tensor), key)) % MODULUS
-    return (term + _sum_on_device(name, flat_bits(tensor), element, key)) % MODULUS
+    return (term + fingerprint_part(name, flat_bits(tensor), element, key, 0)) % MODULUS
+
+
+def whole_fingerprint(specs: Iterable[TensorSpec], key: int, sections: Iterable[int] = ()) -> int:
+    """The fingerprint of a set from the sums of its parts."""
+    return (sum(header_term(key, spec) for spec in specs) + sum(sections)) % MODULUS
 
 
 def fingerprint(weights: WeightSet, key: int) -> int:

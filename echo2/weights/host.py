@@ -6,60 +6,48 @@ again does nothing. Not for several writers: one thread commits; others may read
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch, StateError
 from echo2.base.ids import Version
 from echo2.weights.container import TensorTable
-from echo2.weights.elements import Bits, TensorSpec, WeightSet, bits_of, element_type_of, tensor_of, untied
-from echo2.weights.fingerprint import MODULUS, header_term, sum_bits
-from echo2.weights.layout import Block, sorted_specs
+from echo2.weights.elements import (
+    Bits,
+    Block,
+    TensorSpec,
+    WeightSet,
+    bits_of,
+    element_type_of,
+    sorted_specs,
+    tensor_of,
+    untied,
+)
+from echo2.weights.fingerprint import sum_bits, whole_fingerprint
+
+if TYPE_CHECKING:
+    from echo2.weights.decode import StagedDelta
 
 
-def table_of(weights: WeightSet) -> TensorTable:
-    """The tensor table of a set; tied tensors appear once, their other names as aliases."""
-    distinct, aliases = untied(weights)
-    specs = (TensorSpec(name, element_type_of(name, t), tuple(t.shape)) for name, t in distinct.items())
+def local_of(tensor: Any) -> torch.Tensor:
+    """This rank's rows of a sharded tensor. Does not load the module of DTensor (45 MiB): a process that never did has none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    is_split = module is not None and isinstance(tensor, module.DTensor)
+    rows: torch.Tensor = tensor.to_local() if is_split else tensor
+    return rows
+
+
+def table_of(weights: WeightSet | HostWeights) -> TensorTable:
+    """The tensor table of a set; tied tensors appear once, their other names as aliases. Of a sharded set it holds whole shapes,
+    and only the first shard's rank has rows of every nonempty tensor and so sees all ties: let that rank make the table."""
+    if isinstance(weights, HostWeights):
+        return weights.table
+    distinct, aliases = untied({name: local_of(tensor) for name, tensor in weights.items()})
+    whole = {name: weights[name] for name in distinct}
+    specs = (TensorSpec(name, element_type_of(name, t), tuple(t.shape)) for name, t in whole.items())
     return TensorTable(sorted_specs(specs), tuple(sorted(aliases.items())))
-
-
-class Exchange(Protocol):
-    """What `HostWeights.commit` needs of a staged version: to apply its bits, and to undo that."""
-
-    @property
-    def version(self) -> Version: ...
-
-    @property
-    def parent(self) -> Version | None: ...
-
-    @property
-    def fingerprint(self) -> int: ...
-
-    @property
-    def base_fingerprint(self) -> int | None: ...
-
-    @property
-    def key(self) -> int: ...
-
-    @property
-    def table(self) -> TensorTable: ...
-
-    def exchange_parts(self) -> Iterable[int]: ...
-
-    def exchange(self, part: int, live: HostWeights) -> None:
-        """Swaps one part's staged bits with the live ones; a second call undoes it."""
-        ...
-
-    def whole(self) -> dict[str, Bits] | None:
-        """All bits by name if this is a keyframe."""
-        ...
-
-    def committed(self, host: HostWeights) -> None:
-        """Called once the host holds this version."""
-        ...
 
 
 class HostWeights:
@@ -123,10 +111,8 @@ class HostWeights:
         return self._fingerprint
 
     def _computed(self, key: int) -> int:
-        total = sum(
-            header_term(key, spec) + sum_bits(spec.name, self._bits[spec.name], key) for spec in self.table.specs
-        )
-        return total % MODULUS
+        parts = (sum_bits(spec.name, self._bits[spec.name], key) for spec in self.table.specs)
+        return whole_fingerprint(self.table.specs, key, parts)
 
     def verify(self) -> None:
         """Recomputes the fingerprint from all bits; raises if memory differs from the version claimed."""
@@ -137,42 +123,35 @@ class HostWeights:
                 f"host weights of version {self.version}: expected fingerprint {expected:016x}, got {computed:016x}"
             )
 
-    def commit(self, staged: Exchange) -> None:
+    def commit(self, staged: StagedDelta) -> None:
         """Moves to a staged version, entirely or not at all. Committing the held version again does nothing."""
-        if self._is_held(staged):
+        has_same_tensors = staged.table is self.table or staged.table.digest() == self.table_digest
+        key = staged.header.fingerprint_key
+        if self.version == staged.version and has_same_tensors and self.fingerprint(key) == staged.fingerprint:
             return
-        whole = staged.whole()
-        if whole is not None:
-            self.table, self.table_digest, self._bits = staged.table, staged.table.digest(), whole
+        if staged.whole is not None:
+            self.table, self.table_digest, self._bits = staged.table, staged.table.digest(), staged.whole
             self._specs = {spec.name: spec for spec in staged.table.specs}
         else:
-            self._check_parent(staged)
+            self._check_parent(staged, has_same_tensors)
             self._exchange_all(staged)
-        self.version, self.key, self._fingerprint = staged.version, staged.key, staged.fingerprint
+        self.version, self.key, self._fingerprint = staged.version, key, staged.fingerprint
         staged.committed(self)
 
-    def _is_held(self, staged: Exchange) -> bool:
-        if self.version != staged.version or not self._has_tensors_of(staged):
-            return False
-        return self.fingerprint(staged.key) == staged.fingerprint
-
-    def _has_tensors_of(self, staged: Exchange) -> bool:
-        return staged.table is self.table or staged.table.digest() == self.table_digest
-
-    def _check_parent(self, staged: Exchange) -> None:
+    def _check_parent(self, staged: StagedDelta, has_same_tensors: bool) -> None:
         if staged.parent != self.version:
             raise StateError(
                 f"staged version {staged.version}: expected the host at its parent {staged.parent}, "
                 f"it is at {self.version}"
             )
-        if not self._has_tensors_of(staged):
+        if not has_same_tensors:
             raise DeltaFormatError(f"staged version {staged.version}: its tensors are not those of the host")
-        if staged.base_fingerprint != self.fingerprint(staged.key):
+        if staged.header.parent_fingerprint != self.fingerprint(staged.header.fingerprint_key):
             raise FingerprintMismatch(
                 f"staged version {staged.version}: its parent {staged.parent} has another fingerprint than the host's"
             )
 
-    def _exchange_all(self, staged: Exchange) -> None:
+    def _exchange_all(self, staged: StagedDelta) -> None:
         done: list[int] = []
         try:
             for part in staged.exchange_parts():

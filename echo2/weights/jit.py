@@ -1,29 +1,42 @@
 """A typed wrapper of numba: kernels run without the GIL and are cached on disk, so that later processes start fast.
 
 Kernels do no reference counting (`_nrt=False`): they allocate nothing, and counting on every access to a tuple of arrays
-would make them ten times slower. Their cache has its own folder (kernel_cache).
+would make them ten times slower. Their cache has its own folder.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
-import numpy.typing as npt
 from llvmlite import binding as llvm
 from llvmlite import ir
 from numba.core import cgutils, config, types
 from numba.extending import intrinsic
 
-from echo2.weights.kernel_cache import kernel_folder
+CODEC = Path(__file__).parent  # whose sources decide whether compiled kernels are current
+
+
+def kernel_folder() -> Path:
+    """The folder next to the compiled Python files, or in the user's cache if the package is read-only."""
+    digest = hashlib.sha256(metadata.version("numba").encode())
+    for source in sorted(CODEC.glob("*.py")):
+        digest.update(source.read_bytes())
+    home = CODEC / "__pycache__" if os.access(CODEC, os.W_OK) else Path.home() / ".cache" / "echo2"
+    return home / f"kernels-{digest.hexdigest()[:16]}"
+
 
 Int = int | np.int64
 F = TypeVar("F", bound=Callable[..., object])
 
 
-_CACHE_FOLDER = str(kernel_folder())
+_CACHE_FOLDER = str(kernel_folder())  # read once: numba takes it at decoration
 
 
 def _jit(function: F, inline: bool) -> F:
@@ -47,19 +60,9 @@ def inlined(function: F) -> F:
 
 
 @intrinsic
-def _trailing_zeros(typing_context, word):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.cttz(arguments[0], context.get_constant(types.boolean, False))
+def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
+    """Prefetches the cache line of an element; harmless for any index."""
 
-    return types.uint64(types.uint64), generate
-
-
-trailing_zeros = cast(Callable[[np.uint64], np.uint64], _trailing_zeros)
-"""The number of trailing zero bits of a word; 64 for zero."""
-
-
-@intrinsic
-def _prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         place = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
@@ -72,22 +75,17 @@ def _prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
     return types.void(array, types.int64), generate
 
 
-prefetch = cast(Callable[[npt.NDArray[np.unsignedinteger], Int], None], _prefetch)
-"""Prefetches the cache line of an element; harmless for any index."""
-
-
 @intrinsic
-def _count_ones(typing_context, word):  # type: ignore[no-untyped-def]
+def count_ones(typing_context, word):  # type: ignore[no-untyped-def]
+    """The number of one bits of a word (popcount)."""
+
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.ctpop(arguments[0])
 
     return types.uint64(types.uint64), generate
 
 
-count_ones = cast(Callable[[np.uint64], np.uint64], _count_ones)
-"""The number of one bits of a word (popcount)."""
-
-
+# Pext and pdep; loops elsewhere.
 HAS_BIT_MOVES = config.CPU_NAME is None and bool(llvm.get_host_cpu_features().get("bmi2"))
 
 
@@ -135,8 +133,151 @@ def _extract_by_bits(value: np.uint64, mask: np.uint64) -> np.uint64:
     return out
 
 
-BitMove = Callable[[np.uint64, np.uint64], np.uint64]
-deposit = cast(BitMove, _deposit_at_once if HAS_BIT_MOVES else _deposit_by_bits)
+deposit = _deposit_at_once if HAS_BIT_MOVES else _deposit_by_bits
 """Moves a word's low bits to the positions of the mask's ones (pdep)."""
-extract = cast(BitMove, _extract_at_once if HAS_BIT_MOVES else _extract_by_bits)
+extract = _extract_at_once if HAS_BIT_MOVES else _extract_by_bits
 """Collects the bits at the positions of the mask's ones at the low end (pext)."""
+
+
+LANES = 64  # marks in a uint64
+LISTED = 8
+"""Number of places that `list_byte` writes."""
+
+
+def _vector_at(context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int = LANES) -> Any:
+    """A pointer to `count` elements from `index` on, as one vector; LLVM splits it into the target's vectors, whatever their
+    size."""
+    data = context.make_array(array_type)(context, builder, array).data
+    kind = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), count)
+    return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
+
+
+def _load(context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int = LANES) -> Any:
+    load = builder.load(_vector_at(context, builder, array_type, array, index, count))
+    load.align = 1
+    return load
+
+
+def _all_lanes(builder: Any, word: Any, lane_bits: int, count: int = LANES) -> Any:
+    """A vector with the low `lane_bits` bits of a u64 in every lane."""
+    number = word if lane_bits == 64 else builder.trunc(word, ir.IntType(lane_bits))
+    kind = ir.VectorType(number.type, count)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
+    picked = ir.Constant(ir.VectorType(ir.IntType(32), count), [0] * count)
+    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), picked)
+
+
+def _constant_lanes(lane_bits: int, value: int) -> Any:
+    return ir.Constant(ir.VectorType(ir.IntType(lane_bits), LANES), [value % (1 << lane_bits)] * LANES)
+
+
+def _lanes_of(builder: Any, word: Any) -> Any:
+    return builder.bitcast(word, ir.VectorType(ir.IntType(1), LANES))
+
+
+@intrinsic
+def compare(typing_context, old, new, index, out):  # type: ignore[no-untyped-def]
+    """Writes three words, with bit i for element i of the 64 from `index` on: which changed, which of all went down, and which
+    changed by more than one. 64-bit elements count as down if the difference has its highest bit set."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        width = signature.args[0].dtype.bitwidth
+        before = _load(context, builder, signature.args[0], arguments[0], arguments[2])
+        after = _load(context, builder, signature.args[1], arguments[1], arguments[2])
+        step = builder.sub(after, before)
+        if width == 64:
+            negative = builder.icmp_signed("<", step, _constant_lanes(64, 0))
+        else:
+            negative = builder.icmp_unsigned("<", after, before)
+        unit = builder.select(negative, _constant_lanes(width, -1), _constant_lanes(width, 1))
+        changed = builder.icmp_unsigned("!=", before, after)
+        larger = builder.and_(changed, builder.icmp_unsigned("!=", step, unit))
+        target = context.make_array(signature.args[3])(context, builder, arguments[3]).data
+        for place, lanes in enumerate((changed, negative, larger)):
+            builder.store(builder.bitcast(lanes, ir.IntType(64)), builder.gep(target, [ir.IntType(32)(place)]))
+        return context.get_dummy_value()
+
+    return types.void(old, new, types.int64, out), generate
+
+
+@intrinsic
+def sum_marked(typing_context, columns, index, changed, negative):  # type: ignore[no-untyped-def]
+    """The sum of those of 64 numbers from `index` on that the first word marks, negated where the second word has a one."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        numbers = _load(context, builder, signature.args[0], arguments[0], arguments[1])
+        nothing = _constant_lanes(64, 0)
+        negated = builder.sub(nothing, numbers)
+        signed = builder.select(_lanes_of(builder, arguments[3]), negated, numbers)
+        marked = builder.select(_lanes_of(builder, arguments[2]), signed, nothing)
+        kind = ir.FunctionType(ir.IntType(64), [marked.type])
+        add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.add.v{LANES}i64")
+        return builder.call(add, [marked])
+
+    return types.uint64(columns, types.int64, types.uint64, types.uint64), generate
+
+
+@intrinsic
+def move_marked(typing_context, live, index, changed, negative):  # type: ignore[no-untyped-def]
+    """Adds one to those of 64 elements from `index` on that the first word marks, or subtracts one where the second word has a
+    one. Returns a mask of those that wrapped around."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        width = signature.args[0].dtype.bitwidth
+        before = _load(context, builder, signature.args[0], arguments[0], arguments[1])
+        down, marked = _lanes_of(builder, arguments[3]), _lanes_of(builder, arguments[2])
+        unit = builder.select(down, _constant_lanes(width, -1), _constant_lanes(width, 1))
+        after = builder.add(before, builder.select(marked, unit, _constant_lanes(width, 0)))
+        place = _vector_at(context, builder, signature.args[0], arguments[0], arguments[1])
+        builder.store(after, place).align = 1
+        border = builder.select(down, _constant_lanes(width, 0), _constant_lanes(width, -1))
+        wrapped = builder.and_(marked, builder.icmp_unsigned("==", before, border))
+        return builder.bitcast(wrapped, ir.IntType(64))
+
+    return types.uint64(live, types.int64, types.uint64, types.uint64), generate
+
+
+@intrinsic
+def octaves(typing_context, bits, index, shift, mask, base, out):  # type: ignore[no-untyped-def]
+    """Writes eight words: which of the 64 elements from `index` on have an exponent, (bits >> shift) & mask, of at most `base`,
+    of base + 1 to base + 6 each, and of at least base + 7. All 64 elements must exist."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        array, at, shift_by, exponent_mask, lowest, masks = arguments
+        width = signature.args[0].dtype.bitwidth
+        lanes = _load(context, builder, signature.args[0], array, at)
+        shifted = builder.lshr(lanes, _all_lanes(builder, shift_by, width))
+        exponents = builder.and_(shifted, _all_lanes(builder, exponent_mask, width))
+        target = context.make_array(signature.args[5])(context, builder, masks).data
+        for octave in range(8):
+            bound = _all_lanes(builder, builder.add(lowest, ir.IntType(64)(octave)), width)
+            relation = "<=" if octave == 0 else ">=" if octave == 7 else "=="
+            inside = builder.icmp_unsigned(relation, exponents, bound)
+            builder.store(builder.bitcast(inside, ir.IntType(64)), builder.gep(target, [ir.IntType(32)(octave)]))
+        return context.get_dummy_value()
+
+    return types.void(bits, types.int64, types.uint64, types.uint64, types.uint64, out), generate
+
+
+# Places of the set bits of each byte.
+PLACES_OF_BYTE = np.array(
+    [[*(i for i in range(8) if byte >> i & 1), *[0] * (8 - byte.bit_count())] for byte in range(256)], np.uint8
+)
+
+
+@intrinsic
+def list_byte(typing_context, table, byte, base, places, index):  # type: ignore[no-untyped-def]
+    """Writes eight places from an index on: first the positions of a byte's ones, lowest first, each plus `base`. The table is
+    `PLACES_OF_BYTE`, flattened."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        begin = builder.shl(arguments[1], ir.IntType(64)(3))
+        found = _load(context, builder, signature.args[0], arguments[0], begin, LISTED)
+        base = _all_lanes(builder, arguments[2], 32, LISTED)
+        out = builder.add(builder.zext(found, base.type), base)
+        builder.store(
+            out, _vector_at(context, builder, signature.args[3], arguments[3], arguments[4], LISTED)
+        ).align = 1
+        return context.get_dummy_value()
+
+    return types.void(table, types.uint64, types.uint64, places, types.int64), generate

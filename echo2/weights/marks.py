@@ -5,7 +5,7 @@ sums wrap modulo 2^64 as the fingerprint does, and the difference is read as sig
 64 such elements are compared, summed or moved at once. The excess over one of the others is kept in a separate list.
 
 Guarantees: nothing is written outside a segment; a change that would leave its element's range is reported, and taking
-changes back restores every bit, even then. Leaves to others: coding (bitset.py, block.py).
+changes back restores every bit, even then. Leaves to others: coding (block.py).
 
 Legend: `cursor` = number of changes, and of larger ones, before the segment; both are advanced. `larger` = which of the changes
 have a magnitude above one (their ranks, ascending), `excess` = these magnitudes minus one.
@@ -14,34 +14,51 @@ have a magnitude above one (their ranks, ascending), `excess` = these magnitudes
 from __future__ import annotations
 
 import numpy as np
+from numba.cpython.unsafe.numbers import trailing_zeros
 
 from echo2.weights.bits import I64, U32, U64, Int, below, bit_at, bits_at, list_few, put, word_count
-from echo2.weights.elements import Bits
+from echo2.weights.elements import Bits, Block
 from echo2.weights.fingerprint import ROW_ELEMENTS, ROW_MASK, ROW_SHIFT, row_coefficient
-from echo2.weights.jit import compiled, count_ones, deposit, extract, inlined, trailing_zeros
-from echo2.weights.lanes import LANES, LISTED, compare, move_marked, sum_marked
+from echo2.weights.jit import (
+    LANES,
+    LISTED,
+    compare,
+    compiled,
+    count_ones,
+    deposit,
+    extract,
+    inlined,
+    move_marked,
+    prefetch,
+    sum_marked,
+)
 
 _0 = np.uint64(0)
 _1 = np.uint64(1)
-_ROW = np.uint64(ROW_SHIFT)
-_COLUMN = np.uint64(ROW_MASK)
-_LAST_WHOLE = ROW_ELEMENTS - LANES
-_LARGER_SHARE = 8
+_6 = np.uint64(6)
+_63 = np.uint64(63)
+_ROW = np.uint64(ROW_SHIFT)  # typed for the kernels
+_COLUMN = np.uint64(ROW_MASK)  # as above
+_LAST_WHOLE = ROW_ELEMENTS - LANES  # from here on 64 elements reach into the next row
+_LARGER_SHARE = 8  # nearly all changes are of one unit; a second pass finds the rest
 
 
 Found = tuple[U64, U64, U32, U32, Bits, U64]
 
 
 class Finds:
-    """One thread's working memory for the changes of blocks of up to `size` elements: two bits per element, and room for larger
-    changes of one in `_LARGER_SHARE` elements (if there are more, a second pass finds them)."""
+    """One thread's working memory for the changes of blocks of the given one's type, and of at most its size: two bits per
+    element, and room for larger changes of one in `_LARGER_SHARE` elements (if there are more, a second pass finds them)."""
 
-    def __init__(self, size: int, dtype: np.dtype[np.unsignedinteger]) -> None:
-        self.size = size
+    def __init__(self, block: Block) -> None:
+        self.size = size = block.element_count
         self.changed, self.signs = (np.empty(word_count(size), np.uint64) for _ in range(2))
         self.larger, self.places = (np.empty(size // _LARGER_SHARE + LANES, np.uint32) for _ in range(2))
-        self.excess: Bits = np.empty(self.larger.size, dtype)
+        self.excess: Bits = np.empty(self.larger.size, block.element.bits_dtype)
         self._work = np.zeros(4, np.uint64)
+
+    def fits(self, block: Block) -> bool:
+        return self.size >= block.element_count and self.excess.dtype == block.element.bits_dtype
 
     def restart(self, room: tuple[U32, U32, Bits] | None = None) -> Found:
         """Resets the memory for another block, as `survey` takes it; `room` replaces the room for larger changes."""
@@ -276,3 +293,73 @@ def mark_steps(steps: I64, signs: U64, larger: U64) -> Int:
             larger[rank >> 6] |= bit
             count += 1
     return count
+
+
+_AHEAD = 48  # how many changes ahead cache lines are prefetched
+
+
+@inlined
+def _first_from(values: U32, begin: Int, bound: Int) -> np.int64:
+    """Binary search in ascending values: the first index from `begin` on with a value of at least `bound`."""
+    low, high = np.int64(begin), np.int64(values.size)
+    while low < high:
+        middle = (low + high) >> 1
+        if np.int64(values[middle]) < bound:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def settle_places(
+    base: int, count: int, coded: tuple[U32, U64], rank: Int, print_at: tuple[int, np.uint64, U64]
+) -> tuple[np.uint64, Int]:  # fmt: skip
+    """The fingerprint term of a segment's changes, counting each as a change by one, and the number of changes so far. The
+    segment has `count` elements. `coded` = places, signs; `print_at` as in `marks.settle_larger`."""
+    places, signs = coded
+    offset, seed, columns = print_at
+    at, stop = np.int64(rank), _first_from(places, rank, base + count)
+    to_element = np.uint64(offset - base)  # modulo 2^64: adding it to a place of the segment gives an element's index
+    total = _0
+    while at < stop:  # one word of signs at a time: the sums are independent, so that the compiler can vectorise them
+        down_from = signs[np.uint64(at) >> _6] >> (np.uint64(at) & _63)
+        together = min(stop - at, 64 - (at & 63))
+        mine = places[at : at + together]
+        for j in range(together):
+            element = np.uint64(mine[j]) + to_element
+            number = columns[element & _COLUMN] * row_coefficient(seed, element >> _ROW)
+            down = _0 - ((down_from >> np.uint64(j)) & _1)
+            total += (number ^ down) - down
+        at += together
+    return total, stop
+
+
+@compiled
+def move_places(
+    live: Bits, base: int, coded: tuple[U32, U64], larger: tuple[U32, U32, Bits, U64], cursor: I64, is_back: bool
+) -> np.uint64:  # fmt: skip
+    """Adds a segment's changes to its live bits, or subtracts them (`is_back`). Returns how many wrapped around.
+    `coded` = places, signs; `larger` as in `marks.settle_larger`."""
+    places, signs = coded
+    larger_places, ranks, excess, _ = larger
+    at, stop = np.uint64(cursor[0]), np.uint64(_first_from(places, cursor[0], base + live.size))
+    flip = _1 if is_back else _0
+    most = ~_0 >> np.uint64(64 - 8 * live.itemsize)
+    first = np.uint64(base)
+    last = np.uint64(max(places.size - 1, 0))
+    wrapped = _0
+    while at < stop:
+        prefetch(live, np.int64(places[min(at + np.uint64(_AHEAD), last)]) - base)
+        i = np.uint64(places[at]) - first
+        before = np.uint64(live[i])
+        down = bit_at(signs, at) ^ flip
+        live[i] = before + _1 - (down << _1)
+        wrapped += np.uint64((before + (down ^ _1)) & most == _0)
+        at += _1
+    found, found_stop = cursor[1], _first_from(larger_places, cursor[1], base + live.size)
+    for k in range(found, found_stop):
+        down = bit_at(signs, np.uint64(ranks[k])) ^ flip
+        wrapped += move(live, np.int64(larger_places[k]) - base, np.uint64(excess[k]), down)
+    cursor[0], cursor[1] = np.int64(stop), found_stop
+    return wrapped

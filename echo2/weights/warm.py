@@ -15,7 +15,7 @@ from echo2.weights.decode import ContainerDecoder
 from echo2.weights.encode import encode_delta, encode_keyframe
 from echo2.weights.host import HostWeights
 
-_ELEMENTS = 2048
+_ELEMENTS = 2048  # enough for every kernel to run once
 
 
 def warm_up(*types: torch.dtype) -> None:

@@ -5,24 +5,30 @@ A chunk frame is encoded once and forwarded unchanged; its route is appended, wh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
-from echo2.broadcast.chunks import bitmap_from_bytes, bitmap_to_bytes
+from echo2.broadcast.artifact import (
+    KEY_BYTES,
+    ArtifactId,
+    ArtifactKey,
+    Chunk,
+    Header,
+    Seal,
+    bitmap_from_bytes,
+    bitmap_to_bytes,
+)
 from echo2.broadcast.events import Route
-from echo2.broadcast.manifest import KEY_BYTES, ArtifactId, ArtifactKey, Chunk, Header, Seal
+from echo2.broadcast.pace import LINK_CONNECTIONS
+from echo2.broadcast.plan import BroadcastPlan, NodeLink, Tree
 from echo2.broadcast.reachability import Access
-from echo2.broadcast.striping import LINK_CONNECTIONS
-from echo2.broadcast.topology import BroadcastPlan, NodeLink, Tree
-from echo2.wire.bounds import check
+from echo2.wire.bounds import PEER_FRAME, check, parsed
 from echo2.wire.by_name import core_of, message_of
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
-from echo2.wire.weighing import PEER_FRAME, parsed
 
-HOST_CHARS_MAX, RELAYS_MAX, MET_MAX = 256, 8, 64
-ADDRESSES_MAX = 8
+# Of an access: a host name has 253 characters, a node a few addresses, two relays and at most 48 links (broadcast/dialling).
+HOST_CHARS_MAX, ADDRESSES_MAX, RELAYS_MAX, MET_MAX = 256, 8, 8, 64
 
 
 def parse(data: bytes, whose: str) -> pb.PeerMessage:
@@ -34,8 +40,8 @@ def parse(data: bytes, whose: str) -> pb.PeerMessage:
     return message
 
 
-def hello(protocol_version: int, run_id: RunId, *, is_further: bool = False, bulk_port: int = 0) -> bytes:
-    made = pb.PeerHello(protocol_version=protocol_version, run_id=run_id, is_further=is_further, bulk_port=bulk_port)
+def hello(protocol_version: int, run_id: RunId, *, is_further: bool = False) -> bytes:
+    made = pb.PeerHello(protocol_version=protocol_version, run_id=run_id, is_further=is_further)
     return pb.PeerMessage(hello=made).SerializeToString()
 
 
@@ -171,17 +177,15 @@ def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
     check(message, "the plan")
     nodes = tuple(
         NodeLink(
-            PeerId(node.peer_id), node.name, tuple(node.addresses[:ADDRESSES_MAX]), _rate(node.uplink_bytes_per_s),
-            _rate(node.downlink_bytes_per_s), _rate(node.rtt_s), access_from_message(node.access),
-            node.is_late, min(1.0, node.deferred_share), node.turn,
+            PeerId(node.peer_id), node.name, tuple(node.addresses), node.uplink_bytes_per_s,
+            node.downlink_bytes_per_s, node.rtt_s, access_from_message(node.access),
+            node.is_late,
         )
         for node in message.nodes
     )  # fmt: skip
     for tree in message.trees:
         if len(tree.parents) != len(nodes) - 1 or any(parent >= len(nodes) for parent in tree.parents):
             raise MalformedMessage(f"plan: expected trees over {len(nodes)} nodes, got one of {len(tree.parents) + 1}")
-        if not 0 <= tree.weight <= 1.000001:
-            raise MalformedMessage(f"plan: expected weights in 0..1, got {tree.weight}")
     trees = tuple(Tree(tree.weight, tuple(tree.parents)) for tree in message.trees)
     return BroadcastPlan(
         message.epoch, nodes, trees, message.topology, tuple(message.predicted_s), message.predicted_bytes,
@@ -204,9 +208,3 @@ def access_from_message(message: pb.PeerAccess) -> Access:
         relays=tuple(PeerId(peer) for peer in message.relays[:RELAYS_MAX]),
         met=tuple(PeerId(peer) for peer in message.met[:MET_MAX]),
     )
-
-
-def _rate(value: float) -> float:
-    if not math.isfinite(value) or value < 0:
-        raise MalformedMessage(f"plan: expected rates and times >= 0, got {value}")
-    return value

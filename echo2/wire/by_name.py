@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
-_NOT_PLAIN = {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_ENUM}
+_NOT_PLAIN = {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_ENUM}  # these need a conversion of their own
 
 
 def core_of(message: Message, kind: type[T], **given: Any) -> T:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from echo2.broadcast.artifact import CHUNK_BYTES_MAX, KEY_BYTES, ArtifactKey, Chunk
 from echo2.broadcast.events import Route
-from echo2.broadcast.manifest import CHUNK_BYTES_MAX, KEY_BYTES, ArtifactKey, Chunk
-from echo2.wire.bounds import check
+from echo2.wire.bounds import PEER_FRAME, check, parsed
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
-from echo2.wire.weighing import PEER_FRAME, parsed
 
+# Protobuf tags: field number << 3 | wire type, of ChunkFrame.
 _CHUNK, _KEY, _INDEX, _ENDS_BLOCK, _SIGNATURE, _PAYLOAD = 0x1A, 0x0A, 0x10, 0x18, 0x22, 0x2A
-_SIGNATURE_BYTES = 64
+_SIGNATURE_BYTES = 64  # ed25519
 _HEAD_BYTES_MAX = 128
 """Everything in a chunk except its payload."""
 BESIDE_BYTES_MAX = 32
 """A route, or the answer mark."""
-FRAME_BYTES_MAX = CHUNK_BYTES_MAX + _HEAD_BYTES_MAX + BESIDE_BYTES_MAX
+FRAME_BYTES_MAX = CHUNK_BYTES_MAX + _HEAD_BYTES_MAX + BESIDE_BYTES_MAX  # the largest chunk and what lies around it
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Guarantees: what `*_from_message` returns is within the bounds of wire/bounds and consistent; for anything else
 it raises `MalformedMessage`, which names the field and sender, what was expected and what came. Leaves to others: whether
-the sender may say it (runtime/services).
+the sender may say it (coordinator/streams).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.base.rollout import EndReason, GroupSpec
 from echo2.broadcast.reachability import Access
-from echo2.coordinator.lease_events import Delivered, HeldLease, WorkerDelivered
-from echo2.coordinator.telemetry import (
+from echo2.coordinator.leases.events import Delivered, HeldLease, WorkerDelivered
+from echo2.coordinator.planning.telemetry import (
     Heartbeat,
     LearnerHello,
     LearnerReport,
@@ -25,17 +25,36 @@ from echo2.coordinator.telemetry import (
     ReportedLink,
     WorkerHello,
 )
-from echo2.cost_model.offers import MarketOffer
 from echo2.wire.bounds import check
 from echo2.wire.broadcast import access_from_message, access_to_message
 from echo2.wire.by_name import core_of, message_of
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import rollout_pb2
-from echo2.wire.rollout import group_from_message, group_to_message
-from echo2.wire.ticket import verify_ticket
+from echo2.wire.rollout import group_from_message, group_to_message, verify_ticket
 
 FINISHED = "finished"
-"""The reason with which a learner leaves after its last step; with any other reason the run goes on."""
+"""The reason with which a learner leaves after its last step; with any other reason the run goes on, unless it is this word,
+a colon and the cause that ended the run before."""
+STOPPED = "stopped"
+"""The reason of a learner that was asked to stop."""
+LEAVING_CHARS_MAX = 500  # a cause, in the page's event log
+
+
+def leaving_reason(cause: str, is_over: bool) -> str:
+    """The reason of a learner that an error ends. `is_over`: it ends the run, too."""
+    text = "".join(c if c.isprintable() else " " for c in cause[:LEAVING_CHARS_MAX])
+    return f"{FINISHED}: {text}" if is_over else text
+
+
+def cause_of_end(reason: str) -> str | None:
+    """What ended the run, given the reason with which its learner leaves: empty if that is its last step; None: it goes on."""
+    word, colon, cause = reason.partition(": ")
+    if word != FINISHED:
+        return None
+    return cause if colon else ""
+
+
+# Message to core type.
 _END_REASONS = {
     pb.LeaseEnded.REASON_FINISHED: EndReason.FINISHED,
     pb.LeaseEnded.REASON_HANDED_BACK: EndReason.HANDED_BACK,
@@ -161,6 +180,8 @@ def learner_hello_to_message(hello: LearnerHello) -> pb.LearnerHello:
 
 def learner_report_from_message(message: pb.LearnerReport, whose: str) -> LearnerReport:
     check(message, whose)
+    if list(message.lengths) != sorted(message.lengths):
+        raise MalformedMessage(f"{whose}: lengths: expected ascending token counts, got {list(message.lengths)}")
     return core_of(message, LearnerReport, eval_reward=None if message.eval_reward == -1 else message.eval_reward)
 
 
@@ -179,12 +200,3 @@ def delivered_from_message(message: pb.WorkersDelivered, whose: str) -> Delivere
 def published_from_message(message: pb.VersionPublished, whose: str) -> PublishedVersion:
     check(message, whose)
     return core_of(message, PublishedVersion, parent=Version(message.parent) if message.has_parent else None)
-
-
-def offered_machine(message: pb.OfferedMachine) -> MarketOffer:
-    """Converts a checked message; ConfigError if no such machine can exist."""
-    return core_of(message, MarketOffer)
-
-
-def offered_machine_to_message(offer: MarketOffer) -> pb.OfferedMachine:
-    return message_of(offer, pb.OfferedMachine)

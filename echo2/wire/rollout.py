@@ -1,18 +1,19 @@
 """Rollouts, groups, sampling parameters and verdicts <-> messages of proto/echo2/v1/{rollout,ingest}.proto.
 
-Guarantees: what `*_from_message` returns is within the limits below and self-consistent; for anything else
-it raises `MalformedMessage`, which names the field, what was expected and what came. Leaves to others:
-whether the sender may say it (tickets, learner), whether a token id is in the vocabulary (engine, learner).
+Guarantees: of a message that `bounds.check` has passed, what `*_from_message` returns is self-consistent; for anything else it
+raises `MalformedMessage`, which names the field, what was expected and what came. Leaves to others: whether the sender may say it
+(tickets, learner), whether a token id is in the vocabulary (engine, learner).
 
 Log-probabilities and sampling parameters travel as float32: a value comes back rounded to float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from echo2.base.errors import MalformedMessage
-from echo2.base.ids import GroupId, LeaseId, Version
+from echo2.base.errors import BadSignature, MalformedMessage, NotAllowed
+from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import (
     FinishReason,
     GroupSpec,
@@ -25,35 +26,22 @@ from echo2.base.rollout import (
     Work,
 )
 from echo2.base.routing import Routing
-from echo2.wire.bounds import (
-    ID_CHARS_MAX,
-    MESSAGE_CHARS_MAX,
-    PROMPT_TOKENS_MAX,
-    REPORT_SEGMENTS_MAX,
-    ROLLOUT_TOKENS_MAX,
-    ROLLOUTS_PER_GROUP_MAX,
-    SPANS_MAX,
-    STOP_TOKENS_MAX,
-    TOKEN_ID_MAX,
-    VERSION_MAX,
-)
+from echo2.trust.identity import Identity, verify_signature
+from echo2.wire.bounds import ID_CHARS_MAX, MESSAGE_CHARS_MAX, ROLLOUT_TOKENS_MAX
 from echo2.wire.by_name import core_of, message_of
 from echo2.wire.gen.echo2.v1 import ingest_pb2, rollout_pb2
 
-REPORT_TOKENS_MAX = SEGMENT_TOKENS_MAX = 1 << 16
-"""Tokens of one report, or of one segment: processed without yielding."""
-REPORT_SPANS_MAX = 1 << 14
-PARTIALS_BYTES_MAX = 256 << 20
-"""Limit of a GetPartials reply: the complete partial rollouts of one group."""
+REPORT_TOKENS_MAX = SEGMENT_TOKENS_MAX = 1 << 16  # of one report, or of one segment: processed without yielding
+REPORT_SPANS_MAX = 1 << 14  # of one report; a span ends only where the version changes
+PARTIALS_BYTES_MAX = 256 << 20  # of a GetPartials reply: the complete partial rollouts of one group
 
+# Core type to message, both ways.
 _FINISH_TO_WIRE: dict[FinishReason, rollout_pb2.FinishReason] = {
     FinishReason.UNFINISHED: rollout_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: rollout_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: rollout_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: rollout_pb2.FINISH_REASON_ABORTED,
 }
-_FINISH_FROM_WIRE = {number: reason for reason, number in _FINISH_TO_WIRE.items()}
-
 _VERDICT_TO_WIRE: dict[Verdict, ingest_pb2.SegmentVerdict.Verdict] = {
     Verdict.HELD: ingest_pb2.SegmentVerdict.VERDICT_HELD,
     Verdict.ADMITTED: ingest_pb2.SegmentVerdict.VERDICT_ADMITTED,
@@ -63,12 +51,14 @@ _VERDICT_TO_WIRE: dict[Verdict, ingest_pb2.SegmentVerdict.Verdict] = {
     Verdict.RESEND: ingest_pb2.SegmentVerdict.VERDICT_RESEND,
     Verdict.CLOSED: ingest_pb2.SegmentVerdict.VERDICT_CLOSED,
 }
+# As _FINISH_TO_WIRE.
 _WORK_TO_WIRE: dict[Work, rollout_pb2.Work] = {
     Work.TRAIN: rollout_pb2.WORK_TRAIN,
     Work.EVALUATE: rollout_pb2.WORK_EVALUATE,
 }
-_WORK_FROM_WIRE = {number: work for work, number in _WORK_TO_WIRE.items()}
+_FINISH_FROM_WIRE = {number: reason for reason, number in _FINISH_TO_WIRE.items()}
 _VERDICT_FROM_WIRE = {number: verdict for verdict, number in _VERDICT_TO_WIRE.items()}
+_WORK_FROM_WIRE = {number: work for work, number in _WORK_TO_WIRE.items()}
 
 
 def _checked_id(value: str, what: str) -> str:
@@ -77,18 +67,9 @@ def _checked_id(value: str, what: str) -> str:
     return value
 
 
-def _checked_count(value: int, low: int, high: int, what: str) -> int:
-    if not low <= value <= high:
-        raise MalformedMessage(f"{what}: expected {low} to {high}, got {value}")
-    return value
-
-
-def _checked_tokens(values: Sequence[int], low: int, high: int, what: str) -> tuple[int, ...]:
-    _checked_count(len(values), low, high, f"number of {what}")
-    token_ids = tuple(values)
-    if token_ids and max(token_ids) > TOKEN_ID_MAX:
-        raise MalformedMessage(f"{what}: expected token ids up to {TOKEN_ID_MAX}, got {max(token_ids)}")
-    return token_ids
+def _expect(is_so: bool, what: str, expected: str, came: object) -> None:
+    if not is_so:
+        raise MalformedMessage(f"{what}: expected {expected}, got {came}")
 
 
 def group_id_from_wire(value: str) -> GroupId:
@@ -106,9 +87,8 @@ def sampling_to_message(sampling: SamplingParams) -> rollout_pb2.SamplingParams:
 
 
 def sampling_from_message(message: rollout_pb2.SamplingParams) -> SamplingParams:
-    """Parses sampling parameters; `SamplingParams` checks the ranges itself."""
-    stops = _checked_tokens(message.stop_token_ids, 0, STOP_TOKENS_MAX, "stop_token_ids")
-    return core_of(message, SamplingParams, stop_token_ids=stops)
+    """`SamplingParams` checks the ranges itself."""
+    return core_of(message, SamplingParams)
 
 
 def group_to_message(group: GroupSpec) -> rollout_pb2.GroupSpec:
@@ -119,41 +99,22 @@ def group_to_message(group: GroupSpec) -> rollout_pb2.GroupSpec:
 def group_from_message(message: rollout_pb2.GroupSpec, prompt_tokens_min: int = 1) -> GroupSpec:
     """Parses a group. `prompt_tokens_min` 0: between the learner's own processes, agents' rollouts may have no common prompt."""
     group_id = group_id_from_wire(message.group_id)
-    whose = f"of group {group_id}"
-    if not message.HasField("sampling"):
-        raise MalformedMessage(f"sampling {whose}: expected sampling parameters, got none")
-    work = _WORK_FROM_WIRE.get(message.work)
-    if work is None:
-        raise MalformedMessage(f"work {whose}: expected a known kind of work, got {message.work}")
-    exact_version = None
-    if message.HasField("exact_version"):
-        exact_version = Version(_checked_count(message.exact_version, 0, VERSION_MAX, f"exact_version {whose}"))
-    return GroupSpec(
+    whose, prompt_tokens = f"of group {group_id}", len(message.prompt_token_ids)
+    _expect(message.HasField("sampling"), f"sampling {whose}", "sampling parameters", "none")
+    _expect(prompt_tokens >= prompt_tokens_min, f"number of prompt_token_ids {whose}", "1 or more", prompt_tokens)
+    _expect(message.rollout_count > 0, f"rollout_count {whose}", "1 or more", message.rollout_count)
+    return core_of(
+        message,
+        GroupSpec,
         group_id=group_id,
-        prompt_token_ids=_checked_tokens(
-            message.prompt_token_ids, prompt_tokens_min, PROMPT_TOKENS_MAX, f"prompt_token_ids {whose}"
-        ),
-        rollout_count=_checked_count(message.rollout_count, 1, ROLLOUTS_PER_GROUP_MAX, f"rollout_count {whose}"),
         sampling=sampling_from_message(message.sampling),
-        consume_step=_checked_count(message.consume_step, 0, VERSION_MAX, f"consume_step {whose}"),
-        work=work,
-        exact_version=exact_version,
+        work=_WORK_FROM_WIRE[message.work],
+        exact_version=Version(message.exact_version) if message.HasField("exact_version") else None,
     )
 
 
 def _spans_to_messages(spans: Iterable[VersionSpan]) -> list[rollout_pb2.VersionSpan]:
     return [rollout_pb2.VersionSpan(version=span.version, count=span.count) for span in spans]
-
-
-def _spans_from_messages(messages: Sequence[rollout_pb2.VersionSpan], what: str) -> tuple[VersionSpan, ...]:
-    # The caller has already limited the number of spans; each must cover at least one token.
-    return tuple(
-        VersionSpan(
-            version=Version(_checked_count(message.version, 0, VERSION_MAX, f"version {what}")),
-            count=_checked_count(message.count, 1, ROLLOUT_TOKENS_MAX, f"count of a version span {what}"),
-        )
-        for message in messages
-    )
 
 
 def segment_to_message(segment: RolloutSegment) -> rollout_pb2.RolloutSegment:
@@ -175,45 +136,39 @@ def segment_to_message(segment: RolloutSegment) -> rollout_pb2.RolloutSegment:
 def segment_from_message(message: rollout_pb2.RolloutSegment, tokens_max: int = SEGMENT_TOKENS_MAX) -> RolloutSegment:
     """Parses a segment. `tokens_max`: a whole rollout (`GetPartials`) may be longer than one report's segment."""
     group_id = group_id_from_wire(message.group_id)
-    index = _checked_count(message.index, 0, ROLLOUTS_PER_GROUP_MAX - 1, f"index of a rollout of group {group_id}")
-    whose = f"of rollout {index} of group {group_id}"
-    token_ids = _checked_tokens(message.token_ids, 0, tokens_max, f"token_ids {whose}")
-    _checked_count(message.offset + len(token_ids), 0, ROLLOUT_TOKENS_MAX, f"end {whose}")
-    spans_max = min(SPANS_MAX, len(token_ids))
-    _checked_count(len(message.version_spans), 0, spans_max, f"number of version_spans {whose}")
-    finish_reason = _FINISH_FROM_WIRE.get(message.finish_reason)
-    if finish_reason is None:
-        raise MalformedMessage(f"finish_reason {whose}: expected a known reason, got {message.finish_reason}")
+    whose, tokens, spans = (
+        f"of rollout {message.index} of group {group_id}",
+        len(message.token_ids),
+        message.version_spans,
+    )
+    _expect(tokens <= tokens_max, f"number of token_ids {whose}", f"up to {tokens_max}", tokens)
+    end = message.offset + tokens
+    _expect(end <= ROLLOUT_TOKENS_MAX, f"end {whose}", f"up to {ROLLOUT_TOKENS_MAX}", end)
+    _expect(len(spans) <= tokens, f"number of version_spans {whose}", f"up to {tokens}", len(spans))
+    _expect(all(span.count for span in spans), f"count of a version span {whose}", "1 or more", 0)
     return RolloutSegment(
         group_id=group_id,
-        index=index,
+        index=message.index,
         offset=message.offset,
-        token_ids=token_ids,
+        token_ids=tuple(message.token_ids),
         logprobs=tuple(message.logprobs),
         raw_logprobs=tuple(message.raw_logprobs),
-        version_spans=_spans_from_messages(message.version_spans, whose),
-        finish_reason=finish_reason,
-        expected_remaining_tokens=_checked_count(
-            message.expected_remaining_tokens, 0, ROLLOUT_TOKENS_MAX, f"expected_remaining_tokens {whose}"
-        ),
+        version_spans=tuple(VersionSpan(Version(span.version), span.count) for span in spans),
+        finish_reason=_FINISH_FROM_WIRE[message.finish_reason],
+        expected_remaining_tokens=message.expected_remaining_tokens,
         routing=Routing(message.prompt_routing, message.routing),
     )
 
 
 def rollout_to_message(rollout: Rollout) -> rollout_pb2.RolloutSegment:
     """A whole rollout: the segment at offset 0."""
-    return segment_to_message(
-        RolloutSegment(
-            group_id=rollout.group_id,
-            index=rollout.index,
-            offset=0,
-            token_ids=rollout.token_ids,
-            logprobs=rollout.logprobs,
-            raw_logprobs=rollout.raw_logprobs,
-            version_spans=rollout.version_spans,
-            finish_reason=rollout.finish_reason,
-            routing=rollout.routing,
-        )
+    return message_of(
+        rollout,
+        rollout_pb2.RolloutSegment,
+        version_spans=_spans_to_messages(rollout.version_spans),
+        finish_reason=_FINISH_TO_WIRE[rollout.finish_reason],
+        routing=rollout.routing.tokens,
+        prompt_routing=rollout.routing.prompt,
     )
 
 
@@ -225,30 +180,22 @@ def rollout_from_message(message: rollout_pb2.RolloutSegment) -> Rollout:
             f"rollout {segment.index} of group {segment.group_id}: expected it whole, got tokens {segment.offset}.."
         )
     return Rollout(
-        group_id=segment.group_id,
-        index=segment.index,
-        token_ids=segment.token_ids,
-        logprobs=segment.logprobs,
-        raw_logprobs=segment.raw_logprobs,
-        version_spans=segment.version_spans,
-        finish_reason=segment.finish_reason,
-        routing=segment.routing,
-    )
+        segment.group_id, segment.index, segment.token_ids, segment.logprobs, segment.raw_logprobs,
+        segment.version_spans, segment.finish_reason, segment.routing,
+    )  # fmt: skip
 
 
 def segments_from_report(message: ingest_pb2.RolloutReport) -> tuple[RolloutSegment, ...]:
     """Parses all segments of a report; one malformed segment refuses the whole report."""
-    _checked_count(len(message.segments), 0, REPORT_SEGMENTS_MAX, "number of segments of a report")
     tokens = sum(len(segment.token_ids) for segment in message.segments)
-    _checked_count(tokens, 0, REPORT_TOKENS_MAX, "number of tokens of a report")
+    _expect(tokens <= REPORT_TOKENS_MAX, "number of tokens of a report", f"up to {REPORT_TOKENS_MAX}", tokens)
     spans = sum(len(segment.version_spans) for segment in message.segments)
-    _checked_count(spans, 0, REPORT_SPANS_MAX, "number of version_spans of a report")
+    _expect(spans <= REPORT_SPANS_MAX, "number of version_spans of a report", f"up to {REPORT_SPANS_MAX}", spans)
     return tuple(segment_from_message(segment) for segment in message.segments)
 
 
 def rollouts_from_partials(message: ingest_pb2.GetPartialsReply) -> tuple[Rollout, ...]:
     """Parses the rollouts of a group that the learner holds, including finished ones; each index at most once."""
-    _checked_count(len(message.rollouts), 0, ROLLOUTS_PER_GROUP_MAX, "number of partial rollouts")
     rollouts = tuple(rollout_from_message(rollout) for rollout in message.rollouts)
     if len({(rollout.group_id, rollout.index) for rollout in rollouts}) != len(rollouts):
         raise MalformedMessage("partial rollouts: expected each index once, got one twice")
@@ -262,24 +209,63 @@ def verdict_to_message(verdict: SegmentVerdict) -> ingest_pb2.SegmentVerdict:
 
 def verdict_from_message(message: ingest_pb2.SegmentVerdict) -> SegmentVerdict:
     group_id = group_id_from_wire(message.group_id)
-    whose = f"verdict on rollout {message.index} of group {group_id}"
     verdict = _VERDICT_FROM_WIRE.get(message.verdict)
     if verdict is None:
-        raise MalformedMessage(f"{whose}: expected a known verdict, got {message.verdict}")
-    if len(message.message) > MESSAGE_CHARS_MAX:
         raise MalformedMessage(
-            f"{whose}: expected a message up to {MESSAGE_CHARS_MAX} characters, got {len(message.message)}"
+            f"verdict on rollout {message.index} of group {group_id}: expected a known verdict, got {message.verdict}"
         )
-    return SegmentVerdict(
-        group_id=group_id,
-        index=_checked_count(message.index, 0, ROLLOUTS_PER_GROUP_MAX - 1, f"index of the {whose}"),
-        verdict=verdict,
-        held_tokens=_checked_count(message.held_tokens, 0, ROLLOUT_TOKENS_MAX, f"held_tokens of the {whose}"),
-        message=message.message,
-    )
+    return core_of(message, SegmentVerdict, group_id=group_id, verdict=verdict)
 
 
 def verdicts_from_message(message: ingest_pb2.RolloutVerdict) -> tuple[SegmentVerdict, ...]:
     """Parses all verdicts on one report."""
-    _checked_count(len(message.segments), 0, REPORT_SEGMENTS_MAX, "number of verdicts")
     return tuple(verdict_from_message(verdict) for verdict in message.segments)
+
+
+_PREFIX = b"echo2-lease-ticket-v1:"  # a signature over a ticket holds for nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One worker's right to produce one group, as the coordinator granted it."""
+
+    lease_id: LeaseId
+    group_id: GroupId
+    worker_peer_id: PeerId
+    attempt: int
+    deadline_unix_s: float
+    run_id: RunId
+
+
+def _signed_bytes(message: rollout_pb2.LeaseTicket) -> bytes:
+    bare = rollout_pb2.LeaseTicket()
+    bare.CopyFrom(message)
+    bare.signature = b""
+    return _PREFIX + bare.SerializeToString(deterministic=True)
+
+
+def sign_ticket(ticket: Ticket, coordinator: Identity) -> rollout_pb2.LeaseTicket:
+    """The ticket as a message, signed by the coordinator's identity."""
+    message = message_of(ticket, rollout_pb2.LeaseTicket)
+    message.signature = coordinator.sign(_signed_bytes(message))
+    return message
+
+
+def verify_ticket(
+    message: rollout_pb2.LeaseTicket, run_id: RunId, coordinator_peer_id: PeerId, worker_peer_id: PeerId
+) -> Ticket:
+    """Returns the ticket if this run's coordinator granted it to `worker_peer_id` (the caller, known from TLS), else raises."""
+    lease_id, group_id = lease_id_from_wire(message.lease_id), group_id_from_wire(message.group_id)
+    whose = f"ticket of lease {lease_id} from {worker_peer_id}"
+    if len(message.signature) != 64:
+        raise BadSignature(f"{whose}: expected a signature of 64 bytes, got {len(message.signature)}")
+    try:
+        verify_signature(coordinator_peer_id, _signed_bytes(message), message.signature)
+    except BadSignature:
+        raise BadSignature(f"{whose}: expected the signature of the coordinator {coordinator_peer_id}") from None
+    if message.run_id != run_id:
+        raise NotAllowed(f"{whose}: expected a ticket of run {run_id}, got one of run {message.run_id[:64]!r}")
+    if message.worker_peer_id != worker_peer_id:
+        raise NotAllowed(f"{whose}: it was granted to {message.worker_peer_id[:64]}")
+    _expect(message.attempt > 0, whose, "attempt 1 or later", message.attempt)
+    return core_of(message, Ticket, lease_id=lease_id, group_id=group_id)

@@ -4,7 +4,7 @@ A lease takes a while to arrive, and slots become free meanwhile. So the target 
 rollouts that finish while a lease travels, rounded up to whole groups because leases are whole groups. A request states a level
 (rollouts wanted now), not an addition: it is sent when the level differs from what the coordinator believes, and repeated every
 `REPEAT_S`. Guarantees: requests at most slots + cover + one group, with cover <= slots. Leaves to others: whether the worker may
-request at all (assignments), sending the request (runtime).
+request at all (leases), sending the request (worker).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import Version
 
-REPEAT_S = 5.0
-SAFETY = 1.5
-FINISHES_KEPT = 64
-TRAVELS_KEPT = 8
+REPEAT_S = 5.0  # so long at most a lost request leaves slots idle
+SAFETY = 1.5  # half as many again as finish at the mean rate: a free slot costs more than a waiting rollout
+FINISHES_KEPT = 64  # the rate of the last groups, not of a day
+TRAVELS_KEPT = 8  # the least of the last few: one slow answer is no travel time
 
 
 @dataclass(slots=True)

@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.base.staged import TensorUpdate
-from echo2.worker.blocks import BLOCK_TOKENS, BlockPool
-from echo2.worker.engine import Engine, GenerateRequest, SwapMode
+from echo2.worker.engines.embedded.slots import BLOCK_TOKENS, BlockPool
+from echo2.worker.engines.engine import Engine, GenerateRequest, SwapMode
+from tests.patience import WAIT_S
 
 VOCAB_COUNT = 96
 CONTEXT_TOKENS = 256
 VERSION_COUNT = 3
-TIMEOUT_S = 240.0
 _T = TypeVar("_T")
 
 
@@ -106,15 +106,6 @@ def keyframe_of(model: torch.nn.Module, version: int) -> Staged:
     )
 
 
-def rounded_to_int8(model: torch.nn.Module) -> torch.nn.Module:
-    """The same with each row of each linear layer in 255 steps of its largest magnitude; token embeddings stay."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            steps = module.weight.detach().abs().amax(1, keepdim=True) / 127
-            module.weight = torch.nn.Parameter((module.weight.detach() / steps).round() * steps)
-    return model
-
-
 def fp8_rows(master_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes in e4m3 and a scale a row [R, 1], as vLLM rounds while it loads (`fp8_per_channel`): the reference on a CPU."""
     most = torch.tensor(torch.finfo(torch.float8_e4m3fn).max)
@@ -160,13 +151,11 @@ class Rig:
         kind: str,
         config: dict[str, object],
         make: Callable[[dict[str, object]], Engine],
-        as_run: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
     ) -> None:
-        """`as_run`: the model that the engine is to be judged by, from a copy of the one published."""
         self.kind = kind
         self.config = config
         self.models = make_versions(config)
-        self._judges = [as_run(copy.deepcopy(model)).double() for model in self.models]
+        self._judges = [copy.deepcopy(model).double() for model in self.models]
         for judge in self._judges:
             judge.set_experts_implementation("eager")  # the faster ways know no float64
         self._runner = asyncio.Runner()
@@ -184,8 +173,8 @@ class Rig:
 
     def close(self) -> None:
         async def end() -> None:
-            await asyncio.wait_for(self.engine.stop(), 10)
-            await asyncio.wait_for(self._pump, 10)
+            await asyncio.wait_for(self.engine.stop(), WAIT_S)
+            await asyncio.wait_for(self._pump, WAIT_S)
 
         self._runner.run(end())
         self._runner.close()
@@ -197,7 +186,7 @@ class Rig:
             await self.engine.swap(self.keyframe(0), SwapMode.RECOMPUTE_KV)
             return await test()
 
-        return self._runner.run(asyncio.wait_for(body(), TIMEOUT_S))
+        return self._runner.run(asyncio.wait_for(body(), WAIT_S))
 
     def keyframe(self, version: int) -> Staged:
         return keyframe_of(self.models[version], version)

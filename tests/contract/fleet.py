@@ -1,4 +1,4 @@
-"""A learner's and some workers' broadcast nodes on loopback, with real gRPC, TLS, disks."""
+"""A learner's and some workers' broadcast nodes on loopback, with real sockets, TLS, disks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echo2.base.ids import PeerId, RunId
-from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeOptions
-from echo2.broadcast.runtime.progress import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
-from echo2.broadcast.topology import BroadcastPlan, NodeLink
+from echo2.broadcast.artifact import ArtifactId
+from echo2.broadcast.catch_up import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
+from echo2.broadcast.node import BroadcastNode, NodeOptions
+from echo2.broadcast.plan import BroadcastPlan, NodeLink
 from echo2.broadcast.trees import plan
+from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
-from echo2.trust.runtime import tls
-from echo2.trust.runtime.gate import GatedServer
+from tests.patience import WAIT_S
 
 RUN = RunId("a-run")
 
@@ -26,7 +25,6 @@ RUN = RunId("a-run")
 @dataclass
 class Member:
     node: BroadcastNode
-    server: GatedServer
     address: str
     credentials: tls.Credentials
 
@@ -35,7 +33,7 @@ class Fleet:
     """`members[0]` is the learner."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.bulk_host = folder, "127.0.0.1"
+        self.folder = folder
         self.authority = RunAuthority.create(Identity.generate(), RUN, time.time())
         self.members: list[Member] = []
         self._epoch = 0
@@ -50,13 +48,10 @@ class Fleet:
         )  # fmt: skip
 
     async def start(self, credentials: tls.Credentials, options: NodeOptions, port: int = 0) -> Member:
-        options = replace(options, bulk_host=self.bulk_host)
-        node, server = BroadcastNode(credentials, options), tls.new_server()
-        node.add_to_server(server)
-        bound = tls.bind_server(server, f"127.0.0.1:{port}", tls.server_credentials(credentials))
-        await server.start()
+        node = BroadcastNode(credentials, replace(options, port=port))
+        address = f"127.0.0.1:{node.listen()}"
         await node.start()
-        return Member(node, server, f"127.0.0.1:{bound}", credentials)
+        return Member(node, address, credentials)
 
     async def add(self, options: NodeOptions | None = None) -> Member:
         number = len(self.members)
@@ -92,15 +87,13 @@ class Fleet:
 
     async def stop(self, member: Member) -> None:
         await member.node.stop()
-        await member.server.stop(0)
 
 
 @asynccontextmanager
 async def fleet(
-    folder: Path, workers: int, options: Callable[[int], NodeOptions] | None = None, *, has_bulk: bool = True
+    folder: Path, workers: int, options: Callable[[int], NodeOptions] | None = None
 ) -> AsyncIterator[Fleet]:
     made = Fleet(folder)
-    made.bulk_host = made.bulk_host if has_bulk else ""
     try:
         for number in range(workers + 1):
             await made.add(options(number) if options else None)
@@ -112,7 +105,7 @@ async def fleet(
             await made.stop(member)
 
 
-async def until(holds: Callable[[], bool], what: str, limit_s: float = 20.0) -> None:
+async def until(holds: Callable[[], bool], what: str, limit_s: float = WAIT_S) -> None:
     """Waits for a fact about real processes and sockets; fails naming it."""
     end = asyncio.get_running_loop().time() + limit_s
     while not holds():
@@ -120,7 +113,7 @@ async def until(holds: Callable[[], bool], what: str, limit_s: float = 20.0) -> 
         await asyncio.sleep(0.02)
 
 
-async def blocks_of(node: BroadcastNode, artifact: ArtifactId, limit_s: float = 30.0) -> list[bytes]:
+async def blocks_of(node: BroadcastNode, artifact: ArtifactId, limit_s: float = WAIT_S) -> list[bytes]:
     """The blocks handed out until `artifact` is sealed, those of dropped artifacts left out."""
     blocks: list[bytes] = []
     async with asyncio.timeout(limit_s):

@@ -18,22 +18,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo2.base.ids import PeerId, RunId, Version
-from echo2.broadcast.manifest import ArtifactId
+from echo2.broadcast.artifact import ArtifactId
+from echo2.broadcast.catch_up import ArtifactSealed
+from echo2.broadcast.nat.facts import HostOptions
+from echo2.broadcast.nat.reach import Nat
+from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.node import BroadcastNode, NodeOptions
+from echo2.broadcast.plan import NodeLink
 from echo2.broadcast.reachability import Access, LinkKind
-from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeOptions
-from echo2.broadcast.runtime.progress import ArtifactSealed
-from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
-from echo2.broadcast.topology import NodeLink
 from echo2.broadcast.trees import plan
+from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, TlsKey, certificate_request
-from echo2.trust.runtime import tls
 from echo2.wire.broadcast import access_from_message
-from echo2.worker.runtime.addresses import reach_of
+from echo2.worker.heartbeat import reach_of
 
 NAMES = ("hub", "learner", "left", "right")
-GRPC_PORT, RELAY_PORT = 7000, 7001
+PORT, RELAY_PORT = 7000, 7001
 BLOCK_BYTES, BLOCKS = 256 << 10, 16
 LOOK_S = 0.2
 
@@ -66,8 +66,8 @@ def of_family(addresses: Sequence[str], own: str) -> str:
 
 
 async def hub(folder: Path) -> None:
-    transport = MixedTransport(credentials_of("hub", Role.COORDINATOR, folder))
-    await transport.serve(P2pSettings("::", RELAY_PORT, book=RelayBook(RelayLimits())))
+    relay = Nat(credentials_of("hub", Role.COORDINATOR, folder))
+    await relay.serve(HostOptions("::", RELAY_PORT, book=RelayBook(RelayLimits())))
     say("ready", peer_id=PEERS["hub"])
     await asyncio.Event().wait()
 
@@ -75,7 +75,7 @@ async def hub(folder: Path) -> None:
 def outer_port(folder: Path, name: str) -> int:
     """As a worker's --advertise says it: a file of the test's, where it mapped a port."""
     path = folder / f"{name}.advertise"
-    return int(path.read_text()) if path.exists() else GRPC_PORT
+    return int(path.read_text()) if path.exists() else PORT
 
 
 def is_hidden(folder: Path, name: str) -> bool:
@@ -118,13 +118,13 @@ async def follow_plans(node: BroadcastNode, folder: Path) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-async def tell(node: BroadcastNode, transport: MixedTransport, name: str, address: str, folder: Path) -> None:
+async def tell(node: BroadcastNode, name: str, address: str, folder: Path) -> None:
     """What a worker's heartbeat says, here by way of a file."""
     while True:
         links = {NAME_OF[link.peer_id]: link for link in node.stats().links}
         say("links", **{peer: str(link.way) for peer, link in links.items()})
         say("received", **{peer: link.received_bytes for peer, link in links.items()})
-        facts = transport.facts
+        facts = node.nat.facts
         met = tuple(PEERS[p] for p, link in links.items() if link.way.kind is LinkKind.HOLE_PUNCHED)
         own = tuple(f"{one}:{outer_port(folder, name)}" for one in outer_address(folder, name, address).split(","))
         at = () if is_hidden(folder, name) else own
@@ -157,29 +157,21 @@ async def obey(node: BroadcastNode) -> None:
             blocks = iter([bytes([version, number]) * (BLOCK_BYTES // 2) for number in range(BLOCKS)])
             await node.publish(ArtifactId(Version(version), None), blocks, lambda: "whole", BLOCKS * BLOCK_BYTES)
         elif line[0] == "ban":
-            node._connections.accuse(PEERS[line[1]], "the test says so", is_ban=True)
+            node.exchange.accuse(PEERS[line[1]], "the test says so", is_ban=True)
 
 
 async def node(role: str, name: str, address: str, hub_address: str, folder: Path) -> None:
     credentials = credentials_of(name, Role(role), folder)
-    transport = MixedTransport(
-        credentials,
-        lambda connection: made.accept(connection),  # noqa: PLW0108 - the node is made next
-        P2pSettings(grpc_port=outer_port(folder, name)),
-    )
-    options = NodeOptions(folder / f"{name}-chunks", chunk_bytes=64 << 10, bulk_host="::")
-    made = BroadcastNode(credentials, options, transport)
-    server = tls.new_server()
-    made.add_to_server(server)
-    tls.bind_server(server, f"[::]:{GRPC_PORT}", tls.server_credentials(credentials))
-    await server.start()
+    nat = HostOptions(own_port=outer_port(folder, name))
+    options = NodeOptions(folder / f"{name}-chunks", chunk_bytes=64 << 10, host="::", port=PORT, nat=nat)
+    made = BroadcastNode(credentials, options)
+    made.listen()
     await made.start()
     if role == "learner":
-        await transport.serve(P2pSettings("::", RELAY_PORT, book=RelayBook(RelayLimits())))
-        transport.hold_pipe_place(PEERS["hub"], f"{hub_address}:{RELAY_PORT}")
-        made.serves_grpc_at(("127.0.0.1", GRPC_PORT))
+        await made.nat.serve(HostOptions("::", RELAY_PORT, book=RelayBook(RelayLimits())))
+        made.nat.hold_pipe_place(PEERS["hub"], f"{hub_address}:{RELAY_PORT}")
     else:
-        transport.use_relay(PEERS["hub"], f"{hub_address}:{RELAY_PORT}")
+        made.nat.use_relay(PEERS["hub"], f"{hub_address}:{RELAY_PORT}")
         learner = access_of(folder, "learner")
         while learner is None:
             await asyncio.sleep(LOOK_S)
@@ -188,9 +180,9 @@ async def node(role: str, name: str, address: str, hub_address: str, folder: Pat
         made.set_publisher(PEERS["learner"], learner.addresses[0] if learner.addresses else pipes)
         if learner.addresses:
             there = of_family(learner.addresses, address)
-            transport.use_relay(PEERS["learner"], f"{there.rpartition(':')[0]}:{RELAY_PORT}")
+            made.nat.use_relay(PEERS["learner"], f"{there.rpartition(':')[0]}:{RELAY_PORT}")
     say("ready", peer_id=PEERS[name])
-    parts = [follow_plans(made, folder), tell(made, transport, name, address, folder), obey(made)]
+    parts = [follow_plans(made, folder), tell(made, name, address, folder), obey(made)]
     await asyncio.gather(*parts, *([consume(made)] if role != "learner" else []))
 
 

@@ -30,11 +30,11 @@ class Scene:
 ALL_6 = dict.fromkeys(("hub", "learner", "left", "right"), Families.IPV6)
 MIXED = {"hub": Families.BOTH, "learner": Families.BOTH, "left": Families.IPV6}
 WORDS = {
-    PUNCHED: "public nodes: it dials; hidden ones: hole-punched",
-    RELAYED: "public nodes: it dials; hidden ones: relayed, chunks by byte pipe",
-    DIALLED: "direct: others dial it",
+    PUNCHED: "hole-punched",
+    RELAYED: "byte pipe",
+    DIALLED: "direct",
 }
-LEARNER_HIDDEN = "dials workers that can be dialled; the others and all rollouts by byte pipe"
+LEARNER_HIDDEN = "dials one; the other and rollouts by byte pipe"
 ROWS: dict[str, tuple[Scene, Scene]] = {
     "nothing (open port)": (Scene("left", DIALLED), Scene("learner", DIALLED)),
     "a mapped port, `--advertise`": (

@@ -7,10 +7,11 @@ import random
 from pathlib import Path
 
 from echo2.base.ids import Version
-from echo2.broadcast.link_shape import LinkShape
-from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime.node_options import NodeOptions
+from echo2.base.link_shape import LinkShape
+from echo2.broadcast.artifact import ArtifactId
+from echo2.broadcast.node import NodeOptions
 from tests.contract.fleet import blocks_of, fleet, gathered, until
+from tests.patience import WAIT_S
 
 KEYFRAME = ArtifactId(Version(0))
 
@@ -82,7 +83,7 @@ def test_an_artifact_whose_weights_did_not_match_is_fetched_anew(tmp_path: Path)
             assert await gathered(blocks_of(first, delta), blocks_of(second, delta)) == [_blocks(1, 30_000)] * 2
             once_bytes = first.stats().received_by_artifact[delta]
             first.refetch(delta)
-            assert await asyncio.wait_for(blocks_of(first, delta), 10) == _blocks(1, 30_000)
+            assert await asyncio.wait_for(blocks_of(first, delta), WAIT_S) == _blocks(1, 30_000)
             assert first.stats().received_by_artifact[delta] > 1.9 * once_bytes
             assert not first.stats().banned, "an answer is no replay"
 
@@ -103,7 +104,7 @@ def test_what_the_disk_changed_is_fetched_anew(tmp_path: Path) -> None:
             data[100_000] ^= 1
             path.write_bytes(bytes(data))
             first.set_live(None)
-            assert await asyncio.wait_for(blocks_of(first, KEYFRAME), 10) == _blocks(2, 200_000)
+            assert await asyncio.wait_for(blocks_of(first, KEYFRAME), WAIT_S) == _blocks(2, 200_000)
 
     asyncio.run(scene())
 
@@ -192,7 +193,11 @@ def test_a_worker_that_lags_asks_for_the_merged_delta(tmp_path: Path) -> None:
             merged = ArtifactId(Version(8), Version(0))
             await learner.publish(merged, iter(_blocks(9, 600_000)), lambda: "d", 200_000, is_pushed=False)
             late = await f.add()
+            late.node.set_base(None, is_sought=True)
             late.node.set_live(Version(0))  # as its base checkpoint is
+            sealed = lambda: [known for known in late.node.artifacts_available() if known.total_bytes]  # noqa: E731
+            await until(lambda: len(sealed()) == 10, "it knows all artifacts and their sizes")
+            late.node.set_base(None)  # before that, a busy machine would have it begin with the chain
             assert await blocks_of(late.node, merged) == _blocks(9, 600_000)
             assert late.node.stats().way.startswith("merged: from version 0 to 8")
             assert late.node.stats().received_chunk_bytes < 2_000_000, "the chain is 3.2 MB"

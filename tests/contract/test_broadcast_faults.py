@@ -11,40 +11,40 @@ from pathlib import Path
 
 import pytest
 
-from echo2.base.errors import LimitExceeded
+from echo2.base.errors import DiskFull, LimitExceeded
 from echo2.base.ids import PeerId, Version
-from echo2.broadcast import stalls
-from echo2.broadcast.link_shape import LinkShape
-from echo2.broadcast.manifest import ArtifactId, Chunk
-from echo2.broadcast.runtime.library import LibraryLimits
-from echo2.broadcast.runtime.node_options import NodeOptions
-from echo2.broadcast.runtime.transport import Connection
-from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.base.link_shape import LinkShape
+from echo2.broadcast import route
+from echo2.broadcast.artifact import ArtifactId, Chunk
+from echo2.broadcast.connection import Connection
+from echo2.broadcast.library import LibraryLimits
+from echo2.broadcast.node import NodeOptions
+from echo2.broadcast.transport import Transport
+from echo2.trust import tls
 from echo2.trust.identity import Role
-from echo2.trust.runtime import tls
 from echo2.wire import broadcast as wire
 from tests.contract.fleet import Fleet, Member, blocks_of, fleet, gathered, until
+from tests.patience import WAIT_S
 
 KEYFRAME = ArtifactId(Version(0))
+LATER = ArtifactId(Version(1), Version(0))
 BLOCKS = [random.Random(7).randbytes(100_000) for _ in range(12)]
 
 # A worker in a process of its own; it serves until it is killed.
 WORKER = """
 import asyncio, sys
 from pathlib import Path
-from echo2.trust.runtime import tls
-from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeOptions
+from echo2.trust import tls
+from echo2.broadcast.node import BroadcastNode
+from echo2.broadcast.node import NodeOptions
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2
 
 async def main(folder):
     identity = tls.load_or_create_identity(folder)
     credentials = tls.load_credentials(folder, identity)
-    node, server = BroadcastNode(credentials, NodeOptions(folder / "chunks", chunk_bytes=16 << 10)), tls.new_server()
-    node.add_to_server(server)
-    print(tls.bind_server(server, "127.0.0.1:0", tls.server_credentials(credentials)), flush=True)
-    await server.start()
+    node = BroadcastNode(credentials, NodeOptions(folder / "chunks", chunk_bytes=16 << 10))
+    print(node.listen(), flush=True)
     await node.start()
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -63,15 +63,15 @@ class WorkerProcess:
     @classmethod
     async def start(cls, f: Fleet, folder: Path) -> WorkerProcess:
         credentials = f.credentials(Role.WORKER)
-        tls.write_secret(folder / "identity.key", credentials.identity.private_bytes())
+        tls.save_identity(folder, credentials.identity)
         tls.save_credentials(folder, credentials)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", WORKER, str(folder), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
         assert process.stdout is not None
-        port = int(await asyncio.wait_for(process.stdout.readline(), 30))
+        port = int(await asyncio.wait_for(process.stdout.readline(), WAIT_S))
         stand_in = f.members[0]  # only its credentials and address are read when a plan is made
-        member = Member(stand_in.node, stand_in.server, f"127.0.0.1:{port}", credentials)
+        member = Member(stand_in.node, f"127.0.0.1:{port}", credentials)
         return cls(f, process, member)
 
     async def kill(self) -> None:
@@ -113,7 +113,7 @@ def test_lost_relay_does_not_stop_the_others(tmp_path: Path, signal_number: int)
 async def _hostile_connection(f: Fleet, victim: Member) -> tuple[PeerId, Connection]:
     """A member of the run, with a valid certificate, that speaks the protocol by hand."""
     credentials = f.credentials(Role.WORKER)
-    connection = await GrpcTransport(credentials).dial(victim.address, victim.node.peer_id)
+    connection = await Transport(credentials).dial(victim.address, victim.node.peer_id)
     await connection.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id))
     assert await connection.receive() is not None
     return credentials.peer_id, connection
@@ -139,7 +139,7 @@ def test_malicious_peer_is_named_dropped_and_banned(tmp_path: Path, deed: str) -
                 await asyncio.sleep(0.01)
             await until(lambda: bad in victim.node.stats().banned, "the peer is banned")
             assert all(link.peer_id != bad for link in victim.node.stats().links)
-            again = await GrpcTransport(f.credentials(Role.WORKER)).dial(victim.address, victim.node.peer_id)
+            again = await Transport(f.credentials(Role.WORKER)).dial(victim.address, victim.node.peer_id)
             await again.close()  # others are still served
             assert victim.node.library.entries[key].is_complete
             await connection.close()
@@ -181,35 +181,24 @@ def _bad_frame(deed: str, f: Fleet, learner: Member, key: bytes, fresh_key: byte
             return frame.replace(key, fresh_key)
 
 
-def test_full_disk_at_a_worker_is_told_and_the_broadcast_completes(tmp_path: Path) -> None:
+def test_a_worker_whose_disk_is_full_ends_with_its_folder_and_harms_no_other(tmp_path: Path) -> None:
     async def scene() -> None:
         def options(number: int) -> NodeOptions:
             store_bytes = 200_000 if number == 1 else 1 << 30
             return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=store_bytes)
 
-        async with fleet(tmp_path, 2, options) as f:
-            learner, small, other = (m.node for m in f.members)
-            reading = gathered(blocks_of(small, KEYFRAME), blocks_of(other, KEYFRAME))
-            await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
-            assert await reading == [BLOCKS] * 2
-            assert str(small.options.folder) in small.stats().trouble
-            assert other.stats().trouble == ""
-
-    asyncio.run(scene())
-
-
-def test_worker_without_room_on_disk_and_in_memory_does_not_harm_the_others(tmp_path: Path) -> None:
-    async def scene() -> None:
-        def options(number: int) -> NodeOptions:
-            store_bytes = 200_000 if number == 1 else 1 << 30
-            limits = LibraryLimits(memory_bytes_max=100_000 if number == 1 else 1 << 30)
-            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=store_bytes, limits=limits)
-
         async with fleet(tmp_path, 3, options) as f:
-            learner, _, *others = (m.node for m in f.members)
-            reading = gathered(*(blocks_of(node, KEYFRAME) for node in others))
-            await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
+            learner, small, *others = (m.node for m in f.members)
+            ending = asyncio.create_task(blocks_of(small, LATER))
+            reading = gathered(*(blocks_of(node, LATER) for node in others))
+            for node in (small, *others):
+                node.set_live(Version(0))
+            await learner.publish(LATER, iter(BLOCKS), lambda: "p", 100_000)
             assert await reading == [BLOCKS] * 2
+            with pytest.raises(DiskFull, match=f"{small.options.folder}: expected at most 200000 bytes of chunks"):
+                await ending
+            assert str(small.options.folder) in small.stats().trouble
+            assert not any(node.stats().trouble or node.stats().banned for node in (learner, *others))
 
     asyncio.run(scene())
 
@@ -217,8 +206,7 @@ def test_worker_without_room_on_disk_and_in_memory_does_not_harm_the_others(tmp_
 def test_a_learner_whose_store_holds_one_keyframe_publishes_the_next_one(tmp_path: Path) -> None:
     async def scene() -> None:
         def options(number: int) -> NodeOptions:
-            limits = LibraryLimits(memory_bytes_max=0)
-            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=1_500_000, limits=limits)
+            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=1_500_000)
 
         async with fleet(tmp_path, 1, options) as f:
             learner, worker = (m.node for m in f.members)
@@ -236,16 +224,15 @@ def test_a_learner_whose_store_holds_one_keyframe_publishes_the_next_one(tmp_pat
 def test_a_worker_whose_store_cannot_hold_a_keyframe_ends_with_the_number_that_it_needs(tmp_path: Path) -> None:
     async def scene() -> None:
         def options(number: int) -> NodeOptions:
-            limits = LibraryLimits(memory_bytes_max=100_000 if number == 1 else 1 << 30)
             store_bytes = 200_000 if number == 1 else 0
-            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=store_bytes, limits=limits)
+            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=store_bytes)
 
         async with fleet(tmp_path, 1, options) as f:
             learner, small = (m.node for m in f.members)
             reading = asyncio.create_task(blocks_of(small, KEYFRAME))
             await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1_200_000, is_pushed=False)
             with pytest.raises(
-                LimitExceeded, match=r"keyframe 0: expected store_bytes of at least 1218750 .* got 200000"
+                LimitExceeded, match=r"keyframe 0: expected a store of at least 1218750 bytes .* got 200000"
             ):
                 await reading
 
@@ -284,7 +271,7 @@ def test_cut_connection_comes_back_and_the_broadcast_completes(tmp_path: Path) -
             reading = gathered(blocks_of(first, KEYFRAME), blocks_of(second, KEYFRAME))
             publishing = asyncio.create_task(learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20))
             await until(lambda: first.stats().newest_chunks_held > 10, "the broadcast is on its way")
-            await learner.drop_connections()
+            await asyncio.gather(*(link.close() for link in learner.exchange.links.values()))
             assert await reading == [BLOCKS] * 2
             await publishing
 
@@ -293,7 +280,7 @@ def test_cut_connection_comes_back_and_the_broadcast_completes(tmp_path: Path) -
 
 def test_what_rots_at_the_learner_is_made_up_for_by_a_keyframe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else holds the delta: it cannot come whole any more, and who waits for it takes another way."""
-    monkeypatch.setattr(stalls, "STALL_S", 1.0)
+    monkeypatch.setattr(route, "STALL_S", 1.0)
     delta, remade = ArtifactId(Version(1), Version(0)), ArtifactId(Version(1))
 
     async def scene() -> None:

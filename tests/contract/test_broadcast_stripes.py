@@ -10,17 +10,19 @@ import socket
 from pathlib import Path
 
 from echo2.base.ids import PeerId, Version
-from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime.link import PeerLink
-from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.sockets import Remote, as_ipv4
-from echo2.broadcast.runtime.transport import Connection
-from echo2.broadcast.runtime.transport_grpc import GrpcTransport
-from echo2.broadcast.striping import LINK_CONNECTIONS
+from echo2.broadcast.artifact import ArtifactId
+from echo2.broadcast.connection import Connection
+from echo2.broadcast.link import PeerLink
+from echo2.broadcast.node import BroadcastNode
+from echo2.broadcast.pace import LINK_CONNECTIONS
+from echo2.broadcast.transport import Transport
+from echo2.outside.streams import Remote
+from echo2.outside.tls_streams import as_ipv4
+from echo2.trust import tls
 from echo2.trust.identity import Role
-from echo2.trust.runtime import tls
 from echo2.wire import broadcast as wire
 from tests.contract.fleet import Fleet, blocks_of, fleet, until
+from tests.patience import WAIT_S
 
 KEYFRAME, LATER = ArtifactId(Version(0)), ArtifactId(Version(1), Version(0))
 BLOCKS = [random.Random(11).randbytes(400_000) for _ in range(10)]
@@ -63,16 +65,16 @@ async def received(learner: BroadcastNode, worker: BroadcastNode, artifact: Arti
 
 def test_a_link_of_several_connections_delivers_everything_once_and_uses_all(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1, has_bulk=False) as f:
+        async with fleet(tmp_path, 1) as f:
             learner, worker = await widened(f)
             used: set[int] = set()
             link = learner._connections.links[worker.peer_id]
             for further in link._further:
                 send = further.connection.send
 
-                async def noted(frame: bytes, number: int = id(further), send=send) -> None:  # type: ignore[no-untyped-def]
+                async def noted(*parts, number: int = id(further), send=send) -> None:  # type: ignore[no-untyped-def]
                     used.add(number)
-                    await send(frame)
+                    await send(*parts)
 
                 further.connection.send = noted  # type: ignore[method-assign]
             assert await received(learner, worker, KEYFRAME) == BLOCKS
@@ -89,7 +91,7 @@ def test_a_link_of_several_connections_delivers_everything_once_and_uses_all(tmp
 
 def test_a_connection_that_dies_alone_only_makes_the_link_thinner_and_is_opened_again(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1, has_bulk=False) as f:
+        async with fleet(tmp_path, 1) as f:
             learner, worker = await widened(f)
             first = links_of(learner, worker)
             accepted = next(link for link in first if not link.connection.is_outgoing)
@@ -110,7 +112,7 @@ def test_a_connection_that_dies_alone_only_makes_the_link_thinner_and_is_opened_
 
 def test_who_looks_twice_before_a_connection_is_begun_opens_it_once(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1, has_bulk=False) as f:
+        async with fleet(tmp_path, 1) as f:
             learner, worker = (member.node for member in f.members)
             is_ours = learner._connections.links[worker.peer_id].connection.is_outgoing
             dialler, other = (learner, worker) if is_ours else (worker, learner)
@@ -143,7 +145,7 @@ def cut(remote: Remote) -> None:
 
 def test_connections_that_are_wanted_no_longer_end_without_a_loss(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1, has_bulk=False) as f:
+        async with fleet(tmp_path, 1) as f:
             learner, worker = await widened(f)
             reading = asyncio.create_task(blocks_of(worker, KEYFRAME, 20.0))
             publishing = asyncio.create_task(learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20))
@@ -161,12 +163,12 @@ def test_connections_that_are_wanted_no_longer_end_without_a_loss(tmp_path: Path
 
 def test_a_further_connection_of_a_peer_that_has_no_link_is_closed(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1, has_bulk=False) as f:
+        async with fleet(tmp_path, 1) as f:
             worker, stranger = f.members[1], f.credentials(Role.WORKER)
-            connection = await GrpcTransport(stranger).dial(worker.address, worker.node.peer_id)
+            connection = await Transport(stranger).dial(worker.address, worker.node.peer_id)
             await connection.send(wire.hello(tls.PROTOCOL_VERSION, stranger.run_id, is_further=True))
             assert await connection.receive() is not None, "its hello"
-            assert await asyncio.wait_for(connection.receive(), 10) is None
+            assert await asyncio.wait_for(connection.receive(), WAIT_S) is None
             assert [link.peer_id for link in worker.node.stats().links] == [f.members[0].node.peer_id]
             assert not worker.node.stats().banned
             await connection.close()
@@ -176,17 +178,17 @@ def test_a_further_connection_of_a_peer_that_has_no_link_is_closed(tmp_path: Pat
 
 def test_a_peer_gets_no_more_connections_than_a_link_may_have(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1, has_bulk=False) as f:
+        async with fleet(tmp_path, 1) as f:
             worker, greedy = f.members[1], f.credentials(Role.WORKER)
             opened: list[Connection] = []
             for number in range(LINK_CONNECTIONS + 1):
-                connection = await GrpcTransport(greedy).dial(worker.address, worker.node.peer_id)
+                connection = await Transport(greedy).dial(worker.address, worker.node.peer_id)
                 await connection.send(wire.hello(tls.PROTOCOL_VERSION, greedy.run_id, is_further=number > 0))
                 assert await connection.receive() is not None, "its hello"
                 opened.append(connection)
                 held = min(number + 1, LINK_CONNECTIONS)
                 await until(lambda held=held: width_to(worker.node, greedy.peer_id) == held, f"{held} connections")
-            assert await asyncio.wait_for(opened[-1].receive(), 10) is None, "the last is closed"
+            assert await asyncio.wait_for(opened[-1].receive(), WAIT_S) is None, "the last is closed"
             assert width_to(worker.node, greedy.peer_id) == LINK_CONNECTIONS
             for connection in opened:
                 await connection.close()

@@ -13,14 +13,13 @@ import pytest
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.base.staged import TensorUpdate
-from echo2.worker.engine import SwapMode
-from echo2.worker.runtime.engines.embedded import EmbeddedEngine
+from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
+from echo2.worker.engines.engine import SwapMode
 from tests.contract.engine_rig import VOCAB_COUNT, Collected, Rig, Staged, tiny_config
+from tests.patience import WAIT_S
 
 SWAP_COUNT = 200
 SLOPE_BYTES_PER_SWAP_MAX = 16 << 10
-END_S = 60.0
-"""What runs after the last swap has ended by then, or is stuck."""
 
 
 def resident_bytes() -> int:
@@ -59,7 +58,7 @@ def swaps_under_load(swap_count: int) -> tuple[float, int, int]:
             await rig.wait(lambda before=before: rig.engine.stats().sampled_tokens > before + 16)  # type: ignore[misc]
             memory.append(resident_bytes())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(rig.finish(*live), END_S)
+            await asyncio.wait_for(rig.finish(*live), WAIT_S)
         return memory
 
     memory = rig.run(body)

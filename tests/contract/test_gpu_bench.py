@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import WAIT_S
+
 ROOT = Path(__file__).parents[2]
 PARTS = ("attention", "step", "publishing", "noise")
 
@@ -21,7 +23,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=WAIT_S,
         check=False,
     )
 
@@ -34,6 +36,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(out.read_text())}
 
 
+@pytest.mark.soak
 def test_every_part_gives_figures(rows: dict[str, dict[str, Any]]) -> None:
     measured = {name: row["value"] for name, row in rows.items() if row["value"] is not None}
     assert len(measured) >= 18 and all(math.isfinite(value) for value in measured.values())
@@ -41,6 +44,7 @@ def test_every_part_gives_figures(rows: dict[str, dict[str, Any]]) -> None:
     assert all(set(row) >= {"name", "value", "unit", "target", "better"} for row in rows.values())
 
 
+@pytest.mark.soak
 def test_bits_and_numbers_are_the_learners(rows: dict[str, dict[str, Any]]) -> None:
     for name in ("live weights have the learner's bits", "live weights have the learner's bits after 20 deltas",
                  "two steps trained again give the same bits"):  # fmt: skip

@@ -18,9 +18,10 @@ from echo2.sim.process import Process, VirtualMachine
 from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires
+from echo2.trust import tls
+from echo2.trust.enrolment import check_coordinator
 from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
-from echo2.trust.runtime import tls
-from echo2.trust.runtime.enrolling import check_coordinator
+from tests.patience import WAIT_S
 
 SERVICE = "echo2.test.Net"
 EOF_: Any = grpc.aio.EOF  # type: ignore[attr-defined]
@@ -86,14 +87,11 @@ class Servicer:
             raise
 
     def handlers(self) -> Any:
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Double": grpc.unary_unary_rpc_method_handler(self.double),
-                "Echo": grpc.stream_stream_rpc_method_handler(self.echo),
-                "Hold": grpc.stream_stream_rpc_method_handler(self.hold),
-            },
-        )
+        return {
+            "Double": grpc.unary_unary_rpc_method_handler(self.double),
+            "Echo": grpc.stream_stream_rpc_method_handler(self.echo),
+            "Hold": grpc.stream_stream_rpc_method_handler(self.hold),
+        }
 
 
 class Rig:
@@ -106,7 +104,7 @@ class Rig:
         self.worker = self.member(self.authority)
         self.servicer = Servicer()
         self.server = here().net.server(())
-        self.server.add_generic_rpc_handlers((self.servicer.handlers(),))
+        self.server.add_registered_method_handlers(SERVICE, self.servicer.handlers())
         self.port = here().net.listen(self.server, "127.0.0.1", 0, tls.server_credentials(self.coordinator))
 
     def member(self, authority: RunAuthority) -> tls.Credentials:
@@ -180,7 +178,7 @@ def test_a_handler_whose_caller_goes_is_cancelled_and_the_caller_hears_nothing_m
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reading
-            await asyncio.wait_for(rig.servicer.cancelled.wait(), 5.0)
+            await asyncio.wait_for(rig.servicer.cancelled.wait(), WAIT_S)
 
     play(scene)
 
@@ -198,7 +196,7 @@ def test_a_writer_waits_while_the_other_side_does_not_read(play: Play) -> None:
                     taken += 1
 
             writing, before = asyncio.create_task(write()), -1
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(WAIT_S):
                 while taken != before:  # gRPC's window grows for a while
                     before = taken
                     await asyncio.sleep(2.0)

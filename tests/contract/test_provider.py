@@ -1,7 +1,7 @@
 """One contract for every provider, and what is special to each.
 
-Kubernetes: the official client against a small API server over real HTTP. SkyPilot: its library where it is installed
-builds the tasks; the cloud behind it is a double.
+Command: real shell commands, whose cloud is processes of this machine. SkyPilot: its library where it is installed builds the
+tasks; the cloud behind it is a double.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from echo2.base.errors import ConfigError, LimitExceeded, NotAllowed, ResourceError, Unreachable
+from echo2.base.errors import ConfigError, LimitExceeded, ResourceError, Unreachable
 from echo2.base.ids import RunId
-from echo2.coordinator.provisioning import MachineOffer, MachineState, Provider, machine_prefix
-from echo2.coordinator.runtime.providers import kubernetes as kubernetes_provider
-from echo2.coordinator.runtime.providers.kubernetes import KubernetesProvider
-from echo2.coordinator.runtime.providers.local import LocalProvider
-from echo2.coordinator.runtime.providers.manual import ManualProvider
-from echo2.coordinator.runtime.providers.offers import load_offers, make_provider
-from echo2.coordinator.runtime.providers.runpod import RunPodProvider
-from echo2.coordinator.runtime.providers.skypilot import SkyPilotProvider
-from tests.contract.kubernetes_server import Cluster
-from tests.contract.runpod_server import KEY, Account
+from echo2.coordinator.fleet.wheel import running_wheel
+from echo2.coordinator.money.offers import Renting, load_offers, make_provider
+from echo2.coordinator.money.providers import command
+from echo2.coordinator.money.providers.command import CommandProvider
+from echo2.coordinator.money.providers.local import LocalProvider
+from echo2.coordinator.money.providers.machine_setup import ManualProvider
+from echo2.coordinator.money.providers.skypilot import SkyPilotProvider
+from echo2.coordinator.money.provisioning import MachineOffer, MachineState, Provider, machine_prefix
+from tests.contract.command_cloud import CommandCloud
 from tests.contract.sky_double import ClusterStatus, Sky
+from tests.patience import WAIT_S
 
 LINK = "echo2://h:1/peer?token=it's"
 RUN = RunId("a-run")
@@ -44,43 +44,31 @@ def local(folder: Path) -> LocalProvider:
     return LocalProvider(MachineOffer("one", "local", machines_max=2), folder, _sleeper)
 
 
-def cluster_offer(cluster: Cluster, **more: Any) -> MachineOffer:
-    return MachineOffer(
-        "one", "kubernetes", settings={"deployment": "fleet", "namespace": "rl", "server": cluster.url}, **more
-    )
+def command_offer(cloud: CommandCloud, **settings: str) -> MachineOffer:
+    return MachineOffer("one", "command", settings={**cloud.settings, "setup": "exec sleep 600", **settings})
 
 
 def sky_offer(**settings: str) -> MachineOffer:
     return MachineOffer("one", "skypilot", "A100", 1.2, is_spot=True, settings={"accelerators": "A100:1", **settings})
 
 
-def pod_offer(account: Account, folder: Path, **settings: str) -> MachineOffer:
-    key = folder / "runpod.key"
-    key.write_text(KEY)
-    told = {"gpu_type": "NVIDIA GeForce RTX 4090", "image": "an/image:1", "key_file": str(key), "server": account.url}
-    return MachineOffer("one", "runpod", "RTX4090", 0.34, is_spot=True, settings={**told, **settings})
-
-
-@pytest.fixture(params=["manual", "local", "kubernetes", "skypilot", "runpod"])
+@pytest.fixture(params=["manual", "local", "command", "skypilot"])
 def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Provider]:
     match request.param:
         case "manual":
             yield ManualProvider(MachineOffer("one", "manual"))
         case "local":
             yield local(tmp_path)
-        case "kubernetes":
-            pytest.importorskip("kubernetes", reason="the Kubernetes client is not installed")
-            with Cluster("fleet") as cluster:
-                yield KubernetesProvider(cluster_offer(cluster))
-        case "runpod":
-            with Account() as account:
-                yield RunPodProvider(pod_offer(account, tmp_path), RUN)
+        case "command":
+            cloud = CommandCloud(tmp_path / "cloud")
+            yield CommandProvider(command_offer(cloud), RUN)
+            cloud.close()
         case _:
             yield SkyPilotProvider(sky_offer(), RUN, Sky())
 
 
 def play(scene: Any) -> None:
-    asyncio.run(asyncio.wait_for(scene, 60))
+    asyncio.run(asyncio.wait_for(scene, WAIT_S))
 
 
 def test_what_is_rented_is_seen_once_however_often_it_is_asked_for_until_it_is_given_back(provider: Provider) -> None:
@@ -139,41 +127,77 @@ def test_local_worker_outlives_its_provider_and_the_next_one_can_end_it(tmp_path
     play(scene())
 
 
-def test_kubernetes_scales_one_deployment_and_takes_away_the_pod_that_was_meant(tmp_path: Path) -> None:
-    pytest.importorskip("kubernetes", reason="the Kubernetes client is not installed")
-
-    async def scene(cluster: Cluster) -> None:
-        provider = KubernetesProvider(cluster_offer(cluster, machines_max=3))
-        cluster.conflicts_to_come = 2
-        for machine_id in ("m-1", "m-2", "m-3"):
-            await provider.rent(machine_id, LINK)
-        assert cluster.deployment["spec"]["replicas"] == 3
-        assert cluster.secrets["fleet-join"]["stringData"] == {"worker.link": LINK}
-        with pytest.raises(LimitExceeded, match="3 machines at most"):
-            await provider.rent("m-4", LINK)
-        await provider.observe()
-        labelled = {pod["metadata"]["labels"]["echo2/machine"]: name for name, pod in cluster.pods.items()}
-        await provider.release("m-2")
-        assert set(cluster.pods) == {labelled["m-1"], labelled["m-3"]}
-        evicted = cluster.evict("m-1", "node goes down")
-        seen = await provider.observe()
-        assert (seen["m-1"].state, seen["m-1"].notice) == (MachineState.ENDING, "node goes down")
-        assert seen["m-3"].state is MachineState.RUNNING
-        cluster.end(evicted)
-        assert {one.state for one in (await provider.observe()).values()} == {MachineState.RUNNING}
-        assert set(await KubernetesProvider(cluster_offer(cluster)).observe()) == {"m-1", "m-3"}
-        cluster.is_broken = True
-        with pytest.raises(Unreachable, match="rl/fleet: 503"):
+def test_a_command_gets_the_link_on_its_input_and_its_list_says_how_a_machine_is(tmp_path: Path) -> None:
+    async def scene(cloud: CommandCloud) -> None:
+        provider = CommandProvider(command_offer(cloud), RUN)
+        await provider.rent(FIRST, LINK)
+        await provider.rent(FIRST, LINK)
+        assert cloud.started() == [FIRST], "a machine that is listed is not started again"
+        assert f"export ECHO2_JOIN_LINK={shlex.quote(LINK)}" in cloud.script(FIRST)
+        assert all(LINK not in text for text in cloud.settings.values())
+        stranger = cloud.folder / "of-somebody-else"
+        stranger.mkdir()
+        (stranger / "pid").write_text("0")
+        for said, state, notice in (
+            ("", MachineState.RUNNING, ""),
+            ("starting", MachineState.STARTING, ""),
+            ("ENDING the spot price rose", MachineState.ENDING, "the spot price rose"),
+        ):
+            cloud.say(FIRST, said)
+            seen = await CommandProvider(command_offer(cloud), RUN).observe()
+            assert {name: (one.state, one.notice) for name, one in seen.items()} == {FIRST: (state, notice)}
+        cloud.say(FIRST, "dancing")
+        with pytest.raises(ConfigError, match=r"offer one: list: expected one of .* after .*, got 'dancing'"):
             await provider.observe()
+        (stranger / "pid").unlink()
 
-    with Cluster("fleet") as cluster:
-        play(scene(cluster))
-    gone = KubernetesProvider(cluster_offer(cluster))
-    with pytest.raises(Unreachable, match="rl/fleet"):
-        play(gone.observe())
-    with Cluster("other") as other:
-        with pytest.raises(ConfigError, match="expected this Deployment"):
-            play(KubernetesProvider(cluster_offer(other)).observe())
+    cloud = CommandCloud(tmp_path / "cloud")
+    try:
+        play(scene(cloud))
+    finally:
+        cloud.close()
+
+
+def test_commands_that_fail_or_hang_are_named_and_end_with_their_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(cloud: CommandCloud) -> None:
+        offer = command_offer(cloud, start="echo no room >&2; exit 3")
+        with pytest.raises(ResourceError, match=f"offer one, command start for {FIRST}: .*got 3: no room"):
+            await CommandProvider(offer, RUN).rent(FIRST, LINK)
+        with pytest.raises(Unreachable, match="offer one, command list: .*got 127"):
+            await CommandProvider(command_offer(cloud, list="no-such-program"), RUN).observe()
+        monkeypatch.setitem(command.LIMITS_S, "list", 0.2)
+        hanging = f"sleep 600 & echo $! > {tmp_path / 'child'}; wait"
+        with pytest.raises(Unreachable, match="command list: expected it to end within 0 s"):
+            await CommandProvider(command_offer(cloud, list=hanging), RUN).observe()
+        child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+        while child.exists() and child.read_text().rpartition(")")[2].split()[0] not in "ZX":
+            await asyncio.sleep(0.01)
+
+    play(scene(CommandCloud(tmp_path / "cloud")))
+
+
+def test_a_machine_gets_echo2_from_the_run_or_from_git_and_never_by_its_name_from_an_index(tmp_path: Path) -> None:
+    def scripts(**settings: str) -> tuple[str, str]:
+        sky = SkyPilotProvider(sky_offer(**settings), RUN, Sky()).task(FIRST, LINK).setup
+        given = CommandProvider(MachineOffer("one", "command", settings={**cloud.settings, **settings}), RUN)
+        return str(sky), given.script(FIRST, LINK)
+
+    cloud = CommandCloud(tmp_path / "cloud")
+    for script in scripts():
+        assert running_wheel().sha256 in script and f'"$HOME/{running_wheel().name}[worker]"' in script
+    for script in scripts(install="git+https://example.org/echo2@v1", extra="engine"):
+        assert "pip install 'echo2[engine] @ git+https://example.org/echo2@v1'" in script
+        assert running_wheel().sha256 not in script
+    for script in scripts(setup="true"):
+        assert "pip install" not in script
+    for problem, settings in (
+        ("the name echo2 on a package index is not this project's", {"install": "echo2[worker]==0.1.0"}),
+        ("extra: expected one of worker, engine", {"extra": "sinks"}),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            scripts(**settings)
 
 
 def test_skypilot_keeps_the_link_off_the_command_and_tells_what_its_cloud_says() -> None:
@@ -189,6 +213,10 @@ def test_skypilot_keeps_the_link_off_the_command_and_tells_what_its_cloud_says()
         sky.clusters["of-somebody-else"] = ClusterStatus.UP
         sky.clusters[FIRST] = ClusterStatus.STOPPED
         assert {name: one.state for name, one in (await provider.observe()).items()} == {FIRST: MachineState.ENDING}
+        with pytest.raises(
+            ConfigError, match="that a rented machine can reach, got 127.0.0.1: set coordinator.advertise"
+        ):
+            await provider.rent(SECOND, "echo2://127.0.0.1:8418/peer?token=a")
         sky.is_full = True
         with pytest.raises(ResourceError, match="no A100 in any zone"):
             await provider.rent(SECOND, LINK)
@@ -214,82 +242,10 @@ def test_skypilot_takes_the_task_that_we_build() -> None:
         SkyPilotProvider(MachineOffer("one", "skypilot", settings={"infra": "the/moon/x/y/z"}), RUN)
 
 
-def test_runpod_is_asked_for_a_pod_without_the_link_on_its_command_and_a_dearer_pod_is_ended(tmp_path: Path) -> None:
-    async def scene() -> None:
-        with Account() as account:
-            provider = RunPodProvider(pod_offer(account, tmp_path, data_centers="EU-CZ-1, EU-RO-1"), RUN, "org/base")
-            await provider.rent(FIRST, LINK)
-            (asked,) = account.asked
-            assert (asked["gpuTypeIds"], asked["gpuCount"], asked["interruptible"]) == (
-                ["NVIDIA GeForce RTX 4090"],
-                1,
-                True,
-            )
-            assert asked["dataCenterIds"] == ["EU-CZ-1", "EU-RO-1"] and asked["env"] == {"ECHO2_JOIN_LINK": LINK}
-            command = asked["dockerStartCmd"][-1]
-            assert LINK not in command and "--model.path org/base" in command and "--worker.is_spot true" in command
-            account.pods["foreign"] = {"id": "foreign", "name": "of-somebody-else", "desiredStatus": "RUNNING"}
-            account.pods["pod0001"]["desiredStatus"] = "EXITED"
-            assert {name: one.state for name, one in (await provider.observe()).items()} == {FIRST: MachineState.ENDING}
-            account.cost = "0.50"
-            with pytest.raises(
-                ResourceError, match=r"expected a pod at 0.34 USD/h, RunPod asks 0.5; it is ended again"
-            ):
-                await provider.rent(SECOND, LINK)
-            assert SECOND not in {one["name"] for one in account.pods.values()} and "foreign" in account.pods
-
-    play(scene())
-
-
-def test_runpod_makes_no_second_pod_after_a_lost_answer_and_its_troubles_have_names(tmp_path: Path) -> None:
-    async def scene() -> None:
-        with Account() as account, Account() as thief:
-            provider = RunPodProvider(pod_offer(account, tmp_path), RUN)
-            account.answers_lost = 1
-            with pytest.raises(Unreachable):
-                await provider.rent(FIRST, LINK)
-            await provider.rent(FIRST, LINK)
-            assert len(account.asked) == 1
-            account.is_full = True
-            with pytest.raises(ResourceError, match="no longer any instances"):
-                await provider.rent(SECOND, LINK)
-            account.redirect = thief.url + "/pods"
-            with pytest.raises(Unreachable, match="307"):
-                await provider.observe()
-            account.redirect = ""
-            (tmp_path / "runpod.key").write_text("another")
-            other = pod_offer(account, tmp_path)
-            (tmp_path / "runpod.key").write_text("another")
-            with pytest.raises(NotAllowed, match="401: the key may not do this"):
-                await RunPodProvider(other, RUN).observe()
-
-    play(scene())
-
-
-def test_runpod_takes_no_offer_without_a_price_a_key_or_a_safe_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RUNPOD_API_KEY", raising=False)
-    settings = {"gpu_type": "L4", "image": "an/image"}
-    for offer, problem in (
-        (MachineOffer("one", "runpod", settings=settings), "usd_per_hour: expected what a pod may cost"),
-        (MachineOffer("one", "runpod", "", 0.4, settings=settings), "expected RunPod's key"),
-        (MachineOffer("one", "runpod", "", 0.4, settings={**settings, "server": "http://a.b/v1"}), "https://"),
-        (MachineOffer("one", "runpod", "", 0.4, settings={**settings, "cloud": "MOON"}), "SECURE, COMMUNITY"),
-        (MachineOffer("one", "runpod", "", 0.4, settings={**settings, "gpu_count": "9"}), "gpu_count: expected 1 to 8"),
-        (MachineOffer("one", "runpod", "", 0.4, settings={"gpu_type": "L4"}), "'image', it is missing"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            RunPodProvider(offer, RUN)
-
-
 def test_without_its_library_a_provider_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("sky", "kubernetes"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r"pip install 'echo2\[skypilot\]'"):
+    monkeypatch.setitem(sys.modules, "sky", None)
+    with pytest.raises(ConfigError, match="pip install 'skypilot>="):
         SkyPilotProvider(sky_offer(), RUN)
-    with pytest.raises(ConfigError, match=r"pip install 'echo2\[kubernetes\]'"):
-        kubernetes_provider.KubernetesProvider(MachineOffer("one", "kubernetes", settings={"deployment": "fleet"}))
 
 
 @pytest.mark.parametrize(
@@ -301,7 +257,7 @@ def test_without_its_library_a_provider_says_what_to_install(monkeypatch: pytest
         ("[[offer]]\nname = 'a'", "expected a field 'provider'"),
         (
             "[[offer]]\nname = 'a'\nprovider = 'moon'",
-            "expected one of manual, local, skypilot, kubernetes, runpod, got 'moon'",
+            "expected one of manual, local, skypilot, command, got 'moon'",
         ),
         ("[[offer]]\nname = 'A b'\nprovider = 'local'", "expected a name"),
         ("[[offer]]\nname = 'a'\nprovider = 'local'\nusd_per_hour = true", "usd_per_hour: expected"),
@@ -326,19 +282,19 @@ def test_offers_are_read_and_wrong_settings_named(tmp_path: Path) -> None:
     (offer,) = load_offers(path)
     assert (offer.usd_per_hour, offer.machines_max, offer.is_automatic) == (1, 3, True)
     with pytest.raises(ConfigError, match="got 'colour'"):
-        make_provider(offer, RUN, tmp_path)
-    with pytest.raises(ConfigError, match="'deployment', it is missing"):
-        make_provider(MachineOffer("k", "kubernetes"), RUN, tmp_path)
+        make_provider(offer, Renting(RUN, tmp_path))
+    with pytest.raises(ConfigError, match="'start', it is missing"):
+        make_provider(MachineOffer("k", "command"), Renting(RUN, tmp_path))
     with pytest.raises(ConfigError, match="expected a file at"):
         load_offers(tmp_path / "none.toml")
 
 
 def test_rented_workers_are_told_where_the_base_checkpoint_is(tmp_path: Path) -> None:
-    manual = make_provider(MachineOffer("m", "manual"), RUN, tmp_path, "org/base")
+    manual = make_provider(MachineOffer("m", "manual"), Renting(RUN, tmp_path, "org/base"))
     words = shlex.split(asyncio.run(manual.rent(FIRST, LINK)))
     assert words == ["echo-worker", "join", LINK, "--model.path", "org/base"]
     assert "--model.path" not in asyncio.run(
-        make_provider(MachineOffer("m", "manual"), RUN, tmp_path).rent(FIRST, LINK)
+        make_provider(MachineOffer("m", "manual"), Renting(RUN, tmp_path)).rent(FIRST, LINK)
     )
     cloud = SkyPilotProvider(sky_offer(arguments="--verbose"), RUN, Sky(), "/models/a base")
     assert "--model.path '/models/a base' --verbose" in cloud.task(FIRST, LINK).run

@@ -20,18 +20,18 @@ from libp2p.peer.peerinfo import PeerInfo
 from libp2p.utils import encode_varint_prefixed, read_varint_prefixed_bytes
 from multiaddr import Multiaddr
 
-from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId, RunId
-from echo2.broadcast.reachability import LinkKind, circuit_address
-from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime.p2p import punching
-from echo2.broadcast.runtime.p2p.host import P2pHost, _multiaddr_of
-from echo2.broadcast.runtime.transport import Connection, refuse_exchange, way_of
-from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.broadcast.connection import Connection
+from echo2.broadcast.nat import host
+from echo2.broadcast.nat.facts import HostOptions
+from echo2.broadcast.nat.host import EXCHANGE, P2pHost, _multiaddr_of
+from echo2.broadcast.nat.reach import Nat
+from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.transport import Transport
+from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
-from echo2.trust.runtime import tls
+from tests.patience import WAIT_S
 
-WAIT_S = 20.0
 PING, IDENTIFY, DCUTR = "/ipfs/ping/1.0.0", "/ipfs/id/1.0.0", "/libp2p/dcutr"
 RUN = RunId("relay")
 
@@ -57,17 +57,17 @@ class Lab:
         self.barred: set[PeerId] = set()
         self.met: dict[PeerId, str] = {}
         self.own = credentials(self.authority)
-        settings = P2pSettings(
+        self.options = HostOptions(
             "127.0.0.1", book=self.book, is_barred=self.barred.__contains__, proven=self.met.__setitem__
         )
-        self.relay = MixedTransport(self.own, settings=settings)
+        self.relay = Nat(self.own)
         self.transports = [self.relay]
 
     async def serve(self) -> None:
-        self.address = f"127.0.0.1:{await self.relay.serve()}"
+        self.address = f"127.0.0.1:{await self.relay.serve(self.options)}"
 
-    def member(self, of: tls.Credentials, accept: Callable[[Connection], Any] = refuse_exchange) -> MixedTransport:
-        made = MixedTransport(of, accept, P2pSettings("127.0.0.1"))
+    def member(self, of: tls.Credentials, accept: Callable[[Connection], Any] | None = None) -> Nat:
+        made = Nat(of, accept, HostOptions("127.0.0.1"))
         made.use_relay(self.own.peer_id, self.address)
         self.transports.append(made)
         return made
@@ -75,8 +75,8 @@ class Lab:
 
 @asynccontextmanager
 async def lab(monkeypatch: pytest.MonkeyPatch, **limits: float) -> AsyncIterator[Lab]:
-    monkeypatch.setattr(punching, "PAUSES_S", ())
-    monkeypatch.setattr("echo2.broadcast.runtime.p2p.host.PUNCH_S", 0.0)
+    monkeypatch.setattr(host, "PAUSES_S", ())
+    monkeypatch.setattr("echo2.broadcast.nat.host.PUNCH_S", 2.0)
     made = Lab(RelayLimits(**limits))  # type: ignore[arg-type]
     await made.serve()
     try:
@@ -84,18 +84,6 @@ async def lab(monkeypatch: pytest.MonkeyPatch, **limits: float) -> AsyncIterator
     finally:
         for transport in reversed(made.transports):
             await transport.close()
-
-
-async def dialled_again(transport: MixedTransport, address: str, peer_id: PeerId) -> Connection:
-    """As a node dials: again after a while, since the end of the old circuit may not have reached everybody yet."""
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        try:
-            return await transport.dial(address, peer_id)
-        except Unreachable:
-            if time.monotonic() > deadline:
-                raise
-        await asyncio.sleep(0.1)
 
 
 async def until(holds: Callable[[], object], what: str) -> None:
@@ -128,9 +116,9 @@ def test_the_librarys_own_services_answer_members_alone(monkeypatch: pytest.Monk
         async with lab(monkeypatch) as made:
             asked = made.own.peer_id, made.address
             for of, is_answered in ((credentials(made.authority), True), (credentials(authority()), False)):
-                caller = MixedTransport(of, settings=P2pSettings("127.0.0.1"))
+                caller = Nat(of)
                 made.transports.append(caller)
-                await caller.serve()
+                await caller.serve(HostOptions("127.0.0.1"))
                 p2p = caller._p2p
                 assert p2p is not None
                 for protocol, sent in ((PING, b"x" * 32), (IDENTIFY, b""), (DCUTR, b"")):
@@ -146,9 +134,9 @@ def test_a_member_that_is_dialled_back_is_told_with_its_address_and_vouches_for_
     async def scene() -> None:
         async with lab(monkeypatch) as made:
             own = credentials(made.authority)
-            server = tls.new_server()
-            port = tls.bind_server(server, "127.0.0.1:0", tls.server_credentials(own))
-            await server.start()
+            transport = Transport(own)
+            port = transport.listen("127.0.0.1", 0)
+            transport.serve(lambda connection: connection.close())
             try:
                 for of, claimed, is_told in ((own, own, True), (credentials(made.authority), own, False)):
                     member = made.member(of)  # the second one may forward the port of the first
@@ -159,7 +147,7 @@ def test_a_member_that_is_dialled_back_is_told_with_its_address_and_vouches_for_
                     assert made.met == ({own.peer_id: f"127.0.0.1:{port}"} if is_told else {})
                     made.met.clear()
             finally:
-                await server.stop(0)
+                await transport.close()
 
     asyncio.run(scene())
 
@@ -177,7 +165,7 @@ async def claim(relay: PeerId, claimed: PeerId, port: int, host: P2pHost) -> boo
 
 
 def test_what_a_peer_names_is_dialled_neither_for_a_stream_nor_for_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Identify and hole punching leave what a peer says of itself in the library's book of addresses."""
+    """Identify and hole host leave what a peer says of itself in the library's book of addresses."""
 
     async def scene() -> None:
         met = asyncio.Event()
@@ -222,35 +210,34 @@ async def ask(caller: P2pHost, asked: tuple[PeerId, str], protocol: str, sent: b
     return b""
 
 
-def test_a_relayed_link_says_so_and_ends_where_its_bytes_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_circuit_carries_no_chunks_and_ends_where_no_hole_is_punched(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
-        taken: asyncio.Queue[bytes | None] = asyncio.Queue()
+        taken: asyncio.Queue[Connection] = asyncio.Queue()
 
-        async def take(connection: Connection) -> None:
-            while True:
-                frame = await connection.receive()
-                taken.put_nowait(frame)
-                if frame is None:
-                    return
-
-        async with lab(monkeypatch, circuit_bytes_max=1 << 20) as made:
+        async with lab(monkeypatch) as made:
             target = credentials(made.authority)
-            first, second = made.member(credentials(made.authority)), made.member(target, take)
+            first, second = made.member(credentials(made.authority), taken.put), made.member(target, taken.put)
             await until(lambda: first.facts.relays and second.facts.relays, "places for both")
-            connection = await first.dial(circuit_address(made.own.peer_id), target.peer_id)
-            way = way_of(connection)
-            assert way.kind is LinkKind.RELAYED and made.own.peer_id in way.reason
-            await connection.send(bytes(100_000))
-            assert await asyncio.wait_for(taken.get(), WAIT_S) == bytes(100_000)
-            assert 100_000 < made.book.moved_bytes < 200_000
-            with pytest.raises(Unreachable):
-                for _ in range(100):
-                    await asyncio.wait_for(connection.send(bytes(100_000)), WAIT_S)
-            assert made.book.moved_bytes <= 1 << 20
+            first.punch(target.peer_id, made.own.peer_id)
+            await until(lambda: made.book.circuits, "a circuit on which a hole could be agreed")
+            p2p = first._p2p
+            assert p2p is not None
+            assert await p2p._thread.call(partial(is_refused_an_exchange, p2p._host, target.peer_id))
             await until(lambda: not made.book.circuits, "the circuit to be closed")
-            assert made.book.refused == 1
-            again = await dialled_again(first, circuit_address(made.own.peer_id), target.peer_id)
-            await again.send(b"a new circuit")
-            await until(lambda: not taken.empty() and b"a new circuit" in [taken.get_nowait()], "the link made anew")
+            assert taken.empty() and made.book.moved_bytes < 100_000
 
     asyncio.run(scene())
+
+
+async def is_refused_an_exchange(caller: P2pHost, peer: PeerId) -> bool:
+    """Whether that peer takes no chunks over a circuit."""
+    with trio.fail_after(WAIT_S):
+        while ID.from_base58(peer) not in caller._host.get_network().connections:
+            await trio.sleep(0.05)
+        await caller._introduce(peer)
+        stream = await caller._host.new_stream(ID.from_base58(peer), [EXCHANGE])
+        try:
+            await stream.write(b"a frame")
+            return not await stream.read(1)
+        except Exception:  # noqa: BLE001  it is reset
+            return True

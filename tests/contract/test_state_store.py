@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import shutil
@@ -19,13 +20,13 @@ import sqlalchemy as sa
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.coordinator.lease_events import GroupPhase, Lease, OpenGroup
-from echo2.coordinator.membership import Liveness, Member, OperatorSetting
-from echo2.coordinator.provisioning import MachineState, RentedMachine
-from echo2.coordinator.runtime.store import SCHEMA_VERSION, SqlStore
-from echo2.coordinator.saved import CurvePoint, LoggedEvent, PaidAction, StoreChanges
-from echo2.coordinator.telemetry import Heartbeat, LinkReport, WorkerHello
-from echo2.coordinator.tokens import Token
+from echo2.coordinator.fleet.members import Liveness, Member, OperatorSetting
+from echo2.coordinator.fleet.tokens import Token
+from echo2.coordinator.leases.events import GroupPhase, Lease, OpenGroup
+from echo2.coordinator.money.provisioning import MachineState, RentedMachine
+from echo2.coordinator.persistence import CurvePoint, LoggedEvent, PaidAction, Row, StateChanges, TokenPeer
+from echo2.coordinator.planning.telemetry import Heartbeat, LinkReport, WorkerHello
+from echo2.coordinator.store import SqlStore
 from echo2.outside import files
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
@@ -75,11 +76,27 @@ MEMBER = Member(
 )  # fmt: skip
 TOKEN = Token("t", "h" * 64, "worker", "mine", 0.0, 99.0, 2, False, {PeerId("w")})
 MACHINE = RentedMachine("m", "gpu", "cloud", "mine", MachineState.RUNNING, 2.0, 5.0, None, "t", "", "")
-ALL = StoreChanges(
-    [GROUP], [], [LEASE], [], [MEMBER], [TOKEN], [LoggedEvent(1.0, "k", "text")],
-    [CurvePoint(1.0, 2, 0.5, None, 0.9, 0.95, 1.0, 2.0)], [PaidAction(1.0, "active", "w", "why", 0.5, 0.0)],
-    [MACHINE], {"port": "7"},
-)  # fmt: skip
+
+
+def rows(*changed: Row, must_last: bool = False, **meta: str) -> StateChanges:
+    """One transaction that writes these rows."""
+    kinds = {OpenGroup: "groups", Lease: "leases", Member: "members", Token: "tokens", RentedMachine: "machines"}
+    keys = {OpenGroup: "g", Lease: "l", Member: "w", Token: "t", RentedMachine: "m"}
+    changes = StateChanges(must_last=must_last)
+    for row in changed:
+        if isinstance(row, TokenPeer):
+            changes.rows["token_peers", f"{row.token_id} {row.peer_id}"] = row
+        else:
+            changes.rows[kinds[type(row)], keys[type(row)]] = row
+    changes.rows.update({("meta", key): value for key, value in meta.items()})
+    return changes
+
+
+EVENT = LoggedEvent(1.0, "k", "text")
+SAMPLE = CurvePoint(1.0, 2, 0.5, None, 0.9, 0.95, 1.0, 2.0)
+PAID = PaidAction(1.0, "active", "w", "why", 0.5, 0.0)
+ALL = rows(GROUP, LEASE, MEMBER, TOKEN, MACHINE, TokenPeer("t", PeerId("w")), port="7")
+ALL.log.extend([("events", EVENT), ("samples", SAMPLE), ("paid", PAID)])
 
 
 def test_what_was_written_is_there_after_the_process_is_gone(url: str) -> None:
@@ -91,7 +108,7 @@ def test_what_was_written_is_there_after_the_process_is_gone(url: str) -> None:
     assert saved.leases == (LEASE,)
     assert saved.members == (MEMBER,)
     assert saved.tokens == (TOKEN,)
-    assert (list(saved.events), list(saved.samples), list(saved.paid)) == (ALL.events, ALL.samples, ALL.paid)
+    assert (saved.events, saved.samples, saved.paid) == ((EVENT,), (SAMPLE,), (PAID,))
     assert saved.machines == (MACHINE,)
     assert saved.meta["port"] == "7"
 
@@ -99,87 +116,58 @@ def test_what_was_written_is_there_after_the_process_is_gone(url: str) -> None:
 def test_later_writes_replace_and_drops_forget(url: str) -> None:
     store = SqlStore(url, RUN)
     store.write(ALL)
-    store.write(StoreChanges(leases=[replace(LEASE, tokens=80)], members=[replace(MEMBER, usd_spent=2.0)]))
+    store.write(rows(replace(LEASE, tokens=80), replace(MEMBER, usd_spent=2.0)))
     saved = store.load()
     assert (saved.leases[0].tokens, saved.members[0].usd_spent) == (80, 2.0)
-    store.write(StoreChanges(groups_dropped=["g", "unknown"], leases_dropped=["l"]))
+    store.write(StateChanges({("groups", "g"): None, ("groups", "unknown"): None, ("leases", "l"): None}))
     saved = store.load()
     assert (saved.groups, saved.leases, len(saved.members)) == ((), (), 1)
     store.close()
 
 
+def test_who_used_a_token_is_a_row_each_and_can_be_dropped(url: str) -> None:
+    with closing(SqlStore(url, RUN)) as store:
+        store.write(ALL)
+        store.write(rows(TokenPeer("t", PeerId("x"), 7.5), TokenPeer("t", PeerId("v"), 6.5)))
+        (token,) = store.load().tokens
+        assert token.peers == {"v", "w", "x"} and list(token.silent.items()) == [("v", 6.5), ("x", 7.5)]
+        store.write(StateChanges({("token_peers", "t x"): TokenPeer("t", PeerId("x")), ("token_peers", "t v"): None}))
+        (token,) = store.load().tokens
+        assert token.peers == {"w", "x"} and not token.silent
+
+
 def test_write_is_all_or_nothing(url: str) -> None:
-    store = SqlStore(url, RUN)
-    broken = replace(LEASE, worker_id=None)  # type: ignore[arg-type]
+    store, engine = SqlStore(url, RUN), sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE log RENAME TO elsewhere"))
     with pytest.raises(StateError):
-        store.write(StoreChanges(groups=[GROUP], leases=[broken], meta={"x": "1"}))
+        store.write(ALL)
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE elsewhere RENAME TO log"))
+    engine.dispose()
     saved = store.load()
-    assert (saved.groups, saved.leases, saved.meta.get("x")) == ((), (), None)
+    assert (saved.groups, saved.leases, saved.members, saved.meta) == ((), (), (), {})
     store.close()
 
 
 def test_old_events_are_forgotten(url: str) -> None:
     store = SqlStore(url, RUN)
-    store.write(StoreChanges(events=[LoggedEvent(float(i), "k", str(i)) for i in range(10)]))
-    store.prune(events_kept=3, samples_kept=3)
+    store.write(StateChanges(log=[("events", LoggedEvent(float(i), "k", str(i))) for i in range(10)]))
+    store.prune(events_max=3, samples_max=3)
     assert [event.text for event in store.load().events] == ["7", "8", "9"]
     store.close()
 
 
-SCHEMA_1 = """
-CREATE TABLE meta (key TEXT NOT NULL PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE groups (group_id TEXT NOT NULL PRIMARY KEY, spec BLOB NOT NULL, phase TEXT NOT NULL, since DOUBLE PRECISION
- NOT NULL, attempts BIGINT NOT NULL, refusals BIGINT NOT NULL, lease_id TEXT, not_before DOUBLE PRECISION NOT NULL,
- expected_tokens DOUBLE PRECISION NOT NULL);
-CREATE TABLE leases (lease_id TEXT NOT NULL PRIMARY KEY, group_id TEXT NOT NULL, worker_id TEXT NOT NULL, attempt BIGINT
- NOT NULL, granted_at DOUBLE PRECISION NOT NULL, deadline DOUBLE PRECISION NOT NULL, progress_at DOUBLE PRECISION NOT
- NULL, finished_rollouts BIGINT NOT NULL, tokens BIGINT NOT NULL, is_recalled BOOLEAN NOT NULL);
-CREATE TABLE members (peer_id TEXT NOT NULL PRIMARY KEY, hello BLOB NOT NULL, heartbeat BLOB NOT NULL, joined_at DOUBLE
- PRECISION NOT NULL, heard_at DOUBLE PRECISION NOT NULL, setting TEXT NOT NULL, setting_reason TEXT NOT NULL, is_wanted
- BOOLEAN NOT NULL, activation_since DOUBLE PRECISION NOT NULL, usd_spent DOUBLE PRECISION NOT NULL, metered_until DOUBLE
- PRECISION NOT NULL, liveness TEXT NOT NULL);
-CREATE TABLE tokens (token_id TEXT NOT NULL PRIMARY KEY, hash TEXT NOT NULL, role TEXT NOT NULL, label TEXT NOT NULL,
- created_at DOUBLE PRECISION NOT NULL, expires_at DOUBLE PRECISION NOT NULL, use_limit BIGINT NOT NULL, is_revoked BOOLEAN
- NOT NULL, peers TEXT NOT NULL);
-CREATE TABLE events (id {serial}, unix_s DOUBLE PRECISION NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL);
-CREATE TABLE samples (id {serial}, fields TEXT NOT NULL);
-INSERT INTO meta VALUES ('schema_version', '1'), ('run_id', 'a-run'), ('port', '7');
-INSERT INTO leases VALUES ('l', 'g', 'w', 2, 5.0, 35.0, 6.0, 1, 40, {false});
-INSERT INTO tokens VALUES ('t', '{hash}', 'worker', 'mine', 0.0, 99.0, 2, {false}, '["w"]');
-INSERT INTO events (unix_s, kind, text) VALUES (1.0, 'k', 'text');
-"""
-
-
-def test_a_database_of_the_first_schema_is_brought_forward_with_all_that_is_in_it(url: str) -> None:
-    engine = sa.create_engine(url)
-    is_postgres = engine.dialect.name == "postgresql"
-    serial = "BIGSERIAL PRIMARY KEY" if is_postgres else "INTEGER NOT NULL PRIMARY KEY"
-    script = SCHEMA_1.replace("{serial}", serial).replace("{hash}", TOKEN.hash)
-    script = script.replace("{false}", "FALSE" if is_postgres else "0")
-    with engine.begin() as connection:
-        for statement in script.replace("BLOB", "BYTEA" if is_postgres else "BLOB").split(";"):
-            if statement.strip():
-                connection.execute(sa.text(statement))
-    engine.dispose()
-    with closing(SqlStore(url, RUN)) as store:
-        saved = store.load()
-        assert saved.meta == {"schema_version": str(SCHEMA_VERSION), "run_id": "a-run", "port": "7"}
-        assert (saved.leases, saved.tokens, saved.events) == ((LEASE,), (TOKEN,), (LoggedEvent(1.0, "k", "text"),))
-        store.write(ALL)
-    with closing(SqlStore(url, RUN)) as store:  # brought forward once, and again a state like any other
-        saved = store.load()
-        assert (list(saved.paid), saved.machines, saved.groups) == (ALL.paid, (MACHINE,), (GROUP,))
-
-
-def test_state_of_another_run_and_of_a_newer_schema_are_refused(url: str) -> None:
+@pytest.mark.parametrize("schema", ["3", "99"])
+def test_state_of_another_run_and_of_another_schema_are_refused(url: str, schema: str) -> None:
     with closing(SqlStore(url, RUN)) as store:
         store.write(ALL)
     with pytest.raises(StateError, match="'a-run'"):
         SqlStore(url, RunId("b-run"))
     engine = sa.create_engine(url)
     with engine.begin() as connection:
-        connection.execute(sa.text("UPDATE meta SET value = '99' WHERE key = 'schema_version'"))
-    with pytest.raises(StateError, match="got 99"):
+        connection.execute(sa.text("UPDATE meta SET value = :schema WHERE key = 'schema_version'"), {"schema": schema})
+    with pytest.raises(StateError, match=f"got {schema}"):
         SqlStore(url, RUN)
     engine.dispose()
 
@@ -198,7 +186,7 @@ def test_full_disk_is_told_as_such(tmp_path: Path) -> None:
     store._engine.dispose()
     with pytest.raises(DiskFull, match="expected room"):
         for index in range(200):
-            store.write(StoreChanges(meta={f"k{index}": "x" * 1000}))
+            store.write(rows(**{f"k{index}": "x" * 1000}))
     store.close()
 
 
@@ -227,11 +215,11 @@ def test_a_checkpoint_beside_writes_lets_the_log_start_over(tmp_path: Path) -> N
     log = tmp_path / "state.sqlite-wal"
     with closing(SqlStore(f"sqlite:///{tmp_path / 'state.sqlite'}", RUN)) as store:
         for number in range(300):
-            store.write(StoreChanges(events=[LoggedEvent(1.0, "k", "text" * 100)], meta={"n": str(number)}))
+            store.write(StateChanges({("meta", "n"): str(number)}, [("events", LoggedEvent(1.0, "k", "text" * 100))]))
         grown = log.stat().st_size
         store.checkpoint()
         for number in range(300):
-            store.write(StoreChanges(events=[LoggedEvent(1.0, "k", "text" * 100)], meta={"n": str(number)}))
+            store.write(StateChanges({("meta", "n"): str(number)}, [("events", LoggedEvent(1.0, "k", "text" * 100))]))
         assert log.stat().st_size < 1.5 * grown
         assert store.load().meta["n"] == "299"
     store.checkpoint()  # told after the end, by a thread that was late
@@ -242,7 +230,7 @@ def test_a_checkpoint_on_another_thread_neither_stops_nor_loses_writes(tmp_path:
     with closing(SqlStore(url, RUN)) as store, ThreadPoolExecutor(1) as pool:
         for number in range(count):
             done = pool.submit(store.checkpoint)
-            store.write(StoreChanges(events=[LoggedEvent(1.0, "k", str(number))]))
+            store.write(StateChanges(log=[("events", LoggedEvent(1.0, "k", str(number)))]))
             done.result()
         assert [event.text for event in store.load().events] == [str(number) for number in range(count)]
 
@@ -257,15 +245,15 @@ def kept_in(folder: Path) -> SqlStore:
 BANNED = replace(MEMBER, setting=OperatorSetting.BANNED)
 
 
-def as_a_kill_leaves_it(folder: Path, into: Path, changes: int = 40) -> Path:
-    """A database of which the last changes, a ban among them, are in its log alone."""
+def as_a_kill_leaves_it(folder: Path, into: Path, changes: int = 60) -> Path:
+    """A database of which the last changes, a ban among them, are in its log alone, and fill it."""
     folder.mkdir()
     store = kept_in(folder)
     store.write(ALL)
     store.checkpoint()
     for number in range(changes):
-        store.write(StoreChanges(meta={"n": str(number)}))
-    store.write(StoreChanges(members=[BANNED]))
+        store.write(rows(n=str(number)))
+    store.write(rows(BANNED))
     shutil.copytree(folder, into)
     store.close()
     return into
@@ -276,7 +264,59 @@ def test_what_a_kill_leaves_is_whole(tmp_path: Path) -> None:
     with closing(kept_in(left)) as store:
         assert store.load().members == (BANNED,)
     with closing(kept_in(left)) as store:
-        assert (store.load().members, store.load().meta["n"]) == ((BANNED,), "39")
+        assert (store.load().members, store.load().meta["n"]) == ((BANNED,), "59")
+
+
+@pytest.mark.parametrize("removed", ["state.sqlite", "state.sqlite-wal", "state.sqlite*", "state.mark", "state.*"])
+def test_files_removed_under_an_open_store_are_written_back_with_every_change(tmp_path: Path, removed: str) -> None:
+    store = kept_in(tmp_path)
+    store.write(ALL)
+    assert store.checkpoint() == ""
+    store.write(rows(n="before"))
+    for path in list(tmp_path.glob(removed)):
+        path.unlink()
+    store.write(rows(BANNED, must_last=True))
+    assert "was removed while the coordinator ran" in store.checkpoint()
+    store.write(rows(replace(MACHINE, usd_per_hour=3.0), n="after"))
+    while store.checkpoint():  # the mark comes after the database
+        pass
+    shutil.copytree(tmp_path, tmp_path / "killed", ignore=shutil.ignore_patterns("killed"))
+    store.close()
+    for folder in (tmp_path, tmp_path / "killed"):
+        with closing(kept_in(folder)) as store:
+            state = store.load()
+            assert (state.members, state.meta["n"], state.paid) == ((BANNED,), "after", (PAID,))
+            assert state.machines[0].usd_per_hour == 3.0
+
+
+def test_another_file_in_the_databases_place_ends_the_store_and_the_runs_own_state_is_beside_it(tmp_path: Path) -> None:
+    store = kept_in(tmp_path)
+    store.write(ALL)
+    store.write(rows(BANNED))
+    with closing(SqlStore(f"sqlite:///{tmp_path / 'other.sqlite'}", RUN)):
+        pass
+    (tmp_path / "other.sqlite").replace(tmp_path / "state.sqlite")
+    with pytest.raises(StateError, match=r"found another one in its place.*state\.sqlite\.rescued"):
+        store.checkpoint()
+    with closing(SqlStore(f"sqlite:///{tmp_path / 'state.sqlite.rescued'}", RUN)) as rescued:
+        assert rescued.load().members == (BANNED,)
+
+
+def test_a_coordinator_says_that_its_database_was_removed_and_goes_on(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with daemon_tests.running(daemon_tests.options(tmp_path)) as daemon:
+            database = tmp_path / "coordinator" / "state.sqlite"
+            database.unlink()
+            while not database.exists():
+                await asyncio.sleep(0.1)
+            while not any("was removed while" in event.text for event in daemon.hub.state.events):
+                await asyncio.sleep(0.1)
+        with closing(
+            SqlStore(f"sqlite:///{database}", daemon_tests.RUN, tmp_path / "coordinator" / "state.mark")
+        ) as store:
+            assert [event.kind for event in store.load().events][-2:] == ["state", "stop"]
+
+    daemon_tests.play(scene, 20.0)
 
 
 def test_a_database_that_is_gone_or_empty_is_not_begun_anew(tmp_path: Path) -> None:
@@ -337,13 +377,13 @@ def test_after_a_power_cut_the_last_moments_may_be_missing_but_nothing_that_was_
     boot.write_text("the machine was started again")
     monkeypatch.setattr(files, "_BOOT_ID", boot)
     with closing(kept_in(left)) as store:
-        assert store.load().members == (MEMBER,) and "the last 41 changes of 42" in caplog.text
+        assert store.load().members == (MEMBER,) and "the last 61 changes of 62" in caplog.text
     with closing(
         SqlStore(f"sqlite:///{tmp_path / 'older' / 'state.sqlite'}", RUN)
     ) as store:  # of before the checkpoint
         with store._engine.begin() as connection:
             connection.execute(sa.text("UPDATE meta SET value = '0' WHERE key = 'transactions'"))
-    with pytest.raises(StateError, match="expected all of 42 changes, found the first 0"):
+    with pytest.raises(StateError, match="expected all of 62 changes, found the first 0"):
         kept_in(tmp_path / "older")
 
 
@@ -353,9 +393,9 @@ def test_what_must_last_is_synced_before_it_is_told(tmp_path: Path, monkeypatch:
     with closing(kept_in(tmp_path)) as store:
         store.write(ALL)
         assert not synced, "most changes are told again after a power cut, and wait for no disk"
-        store.write(StoreChanges(members=[BANNED], must_last=True))
+        store.write(rows(BANNED, must_last=True))
         assert synced == [tmp_path / "state.sqlite-wal"]
-        assert store._mark is not None and store._mark._opened().safe == 2
+        assert store._mark is not None and store._mark._now().safe == 2
 
 
 def test_after_an_end_in_order_nothing_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +403,7 @@ def test_after_an_end_in_order_nothing_may_be_missing(tmp_path: Path, monkeypatc
         store.write(ALL)
     older = (tmp_path / "state.sqlite").read_bytes()
     with closing(kept_in(tmp_path)) as store:
-        store.write(StoreChanges(members=[BANNED]))
+        store.write(rows(BANNED))
     (tmp_path / "state.sqlite").write_bytes(older)
     monkeypatch.setattr(files, "_BOOT_ID", tmp_path / "none")
     with pytest.raises(StateError, match="expected all of 2 changes, found the first 1"):
@@ -372,10 +412,10 @@ def test_after_an_end_in_order_nothing_may_be_missing(tmp_path: Path, monkeypatc
 
 def test_a_flipped_bit_of_a_row_is_found(tmp_path: Path) -> None:
     with closing(kept_in(tmp_path)) as store:
-        store.write(replace(ALL, members=[BANNED], tokens=[replace(TOKEN, is_revoked=True)]))
+        store.write(rows(GROUP, BANNED, replace(TOKEN, is_revoked=True)))
     database, found = tmp_path / "state.sqlite", 0
     whole = database.read_bytes()
-    for text in (b"banned", TOKEN.hash.encode(), b"whyD", SPEC.group_id.encode() + b"\n"):
+    for text in (b'"setting":"banned"', TOKEN.hash.encode(), b'"is_revoked":true', b'"group_id":"g"'):
         for at in range(len(whole)):
             if whole.startswith(text, at):
                 data = bytearray(whole)
@@ -390,7 +430,9 @@ def test_a_flipped_bit_of_a_row_is_found(tmp_path: Path) -> None:
     assert found >= 2
     database.write_bytes(whole)
     with sqlite3.connect(database) as connection:
-        connection.execute("UPDATE tokens SET is_revoked = 0")
+        connection.execute(
+            "UPDATE rows SET json = replace(json, '\"is_revoked\":true', '\"is_revoked\":false') WHERE kind = 'tokens'"
+        )
     connection.close()
     with pytest.raises(StateError, match="row 't' of tokens"), closing(kept_in(tmp_path)) as store:
         store.load()

@@ -19,10 +19,13 @@ import pytest
 
 from echo2.base.errors import BadToken, PortBusy, StateError, TrustError, Unreachable
 from echo2.base.ids import PeerId, RunId
+from echo2.trust import tls
+from echo2.trust.enrolment import check_coordinator, enrol
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, PeerIdentity, Role, RunAuthority
-from echo2.trust.runtime import tls
-from echo2.trust.runtime.enrolling import check_coordinator, enrol
+from echo2.trust.ports import LEARNER
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
+from echo2.wire.gen.echo2.v1.probe_pb2 import ProbeBlock
+from tests.patience import WAIT_S
 
 RUN = RunId("a-run")
 
@@ -54,7 +57,7 @@ class _WhoAmI(enrolment_pb2_grpc.EnrolmentServicer):
 @asynccontextmanager
 async def _serving(servicer: Any, credentials: grpc.ServerCredentials) -> AsyncIterator[int]:
     is_first_contact = isinstance(servicer, _Enrolment)
-    server = tls.new_enrolment_server() if is_first_contact else tls.new_server()
+    server = tls.new_enrolment_server() if is_first_contact else tls.new_server(LEARNER)
     enrolment_pb2_grpc.add_EnrolmentServicer_to_server(servicer, server)
     port = tls.bind_server(server, "127.0.0.1:0", credentials)
     await server.start()
@@ -81,7 +84,9 @@ def test_enrolled_nodes_know_each_other() -> None:
             learner = await enrol(link, Identity.generate(), Role.LEARNER)
         async with _serving(_WhoAmI(), tls.server_credentials(learner)) as port:
             async with tls.open_channel(f"127.0.0.1:{port}", learner.peer_id, worker) as channel:
-                reply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(enrolment_pb2.EnrolRequest(), timeout=10)
+                reply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(
+                    enrolment_pb2.EnrolRequest(), timeout=WAIT_S
+                )
             assert reply.run_id == f"{worker.peer_id} worker"
             with pytest.raises(grpc.aio.AioRpcError):  # the learner's port is not the worker's
                 async with tls.open_channel(f"127.0.0.1:{port}", worker.peer_id, worker) as channel:
@@ -98,7 +103,9 @@ def test_the_coordinators_own_server_is_believed() -> None:
         coordinator = tls.coordinator_credentials(authority, "127.0.0.1:1")
         async with _serving(_WhoAmI(), tls.server_credentials(coordinator)) as port:
             async with tls.open_channel(f"127.0.0.1:{port}", coordinator.peer_id, worker) as channel:
-                reply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(enrolment_pb2.EnrolRequest(), timeout=10)
+                reply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(
+                    enrolment_pb2.EnrolRequest(), timeout=WAIT_S
+                )
             assert reply.run_id == f"{worker.peer_id} worker"
 
     asyncio.run(scene())
@@ -173,9 +180,9 @@ def test_busy_port_is_named() -> None:
         credentials = tls.server_credentials(tls.coordinator_credentials(_authority(), "x:1"))
         async with _serving(_WhoAmI(), credentials) as port:
             with pytest.raises(PortBusy, match=f"127.0.0.1:{port}"):
-                tls.bind_server(tls.new_server(), f"127.0.0.1:{port}", credentials)
+                tls.bind_server(tls.new_server(LEARNER), f"127.0.0.1:{port}", credentials)
         with pytest.raises(PortBusy, match=r"192\.0\.2\.1"):
-            tls.bind_server(tls.new_server(), "192.0.2.1:7000", credentials)
+            tls.bind_server(tls.new_server(LEARNER), "192.0.2.1:7000", credentials)
 
     asyncio.run(scene())
 
@@ -247,11 +254,6 @@ def test_an_identity_is_not_made_anew_beside_what_it_signed(tmp_path: Path) -> N
         tls.write_secret(tmp_path / name, whole)
 
 
-def test_an_identity_of_an_older_release_is_its_32_bytes(tmp_path: Path) -> None:
-    tls.write_secret(tmp_path / "identity.key", bytes(range(32)))
-    assert tls.load_or_create_identity(tmp_path).private_bytes() == bytes(range(32))
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 def test_a_secret_of_another_user_is_named_with_its_owner(tmp_path: Path) -> None:
     tls.load_or_create_identity(tmp_path)
@@ -288,20 +290,21 @@ def test_a_renewed_certificate_is_shown_from_the_next_handshake_on_and_standing_
         return NodeCertificate.parse(await asyncio.to_thread(look)).pem
 
     async def main() -> None:
-        server = tls.new_server()
-        handler = grpc.unary_unary_rpc_method_handler(_echo)
-        server.add_frames("t.T", {"Echo": handler})
+        server = tls.new_server(LEARNER)
+        handler = grpc.unary_unary_rpc_method_handler(_echo, ProbeBlock.FromString, ProbeBlock.SerializeToString)
+        server.add_registered_method_handlers("t.T", {"Echo": handler})
         port = tls.bind_server(server, "127.0.0.1:0", tls.server_credentials(server_side))
         await server.start()
         async with tls.open_channel(f"127.0.0.1:{port}", authority.identity.peer_id, client) as channel:
             call = channel.unary_unary("/t.T/Echo")
-            assert await call(b"before") == b"before"
+            first, second = (ProbeBlock(data=text).SerializeToString() for text in (b"before", b"after"))
+            assert await call(first) == first
             before = server_side.certificate.pem
             assert await shown(port) == before
             fresh = tls.coordinator_credentials(authority, "")
             server_side.renew(fresh.tls_key_pem, fresh.certificate)
             assert await shown(port) == fresh.certificate.pem != before
-            assert await call(b"after") == b"after"
+            assert await call(second) == second
         stranger = tls.coordinator_credentials(
             RunAuthority.create(Identity.generate(), RunId("run-1"), time.time()), ""
         )
@@ -312,5 +315,5 @@ def test_a_renewed_certificate_is_shown_from_the_next_handshake_on_and_standing_
     asyncio.run(main())
 
 
-async def _echo(request: bytes, _: object) -> bytes:
+async def _echo(request: ProbeBlock, _: object) -> ProbeBlock:
     return request

@@ -1,234 +1,292 @@
-"""What every transport guarantees: the same scenes on gRPC with mutual TLS, on libp2p and in memory."""
+"""What every connection between nodes guarantees: the same scenes on sockets, in the simulator, and over a punched hole."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from echo2.base.errors import Unreachable
-from echo2.base.ids import PeerId, RunId
-from echo2.broadcast.reachability import circuit_address
-from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime.transport import Connection, Transport
-from echo2.broadcast.runtime.transport_bulk import BulkTransport
-from echo2.broadcast.runtime.transport_grpc import GrpcTransport
-from echo2.broadcast.runtime.transport_memory import MemoryNetwork, MemoryTransport
-from echo2.broadcast.runtime.transport_mixed import MixedTransport, P2pSettings
+from echo2.base.hosts import joined
+from echo2.base.ids import RunId
+from echo2.base.rng import derived_rng
+from echo2.broadcast.connection import CLOSE_S, Connection, StreamConnection
+from echo2.broadcast.nat.facts import HostOptions
+from echo2.broadcast.nat.reach import Nat
+from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.reachability import LinkKind
+from echo2.broadcast.transport import Transport
+from echo2.outside import entered
+from echo2.sim.memory_net import MemoryNet
+from echo2.sim.process import Process, VirtualMachine
+from echo2.sim.virtual_files import VirtualDisk
+from echo2.sim.virtual_loop import VirtualLoop
+from echo2.sim.wires import AccessLink, Wires
+from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
-from echo2.trust.runtime import tls
-from echo2.trust.runtime.gate import GatedServer
+from tests.patience import WAIT_S
 
 RUN = RunId("contract")
-KINDS = ("grpc", "bulk", "memory", "libp2p")
+HOST = "127.0.0.1"
 FRAME_BYTES = 64 << 10
+Scene = Callable[[], Awaitable[None]]
+
+
+def on_sockets(scene: Scene, folder: Path) -> None:
+    asyncio.run(scene())  # type: ignore[arg-type]
+
+
+def on_wires(scene: Scene, folder: Path) -> None:
+    loop = VirtualLoop()
+    wires = Wires(loop, derived_rng(1, "network"))
+    machine = VirtualMachine("one", HOST, AccessLink(1e8, 1e8, 0.02), VirtualDisk(folder / "disk"), 1)
+    wires.names[machine.host] = machine.name
+    process = Process(machine, loop, lambda owner: MemoryNet(owner, wires, lambda name, error: None))
+    try:
+        with entered(process):
+            loop.run_until_complete(scene())
+    finally:
+        loop.close()
+    assert not loop.errors
 
 
 @dataclass
 class End:
     """One node: what it accepted waits in `accepted`."""
 
-    identity: Identity
+    credentials: tls.Credentials
     transport: Transport
-    address: str
+    address: str = ""
+    nat: Nat | None = None
     accepted: asyncio.Queue[Connection] = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    server: GatedServer | None = None
 
     async def accept(self, connection: Connection) -> None:
         await self.accepted.put(connection)
         await self.ended.wait()
 
 
-class _Bulk(BulkTransport):
-    """Dialled by one address, as the others are."""
-
-    async def dial(self, address: str, peer_id: PeerId) -> Connection:  # type: ignore[override]
-        host, _, port = address.rpartition(":")
-        return await super().dial(host, int(port), peer_id)
-
-
 class World:
-    """Nodes of one run on one kind of transport."""
+    """Nodes of one run. `is_punched`: pairs are connected over holes."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.authority = RunAuthority.create(Identity.generate(), RUN, time.time())
-        self.network = MemoryNetwork()
+    def __init__(self, is_punched: bool) -> None:
+        self.is_punched = is_punched
+        self.authority = RunAuthority.create(Identity.generate(), RUN, tls.unix_now())
         self.ends: list[End] = []
-        self.relay: Identity | None = None
-        self.relay_port = 0
 
-    async def node(self) -> End:
-        identity = Identity.generate()
-        if self.kind == "memory":
-            memory = MemoryTransport(self.network, identity.peer_id)
-            end = End(identity, memory, f"memory:{len(self.ends)}")
-            memory.listen(end.address, end.accept)
-        elif self.kind == "libp2p":
-            end = await self._hidden_node(identity)
-        elif self.kind == "bulk":
-            bulk = _Bulk(self._credentials(identity))
-            end = End(identity, bulk, "")
-            bulk.listen("127.0.0.1", 0, end.accept)
-            end.address = f"127.0.0.1:{bulk.port}"
-        else:
-            credentials = self._credentials(identity)
-            grpc_transport, server = GrpcTransport(credentials), tls.new_server()
-            end = End(identity, grpc_transport, "", server=server)
-            grpc_transport.add_to_server(server, end.accept)
-            port = tls.bind_server(server, "127.0.0.1:0", tls.server_credentials(credentials))
-            end.address = f"127.0.0.1:{port}"
-            await server.start()
-        self.ends.append(end)
-        return end
-
-    def _credentials(self, identity: Identity) -> tls.Credentials:
-        key = TlsKey.generate()
-        issued = self.authority.issue(certificate_request(identity, key), Role.WORKER, time.time())
+    def credentials(self) -> tls.Credentials:
+        identity, key = Identity.generate(), TlsKey.generate()
+        issued = self.authority.issue(certificate_request(identity, key), Role.WORKER, tls.unix_now())
         return tls.Credentials(
             identity, key.to_pem(), issued, self.authority.certificate_pem, RUN, identity.peer_id, "nowhere:1"
         )
 
-    async def _hidden_node(self, identity: Identity) -> End:
-        """One that is met at the relay, which comes with the first of them."""
-        if self.relay is None:
-            self.relay = Identity.generate()
-            serving = MixedTransport(self._credentials(self.relay))
-            self.relay_port = await serving.serve(P2pSettings("127.0.0.1", book=RelayBook(RelayLimits())))
-            self.ends.append(End(self.relay, serving, ""))
-        settled = asyncio.Event()
-        transport = MixedTransport(
-            self._credentials(identity),
-            lambda connection: end.accept(connection),  # noqa: PLW0108 - the end is made next
-            P2pSettings("127.0.0.1"),
-            lambda facts: settled.set() if facts.relays else None,
-        )  # fmt: skip
-        end = End(identity, transport, circuit_address(self.relay.peer_id))
-        transport.use_relay(self.relay.peer_id, f"127.0.0.1:{self.relay_port}")
-        await asyncio.wait_for(settled.wait(), 20)
+    async def node(self) -> End:
+        credentials = self.credentials()
+        end = End(credentials, Transport(credentials))
+        self.ends.append(end)
+        end.address = joined(HOST, end.transport.listen(HOST, 0))
+        end.transport.serve(end.accept)
         return end
 
+    async def _met(self, first: End, second: End) -> Connection:
+        """Over libp2p, on a connection without a relay between, as a punched hole is; here `first` dials, as if to a relay."""
+        second.nat = Nat(second.credentials, second.accept)
+        port = await second.nat.serve(HostOptions(HOST, book=RelayBook(RelayLimits())))
+        settled = asyncio.Event()
+        first.nat = Nat(
+            first.credentials, first.accept, HostOptions(HOST), lambda facts: settled.set() if facts.relays else None
+        )
+        first.nat.use_relay(second.credentials.peer_id, f"{HOST}:{port}")
+        await asyncio.wait_for(settled.wait(), WAIT_S)
+        first.nat.punch(second.credentials.peer_id, second.credentials.peer_id)
+        return await asyncio.wait_for(first.accepted.get(), WAIT_S)
 
-@asynccontextmanager
-async def world(kind: str) -> AsyncIterator[World]:
-    made = World(kind)
-    try:
-        yield made
-    finally:
-        for end in made.ends:
+    async def pair(self) -> tuple[Connection, Connection, End, End]:
+        """The dialler's end, the other's, and both nodes. The first frame makes the connection known to the other side."""
+        first, second = await self.node(), await self.node()
+        ours: Connection
+        if self.is_punched:
+            ours = await self._met(first, second)
+            assert ours.way.kind is LinkKind.HOLE_PUNCHED
+        else:
+            ours = await first.transport.dial(second.address, second.credentials.peer_id)
+        await ours.send(b"first")
+        theirs = await asyncio.wait_for(second.accepted.get(), WAIT_S)
+        assert await theirs.receive() == b"first"
+        return ours, theirs, first, second
+
+    async def close(self) -> None:
+        for end in self.ends:
             end.ended.set()
             await end.transport.close()
-            if end.server is not None:
-                await end.server.stop(0)
+            if end.nat is not None:
+                await end.nat.close()
 
 
-async def _pair(w: World) -> tuple[Connection, Connection, End, End]:
-    """The dialler's end, the other's, and both nodes. The first frame makes the stream known to the other side."""
-    first, second = await w.node(), await w.node()
-    ours = await first.transport.dial(second.address, second.identity.peer_id)
-    await ours.send(b"first")
-    theirs = await asyncio.wait_for(second.accepted.get(), 10)
-    assert await theirs.receive() == b"first"
-    return ours, theirs, first, second
+Play = Callable[[Callable[[World], Awaitable[None]]], None]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_both_ends_know_each_other_and_frames_keep_their_order_both_ways(kind: str) -> None:
-    async def scene() -> None:
-        async with world(kind) as w:
-            ours, theirs, first, second = await _pair(w)
-            assert (ours.peer.peer_id, theirs.peer.peer_id) == (second.identity.peer_id, first.identity.peer_id)
-            assert ours.is_outgoing and not theirs.is_outgoing
-            frames = [random.Random(i).randbytes(size) for i, size in enumerate((0, 1, 100_000, 3, 1 << 20, 17))]
+@pytest.fixture(params=["sockets", "simulator", "hole"])
+def play(request: Any, tmp_path: Path) -> Play:
+    def whole(scene: Callable[[World], Awaitable[None]]) -> None:
+        async def run() -> None:
+            world = World(is_punched=request.param == "hole")
+            try:
+                await scene(world)
+            finally:
+                await world.close()
 
-            async def talk(sender: Connection, receiver: Connection) -> list[bytes | None]:
-                sending = asyncio.gather(*[_send_all(sender, frames)])
-                got = [await receiver.receive() for _ in frames]
-                await sending
-                return got
+        (on_wires if request.param == "simulator" else on_sockets)(run, tmp_path)
 
-            assert await asyncio.gather(talk(ours, theirs), talk(theirs, ours)) == [frames, frames]
-            await ours.close()
-
-    asyncio.run(scene())
+    return whole
 
 
-async def _send_all(connection: Connection, frames: list[bytes]) -> None:
-    for frame in frames:
-        await connection.send(frame)
+def test_both_ends_know_each_other_and_frames_keep_their_order_both_ways(play: Play) -> None:
+    async def scene(w: World) -> None:
+        ours, theirs, first, second = await w.pair()
+        assert (ours.peer.peer_id, theirs.peer.peer_id) == (second.credentials.peer_id, first.credentials.peer_id)
+        assert ours.is_outgoing and not theirs.is_outgoing
+        frames = [random.Random(i).randbytes(size) for i, size in enumerate((1, 100_000, 3, 1 << 20, 17))]
+
+        async def talk(sender: Connection, receiver: Connection) -> list[bytes | None]:
+            async def send_all() -> None:
+                for frame in frames:
+                    await sender.send(frame[:1], frame[1:])
+
+            sending = asyncio.create_task(send_all())
+            got = [await receiver.receive() for _ in frames]
+            await sending
+            return got
+
+        assert await asyncio.gather(talk(ours, theirs), talk(theirs, ours)) == [frames, frames]
+        await ours.close()
+
+    play(scene)
 
 
 @pytest.mark.parametrize("closer", ["dialler", "acceptor"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_a_close_the_other_side_reads_the_end_and_cannot_send(kind: str, closer: str) -> None:
-    async def scene() -> None:
-        async with world(kind) as w:
-            ours, theirs, _, second = await _pair(w)
-            closing, other = (ours, theirs) if closer == "dialler" else (theirs, ours)
-            await closing.close()
-            if closer == "acceptor":
-                second.ended.set()  # the acceptor's handler returns, as a node's does after a close
-            assert await asyncio.wait_for(other.receive(), 10) is None
-            with pytest.raises(Unreachable):
-                for _ in range(200):
-                    await asyncio.wait_for(other.send(bytes(1000)), 10)
-            with pytest.raises(Unreachable):
-                await asyncio.wait_for(closing.send(b"more"), 10)
+def test_after_a_close_the_other_side_reads_the_end_and_cannot_send(play: Play, closer: str) -> None:
+    async def scene(w: World) -> None:
+        ours, theirs, first, second = await w.pair()
+        closing, other, end = (ours, theirs, first) if closer == "dialler" else (theirs, ours, second)
+        await closing.close()
+        end.ended.set()  # its handler returns, as a node's does after a close
+        assert await asyncio.wait_for(other.receive(), WAIT_S) is None
+        with pytest.raises(Unreachable):
+            for _ in range(200):
+                await asyncio.wait_for(other.send(bytes(1000)), WAIT_S)
+        with pytest.raises(Unreachable):
+            await asyncio.wait_for(closing.send(b"more"), WAIT_S)
 
-    asyncio.run(scene())
+    play(scene)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sending_waits_while_the_other_side_does_not_read(kind: str) -> None:
-    async def scene() -> None:
-        async with world(kind) as w:
-            ours, theirs, _, _ = await _pair(w)
-            limit = 1024  # frames of 64 KiB: 64 MiB, far beyond what a transport may hold
-            sent = 0
+def test_a_close_that_is_given_up_ends_its_connection_at_once(play: Play) -> None:
+    """The loop may end with it, and what served a caller closes its socket."""
 
-            async def flood() -> None:
-                nonlocal sent
-                for _ in range(limit):
-                    await ours.send(bytes(FRAME_BYTES))
-                    sent += 1
+    async def scene(w: World) -> None:
+        ours, _, _, _ = await w.pair()
+        assert isinstance(ours, StreamConnection)
 
-            flooding = asyncio.create_task(flood())
-            held = -1
-            while sent != held:  # until a second passes without progress
-                held = sent
-                await asyncio.wait({flooding}, timeout=1.0)
-            assert sent < limit / 2, f"{sent} frames were taken though nobody read"
+        async def flood() -> None:  # nobody takes it, so the other side does not come to our farewell
+            while True:
+                await ours.send(bytes(FRAME_BYTES))
+
+        flooding = asyncio.create_task(flood())
+        await asyncio.wait({flooding}, timeout=1.0)
+        flooding.cancel()
+        await asyncio.wait({flooding})
+        closing = asyncio.create_task(ours.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait({closing})
+        async with asyncio.timeout(CLOSE_S / 4):
+            await ours.ended.wait()
+
+    play(scene)
+
+
+def test_sending_waits_while_the_other_side_does_not_read(play: Play) -> None:
+    async def scene(w: World) -> None:
+        ours, theirs, _, _ = await w.pair()
+        limit = 1024  # frames of 64 KiB: 64 MiB, far beyond what a connection may hold
+        sent = 0
+
+        async def flood() -> None:
+            nonlocal sent
             for _ in range(limit):
-                assert await asyncio.wait_for(theirs.receive(), 10) is not None
-            await flooding
-            await ours.close()
+                await ours.send(bytes(FRAME_BYTES))
+                sent += 1
 
-    asyncio.run(scene())
+        flooding = asyncio.create_task(flood())
+        held = -1
+        while sent != held:  # until a second passes without progress
+            held = sent
+            await asyncio.wait({flooding}, timeout=1.0)
+        assert sent < limit / 2, f"{sent} frames were taken though nobody read"
+        for _ in range(limit):
+            assert await asyncio.wait_for(theirs.receive(), WAIT_S) is not None
+        await flooding
+        await ours.close()
+
+    play(scene)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nobody_and_somebody_else_at_an_address_are_unreachable(kind: str) -> None:
+def test_a_silent_connection_stays_and_a_peer_that_is_gone_ends_it(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echo2.broadcast.connection.STILL_HERE_S", 0.2)
+    monkeypatch.setattr("echo2.broadcast.connection.SILENT_S", 1.0)
+
+    async def scene(w: World) -> None:
+        ours, theirs, _, _ = await w.pair()
+        await asyncio.sleep(2.0)
+        await ours.send(b"still there")
+        assert await asyncio.wait_for(theirs.receive(), WAIT_S) == b"still there"
+        timer = theirs._beating  # type: ignore[attr-defined]
+        timer.cancel()  # as a process that is frozen
+        assert await asyncio.wait_for(ours.receive(), WAIT_S) is None
+
+    play(scene)
+
+
+def test_a_node_that_has_no_time_for_its_good_byes_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest makes an error of the warning with which a socket goes that nobody closed."""
+    monkeypatch.setattr("echo2.broadcast.nat.host.CLOSE_S", 0.0)
+
     async def scene() -> None:
-        async with world(kind) as w:
-            first, second = await w.node(), await w.node()
-            stranger = Identity.generate().peer_id
-            reason = "NO_RESERVATION|RESOURCE_LIMIT" if kind == "libp2p" else "refused, or it is another peer"
-            with pytest.raises(Unreachable, match=reason):
-                await first.transport.dial(second.address, stranger)
-            nowhere = {
-                "grpc": "127.0.0.1:1",
-                "bulk": "127.0.0.1:1",
-                "memory": "memory:nobody",
-                "libp2p": circuit_address(stranger),
-            }
-            empty = nowhere[kind]
-            with pytest.raises(Unreachable):
-                await first.transport.dial(empty, second.identity.peer_id)
+        world = World(is_punched=True)
+        try:
+            await world.pair()
+        finally:
+            await world.close()
 
     asyncio.run(scene())
+    gc.collect()
+
+
+def test_nobody_and_somebody_else_at_an_address_are_unreachable(play: Play) -> None:
+    async def scene(w: World) -> None:
+        first, second = await w.node(), await w.node()
+        stranger = Identity.generate().peer_id
+        with pytest.raises(Unreachable, match="refused, or it is another peer"):
+            await first.transport.dial(second.address, stranger)
+        with pytest.raises(Unreachable):
+            await first.transport.dial(f"{HOST}:1", second.credentials.peer_id)
+
+    play(scene)
+
+
+def test_a_member_of_another_run_is_no_caller(play: Play) -> None:
+    async def scene(w: World) -> None:
+        victim, foreign = await w.node(), World(is_punched=False)
+        with pytest.raises(Unreachable, match="refused, or it is another peer"):  # we do not trust its run
+            await Transport(foreign.credentials()).dial(victim.address, victim.credentials.peer_id)
+        assert victim.accepted.empty()
+
+    play(scene)

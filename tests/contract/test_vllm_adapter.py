@@ -17,8 +17,8 @@ from echo2.base.ids import Version
 from echo2.base.rollout import SamplingParams
 from echo2.base.staged import TensorUpdate
 from echo2.weights.fingerprint import fingerprint
-from echo2.worker.engine import Engine, SwapMode
-from echo2.worker.runtime.engines.adapter import AdapterSpec
+from echo2.worker.engines.adapter import AdapterSpec
+from echo2.worker.engines.engine import Engine, SwapMode
 from tests.contract.engine_rig import Rig, Staged, bits_of, make_versions, refused, tiny_config
 
 pytestmark = pytest.mark.vllm
@@ -63,7 +63,7 @@ class AdapterRig(Rig):
     """The rig of the contract, whose versions are those of an adapter over its base."""
 
     def __init__(self, config: dict[str, object], folder: Path) -> None:
-        from echo2.worker.runtime.engines.vllm import BaseOfAdapter, VllmEngine
+        from echo2.worker.engines.vllm.vllm_engine import BaseOfAdapter, VllmEngine
 
         base = make_versions(config)[0]
         base.save_pretrained(folder)
@@ -169,7 +169,7 @@ def test_a_failed_swap_leaves_the_old_adapter_live(rig: AdapterRig, how: str) ->
 
 
 def test_another_base_is_refused_before_vllm_starts(rig: AdapterRig, tmp_path: Path) -> None:
-    from echo2.worker.runtime.engines.vllm import BaseOfAdapter, VllmEngine
+    from echo2.worker.engines.vllm.vllm_engine import BaseOfAdapter, VllmEngine
 
     make_versions(rig.config)[1].save_pretrained(tmp_path)
     spec = AdapterSpec(RANK, SCALE, "bfloat16", "0123456789abcdef")

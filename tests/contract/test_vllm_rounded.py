@@ -20,7 +20,7 @@ from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.base.staged import TensorUpdate
 from echo2.cost_model.sizing import Quantisation
 from echo2.weights.fingerprint import fingerprint
-from echo2.worker.engine import SwapMode
+from echo2.worker.engines.engine import SwapMode
 from tests.contract.engine_rig import Collected, Rig, Staged, bits_of, refused, rounded_to_fp8, tiny_config
 
 pytestmark = pytest.mark.vllm
@@ -36,7 +36,7 @@ ROUNDED_TO_FP8_NATS = 0.25
 
 @pytest.fixture(scope="module", params=KINDS)
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    from echo2.worker.runtime.engines.vllm import VllmEngine
+    from echo2.worker.engines.vllm.vllm_engine import VllmEngine
 
     model_type, ranks = request.param
     patch = pytest.MonkeyPatch()
@@ -188,7 +188,3 @@ def off_by(rig: Rig, prompt: tuple[int, ...], sequence: Collected) -> float:
     claims = zip(sequence.versions, sequence.token_ids, sequence.raw_logprobs, strict=True)
     errors = [float(judged[version][at, token]) - raw for at, (version, token, raw) in enumerate(claims)]
     return float(torch.tensor(errors).square().mean().sqrt())
-
-
-def test_it_scores_nothing_for_audits(rig: Rig) -> None:
-    assert rig.engine.scorable == frozenset()

@@ -17,7 +17,7 @@ import yaml
 
 from echo2.cli import coordinator, learner, worker
 from echo2.config.load import load_config
-from echo2.coordinator.runtime.web.metrics import METRICS, WORKER_METRICS
+from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -119,7 +119,7 @@ def test_ports_agree() -> None:
 @pytest.mark.parametrize("path", sorted((DEPLOY / "kubernetes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_manifests_hold_only_what_the_client_knows(path: Path) -> None:
     """Read into the official client's models and back: a field that it does not know would be gone."""
-    client = pytest.importorskip("kubernetes.client", reason="the extra `kubernetes` is not installed")
+    client = pytest.importorskip("kubernetes.client", reason="the Kubernetes client is not installed")
     kinds = {
         ("v1", "Service"): "V1Service",
         ("v1", "PersistentVolumeClaim"): "V1PersistentVolumeClaim",

@@ -41,20 +41,20 @@ COMMENTED = sorted(
 )
 
 RUN_HERE = (
-    r"echo2 (config show|plan(?! --(?:live|history)|$)|sim examples/scenarios/|doctor$|doctor --config run\.toml$).*"
+    r"echo2 (config show|plan(?!$)|doctor$|doctor --config run\.toml$).*"
     r"|python -m tests\.fuzz_targets"
 )
 
 BY = (  # pattern; the test's file; the function or class in it that runs the command
     (r"echo2 run .*", "tests/e2e/test_local_run.py", "started"),
-    (r"echo2 plan --(live|history) .*", "tests/unit/cli/test_plan_live.py", "test_the_commands_of_the_page"),
+    (r"echo2 ctl .*", "tests/unit/coordinator/test_actions.py", "test_the_commands_of_the_page"),
     (r"echo2 offers.*", "tests/unit/cli/test_offers.py", "test_the_commands_of_the_page"),
     (r"echo2 demo(?!.*--(engine|model)).*", "tests/packaging/test_wheel.py", "test_loopback_run_from_the_wheel"),
     (r"echo2 export.*", "tests/packaging/test_wheel.py", "test_loopback_run_from_the_wheel"),
     (r"echo2 doctor --link.*", "tests/e2e/test_doctor.py", "findings"),
     (
         r"echo-worker (status|drain|leave)",
-        "tests/unit/worker/test_running.py",
+        "tests/unit/worker/test_control.py",
         "test_the_only_worker_is_found_wherever_its_folder_is",
     ),
     (r"echo-learner join @.*", "tests/e2e/cluster.py", "Cluster"),
@@ -80,11 +80,10 @@ BY = (  # pattern; the test's file; the function or class in it that runs the co
     (r"python proto/generate\.py.*", "tests/docs/test_commands.py", "test_stubs_are_made_from_the_protocol_as_make_proto_does"),
     (r"sqlite3 .*", "tests/e2e/test_backup.py", "back_up"),
     (r"python -m benchmarks\.gpu.*", "tests/contract/test_gpu_bench.py", "command"),
-    (r"python -m tests\.e2e\.releases", "tests/e2e/test_upgrade.py", "test_what_is_kept_of_this_release_will_go_on"),
+    (r"python -m tests\.size", "tests/unit/test_size.py", "test_the_command_prints_what_is_there"),
 )  # fmt: skip
 UNDER_SOAK = {
     "test_two_processes_as_torchruns_environment_describes_them_are_one_learner",
-    "test_what_is_kept_of_this_release_will_go_on",
 }
 
 AS_SHOWN = r"echo2 link .*|echo-worker join ('|LINK).*"  # word for word in tests/e2e/test_operator_commands.py
@@ -92,20 +91,22 @@ AS_SHOWN = r"echo2 link .*|echo-worker join ('|LINK).*"  # word for word in test
 ONLY_READ = (
     (r"python -m pytest.*|pytest .*|ruff .*|python -m mypy", "they are what runs the tests and checks"),
     (
-        r"python -m benchmarks\.\w+.*|python -m echo2\.sim\.broadcast_scenarios( .*)?",
+        r"python -m benchmarks\.\w+.*",
         "minutes of measuring each",
     ),
     (r"python -m tests\.soak.*", "half an hour of storms"),
     (r"python -m tests\.contract\.test_golden", "writes the golden bytes anew; the test beside it compares with those kept"),
+    (r"python -m tests\.contract\.families", "writes the table of docs/models.md; the test beside it walks it"),
     (r"python -m tests\.mutants\.run", "hours: each defect is looked for by tests and seeds"),
     (r"python -m tests\.redteam\.run.*", "measures attackers one at a time; tests/redteam/test_messages.py runs the same ones"),
     (r"echo2 demo --model smollm2.*", "a quarter of an hour with a model from a package; tests/unit/cli/test_demo_llm.py makes it"),
     (r"python docs/record\.py.*", "needs npm, Chromium and two minutes; makes pictures"),
     (r"echo2 demo .*--engine vllm.*", "needs vLLM's environment; make test-vllm runs the engine in it"),
     (r"python -m tests\.security\.dependency_audit", "asks an advisory service on the Internet; its verdicts have tests"),
-    (r"(python -m )?pip install .*|git clone .*|export PIP_INDEX_URL=.*|apt install .*", "need a package index"),
+    (r"(python -m )?pip install .*|git clone .*|apt install .*", "need a package index"),
+    (r"python -m tests.lock", "makes constraints.txt anew, of the versions that happen to be installed"),
     (r"docker .*|kubectl .*|sky .*|systemctl .*", "need a container engine, a cluster, a cloud or an init system"),
-    (r"echo2 (sim|plan)|echo-worker join( ….*| --help)?", "named; what is given of it is parsed by tests/docs/test_docs.py"),
+    (r"echo2 (plan|run|status)|echo-worker join( ….*| --help)?", "named; what is given of it is parsed by tests/docs/test_docs.py"),
 )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from unittest import mock
 import pytest
 
 from echo2.cli import coordinator, learner, main, worker
-from echo2.config.wording import option_names
-from echo2.coordinator.runtime.web.metrics import METRICS, WORKER_METRICS
+from echo2.config.load import option_names
+from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -30,6 +30,11 @@ MAINS = {
     "echo-learner": learner.main,
     "echo-worker": worker.main,
 }
+FROM_INDEX = re.compile(
+    r"""\b(?:pip3?|pipx|uv(?:\ pip|\ tool)?)\ (?:install|download|run)\b[^\n`;&|]*?[\s'"]  # a command that installs
+    echo2(?:\[[^\]\n]*\])?(?!\ @\ git\+)(?=[\s'"=<>~@]|$)""",  # by name, not from a folder, a file or git
+    re.VERBOSE,
+)
 OVERRIDE = re.compile(r"--([a-z_]+\.[a-z_0-9]+)\b")
 
 
@@ -53,6 +58,39 @@ def _commands(programs: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             words = line.split("  #")[0].split("   ")[0].strip()
             if words.split(" ")[0] in programs and " " in words and "…" not in words.split(" ")[1]:
                 yield f"{page.relative_to(ROOT)}: {words}", words
+
+
+def test_nothing_installs_echo2_by_its_name_from_an_index() -> None:
+    """That name on the package index is not this project's: whoever takes it would own every user who follows such a text."""
+    for text in (
+        "pip install 'echo2[worker]'",
+        "python -m pip install -q echo2==1",
+        "pipx install echo2",
+        'f"pip install echo2"',
+    ):
+        assert FROM_INDEX.search(text), text
+    for text in (
+        "pip install './echo2[worker]'",
+        "pip install 'echo2[worker] @ git+https://a/b'",
+        "pip install echo2-0.1.whl",
+    ):
+        assert not FROM_INDEX.search(text), text
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    suffixes = {".py", ".md", ".toml", ".yaml", ".yml", ".js", ".html", ".Containerfile", ".service"}
+    files = [
+        ROOT / name
+        for name in listed
+        if (Path(name).suffix in suffixes or name == "Makefile") and ROOT / name != Path(__file__).resolve()
+    ]
+    found = [
+        f"{path.relative_to(ROOT)}: {hit[0]}"
+        for path in files
+        if path.is_file()
+        for hit in FROM_INDEX.finditer(path.read_text())
+    ]
+    assert not found, found
 
 
 class _Parsed(Exception):
@@ -223,7 +261,7 @@ def test_the_task_of_the_page_on_ones_own_task_scores_and_its_run_file_loads(tmp
     config = load_config([tmp_path / "run.toml"])
     program = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from echo2.tasks.runtime.registry import make_task; from echo2.tasks.task import TaskSpec\n"
+        "from echo2.tasks.registry import make_task; from echo2.tasks.task import TaskSpec\n"
         f"task = make_task(TaskSpec({config.task.name!r}, {dict(config.task.args)!r}, 3))\n"
         "one = task.sample(5)\n"
         "whole = one.answer + one.answer[::-1]\n"

@@ -7,8 +7,8 @@ import random
 import sys
 
 from echo2.cli.worker import main
-from echo2.worker import partial
-from echo2.worker.engine import TokenChunk
+from echo2.worker import rollouts as partial
+from echo2.worker.engines.engine import TokenChunk
 
 _rng = random.Random(0)
 _honest = partial.PartialRollout.append

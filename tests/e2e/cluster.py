@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from echo2.cli.demo.ports import choose_ports
+from tests.patience import WAIT_S
+from tests.ports import choose_ports
 
 MODULES = {"echo-coordinator": "coordinator", "echo-learner": "learner", "echo-worker": "worker"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +104,7 @@ class Cluster:
         for process in self.processes.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait(10)
+                process.wait(WAIT_S)
         if error is not None:
             for name in self.processes:
                 print(f"--- {name}\n{self.log(name)[-3000:]}")
@@ -125,7 +126,7 @@ class Cluster:
     def start_all_but_learner(self) -> None:
         self.start("coordinator")
         links = self.run_folder / "links"
-        self.wait_until(lambda: all((links / f"{r}.link").exists() for r in ("learner", "worker")), 20, "join links")
+        self.wait_until(lambda: all((links / f"{r}.link").exists() for r in ("learner", "worker")), "join links")
         for name in self.commands:
             if name not in ("coordinator", "learner"):
                 self.start(name)
@@ -133,13 +134,13 @@ class Cluster:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         os.killpg(self.processes[name].pid, number)
         if number == signal.SIGKILL:
-            self.processes[name].wait(10)
+            self.processes[name].wait(WAIT_S)
 
-    def wait(self, name: str, timeout_s: float) -> int:
-        """The exit code of `name`; fails the test if it still runs after `timeout_s`."""
-        return self.processes[name].wait(timeout_s)
+    def wait(self, name: str) -> int:
+        """The exit code of `name`."""
+        return self.processes[name].wait(WAIT_S)
 
-    def wait_until(self, condition: Any, timeout_s: float, what: str) -> None:
+    def wait_until(self, condition: Any, what: str, timeout_s: float = WAIT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             for name, process in self.processes.items():

@@ -12,7 +12,7 @@ from echo2.cli.demo.model import _save_tokenizer
 from tests.contract.engine_rig import tiny_config
 from tests.e2e.cluster import Cluster, small_run
 
-RUN_WITHIN_S, STEPS = 150, 3
+STEPS = 3
 
 
 @pytest.mark.soak  # tests/contract/test_engine.py has the engine, tests/unit/learner the rest
@@ -29,7 +29,7 @@ def test_gemma_3_trains_with_workers_on_the_general_path(tmp_path: Path) -> None
     run = small_run(tmp_path, folder, steps=STEPS, prompts=4, rollouts=4, eval_prompts=0)
     with Cluster(tmp_path, run, workers=1) as cluster:
         cluster.start_all()
-        assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-3000:]
+        assert cluster.wait("learner") == 0, cluster.log("learner")[-3000:]
         assert "by transformers' own modules" in cluster.log("w0")
         rows = [row for row in cluster.metrics() if "reward/mean" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

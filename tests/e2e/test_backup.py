@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 from tests.e2e.cluster import Cluster
-from tests.e2e.test_run import RUN_WITHIN_S, assert_run_ended_well, trained_groups
+from tests.e2e.test_run import assert_run_ended_well, trained_groups
+from tests.patience import WAIT_S
 
 STEPS = 11
 
@@ -20,7 +21,7 @@ def back_up(run: Path, into: Path) -> None:
     shutil.copytree(run / "coordinator", into / "coordinator", ignore=shutil.ignore_patterns("state.sqlite*", "lock"))
     state, copy = run / "coordinator" / "state.sqlite", into / "coordinator" / "state.sqlite"
     if tool := shutil.which("sqlite3"):
-        subprocess.run([tool, str(state), f".backup '{copy}'"], check=True, timeout=30, capture_output=True)
+        subprocess.run([tool, str(state), f".backup '{copy}'"], check=True, timeout=WAIT_S, capture_output=True)
     else:
         with sqlite3.connect(state) as source, sqlite3.connect(copy) as target:
             source.backup(target)
@@ -33,10 +34,10 @@ def test_a_run_goes_on_from_its_backup_in_other_folders(tmp_path: Path, run_conf
     config = run_config.replace("steps = 30", f"steps = {STEPS}")
     with Cluster(tmp_path / "lost", config.replace(f"{tmp_path}/runs", f"{tmp_path}/lost/runs")) as lost:
         lost.start_all()
-        lost.wait_until(lambda: lost.step() >= 6, RUN_WITHIN_S, "step 6")
+        lost.wait_until(lambda: lost.step() >= 6, "step 6")
         kept = tmp_path / "kept"
         back_up(lost.run_folder, kept)
-        lost.wait_until(lambda: lost.step() >= 8, RUN_WITHIN_S, "work that the backup does not have")
+        lost.wait_until(lambda: lost.step() >= 8, "work that the backup does not have")
     shutil.rmtree(lost.run_folder)
 
     with Cluster(tmp_path / "new", config.replace(f"{tmp_path}/runs", f"{tmp_path}/new/runs"), workers=1) as new:
@@ -45,7 +46,7 @@ def test_a_run_goes_on_from_its_backup_in_other_folders(tmp_path: Path, run_conf
         checkpoint = int(newest.name.removeprefix("step-"))
         assert 0 < checkpoint <= 6
         new.start_all()
-        assert new.wait("learner", RUN_WITHIN_S) == 0, new.log("learner")[-3000:]
+        assert new.wait("learner") == 0, new.log("learner")[-3000:]
         assert_run_ended_well(new, STEPS, 4, kills=STEPS)  # metrics.jsonl begins anew
         assert f"checkpoint of step {checkpoint}" in new.log("learner")
         assert Counter(trained_groups(new).values()) == dict.fromkeys(range(STEPS), 12), "a step lost or doubled groups"

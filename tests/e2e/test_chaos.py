@@ -14,7 +14,7 @@ import pytest
 
 from echo2.base.errors import Unreachable
 from echo2.base.ids import GroupId, Version
-from echo2.worker.runtime.control import ask
+from echo2.worker.control import ask
 from tests.e2e.chaos import Chaos, SmallDisk
 from tests.e2e.cluster import Cluster
 from tests.e2e.cuttable import Forwarder
@@ -44,10 +44,10 @@ def chaotic_run(
             cluster.start_all()
             archive = Archive(cluster.run_folder / "learner" / "journal", archive_folder)
             chaos = Chaos(cluster, seed, archive, link, disks, mean_gap_s)
-            cluster.wait_until(lambda: cluster.step() >= 2, within_s, "the first steps")
+            cluster.wait_until(lambda: cluster.step() >= 2, "the first steps", within_s)
             chaos.run(steps, within_s / 2, within_s)
             held = held_bits(cluster, steps)
-            assert cluster.wait("learner", 60) == 0, cluster.log("learner")[-3000:]
+            assert cluster.wait("learner") == 0, cluster.log("learner")[-3000:]
             archive.look()
             found = judge_run(cluster, archive, steps)
             for version, fingerprint in held:
@@ -82,7 +82,7 @@ def held_bits(cluster: Cluster, steps: int) -> set[tuple[int, str]]:
                     held[home] = (int(version), str(fingerprint))
         return len(held) == len(homes)
 
-    cluster.wait_until(all_there, 60, f"version {steps} on every worker that was there at the end")
+    cluster.wait_until(all_there, f"version {steps} on every worker that was there at the end")
     found = {one for one in held.values() if one is not None}
     assert steps in {version for version, _ in found}, f"no worker holds the last version: {found}"
     return found
@@ -93,7 +93,7 @@ def judge_run(cluster: Cluster, archive: Archive, steps: int) -> Judged:
     newest = max((cluster.run_folder / "learner" / "checkpoints").glob("step-*"))
     state = json.loads((newest / "state.json").read_text())
     assert state["step"] == steps
-    ledger = {GroupId(name): step for name, step in state["batcher"]["trained"].items()}
+    ledger = {GroupId(name): step for name, step in state["groups"]["trained"].items()}
     assert ledger == found.trained, "the ledger and the journal tell different histories"
     open_groups = set(found.sizes) - set(found.trained) - found.dropped
     nothing_is_lost(found, open_groups, steps)

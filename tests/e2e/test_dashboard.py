@@ -15,19 +15,20 @@ from typing import Any
 import pytest
 
 from benchmarks.coordinator_load import Ledger, Shape, run_load
-from echo2.coordinator.membership import OperatorSetting
-from echo2.coordinator.options import PlannerMode
-from echo2.coordinator.runtime.accusation import accused
-from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.coordinator.coordinator import CoordinatorDaemon
+from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.streams import accused
+from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import RUN, Node, options, running
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 SCREENSHOTS = Path(__file__).resolve().parents[2] / "build" / "screenshots"
-WAIT_MS = 20_000
+WAIT_MS = 120_000
 
 
 @asynccontextmanager
@@ -99,6 +100,7 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         assert await _clipped(page) == []
         await _long_values_fit(page)
         await _shows_totals_budget_and_events_in_short(page)
+        await _lists_all_metrics(page)
         await _drains_by_keyboard(page, daemon)
         await _releases_the_quarantined_and_bans(page, daemon)
         await _shows_a_worker_from_near(page)
@@ -233,6 +235,17 @@ async def _clipped(page: Any) -> list[str]:
     return found
 
 
+async def _lists_all_metrics(page: Any) -> None:
+    await page.locator("#metrics summary").click()
+    await page.locator("#metrics-rows tr").first.wait_for(timeout=WAIT_MS)
+    rows = await page.locator("#metrics-rows th").all_text_contents()
+    for text, _ in METRICS.values():
+        assert any(row.strip() == text for row in rows), text
+    for text, _ in WORKER_METRICS.values():
+        assert sum(row.startswith(f"{text} ") and "/" in row for row in rows) == 6, (text, "one for each worker")
+    await page.locator("#metrics summary").click()
+
+
 async def _drains_by_keyboard(page: Any, daemon: CoordinatorDaemon) -> None:
     assert daemon.hub is not None
     button = page.locator("#fleet-body tr").first.get_by_role("button", name="Drain")
@@ -343,8 +356,8 @@ def test_machines_are_rented_approved_and_given_back_on_the_page(tmp_path: Path)
 
     async def scene() -> None:
         chosen = options(
-            tmp_path / "run", plan_interval_s=0.5, offers_file=offers, planner_mode=PlannerMode.APPROVE,
-            lease_timeout_s=60.0, usd_per_hour_cap=50.0,
+            tmp_path / "run", plan_interval=0.5, offers=str(offers), planner_mode="approve",
+            lease_timeout=60.0, usd_per_hour_cap=50.0,
         )  # fmt: skip
         async with browser() as chromium, running(chosen) as daemon, fleet(daemon, 3):
             async with page_of(chromium, daemon, 1440, "light") as page:
@@ -355,7 +368,7 @@ def test_machines_are_rented_approved_and_given_back_on_the_page(tmp_path: Path)
                 await page.locator("#machines").scroll_into_view_if_needed()
                 await page.screenshot(path=SCREENSHOTS / "machines-390-dark.png")
 
-    asyncio.run(asyncio.wait_for(scene(), 240))
+    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
 
 
 def test_a_change_is_seen_with_five_hundred_workers_listed(tmp_path: Path) -> None:
@@ -363,14 +376,14 @@ def test_a_change_is_seen_with_five_hundred_workers_listed(tmp_path: Path) -> No
 
     async def scene() -> None:
         chosen = options(
-            tmp_path, heartbeat_interval_s=5.0, suspect_after_s=30.0, gone_after_s=60.0,
-            planner_mode=PlannerMode.ADVISE,
+            tmp_path, heartbeat_interval=5.0, suspect_after=30.0, gone_after=60.0,
+            planner_mode="advise",
         )  # fmt: skip
         async with browser() as chromium, running(chosen) as daemon, fleet(daemon, 500, work_s=15.0, beat_s=5.0):
             for width, scheme in ((1440, "dark"), (390, "light")):
                 async with page_of(chromium, daemon, width, scheme) as page:
                     listed = "() => document.querySelectorAll('#fleet-body tr').length === 500"
-                    await page.wait_for_function(listed, timeout=6 * WAIT_MS)
+                    await page.wait_for_function(listed, timeout=WAIT_MS)
                     assert daemon.hub is not None
                     member = next(m for m in daemon.hub.membership.members.values() if m.name == "h100-0242")
                     daemon.hub.set_worker(member.peer_id, OperatorSetting.STANDBY, f"seen at {width}")
@@ -382,7 +395,7 @@ def test_a_change_is_seen_with_five_hundred_workers_listed(tmp_path: Path) -> No
                     await page.screenshot(path=SCREENSHOTS / f"large-{width}-{scheme}.png")
 
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    asyncio.run(asyncio.wait_for(scene(), 240))
+    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
 
 
 def test_a_finished_run_looks_finished_after_a_restart_as_well(tmp_path: Path) -> None:
@@ -405,13 +418,11 @@ def test_a_finished_run_looks_finished_after_a_restart_as_well(tmp_path: Path) -
                     await page.locator("#todo-text").filter(has_text="Start a worker").wait_for(timeout=WAIT_MS)
                     report = pb.LearnerReport(
                         step=20, train_s=1.0, reward_mean=0.75, eval_reward=0.8, lag_histogram=[10, 5], is_finished=True,
-                        trained_tokens=15, audit_fleet_share=0.21, audit_s=0.5,
+                        trained_tokens=15, audit_s=0.5,
                     )  # fmt: skip
                     await learner.say(report=report)
-                    cost = page.locator("#audit-cost").filter(
-                        has_text="workers read 21 % of the tokens trained on once more"
-                    )
-                    await cost.filter(has_text="scores 500 ms a step itself").wait_for(timeout=WAIT_MS)
+                    cost = page.locator("#audit-cost").filter(has_text="scores 500 ms a step on its own device")
+                    await cost.wait_for(timeout=WAIT_MS)
                     await learner.say(leaving=pb.LearnerLeaving(reason="finished"))
                     await learner.call.done_writing()
                     await finished(page, "finished-1440-light")
@@ -421,13 +432,13 @@ def test_a_finished_run_looks_finished_after_a_restart_as_well(tmp_path: Path) -
                     async with page_of(chromium, daemon, width, scheme) as page:
                         await finished(page, f"restarted-{width}-{scheme}")
 
-    asyncio.run(asyncio.wait_for(scene(), 240))
+    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
 
 
 def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
     async def scene() -> None:
         async with browser() as chromium:
-            async with running(options(tmp_path, plan_interval_s=0.5, lease_timeout_s=60.0, usd_budget=50.0)) as daemon:
+            async with running(options(tmp_path, plan_interval=0.5, lease_timeout=60.0, usd_budget=50.0)) as daemon:
                 await _empty(chromium, daemon)
                 async with fleet(daemon, 6):
                     await _alive(chromium, daemon)
@@ -440,7 +451,7 @@ def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
             assert "does not answer" in await page.get_by_role("alert").text_content()
             await shoot(page, "away-1440-light")
 
-    asyncio.run(asyncio.wait_for(scene(), 240))
+    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
 
 
 def test_a_starved_run_says_who_waits_for_what_and_what_to_do(tmp_path: Path) -> None:
@@ -469,4 +480,4 @@ def test_a_starved_run_says_who_waits_for_what_and_what_to_do(tmp_path: Path) ->
             await asyncio.gather(beating, return_exceptions=True)
             await learner.close()
 
-    asyncio.run(asyncio.wait_for(scene(), 240))
+    asyncio.run(asyncio.wait_for(scene(), WAIT_S))

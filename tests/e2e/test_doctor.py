@@ -12,6 +12,7 @@ import pytest
 
 from tests.contract.nat_lab import NatLab, reason_unavailable
 from tests.e2e.cluster import Cluster, environment_of
+from tests.patience import WAIT_S
 
 CONFIG = """
 preset = "local"
@@ -32,13 +33,13 @@ relay_port = 0
 def findings(cluster: Cluster, host: str, role: str, *more: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """The doctor's exit code and its findings by name, of the machine `host` with a link of `role`."""
     link = cluster.run_folder / "links" / f"{role}.link"
-    cluster.wait_until(link.exists, 20, "join links")
+    cluster.wait_until(link.exists, "join links")
     argv = [sys.executable, "-m", "echo2.cli.main", "doctor", "--link", f"@{link}", "--json", *more]
     done = subprocess.run(
         cluster.placed(host, argv),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
         check=False,
         env=environment_of(cluster.folder),
     )

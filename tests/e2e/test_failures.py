@@ -12,13 +12,14 @@ import pytest
 
 from echo2.cli.demo.model import ModelRecipe, make_model
 from tests.e2e.cluster import MODULES, Cluster, environment_of
+from tests.patience import WAIT_S
 
 
-def run(program: str, *arguments: str, cwd: Path, timeout_s: float = 40) -> subprocess.CompletedProcess[str]:
+def run(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = environment_of(cwd)
     command = [sys.executable, "-m", f"echo2.cli.{MODULES.get(program, 'main')}", *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, env=environment, check=False
+        command, capture_output=True, text=True, timeout=WAIT_S, cwd=cwd, env=environment, check=False
     )
 
 
@@ -61,7 +62,7 @@ def coordinator(tmp_path: Path, run_config: str):  # type: ignore[no-untyped-def
     with Cluster(tmp_path, run_config) as cluster:
         cluster.start("coordinator")
         links = cluster.run_folder / "links"
-        cluster.wait_until(lambda: (links / "worker.link").exists() and (links / "learner.link").exists(), 20, "links")
+        cluster.wait_until(lambda: (links / "worker.link").exists() and (links / "learner.link").exists(), "links")
         yield cluster
 
 
@@ -112,7 +113,7 @@ def test_a_full_disk_is_named(tmp_path: Path, run_config: str) -> None:
             links = cluster.run_folder / "links"
             config = str(cluster.run_folder / "run.toml")
             arguments = ("join", f"@{links / 'learner.link'}", "--config", config, "--folder", str(small / "learner"))
-            line = error_line(run("echo-learner", *arguments, cwd=tmp_path, timeout_s=90))
+            line = error_line(run("echo-learner", *arguments, cwd=tmp_path))
             assert "DiskFull" in line and str(small) in line
     finally:
         subprocess.run(["umount", "-l", str(small)], check=False)
@@ -121,12 +122,12 @@ def test_a_full_disk_is_named(tmp_path: Path, run_config: str) -> None:
 def test_another_protocol_version_is_refused(tmp_path: Path, coordinator: Cluster) -> None:
     link = (coordinator.run_folder / "links" / "worker.link").read_text().strip()
     program = (
-        "import sys, echo2.trust.runtime.tls as tls; tls.PROTOCOL_VERSION = 99;"
+        "import sys, echo2.trust.tls as tls; tls.PROTOCOL_VERSION = 99;"
         "from echo2.cli.worker import main; sys.exit(main(['join', sys.argv[1], '--name', 'x']))"
     )
     result = subprocess.run(
         [sys.executable, "-c", program, link],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment_of(tmp_path), check=False,
+        capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path, env=environment_of(tmp_path), check=False,
     )  # fmt: skip
     line = error_line(result)
     assert "VersionMismatch" in line and "99" in line
@@ -137,10 +138,10 @@ def test_another_model_is_refused(tmp_path: Path, coordinator: Cluster) -> None:
     other = tmp_path / "other"
     make_model(other, ModelRecipe(hidden_size=32, warmup_steps=1))
     coordinator.start("learner")
-    coordinator.wait_until(lambda: "connected to the coordinator" in coordinator.log("learner"), 60, "the learner")
+    coordinator.wait_until(lambda: "connected to the coordinator" in coordinator.log("learner"), "the learner")
     coordinator.kill("learner")
     arguments = [*coordinator.commands["learner"][1:], "--model.path", str(other)]
-    line = error_line(run("echo-learner", *arguments, cwd=tmp_path, timeout_s=60))
+    line = error_line(run("echo-learner", *arguments, cwd=tmp_path))
     assert "StateError" in line and "model" in line
-    line = error_line(run("echo-learner", *arguments, "--folder", str(tmp_path / "new"), cwd=tmp_path, timeout_s=60))
+    line = error_line(run("echo-learner", *arguments, "--folder", str(tmp_path / "new"), cwd=tmp_path))
     assert "model" in line and "expected" in line

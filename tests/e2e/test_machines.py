@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.cluster import Cluster
+from tests.patience import WAIT_S
 
 OFFERS = """
 [[offer]]
@@ -28,13 +29,13 @@ class Page:
         self._url = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self._url + path, timeout=10) as answer:
+        with urllib.request.urlopen(self._url + path, timeout=WAIT_S) as answer:
             return json.load(answer)
 
     def act(self, path: str, **body: str) -> Any:
         headers = {"x-echo2-csrf": self.get("/api/session")["csrf"], "content-type": "application/json"}
         request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
             return json.load(answer)
 
     def machines(self) -> dict[str, Any]:
@@ -56,18 +57,18 @@ def test_a_rented_worker_trains_survives_the_coordinator_and_is_given_back(tmp_p
     page = Page(tomllib.loads(text)["coordinator"]["dashboard_port"])
     with Cluster(tmp_path, text, workers=0) as cluster:
         cluster.start_all()
-        cluster.wait_until(page.is_up, 30, "the page")
+        cluster.wait_until(page.is_up, "the page")
         try:
             machine = page.act("/api/machines", offer="here", reason="to see it work")
             machine_id = machine["machine_id"]
-            cluster.wait_until(lambda: cluster.step() >= 1, 90, "a step made from the rented worker's rollouts")
+            cluster.wait_until(lambda: cluster.step() >= 1, "a step made from the rented worker's rollouts")
             shown = page.machines()[machine_id]
             assert (shown["state"], shown["workers"], shown["price"]) == ("running", [machine_id], 3.6)
             cluster.kill("coordinator")
             cluster.start("coordinator")
-            cluster.wait_until(page.is_up, 30, "the page after the kill")
+            cluster.wait_until(page.is_up, "the page after the kill")
             step = cluster.step()
-            cluster.wait_until(lambda: cluster.step() >= step + 2, 60, "steps after the kill")
+            cluster.wait_until(lambda: cluster.step() >= step + 2, "steps after the kill")
             shown = page.machines()[machine_id]
             assert (shown["state"], shown["workers"]) == ("running", [machine_id])
         finally:

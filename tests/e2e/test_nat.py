@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echo2.base.errors import EchoError
-from echo2.worker.runtime.control import ask
+from echo2.worker.control import ask
 from tests.contract.nat_lab import NatLab, reason_unavailable
 from tests.e2e.cluster import Cluster
 
@@ -44,18 +44,16 @@ def test_hidden_workers_join_without_flags_train_and_meet(tmp_path: Path, run_co
         with Cluster(tmp_path, config) as cluster:
             cluster.placed = lambda name, argv: lab.command(HOSTS[name], argv)
             cluster.start_all()
-            cluster.wait_until(lambda: cluster.step() >= 2, 120, "two steps of training")
+            cluster.wait_until(lambda: cluster.step() >= 2, "two steps of training")
             for name in ("w0", "w1"):
-                cluster.wait_until(
-                    lambda n=name: kinds(cluster, n) == ["direct", "hole-punched"], 60, f"links of {name}"
-                )  # type: ignore[misc]
+                cluster.wait_until(lambda n=name: kinds(cluster, n) == ["direct", "hole-punched"], f"links of {name}")  # type: ignore[misc]
                 assert status(cluster, name)["can_be_dialled"] == "no"
             reached = cluster.step()
             cluster.kill("coordinator")  # with the relay in it; it comes back
             cluster.start("coordinator")
-            cluster.wait_until(lambda: cluster.step() >= reached + 3, 120, "three more steps")
+            cluster.wait_until(lambda: cluster.step() >= reached + 3, "three more steps")
             for name in ("w0", "w1"):
-                cluster.wait_until(lambda n=name: status(cluster, n).get("relays") == 2, 60, f"both relays at {name}")  # type: ignore[misc]
+                cluster.wait_until(lambda n=name: status(cluster, n).get("relays") == 2, f"both relays at {name}")  # type: ignore[misc]
                 assert kinds(cluster, name) == ["direct", "hole-punched"]
 
 
@@ -74,11 +72,11 @@ def test_a_learner_behind_a_nat_trains_on_workers_that_it_can_dial_and_on_hidden
         with Cluster(tmp_path, config) as cluster:
             cluster.placed = lambda name, argv: lab.command(HOSTS[name], argv)
             cluster.start_all()
-            cluster.wait_until(lambda: cluster.step() >= 2, 120, "two steps of training")
+            cluster.wait_until(lambda: cluster.step() >= 2, "two steps of training")
             assert "through the byte pipes of this coordinator" in cluster.log("coordinator")
-            cluster.wait_until(lambda: kinds(cluster, "w0") == ["direct", "relayed"], 60, "links of the hidden worker")
-            cluster.wait_until(lambda: kinds(cluster, "w1") == ["reverse", "reverse"], 60, "links of the open one")
+            cluster.wait_until(lambda: kinds(cluster, "w0") == ["direct", "relayed"], "links of the hidden worker")
+            cluster.wait_until(lambda: kinds(cluster, "w1") == ["reverse", "reverse"], "links of the open one")
             reached = cluster.step()
             cluster.kill("coordinator")
             cluster.start("coordinator")
-            cluster.wait_until(lambda: cluster.step() >= reached + 3, 180, "three more steps")
+            cluster.wait_until(lambda: cluster.step() >= reached + 3, "three more steps")

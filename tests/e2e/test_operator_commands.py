@@ -15,6 +15,7 @@ from echo2.trust.identity import JoinLink
 from tests.docs.test_commands import AS_SHOWN, COMMANDS
 from tests.e2e.cluster import Cluster, environment_of
 from tests.e2e.test_doctor import CONFIG
+from tests.patience import WAIT_S
 
 
 def echo2(cluster: Cluster, *words: str) -> str:
@@ -22,7 +23,7 @@ def echo2(cluster: Cluster, *words: str) -> str:
     argv = [sys.executable, "-m", "echo2.cli.main", *words]
     environment = environment_of(cluster.folder) | {"COLUMNS": "120"}
     done = subprocess.run(
-        argv, capture_output=True, text=True, timeout=60, check=False, env=environment, cwd=cluster.folder
+        argv, capture_output=True, text=True, timeout=WAIT_S, check=False, env=environment, cwd=cluster.folder
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -44,7 +45,7 @@ def test_links_are_made_and_used_and_the_run_is_shown_as_the_pages_say(tmp_path:
     with Cluster(tmp_path, CONFIG.format(folder=tmp_path, host="127.0.0.1"), workers=0) as cluster:
         cluster.start("coordinator")
         path = cluster.run_folder / "links" / "operator.link"
-        cluster.wait_until(path.exists, 20, "join links")
+        cluster.wait_until(path.exists, "join links")
         shutil.copy(path, tmp_path / "operator.link")
         own = JoinLink.parse(path.read_text().strip())
         links = {flags_of(line) != set(): echo2(cluster, *shlex.split(line)[1:]) for line in documented()[0]}
@@ -63,7 +64,7 @@ def test_links_are_made_and_used_and_the_run_is_shown_as_the_pages_say(tmp_path:
             cluster.start(name)
         names = [name for name in cluster.commands if name.startswith("machine")]
         for name in names:
-            cluster.wait_until(lambda n=name: "enrolled" in cluster.log(n), 60, f"{name} to enrol")  # type: ignore[misc]
+            cluster.wait_until(lambda n=name: "enrolled" in cluster.log(n), f"{name} to enrol")  # type: ignore[misc]
             assert worker.main(["leave", "--folder", str(tmp_path / name)]) == 0
         for name in names:
-            assert cluster.wait(name, 30) == 0, cluster.log(name)[-2000:]
+            assert cluster.wait(name) == 0, cluster.log(name)[-2000:]

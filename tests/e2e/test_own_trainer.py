@@ -12,7 +12,6 @@ from echo2.base.errors import ConfigError
 from tests.e2e.cluster import ROOT, Cluster
 from tests.e2e.test_run import trained_groups
 
-RUN_WITHIN_S = 150
 STEPS = 16
 
 
@@ -27,10 +26,10 @@ def test_own_trainer_learns_and_goes_on_after_a_kill(tmp_path: Path, run_config:
         given = [str(cluster.run_folder / "run.toml"), f"@{cluster.run_folder / 'links' / 'learner.link'}"]
         cluster.commands["learner"] = [str(ROOT / "examples" / "own_trainer.py"), *given]
         cluster.start_all()
-        cluster.wait_until(lambda: 8 in steps_printed(cluster), RUN_WITHIN_S, "step 8")
+        cluster.wait_until(lambda: 8 in steps_printed(cluster), "step 8")
         cluster.kill("learner")
         cluster.start("learner")
-        assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-2000:]
+        assert cluster.wait("learner") == 0, cluster.log("learner")[-2000:]
 
         printed = steps_printed(cluster)
         assert printed[-1] == STEPS
@@ -81,7 +80,7 @@ def test_trl_trains_through_its_rollout_hook(tmp_path: Path, run_config: str) ->
         given = [str(cluster.run_folder / "run.toml"), f"@{cluster.run_folder / 'links' / 'learner.link'}"]
         cluster.commands["learner"] = [str(ROOT / "examples" / "trl_trainer.py"), *given]
         cluster.start_all()
-        assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-3000:]
+        assert cluster.wait("learner") == 0, cluster.log("learner")[-3000:]
         assert [row["step"] for row in cluster.metrics() if "reward/mean" in row] == [1, 2, 3, 4, 5, 6]
         rewards = [float(text) for text in re.findall(r"'reward': '?([\d.]+)", cluster.log("learner"))]
         measured = [row["reward/mean"] for row in cluster.metrics() if "reward/mean" in row]

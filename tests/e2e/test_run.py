@@ -10,13 +10,11 @@ import pytest
 
 from tests.e2e.cluster import Cluster
 
-RUN_WITHIN_S = 150
-
 
 def trained_groups(cluster: Cluster) -> dict[str, int]:
     """The ledger of the last checkpoint: each group that the model's history trained on, with its step."""
     newest = max((cluster.run_folder / "learner" / "checkpoints").glob("step-*"))
-    trained: dict[str, int] = json.loads((newest / "state.json").read_text())["batcher"]["trained"]
+    trained: dict[str, int] = json.loads((newest / "state.json").read_text())["groups"]["trained"]
     return trained
 
 
@@ -38,11 +36,11 @@ def test_a_run_trains_to_its_end_within_the_bound(tmp_path: Path, run_config: st
     config = run_config + f"[staleness]\nbound = {staleness_bound}\n"
     with Cluster(tmp_path, config) as cluster:
         cluster.start_all()
-        assert cluster.wait("learner", RUN_WITHIN_S) == 0
+        assert cluster.wait("learner") == 0
         assert_run_ended_well(cluster, 30, staleness_bound)
         for name in ("w0", "w1", "coordinator"):
             cluster.kill(name, 15)
-            assert cluster.wait(name, 15) == 0, cluster.log(name)[-2000:]
+            assert cluster.wait(name) == 0, cluster.log(name)[-2000:]
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -61,10 +59,10 @@ def test_an_environment_of_two_turns_is_leased_turn_by_turn_and_trained(tmp_path
     config = config.replace("args = { digit_count = 5 }\n", "").replace("steps = 30", "steps = 12")
     with Cluster(tmp_path, config) as cluster:
         cluster.start_all()
-        cluster.wait_until(lambda: cluster.step() >= 5, RUN_WITHIN_S, "step 5")
+        cluster.wait_until(lambda: cluster.step() >= 5, "step 5")
         cluster.kill("learner")
         cluster.start("learner")
-        assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-2000:]
+        assert cluster.wait("learner") == 0, cluster.log("learner")[-2000:]
         assert_run_ended_well(cluster, 12, 4, kills=1)
     rows = cluster.metrics()
     assert cluster.evaluations()[-1]["eval/turns"] == 2.0
@@ -81,13 +79,13 @@ def test_two_processes_as_torchruns_environment_describes_them_are_one_learner(t
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "echo2.cli.learner"]
         cluster.commands["learner"] = [*torchrun, *arguments]
         cluster.start_all()
-        cluster.wait_until(lambda: cluster.step() >= 3, RUN_WITHIN_S, "step 3")
+        cluster.wait_until(lambda: cluster.step() >= 3, "step 3")
         cluster.kill("learner", 15)
-        cluster.wait("learner", 60)
+        cluster.wait("learner")
         checkpoints = list((cluster.run_folder / "learner" / "checkpoints").glob("step-????????"))
         assert len(list(max(checkpoints).glob("*.safetensors"))) == 2, "one file of shards a rank"
         cluster.start("learner")
-        assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-2000:]
+        assert cluster.wait("learner") == 0, cluster.log("learner")[-2000:]
         assert_run_ended_well(cluster, 8, 4)
 
 
@@ -97,18 +95,18 @@ def test_a_learner_killed_on_a_device_that_does_not_give_the_same_bits_goes_on(t
     config = run_config.replace("steps = 30", "steps = 16").replace("every_steps = 5", "every_steps = 100")
     with Cluster(tmp_path, config) as cluster:
         cluster.start_all()
-        cluster.wait_until(lambda: cluster.step() >= 5, 60, "five steps")
+        cluster.wait_until(lambda: cluster.step() >= 5, "five steps")
         cluster.kill("learner")
         cluster.commands["learner"] += ["--learner.weight_decay", "0.3"]
         cluster.start("learner")
-        assert cluster.wait("learner", RUN_WITHIN_S) == 0
+        assert cluster.wait("learner") == 0
         assert_run_ended_well(cluster, 16, 4, kills=1)
         assert "published versions stay as they are" in cluster.log("learner")
         assert Counter(trained_groups(cluster).values()) == dict.fromkeys(range(16), 12), "each batch is whole"
         final = [line for line in cluster.log("learner").splitlines() if "published version 16 (delta" in line]
         assert final
         for name in ("w0", "w1"):
-            cluster.wait_until(lambda name=name: "version 16 is live" in cluster.log(name), 20, "the last version")  # type: ignore[misc]
+            cluster.wait_until(lambda name=name: "version 16 is live" in cluster.log(name), "the last version")  # type: ignore[misc]
             assert "a version was bad" not in cluster.log(name)
 
 
@@ -118,10 +116,10 @@ def test_each_process_may_be_killed_and_comes_back(tmp_path: Path, run_config: s
     with Cluster(tmp_path, config, workers=2) as cluster:
         cluster.start_all()
         for after_step, name in ((3, "w0"), (6, "coordinator"), (9, "learner")):
-            cluster.wait_until(lambda at=after_step: cluster.step() >= at, RUN_WITHIN_S, f"step {after_step}")  # type: ignore[misc]
+            cluster.wait_until(lambda at=after_step: cluster.step() >= at, f"step {after_step}")  # type: ignore[misc]
             cluster.kill(name)
             cluster.start(name)
-        assert cluster.wait("learner", RUN_WITHIN_S) == 0, cluster.log("learner")[-3000:]
+        assert cluster.wait("learner") == 0, cluster.log("learner")[-3000:]
         assert_run_ended_well(cluster, 16, 4, kills=1)
         per_step = Counter(trained_groups(cluster).values())
         assert per_step == dict.fromkeys(range(16), 12), "a step trained on more or fewer groups than its own"
@@ -129,6 +127,5 @@ def test_each_process_may_be_killed_and_comes_back(tmp_path: Path, run_config: s
         assert rows[-1]["rollouts/trained"] == 16 * 12 * 8, "a rollout was trained on twice, or is missing"
         cluster.wait_until(
             lambda: all(f"version {rows[-1]['step']} is live" in cluster.log(name) for name in ("w0", "w1")),
-            30,
             "weights",
         )

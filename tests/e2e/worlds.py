@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from echo2.tasks.environment import Environment, Observation
-from echo2.tasks.sort_digits import SortDigits
-from echo2.tasks.task import ChatMessage, Prompt, Reward, TaskInstance
+from echo2.tasks.built_in import SortDigits
+from echo2.tasks.task import ChatMessage, Environment, Observation, Prompt, Reward, TaskInstance
 
 TASK = SortDigits(5)
 

@@ -7,7 +7,9 @@ not there, so an import of it fails as it would for a user.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -19,6 +21,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.patience import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,14 +44,13 @@ class Environment:
             "HOME": str(self.home),
             "PATH": f"{self.scripts}:/usr/bin:/bin",
             "HF_HUB_OFFLINE": "1",
-            "NUMBA_CACHE_DIR": str(ROOT / "build" / "numba"),  # compiled once for all tests
         }
 
-    def run(self, *command: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         name, *rest = command
         return subprocess.run(
             [str(self.scripts / name), *rest],
-            env=self.variables(), cwd=self.home, capture_output=True, text=True, timeout=timeout_s, check=False,
+            env=self.variables(), cwd=self.home, capture_output=True, text=True, timeout=WAIT_S, check=False,
         )  # fmt: skip
 
 
@@ -70,9 +73,28 @@ def install(wheel: Path, folder: Path, extras: Iterable[str] = ()) -> Environmen
     site = next((folder / "lib").glob("python3*/site-packages"))
     metadata = next(site.glob("echo2-*.dist-info"))
     wanted = Distribution.at(metadata).requires or []
-    for found in _closure(_named(wanted, tuple(extras))):
-        _link(found, site)
+    link_libraries(wanted, extras, site)
+    share_kernels(site / "echo2")
     return environment
+
+
+def share_kernels(installed: Path) -> None:
+    """Gives an installed copy what this tree has compiled, a minute of work: numba knows a source by its folder, size and time."""
+    for part in ("weights", "worker/engines/embedded"):
+        source, target = ROOT / "echo2" / part, installed / part
+        for file in source.glob("*.py"):
+            os.utime(target / file.name, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
+        own, copied = (f"{source.name}_{hashlib.sha1(str(folder).encode()).hexdigest()}" for folder in (source, target))
+        for kept in source.glob("__pycache__/**/*.nb?"):
+            place = target / str(kept.relative_to(source)).replace(own, copied)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(kept, place)
+
+
+def link_libraries(requirements: Iterable[str], extras: Iterable[str], site: Path) -> None:
+    """Links into `site` what the requirements pull in with `extras` chosen, from the environment that runs the tests."""
+    for found in _closure(_named(requirements, tuple(extras))):
+        _link(found, site)
 
 
 def _named(requirements: Iterable[str], extras: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:

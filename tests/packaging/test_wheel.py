@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tarfile
 import tomllib
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.installed import ROOT, Environment, build, install
+from echo2.coordinator.fleet.wheel import running_wheel
+from tests.packaging.installed import Environment, build, install
 
 COMMANDS = ("echo2", "echo-coordinator", "echo-learner", "echo-worker")
 
@@ -22,13 +24,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def plain(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """`pip install echo2`: what an operator or a coordinator's machine gets."""
+    """No extra: what an operator or a coordinator's machine gets."""
     return install(built[0], tmp_path_factory.mktemp("plain") / "env")
 
 
 @pytest.fixture(scope="module")
 def whole(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """`pip install 'echo2[learner,engine]'`: what a laptop gets that runs everything."""
+    """The extras learner and engine: what a laptop gets that runs everything."""
     return install(built[0], tmp_path_factory.mktemp("whole") / "env", ("learner", "engine"))
 
 
@@ -36,9 +38,11 @@ def test_wheel_holds_the_package_and_what_it_reads(built: tuple[Path, Path]) -> 
     names = zipfile.ZipFile(built[0]).namelist()
     for needed in ("echo2/py.typed", "echo2/cost_model/gpus.toml", "echo2/cli/main.py"):
         assert needed in names
-    assert any(name.startswith("echo2/coordinator/runtime/web/") for name in names), "the dashboard's page"
+    assert any(name.startswith("echo2/coordinator/web/") for name in names), "the dashboard's page"
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    served = zipfile.ZipFile(io.BytesIO(running_wheel().data)).namelist()
+    assert sorted(served) == sorted(names), "a rented machine gets what a builder makes"
 
 
 def test_source_distribution_can_be_built_from_again(built: tuple[Path, Path]) -> None:
@@ -69,19 +73,18 @@ def test_doctor_looks_at_the_machine_without_torch(plain: Environment) -> None:
     assert "can be coordinator;" in found["packages"] and "engine lacks torch" in found["packages"]
 
 
-def test_planner_and_config_work_without_torch(plain: Environment, tmp_path: Path) -> None:
+def test_planner_and_config_work_without_torch(plain: Environment) -> None:
     config = plain.run("echo2", "config", "show", "--preset", "wan")
     assert tomllib.loads(config.stdout)["staleness"]["bound"] == 4
-    scenario = ROOT / "examples" / "scenarios" / "slow-uplink.toml"
-    done = plain.run("echo2", "sim", str(scenario), "--json")
+    done = plain.run("echo2", "plan", "--billions", "8", "--json")
     assert done.returncode == 0, done.stderr
-    json.loads(done.stdout)
+    assert json.loads(done.stdout)
 
 
 def test_loopback_run_from_the_wheel(whole: Environment) -> None:
     """The demo's real processes, all started from the installed wheel, to the last step."""
     options = ("--steps", "4", "--name", "wheel", "--seed", "0", "--staleness", "8", "--learner.lr", "2e-4")
-    done = whole.run("echo2", "demo", "--plain", *options, timeout_s=300.0)
+    done = whole.run("echo2", "demo", "--plain", *options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     summary = json.loads((whole.home / "runs" / "wheel" / "summary.json").read_text())
     assert summary["steps"] == 4

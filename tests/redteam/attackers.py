@@ -9,11 +9,11 @@ from typing import Any
 import grpc.aio
 
 from echo2.base.errors import Unreachable
-from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactKey
-from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey
+from echo2.broadcast.transport import Transport
+from echo2.trust import tls
+from echo2.trust.enrolment import fetch_certificate
 from echo2.trust.identity import JoinLink, NodeCertificate
-from echo2.trust.runtime import tls
-from echo2.trust.runtime.enrolling import fetch_certificate
 from echo2.wire import broadcast as wire
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, enrolment_pb2, ingest_pb2, probe_pb2
 from tests.redteam.grammar import Grammar
@@ -21,6 +21,7 @@ from tests.redteam.scene import Scene, Target, attacker, closed
 
 STREAM_MESSAGES = 120
 PATIENCE_S = 4.0
+HEAR_S = 0.3
 LATE_S = 20.0
 """On a busy machine an attack ends so much later, if nothing of it was sent yet."""
 
@@ -100,7 +101,7 @@ async def _unary(channel: grpc.aio.Channel, path: str, data: bytes) -> int:
 UNARY = {
     "Operator/GetStatus": coordinator_pb2.GetStatusRequest,
     "Operator/CreateToken": coordinator_pb2.CreateTokenRequest,
-    "Operator/GetOutlook": coordinator_pb2.GetOutlookRequest,
+    "Operator/Act": coordinator_pb2.ActRequest,
     "Renewal/Renew": enrolment_pb2.RenewRequest,
 }
 OF_STRANGERS = {
@@ -161,22 +162,25 @@ async def _peer(scene: Scene, target: Target, until: float, is_flood: bool) -> i
         credentials = scene.identity()
         grammar = scene.grammar(credentials.peer_id)
         with contextlib.suppress(Unreachable, TimeoutError):
-            connection = await GrpcTransport(credentials).dial(target.address, target.peer_id)
+            connection = await Transport(credentials).dial(target.address, target.peer_id)
             async with asyncio.timeout(PATIENCE_S):
                 await connection.send(wire.hello(tls.PROTOCOL_VERSION, scene.run_id))
-                for _ in range(12):  # what it says of its artifacts
-                    with contextlib.suppress(TimeoutError):
-                        frame = await asyncio.wait_for(connection.receive(), 0.05)
-                        message = broadcast_pb2.PeerMessage.FromString(frame or b"")
-                        kind = message.WhichOneof("kind")
-                        key = getattr(getattr(message, kind), "key", b"") if kind else b""
-                        if key:
-                            grammar.keys.append(key)
+                hearing = asyncio.create_task(_hear(connection, grammar))  # a read that is given up would end the call
+                await asyncio.wait({hearing}, timeout=HEAR_S)
                 for number in range(STREAM_MESSAGES):
                     await connection.send(_dear(grammar.keys[-1]) if is_flood else _peer_message(grammar, number))
                     sent += 1
             await connection.close()
     return sent
+
+
+async def _hear(connection: Any, grammar: Grammar) -> None:
+    """What it says of its artifacts."""
+    while (frame := await connection.receive()) is not None:
+        message = broadcast_pb2.PeerMessage.FromString(frame)
+        kind = message.WhichOneof("kind")
+        if key := getattr(getattr(message, kind), "key", b"") if kind else b"":
+            grammar.keys.append(key)
 
 
 def _peer_message(grammar: Any, number: int) -> bytes:

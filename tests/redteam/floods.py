@@ -124,12 +124,6 @@ async def stalled_at_learner(scene: Scene, until: float) -> int:
     return await _in_thread(_stalling(scene, _port(scene.learner.address), "/echo2.v1.Ingest/Report", True), until)
 
 
-@attacker("stalled streams of a member, worker")
-async def stalled_at_worker(scene: Scene, until: float) -> int:
-    path = "/echo2.v1.Broadcast/Exchange"
-    return await _in_thread(_stalling(scene, _port(scene.worker.address), path, True), until)
-
-
 @attacker("flood of calls that are reset at once, learner")
 async def resets(scene: Scene, until: float) -> int:
     """Each a head and its reset, so that no count of open streams stops it."""

@@ -15,7 +15,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from echo2.wire.bounds import BOUNDS, Data, Listed, Number, Text
+from echo2.wire.bounds import Data, Listed, Number, Text, bound_of
 from echo2.wire.gen.echo2.v1 import rollout_pb2
 
 MESSAGE_BYTES_MAX = 96 << 10
@@ -49,7 +49,7 @@ class Grammar:
         return made
 
     def _set(self, message: Message, each: FieldDescriptor, is_wild: bool, depth: int) -> None:
-        bound = BOUNDS.get(each.containing_type.name, {}).get(each.name)
+        bound = bound_of(each)
         if isinstance(bound, Listed):
             count = self.rng.choice((1, 2, 3, 40, min(bound.count_max + is_wild, 3000)))
             values = getattr(message, each.name)

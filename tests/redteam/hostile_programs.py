@@ -93,7 +93,7 @@ _PROCESSES = (
     "os.sched_setaffinity(os.getppid(), {{0}})",
     "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
     "os.setpriority(os.PRIO_PROCESS, 0, -20)",
-    "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
+    "resource.prlimit(os.getppid() or 1 / 0, resource.RLIMIT_CPU, (0, 0))",
     "resource.setrlimit(resource.RLIMIT_CPU, (99, 99))",
     "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "resource.setrlimit(resource.RLIMIT_NOFILE, (9999, 9999))",
@@ -193,6 +193,68 @@ _BOMBS = (
 )
 
 
+# Signals that the kernel sends by itself, once it was told to whom: the parent, a guessed number, or a group of either.
+_TELLS = (
+    "fcntl.fcntl(a, fcntl.F_SETOWN, owner)",
+    "libc.fcntl(a.fileno(), 15, struct.pack('ii', 0, owner))",  # F_SETOWN_EX: a thread, a process, a group
+    "libc.fcntl(a.fileno(), 15, struct.pack('ii', 1, owner))",
+    "libc.fcntl(a.fileno(), 15, struct.pack('ii', 2, abs(owner)))",
+    "libc.ioctl(a.fileno(), 0x8901, struct.pack('i', owner))",  # FIOSETOWN
+    "libc.ioctl(a.fileno(), 0x8902, struct.pack('i', owner))",  # SIOCSPGRP
+)
+_ASKS = (
+    "fcntl.fcntl(a, fcntl.F_SETFL, fcntl.fcntl(a, fcntl.F_GETFL) | os.O_ASYNC)",
+    "libc.ioctl(a.fileno(), 0x5452, struct.pack('i', 1))",  # FIOASYNC
+)
+_BY_DESCRIPTOR = """
+import contextlib, ctypes, fcntl, os, socket, struct
+libc = ctypes.CDLL(None)
+for owner in [os.getppid(), -os.getppid(), os.getpgid(0), *range(1, 40), *range(-40, 0)]:
+  a, b = socket.socketpair()
+  with contextlib.suppress(OSError): TELL
+  with contextlib.suppress(OSError): fcntl.fcntl(a, fcntl.F_SETSIG, SIGNAL)
+  with contextlib.suppress(OSError): ASK
+  b.send(b'x')
+  with contextlib.suppress(OSError): b.send(b'x', socket.MSG_OOB)
+  a.close(); b.close()
+"""
+_OTHER_SIGNALS = (
+    "for pid in range(-9, 9): libc.kill(pid, 9)",
+    "for tid in range(1, 40): libc.syscall(234, tid, tid, 9), libc.syscall(200, tid, 9)",
+    "f = os.open('.', 0)\nfcntl.fcntl(f, fcntl.F_SETSIG, 9)\nfcntl.fcntl(f, fcntl.F_NOTIFY, 63 | 1 << 31)\nopen('f', 'w')",
+    "f = os.open('f', os.O_CREAT)\nfcntl.fcntl(f, fcntl.F_SETSIG, 9)\nfcntl.fcntl(f, fcntl.F_SETLEASE, 1)\nopen('f')",
+    "libc.prctl(1, 9)",
+    """
+for tid in range(1, 40):
+  timer, event = ctypes.create_string_buffer(8), struct.pack('qiii44x', 0, 9, 4, tid)
+  if not libc.syscall(222, 1, event, timer): libc.syscall(223, timer.raw[0], 0, struct.pack('qqqq', 0, 1, 0, 1), 0)
+""",
+    "libc.mq_notify(libc.mq_open(b'/q', 66, 0o600, 0), 0)",
+    "os.setpgid(0, os.getpgid(os.getppid()) if os.getppid() else 0)\nos.killpg(0, 9)",
+)
+
+
+def programs_that_signal() -> Iterator[str]:
+    """Programs that have the process around them killed or stopped, directly or by the kernel."""
+    for tell, ask, number in itertools.product(_TELLS, _ASKS, (9, 19, 0)):
+        yield _BY_DESCRIPTOR.replace("TELL", tell).replace("ASK", ask).replace("SIGNAL", str(number))
+    for code in _OTHER_SIGNALS:
+        yield f"import ctypes, fcntl, os, struct\nlibc = ctypes.CDLL(None)\n{code}"
+
+
+def programs_that_leave_much() -> Iterator[str]:
+    """Programs whose temporary folder is hard to empty: deep, wide, unreadable, full."""
+    yield "import os\nfor n in range(20000): os.mkdir('d'); os.chdir('d')"
+    yield "import os\nfor n in range(20000): os.mkdir('d%d' % n); os.chmod('d%d' % n, 0)"
+    yield "import os\nfor n in range(2000): os.mkdir('d'); open('d/f', 'w').close(); os.chdir('d'); os.chmod('..', 0)"
+    yield "import os\nfor n in range(20000): open('f%d' % n, 'w').close()"
+    yield "import os\nopen('f', 'w').close()\nfor n in range(20000): os.link('f', 'l%d' % n)"
+    yield "import os\nfor n in range(20000): os.symlink('x' * 4000, 'l%d' % n)"
+    yield "import os\nos.chmod('.', 0)"
+    yield "import os\nos.rename('/scratch', '/tmp2')"
+    yield "f = open('/scratch/big', 'wb')\nwhile True: f.write(b'x' * (1 << 20))"
+
+
 def programs_that_want_something() -> Iterator[str]:
     """Programs that print GOT if they got what they must not have."""
     for opener, route in itertools.product(_OPENERS, _ROUTES):
@@ -214,6 +276,8 @@ def programs_that_want_something() -> Iterator[str]:
     yield "import os, glob\nif glob.glob('/**/identity.key', recursive=True): print('GOT')"
     yield "import os\nif os.listdir('/scratch'): print('GOT', os.listdir('/scratch'))\nopen('/scratch/left', 'w').write('x')"
     yield "import json, builtins\nif hasattr(json, 'planted'): print('GOT')\njson.planted = builtins.planted = 1"
+    yield "import os\nif os.getppid() or os.getpgid(0) != os.getpid() or os.getsid(0) != os.getpid(): print('GOT')"
+    yield "import ctypes\nif not ctypes.CDLL(None).unshare(0x20000): print('GOT')"
     yield "import os\nif os.getuid() == 0 or os.geteuid() == 0: print('GOT')"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 
-from echo2.gateway.runtime.harness import Episode
+from echo2.gateway.harness import Episode
 
 
 def play(episode: Episode) -> float:

@@ -102,7 +102,7 @@ def main() -> None:
                 "/bin/sh", "-c", f'ulimit -n {DESCRIPTORS}; exec taskset -c {FLEET_CORE} "$@"', name, *argv
             ]  # fmt: skip
             cluster.start_all()
-            cluster.wait_until(lambda: cluster.step() >= 3, 180, "the first steps")
+            cluster.wait_until(lambda: cluster.step() >= 3, "the first steps")
             rows = asyncio.run(measured(cluster, asked.seconds, asked.only))
     if asked.only is None:
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")

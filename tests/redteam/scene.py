@@ -19,12 +19,12 @@ from typing import Any
 import grpc.aio
 
 from echo2.base.ids import GroupId, PeerId, RunId
-from echo2.coordinator.lease_events import lease_id_of
+from echo2.coordinator.leases.events import lease_id_of
+from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
-from echo2.trust.runtime import tls
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
-from echo2.wire.ticket import Ticket, sign_ticket
+from echo2.wire.rollout import Ticket, sign_ticket
 from tests.redteam.grammar import Grammar
 
 

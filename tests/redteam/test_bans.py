@@ -6,20 +6,18 @@ import asyncio
 import random
 from pathlib import Path
 
-from echo2.control.backoff import Backoff
-from echo2.control.runtime.session import ControlSession
-from echo2.control.waits import Waits
-from echo2.coordinator.membership import OperatorSetting
+from echo2.base.ids import PeerId
+from echo2.control.session import ControlSession
+from echo2.control.waits import Backoff, Waits
+from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.worker.assignments import Assignments
+from echo2.worker.leases import Leases
+from echo2.worker.leases_service import LeaseService
+from echo2.worker.links import CoordinatorCommands, CoordinatorLink
 from echo2.worker.options import WorkerLimits
-from echo2.worker.runtime.desk import Desk
-from echo2.worker.runtime.orders import OrderCalls, Orders
-from echo2.worker.runtime.reporting import Reporting
-from echo2.worker.runtime.session import WorkerSession
-from echo2.worker.telemetry import RateWindow
+from echo2.worker.reports import Reports
 from tests.contract.fleet import Member, fleet, until
 from tests.unit.coordinator.test_daemon import Node, options, play, running
 
@@ -49,17 +47,23 @@ def test_all_workers_and_the_learner_hear_of_a_ban_and_of_its_end_and_newcomers_
     play(scene)
 
 
-def orders_of(member: Member) -> Orders:
+class NoPort:
+    """The rest of a worker, which bans do not concern."""
+
+    def on_learner(self, learner: pb.LearnerWhereabouts) -> None: ...
+
+    def on_skew(self, skew_s: float) -> None: ...
+
+    def use_relay(self, peer_id: PeerId, address: str) -> None: ...
+
+
+def orders_of(member: Member) -> CoordinatorCommands:
     clock = SteadyClock()
     backoff = Backoff(random.Random(0))
-    reporting = Reporting(member.credentials, lambda event: None, Waits(clock), backoff, 1.0)
-    session = WorkerSession(ControlSession(member.credentials, Waits(clock), backoff))
-    desk = Desk(Assignments(WorkerLimits()), clock, RateWindow(), reporting, session)
-    calls = OrderCalls(
-        learner_is_at=lambda whereabouts: None, skew_is=lambda skew_s: None, refuse=session.end_lease,
-        use_relay=lambda peer, address: None,
-    )  # fmt: skip
-    return Orders(desk, reporting, member.node, member.credentials, calls, clock)
+    reports = Reports(member.credentials, Waits(clock), backoff, 1.0)
+    link = CoordinatorLink(ControlSession(member.credentials, Waits(clock), backoff))
+    lease_service = LeaseService(Leases(WorkerLimits()), clock, reports, link)
+    return CoordinatorCommands(member.credentials, link, lease_service, reports, member.node, NoPort(), clock)
 
 
 def test_a_worker_that_is_told_of_a_ban_cuts_the_peer_off_and_takes_it_back_when_told_so(tmp_path: Path) -> None:
@@ -67,15 +71,15 @@ def test_a_worker_that_is_told_of_a_ban_cuts_the_peer_off_and_takes_it_back_when
         async with fleet(tmp_path, 2) as f:
             _, one, other = f.members
             orders, banned = orders_of(one), other.node.peer_id
-            orders.ordered(pb.WorkerOrder(banned=pb.BannedPeer(peer_id=banned)))
+            orders.on_order(pb.WorkerOrder(banned=pb.BannedPeer(peer_id=banned)))
             assert banned not in one.node.session.peers
             await asyncio.sleep(1.5)  # either side would have dialled again by now
             assert banned not in one.node.session.peers
-            orders.ordered(pb.WorkerOrder(banned=pb.BannedPeer(peer_id=banned, is_lifted=True)))
+            orders.on_order(pb.WorkerOrder(banned=pb.BannedPeer(peer_id=banned, is_lifted=True)))
             await until(lambda: banned in one.node.session.peers, "they have met again")
-            orders.welcomed(pb.WorkerWelcome(banned_peer_ids=[banned], report_interval_s=1.0))
+            orders.on_welcome(pb.WorkerWelcome(banned_peer_ids=[banned], report_interval_s=1.0))
             assert banned not in one.node.session.peers
-            orders.welcomed(pb.WorkerWelcome(report_interval_s=1.0))
+            orders.on_welcome(pb.WorkerWelcome(report_interval_s=1.0))
             await until(lambda: banned in one.node.session.peers, "a welcome names all that are banned")
 
     asyncio.run(scene())

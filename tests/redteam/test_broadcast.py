@@ -14,17 +14,18 @@ import pytest
 
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId, Version
+from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactId, ArtifactKey
+from echo2.broadcast.connection import Connection
 from echo2.broadcast.events import ChunkSeen, HaveSeen, HeaderSeen, PeerDown, PeerUp, RequestSeen, SendRequest, Woken
-from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactId, ArtifactKey
-from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.transport import Connection
-from echo2.broadcast.runtime.transport_grpc import GrpcTransport
+from echo2.broadcast.node import BroadcastNode
+from echo2.broadcast.peer import MISSING_MAX
 from echo2.broadcast.session import BroadcastSession
-from echo2.broadcast.swarm import MISSING_MAX
+from echo2.broadcast.transport import Transport
+from echo2.trust import tls
 from echo2.trust.identity import Role
-from echo2.trust.runtime import tls
 from echo2.wire import broadcast as wire
 from tests.contract.fleet import Fleet, Member, blocks_of, fleet, until
+from tests.patience import WAIT_S
 
 KEYFRAME = ArtifactId(Version(0))
 BLOCKS = [random.Random(7).randbytes(100_000) for _ in range(4)]
@@ -35,7 +36,7 @@ CPU_S_MAX = 0.5
 
 async def hostile(f: Fleet, victim: Member) -> tuple[PeerId, Connection]:
     credentials = f.credentials(Role.WORKER)
-    connection = await GrpcTransport(credentials).dial(victim.address, victim.node.peer_id)
+    connection = await Transport(credentials).dial(victim.address, victim.node.peer_id)
     await connection.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id))
     assert await connection.receive() is not None
     await until(lambda: credentials.peer_id in victim.node.session.peers, "the peer is let in")
@@ -163,5 +164,5 @@ def test_a_banned_peer_is_served_no_more_and_let_in_again_when_the_ban_is_lifted
 
 async def said(connection: Connection) -> AsyncIterator[bytes]:
     """Until the other side has closed the connection."""
-    while (frame := await asyncio.wait_for(connection.receive(), 10)) is not None:
+    while (frame := await asyncio.wait_for(connection.receive(), WAIT_S)) is not None:
         yield frame

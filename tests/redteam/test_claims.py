@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from echo2.coordinator.membership import Activation, Member, OperatorSetting
-from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.coordinator.coordinator import CoordinatorDaemon
+from echo2.coordinator.fleet.members import Activation, Member, OperatorSetting
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, group, options, play, running
 
 ROOM = 1 << 20
@@ -106,9 +107,9 @@ class Fleet:
     def is_active(self, node: Node) -> bool:
         return self.member(node).last_activation is Activation.ACTIVE
 
-    async def until(self, holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    async def until(self, holds: Callable[[], bool]) -> None:
         """Looks until it holds."""
-        limit = time.monotonic() + seconds
+        limit = time.monotonic() + WAIT_S
         while not holds():
             assert time.monotonic() < limit, [
                 (one.name, one.activation, one.activation_reason) for one in self.hub.membership.members.values()
@@ -126,7 +127,7 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(folder: Path, **more: Any) -> AsyncIterator[Fleet]:
-    async with running(options(folder, lease_timeout_s=4.0, plan_interval_s=0.3, **more)) as daemon:
+    async with running(options(folder, lease_timeout=4.0, plan_interval=0.3, **more)) as daemon:
         learner = await Node.join(daemon, Role.LEARNER)
         await learner.hello()
         made = Fleet(daemon, learner)
@@ -159,14 +160,14 @@ def test_workers_that_ask_for_everything_and_deliver_nothing_starve_nobody(tmp_p
                 run.hogs(await run.worker(name=f"hog{number}", slot_count=ROOM))
             honest = await run.worker(name="honest")
             run.works(honest)
-            await run.until(lambda: run.done >= 48, 20.0)
+            await run.until(lambda: run.done >= 48)
             run.hogs(await run.worker(name="late", slot_count=ROOM))
             before = run.done
-            await run.until(lambda: run.done >= before + 48, 10.0)
-            worth = run.hub.book.worth
-            paused = [record for record in worth.records.values() if record.failures]
-            assert paused and all(sum(record.held.values()) <= GROUP for record in worth.records.values())
-            assert worth.proven == {honest.credentials.peer_id}
+            await run.until(lambda: run.done >= before + 48)
+            records = run.hub.book.records
+            paused = [record for record in records.workers.values() if record.bars]
+            assert paused and all(sum(record.held.values()) <= GROUP for record in records.workers.values())
+            assert records.proven == {honest.credentials.peer_id}
 
     play(scene)
 
@@ -177,7 +178,7 @@ def test_leases_that_are_only_said_to_be_finished_bring_no_more_of_them(tmp_path
             run.tasks.append(asyncio.create_task(run.keep_offered(4)))
             honest = await run.worker(name="honest")
             run.works(honest)
-            await run.until(lambda: run.hub.book.worth.proven != set())
+            await run.until(lambda: run.hub.book.records.proven != set())
             liar = await run.worker(name="liar", slot_count=ROOM)
             run.hogs(liar)
             grants = 0
@@ -192,7 +193,7 @@ def test_leases_that_are_only_said_to_be_finished_bring_no_more_of_them(tmp_path
 
             run.tasks.append(asyncio.create_task(end_all()))
             before = run.done
-            await run.until(lambda: run.done >= before + 24, 10.0)
+            await run.until(lambda: run.done >= before + 24)
             await run.until(lambda: grants >= 1)
             await run.stays(lambda: grants == 1, 2.0)
 
@@ -203,7 +204,7 @@ def test_a_speed_that_is_only_claimed_sends_nobody_to_standby(tmp_path: Path) ->
     """40 rollouts a second for nothing, and all else that would make it the only worker worth having."""
 
     async def scene() -> None:
-        async with fleet(tmp_path, heartbeat_interval_s=0.05) as run:
+        async with fleet(tmp_path, heartbeat_interval=0.05) as run:
             honest = await run.worker(beat(20.0), name="honest", price_usd_per_hour=1.0)
             run.delivered(honest, 200.0)
             await run.until(lambda: run.hub.plan is not None and honest.credentials.peer_id in run.hub.plan.pool)
@@ -212,7 +213,7 @@ def test_a_speed_that_is_only_claimed_sends_nobody_to_standby(tmp_path: Path) ->
             await run.stays(lambda: run.is_active(honest), 3.0)
             assert run.hub.plan is not None and liar.credentials.peer_id not in run.hub.plan.pool
             run.delivered(liar, 1.0)  # a little buys a little
-            await run.until(lambda: run.member(liar).is_proven)
+            await run.until(lambda: run.member(liar).record.is_proven)
             await run.stays(lambda: run.is_active(honest), 3.0)
             run.delivered(liar, 1000.0)  # as fast as it says, and for less: now it is worth it
             await run.until(lambda: not run.is_active(honest) and run.is_active(liar))
@@ -225,7 +226,7 @@ def test_what_a_newcomer_claims_of_its_link_and_its_rollouts_spoils_no_plan(tmp_
         async with fleet(tmp_path) as run:
             honest = await run.worker(beat(20.0), name="honest")
             run.delivered(honest, 200.0)
-            await run.until(lambda: run.hub.plan is not None and run.member(honest).is_proven)
+            await run.until(lambda: run.hub.plan is not None and run.member(honest).record.is_proven)
             plan = run.hub.plan
             assert plan is not None
             slow = pb.Heartbeat(
@@ -239,6 +240,25 @@ def test_what_a_newcomer_claims_of_its_link_and_its_rollouts_spoils_no_plan(tmp_
             assert now is not None
             assert (now.kappa, now.pool) == (plan.kappa, plan.pool)
             assert now.predicted_utilisation >= plan.predicted_utilisation - 0.05
+
+    play(scene)
+
+
+def test_a_price_is_no_less_bounded_without_a_cap_and_a_budget(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path) as run:
+            honest = await run.worker(name="honest", gpu="NVIDIA GeForce RTX 4090", price_usd_per_hour=0.5)
+            dear = await run.worker(name="dear", gpu="NVIDIA GeForce RTX 4090", price_usd_per_hour=1e6)
+            unknown = await run.worker(name="unknown", gpu="a card", price_usd_per_hour=1e6)
+            await run.until(lambda: run.is_active(honest))
+            for worker, limit in (
+                (dear, "10 times the typical price of RTX4090 is 3.5"),
+                (unknown, "of the dearest GPUs is 38.4"),
+            ):
+                await run.until(lambda worker=worker: run.member(worker).last_activation is not None)
+                assert not run.is_active(worker)
+                assert limit in run.member(worker).activation_reason
+            assert run.hub.money.sums().usd_spent < 0.01
 
     play(scene)
 

@@ -20,22 +20,28 @@ from pathlib import Path
 import pytest
 
 from echo2.base.errors import ResourceError
-from echo2.contain.limits import Ending, Limits
-from echo2.contain.runtime.box import bubblewrap
-from echo2.contain.runtime.programs import Program, ProgramPool, Ran
-from echo2.tasks.executing import EXECUTING_DATA_SETS
-from echo2.tasks.runtime.registry import make_task
-from echo2.tasks.runtime.rewards import Containment, RewardFailure, RewardLimits, RewardPool, Scored
+from echo2.contain.box import bubblewrap, view_here
+from echo2.contain.messages import SCRATCH, Ending, Limits
+from echo2.contain.pool import Program, ProgramPool, Ran
+from echo2.contain.sandbox import Launch, Sandbox
+from echo2.tasks.built_in import EXECUTING_DATA_SETS
+from echo2.tasks.registry import make_task
+from echo2.tasks.rewards import Containment, RewardFailure, RewardLimits, RewardPool, Scored
 from echo2.tasks.task import TaskSpec
-from tests.redteam.hostile_programs import bombs, programs_that_want_something
+from tests.patience import WAIT_S
+from tests.redteam.hostile_programs import (
+    bombs,
+    programs_that_leave_much,
+    programs_that_signal,
+    programs_that_want_something,
+)
 
 try:
     bubblewrap()
-except ResourceError as error:  # then rewards are refused, which tests/unit/tasks/runtime/test_rewards.py shows
+except ResourceError as error:  # then rewards are refused, which tests/unit/tasks/test_rewards.py shows
     pytest.skip(f"nothing can be contained on this machine: {error}", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 300.0
 SECRET = "SECRET-of-the-learner"
 LIMITS = RewardLimits(cpu_s=1, timeout_s=4.0, process_count=1)
 
@@ -166,6 +172,40 @@ def test_a_maths_bomb_costs_its_sender_and_the_others_wait_little(data_set: str)
         pool.close()
 
 
+def body_of(code: str) -> dict[str, object]:
+    return {"code": code, "stdin": "", "files": {}}
+
+
+WITHOUT_RIGHTS = """#!/bin/sh
+# bubblewrap where a policy takes the rights from what it starts, such as the AppArmor profile of some distributions
+n=$#
+while [ $n -gt 0 ]; do
+  argument=$1; shift; n=$((n - 1))
+  if [ "$argument" = --cap-add ]; then shift; n=$((n - 1)); else set -- "$@" "$argument"; fi
+done
+exec BWRAP "$@"
+"""
+
+
+@pytest.fixture(params=["own namespaces", "shared namespaces"])
+def sandbox(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
+    if request.param == "own namespaces":
+        if not bubblewrap().has_nested:
+            pytest.skip("this machine lets nothing inside bubblewrap make namespaces")
+    else:
+        weaker = tmp_path / "bwrap"
+        weaker.write_text(WITHOUT_RIGHTS.replace("BWRAP", bubblewrap().path))
+        weaker.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    bubblewrap.cache_clear()
+    assert bubblewrap().has_nested == (request.param == "own namespaces")
+    limits = Limits(cpu_s=2, wall_s=6.0, scratch_bytes=8 << 20)
+    made = Sandbox(Launch("echo2.contain.program_inside", "", limits, view_here(folder=SCRATCH)))
+    yield made
+    made.kill()
+    bubblewrap.cache_clear()
+
+
 def _ran(pool: ProgramPool, outside: Outside, codes: Iterator[str]) -> list[tuple[str, Ran]]:
     submitted = [(code, pool.submit(Program(outside.filled(code)))) for code in codes]
     return [(code, future.result(WAIT_S)) for code, future in submitted]
@@ -179,7 +219,9 @@ def test_hostile_programs_get_nothing_and_leave_nothing(outside: Outside) -> Non
         got = [
             (code, ran)
             for code, ran in _ran(pool, outside, iter(codes))
-            if "GOT" in ran.output or SECRET in ran.output + ran.problem or ran.ending is Ending.FAULT
+            if "GOT" in ran.output
+            or SECRET in ran.output + ran.problem
+            or ran.ending in (Ending.FAULT, Ending.CONTAINMENT_ENDED)
         ]
         assert not got, got
         _, again = _ran(pool, outside, iter(["print('still here')"]))[0]
@@ -198,7 +240,7 @@ def test_bombs_end_within_their_limits_and_the_next_program_runs(outside: Outsid
         for code in codes:
             (_, ran), (_, after) = _ran(pool, outside, iter([code, "import os; print(1 + 1, os.listdir())"]))
             assert ran.seconds < 8.0 and len(ran.output) <= 64 << 10, (code, ran.seconds)
-            assert ran.ending is not Ending.FAULT, (code, ran)
+            assert ran.ending not in (Ending.FAULT, Ending.CONTAINMENT_ENDED), (code, ran)
             assert after.output == "2 []\n", (code, after)
     finally:
         pool.close()
@@ -206,9 +248,52 @@ def test_bombs_end_within_their_limits_and_the_next_program_runs(outside: Outsid
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20, "nothing it sent filled this process"
 
 
+def test_no_program_signals_the_process_that_forks_the_next(sandbox: Sandbox) -> None:
+    assert sandbox.ask(body_of("")).ending is Ending.ANSWERED
+    first = sandbox.pid
+    for code in programs_that_signal():
+        answer = sandbox.ask(body_of(code))
+        assert answer.ending not in (Ending.FAULT, Ending.CONTAINMENT_ENDED), (code, answer)
+        assert sandbox.ask(body_of("print(1 + 1)")).printed == b"2\n", code
+        assert sandbox.pid == first, f"a new process was necessary after {code}"
+
+
+def test_what_a_program_leaves_delays_no_other(sandbox: Sandbox) -> None:
+    assert sandbox.ask(body_of("")).ending is Ending.ANSWERED
+    first = sandbox.pid
+    for code in programs_that_leave_much():
+        answer = sandbox.ask(body_of(code))
+        assert answer.ending not in (Ending.FAULT, Ending.CONTAINMENT_ENDED), (code, answer)
+        began = time.monotonic()
+        after = sandbox.ask(body_of("import os; print(1 + 1, os.listdir())"))
+        assert after.printed == b"2 []\n", (code, after)
+        assert time.monotonic() - began < 2.0, code
+        assert sandbox.pid == first or not bubblewrap().has_nested, f"a new process was necessary after {code}"
+
+
+SIGNAL_PARENT = (
+    "(lambda f, o, s: [f.fcntl(s[0], 8, o.getppid()), f.fcntl(s[0], 10, 9), f.fcntl(s[0], 4, o.O_ASYNC), s[1].send(b'x')])"
+    "(__import__('fcntl'), __import__('os'), __import__('socket').socketpair())"
+)
+
+
+def test_a_sender_of_signals_costs_honest_senders_no_reward() -> None:
+    pytest.importorskip("reasoning_gym")
+    spec = TaskSpec("reasoning_gym", {"dataset": "n_queens", "size": 10}, 1)
+    pool = RewardPool(spec, RewardLimits(cpu_s=1, timeout_s=4.0, process_count=2))
+    try:
+        answer = make_task(spec).sample(1).answer
+        bad = [pool.submit(0, SIGNAL_PARENT, "hostile") for _ in range(40)]
+        good = [pool.submit(1, answer, "honest") for _ in range(40)]
+        assert all(future.result(WAIT_S).reward is not None for future in good)
+        assert {future.result(WAIT_S).failure for future in bad} <= {None, RewardFailure.RAISED}
+    finally:
+        pool.close()
+
+
 OWNER = """
 import sys, time
-from echo2.contain.runtime.programs import Program, ProgramPool
+from echo2.contain.pool import Program, ProgramPool
 pool = ProgramPool(process_count=1)
 pool.submit(Program("print(1)")).result()
 pool.submit(Program("import time, signal; signal.signal(15, signal.SIG_IGN); time.sleep(9)"))

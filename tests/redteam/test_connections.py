@@ -12,8 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from echo2.trust import tls
 from echo2.trust.identity import Role
-from echo2.trust.runtime import tls
+from tests.patience import WAIT_S
 from tests.redteam.hostile import Stalled, idle_connections, still_open, tls_to, varint
 from tests.redteam.target import ELSEWHERE, HERE, Target, coordinator
 
@@ -29,7 +30,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 def page_answers(target: Target) -> bool:
-    with urllib.request.urlopen(f"http://127.0.0.1:{target.port('dashboard_port')}/healthz", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{target.port('dashboard_port')}/healthz", timeout=WAIT_S) as answer:
         return bool(answer.status == 200)
 
 
@@ -129,7 +130,7 @@ def _seconds_until_ended(target: Target) -> float:
     began = time.monotonic()
     with tls_to(target.port("enrol_port"), None, ELSEWHERE) as connection:
         Stalled(connection)
-        connection.settimeout(40)
+        connection.settimeout(WAIT_S)
         with contextlib.suppress(OSError):
             while connection.recv(4096):
                 pass

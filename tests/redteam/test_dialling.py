@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.dialable import NAMED_MAX
-from echo2.broadcast.runtime.dialling import GRACE_S
-from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeOptions
-from echo2.broadcast.topology import BroadcastPlan, NodeLink
+from echo2.broadcast.dialling import GRACE_S
+from echo2.broadcast.node import BroadcastNode, NodeOptions
+from echo2.broadcast.plan import BroadcastPlan, NodeLink
+from echo2.broadcast.reachability import NAMED_MAX
+from echo2.broadcast.trees import PlanPace
 from echo2.trust.identity import Identity, Role
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, options, play, running
 
 ELSEWHERE = "127.0.0.9"
@@ -131,7 +134,7 @@ def test_what_a_worker_names_elsewhere_than_where_it_is_seen_is_dialled_by_nobod
                     assert told[peer].addresses == told[peer].access.lan_addresses == ()
                     assert told[peer].access.public_host == ""
                 node.set_plan(plan)
-                await asyncio.wait_for(honest_port.met.wait(), 10)
+                await asyncio.wait_for(honest_port.met.wait(), WAIT_S)
                 await asyncio.sleep(GRACE_S + 1)  # a real node has no virtual clock: by now it dials whom it may
                 for attacker in attackers:
                     await attacker.close()
@@ -211,5 +214,52 @@ def test_a_network_behind_a_host_is_told_where_that_host_is_the_one_it_is_seen_f
                 await hidden.close()
             await learner.close()
             await worker.close()
+
+    play(scene)
+
+
+def test_a_worker_whose_link_and_addresses_jump_causes_few_plans_and_few_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of three workers tells other rates, then other addresses, fifty times a second, and often that it leaves."""
+    beats, pause_s = 200, 0.02
+    caplog.set_level(logging.INFO, "echo2.coordinator")
+    plans: list[int] = []
+
+    async def read_plans(node: Node) -> None:
+        while (order := await node.call.read()) is not grpc.aio.EOF:
+            if order.WhichOneof("kind") == "broadcast_plan":
+                plans.append(order.broadcast_plan.epoch)
+
+    async def scene() -> None:
+        async with running(options(tmp_path, suspect_after=60.0, gone_after=90.0)) as daemon:
+            learner, *workers = [await Node.join(daemon, role) for role in (Role.LEARNER, *[Role.WORKER] * 3)]
+            await learner.hello()
+            for worker in workers:
+                await worker.hello(addresses=["127.0.0.1:4001"])
+            reading = asyncio.create_task(read_plans(workers[0]))
+            jumping = workers[-1]
+            await asyncio.sleep(1.5)  # a plan of all is made
+            plans.clear()
+            caplog.clear()
+            for number in range(beats):
+                link = pb.Link(uplink_bytes_per_s=1e5 * 10 ** (number // 4 % 4), downlink_bytes_per_s=1e8, rtt_s=0.05)
+                await jumping.say(heartbeat=pb.Heartbeat(link=link))
+                await asyncio.sleep(pause_s)
+            assert len(plans) <= 2, "a link's rates alone"
+            plans.clear()
+            for number in range(beats):
+                named = [f"10.{number % 250}.0.{place}:4000" for place in range(3)]
+                reach = pb.Reach(addresses=[f"127.0.0.1:{5000 + number}", *named])
+                await jumping.say(heartbeat=pb.Heartbeat(reach=reach))
+                if number % 10 == 9:
+                    await jumping.say(leaving=pb.WorkerLeaving(reason="bored"))
+                await asyncio.sleep(pause_s)
+            assert 1 <= len(plans) <= PlanPace.BURST + beats * pause_s, "its addresses"
+            about = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+            assert len(about) <= 5 and sum("are not told" in line for line in about) == 1, about
+            for node in (learner, *workers):
+                await node.close()
+            reading.cancel()
 
     play(scene)

@@ -6,8 +6,8 @@ import asyncio
 from collections import defaultdict
 from pathlib import Path
 
-from echo2.coordinator.given_up import PICKS_MAX
-from echo2.coordinator.lease_waits import waits
+from echo2.coordinator.fleet.record import PICKS_MAX
+from echo2.coordinator.leases.waits import waits
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import rollout_pb2
 from tests.redteam.test_claims import GROUP, Fleet, fleet
@@ -71,21 +71,21 @@ def test_a_worker_that_hands_back_hard_prompts_gets_none_for_a_while_and_others_
             honest, picky = await run.worker(name="honest"), await run.worker(name="picky")
             for node in (honest, picky):
                 run.delivered(node, 64)
-            await run.until(lambda: len(run.hub.book.worth.proven) == 2)
+            await run.until(lambda: len(run.hub.book.records.proven) == 2)
             run.tasks.append(asyncio.create_task(prompts.works(picky, is_picky=True)))
             run.tasks.append(asyncio.create_task(prompts.keep_offered(16)))
             await run.until(lambda: len(prompts.handed_back) > 0)
             run.tasks.append(asyncio.create_task(prompts.works(honest, is_picky=False)))
-            record = run.hub.book.given_up.records[picky.credentials.peer_id]
-            await run.until(lambda: record.paused_until > run.hub.clock.now(), 60.0)
-            assert "handed back" in record.reason
+            record = run.hub.book.records.of(picky.credentials.peer_id)
+            await run.until(lambda: record.barred_until > run.hub.clock.now())
+            assert "handed back" in record.why
             held_back = sum(record.ways.values())
             before = len(prompts.made_by)
-            await run.until(lambda: len(prompts.made_by) >= before + 48, 60.0)
+            await run.until(lambda: len(prompts.made_by) >= before + 48)
             assert sum(record.ways.values()) == held_back <= 6 * PICKS_MAX, "it was given nothing since"
             told = [what for what, _ in waits(run.hub.book, run.hub.clock.now())]
             assert any(f"{picky.credentials.peer_id} is given no leases for another" in what for what in told), told
-            assert run.hub.book.given_up.records[honest.credentials.peer_id].picks == 0
+            assert run.hub.book.records.of(honest.credentials.peer_id).picks == 0
             assert prompts.handed_back and all(prompts.made_by[name] is honest for name in prompts.handed_back)
             assert all(len(set(seeds)) == 1 for seeds in prompts.seeds.values())
             assert any(len(prompts.seeds[name]) > 1 for name in prompts.handed_back)

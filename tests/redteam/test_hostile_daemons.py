@@ -13,19 +13,19 @@ import pytest
 
 from echo2.base.ids import GroupId, LeaseId, PeerId
 from echo2.outside.guard import MISHAPS
-from echo2.trust.runtime import tls
+from echo2.trust import tls
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2, rollout_pb2
-from echo2.wire.ticket import Ticket, sign_ticket
-from echo2.worker.runtime.control import ask
+from echo2.wire.rollout import Ticket, sign_ticket
+from echo2.worker.control import ask
 from tests.redteam.grammar import Grammar
 from tests.unit.worker.peers import RUN, SmallLearner, SmallRun
-from tests.unit.worker.test_daemon import group, prepared, until, working
+from tests.unit.worker.test_worker import group, prepared, until, working
 
 ORDERS, ANSWERS = 100, 60
-ORDER, VERDICT, PARTIALS, SCORING_LEASE = (
+ORDER, VERDICT, PARTIALS = (
     kind.DESCRIPTOR
     for kind in (
-        coordinator_pb2.WorkerOrder, ingest_pb2.RolloutVerdict, ingest_pb2.GetPartialsReply, ingest_pb2.ScoringLease
+        coordinator_pb2.WorkerOrder, ingest_pb2.RolloutVerdict, ingest_pb2.GetPartialsReply
     )
 )  # fmt: skip
 
@@ -83,7 +83,6 @@ class LyingLearner(SmallLearner):
 
     grammar: Grammar
     answered = 0
-    scorings = 0
 
     async def Report(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         if self.answered >= ANSWERS:
@@ -93,12 +92,6 @@ class LyingLearner(SmallLearner):
         async for _ in requests:
             self.answered += 1
             yield self.grammar.message(VERDICT, self.answered % 3 == 0)
-
-    async def Score(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        async for _ in requests:
-            for number in range(ANSWERS if self.answered < ANSWERS else 0):
-                yield self.grammar.message(SCORING_LEASE, number % 3 == 0)
-                self.scorings += 1
 
     async def GetPartials(self, request: Any, context: Any) -> Any:
         if self.answered >= ANSWERS:
@@ -124,7 +117,6 @@ def test_a_worker_survives_whatever_a_learner_answers(seed: int, tmp_path: Path)
                 run.coordinator.groups = [group(f"after{number}") for number in range(2)]
                 await run.coordinator.until(lambda it: it.requests and it.requests[-1].free_rollouts >= 4)
                 await liar.until(lambda it: sum(key[0].startswith("after") for key in it.finished) == 8)
-        assert liar.scorings > 0, "it asked for scores, too"
 
     mishaps = MISHAPS.count
     asyncio.run(scene())

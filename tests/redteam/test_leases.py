@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from echo2.base.ids import GroupId, LeaseId, RunId
-from echo2.coordinator.lease_events import GroupPhase, lease_id_of
-from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.coordinator.coordinator import CoordinatorDaemon
+from echo2.coordinator.leases.events import GroupPhase, lease_id_of
 from echo2.trust.identity import Identity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import rollout_pb2
-from echo2.wire.ticket import Ticket, sign_ticket
+from echo2.wire.rollout import Ticket, sign_ticket
 from tests.unit.coordinator.test_daemon import RUN, Node, group, options, play, running
 
 TICKS_S = 1.2
@@ -163,7 +163,7 @@ def test_a_peer_that_says_hello_again_and_again_is_slowed_down_and_fills_no_log(
             assert answers[0] == "welcome"
             assert answers[-1] == "refusal"
             assert daemon.hub is not None
-            assert sum("is back" in event.text for event in daemon.hub.keeper.events) <= 40
+            assert sum("is back" in event.text for event in daemon.hub.state.events) <= 40
             await worker.close()
 
     play(scene)

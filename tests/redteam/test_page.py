@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.redteam.target import Target, coordinator
+from tests.patience import WAIT_S
+from tests.redteam.hostile import idle_connections
+from tests.redteam.target import ELSEWHERE, Target, coordinator
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +29,14 @@ def asked(target: Target, path: str, body: dict[str, Any] | None = None, csrf: s
     data = None if body is None else json.dumps(body).encode()
     url = f"http://127.0.0.1:{target.port('dashboard_port')}{path}"
     request = urllib.request.Request(url, data, {"x-echo2-csrf": csrf})
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
         return json.loads(answer.read())
 
 
 def said(target: Target, head: str, pieces: Iterator[bytes], pause_s: float) -> tuple[bytes, float]:
     """What comes back for a request sent in pieces, and after how long the connection ended."""
     began = time.monotonic()
-    with socket.create_connection(("127.0.0.1", target.port("dashboard_port")), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", target.port("dashboard_port")), timeout=WAIT_S) as connection:
         answer = b""
         with contextlib.suppress(OSError):
             connection.sendall(head.encode())
@@ -45,7 +48,7 @@ def said(target: Target, head: str, pieces: Iterator[bytes], pause_s: float) -> 
                     answer += connection.recv(4096)
                     break
                 connection.setblocking(True)
-            connection.settimeout(30)
+            connection.settimeout(WAIT_S)
             while part := connection.recv(4096):
                 answer += part
         return answer, time.monotonic() - began
@@ -86,3 +89,18 @@ def test_off_loopback_the_log_does_not_hold_the_access_token(tmp_path: Path) -> 
         token = (target.links / "dashboard.token").read_text().strip()
         assert token not in target.log()
         assert "dashboard.token" in target.log()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="filters of sockets are Linux's")
+def test_a_host_whose_connections_ask_nothing_is_shut_out_for_a_while_and_others_are_not(target: Target) -> None:
+    port = target.port("dashboard_port")
+    until = time.monotonic() + 30
+    with pytest.raises(TimeoutError):
+        while time.monotonic() < until:
+            with idle_connections(port, 20, ELSEWHERE):
+                socket.create_connection(("127.0.0.1", port), 0.5, (ELSEWHERE, 0)).close()
+    assert asked(target, "/api/session")["csrf"]
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 2.0, (ELSEWHERE, 0)):
+            return
+    pytest.fail("it stays shut out")

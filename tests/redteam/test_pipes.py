@@ -12,15 +12,19 @@ from dataclasses import replace
 
 import pytest
 
+from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
-from echo2.broadcast import relay_book
-from echo2.broadcast.relay_book import RelayBook, RelayLimits
-from echo2.broadcast.runtime import pipe_relay, splicing
-from echo2.broadcast.runtime.transport_bulk import BulkConnection, BulkTransport
+from echo2.broadcast import connection
+from echo2.broadcast.connection import StreamConnection
+from echo2.broadcast.nat import pipes
+from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.transport import Transport
 from echo2.trust.identity import Role, dns_name_of
-from echo2.trust.runtime.port_limits import PIPES
+from echo2.trust.ports import PIPES
 from tests.contract.fleet import until
+from tests.contract.test_connections import TlsByHand
 from tests.contract.test_pipes import FRAMES, HOST, Scene, exchanged, scene
+from tests.patience import WAIT_S
 from tests.redteam.target import ELSEWHERE
 
 GARBAGE = b"no record of TLS"
@@ -52,7 +56,7 @@ async def callers(s: Scene, said: bytes, count: int) -> AsyncIterator[list[_Call
 async def is_served(s: Scene) -> bool:
     connection = await s.call()
     await connection.send(b"here?")
-    answer = await asyncio.wait_for(connection.receive(), 10)
+    answer = await asyncio.wait_for(connection.receive(), WAIT_S)
     await connection.close()
     return answer == b"here?"
 
@@ -79,17 +83,17 @@ def with_limits(s: Scene, limits: RelayLimits) -> RelayBook:
 def test_a_caller_that_stays_behind_the_members_end_holds_no_pipe(
     has_splice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splicing, "ENDING_S", 0.2)
+    monkeypatch.setattr(pipes, "ENDING_S", 0.2)
     if not has_splice:
-        monkeypatch.setattr(splicing, "_splice", None)
+        monkeypatch.setattr(pipes, "_splice", None)
 
     async def play() -> None:
         async with scene() as s:
             book = with_limits(s, RelayLimits(circuits_per_member_max=8))
             async with callers(s, hello_for(s.member.peer_id) + GARBAGE, 4) as those:
                 for reader, _ in those:  # the member sees the garbage and hangs up; the caller does not
-                    await asyncio.wait_for(reader.read(), 10)
-                await until(lambda: not book.circuits, "the relay has ended the other direction as well", 5.0)
+                    await asyncio.wait_for(reader.read(), WAIT_S)
+                await until(lambda: not book.circuits, "the relay has ended the other direction as well")
                 assert await is_served(s)
 
     asyncio.run(play())
@@ -100,7 +104,7 @@ def test_a_pipe_on_which_nothing_moves_ends_when_its_time_is_over() -> None:
         async with scene() as s:
             book = with_limits(s, RelayLimits(circuit_s_max=0.5))
             connection = await s.call()
-            assert await asyncio.wait_for(connection.receive(), 10) is None
+            assert await asyncio.wait_for(connection.receive(), WAIT_S) is None
             await connection.close()
             assert book.refused == 1, "the log says which limit it was"
 
@@ -111,9 +115,9 @@ def test_hellos_for_the_relay_itself_that_go_no_further_have_the_share_of_their_
     async def play() -> None:
         async with scene() as s:
             hello = hello_for(s.relay_credentials.peer_id)
-            async with callers(s, hello, pipe_relay.CALLERS_PER_HOST) as those:
+            async with callers(s, hello, pipes.CALLERS_PER_HOST) as those:
                 for reader, _ in those:
-                    await asyncio.wait_for(reader.readexactly(1), 10)  # the relay has begun the handshake
+                    await asyncio.wait_for(reader.readexactly(1), WAIT_S)  # the relay has begun the handshake
                 async with callers(s, hello, 8) as more:
                     await until_left(more, 0, 3.0)
                 assert await is_served(s) and len(s.relay._places) == 1
@@ -122,7 +126,7 @@ def test_hellos_for_the_relay_itself_that_go_no_further_have_the_share_of_their_
 
 
 def test_pipes_and_places_stay_where_strangers_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe_relay, "PIPES", replace(PIPES, stranger_s=1.5))
+    monkeypatch.setattr(pipes, "PIPES", replace(PIPES, stranger_s=1.5))
 
     async def play() -> None:
         async with scene() as s:
@@ -137,7 +141,7 @@ def test_pipes_and_places_stay_where_strangers_are_ended(monkeypatch: pytest.Mon
 
 
 def test_an_address_gets_half_of_the_port_however_many_members_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe_relay, "PIPES", replace(PIPES, connections_cap=16))
+    monkeypatch.setattr(pipes, "PIPES", replace(PIPES, connections_cap=16))
 
     async def play() -> None:
         async with scene() as s:
@@ -166,13 +170,13 @@ def test_an_address_gets_half_of_a_members_pipes() -> None:
 def test_a_members_second_place_ends_its_first_however_often() -> None:
     async def play() -> None:
         async with scene() as s:
-            worker = BulkTransport(s.credentials(Role.WORKER))
-            made: list[BulkConnection] = []
+            worker = Transport(s.credentials(Role.WORKER))
+            made: list[StreamConnection] = []
             for count in range(12):
-                made.append(await worker.dial(HOST, s.relay.port, s.relay_credentials.peer_id))
+                made.append(await worker.dial(joined(HOST, s.relay.port), s.relay_credentials.peer_id))
                 await until(lambda: len(s.relay._places) == 2, "it holds a place")
                 if count:
-                    assert await asyncio.wait_for(made[-2].receive(), 5) is None
+                    assert await asyncio.wait_for(made[-2].receive(), WAIT_S) is None
             await until(lambda: s.relay._connected[HOST] == 2, "one of the worker, one of the member")
             assert not made[-1].ended.is_set() and len(s.relay._places) == 2
             assert await is_served(s)
@@ -183,16 +187,29 @@ def test_a_members_second_place_ends_its_first_however_often() -> None:
 
 
 def test_a_member_that_never_says_it_is_still_here_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_book, "PIPES", RelayLimits(reservation_s=0.5))
+    monkeypatch.setattr(connection, "STILL_HERE_S", 0.2)
+    monkeypatch.setattr(connection, "SILENT_S", 1.0)
 
     async def play() -> None:
-        made = Scene()
-        try:
-            silent = await made.bulk.dial(HOST, made.relay.port, made.relay_credentials.peer_id)
-            assert await asyncio.wait_for(silent.receive(), 10) is None
-            await silent.close()
-            assert not made.relay._places
-        finally:
-            await made.relay.close()
+        async with scene() as s:
+            mine = s.credentials(Role.WORKER)
+            silent = await asyncio.to_thread(TlsByHand, mine, s.relay.port, s.relay_credentials.peer_id)
+            with silent.socket:
+                await asyncio.to_thread(silent.shake_hands)
+                await until(lambda: s.relay.holds(mine.peer_id), "it holds a place")
+                await until(lambda: not s.relay.holds(mine.peer_id), "it has lost it", 5.0)
+                assert s.relay.holds(s.member.peer_id), "that one says it is still here"
+                assert await is_served(s)
+
+    asyncio.run(play())
+
+
+def test_a_relay_that_is_closed_at_once_listens_no_longer() -> None:
+    async def play() -> None:
+        relay = Scene().relay
+        port = relay.port
+        await relay.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(HOST, port)
 
     asyncio.run(play())

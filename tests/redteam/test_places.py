@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.places import PER_TOKEN_MAX, PLACES_MAX
-from echo2.broadcast.runtime.node_options import NodeOptions
-from echo2.broadcast.runtime.transport_grpc import GrpcTransport
-from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.broadcast.dialling import LINKS_MAX, PER_TOKEN_MAX
+from echo2.broadcast.node import NodeOptions
+from echo2.broadcast.transport import Transport
+from echo2.coordinator.coordinator import CoordinatorDaemon
+from echo2.trust import tls
+from echo2.trust.enrolment import enrol, renew
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role
-from echo2.trust.runtime import tls
-from echo2.trust.runtime.enrolling import enrol, renew
 from echo2.wire import broadcast as wire
 from tests.contract.fleet import Fleet, Member, until
+from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import options, play, running
 
 
@@ -38,11 +39,11 @@ async def learner_alone(folder: Path, *, has_plan: bool) -> AsyncIterator[tuple[
 
 
 async def come(credentials: tls.Credentials, learner: Member, stack: contextlib.AsyncExitStack) -> PeerId:
-    connection = await GrpcTransport(credentials).dial(learner.address, learner.node.peer_id)
+    connection = await Transport(credentials).dial(learner.address, learner.node.peer_id)
     stack.push_async_callback(connection.close)
     await connection.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id))
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(connection.receive(), 5.0)
+        await asyncio.wait_for(connection.receive(), WAIT_S)
     return credentials.peer_id
 
 
@@ -54,12 +55,12 @@ def are_let_in(learner: Member, peers: list[PeerId]) -> int:
 def test_48_identities_of_one_link_leave_a_place_to_a_newcomer_of_another(has_plan: bool, tmp_path: Path) -> None:
     async def scene() -> None:
         async with learner_alone(tmp_path, has_plan=has_plan) as (f, learner), contextlib.AsyncExitStack() as stack:
-            theirs = [await come(f.credentials(Role.WORKER, "theirs"), learner, stack) for _ in range(PLACES_MAX)]
+            theirs = [await come(f.credentials(Role.WORKER, "theirs"), learner, stack) for _ in range(LINKS_MAX)]
             ours = await come(f.credentials(Role.WORKER, "ours"), learner, stack)
             await until(lambda: are_let_in(learner, [ours]) == 1, "the newcomer has a place")
             theirs += [await come(f.credentials(Role.WORKER, "theirs"), learner, stack) for _ in range(20)]
             assert are_let_in(learner, [ours]) == 1, "and keeps it"
-            assert are_let_in(learner, theirs) <= (PER_TOKEN_MAX if has_plan else PLACES_MAX - 2)
+            assert are_let_in(learner, theirs) <= (PER_TOKEN_MAX if has_plan else LINKS_MAX - 2)
             worker = f.members[1].node
             assert {link.peer_id for link in worker.stats().links} == {learner.node.peer_id}
 

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from echo2.cli.demo.ports import choose_ports
 from echo2.trust.identity import Role
 from tests.e2e.cluster import Cluster, small_run
+from tests.patience import WAIT_S
+from tests.ports import choose_ports
 from tests.redteam.cost import cpu_s
 from tests.redteam.hostile import Stalled, is_open, tls_to, varint
 from tests.redteam.scene import Scene, scene_of
@@ -80,12 +81,12 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
         "[coordinator]",
         f'[coordinator]\nhost = "0.0.0.0"\nadvertise = "{host}"\ndashboard_host = "127.0.0.1"\nrelay_port = 0',
     )
-    config = config.replace("[learner]", f'[learner]\nhost = "0.0.0.0"\nmetrics_port = {metrics}')
     config += f'[agent]\nharness = "tests.redteam.one_call:play"\nlisten = "127.0.0.1:{gateway}"\nturns = 1\n'
     with Cluster(folder, config, workers=1) as cluster:
+        cluster.commands["learner"] += ["--metrics-port", str(metrics)]
         cluster.start_all()
-        cluster.wait_until(lambda: cluster.step() >= 1, 240, "the first step")
-        cluster.wait_until(lambda: "libp2p listens" in cluster.log("w0"), 60, "the worker's libp2p")
+        cluster.wait_until(lambda: cluster.step() >= 1, "the first step")
+        cluster.wait_until(lambda: "libp2p listens" in cluster.log("w0"), "the worker's libp2p")
         yield Ports(cluster, host)
 
 
@@ -100,7 +101,7 @@ def all_of(ports: Ports) -> dict[str, int]:
 def ended_after_s(port: int, said: bytes, drip: bytes = b"", source: str = "127.0.0.1") -> float:
     """Of a connection that says so much, then one byte of `drip` every half second, or no more."""
     began = time.monotonic()
-    with socket.create_connection(("127.0.0.1", port), timeout=5, source_address=(source, 0)) as one:
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S, source_address=(source, 0)) as one:
         rest = iter(drip * 200)
         with contextlib.suppress(OSError):
             one.sendall(said)
@@ -118,7 +119,7 @@ def ended_after_s(port: int, said: bytes, drip: bytes = b"", source: str = "127.
 def test_each_port_of_each_daemon_ends_who_says_nothing_half_or_one_byte_after_another(ports: Ports) -> None:
     every = all_of(ports)
     by_daemon = {name: sum(one.startswith(name) for one in every) for name in ports.cluster.processes}
-    assert by_daemon == {"coordinator": 5, "learner": 6, "w0": 3}, every
+    assert by_daemon == {"coordinator": 5, "learner": 6, "w0": 2}, every
     asked = [
         (f"{name} {what}", port, said, drip)
         for name, port in every.items()
@@ -180,8 +181,8 @@ def honest_callers(ports: Ports) -> dict[int, Callable[[], object]]:
     key = (ports.cluster.run_folder / "learner" / "gateway.key").read_text().strip()
     count = urllib.request.Request(f"http://{gateway}/v1/sessions", headers={"authorization": f"Bearer {key}"})
     return {
-        int(gateway.rpartition(":")[2]): lambda: urllib.request.urlopen(count, timeout=5).close(),
-        page: lambda: urllib.request.urlopen(f"http://127.0.0.1:{page}/healthz", timeout=5).close(),
+        int(gateway.rpartition(":")[2]): lambda: urllib.request.urlopen(count, timeout=WAIT_S).close(),
+        page: lambda: urllib.request.urlopen(f"http://127.0.0.1:{page}/healthz", timeout=WAIT_S).close(),
         enrol: lambda: tls_to(enrol).close(),
     }
 
@@ -200,7 +201,6 @@ def ports_of_members(scene: Scene) -> dict[str, tuple[int, str, bytes]]:
     return {
         "coordinator": (port(scene.coordinator.address), "/echo2.v1.Coordinator/WorkerSession", b"\x5a\x00"),
         "learner": (port(scene.learner.address), "/echo2.v1.Ingest/Report", b"\x22\x00"),
-        "w0": (port(scene.worker.address), "/echo2.v1.Broadcast/Exchange", b"\x5a\x00"),
     }
 
 
@@ -208,7 +208,6 @@ def test_a_call_without_its_message_and_a_member_without_a_call_are_ended(scene:
     calls = {
         "coordinator": "/echo2.v1.Operator/GetStatus",
         "learner": "/echo2.v1.Ingest/GetPartials",
-        "w0": "/echo2.v1.Broadcast/Exchange",
     }
 
     def without_message(one: tuple[int, str]) -> float:
@@ -263,7 +262,7 @@ def said_end(connection: ssl.SSLSocket) -> bool:
     return False
 
 
-@pytest.mark.parametrize("daemon", ["coordinator", "learner", "w0"])
+@pytest.mark.parametrize("daemon", ["coordinator", "learner"])
 def test_messages_of_empty_submessages_cost_what_they_weigh(ports: Ports, scene: Scene, daemon: str) -> None:
     """Four at once, each as large as the port takes; parsed they would be 500 MB each."""
     port, path, empty = ports_of_members(scene)[daemon]

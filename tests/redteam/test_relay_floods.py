@@ -6,21 +6,21 @@ import asyncio
 
 import pytest
 
-from echo2.broadcast.runtime.p2p import accept_gate, host
+from echo2.broadcast.nat import access, host
 from tests.contract.test_relay import credentials, lab, until
 from tests.redteam.hostile import idle_connections, still_open
 from tests.redteam.target import ELSEWHERE
 
 
 def test_idle_connections_keep_no_member_out_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accept_gate, "STRANGER_S", 2.0)
+    monkeypatch.setattr(access, "STRANGER_S", 2.0)
 
     async def scene() -> None:
         async with lab(monkeypatch) as made:
             port = int(made.address.rpartition(":")[2])
             with idle_connections(port, 300, ELSEWHERE) as held:
                 async with asyncio.timeout(6.0):  # before the library's own deadline for a handshake
-                    await until(lambda: still_open(held) <= accept_gate.STRANGERS_PER_HOST, "an address's share")
+                    await until(lambda: still_open(held) <= access.STRANGERS_PER_HOST, "an address's share")
                 member = made.member(credentials(made.authority))
                 await until(lambda: member.facts.relays, "a place for a member beside them")
                 await until(lambda: not still_open(held), "the end of those that prove nothing")

@@ -5,26 +5,42 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
 import pytest
 
+from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
-from echo2.broadcast.manifest import ArtifactId, Header
-from echo2.broadcast.runtime.chunk_store import ChunkStore
-from echo2.broadcast.runtime.inbox import HELD_HEADERS_MAX, Inbox
-from echo2.broadcast.runtime.library import Library, LibraryLimits
-from echo2.broadcast.runtime.meter import Meter
-from echo2.coordinator.runtime.asking import RolloutDesk
-from echo2.coordinator.runtime.services import CoordinatorService
-from echo2.learner.runtime import ingest as ingest_module
+from echo2.broadcast.artifact import ArtifactId, Header
+from echo2.broadcast.exchange import HELD_HEADERS_MAX, Bans, Exchange
+from echo2.broadcast.library import Library, LibraryLimits
+from echo2.broadcast.pace import Meter
+from echo2.broadcast.session import BroadcastSession
+from echo2.broadcast.store import ChunkStore
+from echo2.coordinator.commands import RolloutQuestions
+from echo2.coordinator.streams import CoordinatorService
+from echo2.learner.rollouts import ingest as ingest_module
 from echo2.outside.guard import FairShare, FairShares, Pace
-from echo2.trust.identity import Identity, PeerIdentity, Role
-from echo2.trust.runtime.doors import IN_FLIGHT_OF_TRUSTED, Caller, overweight
-from echo2.trust.runtime.port_limits import SERVICES
+from echo2.trust import calls, tls
+from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority
+from echo2.trust.ports import (
+    CALL_S,
+    HANDSHAKE_S,
+    IN_FLIGHT_OF_TRUSTED,
+    LEARNER,
+    MESSAGE_S,
+    SERVICES,
+    Caller,
+    overweight,
+)
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
+from echo2.wire.gen.echo2.v1.probe_pb2 import ProbeBlock
+from tests.contract.fleet import until
+from tests.patience import WAIT_S
+from tests.redteam.test_idle_members import member_of
 from tests.unit.coordinator.test_daemon import Node, options, play, running
 from tests.unit.learner.fleet import RandomWorker
 from tests.unit.learner.test_ingest import Stage, model_path, report_of, stage
@@ -40,7 +56,26 @@ def test_streams_one_after_another_are_one_share() -> None:
         now += 0.05
         now += shares.of("w1").pause_s(0.05, now)
     assert worked <= FairShare.SHARE * now + FairShare.BURST_S + 0.5
-    assert shares.of("w2").pause_s(0.05, now) == 0.0
+    shares.of("w2").pause_s(0.0, now)
+    assert shares.of("w2").pause_s(0.05, now + FairShare.BURST_S / FairShare.SHARE) == 0.0
+
+
+def test_a_new_name_for_each_connection_brings_no_new_burst() -> None:
+    shares, now, worked = FairShares(), 0.0, 0.0
+    for number in range(300):
+        worked += 0.01
+        now += 0.01
+        now += shares.of(f"name {number}").pause_s(0.01, now)
+    assert worked <= FairShare.SHARE * now + 0.01
+
+
+def test_a_caller_is_charged_for_its_handshake_its_calls_and_bytes_that_no_message_accounts_for() -> None:
+    now, caller = 100.0, Caller(1, ("10.0.0.1", 1), 0.0, "w")
+    assert caller.charge_s() == HANDSHAKE_S and caller.charge_s() == 0.0
+    caller.received_bytes = 100 * MIB  # of calls that were aborted, say
+    assert FairShare().pause_s(caller.charge_s(), now) >= 5.0
+    caller.taken_bytes, caller.messages, caller.calls = 100 * MIB, 1000, 100
+    assert caller.charge_s() == pytest.approx(1000 * MESSAGE_S + 100 * CALL_S), "a byte is charged once"
 
 
 def test_calls_beyond_the_pace_wait_behind_one_another_and_those_too_late_take_nobodys_turn() -> None:
@@ -68,7 +103,7 @@ def test_refused_calls_go_at_a_pace_and_fill_no_log(
             assert time.monotonic() - begun >= 0.5, "forty of them wait"
             assert all(isinstance(answer, grpc.aio.AioRpcError) for answer in answers)
             honest = operator.channel.unary_unary("/echo2.v1.Operator/GetStatus")
-            assert await honest(pb.GetStatusRequest().SerializeToString(), timeout=5)
+            assert await honest(pb.GetStatusRequest().SerializeToString(), timeout=WAIT_S)
             for node in (worker, operator):
                 await node.close()
 
@@ -81,16 +116,20 @@ def test_newcomers_of_a_link_share_what_one_may_take_and_who_has_delivered_has_i
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
             assert daemon.hub is not None
-            service = CoordinatorService(daemon.hub, RolloutDesk(daemon.hub.learner.tell))
+            service = CoordinatorService(daemon.hub, RolloutQuestions(daemon.hub.learner.tell))
             a, b, c = (
                 PeerIdentity(PeerId(name), Role.WORKER, link) for name, link in (("a", "x"), ("b", "x"), ("c", "y"))
             )
-            assert service._share_of(a) is not service._share_of(b), "while none has delivered, all are alike"
-            daemon.hub.book.worth.proven.add(PeerId("a"))
-            assert service._share_of(b) is service._share_of(PeerIdentity(PeerId("b2"), Role.WORKER, "x"))
-            assert len({id(service._share_of(one)) for one in (a, b, c)}) == 3
-            learner = PeerIdentity(PeerId("learner"), Role.LEARNER, "x")
-            assert service._share_of(learner) is not service._share_of(b)
+            own = FairShare()
+            assert service._share_of(a, own) is own, "while none has delivered, each has its own"
+            daemon.hub.book.records.proven.add(PeerId("a"))
+            of_link = service._share_of(b, own)
+            assert of_link is service._share_of(PeerIdentity(PeerId("b2"), Role.WORKER, "x"), own)
+            assert (
+                service._share_of(a, own) is own
+                and len({id(one) for one in (own, of_link, service._share_of(c, own))}) == 3
+            )
+            assert service._share_of(PeerIdentity(PeerId("learner"), Role.LEARNER, "x"), own) is own
 
     play(scene)
 
@@ -128,22 +167,83 @@ def test_who_asks_for_the_tokens_held_again_and_again_takes_its_share_and_no_mor
     asyncio.run(stage.play(scene))
 
 
+def test_parsing_is_within_the_callers_share_though_its_messages_are_refused(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[float] = []
+
+    def slowly(kind: object, data: bytes, limits: object, whose: str) -> object:
+        made.append(time.monotonic())
+        while time.monotonic() < made[-1] + 0.02:
+            pass
+        raise MalformedMessage(f"{whose}: expected another message")
+
+    monkeypatch.setattr(calls, "parsed", slowly)
+
+    async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
+        begun = time.monotonic()
+
+        async def send() -> None:
+            while time.monotonic() < begun + 2.0:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await stub.GetPartials(ingest_pb2.GetPartialsRequest())
+
+        await asyncio.gather(*(send() for _ in range(4)))
+        seconds = time.monotonic() - begun
+        assert 0.02 * len(made) <= FairShare.SHARE * seconds + FairShare.BURST_S + 4 * 0.02 + 0.02, len(made)
+
+    asyncio.run(stage.play(scene))
+
+
+def test_a_member_has_so_many_calls_at_a_time_and_others_are_served() -> None:
+    authority = RunAuthority.create(Identity.generate(), RunId("run"), time.time())
+    may_end, running = asyncio.Event(), 0
+
+    async def wait(request: ProbeBlock, context: object) -> ProbeBlock:
+        nonlocal running
+        running += 1
+        await may_end.wait()
+        return request
+
+    async def scene() -> None:
+        server = tls.new_server(replace(LEARNER, streams=2 * calls.CALLS_PER_CALLER))
+        method = grpc.unary_unary_rpc_method_handler(wait, ProbeBlock.FromString, ProbeBlock.SerializeToString)
+        server.add_registered_method_handlers("test.Service", {"Wait": method})
+        credentials = tls.server_credentials(tls.coordinator_credentials(authority, "127.0.0.1:0"))
+        address = f"127.0.0.1:{tls.bind_server(server, '127.0.0.1:0', credentials)}"
+        await server.start()
+        own, greedy, other = authority.identity.peer_id, member_of(authority), member_of(authority)
+        async with tls.open_channel(address, own, greedy) as first, tls.open_channel(address, own, other) as second:
+            held = [first.unary_unary("/test.Service/Wait")(b"") for _ in range(calls.CALLS_PER_CALLER)]
+            await until(lambda: running == calls.CALLS_PER_CALLER, "as many calls as it may have")
+            with pytest.raises(grpc.aio.AioRpcError, match="calls at a time"):
+                await first.unary_unary("/test.Service/Wait")(b"", timeout=WAIT_S)
+            neighbours = second.unary_unary("/test.Service/Wait")(b"")
+            await until(lambda: running == calls.CALLS_PER_CALLER + 1, "another member's call")
+            may_end.set()
+            await asyncio.gather(*held, neighbours)
+            assert await first.unary_unary("/test.Service/Wait")(b"") == b"", "a call that has ended makes room"
+        await server.stop(0)
+
+    asyncio.run(scene())
+
+
 def test_headers_of_one_peer_leave_room_for_those_of_others_while_no_publisher_is_known(tmp_path: Path) -> None:
     run, publisher = RunId("a-run"), Identity.generate()
-    inbox = Inbox(PeerId("me"), Library(ChunkStore(tmp_path, 1 << 20), run, LibraryLimits(), ""), Meter())
+    library = Library(ChunkStore(tmp_path, 1 << 20), run, LibraryLimits(), "")
+    exchange = Exchange(PeerId("me"), library, BroadcastSession(PeerId("me")), Meter(), Bans())
 
     def header(version: int) -> Header:
         made = Header(ArtifactId(Version(version)), run, "", 1.0, 100, True, publisher.peer_id)
         return made.signed(publisher)
 
-    inbox.header(PeerId("honest"), header(1))
+    exchange.on_header(PeerId("honest"), header(1))
     for version in range(2, 2 * HELD_HEADERS_MAX):
-        inbox.header(PeerId("liar"), header(version))
-        inbox.header(PeerId("liar"), header(version))
-    inbox.header(PeerId("late"), header(1))
-    held = inbox.take_held_headers()
-    assert len(held) == HELD_HEADERS_MAX
-    assert {peer for peer, _ in held} == {"honest", "late", "liar"}
+        exchange.on_header(PeerId("liar"), header(version))
+        exchange.on_header(PeerId("liar"), header(version))
+    exchange.on_header(PeerId("late"), header(1))
+    assert len(exchange._held) == HELD_HEADERS_MAX
+    assert {peer for peer, _ in exchange._held} == {"honest", "late", "liar"}
 
 
 def test_a_workers_unfinished_messages_to_the_coordinator_hold_four_mib_and_the_learners_more() -> None:

@@ -12,11 +12,13 @@ import grpc.aio
 import pytest
 
 from echo2.base.errors import MalformedMessage, Unreachable
-from echo2.coordinator.runtime import planning
-from echo2.outside.guard import MISHAPS, QUIET_S, FairShare, Mishaps, _guarded, handling
+from echo2.coordinator.planning import service as planning
+from echo2.outside.guard import MISHAPS, QUIET_S, FairShare, Mishaps, handling
+from echo2.trust.calls import _Gate
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.contract.fleet import fleet, until
+from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, group, options, play, running
 
 
@@ -79,7 +81,7 @@ def test_an_error_in_a_call_is_its_callers_status(tmp_path: Path) -> None:
             operator = await Node.join(daemon, Role.OPERATOR)
             daemon.hub.money.sums = broken  # type: ignore[method-assign]
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await operator.channel.unary_unary("/echo2.v1.Operator/GetStatus")(b"", timeout=10)
+                await operator.channel.unary_unary("/echo2.v1.Operator/GetStatus")(b"", timeout=WAIT_S)
             assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
             await operator.close()
 
@@ -96,6 +98,9 @@ def test_a_caller_that_goes_while_it_is_being_answered_is_no_error_of_ours(caplo
         def auth_context(self) -> dict[str, list[bytes]]:
             return {}
 
+        async def read(self) -> bytes:
+            return b""
+
         async def abort(self, *_: object) -> None:
             raise grpc.aio.InternalError("Failed execute_batch")
 
@@ -110,15 +115,18 @@ def test_a_caller_that_goes_while_it_is_being_answered_is_no_error_of_ours(caplo
         raise MalformedMessage("nobody hears of it")
 
     async def scene() -> None:
-        noted = MISHAPS.count
+        noted, gate = MISHAPS.count, _Gate(lambda context: ("w1", FairShare.SHARE))
+        parse = pb.Heartbeat.FromString
         for serve in (unary, malformed):
+            handler = gate.gated("/s/m", grpc.unary_unary_rpc_method_handler(serve, parse))
             with pytest.raises(asyncio.CancelledError):
-                await _guarded(serve, "/s/m", False)(b"", Gone())
+                await handler.stream_unary(None, Gone())
+        handler = gate.gated("/s/m", grpc.unary_stream_rpc_method_handler(stream, parse))
         with pytest.raises(asyncio.CancelledError):
-            async for _ in _guarded(stream, "/s/m", False)(b"", Gone()):
+            async for _ in handler.stream_stream(None, Gone()):
                 pass
         assert MISHAPS.count == noted
-        assert not caplog.records
+        assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
     asyncio.run(scene())
 
@@ -127,11 +135,11 @@ def test_an_error_over_what_a_dialled_peer_sent_ends_that_link_and_not_the_node(
     async def scene() -> None:
         async with fleet(tmp_path, 1) as f:
             learner, worker = (member.node for member in f.members)
-            worker._inbox.events_of = broken  # type: ignore[method-assign]
+            worker.exchange._on_message = broken  # type: ignore[method-assign]
             await learner.publish(*_artifact(), 1 << 20)
             await until(lambda: not worker.stats().links or worker._dialling.targets != {}, "the link has ended")
             await asyncio.sleep(0.5)
-            assert worker._error is None
+            assert worker.exchange.error is None
             assert not worker.stats().banned, "what nobody foresaw is no guilt"
 
     asyncio.run(scene())
@@ -139,7 +147,7 @@ def test_an_error_over_what_a_dialled_peer_sent_ends_that_link_and_not_the_node(
 
 def _artifact() -> tuple[Any, Any, Any]:
     from echo2.base.ids import Version
-    from echo2.broadcast.manifest import ArtifactId
+    from echo2.broadcast.artifact import ArtifactId
 
     return ArtifactId(Version(0)), iter([b"x" * 1000]), lambda: "p"
 
@@ -170,4 +178,5 @@ def test_a_peer_takes_no_more_than_its_share_of_a_loop() -> None:
         now += share.pause_s(0.02, now)
     assert worked <= FairShare.SHARE * now + FairShare.BURST_S + 0.5
     quiet = FairShare()
-    assert all(quiet.pause_s(0.001, 0.1 * n) == 0 for n in range(1000))
+    quiet.pause_s(0.0, 0.0)
+    assert all(quiet.pause_s(0.001, 0.1 * n) == 0 for n in range(1, 1000))

@@ -68,7 +68,7 @@ def test_what_peers_call_themselves_makes_no_file_outside_the_folder(tmp_path: P
     hostile = "../../../../escaped"
 
     async def scene() -> None:
-        async with running(options(home, suspect_after_s=30.0, gone_after_s=60.0)) as daemon:
+        async with running(options(home, suspect_after=30.0, gone_after=60.0)) as daemon:
             learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
             await learner.hello(model_name=hostile, address=f"{hostile}:9", open_groups=[group(hostile)])
             answer = await worker.hello(name=hostile, gpu=hostile, engine=hostile)

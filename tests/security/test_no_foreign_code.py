@@ -13,9 +13,8 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from echo2.base.errors import ConfigError, EchoError
-from echo2.tasks.executing import EXECUTING_DATA_SETS
-from echo2.tasks.runtime.rewards import Containment, make_scorer
-from echo2.tasks.sort_digits import SortDigits
+from echo2.tasks.built_in import EXECUTING_DATA_SETS, SortDigits
+from echo2.tasks.rewards import Containment, make_scorer
 from echo2.tasks.task import TaskSpec
 from tests.fuzz_targets import TARGETS
 from tests.security.executing_scorers import executing_data_sets
@@ -24,16 +23,14 @@ ROOT = Path(__file__).parents[2]
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 # The one place where a text from outside is executed: in a fork, under limits and a filter, within the containment.
-EXECUTES = ROOT / "echo2" / "contain" / "runtime" / "program_inside.py"
-# What the coordinator says to a child of its own, over pipes that nobody else has.
-TO_A_CHILD = ROOT / "echo2" / "coordinator" / "runtime" / "aside.py"
+EXECUTES = ROOT / "echo2" / "contain" / "program_inside.py"
 # Dependencies that see completions, and in which of echo2's modules they may be imported.
 # Runs a library's agents and rewards with the learner's rights; refused unless the operator says so (task.trusted_rewards).
-TRUSTED_PLAYER = "echo2/gateway/runtime/verifiers_agent.py"
+TRUSTED_PLAYER = "echo2/gateway/verifiers_agent.py"
 SEE_COMPLETIONS = {
-    "reasoning_gym": {"echo2/tasks/procedural.py"},
+    "reasoning_gym": {"echo2/tasks/built_in.py"},
     "math_verify": {"echo2/tasks/mathematics.py"},
-    "verifiers": {"echo2/tasks/runtime/verifiers_task.py", TRUSTED_PLAYER},
+    "verifiers": {"echo2/tasks/verifiers_task.py", TRUSTED_PLAYER},
     "sympy": set[str](),
     "latex2sympy2_extended": set[str](),
 }
@@ -41,7 +38,7 @@ SEE_COMPLETIONS = {
 
 @pytest.mark.parametrize("path", sorted((ROOT / "echo2").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_sources_load_no_code_from_data(path: Path) -> None:
-    if path in (EXECUTES, TO_A_CHILD):
+    if path == EXECUTES:
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -57,7 +54,7 @@ def test_sources_load_no_code_from_data(path: Path) -> None:
 def test_programs_are_executed_in_one_module_that_nothing_imports() -> None:
     assert EXECUTES.exists()
     for path in (ROOT / "echo2").rglob("*.py"):
-        assert not any(name.startswith("echo2.contain.runtime.program_inside") for name in imported(path)), path
+        assert not any(name.startswith("echo2.contain.program_inside") for name in imported(path)), path
 
 
 @pytest.mark.parametrize("package", SEE_COMPLETIONS)
@@ -70,7 +67,9 @@ def test_dependencies_that_see_completions_are_used_where_they_are_contained(pac
     }
     assert users == SEE_COMPLETIONS[package]
     for user in users - {TRUSTED_PLAYER}:
-        tasks = [node for node in ast.walk(ast.parse((ROOT / user).read_text())) if isinstance(node, ast.ClassDef)]
+        names = {"reasoning_gym": "ReasoningGym"}.get(package, "")
+        classes = [node for node in ast.walk(ast.parse((ROOT / user).read_text())) if isinstance(node, ast.ClassDef)]
+        tasks = [node for node in classes if node.name.startswith(names)]
         cheap = [ast.unparse(f) for task in tasks for f in task.body if getattr(f, "name", "") == "is_cheap"]
         assert cheap and all(text.endswith("return False") for text in cheap), user
 
@@ -84,7 +83,7 @@ def test_agents_of_verifiers_play_only_where_the_operator_trusts_them() -> None:
 
 def test_only_the_contained_process_and_plain_comparisons_call_a_score() -> None:
     """A task's `score` is called within the containment (scorer), by tasks that wrap tasks, and where it is plain."""
-    allowed = {"echo2/tasks/runtime/scorer.py", "echo2/tasks/tools.py", "echo2/tasks/runtime/verifiers_task.py"}
+    allowed = {"echo2/tasks/scorer.py", "echo2/tasks/tools.py", "echo2/tasks/verifiers_task.py"}
     for path in (ROOT / "echo2" / "tasks").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "score":

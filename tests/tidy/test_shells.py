@@ -11,10 +11,10 @@ from tests.tidy.test_layout import PACKAGE, nodes_of, sources, tree_of
 
 OF_A_FOREIGN_BASE = {("HttpServer", "servers"), ("HttpServer", "started")}  # uvicorn's own attributes
 ASKS_FOREIGN_CODE = {
-    "trust/runtime/http_port.py", "tasks/runtime/registry.py", "worker/runtime/engines/products.py",
-    "worker/runtime/engines/vllm_adapter.py", "worker/runtime/engines/weight_map.py", "worker/runtime/machine.py",
-    "sim/memory_grpc.py", "cli/worker.py", "cli/demo/llm.py", "cli/resolved.py", "learner/runtime/model.py",
-    "control/runtime/session.py",
+    "trust/http_port.py", "tasks/registry.py", "worker/engines/embedded/forward.py",
+    "worker/engines/vllm/extension.py", "worker/engines/vllm/weight_map.py", "worker/machine.py",
+    "sim/memory_grpc.py", "cli/worker.py", "cli/demo/model.py", "cli/sizing.py", "learner/training/model.py",
+    "control/session.py",
 }  # fmt: skip
 """They ask the operating system, torch, vLLM, gRPC, argparse or a user's class what it has; never an object of the product."""
 NOT_HELD = ("sim/",)

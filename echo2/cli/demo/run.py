@@ -1,7 +1,7 @@
-"""`echo2 demo`: prepares a base model, runs the daemons, draws the screen, checks the end and writes the summary.
+"""`echo2 demo`: `echo2 run` with a preset under which a small model learns, over three emulated rented machines, and a summary.
 
-Waits for: the learner to finish its steps; gives up after `STILL_S` without progress; polls twice a second. Guarantees: every
-process has ended when it returns.
+Guarantees: the base model is made once and cached; the commands that it shows are those that run; a broken promise (a step short, a
+token over S, unequal weights) ends it with an error.
 """
 
 from __future__ import annotations
@@ -9,173 +9,180 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
+import os
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from echo2.base.errors import EchoError, IntegrityError
-from echo2.cli.demo import llm
-from echo2.cli.demo.launch import ChildFailed, Children, prepare_run_folder
-from echo2.cli.demo.live import LiveRun
-from echo2.cli.demo.model import ModelRecipe, cached_model_folder
-from echo2.cli.demo.plan import PORTS, DemoOptions, commands, demo_config, shown
-from echo2.cli.demo.ports import choose_ports
-from echo2.cli.demo.warm import is_warm, warm_once
-from echo2.config.load import to_toml
+from echo2.base.errors import IntegrityError, StateError
+from echo2.cli.demo import model
+from echo2.cli.demo.summary import write_summary
+from echo2.cli.process import PARENT
+from echo2.cli.processes import ChildFailed, RunLock
+from echo2.cli.run import LocalRun
+from echo2.config.load import load_config
+from echo2.config.run import RunConfig
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
-STEPS = 120
-STILL_S = 300.0
-LLM_STILL_S = 900.0
-"""Limit for the larger model: on a busy machine its start, or one step, may take minutes."""
-LOOK_EVERY_S = 0.5
-PLAIN_LINE_EVERY_S = 10.0
-FINAL_VERSION_WITHIN_S = 30.0
-CACHE = Path("~/.cache/echo2/demo")
+# After so many the held-out reward of either model has risen (docs/demos.json, docs/demo-llm.json).
+STEPS, LLM_STEPS = 120, 18
+STILL_S, LLM_STILL_S = 300.0, 900.0  # the larger model's start, or one step, may take minutes on a busy machine
+FINAL_VERSION_WITHIN_S = 30.0  # a last version needs seconds on the emulated links
+CACHE = Path("~/.cache/echo2/demo")  # beside pip's and Hugging Face's
+LEARNER_LINK = "10mbit/s 100mbit/s 20ms"  # a home's uplink, so that versions must be relayed
+LINK_FACTOR = 4
+"""How many times faster the links are with the pretrained model, whose versions are megabytes instead of kilobytes."""
+LLM_SETTINGS = {
+    "task.name": "sums",
+    "task.eval_prompts": "32",
+    "task.eval_every_steps": "6",
+    "sampling.max_prompt_tokens": "68",
+    "sampling.max_new_tokens": "12",
+    "learner.prompts_per_step": "8",
+    "learner.rollouts_per_prompt": "8",
+    "learner.lr": "3e-5",
+    "learner.token_budget": "2048",
+    "learner.checkpoint_every_steps": "100",
+    "worker.slots": "32",
+}
+"""What differs with it. A checkpoint takes 1.6 GB here, so one at the end is enough."""
 
 
-class Interrupted(EchoError):
-    """The user stopped the demo."""
+@dataclass(frozen=True, slots=True)
+class DemoWorker:
+    """One emulated rented machine."""
 
-    exit_code = 130
+    price_usd_per_hour: float
+    is_spot: bool
+    slowdown: float
+    link: str
+
+
+# Three kinds of rented machine: near and dear, middling, far and cheap.
+WORKERS = {
+    "berlin": DemoWorker(0.40, False, 2.0, "20mbit/s 60mbit/s 30ms"),
+    "oregon": DemoWorker(0.22, True, 3.0, "12mbit/s 40mbit/s 90ms"),
+    "mumbai": DemoWorker(0.15, True, 4.5, "10mbit/s 30mbit/s 140ms"),
+}
+
+
+def demo_run(own: argparse.Namespace, overrides: Mapping[str, str]) -> LocalRun:
+    """The demo as a run of this machine."""
+    is_llm, recipe, cache = own.model == "smollm2", model.ModelRecipe(), CACHE.expanduser()
+    folder = cache / model.LLM_FOLDER if is_llm else model.cached_model_folder(cache, recipe)
+    settings = {
+        "run.name": own.name or time.strftime("demo-%Y%m%d-%H%M%S"),
+        "run.seed": str(own.seed),
+        "model.path": str(folder),
+        "task.eval_prompts": "128",
+        "task.eval_every_steps": "20",
+        "sampling.max_new_tokens": str(recipe.digits + 2),
+        "staleness.bound": str(own.staleness),
+        "learner.steps": str(own.steps or (LLM_STEPS if is_llm else STEPS)),
+        "learner.prompts_per_step": "24",
+        "learner.rollouts_per_prompt": "8",
+        "learner.lr": "5e-4",
+        "learner.checkpoint_every_steps": "10",
+        "learner.emulated_link": faster(LEARNER_LINK) if is_llm else LEARNER_LINK,
+        "worker.engine": own.engine,
+        "worker.slots": "64",
+    }
+    settings |= LLM_SETTINGS if is_llm else {"task.args": f"{{digit_count = {recipe.digits}}}"}
+    config = load_config((), "local", {**settings, **overrides})
+    names = list(WORKERS)[: 2 if own.engine == "vllm" else 3]  # three vLLM engines start too slowly on a laptop
+    workers = {name: worker_arguments(WORKERS[name], is_llm) for name in names}
+    # More threads than one would only wait for each other in so small a model.
+    threads = {} if is_llm else {"OMP_NUM_THREADS": "1"}
+    still_s = LLM_STILL_S if is_llm else STILL_S
+    return LocalRun(config, workers, {"HF_HUB_OFFLINE": "1", **threads}, own.worker_python, still_s)
+
+
+def worker_arguments(worker: DemoWorker, is_llm: bool = False) -> list[str]:
+    """How `echo-worker join` emulates the machine."""
+    return [
+        "--worker.price_usd_per_hour", str(worker.price_usd_per_hour), "--worker.is_spot", str(worker.is_spot).lower(),
+        "--worker.slowdown", str(worker.slowdown),
+        "--worker.emulated_link", faster(worker.link) if is_llm else worker.link,
+    ]  # fmt: skip
+
+
+def faster(link: str) -> str:
+    """The link with LINK_FACTOR times the rates."""
+    *rates, rtt = link.split()
+    return " ".join([*(f"{LINK_FACTOR * int(rate.removesuffix('mbit/s'))}mbit/s" for rate in rates), rtt])
 
 
 def run_demo(own: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     """Runs the whole demo; returns the exit code."""
     if own.model == "smollm2":
-        llm.require_package()
-    options = DemoOptions(
-        name=own.name or time.strftime("demo-%Y%m%d-%H%M%S"),
-        seed=own.seed,
-        steps=own.steps or (llm.STEPS if own.model == "smollm2" else STEPS),
-        staleness_bound=own.staleness,
-        engine=own.engine,
-        worker_python=own.worker_python,
-        model=own.model,
-        overrides=dict(overrides),
-    )
-    return asyncio.run(_Demo(options, Console(), own.plain).run())
+        model.require_package()
+    return asyncio.run(_run(demo_run(own, overrides), own, Console()))
 
 
-class _Demo:
-    def __init__(self, options: DemoOptions, console: Console, is_plain: bool) -> None:
-        self.options = options
-        self.console = console
-        self.is_plain = is_plain or not console.is_terminal
-        self.recipe = ModelRecipe()
-        cache = CACHE.expanduser()
-        model_folder = cache / llm.FOLDER if options.is_llm else cached_model_folder(cache, self.recipe)
-        self.config = demo_config(options, model_folder, self.recipe, choose_ports(PORTS))
-        self.run_folder = Path(self.config.run.folder) / self.config.run.name
-        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        lines = commands(self.run_folder, options.workers)
-        still_s = LLM_STILL_S if options.is_llm else STILL_S
-        children = Children(self.run_folder, lines, options.worker_python, environment)
-        self.live = LiveRun(children, console, self.is_plain, self._is_over, still_s)
-        self.finished_at: float | None = None
-
-    async def run(self) -> int:
-        prepare_run_folder(self.run_folder)
-        await self._make_base_model()
-        await self._compile_codec()
-        (self.run_folder / "run.toml").write_text(to_toml(self.config, with_descriptions=True))
-        children = self.live.children
-        self._print_commands()
-        task = asyncio.current_task()
-        assert task is not None
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, task, children)
-        try:
-            await self.live.run(["learner", *(worker.name for worker in self.options.workers)])
-        except asyncio.CancelledError:
-            raise Interrupted(f"stopped by the user; the run is in {self.run_folder}") from None
-        finally:
-            children.kill_all()
-        return self._summarise()
-
-    def _on_signal(self, task: asyncio.Task[Any], children: Children) -> None:
-        if task.cancelling():
-            children.kill_all()
-            sys.stdout.flush()
-            raise SystemExit(130)
-        task.cancel()
-
-    async def _make_base_model(self) -> None:
-        folder = Path(self.config.model.path)
-        if (folder / "config.json").exists():
-            return
-        if self.options.is_llm:
-            self.console.print(
-                "making the base model: SmolLM2-135M-Instruct in bf16 from its package (once, then cached) …"
-            )
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            arguments = ["-m", "echo2.cli.demo.llm", str(folder)]
-        else:
-            self.console.print(
-                "making the base model: a small Qwen3 taught the answer format only (once, then cached) …"
-            )
-            arguments = ["-m", "echo2.cli.demo.model", str(folder), "--recipe", json.dumps(asdict(self.recipe))]
-        process = await asyncio.create_subprocess_exec(sys.executable, *arguments, start_new_session=True)
-        try:
-            code = await process.wait()
-        finally:  # the child has its own session, so Ctrl-C reaches only us
-            if process.returncode is None:
-                process.kill()
-        if code != 0:
-            raise ChildFailed(f"the base model in {folder} could not be made; its output is above")
-
-    async def _compile_codec(self) -> None:
-        if is_warm():
-            return
-        self.console.print("compiling the delta codec (once, then cached) …")
-        try:
-            await asyncio.to_thread(warm_once)
-        except subprocess.SubprocessError as error:
-            raise ChildFailed(f"the delta codec could not be compiled: {error}") from None
-
-    def _print_commands(self) -> None:
-        self.console.print(f"run folder {self.run_folder}; the same run by hand, in five terminals:\n", highlight=False)
-        for command in commands(self.run_folder, self.options.workers).values():
-            self.console.print(f"  {shown(command)}", highlight=False, soft_wrap=True)
-        page = f"http://{self.config.coordinator.host}:{self.config.coordinator.dashboard_port}"
-        self.console.print(f"\nthe operator's page is at {page} while it runs\n", highlight=False)
-
-    def _is_over(self, status: coordinator_pb2.RunStatus | None) -> bool:
-        """Whether the learner is finished and every live worker has the final version, or FINAL_VERSION_WITHIN_S has passed.
-
-        Also true once the learner's process has ended and the model is written.
-        """
-        if status is not None and status.learner.is_finished:
-            self.finished_at = self.finished_at or time.monotonic()
-            waited_s = time.monotonic() - self.finished_at
-            return self._final_version_is_everywhere(status) or waited_s > FINAL_VERSION_WITHIN_S
-        return not self.live.children.is_running("learner") and self._learner_is_done()
-
-    def _learner_is_done(self) -> bool:
-        return (self.run_folder / "learner" / "model" / "config.json").exists()
-
-    def _final_version_is_everywhere(self, status: coordinator_pb2.RunStatus) -> bool:
-        return all(
-            worker.heartbeat.fingerprint == status.learner.fingerprint
-            for worker in status.workers
-            if worker.state == "alive"
+async def _run(run: LocalRun, own: argparse.Namespace, console: Console) -> int:
+    lock = RunLock(run.folder)
+    if (run.folder / "run.toml").exists():
+        raise StateError(
+            f"run folder {run.folder}: expected an empty folder for a new demo, found a run; choose --name"
         )
+    await _make_base_model(run.config, own.model == "smollm2", console)
+    await _compile_codec(console)
+    console.print(f"run folder {run.folder}; the same run by hand, in five terminals:\n", highlight=False)
+    for command in run.commands().values():
+        console.print(f"  {shlex.join(command)}", highlight=False, soft_wrap=True)
+    console.print("")
+    finished_at = 0.0
 
-    def _summarise(self) -> int:
-        from echo2.cli.demo.summary import write_summary  # imports matplotlib, needed only here
+    def is_over(status: coordinator_pb2.RunStatus) -> bool:
+        """Whether the learner is finished and every live worker has its weights, or FINAL_VERSION_WITHIN_S has passed."""
+        nonlocal finished_at
+        if not status.learner.is_finished:
+            return False
+        finished_at = finished_at or time.monotonic()
+        alive = [worker for worker in status.workers if worker.state == "alive"]
+        is_everywhere = all(worker.heartbeat.fingerprint == status.learner.fingerprint for worker in alive)
+        return is_everywhere or time.monotonic() - finished_at > FINAL_VERSION_WITHIN_S
 
-        status = self.live.state.status
-        assert status is not None
-        summary = write_summary(self.run_folder, self.config, status, time.monotonic() - self.live.began)
-        self.console.print(summary.text, highlight=False, soft_wrap=True)
-        if summary.problems:
-            raise IntegrityError("; ".join(summary.problems))
-        return 0
+    live = await run.run(console, own.plain, lock, is_over)
+    assert live.state.status is not None, "the run was seen to its end"
+    summary = write_summary(run.folder, run.config, live.state.status, time.monotonic() - live.began)
+    console.print(summary.text, highlight=False, soft_wrap=True)
+    if summary.problems:
+        raise IntegrityError("; ".join(summary.problems))
+    return 0
+
+
+async def _make_base_model(config: RunConfig, is_llm: bool, console: Console) -> None:
+    folder = Path(config.model.path)
+    if (folder / "config.json").exists():
+        return
+    what = "SmolLM2-135M-Instruct in bf16 from its package" if is_llm else "a small Qwen3 taught the answer format only"
+    console.print(f"making the base model: {what} (once, then cached) …")
+    how = ["--smollm2"] if is_llm else ["--recipe", json.dumps(asdict(model.ModelRecipe()))]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "echo2.cli.demo.model", str(folder), *how,
+        start_new_session=True, env={**os.environ, PARENT: str(os.getpid())},
+    )  # fmt: skip
+    try:
+        code = await process.wait()
+    finally:  # the child has its own session, so Ctrl-C reaches only us
+        if process.returncode is None:
+            process.kill()
+    if code != 0:
+        raise ChildFailed(f"the base model in {folder} could not be made; its output is above")
+
+
+async def _compile_codec(console: Console) -> None:
+    if model.codec_stamp().exists():
+        return
+    console.print("compiling the delta codec (once, then cached) …")
+    try:
+        await asyncio.to_thread(model.warm_once)
+    except subprocess.SubprocessError as error:
+        raise ChildFailed(f"the delta codec could not be compiled: {error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from echo2.base.units import format_bytes
 from echo2.config.run import RunConfig
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
-SAMPLES_SHOWN = 3
-RAMP_STEPS = 5
+SAMPLES_SHOWN = 3  # before and after fit on one screen
+RAMP_STEPS = 5  # machines still start and their rates are being measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,6 @@ def _facts(
         "utilisation_measured": measured,
         "utilisation_predicted": predicted,
         **_published_bytes(steps),
-        "audit_fleet_share": round(learner.audit_fleet_share, 4),
         "audit_own_s_per_step": round(learner.audit_s, 4),
         "usd_spent": round(status.usd_spent, 6),
         "usd_useful": round(status.usd_useful, 6),
@@ -101,12 +100,9 @@ def published_text(facts: Mapping[str, Any]) -> str:
     )
 
 
-def audit_text(fleet_share: float, own_s_per_step: float) -> str:
+def audit_text(own_s_per_step: float) -> str:
     """Formats one line: the audit's cost."""
-    return (
-        f"audit                  workers read {fleet_share:.0%} of the tokens trained on once more; the learner scored "
-        f"{own_s_per_step:.3g} s a step itself"
-    )
+    return f"audit                  the learner scored {own_s_per_step:.3g} s a step on its own device"
 
 
 def steady_utilisation(steps: Sequence[dict[str, Any]]) -> tuple[float | None, float | None]:
@@ -122,6 +118,12 @@ def steady_utilisation(steps: Sequence[dict[str, Any]]) -> tuple[float | None, f
     waiting = sum(row["phase/wait_s"] for row in steady)
     predicted = sum(row["utilisation/predicted"] * row["step_s"] for row in steady) / busy
     return round(busy / (busy + waiting), 4), round(predicted, 4)
+
+
+def lags_of(steps: Sequence[dict[str, Any]]) -> list[int]:
+    """Tokens trained on in the whole run, by lag."""
+    rows = [row.get("lag/histogram", []) for row in steps]
+    return [sum(row[lag] for row in rows if lag < len(row)) for lag in range(max(map(len, rows), default=0))]
 
 
 def _problems(status: coordinator_pb2.RunStatus, config: RunConfig) -> list[str]:
@@ -151,9 +153,9 @@ def _text(run_folder: Path, facts: dict[str, Any], samples: Sequence[dict[str, A
         f"learner utilisation    {_percent(facts['utilisation_measured'])} measured, "
         f"{_percent(facts['utilisation_predicted'])} predicted, after the first plan",
         published_text(facts),
-        audit_text(facts["audit_fleet_share"], facts["audit_own_s_per_step"]),
+        audit_text(facts["audit_own_s_per_step"]),
         f"final weights          equal to the learner's bit for bit at {len(equal)} of {len(facts['versions_equal'])} workers",
-        f"cost                   USD {facts['usd_spent']:.4f}",
+        f"cost                   USD {facts['usd_spent']:.4f}{_per_million(facts)}",
         f"run folder             {run_folder}: run.toml, summary.json, plots/, learner/metrics.jsonl, "
         "learner/samples.jsonl, learner/model/",
     ]
@@ -164,6 +166,11 @@ def _text(run_folder: Path, facts: dict[str, Any], samples: Sequence[dict[str, A
             f"after {after['completion']!r} ({after['reward']:.2f})"
         )
     return "\n".join([*lines, *(f"PROBLEM: {problem}" for problem in problems)])
+
+
+def _per_million(facts: dict[str, Any]) -> str:
+    tokens, usd = facts["trained_tokens"], facts["usd_spent"]
+    return f", {1e6 * usd / tokens:.2f} per million tokens trained on" if tokens and usd else ""
 
 
 def _percent(value: float | None) -> str:
@@ -183,29 +190,36 @@ def _plot(
     import matplotlib.pyplot as plt
 
     folder.mkdir(exist_ok=True)
-    numbers = [row["step"] for row in steps]
-    figure, axes = plt.subplots(figsize=(8, 4))
-    axes.plot(numbers, [row["reward/mean"] for row in steps], lw=1, label="training rollouts")
-    if evaluations:
-        axes.plot(*zip(*evaluations, strict=True), "o-", label="held-out prompts")
-    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.02), title="Reward")
-    axes.legend()
-    figure.savefig(folder / "reward.png", dpi=120, bbox_inches="tight")
-    plt.close(figure)
+    numbers, lag_counts = [row["step"] for row in steps], lags_of(steps)
 
-    figure, axes = plt.subplots(figsize=(8, 4))
-    axes.plot(numbers, [row.get("utilisation", float("nan")) for row in steps], label="measured")
-    axes.plot(numbers, [row.get("utilisation/predicted", float("nan")) for row in steps], "--", label="predicted")
-    axes.set(xlabel="step", ylabel="learner utilisation", ylim=(0, 1.05), title="Learner utilisation")
-    axes.legend()
-    figure.savefig(folder / "utilisation.png", dpi=120, bbox_inches="tight")
-    plt.close(figure)
+    def save(name: str, draw: Callable[[Any], object], **labels: object) -> None:
+        figure, axes = plt.subplots(figsize=(8, 4))
+        draw(axes)
+        axes.set(**labels)
+        axes.legend()
+        figure.savefig(folder / name, dpi=120, bbox_inches="tight")
+        plt.close(figure)
 
-    figure, axes = plt.subplots(figsize=(8, 4))
-    lag_counts = steps[-1].get("lag/histogram", []) if steps else []
-    axes.bar(range(len(lag_counts)), lag_counts)
-    axes.axvline(config.staleness.bound + 0.5, color="red", label=f"S = {config.staleness.bound}")
-    axes.set(xlabel="lag of trained tokens (steps)", ylabel="tokens", title="Staleness")
-    axes.legend()
-    figure.savefig(folder / "lag.png", dpi=120, bbox_inches="tight")
-    plt.close(figure)
+    def rewards(axes: Any) -> None:
+        axes.plot(numbers, [row["reward/mean"] for row in steps], lw=1, label="training rollouts")
+        if evaluations:
+            axes.plot(*zip(*evaluations, strict=True), "o-", label="held-out prompts")
+
+    def utilisation(axes: Any) -> None:
+        axes.plot(numbers, [row.get("utilisation", float("nan")) for row in steps], label="measured")
+        axes.plot(numbers, [row.get("utilisation/predicted", float("nan")) for row in steps], "--", label="predicted")
+
+    def lags(axes: Any) -> None:
+        axes.bar(range(len(lag_counts)), lag_counts)
+        axes.axvline(config.staleness.bound + 0.5, color="red", label=f"S = {config.staleness.bound}")
+
+    save("reward.png", rewards, xlabel="step", ylabel="mean reward", ylim=(0, 1.02), title="Reward")
+    save(
+        "utilisation.png",
+        utilisation,
+        xlabel="step",
+        ylabel="learner utilisation",
+        ylim=(0, 1.05),
+        title="Learner utilisation",
+    )
+    save("lag.png", lags, xlabel="lag of trained tokens (steps)", ylabel="tokens", title="Staleness")

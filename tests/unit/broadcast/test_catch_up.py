@@ -1,12 +1,28 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from echo2.base.ids import Version
-from echo2.broadcast.catch_up import ArtifactOffer, Way, link_of, plan_way
-from echo2.broadcast.manifest import ArtifactId, ArtifactKey
-from echo2.weights.policy import BaseCheckpoint
+from echo2.broadcast.artifact import ArtifactId, ArtifactKey
+from echo2.broadcast.route import (
+    ArtifactOffer,
+    BaseCheckpoint,
+    CatchUp,
+    WorkerLink,
+    dropped_to_fit,
+    offer_s,
+    plan_catch_up,
+    plan_route,
+)
+from echo2.weights.policy import parents_to_publish
 
 SNAPSHOT = 10**9
-LINK = link_of(1e6, 0.1, 1e12, 1e12)
+LINK = WorkerLink(1e6, 0.1, 1e12, 1e12)
 
 
 def offer(parent: int | None, version: int, missing: float, *, begun: bool = False) -> ArtifactOffer:
@@ -17,8 +33,8 @@ def offer(parent: int | None, version: int, missing: float, *, begun: bool = Fal
 
 
 def way(start: int | None, *offers: ArtifactOffer) -> tuple[str, list[str]]:
-    found = plan_way(offers, None if start is None else Version(start), LINK)
-    assert isinstance(found, Way)
+    found = plan_route(offers, None if start is None else Version(start), LINK)
+    assert isinstance(found, CatchUp)
     return found.kind, [key.decode() for key in found.keys]
 
 
@@ -34,15 +50,15 @@ def test_a_worker_takes_what_is_expected_first() -> None:
     assert way(0, *STEPS, KEYFRAME) == ("chain", [f"{v}>{v + 1}" for v in range(8)])
     assert way(None, *STEPS, MERGED, KEYFRAME) == ("keyframe", ["None>8"])
     assert way(None, *STEPS, MERGED, offer(None, 0, 6e8)) == ("keyframe+merged", ["None>0", "0>8"])
-    assert plan_way([*STEPS, KEYFRAME], Version(8), LINK) is None
-    assert plan_way(STEPS, None, LINK) is None
+    assert plan_route([*STEPS, KEYFRAME], Version(8), LINK) is None
+    assert plan_route(STEPS, None, LINK) is None
 
 
 def test_who_has_the_base_begins_there_where_that_is_sooner() -> None:
     base = BaseCheckpoint(Version(0), 0.0)
 
     def begun_at(start: int | None, *offers: ArtifactOffer) -> tuple[str, list[str]] | None:
-        found = plan_way(offers, None if start is None else Version(start), LINK, (), base)
+        found = plan_route(offers, None if start is None else Version(start), LINK, (), base)
         return (found.kind, [key.decode() for key in found.keys]) if found is not None else None
 
     assert begun_at(None, *STEPS, MERGED, KEYFRAME) == ("base+merged", ["0>8"])
@@ -67,17 +83,63 @@ def test_a_way_that_was_begun_is_not_left_for_one_that_is_a_little_shorter() -> 
 
 
 def test_a_slow_decoder_rather_takes_a_keyframe_than_a_long_chain() -> None:
-    slow = link_of(1e9, 0.001, 1e9, 1e9)
-    found = plan_way([*STEPS, KEYFRAME], Version(0), slow)
+    slow = WorkerLink(1e9, 0.001, 1e9, 1e9)
+    found = plan_route([*STEPS, KEYFRAME], Version(0), slow)
     assert found is not None and found.kind == "keyframe" and "expected to take 1 s" in found.reason
 
 
 def test_a_way_that_has_stopped_coming_is_left_for_one_that_leads_as_far() -> None:
     """A chunk of 6>7 is lost to its publisher's disk: the keyframe is dearer, and comes."""
     lost = {STEPS[6].key}
-    found = plan_way([*STEPS, KEYFRAME], Version(6), LINK, lost)
+    found = plan_route([*STEPS, KEYFRAME], Version(6), LINK, lost)
     assert found is not None and found.keys == (KEYFRAME.key,) and "has stalled" in found.reason
-    only = plan_way(STEPS, Version(6), LINK, lost)
+    only = plan_route(STEPS, Version(6), LINK, lost)
     assert only is not None and only.keys == (STEPS[6].key, STEPS[7].key), "there is no other way to version 8"
-    older = plan_way([*STEPS, offer(None, 7, 6e8)], Version(6), LINK, {STEPS[7].key})
+    older = plan_route([*STEPS, offer(None, 7, 6e8)], Version(6), LINK, {STEPS[7].key})
     assert older is not None and older.keys[-1] == STEPS[7].key, "version 7 is not as far"
+
+
+@given(
+    edges=st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9), st.integers(1, 10**7)), max_size=25),
+    keyframes=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10**8)), max_size=3), at=st.integers(0, 9),
+)  # fmt: skip
+def test_no_other_way_is_faster(edges, keyframes, at) -> None:  # type: ignore[no-untyped-def]
+    all_edges = [offer(a, b, size) for a, b, size in edges if a < b] + [offer(None, v, size) for v, size in keyframes]
+    best = dict.fromkeys(range(10), math.inf)
+    best[at] = 0.0
+    for _ in range(11):
+        for edge in all_edges:
+            start = 0.0 if edge.artifact.parent is None else best[edge.artifact.parent]
+            best[edge.artifact.version] = min(best[edge.artifact.version], start + offer_s(edge, LINK, SNAPSHOT))
+    plan = plan_catch_up(Version(at), Version(9), all_edges, LINK)
+    if plan is None:
+        assert best[9] == math.inf
+        return
+    assert plan.expected_s == pytest.approx(best[9])
+    here: int | None = at
+    for piece in plan.offers:
+        assert piece.artifact.parent in (None, here)
+        here = piece.artifact.version
+    assert here == 9
+
+
+@given(start=st.integers(0, 500), lag=st.integers(1, 500))
+def test_any_lag_is_caught_up_in_logarithmically_many_pieces(start: int, lag: int) -> None:
+    end = start + lag
+    edges = [
+        replace(offer(p, v, 1), is_pushed=False) for v in range(start, end + 1) for p in parents_to_publish(v, 1024)
+    ]
+    plan = plan_catch_up(Version(start), Version(end), edges, LINK)
+    assert plan is not None
+    assert len(plan.offers) <= 2 * math.log2(lag) + 1
+
+
+def test_what_workers_need_stays_within_the_budget_and_the_rest_goes() -> None:
+    edges = [offer(v, v + 1, 10) for v in range(20)] + [offer(12, 20, 40), offer(None, 16, 100), offer(None, 0, 100)]
+    held = {Version(12), Version(19)}
+    kept = set(edges) - dropped_to_fit(edges, Version(20), held, 200)
+    assert {offer(12, 20, 40), offer(19, 20, 10), offer(None, 16, 100)} <= kept
+    assert {offer(v, v + 1, 10) for v in range(16, 20)} <= kept
+    assert sum(edge.size_bytes for edge in kept) <= 200 and offer(None, 0, 100) not in kept
+    least = set(edges) - dropped_to_fit(edges, Version(20), held, 60)
+    assert {offer(12, 20, 40), offer(19, 20, 10)} <= least and sum(edge.size_bytes for edge in least) <= 60

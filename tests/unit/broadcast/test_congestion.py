@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from echo2.broadcast.congestion import PAUSE_S, START_S, CongestionChooser, Control
+from echo2.broadcast.pace import IDLE_S, START_S, CongestionChooser, Control
 
 TICK_S = 0.1
 
@@ -33,8 +33,8 @@ def test_sending_begins_fast_and_goes_on_as_usual() -> None:
 def test_a_pause_is_a_new_beginning_and_a_short_one_is_none() -> None:
     chooser = CongestionChooser()
     _run(chooser, 0.0, START_S + 1)
-    assert chooser.control(START_S + 1.0 + 0.5 * PAUSE_S) is Control.USUAL
-    assert chooser.control(START_S + 1.5 + PAUSE_S) is Control.FAST
+    assert chooser.control(START_S + 1.0 + 0.5 * IDLE_S) is Control.USUAL
+    assert chooser.control(START_S + 1.5 + IDLE_S) is Control.FAST
     seen = _run(chooser, START_S + 10, START_S + 5)
     assert seen[0] is Control.FAST
     assert seen[-1] is Control.USUAL

@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.dialable import NAMED_MAX, PROVEN_PEERS_MAX, PROVEN_S, MetAddresses, dialable, is_punchable
-from echo2.broadcast.reachability import Access
+from echo2.broadcast.reachability import (
+    NAMED_MAX,
+    PROVEN_PEERS_MAX,
+    PROVEN_S,
+    Access,
+    MetAddresses,
+    dialable,
+    is_punchable,
+)
 
 SEEN = "203.0.113.9"
 NEVER = (

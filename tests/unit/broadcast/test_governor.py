@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from echo2.broadcast.governor import FLOOR_SHARE, UplinkGovernor, UplinkSample
+from echo2.broadcast.pace import FLOOR_SHARE, UplinkGovernor, UplinkSample
 
 TICK_S = 0.1
 

@@ -1,42 +1,81 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from echo2.base.errors import CorruptChunk
+from echo2.base.errors import CorruptChunk, DiskFull
 from echo2.base.ids import PeerId, RunId, Version
-from echo2.broadcast.chunks import signed_chunks
+from echo2.broadcast.artifact import (
+    STORE_BYTES_FLOOR,
+    ArtifactId,
+    ArtifactKey,
+    Header,
+    Seal,
+    root_of,
+    signed_chunks,
+    store_bytes_for,
+    store_bytes_min,
+)
 from echo2.broadcast.events import ChunksKept, Event
-from echo2.broadcast.manifest import ArtifactId, ArtifactKey, Header, Seal, root_of
-from echo2.broadcast.room import STORE_BYTES_FLOOR, store_bytes_for, store_bytes_min
-from echo2.broadcast.runtime.chunk_store import ChunkStore
-from echo2.broadcast.runtime.library import Library, LibraryLimits
-from echo2.broadcast.runtime.restoring import restored
+from echo2.broadcast.exchange import Bans, Exchange
+from echo2.broadcast.library import Library, LibraryLimits, restored
+from echo2.broadcast.pace import Meter
+from echo2.broadcast.session import BroadcastSession
+from echo2.broadcast.store import ChunkStore
+from echo2.outside.files import MachineFiles
 from echo2.trust.identity import Identity
 
 RUN = RunId("run")
 
 
-def test_a_chunk_that_the_disk_changed_is_neither_served_nor_decoded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["payload", "signature"])
+def test_a_chunk_that_the_disk_changed_is_neither_served_nor_decoded(tmp_path: Path, part: str) -> None:
     """Served, it would make honest peers ban this node for a signature that does not hold."""
     identity = Identity.generate()
     library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(recent_bytes_max=0), "delta 1")
     header = Header(ArtifactId(Version(1)), RUN, "", time.time(), 1000, True, identity.peer_id).signed(identity)
     library.add_header(header)
-    for chunk, digest in signed_chunks(100, identity, header.key, 0, bytes(range(250))):
+    made = signed_chunks(100, identity, header.key, 0, bytes(range(250)))
+    for chunk, digest in made:
         library.add_chunk(chunk, digest)
     assert all(library.frame(header.key, index) for index in range(3))
     (path,) = tmp_path.glob("*.artifact")
     data = bytearray(path.read_bytes())
-    data[data.index(bytes(range(100, 110)))] ^= 1
+    data[data.index(bytes(getattr(made[1][0], part)))] ^= 1
     path.write_bytes(bytes(data))
     assert library.frame(header.key, 1) is None and "disk changed it" in library.trouble
     assert library.frame(header.key, 0) and library.frame(header.key, 2)
     with pytest.raises(CorruptChunk, match="chunk 1"):
         library.chunk(header.key, 1)
+
+
+@pytest.mark.parametrize(("room", "said"), [(0, "got: no space left"), (50, r"expected room for \d+ bytes, wrote 50")])
+def test_a_full_disk_is_told_with_its_folder_and_what_it_has_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, said: str
+) -> None:
+    """The system either refuses to write, or writes what there is room for and says how much that was."""
+    identity = Identity.generate()
+    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(recent_bytes_max=0), "delta 1")
+    header = Header(ArtifactId(Version(1)), RUN, "", time.time(), 1000, True, identity.peer_id).signed(identity)
+    library.add_header(header)
+    made = signed_chunks(100, identity, header.key, 0, bytes(range(250)))
+    library.add_chunk(*made[0])
+
+    def write_at(_: MachineFiles, handle: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return os.pwrite(handle, b"".join(parts)[:room], offset)
+
+    monkeypatch.setattr(MachineFiles, "write_at", write_at)
+    with pytest.raises(DiskFull, match=f"^{tmp_path}: .*{said}$"):
+        library.add_chunk(*made[1])
+    assert library.chunk(header.key, 0) == made[0][0] and library.frame(header.key, 1) is None
 
 
 def test_what_just_came_is_passed_on_and_decoded_without_the_disk(tmp_path: Path) -> None:
@@ -88,7 +127,7 @@ def test_a_full_disk_loses_first_what_leads_to_old_versions(tmp_path: Path) -> N
 def test_a_newer_keyframe_replaces_the_older_where_only_one_has_room(tmp_path: Path) -> None:
     """Else the learner's second keyframe ends the run, and a worker's is fetched for ever."""
     identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 14_000), RUN, LibraryLimits(memory_bytes_max=0), "delta 1")
+    library = Library(ChunkStore(tmp_path, 14_000), RUN, LibraryLimits(), "delta 1")
     first = _artifact(library, identity, 1, None, 10_000)
     _artifact(library, identity, 2, 1, 500)
     second = _artifact(library, identity, 2, None, 10_000)
@@ -116,10 +155,10 @@ def test_a_store_without_a_size_of_its_own_follows_the_weights_and_is_kept_after
     assert [kept.key for kept in taken_over(again)] == [header.key] and again.store.bytes_max == store_bytes_for(
         weights_bytes
     )
-    asked = Library(ChunkStore(tmp_path / "asked", 1 << 20), RUN, LibraryLimits(memory_bytes_max=0), "delta 1")
+    asked = Library(ChunkStore(tmp_path / "asked", 1 << 20), RUN, LibraryLimits(), "delta 1")
     asked.add_header(header)
     assert asked.store.bytes_max == 1 << 20
-    assert f"at least {store_bytes_min(weights_bytes)} for a keyframe" in str(asked.shortage([header.key]))
+    assert f"at least {store_bytes_min(weights_bytes)} bytes for a keyframe" in str(asked.shortage([header.key]))
 
 
 def test_blocks_are_read_back_and_what_was_dropped_meanwhile_is_said(tmp_path: Path) -> None:
@@ -135,3 +174,25 @@ def test_blocks_are_read_back_and_what_was_dropped_meanwhile_is_said(tmp_path: P
     with pytest.raises(CorruptChunk, match="dropped"):
         next(blocks)
     assert library.blocks_of(artifact) is None
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_order_they_come(
+    tmp_path: Path, order: tuple[int, int]
+) -> None:
+    identity = Identity.generate()
+    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(), "delta 1")
+    made = [
+        Header(ArtifactId(Version(1)), RUN, "delta 1", at_s, 1000, True, identity.peer_id).signed(identity)
+        for at_s in (1.0, 2.0)
+    ]
+
+    async def scene() -> None:
+        exchange = Exchange(PeerId("me"), library, BroadcastSession(PeerId("me")), Meter(), Bans())
+        exchange.trust(identity.peer_id)
+        for number in order:
+            exchange.on_header(PeerId("peer"), made[number])
+        exchange.stop_timer()
+
+    asyncio.run(scene())
+    assert list(library.entries) == [made[1].key]

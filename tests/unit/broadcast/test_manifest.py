@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from echo2.base.errors import CorruptChunk
-from echo2.broadcast.manifest import ArtifactKey, Chunk
+from echo2.broadcast.artifact import ArtifactKey, Chunk
 from echo2.trust.identity import Identity
 
 PUBLISHER, OTHER = Identity.generate(), Identity.generate()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import MalformedMessage
-from echo2.broadcast.pipe_hello import ANSWER_BYTES, OPENING_BYTES_MAX, PipeAnswer, TlsHello, opening_of, pipe_address
+from echo2.broadcast.nat.pipes import ANSWER_BYTES, OPENING_BYTES_MAX, PipeAnswer, TlsHello, opening_of, pipe_address
 from echo2.trust.identity import Identity, dns_name_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo2.broadcast.policy import RelayWindow
+from echo2.broadcast.pace import RelayWindow
 
 GBIT, LAP_AND_SLACK_S = 125e6, 0.25
 

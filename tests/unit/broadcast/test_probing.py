@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo2.broadcast.probing import BLOCK_BYTES, TRANSFER_BYTES, TRANSFER_S, Seen, Throughput, own_reach
-from echo2.broadcast.reachability import LinkKind
+from echo2.broadcast.reachability import BLOCK_BYTES, TRANSFER_BYTES, TRANSFER_S, LinkKind, Seen, Throughput, own_reach
 
 
 def test_the_rate_leaves_out_the_time_in_which_a_connection_gets_going() -> None:

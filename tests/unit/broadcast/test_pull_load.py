@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from echo2.sim.pull_load import KEY, Puller, PullLoad
+from benchmarks.broadcast_model.pull_load import KEY, Puller, PullLoad
 
 MANY = 165_000  # 11 GB in chunks of 64 KiB
 CALL_S_MAX = 0.05

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import LimitExceeded
 from echo2.base.ids import PeerId
-from echo2.broadcast.relay_book import HOUR_S, RelayBook, RelayLimits
+from echo2.broadcast.nat.relay_book import HOUR_S, RelayBook, RelayLimits
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 

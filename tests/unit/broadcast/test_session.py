@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.broadcast_model.network import BroadcastNetwork
 from echo2.base.ids import PeerId
+from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.events import (
     Accuse,
     ChunkSeen,
@@ -22,12 +24,10 @@ from echo2.broadcast.events import (
     UplinkSeen,
     Woken,
 )
-from echo2.broadcast.manifest import ArtifactKey
-from echo2.broadcast.policy import REPLAYS_MAX, SLOTS_PER_PEER, Pacer
+from echo2.broadcast.pace import REPLAYS_MAX, SLOTS_PER_PEER, Pacer
+from echo2.broadcast.plan import NodeLink, fluid_bound
 from echo2.broadcast.session import BroadcastSession
-from echo2.broadcast.topology import NodeLink, fluid_bound
 from echo2.broadcast.trees import plan
-from echo2.sim.broadcast_network import BroadcastNetwork
 from tests.unit.broadcast.test_topology import fleet
 
 MIB = 1 << 20

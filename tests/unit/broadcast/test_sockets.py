@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from echo2.broadcast.congestion import Control
-from echo2.broadcast.runtime import sockets
-from echo2.broadcast.runtime.sockets import SocketWatch
+from echo2.broadcast import uplink
+from echo2.broadcast.pace import Control
+from echo2.broadcast.uplink import SocketWatch
 
 
 def test_loopback_connections_have_no_uplink_to_protect() -> None:
@@ -34,7 +34,7 @@ def test_a_connection_is_found_behind_very_many_descriptors() -> None:
     others = [os.open(os.devnull, os.O_RDONLY) for _ in range(1500)]
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
-            assert sockets.local_end(server.getsockname()[1]) == client.getsockname()
+            assert uplink.local_end(server.getsockname()[1]) == client.getsockname()
     finally:
         for other in others:
             os.close(other)
@@ -43,7 +43,7 @@ def test_a_connection_is_found_behind_very_many_descriptors() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's tcp_info")
 def test_bytes_that_the_peer_confirmed_and_the_round_trip_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "is_loopback", lambda host: False)
+    monkeypatch.setattr(uplink, "is_loopback", lambda host: False)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         accepted, _ = server.accept()
         with accepted:
@@ -66,8 +66,8 @@ def test_bytes_that_the_peer_confirmed_and_the_round_trip_are_read(monkeypatch: 
 def test_descriptors_that_are_no_connections_are_passed_over() -> None:
     reading, writing = os.pipe()
     try:
-        assert sockets._tcp_info(reading) is None
-        assert sockets._tcp_info(10**6) is None
+        assert uplink._tcp_info(reading) is None
+        assert uplink._tcp_info(10**6) is None
         os.fstat(reading)  # still open
     finally:
         os.close(reading)
@@ -76,7 +76,7 @@ def test_descriptors_that_are_no_connections_are_passed_over() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sets Linux's TCP_CONGESTION")
 def test_connections_change_their_congestion_control_and_get_their_own_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "is_loopback", lambda host: False)
+    monkeypatch.setattr(uplink, "is_loopback", lambda host: False)
 
     def control_of(connection: socket.socket) -> bytes:
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
@@ -97,14 +97,14 @@ def test_connections_change_their_congestion_control_and_get_their_own_back(monk
 
 
 def test_a_kernel_without_the_fast_control_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "is_loopback", lambda host: False)
+    monkeypatch.setattr(uplink, "is_loopback", lambda host: False)
     asked: list[int] = []
 
     def refuse(fd: int, option: int, value: bytes) -> bool:
         asked.append(fd)
         return False
 
-    monkeypatch.setattr(sockets, "_set", refuse)
+    monkeypatch.setattr(uplink, "_set", refuse)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
         watch = SocketWatch()
         watch.look()
@@ -116,13 +116,13 @@ def test_a_kernel_without_the_fast_control_is_asked_once(monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sets Linux's TCP_NOTSENT_LOWAT")
 def test_the_kernel_holds_little_unsent_of_connections_whose_uplink_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "is_loopback", lambda host: False)
+    monkeypatch.setattr(uplink, "is_loopback", lambda host: False)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         limit_of = lambda: client.getsockopt(socket.IPPROTO_TCP, 25)  # noqa: E731
         watch, before = SocketWatch(), limit_of()
         watch.look()
         watch.limit_unsent(0.0)
         assert limit_of() == before
-        for rate, limit in ((10e6, 150_000), (10.5e6, 150_000), (20e6, 300_000), (1e5, sockets.UNSENT_BYTES_MIN)):
+        for rate, limit in ((10e6, 150_000), (10.5e6, 150_000), (20e6, 300_000), (1e5, uplink.UNSENT_BYTES_MIN)):
             watch.limit_unsent(rate)
             assert limit_of() == limit

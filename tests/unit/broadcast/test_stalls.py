@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from echo2.broadcast.manifest import ArtifactKey
-from echo2.broadcast.stalls import FORGOTTEN_S, LATE_STALL_S, STALL_S, Stalls
+from echo2.broadcast.artifact import ArtifactKey
+from echo2.broadcast.route import FORGOTTEN_S, LATE_STALL_S, STALL_S, Stalls
 
 A, B = ArtifactKey(b"a"), ArtifactKey(b"b")
 

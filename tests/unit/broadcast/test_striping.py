@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from echo2.broadcast.striping import (
+from echo2.broadcast.pace import LINK_CONNECTIONS
+from echo2.broadcast.stripes import (
     CLEAN_S,
     LEFT_ALONE_S,
-    LINK_CONNECTIONS,
     NODE_FURTHER,
     OPENING_S,
     LinkLook,

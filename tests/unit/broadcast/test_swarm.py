@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.chunks import all_of
-from echo2.broadcast.manifest import ArtifactKey
-from echo2.broadcast.swarm import Outgoing, Peer, service_order
+from echo2.broadcast.artifact import ArtifactKey, all_of
+from echo2.broadcast.peer import Outgoing, Peer, service_order
 
 DELTA, KEYFRAME = ArtifactKey(b"d" * 16), ArtifactKey(b"k" * 16)
 WHOLES = {DELTA: all_of(3), KEYFRAME: all_of(5)}
@@ -53,4 +52,5 @@ def test_late_peers_are_served_one_chunk_at_a_time_while_nothing_waits_for_other
     late, busy = waiting_peer("late", 0, "pull_queue", True), waiting_peer("busy", 1, "pull_queue", True, 1)
     assert served(late, busy) == ["late"]
     assert served(late, waiting_peer("leaf", 5, "leaf_queue")) == ["leaf"]
-    assert served(late, waiting_peer("full", 5, "leaf_queue", in_transport=2)) == []
+    full = waiting_peer("full", 5, "leaf_queue", in_transport=2)
+    assert served(late, busy, full) == ["late"]

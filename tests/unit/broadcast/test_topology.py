@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.broadcast_model.scenarios import broadcast, wan_fleet
 from echo2.base.ids import PeerId
-from echo2.broadcast.manifest import CHUNK_BYTES_MAX
-from echo2.broadcast.topology import (
+from echo2.broadcast.artifact import CHUNK_BYTES_MAX
+from echo2.broadcast.plan import (
     DEGREE_MAX,
     NodeLink,
     Tree,
@@ -22,7 +23,6 @@ from echo2.broadcast.topology import (
     predict,
 )
 from echo2.broadcast.trees import chain, plan, star, strong_relays, weighted_multi_tree
-from echo2.sim.broadcast_scenarios import broadcast, wan_fleet
 
 MBIT = 125e3
 

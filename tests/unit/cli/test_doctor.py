@@ -10,9 +10,9 @@ import pytest
 
 from echo2.cli import doctor
 from echo2.cli.main import main
-from echo2.contain.runtime import box
+from echo2.contain import box
 from echo2.trust.identity import Identity
-from echo2.worker.runtime import running
+from echo2.worker import control as running
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from echo2.base.errors import TaskError
 from echo2.cli import learner
-from echo2.cli.run_shape import learner_line
+from echo2.cli.sizing import learner_line
 from echo2.config.load import load_config
-from echo2.coordinator.runtime.catalogue import built_in_models
-from echo2.learner.runtime.options import LearnerOptions
+from echo2.coordinator.money.market import built_in_models
+from echo2.learner.options import LearnerOptions
 from tests.unit.learner.tiny import make_tiny_model
 
 
@@ -42,3 +43,13 @@ def test_what_the_learner_needs_names_its_copies_and_those_that_do_not_fit_the_g
     assert "on each of 8 GPUs (" in lines[1]
     assert "on each of 8 GPUs, 2 copies of 4 each (" in lines[2]
     assert "learner.replicas = 3 does not divide 8 ranks: such a learner does not start" in lines[3]
+
+
+def test_rewards_that_cannot_work_end_the_learner_before_it_joins_or_loads_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    arguments = ["join", "echo2://nobody", "--folder", str(folder), "--model.path", str(tmp_path / "no-model")]
+    assert learner.main([*arguments, "--task.name", "tests.unit.tasks.naughty:Always"]) == TaskError.exit_code
+    assert "naughty:Always: expected a reward for a sample" in (said := capsys.readouterr().err), said
+    assert not folder.exists()

@@ -10,21 +10,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from echo2.broadcast.room import store_bytes_for
+from echo2.broadcast.artifact import store_bytes_for
 from echo2.cli.doctor import learner_finding
 from echo2.cli.main import main
 from echo2.cli.plan import learner_gpus, load_catalogue
-from echo2.cli.run_shape import gpus_text, learner_line, learner_needs, learner_run
+from echo2.cli.sizing import gpus_text, learner_line, learner_needs, learner_run
 from echo2.config.load import load_config, parse_overrides
-from echo2.coordinator.runtime.catalogue import built_in_models
+from echo2.coordinator.money.market import built_in_models
 from echo2.cost_model.memory import Checkpointing, checkpoint_bytes, learner_memory
 from echo2.cost_model.sizing import model_size
-from echo2.learner.runtime.auditor import AuditCalls, auditor_of
-from echo2.learner.runtime.options import LearnerOptions, TrainerOptions
-from echo2.learner.runtime.ranks import Ranks
-from echo2.learner.runtime.startup import new_team
-from echo2.worker.findings import Finding
-from echo2.worker.runtime.machine import WorkerMachine, parse_gpus
+from echo2.learner.auditor import auditor_of
+from echo2.learner.options import LearnerOptions, TrainerOptions
+from echo2.learner.startup import new_team
+from echo2.learner.training.ranks import Ranks
+from echo2.worker.machine import Finding, WorkerMachine, parse_gpus
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "configs").glob("*.toml"))
 EXAMPLE = next(path for path in EXAMPLES if path.stem == "math-qwen3-8b")
@@ -38,16 +37,15 @@ def test_the_disk_that_is_told_holds_what_the_learner_writes(tmp_path: Path) -> 
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 500, "max_position_embeddings": 256, "tie_word_embeddings": True,
     }  # fmt: skip
     AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    options = LearnerOptions(
-        tmp_path, "disk", 2, 4, 4, 2, TrainerOptions(str(tmp_path / "model"), token_budget=512, threads=1)
-    )
+    config = load_config([], None, {})
+    trainer = TrainerOptions(str(tmp_path / "model"), token_budget=512, threads=1)
+    options = LearnerOptions(tmp_path, config, trainer)
     team, size = new_team(options, Ranks()), model_size(shape)
     assert team.checkpoint_bytes == checkpoint_bytes(size.parameters, 2 * size.parameters)
-    config = load_config([], None, {"learner.checkpoints_kept": "2"})
     told = learner_needs(config, size, 0, 1 << 34).memory.disk_bytes
     assert told == 3 * team.checkpoint_bytes + store_bytes_for(team.model.snapshot_bytes)
-    auditor = auditor_of(options, random.Random(0), AuditCalls(habits_of=lambda peer: None))  # type: ignore[arg-type, return-value]
-    assert auditor.versions_max == 2 * options.staleness_bound + 2
+    auditor = auditor_of(options, random.Random(0), None, print)  # type: ignore[arg-type]
+    assert auditor.versions_max == 2 * config.staleness.bound + 2
 
 
 def test_eight_billion_at_a_bound_of_six_take_the_disk_and_host_memory_that_their_run_asks() -> None:
@@ -91,9 +89,7 @@ def test_host_memory_and_disk_that_are_short_are_bad_too() -> None:
         finding_of(EXAMPLE, machine(8, disk_bytes=1 << 38)),
     )
     assert not host.is_good and "host memory: 149.4 GB needed, 68.7 GB there" in host.text
-    assert (
-        not disk.is_good and "disk: 377.3 GB needed, 274.9 GB free" in disk.text and "checkpoints_kept" in disk.advice
-    )
+    assert not disk.is_good and "disk: 377.3 GB needed, 274.9 GB free" in disk.text and "of free disk" in disk.advice
 
 
 def test_a_smaller_micro_batch_is_told_where_it_would_do() -> None:

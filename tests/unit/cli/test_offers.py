@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from echo2.cli.main import main
-from echo2.coordinator.runtime.catalogue import built_in_catalogue
-from echo2.coordinator.runtime.market import keep, kept_file, typical
+from echo2.coordinator.money.market import built_in_catalogue, keep, kept_file, typical
+from tests.patience import WAIT_S
 
 HEAD = (
     "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,"
@@ -128,7 +128,7 @@ def test_the_commands_of_the_page(market: Path, tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=WAIT_S,
             check=True,
         )
         assert "RTX4090" in done.stdout and "spot" in done.stdout

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from echo2.cli.operator import OperatorClient
 from echo2.trust.identity import JoinLink, Role
+from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, options, play, running
 
 
@@ -29,9 +30,9 @@ def test_the_status_says_what_happened_what_is_waited_for_and_what_it_has_cost(t
         async with running(options(tmp_path / "run")) as daemon:
             began = time.time()
             worker = await Node.join(daemon, Role.WORKER)
-            await worker.hello(price_usd_per_hour=3600.0)
+            await worker.hello(price_usd_per_hour=36.0)
             async with OperatorClient(daemon.links["operator"], tmp_path / "me") as operator:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(WAIT_S):
                     while not (status := await operator.status()).workers[0].usd_spent:
                         await asyncio.sleep(0.1)
             assert any("joined" in event.text for event in status.events)

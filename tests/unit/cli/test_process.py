@@ -10,6 +10,7 @@ import pytest
 
 from echo2.base.errors import BadToken, EchoError, PortBusy
 from echo2.cli.process import report_error, run_daemon
+from tests.patience import WAIT_S
 
 
 class Failing:
@@ -32,7 +33,7 @@ class Waiting:
 
     async def run(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(self.stopped.wait(), 10)
+        await asyncio.wait_for(self.stopped.wait(), WAIT_S)
 
     def stop(self) -> None:
         self.was_asked = True
@@ -60,7 +61,7 @@ def test_ctrl_c_before_there_is_a_daemon_ends_it_without_a_word(program: str, wo
         f"import os, signal; from echo2.cli import {program} as own\n"
         f"own.parse = lambda *_: os.kill(os.getpid(), signal.SIGINT); own.main({words})"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=WAIT_S)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
@@ -82,7 +83,7 @@ def test_exit_codes_of_error_kinds_differ_from_success() -> None:
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     shown = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m echo2.cli.main config show | head -1"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert (shown.stdout, shown.stderr) == ("[run]\n", "")
 
@@ -99,7 +100,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 def test_a_folder_that_cannot_be_made_is_one_line(program: str, words: list[str], code: int) -> None:
     link = "echo2://127.0.0.1:1/12D3KooWPonMYafxrz8bgmhv4GFZcVwJh5A5svfk3x2QL1j1uNuF?token=abc"
     command = [sys.executable, "-m", f"echo2.cli.{program}", *(link if word == "LINK" else word for word in words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == code and len(errors) == 1 and "/proc/nope" in errors[0], done.stderr
     assert "Traceback" not in done.stderr

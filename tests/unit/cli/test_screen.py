@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from echo2.cli.demo.live import STILL_STEPS, LastMove, plain_line
-from echo2.cli.demo.screen import ScreenState, curve, draw, lag_lines
+from echo2.cli.demo.summary import lags_of
+from echo2.cli.live import STILL_STEPS, LastMove, ScreenState, curve, draw, lag_lines, plain_line
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 
@@ -24,7 +25,7 @@ def test_curve_rises_with_the_reward() -> None:
 
 
 def test_lags_above_the_bound_are_shown_and_marked() -> None:
-    lines = lag_lines([10, 30, 0, 60], bound=2)
+    lines = lag_lines([10, 30, 0, 60], bound=2, width=36)
     assert len(lines) == 4
     assert "!" in lines[3] and "60%" in lines[3]
     assert not any("!" in line for line in lines[:3])
@@ -47,6 +48,33 @@ def test_screen_shows_each_worker_the_money_and_the_bytes() -> None:
         "now 0.90",
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 124, 140, 200])
+def test_no_curve_is_torn_at_any_width_and_the_headline_is_shown(width: int) -> None:
+    status = coordinator_pb2.RunStatus(headline="Put a worker to work.", headline_kind="bad")
+    status.learner.lag_histogram.extend([5, 5, 90])
+    status.learner_hello.staleness_bound = 4
+    console = Console(width=width, record=True)
+    console.print(draw(ScreenState(title="demo", rewards=[n / 200 for n in range(200)], status=status)))
+    lines = console.export_text().splitlines()
+    top = next(number for number, line in enumerate(lines) if "mean reward" in line)
+    blocks = [line.split("│")[1] for line in lines[top + 1 : top + 7]]
+    assert all(set(line) <= set(" ▁▂▃▄▅▆▇█") for line in blocks), "six lines of the curve, one below the other"
+    ends = [len(line.rstrip()) for line in blocks]
+    assert ends[0] == max(ends) and ends == [ends[0]] * 6, "each line reaches the newest step"
+    assert sum("lag " in line and "%" in line for line in lines) == 5, "one line for each lag"
+    assert "Put a worker to work." in lines[1]
+
+
+def test_the_plain_line_says_what_is_wrong() -> None:
+    status = coordinator_pb2.RunStatus(learner_is_connected=True, headline="Put a worker to work.", headline_kind="bad")
+    assert plain_line(ScreenState(title="demo", status=status)).endswith("Put a worker to work.")
+
+
+def test_the_lag_plot_is_of_the_whole_run() -> None:
+    assert lags_of([{"lag/histogram": [3, 1]}, {}, {"lag/histogram": [2, 0, 5]}]) == [5, 1, 5]
+    assert lags_of([]) == []
 
 
 def test_what_was_not_measured_is_not_shown() -> None:

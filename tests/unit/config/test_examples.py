@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from echo2.base.errors import TaskError
-from echo2.cli.coordinator import coordinator_options
 from echo2.cli.learner import learner_options
 from echo2.cli.options import add_config_arguments, parse
 from echo2.config.run import RunConfig
-from echo2.tasks.runtime.registry import is_environment, make_environment_source, make_task
+from echo2.tasks.registry import is_environment, make_environment_source, make_task
 from echo2.tasks.task import TaskSpec
 
 ROOT = Path(__file__).parents[3]
@@ -34,9 +33,7 @@ def test_run_file_gives_options_of_learner_and_coordinator(
 ) -> None:
     config = parsed(path, monkeypatch)
     assert config.run.name in path.read_text()
-    options = learner_options(config, "", tmp_path)
-    assert options.run_id == config.run.name and options.steps == config.learner.steps
-    assert coordinator_options(config, tmp_path).staleness_bound == config.staleness.bound
+    assert learner_options(config, "", tmp_path).config is config
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

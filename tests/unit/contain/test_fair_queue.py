@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.contain.fair_queue import FairQueue
+from echo2.contain.pool import FairQueue
 
 
 def test_a_sender_that_used_much_waits_behind_those_that_used_little() -> None:

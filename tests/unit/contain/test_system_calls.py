@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from pathlib import Path
@@ -9,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from echo2.base.errors import ResourceError
-from echo2.contain.system_calls import _FIRST_UNKNOWN, ARCHITECTURES, REFUSED, filter_program
+from echo2.contain.kernel import _FIRST_UNKNOWN, ARCHITECTURES, REFUSED, filter_program
 
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
-def verdict(machine: str, number: int, architecture: int | None = None, first_argument: int = 0) -> int:
-    """What the filter says of a call: a classic BPF machine of the five instructions that it uses."""
+def verdict(machine: str, number: int, architecture: int | None = None, arguments: tuple[int, ...] = ()) -> int:
+    """What the filter says of a call: a classic BPF machine of the six instructions that it uses."""
     said = ARCHITECTURES[machine] if architecture is None else architecture
-    memory = struct.pack("<IIQQQQQQQ", number, said, 0, first_argument, 0, 0, 0, 0, 0)
+    memory = struct.pack("<IIQ6Q", number, said, 0, *arguments, *[0] * (6 - len(arguments)))
     steps = [struct.unpack("=HBBI", step) for step in _pieces(filter_program(machine))]
     place, accumulator = 0, 0
     while True:
@@ -30,6 +31,8 @@ def verdict(machine: str, number: int, architecture: int | None = None, first_ar
                 place += if_true if accumulator == operand else if_false
             case 0x35:
                 place += if_true if accumulator >= operand else if_false
+            case 0x45:
+                place += if_true if accumulator & operand else if_false
             case 0x06:
                 return int(operand)
             case _:
@@ -66,8 +69,37 @@ def test_other_machines_calls_kill_and_unknown_ones_are_absent(machine: str) -> 
 
 def test_a_process_may_limit_itself_and_no_other() -> None:
     for machine, number in (("x86_64", 302), ("aarch64", 261)):
-        assert verdict(machine, number, first_argument=0) == ALLOW
-        assert verdict(machine, number, first_argument=7) == ERRNO | 1
+        assert verdict(machine, number, arguments=(0,)) == ALLOW
+        assert verdict(machine, number, arguments=(7,)) == ERRNO | 1
+
+
+@pytest.mark.parametrize("machine", list(ARCHITECTURES))
+def test_of_calls_that_do_many_things_only_the_harmless_are_allowed(machine: str) -> None:
+    fcntl, ioctl, prctl = {"x86_64": (72, 16, 157), "aarch64": (25, 29, 167)}[machine]
+    for allowed in (
+        (fcntl, (3, 1)),
+        (fcntl, (3, 1030)),
+        (fcntl, (3, 4, os.O_NONBLOCK)),
+        (ioctl, (1, 0x5401)),
+        (prctl, (15,)),
+    ):
+        assert verdict(machine, allowed[0], arguments=allowed[1]) == ALLOW
+    for command in (
+        8,
+        10,
+        15,
+        1024,
+        1026,
+        1031,
+        4242,
+    ):  # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ
+        assert verdict(machine, fcntl, arguments=(3, command)) == ERRNO | 1
+    assert verdict(machine, fcntl, arguments=(3, 4, os.O_NONBLOCK | os.O_ASYNC)) == ERRNO | 1
+    assert verdict(machine, fcntl, arguments=(3, 8 | 1 << 32)) == ERRNO | 1, "the kernel reads the lower half"
+    for command in (0x8901, 0x8902, 0x5452, 0x5410, 0x5412):  # FIOSETOWN, SIOCSPGRP, FIOASYNC, TIOCSPGRP, TIOCSTI
+        assert verdict(machine, ioctl, arguments=(3, command)) == ERRNO | 25
+    for option in (1, 4, 22, 38, 59):  # PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS, SYSCALL_USER_DISPATCH
+        assert verdict(machine, prctl, arguments=(option,)) == ERRNO | 22
 
 
 def test_the_numbers_are_those_of_the_kernels_headers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.contain.view import View, box_command
+from echo2.contain.box import View, box_command
 
 
 def test_all_is_unshared_nothing_is_writable_and_no_variable_is_passed_on() -> None:
@@ -23,6 +23,7 @@ def test_all_is_unshared_nothing_is_writable_and_no_variable_is_passed_on() -> N
     assert "--bind " not in text.replace("--ro-bind ", "").replace("--dev-bind ", "")
     assert "--proc" not in said
     assert text.endswith("--remount-ro / -- python")
+    assert "--as-pid-1" in said and text.count("--cap-add") == 1 and "--cap-drop ALL --cap-add CAP_SYS_ADMIN" in text
     assert text.index("--cap-drop ALL") < text.index("--remount-ro /")
 
 

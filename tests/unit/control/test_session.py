@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from echo2.base.errors import LimitExceeded, StateError
-from echo2.control.backoff import Backoff
-from echo2.control.runtime.session import OUTBOX_MESSAGES_MAX, ControlSession, Party
-from echo2.control.waits import Waits
+from echo2.control.session import OUTBOX_MESSAGES_MAX, ControlSession, Party, unless
+from echo2.control.waits import Backoff, Waits
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Identity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
+from tests.patience import WAIT_S
 from tests.unit.learner.fleet import RUN, Coordinator, issue, new_authority
 
 Message = coordinator_pb2.LearnerMessage
@@ -71,9 +71,9 @@ class Bench:
             dial=lambda channel: coordinator_pb2_grpc.CoordinatorStub(channel).LearnerSession(),
             hello=self._hello,
             beat=lambda: Message(report=coordinator_pb2.LearnerReport(step=3)),
-            welcomed=lambda welcome: None,
-            ordered=lambda order: None,
-            lost=self._lost,
+            on_welcome=lambda welcome: None,
+            on_order=lambda order: None,
+            on_lost=self._lost,
         )
 
     def _hello(self) -> Message:
@@ -84,7 +84,7 @@ class Bench:
         self.lost += 1
 
     async def until(self, holds: Any) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while not holds():
                 await asyncio.sleep(0.01)
 
@@ -116,7 +116,7 @@ def test_a_refusal_that_passes_is_tried_again_and_one_that_does_not_ends_the_ses
         async with Bench(refusal(LimitExceeded), welcome(interval_s=1e9), welcome(), refusal(StateError)) as bench:
             bench.coordinator.ends = True
             with pytest.raises(StateError, match="why"):
-                await asyncio.wait_for(bench.task, 20)
+                await asyncio.wait_for(bench.task, WAIT_S)
             assert len(bench.coordinator.hellos) == 4
             assert bench.lost == 1, "of the streams only one was welcome, by an interval within its bounds"
 
@@ -155,7 +155,7 @@ def test_a_good_bye_is_said_behind_all_else() -> None:
             await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 20.0)
             assert len(bench.coordinator.closed) == 100, "it was read, not only written"
             assert time.monotonic() - begun < 15, "and it is over as soon as it was read"
-            await asyncio.wait_for(bench.task, 5)
+            await asyncio.wait_for(bench.task, WAIT_S)
             assert bench.lost == 1, "and no other stream was opened"
 
     asyncio.run(scene())
@@ -166,7 +166,7 @@ def test_a_coordinator_that_does_not_hear_the_good_bye_holds_nobody() -> None:
         async with Bench(welcome()) as bench:
             await bench.until(lambda: bench.session.is_connected)
             bench.coordinator.reading_s = 3600.0
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 0.2)
 
     asyncio.run(scene())
@@ -181,5 +181,27 @@ def test_what_is_said_while_the_stream_is_being_opened_is_heard_behind_the_hello
             bench.greets = lambda: bench.session.send(close)
             await bench.until(lambda: bench.session.is_connected)
             await bench.until(lambda: bench.coordinator.closed)
+
+    asyncio.run(scene())
+
+
+def test_an_enrolment_ends_with_the_start_that_waits_for_it() -> None:
+    async def scene() -> None:
+        for is_stopped in (False, True):
+            stopped, begun, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+            async def enrol(begun: asyncio.Event = begun, ended: asyncio.Event = ended) -> Any:
+                try:
+                    begun.set()
+                    await asyncio.Event().wait()
+                finally:
+                    ended.set()
+
+            starting = asyncio.create_task(unless(stopped, asyncio.create_task(enrol())))
+            await begun.wait()
+            stopped.set() if is_stopped else starting.cancel()
+            (result,) = await asyncio.gather(starting, return_exceptions=True)
+            assert ended.is_set() and (result is None if is_stopped else isinstance(result, asyncio.CancelledError))
+            assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody waits for the stop any more"
 
     asyncio.run(scene())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2.coordinator.membership import OperatorSetting
+from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import Node, group, options, play, running
@@ -16,7 +16,7 @@ TEXT = "audit: its log-probabilities are 0.08 nats off, 0.05 are allowed"
 
 def test_a_finding_that_is_not_certain_sets_the_worker_aside_until_the_operator_releases_it(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with running(options(tmp_path, suspect_after_s=30.0, gone_after_s=60.0)) as daemon:
+        async with running(options(tmp_path, suspect_after=30.0, gone_after=60.0)) as daemon:
             learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
             peer_id = worker.credentials.peer_id
             await learner.hello(open_groups=[group("g1")])
@@ -30,7 +30,7 @@ def test_a_finding_that_is_not_certain_sets_the_worker_aside_until_the_operator_
             assert (barred.peer_id, barred.reason, barred.is_lifted) == (peer_id, TEXT, False)
             hub = daemon.hub
             assert hub is not None and not hub.book.leases, "its lease is free for another"
-            assert any(event.kind == "audit" and TEXT in event.text for event in hub.keeper.events), "with the evidence"
+            assert any(event.kind == "audit" and TEXT in event.text for event in hub.state.events), "with the evidence"
 
             await learner.close()
             again = await Node.join(daemon, Role.LEARNER, learner.credentials.identity)
@@ -53,7 +53,7 @@ def test_a_finding_that_is_not_certain_sets_the_worker_aside_until_the_operator_
 
 def test_a_certain_finding_bans_and_a_lesser_one_does_not_soften_it(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with running(options(tmp_path, suspect_after_s=30.0, gone_after_s=60.0)) as daemon:
+        async with running(options(tmp_path, suspect_after=30.0, gone_after=60.0)) as daemon:
             learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
             await learner.hello()
             await worker.hello()
@@ -73,10 +73,10 @@ def test_a_certain_finding_bans_and_a_lesser_one_does_not_soften_it(tmp_path: Pa
 
 @pytest.mark.parametrize("setting", [OperatorSetting.BANNED, OperatorSetting.QUARANTINED])
 def test_a_notice_that_the_machine_goes_does_not_free_a_barred_worker(tmp_path: Path, setting: OperatorSetting) -> None:
-    from echo2.coordinator.runtime.preemption import preempted
+    from echo2.coordinator.ending import preempted
 
     async def scene() -> None:
-        async with running(options(tmp_path, suspect_after_s=30.0, gone_after_s=60.0)) as daemon:
+        async with running(options(tmp_path, suspect_after=30.0, gone_after=60.0)) as daemon:
             worker = await Node.join(daemon, Role.WORKER)
             await worker.hello()
             hub, peer_id = daemon.hub, worker.credentials.peer_id

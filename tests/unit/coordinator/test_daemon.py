@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,33 +17,55 @@ from google.protobuf.message import Message
 
 from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError, TrustError
 from echo2.base.ids import RunId
-from echo2.broadcast.runtime.addresses import outward_host
-from echo2.broadcast.runtime.transport_mixed import MixedTransport
-from echo2.broadcast.topology import can_connect
-from echo2.coordinator.membership import OperatorSetting
-from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.runtime.commands import Commands
-from echo2.coordinator.runtime.daemon import CoordinatorDaemon
-from echo2.coordinator.runtime.web.state import StateView
+from echo2.broadcast.nat.facts import outward_host
+from echo2.broadcast.nat.reach import Nat
+from echo2.broadcast.plan import can_connect
+from echo2.config.run import RunConfig
+from echo2.coordinator.commands import Commands
+from echo2.coordinator.coordinator import CoordinatorDaemon
+from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.options import CoordinatorOptions, timed_section
+from echo2.coordinator.store import SqlStore
+from echo2.coordinator.web.state import StateView
+from echo2.trust import tls
+from echo2.trust.enrolment import enrol, renew
 from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
-from echo2.trust.runtime import tls
-from echo2.trust.runtime.enrolling import enrol, renew
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.coordinator import worker_hello_to_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.ticket import verify_ticket
+from echo2.wire.rollout import verify_ticket
 
 RUN = RunId("a-run")
 WAIT_S = 10.0
 
 
-def options(folder: Path, **more: Any) -> CoordinatorOptions:
-    base = CoordinatorOptions(
-        RUN, folder, enrol_port=0, port=0, dashboard_port=0, heartbeat_interval_s=0.2, suspect_after_s=1.0,
-        gone_after_s=2.0, lease_timeout_s=20.0,
-    )  # fmt: skip
-    return replace(base, **more)
+def options(
+    folder: Path,
+    *,
+    run_id: str = RUN,
+    steps: int = 1,
+    staleness_bound: int = 4,
+    model_path: str = "",
+    quantisation: str = "none",
+    exit_when_finished: bool = False,
+    **section: Any,
+) -> CoordinatorOptions:
+    """A coordinator that soon misses who is silent, on any free ports; `section`: options and timing of [coordinator]."""
+    timing = {
+        "heartbeat_interval": 0.2,
+        "suspect_after": 1.0,
+        "gone_after": 2.0,
+        "lease_timeout": 20.0,
+        "report_interval": 2.0,
+    }
+    ports = {"enrol_port": 0, "port": 0, "dashboard_port": 0}
+    config = RunConfig.model_validate({
+        "run": {"name": run_id}, "learner": {"steps": steps}, "staleness": {"bound": staleness_bound},
+        "model": {"path": model_path}, "worker": {"quantisation": quantisation},
+        "coordinator": timed_section(**{**timing, **ports, **section}),
+    })  # fmt: skip
+    return CoordinatorOptions(folder, config, exit_when_finished)
 
 
 @asynccontextmanager
@@ -134,6 +157,9 @@ def test_a_group_travels_from_the_learner_to_a_worker_with_a_ticket_that_the_lea
             assert welcome.welcome.learner.address == "127.0.0.1:9"
             activation = await worker.until("activation")
             assert activation.is_active and activation.reason
+            nodes = [learner.credentials.peer_id, worker.credentials.peer_id]
+            while [node.peer_id for node in (await worker.until("broadcast_plan")).nodes] != nodes:
+                pass  # the plan from before its hello
             await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
             await learner.say(offer=pb.OfferGroups(groups=[group("g1"), group("g2")]))
             grant = await worker.until("lease_grant")
@@ -143,8 +169,6 @@ def test_a_group_travels_from_the_learner_to_a_worker_with_a_ticket_that_the_lea
                 grant.ticket, RUN, learner.credentials.coordinator_peer_id, worker.credentials.peer_id
             )
             assert (ticket.group_id, ticket.attempt) == ("g1", 1)
-            plan = await worker.until("broadcast_plan")
-            assert [node.peer_id for node in plan.nodes] == [learner.credentials.peer_id, worker.credentials.peer_id]
             await learner.say(close=pb.CloseGroups(group_ids=["g1"], reason="stale"))
             assert (await worker.until("lease_revoke")).lease_id == ticket.lease_id
             for node in (learner, worker):
@@ -262,14 +286,12 @@ def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their_links
                 relay_address="198.51.100.1:8423",
                 longest_sequence_tokens=2560,
                 full_snapshot_bytes=99,
-                audits_nothing=True,
             )
             left, right = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
             for worker in (left, right):
                 welcome = (await worker.hello(addresses=["192.168.1.2:7"])).welcome
                 assert welcome.learner.relay_address == "198.51.100.1:8423"
                 assert (welcome.learner.longest_sequence_tokens, welcome.learner.full_snapshot_bytes) == (2560, 99)
-                assert welcome.learner.audits_nothing
             for kind in ("relayed", "hole-punched"):
                 await left.say(heartbeat=told(left, "203.0.113.1", right, kind))
                 await right.say(heartbeat=told(right, "203.0.113.2", left, kind))
@@ -283,10 +305,10 @@ def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their_links
                         and theirs
                         and not mine.addresses
                         and not theirs.addresses
+                        and theirs.access.relays == (relay,)
                         and bool(theirs.access.met) == is_met
                     ):
                         break
-                assert theirs.access.relays == (relay,)
                 assert right.credentials.peer_id in plan.neighbours(left.credentials.peer_id)
                 assert can_connect(mine, theirs) == is_met
             assert daemon.hub is not None
@@ -308,14 +330,12 @@ def test_a_coordinator_that_is_reached_from_elsewhere_is_a_relay_and_one_on_loop
         host = outward_host("0.0.0.0", "192.0.2.1:9")
         if not host:
             pytest.skip("this machine has no address but loopback")
-        async with running(replace(options(tmp_path), host="0.0.0.0", advertise_host=host, relay_port=0)) as daemon:
+        async with running(options(tmp_path, host="0.0.0.0", advertise=host, relay_port=0)) as daemon:
             worker = await Node.join(daemon, Role.WORKER)
             address = (await worker.hello()).welcome.relay_address
             assert address.startswith(f"{host}:")
             settled = asyncio.Event()
-            transport = MixedTransport(
-                worker.credentials, changed=lambda facts: settled.set() if facts.relays else None
-            )
+            transport = Nat(worker.credentials, changed=lambda facts: settled.set() if facts.relays else None)
             transport.use_relay(worker.credentials.coordinator_peer_id, address)
             await asyncio.wait_for(settled.wait(), WAIT_S)
             await transport.close()
@@ -328,17 +348,17 @@ def test_rounded_weights_are_refused_unless_the_run_allows_them(tmp_path: Path) 
     async def scene() -> None:
         async with running(options(tmp_path / "strict")) as daemon:
             worker = await Node.join(daemon, Role.WORKER)
-            refusal = (await worker.hello(quantisation="int8")).refusal
+            refusal = (await worker.hello(quantisation="fp8")).refusal
             assert refusal.code == "ConfigError"
-            assert "it generates by int8" in refusal.message and "coordinator.quantised_workers" in refusal.message
+            assert "it generates by fp8" in refusal.message and "worker.quantisation in its own file" in refusal.message
             assert daemon.hub is not None and not daemon.hub.membership.members
             assert (await worker.hello()).WhichOneof("kind") == "welcome"
-        async with running(options(tmp_path / "lenient", quantised_workers=True)) as daemon:
+        async with running(options(tmp_path / "lenient", quantisation="fp8")) as daemon:
             worker = await Node.join(daemon, Role.WORKER)
-            assert (await worker.hello(engine="embedded", quantisation="int8")).WhichOneof("kind") == "welcome"
+            assert (await worker.hello(engine="vllm", quantisation="fp8")).WhichOneof("kind") == "welcome"
             assert daemon.hub is not None
             (member,) = daemon.hub.membership.members.values()
-            assert worker_hello_to_message(member.hello).quantisation == "int8"
+            assert worker_hello_to_message(member.hello).quantisation == "fp8"
 
     asyncio.run(scene())
 
@@ -428,7 +448,38 @@ def test_a_busy_port_and_a_folder_in_use_are_named_before_anything_runs(tmp_path
             with pytest.raises(StateError, match="runs a coordinator in it"):
                 await CoordinatorDaemon(options(tmp_path / "a")).run()
         with pytest.raises(StateError, match="'a-run'"):
-            await CoordinatorDaemon(options(tmp_path / "a", run_id=RunId("b-run"))).run()
+            await CoordinatorDaemon(options(tmp_path / "a", run_id="b-run")).run()
+
+    play(scene)
+
+
+@pytest.mark.parametrize("busy", ["enrol_port", "dashboard_port"])
+def test_a_start_that_fails_at_a_later_port_says_so_in_one_line_and_writes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, busy: str
+) -> None:
+    async def scene() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            with pytest.raises(PortBusy) as raised:
+                await CoordinatorDaemon(options(tmp_path, **{busy: other.getsockname()[1]})).run()
+            await asyncio.sleep(0)  # what the start left for the loop to do
+        assert "\n" not in str(raised.value) and not [line for line in caplog.records if line.levelname == "ERROR"]
+        store = SqlStore(f"sqlite:///{tmp_path / 'coordinator' / 'state.sqlite'}", RUN)
+        assert not store.load().meta and not store.load().events
+        store.close()
+
+    play(scene)
+
+
+def test_when_a_loop_fails_its_error_ends_the_daemon_and_nothing_goes_on(tmp_path: Path) -> None:
+    def fails() -> None:
+        raise RuntimeError("a bug")
+
+    async def scene() -> None:
+        daemon = CoordinatorDaemon(options(tmp_path), garbage=lambda: nullcontext(fails))
+        with pytest.raises(RuntimeError, match="a bug"):
+            await daemon.run()
+        assert daemon.started.is_set()
+        assert not [task for task in asyncio.all_tasks() if "_Acceptor" in repr(task.get_coro())]
 
     play(scene)
 

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from echo2.coordinator.runtime.commands import Commands
-from echo2.coordinator.runtime.enrolment import EnrolmentService
+import pytest
+
+from echo2.coordinator.commands import Commands
+from echo2.coordinator.fleet.enrolment import ENROLMENTS_BURST, EnrolmentService, RenewalService
+from echo2.coordinator.fleet.wheel import SetupService
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, RunAuthority, TlsKey, certificate_request
-from echo2.trust.runtime.tls import PROTOCOL_VERSION
+from echo2.trust.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import enrolment_pb2 as pb
 from tests.unit.coordinator.test_daemon import RUN, options, play, running
+
+
+class Refused(Exception):
+    """What `abort` raises in place of gRPC's own error."""
 
 
 class Context:
     def peer(self) -> str:
         return "ipv4:127.0.0.1:5"
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
+    async def abort(self, status: object, text: str) -> None:
+        raise Refused(text)
+
+
+class StoppedClock:
+    def now(self) -> float:
+        return 1e9
 
 
 def test_a_reply_names_the_run_its_authority_and_when_the_certificate_expires(tmp_path: Path) -> None:
@@ -35,7 +54,7 @@ def test_a_reply_names_the_run_its_authority_and_when_the_certificate_expires(tm
             assert reply.certificate_expires_unix_s == certificate.not_after_unix_s > time.time()
             assert reply.coordinator_peer_id == authority.identity.peer_id
             assert (reply.run_id, reply.coordinator_address) == (RUN, "h:1")
-            kept = daemon.hub.keeper._store.load().tokens
+            kept = daemon.hub.state.store.load().tokens
             assert any(me.peer_id in token.peers for token in kept), "its use is on the disk as the certificate leaves"
 
     play(scene)
@@ -48,7 +67,31 @@ def test_a_token_stays_revoked_though_the_coordinator_is_killed_at_once(tmp_path
             commands = Commands(daemon.hub, "h", 1, [], {})
             token, _ = commands.create_token("worker", "one", 60.0, 1)
             commands.revoke_token(token.token_id)
-            (kept,) = (one for one in daemon.hub.keeper._store.load().tokens if one.token_id == token.token_id)
+            (kept,) = (one for one in daemon.hub.state.store.load().tokens if one.token_id == token.token_id)
             assert kept.is_revoked
+
+    play(scene)
+
+
+@pytest.mark.parametrize("what", ["enrolment", "renewal", "wheel"])
+def test_a_host_that_calls_too_often_is_refused_before_its_call_is_looked_at(tmp_path: Path, what: str) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            hub = daemon.hub
+            assert hub is not None
+            hub.clock = StoppedClock()  # nothing is forgiven meanwhile
+            authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+            enrolment, renewal = EnrolmentService(hub, authority, "h:1"), RenewalService(hub, authority)
+            wheel = SetupService(hub)
+            call: Callable[[], Awaitable[object]] = {
+                "enrolment": lambda: enrolment.Enrol(pb.EnrolRequest(), Context()),
+                "renewal": lambda: renewal.Renew(pb.RenewRequest(), Context()),
+                "wheel": lambda: anext(wheel.FetchWheel(pb.WheelRequest(token="x"), Context())),
+            }[what]
+            for _ in range(ENROLMENTS_BURST):
+                with pytest.raises(Refused, match="^(?!.*too many tries)"):
+                    await call()
+            with pytest.raises(Refused, match=f"{what} from 127.0.0.1: too many tries"):
+                await call()
 
     play(scene)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.coordinator import lease_events as le
-from echo2.coordinator.expected_length import PROMPTS_MAX, ExpectedLength
-from echo2.coordinator.lease_book import LeaseBook
-from echo2.coordinator.lease_seekers import LeaseRules
+from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases.book import LeaseBook
+from echo2.coordinator.leases.queue import PROMPTS_MAX, ExpectedLength
+from echo2.coordinator.leases.seekers import LeaseRules
 
 
 def spec(name: str, prompt: int, limit: int = 1000) -> GroupSpec:

@@ -9,10 +9,10 @@ import pytest
 from benchmarks.coordinator_history import History
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
 from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.coordinator.lease_events import GroupPhase, Lease, OpenGroup
-from echo2.coordinator.membership import Member
-from echo2.coordinator.saved import SavedState
-from echo2.coordinator.telemetry import WorkerHello
+from echo2.coordinator.fleet.members import Member
+from echo2.coordinator.leases.events import GroupPhase, Lease, OpenGroup
+from echo2.coordinator.persistence import StateSnapshot
+from echo2.coordinator.planning.telemetry import WorkerHello
 
 A, B = PeerId("a"), PeerId("b")
 
@@ -47,8 +47,8 @@ def good() -> History:
     return history
 
 
-def kept() -> SavedState:
-    return SavedState(
+def kept() -> StateSnapshot:
+    return StateSnapshot(
         groups=(group("h", "h/1"), group("i", attempts=0)), leases=(lease("h", B),), members=(member(A), member(B))
     )
 
@@ -81,10 +81,10 @@ def test_each_violation_on_the_fleets_side_is_found(spoil: Callable[[History], o
 
 
 def test_a_lease_taken_back_from_a_worker_without_a_stream_is_no_loss_unless_its_group_is_gone_too() -> None:
-    taken_back = SavedState(members=(member(A), member(B)), groups=(group("h"), group("i", attempts=0)))
+    taken_back = StateSnapshot(members=(member(A), member(B)), groups=(group("h"), group("i", attempts=0)))
     assert any("is not in the state" in one for one in good().judge_saved(taken_back))
     assert good().judge_saved(taken_back, {B}) == []
-    lost = SavedState(members=(member(A), member(B)), groups=(group("i", attempts=0),))
+    lost = StateSnapshot(members=(member(A), member(B)), groups=(group("i", attempts=0),))
     assert any("is not in the state" in one for one in good().judge_saved(lost, {B}))
 
 
@@ -102,17 +102,17 @@ def test_a_revoke_is_right_when_its_group_is_closed_or_has_gone_on() -> None:
 @pytest.mark.parametrize(
     ("saved", "expected"),
     [
-        (SavedState(kept().groups, kept().leases, (member(A),)), "worker b was welcomed"),
-        (SavedState(kept().groups, (), kept().members), "lease h/1 was told to b and is not in the state"),
-        (SavedState(kept().groups, (lease("h", A),), kept().members), "the state has a as attempt 1"),
-        (SavedState(kept().groups, (lease("h", B), lease("h", A, 2)), kept().members), "group h has two leases"),
-        (SavedState((group("h", "other"),), kept().leases, kept().members), "which is not in the state"),
-        (SavedState(kept().groups[:1], kept().leases, kept().members), "i was offered before a kill"),
+        (StateSnapshot(kept().groups, kept().leases, (member(A),)), "worker b was welcomed"),
+        (StateSnapshot(kept().groups, (), kept().members), "lease h/1 was told to b and is not in the state"),
+        (StateSnapshot(kept().groups, (lease("h", A),), kept().members), "the state has a as attempt 1"),
+        (StateSnapshot(kept().groups, (lease("h", B), lease("h", A, 2)), kept().members), "group h has two leases"),
+        (StateSnapshot((group("h", "other"),), kept().leases, kept().members), "which is not in the state"),
+        (StateSnapshot(kept().groups[:1], kept().leases, kept().members), "i was offered before a kill"),
         (
-            SavedState((*kept().groups, group("g", "g/2", 2)), (*kept().leases, lease("g", A, 2)), kept().members),
+            StateSnapshot((*kept().groups, group("g", "g/2", 2)), (*kept().leases, lease("g", A, 2)), kept().members),
             "g is admitted and closed and leased again",
         ),
     ],
 )
-def test_each_violation_of_the_state_is_found(saved: SavedState, expected: str) -> None:
+def test_each_violation_of_the_state_is_found(saved: StateSnapshot, expected: str) -> None:
     assert [one for one in good().judge(saved, ["g", "h", "i"]) if expected in one]

@@ -11,8 +11,8 @@ from echo2.base.errors import PortBusy
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
 from echo2.trust.identity import JoinLink, Role
+from echo2.worker.links import listen_host
 from echo2.worker.options import WorkerOptions
-from echo2.worker.runtime.addresses import listen_host
 from tests.unit.coordinator.test_daemon import Node, options, play, running
 
 
@@ -55,11 +55,4 @@ def test_a_worker_of_a_run_on_this_machine_listens_where_the_coordinator_does(tm
         ("localhost", "127.0.0.1"),
         ("2001:db8::1", "::"),
     ):
-        assert listen_host(_Unset(), JoinLink(host, 8418, PeerId("p"), "t")) == own
-
-
-class _Unset(WorkerOptions):
-    """Nothing told of where to listen."""
-
-    def __init__(self) -> None:
-        object.__setattr__(self, "listen_host", "")
+        assert listen_host(WorkerOptions("", tmp_path), JoinLink(host, 8418, PeerId("p"), "t")) == own

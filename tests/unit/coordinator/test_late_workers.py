@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from echo2.base.ids import PeerId, Version
-from echo2.broadcast.weighting import weighted_plan
-from echo2.coordinator.planner_input import broadcast_nodes, needs_of
-from echo2.coordinator.runtime.hub import Hub
-from echo2.coordinator.runtime.store import SqlStore
-from echo2.coordinator.telemetry import LinkReport, PublishedVersion
+from echo2.broadcast.trees import weighted_plan
+from echo2.coordinator.hub import Hub
+from echo2.coordinator.planning.input import broadcast_nodes, needs_of
+from echo2.coordinator.planning.telemetry import LinkReport, PublishedVersion
+from echo2.coordinator.store import SqlStore
 from echo2.trust.identity import Identity
 from tests.unit.coordinator.test_daemon import RUN, options
 from tests.unit.coordinator.test_planner_input import BEAT, board, fleet

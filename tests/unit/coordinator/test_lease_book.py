@@ -8,11 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
-from echo2.coordinator import lease_events as le
-from echo2.coordinator.lease_book import LeaseBook
-from echo2.coordinator.lease_queue import may_take
-from echo2.coordinator.lease_seekers import LeaseRules
-from echo2.coordinator.lease_waits import slowest, waits
+from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases.book import LeaseBook
+from echo2.coordinator.leases.queue import may_take
+from echo2.coordinator.leases.seekers import LeaseRules
+from echo2.coordinator.leases.waits import slowest, waits
 
 BOUND = 4
 TIMEOUT_S = 30.0
@@ -119,9 +119,10 @@ def test_a_group_of_which_the_learner_hears_nothing_leaves_a_worker_that_only_te
     assert [grant.worker_id for grant in grants(one.handle(le.Tick(), now + 3))] == []
     assert [grant.worker_id for grant in grants(one.handle(le.Tick(), now + 2 * TIMEOUT_S))] == [WORKERS[0]]
     later = now + 10 * TIMEOUT_S
-    assert one.hearsay.shun(WORKERS[0], later) == 4 * TIMEOUT_S == one.hearsay.shun(WORKERS[0], later + 1)
-    assert one.hearsay.shunned_of(WORKERS, later) == {WORKERS[0]}
-    assert one.hearsay.shunned_of([WORKERS[0]], later) == set(), "there is nobody else"
+    assert one.records.bar(WORKERS[0], "", TIMEOUT_S, later) == 2 * TIMEOUT_S
+    assert one.records.bar(WORKERS[0], "", TIMEOUT_S, later + 1) == 2 * TIMEOUT_S - 1, "several at once count as one"
+    assert [one.records.is_barred(worker, WORKERS, later) for worker in WORKERS] == [True, False, False]
+    assert not one.records.is_barred(WORKERS[0], [WORKERS[0]], later), "there is nobody else"
 
 
 def test_a_worker_is_not_shunned_for_what_a_restarted_learner_has_lost() -> None:
@@ -134,7 +135,7 @@ def test_a_worker_is_not_shunned_for_what_a_restarted_learner_has_lost() -> None
         one.handle(le.Progressed(WORKERS[0], first.lease_id, 0, second), float(second))
     one.handle(le.GroupsSynced((spec("g"),)), 61.0)
     assert revoked(one.handle(le.GroupsOffered((spec("g"),), (0,)), 64.0)) == []
-    assert not one.hearsay.is_shunned(WORKERS[0], 65.0)
+    assert one.records.of(WORKERS[0]).bars == 0
     one.handle(le.Progressed(WORKERS[0], first.lease_id, 0, 75), 75.0)
     one.handle(le.Progressed(WORKERS[0], first.lease_id, 0, 105), 105.0)
     assert revoked(one.handle(le.GroupsOffered((spec("g"),), (0,)), 64.0 + 2 * TIMEOUT_S)) == [first.lease_id]
@@ -147,7 +148,7 @@ def test_a_lease_that_ran_out_while_the_coordinator_stood_still_is_no_guilt() ->
     (first,) = ready(one, WORKERS[0])
     one.handle(le.GroupsOffered((spec("g"),), (0,)), 3.0)
     assert revoked(one.handle(le.GroupsOffered((spec("g"),), (0,)), 3.0 + 3 * TIMEOUT_S)) == []
-    assert not one.hearsay.is_shunned(WORKERS[0], 4.0 + 3 * TIMEOUT_S)
+    assert one.records.of(WORKERS[0]).bars == 0
     assert revoked(one.handle(le.Tick(), 4.0 + 3 * TIMEOUT_S)) == [first.lease_id]
 
 

@@ -6,27 +6,26 @@ from dataclasses import replace
 
 import pytest
 
-from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
-from echo2.coordinator import lease_events as le
-from echo2.coordinator.lease_book import LeaseBook
-from echo2.coordinator.lease_events import Seeker
-from echo2.coordinator.lease_seekers import LeaseRules
-from echo2.coordinator.long_tail import (
+from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases.book import LeaseBook
+from echo2.coordinator.leases.events import Seeker
+from echo2.coordinator.leases.long_tail import (
     MOVES_PER_GROUP_MAX,
     QUIET_S,
-    TailRule,
     WorkerPace,
     is_quiet,
     moves,
     prefill_rate,
 )
-from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
-from echo2.cost_model.catalogue import worker_prior
+from echo2.coordinator.leases.seekers import LeaseRules
+from echo2.coordinator.money.market import built_in_catalogue, built_in_models
+from echo2.cost_model.machines import worker_prior
 from echo2.cost_model.sizing import RunLengths
 
 SLOW, FAST = PeerId("slow"), PeerId("fast")
-RULE = TailRule(hand_over_s=3.0)
+HAND_OVER_S = 3.0
 LIMIT, SIZE = 1000, 4
 
 
@@ -61,13 +60,13 @@ def straggler(tokens: int, now: float, step: int = 0) -> LeaseBook:
     return book
 
 
-def found(book: LeaseBook, rule: TailRule = RULE, step: int = 0) -> list[PeerId]:
-    return [move.to for move in moves(book, SPEEDS, Step(step), rule, {SLOW: "slow"})]
+def found(book: LeaseBook) -> list[PeerId]:
+    return [move.to for move in moves(book, SPEEDS, HAND_OVER_S, {SLOW: "slow"})]
 
 
 def test_a_straggler_moves_when_that_ends_it_sooner() -> None:
     book = straggler(tokens=100, now=20.0)
-    (move,) = moves(book, SPEEDS, Step(0), RULE, {SLOW: "berlin"})
+    (move,) = moves(book, SPEEDS, HAND_OVER_S, {SLOW: "berlin"})
     assert (move.to, round(move.gain_s)) == (FAST, round(700 / 5 - (3 + 403 / 5000 + 700 / 50)))
     assert "140.0 s more on berlin, 17.1 s on fast" in move.reason
 
@@ -112,7 +111,7 @@ def test_nothing_is_near_its_end_while_groups_are_being_offered() -> None:
 def test_a_lease_that_has_not_reported_yet_is_judged_by_its_workers_mean() -> None:
     book = straggler(tokens=0, now=20.0)
     assert found(book) == [FAST]
-    assert moves(book, {SLOW: pace(50.0), FAST: pace(50.0)}, Step(0), RULE, {}) == []
+    assert moves(book, {SLOW: pace(50.0), FAST: pace(50.0)}, HAND_OVER_S, {}) == []
 
 
 def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever() -> None:
@@ -122,13 +121,13 @@ def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever()
     now, workers = 20.0, []
     for _ in range(MOVES_PER_GROUP_MAX + 1):
         speeds = {**SPEEDS, PeerId("third"): pace(40.0)}
-        planned = moves(book, speeds, Step(0), RULE, {})
+        planned = moves(book, speeds, HAND_OVER_S, {})
         if not planned:
             break
         (lease,) = book.leases.values()
         revoked = book.handle(le.Recall(planned[0].lease_id, planned[0].reason, planned[0].to), now)
         assert [type(one) for one in revoked] == [le.SaveLease, le.Revoke]
-        assert moves(book, speeds, Step(0), RULE, {}) == [], "it is on its way already"
+        assert moves(book, speeds, HAND_OVER_S, {}) == [], "it is on its way already"
         actions = book.handle(le.LeaseEnded(lease.worker_id, lease.lease_id, EndReason.HANDED_BACK, ""), now + 1)
         (grant,) = [one for one in actions if isinstance(one, le.Grant)]
         assert (grant.worker_id, grant.is_continuation) == (planned[0].to, True)
@@ -152,15 +151,7 @@ def test_a_continuation_is_judged_by_what_it_made_itself() -> None:
     assert lease.tokens_before == SIZE * 120
     book.handle(le.RolloutsWanted(PeerId("third"), SIZE, Version(0)), 24.0)
     book.handle(le.WorkerAllowed(PeerId("third"), True), 24.0)
-    assert moves(book, {**SPEEDS, PeerId("third"): pace(60.0)}, Step(0), RULE, {}) == []
-
-
-def test_over_provisioning_stops_what_its_step_went_without_for_the_least_gain() -> None:
-    eager = TailRule(3.0, recycles=True)
-    slow = straggler(tokens=770, now=154.0, step=3)
-    assert found(slow, eager, step=3) == []
-    assert found(slow, eager, step=4) == [FAST], "6 s here, 4.4 s there"
-    assert found(slow, RULE, step=4) == []
+    assert moves(book, {**SPEEDS, PeerId("third"): pace(60.0)}, HAND_OVER_S, {}) == []
 
 
 def finish_s(consolidates: bool) -> float:
@@ -187,7 +178,7 @@ def finish_s(consolidates: bool) -> float:
             if made[lease.group_id] >= 500:
                 book.handle(le.LeaseEnded(lease.worker_id, lease.lease_id, EndReason.FINISHED, ""), now)
         if consolidates:
-            for move in moves(book, {one: pace(speed) for one, speed in speeds.items()}, Step(0), RULE, {}):
+            for move in moves(book, {one: pace(speed) for one, speed in speeds.items()}, HAND_OVER_S, {}):
                 back_at[move.lease_id] = now + 2.0
                 book.handle(le.Recall(move.lease_id, move.reason, move.to), now)
     return now
@@ -209,7 +200,7 @@ def test_reading_what_a_straggler_holds_takes_as_long_as_the_machine_there_prefi
     assert 2.0 < slow / sampled < 6.0 and 5 * slow < fast
     book = straggler(tokens=100, now=20.0)
     by_rate = {
-        rate: moves(book, {SLOW: pace(5.0), FAST: WorkerPace(50.0, rate)}, Step(0), RULE, {SLOW: "slow"})
+        rate: moves(book, {SLOW: pace(5.0), FAST: WorkerPace(50.0, rate)}, HAND_OVER_S, {SLOW: "slow"})
         for rate in (4.0, slow)
     }
     assert by_rate[4.0] == [] and len(by_rate[slow]) == 1, "403 tokens at 4 a second take longer than to stay"

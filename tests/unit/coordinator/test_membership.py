@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import LimitExceeded, NotAllowed
 from echo2.base.ids import PeerId, RunId
-from echo2.coordinator.membership import Activation, Liveness, LivenessRule, Membership, OperatorSetting
-from echo2.coordinator.telemetry import WorkerHello
+from echo2.coordinator.fleet.members import Activation, Liveness, LivenessRule, Membership, OperatorSetting
+from echo2.coordinator.fleet.record import WorkerRecords
+from echo2.coordinator.planning.telemetry import WorkerHello
 
 A = PeerId("a")
 RULE = LivenessRule(suspect_after_s=3.0, gone_after_s=9.0)
@@ -17,7 +18,7 @@ HELLO = WorkerHello(1, "a", RunId("r"), price_usd_per_hour=3600.0)
 
 
 def joined(now: float = 0.0) -> Membership:
-    fleet = Membership(RULE, workers_max=2)
+    fleet = Membership(RULE, 2, WorkerRecords(60.0))
     fleet.change_of(fleet.came(A, HELLO, now), now)
     return fleet
 
@@ -42,7 +43,7 @@ def test_broken_stream_makes_suspect_at_once_and_gone_sooner(cut_s: float, later
 
 def test_after_a_restart_all_have_the_longer_time_to_come_back() -> None:
     old = joined()
-    fleet = Membership(RULE, 2)
+    fleet = Membership(RULE, 2, WorkerRecords(60.0))
     fleet.restore(list(old.members.values()), 100.0)
     assert state_at(fleet, 108.0) is Liveness.SUSPECT
     assert state_at(fleet, 109.5) is Liveness.GONE
@@ -55,7 +56,7 @@ def test_who_was_gone_before_a_restart_stays_gone_until_it_comes_again() -> None
     old.left(A, 1.0)
     old.change_of(old.members[A], 1.0)
     old.members[A].has_left = False  # that is not kept on disk
-    fleet = Membership(RULE, 2)
+    fleet = Membership(RULE, 2, WorkerRecords(60.0))
     fleet.restore(list(old.members.values()), 1.5)
     assert state_at(fleet, 1.6) is Liveness.GONE
     fleet.came(A, HELLO, 2.0)
@@ -88,7 +89,7 @@ def test_who_is_banned_is_known_without_looking_through_the_fleet_also_after_a_r
     old = joined()
     old.set(A, OperatorSetting.BANNED, "bad rollouts", 1.0)
     assert list(old.banned) == [A]
-    fleet = Membership(RULE, 2)
+    fleet = Membership(RULE, 2, WorkerRecords(60.0))
     fleet.restore(list(old.members.values()), 2.0)
     assert list(fleet.banned) == [A]
     fleet.set(A, OperatorSetting.AUTOMATIC, "", 3.0)

@@ -9,10 +9,9 @@ import pytest
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.events import Route
-from echo2.broadcast.topology import DEGREE_MAX, BroadcastPlan, NodeLink, Tree
-from echo2.broadcast.trees import plan
-from echo2.broadcast.weighting import Needs, weighted_plan
-from echo2.coordinator.plan_parts import PlanParts
+from echo2.broadcast.plan import DEGREE_MAX, BroadcastPlan, NodeLink, Tree
+from echo2.broadcast.trees import Needs, plan, weighted_plan
+from echo2.coordinator.planning.parts import PlanParts
 from echo2.wire.broadcast import plan_from_message, plan_to_message
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
+import numpy as np
 import pytest
 
 from echo2.base.ids import PeerId, RunId, Step, Version
-from echo2.broadcast.weighting import Needs, is_fit, weighted_plan
-from echo2.coordinator.board import LearnerBoard
-from echo2.coordinator.measures import WorkerMeasures
-from echo2.coordinator.membership import LivenessRule, Member, Membership
-from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.planner_input import (
+from echo2.broadcast.trees import Needs, is_fit, weighted_plan
+from echo2.config.run import RunConfig
+from echo2.coordinator.fleet.members import LivenessRule, Member, Membership, WorkerMeasures
+from echo2.coordinator.fleet.record import WorkerRecords
+from echo2.coordinator.money.market import built_in_catalogue
+from echo2.coordinator.planning.board import LearnerBoard
+from echo2.coordinator.planning.corrections import Corrections
+from echo2.coordinator.planning.input import (
     RATE_MARGIN,
     SnapshotMaker,
     Speed,
     broadcast_nodes,
-    fleet_snapshot,
     is_measured,
     measured_speed,
     needs_of,
@@ -26,9 +28,7 @@ from echo2.coordinator.planner_input import (
     pool_usd_per_s,
     prior_speed,
 )
-from echo2.coordinator.reckoning import Reckoning
-from echo2.coordinator.runtime.catalogue import built_in_catalogue
-from echo2.coordinator.telemetry import (
+from echo2.coordinator.planning.telemetry import (
     Heartbeat,
     LearnerHello,
     LearnerReport,
@@ -36,18 +36,20 @@ from echo2.coordinator.telemetry import (
     PublishedVersion,
     WorkerHello,
 )
-from echo2.coordinator.tree_predictor import NODES_MAX, TreeBroadcast
+from echo2.cost_model.estimates import Predicted
+from echo2.cost_model.machines import GpuType
 from echo2.cost_model.plan import Limit
-from echo2.cost_model.prediction import Predicted
-from echo2.cost_model.snapshot import LinkEstimate, PlanConfig
-from echo2.cost_model.transfer import FluidBroadcast
+from echo2.cost_model.planner import plan
+from echo2.cost_model.relations import FleetModel
+from echo2.cost_model.snapshot import FleetSnapshot, LinkEstimate, PlanConfig
+from tests.unit.cost_model.fleets import learner, snapshot, worker
 
 RUN = RunId("run")
 BEAT = Heartbeat(Version(0), rollouts_per_s=2.0, tokens_per_s=400.0, rollout_s_mean=10.0, rollout_s_p95=20.0)
 
 
 def fleet(*gpus: str) -> Membership:
-    membership = Membership(LivenessRule(15.0, 45.0), 100)
+    membership = Membership(LivenessRule(15.0, 45.0), 100, WorkerRecords(60.0))
     for index, gpu in enumerate(gpus):
         hello = WorkerHello(1, f"w{index}", RUN, gpu=gpu, slot_count=4, link=LinkReport(1e6, 2e6, 0.05))
         membership.change_of(membership.came(PeerId(f"w{index}"), hello, 0.0), 0.0)
@@ -56,11 +58,24 @@ def fleet(*gpus: str) -> Membership:
 
 def board(*train_s: float) -> LearnerBoard:
     made = LearnerBoard()
-    hello = LearnerHello(1, RUN, "a:1", "m", b"{}", "d", 4, 64, 8, Step(0), Version(0), full_snapshot_bytes=10**9)
+    hello = LearnerHello(
+        1, RUN, "a:1", "m", b"{}", "d", 4, 64, 8, Step(0), Version(0), full_snapshot_bytes=10**9, chunk_address="a:1"
+    )
     made.came(PeerId("learner"), hello, "", 0.0)
     for step, seconds in enumerate(train_s, start=1):
         made.heard(LearnerReport(step=Step(step), train_s=seconds), float(step))
     return made
+
+
+def fleet_snapshot(
+    board: LearnerBoard, members: Sequence[Member], now: float, catalogue: Mapping[str, GpuType]
+) -> FleetSnapshot | None:
+    """The snapshot, made at once; None while too little is known."""
+    maker = SnapshotMaker(board, members, now, catalogue)
+    if not maker.is_possible:
+        return None
+    maker.go_on(len(members))
+    return maker.snapshot()
 
 
 def test_one_wild_heartbeat_or_step_moves_no_estimate() -> None:
@@ -74,6 +89,38 @@ def test_one_wild_heartbeat_or_step_moves_no_estimate() -> None:
     assert told.learner.train_s == 10.0
     found = membership.members[PeerId("w0")].measures.estimate("rollouts_per_s")
     assert found is not None and found.error == 0.0 and found.count == 7
+
+
+def test_what_the_learner_reports_of_rewards_lengths_and_discarded_groups_is_in_the_plan() -> None:
+    known = board(10.0)
+    for step in range(2, 12):
+        report = LearnerReport(
+            Step(step), train_s=10.0, evaluation_rollouts=8.0, idle_s=1.0, discarded_rollouts=32 * step,
+            reward_s=2.0, reward_processes=4, lengths=tuple(range(10, 74)),
+        )  # fmt: skip
+        known.heard(report, float(step))
+    told = fleet_snapshot(known, measured_fleet("H100", "H100", "H100"), 12.0, {})
+    assert told is not None
+    learner = told.learner
+    assert (learner.trained_rollouts, learner.dropped_rollouts, learner.evaluation_rollouts) == (64, 32, 8)
+    assert (learner.train_s, learner.idle_s, learner.lengths[-1]) == (11.0, 1.0, 73.0)
+    made = plan(told, PlanConfig(staleness_bound=4))
+    assert made.binding is Limit.REWARDS and made.predicted_utilisation < 0.25, "2 of 9.5 rewards/s"
+    assert "19 processes" in made.binding_term.remedy and "more workers would not help" in made.binding_term.remedy
+
+
+@pytest.mark.parametrize(
+    ("counts", "dropped"), [((0, 32, 64, 96, 0, 32, 64, 96, 128), 32), ((0, 10**6, 2 * 10**6, 3 * 10**6), 127)]
+)
+def test_a_learner_that_begins_anew_and_one_that_claims_too_much_change_the_plan_within_bounds(
+    counts: tuple[int, ...], dropped: int
+) -> None:
+    """A new process counts what it discards from 0 again; no claim makes it more than two thirds of what is generated."""
+    known = board(10.0)
+    for step, count in enumerate(counts, start=2):
+        known.heard(LearnerReport(Step(step), train_s=10.0, discarded_rollouts=count), float(step))
+    told = fleet_snapshot(known, measured_fleet("H100", "H100", "H100"), 12.0, {})
+    assert told is not None and told.learner.dropped_rollouts == dropped
 
 
 def test_measures_follow_a_worker_that_has_become_slower() -> None:
@@ -157,8 +204,8 @@ def test_pool_relays_while_a_version_is_on_its_way_and_not_overdue() -> None:
 
 def test_efficiency_of_broadcasts_follows_what_deltas_reached_alone_on_the_links() -> None:
     made, one = board(10.0), PeerId("w0")
-    options = CoordinatorOptions(RunId("r"), Path("unused"))
-    assert plan_config(options, made).broadcast_efficiency == 0.8
+    config = RunConfig()
+    assert plan_config(config, made).broadcast_efficiency == 0.8
 
     def broadcast(version: int, took_s: float, parent: int | None, then_waits: bool = False) -> None:
         told = None if parent is None else Version(parent)
@@ -170,7 +217,7 @@ def test_efficiency_of_broadcasts_follows_what_deltas_reached_alone_on_the_links
     assert made.broadcast_efficiency == 0.8
     for version in range(2, 32):
         broadcast(version, 6.0, version - 1)
-    assert plan_config(options, made).broadcast_efficiency == pytest.approx(0.5, abs=0.05)
+    assert plan_config(config, made).broadcast_efficiency == pytest.approx(0.5, abs=0.05)
     broadcast(32, 0.0, 31, then_waits=True)
     broadcast(33, 90.0, 32)  # the links had another version as well
     assert made.broadcast_efficiency == pytest.approx(0.5, abs=0.05)
@@ -181,34 +228,23 @@ def test_efficiency_of_broadcasts_follows_what_deltas_reached_alone_on_the_links
 
 def test_predictions_stand_next_to_what_happened() -> None:
     from echo2.cost_model.planner import plan
-    from tests.unit.cost_model.fleets import snapshot, worker
 
     made = board(10.0)
-    reckoning = Reckoning(made)
+    reckoning = Corrections(made)
     chosen = plan(snapshot(tuple(worker(f"w{i}") for i in range(8))), PlanConfig(4))
-    reckoning.planned(chosen, True, 0.0)
+    reckoning.on_plan(chosen, True, 0.0)
     for at in (10.0, 20.0):
         spent = chosen.usd_per_hour * at / 3600
-        reckoning.step_made(LearnerReport(utilisation=chosen.predicted_utilisation - 0.05), spent, at)
+        reckoning.on_step(LearnerReport(utilisation=chosen.predicted_utilisation - 0.05), spent, at)
     log = reckoning.log
     assert log.mean_absolute_error(Predicted.UTILISATION) == pytest.approx(0.05)
     assert log.mean_absolute_error(Predicted.USD_PER_HOUR) == pytest.approx(0.0, abs=1e-9)
     made.published(PublishedVersion(Version(1), Version(0), 100, 10**9, 0.1, "f"), 3.0, [PeerId("w0")], 20.0)
     made.live(PeerId("w0"), Version(1), 25.0)
     for _ in range(2):
-        reckoning.spread(made.newest_complete, 25.0)
+        reckoning.on_spread(made.newest_complete, 25.0)
     (compared,) = log.comparisons(Predicted.BROADCAST_S)
     assert (compared.predicted, compared.measured) == (3.0, 5.0)
-
-
-def test_trees_are_never_predicted_faster_than_the_fluid_and_large_pools_are_left_to_it() -> None:
-    seed, slow = LinkEstimate(4e6, 1e8, 0.02), LinkEstimate(1e6, 1e8, 0.05)
-    fluid, trees = FluidBroadcast(0.8), TreeBroadcast(0.8)
-    for count in (1, 2, 7, 40, NODES_MAX):
-        links = [replace(slow, uplink_bytes_per_s=1e6 * (1 + index % 5)) for index in range(count)]
-        assert trees.predict(1e8, seed, links) >= fluid.predict(1e8, seed, links) * (1 - 1e-9)
-    many = [slow] * (NODES_MAX + 1)
-    assert trees.predict(1e8, seed, many) == fluid.predict(1e8, seed, many)
 
 
 def test_workers_at_work_weigh_what_they_give_and_as_much_is_needed_as_the_plan_asks_for() -> None:
@@ -239,7 +275,7 @@ def set_idle_behind_a_slow_link(membership: Membership, name: str) -> Member:
     return idle
 
 
-def test_who_is_on_standby_with_a_slow_link_is_served_late_and_its_return_makes_the_plan_unfit() -> None:
+def test_who_has_a_slow_link_is_served_late_on_standby_and_at_work() -> None:
     membership, made = fleet(*["A100"] * 5), board(10.0)
     members = membership.members
     idle = set_idle_behind_a_slow_link(membership, "w4")
@@ -249,7 +285,7 @@ def test_who_is_on_standby_with_a_slow_link_is_served_late_and_its_return_makes_
     assert known.predicted_needed_s < known.predicted_all_s
     idle.is_wanted = True
     membership.change_of(idle, 2.0)
-    assert not is_fit(known, nodes, needs_of(nodes, members, None))
+    assert is_fit(known, nodes, needs_of(nodes, members, None))
 
 
 def test_the_pools_planner_and_the_broadcast_plan_predict_the_same_for_a_pool_beside_a_slow_standby_worker() -> None:
@@ -259,7 +295,12 @@ def test_the_pools_planner_and_the_broadcast_plan_predict_the_same_for_a_pool_be
     nodes = broadcast_nodes(made, list(members.values()))
     known = weighted_plan(nodes, needs_of(nodes, members, None), 1, 10**8)
     seed, *pool = [LinkEstimate(node.up, node.down, node.rtt_s) for node in nodes[:-1]]
-    assert known.predicted_needed_s == pytest.approx(TreeBroadcast(1.0).predict(1e8, seed, pool), rel=0.02)
+    workers = tuple(worker(f"w{index}", link=link) for index, link in enumerate(pool))
+    told = learner(link=seed, delta_bytes=1e8)
+    fluid = FleetModel.of(snapshot(workers, learner=told), PlanConfig(1, broadcast_efficiency=1.0))
+    own_s = fluid.links_s(1, np.arange(len(workers)))[1].max()
+    round_trips_s = seed.rtt_s + max(link.rtt_s for link in pool)
+    assert known.predicted_needed_s == pytest.approx(own_s + round_trips_s, rel=0.05)
     assert known.predicted_all_s > 5 * known.predicted_needed_s
 
 

@@ -13,10 +13,10 @@ import grpc.aio
 import pytest
 
 from echo2.base.errors import BadToken, LimitExceeded, PortBusy, TrustError
-from echo2.broadcast import probing as limits
-from echo2.broadcast.runtime.probing import look_at_own_link
-from echo2.coordinator.runtime import probe
-from echo2.coordinator.runtime.enrolment import caller_address, caller_host
+from echo2.broadcast import reachability
+from echo2.broadcast.nat.probing import look_at_own_link
+from echo2.coordinator.fleet import probe
+from echo2.coordinator.fleet.enrolment import caller_address, caller_host
 from echo2.trust.identity import Identity, JoinLink
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
@@ -125,7 +125,7 @@ def test_transfers_take_turns_are_bounded_and_survive_a_machine_that_stalls(
                 reply = await asyncio.wait_for(first, 5)
                 assert isinstance(reply, pb.UploadReply) and reply.received_bytes == 1000
                 sent = sum([len(b.data) async for b in stub.Download(pb.DownloadRequest(token=link.token))])
-                assert 0 < sent <= limits.TRANSFER_BYTES
+                assert 0 < sent <= reachability.TRANSFER_BYTES
                 with pytest.raises(grpc.aio.AioRpcError, match="does not know"):
                     async for _ in stub.Download(pb.DownloadRequest(token="x" * 43)):
                         pass

@@ -13,21 +13,19 @@ import pytest
 from echo2.base.errors import LimitExceeded, MalformedMessage, ResourceError, Unreachable
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.coordinator import lease_events as le
-from echo2.coordinator.fleet_advice import FleetAdvice, Surrender, Wish
-from echo2.coordinator.membership import OperatorSetting
+from echo2.coordinator.commands import Commands
+from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.hub import Hub
+from echo2.coordinator.leases import events as le
+from echo2.coordinator.money.provisioner import Provisioner
+from echo2.coordinator.money.provisioning import MachineOffer, MachineState, ObservedMachine, RentedMachine
+from echo2.coordinator.money.renting import FleetAdvice, ReleaseProposal, RentProposal
 from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.provisioning import MachineOffer, MachineState, RentedMachine, Sighting
-from echo2.coordinator.runtime.commands import Commands
-from echo2.coordinator.runtime.consolidation import consolidate
-from echo2.coordinator.runtime.hub import Hub
-from echo2.coordinator.runtime.provisioner import Provisioner
-from echo2.coordinator.runtime.store import SqlStore
-from echo2.coordinator.saved import StoreChanges
-from echo2.coordinator.telemetry import Heartbeat, WorkerHello
+from echo2.coordinator.persistence import StateChanges
+from echo2.coordinator.planning.telemetry import WorkerHello
+from echo2.coordinator.store import SqlStore
 from echo2.trust.identity import Identity
 from tests.unit.coordinator.test_daemon import RUN, options
-from tests.unit.coordinator.test_fleet_advice import plan as made_plan
 
 OFFER = MachineOffer("gpu", "cloud", "H100", usd_per_hour=2.0, machines_max=3)
 
@@ -43,10 +41,10 @@ class Clock:
 class Cloud:
     """A provider in memory; what it rents outlives the coordinator."""
 
-    name, link_uses = "cloud", 1
+    name = "cloud"
 
     def __init__(self) -> None:
-        self.there: dict[str, Sighting] = {}
+        self.there: dict[str, ObservedMachine] = {}
         self.problem: Exception | None = None
         self.answers = asyncio.Event()
         self.answers.set()
@@ -54,14 +52,14 @@ class Cloud:
     async def rent(self, machine_id: str, join_link: str) -> str:
         await self.answers.wait()
         self._raise()
-        self.there[machine_id] = Sighting(MachineState.RUNNING)
+        self.there[machine_id] = ObservedMachine(MachineState.RUNNING)
         return ""
 
     async def release(self, machine_id: str) -> None:
         self._raise()
         self.there.pop(machine_id, None)
 
-    async def observe(self) -> dict[str, Sighting]:
+    async def observe(self) -> dict[str, ObservedMachine]:
         self._raise()
         return dict(self.there)
 
@@ -106,13 +104,17 @@ class Scene:
         return peer_id
 
     def journal(self) -> list[tuple[str, float]]:
-        return [(one.action, round(one.usd_spent, 4)) for one in self.hub.keeper.paid]
+        return [(one.action, round(one.usd_spent, 4)) for one in self.hub.state.paid]
 
 
 def test_what_costs_money_or_bars_somebody_outlives_a_power_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: list[StoreChanges] = []
+    written: list[StateChanges] = []
+
+    def kinds(changes: StateChanges) -> set[str]:
+        return {kind for kind, _ in changes.rows}
+
     write = SqlStore.write
     monkeypatch.setattr(SqlStore, "write", lambda self, changes: (written.append(changes), write(self, changes)))
 
@@ -122,18 +124,27 @@ def test_what_costs_money_or_bars_somebody_outlives_a_power_cut(
         renting = asyncio.create_task(one.commands.provisioner.rent("gpu", "", "a test"))
         await asyncio.sleep(0.05)
         assert not one.cloud.there, "the provider has not been asked to the end"
-        asked = [changes for changes in written if changes.machines or changes.tokens]
+        asked = [changes for changes in written if kinds(changes) & {"machines", "tokens"}]
         assert asked and all(changes.must_last for changes in asked)
         one.cloud.answers.set()
         machine = await renting
         worker = one.join(machine)
         written.clear()
         one.commands.set_worker(worker, OperatorSetting.BANNED.value, "it lies")
-        assert any(changes.must_last and changes.members for changes in written)
+        assert any(changes.must_last and "members" in kinds(changes) for changes in written)
         token, _ = one.commands.create_token("worker", "", 60.0, 1)
         written.clear()
         one.commands.revoke_token(token.token_id)
         assert written[0].must_last
+        for key, act in (
+            ("settings", lambda: one.commands.change_settings({"usd_budget": 50.0}, {})),
+            ("paused", lambda: one.commands.pause("the power is out")),
+            ("finished", lambda: one.commands.stop_run("enough")),
+            ("finished", one.commands.resume),
+        ):
+            written.clear()
+            act()
+            assert any(changes.must_last and ("meta", key) in changes.rows for changes in written), key
 
     asyncio.run(scene())
 
@@ -207,7 +218,7 @@ def test_each_paid_action_is_journalled_with_reason_and_cost(tmp_path: Path) -> 
         run.clock.time += 1800
         assert run.hub.money.sums().usd_spent == pytest.approx(1.0)
         assert run.journal() == [("rent", 0.0), ("release", 1.0), ("released", 1.0)]
-        assert [one.reason for one in run.hub.keeper.paid] == ["because", "enough", "enough"]
+        assert [one.reason for one in run.hub.state.paid] == ["because", "enough", "enough"]
         assert run.hub.tokens.tokens[machine.token_id].is_revoked
         assert run.cloud.there == {}
         with pytest.raises(MalformedMessage, match="expected one of gpu"):
@@ -237,7 +248,7 @@ def test_a_machine_wanted_at_the_moment_of_a_kill_is_found_or_forgotten_and_neve
         asked, never = sorted(run.provisioner.machines)
         for wish in wishes:  # the process is killed: the cloud has got one of the two requests
             wish.cancel()
-        run.cloud.there[asked] = Sighting(MachineState.STARTING)
+        run.cloud.there[asked] = ObservedMachine(MachineState.STARTING)
         run.begin()
         assert {one.state for one in run.provisioner.machines.values()} == {MachineState.WANTED}
         await run.look(10)
@@ -258,7 +269,7 @@ def test_a_machine_wanted_at_the_moment_of_a_kill_is_found_or_forgotten_and_neve
 
 def test_what_takes_long_goes_on_and_what_fails_owes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
-        monkeypatch.setattr("echo2.coordinator.runtime.provisioner.ANSWER_S", 0.01)
+        monkeypatch.setattr("echo2.coordinator.money.provisioner.ANSWER_S", 0.01)
         run = Scene(tmp_path, Cloud())
         run.cloud.answers.clear()
         machine = await run.provisioner.rent("gpu", "", "because")
@@ -274,7 +285,7 @@ def test_what_takes_long_goes_on_and_what_fails_owes_nothing(tmp_path: Path, mon
         with pytest.raises(ResourceError):
             await run.provisioner.rent("gpu", "", "because")
         assert run.journal()[-1] == ("rent failed", 0.0)
-        assert run.hub.keeper.paid[-1].reason == "no H100 in any zone"
+        assert run.hub.state.paid[-1].reason == "no H100 in any zone"
 
     play(scene)
 
@@ -323,7 +334,7 @@ def test_a_preemption_notice_takes_the_leases_off_its_workers_at_once(tmp_path: 
         machine = await run.provisioner.rent("gpu", "", "because")
         peer = run.join(machine, leases=2)
         assert len(run.hub.book.leases_of(peer)) == 2
-        run.cloud.there[machine.machine_id] = Sighting(MachineState.ENDING, "spot price rose")
+        run.cloud.there[machine.machine_id] = ObservedMachine(MachineState.ENDING, "spot price rose")
         await run.look(3600)
         member = run.hub.membership.members[peer]
         assert (machine.state, member.setting) == (MachineState.ENDING, OperatorSetting.DRAINING)
@@ -348,7 +359,7 @@ def test_machines_lost_or_unknown_are_told(tmp_path: Path) -> None:
     async def scene() -> None:
         run = Scene(tmp_path, Cloud())
         machine = await run.provisioner.rent("gpu", "", "because")
-        run.cloud.there = {"e-a-run-gpu-stranger": Sighting(MachineState.RUNNING)}
+        run.cloud.there = {"e-a-run-gpu-stranger": ObservedMachine(MachineState.RUNNING)}
         await run.look(5)
         assert machine.state is MachineState.STARTING, "a provider may be slow to list what it has made"
         await run.look(60)
@@ -357,7 +368,7 @@ def test_machines_lost_or_unknown_are_told(tmp_path: Path) -> None:
         run.cloud.problem = Unreachable("the cloud is away")
         await run.look()
         assert run.provisioner.problems == {"gpu": "the cloud is away"}
-        assert "the cloud is away" in run.hub.keeper.events[-1].text
+        assert "the cloud is away" in run.hub.state.events[-1].text
 
     play(scene)
 
@@ -365,18 +376,41 @@ def test_machines_lost_or_unknown_are_told(tmp_path: Path) -> None:
 def test_advice_waits_for_the_operators_word_or_is_carried_out(tmp_path: Path) -> None:
     async def scene() -> None:
         run = Scene(tmp_path, Cloud())
-        wish = Wish("gpu", 2, 4.0, "the pool lacks 3 rollouts/s", is_automatic=True)
+        wish = RentProposal("gpu", 2, 4.0, "the pool lacks 3 rollouts/s", is_automatic=True)
         run.provisioner.advice = FleetAdvice(rent=(wish,))
         assert await run.provisioner.carry_out("approved by the operator") == 2
         assert await run.provisioner.carry_out("approved by the operator") == 0, "once"
-        assert run.hub.keeper.paid[0].reason == "approved by the operator: the pool lacks 3 rollouts/s"
-        by_hand = Wish("gpu", 1, 2.0, "why", is_automatic=False)
+        assert run.hub.state.paid[0].reason == "approved by the operator: the pool lacks 3 rollouts/s"
+        by_hand = RentProposal("gpu", 1, 2.0, "why", is_automatic=False)
         run.provisioner.advice = FleetAdvice(rent=(by_hand,))
         assert await run.provisioner.carry_out("the planner", only_automatic=True) == 0
         first = next(iter(run.provisioner.machines))
-        run.provisioner.advice = FleetAdvice(release=(Surrender(first, 2.0, "idle"),))
+        run.provisioner.advice = FleetAdvice(release=(ReleaseProposal(first, 2.0, "idle"),))
         assert await run.provisioner.carry_out("the planner", only_automatic=True) == 1
         assert run.provisioner.machines[first].state is MachineState.GONE
+
+    play(scene)
+
+
+@pytest.mark.parametrize("mode", ["advise", "approve", "auto"])
+def test_once_the_budget_is_spent_machines_are_given_back_in_every_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    async def scene() -> None:
+        monkeypatch.setattr("echo2.coordinator.money.provisioner.LOOK_S", 0.0)
+        run = Scene(tmp_path, Cloud(), usd_budget=4.0, planner_mode=mode)
+        machine = await run.provisioner.rent("gpu", "", "because")
+        run.clock.time += 3600
+        loop = asyncio.create_task(run.provisioner.run())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert machine.is_open == (mode != "auto"), "no worker joined from it: it is proposed to give it back"
+        run.clock.time += 3600
+        async with asyncio.timeout(10):
+            while machine.is_open:
+                await asyncio.sleep(0)
+        assert run.cloud.there == {} and [action for action, _ in run.journal()] == ["rent", "release", "released"]
+        loop.cancel()
 
     play(scene)
 
@@ -385,7 +419,7 @@ def test_a_provider_that_breaks_is_told_and_does_not_end_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene() -> None:
-        monkeypatch.setattr("echo2.coordinator.runtime.provisioner.LOOK_S", 0.0)
+        monkeypatch.setattr("echo2.coordinator.money.provisioner.LOOK_S", 0.0)
         run = Scene(tmp_path, Cloud())
         run.cloud.problem = RuntimeError("a bug in a cloud's library")
         loop = asyncio.create_task(run.provisioner.run())
@@ -397,30 +431,6 @@ def test_a_provider_that_breaks_is_told_and_does_not_end_the_loop(
             await asyncio.sleep(0)
         assert not loop.done()
         loop.cancel()
-
-    play(scene)
-
-
-def test_over_provisioning_lets_more_groups_in_and_stragglers_are_recalled_for_idle_workers(tmp_path: Path) -> None:
-    async def scene() -> None:
-        run = Scene(tmp_path, Cloud(), over_provision=1.5)
-        run.hub.adopt_plan(made_plan(9, 9), [], is_acted_on=False)
-        assert run.hub.plan_update is not None
-        assert run.hub.plan_update.in_flight_cap_rollouts == 96
-        slow = run.join(await run.provisioner.rent("gpu", "", ""), "slow", leases=1)
-        fast = run.join(await run.provisioner.rent("gpu", "", ""), "fast")
-        for peer, rate in ((slow, 0.01), (fast, 1.0)):
-            beat = Heartbeat(rollouts_per_s=rate, tokens_per_s=rate * 8, rollout_s_mean=1 / rate)
-            run.hub.membership.heard(peer, beat, run.clock.now())
-        run.hub.book.lengths.learn(run.hub.book.groups[GroupId("g0")].spec, 8, 1)
-        run.clock.time += 60
-        assert consolidate(run.hub) == 0, "nobody has room"
-        run.hub.book.handle(le.RolloutsWanted(fast, 1, run.hub.board.report.newest_version), run.clock.now())
-        assert consolidate(run.hub) == 1
-        (lease,) = run.hub.book.leases_of(slow)
-        assert lease.is_recalled
-        assert consolidate(run.hub) == 0, "once"
-        assert "is moved: it is among the last of its step" in run.hub.keeper.events[-1].text
 
     play(scene)
 

@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from echo2.base.ids import PeerId
-from echo2.broadcast.runtime.transport_mixed import P2pSettings
-from echo2.coordinator.runtime import relay
+from echo2.broadcast.nat import reach
+from echo2.broadcast.nat.facts import HostOptions
+from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.trust.identity import Role
+from tests.unit.coordinator.test_daemon import Node, options, play, running
 
-BANNED = PeerId("banned")
 
+def test_the_relay_serves_who_is_not_banned_and_says_where_it_met_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[HostOptions] = []
 
-def test_the_relay_asks_who_is_banned_and_tells_who_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[P2pSettings] = []
-    met: list[tuple[PeerId, str]] = []
+    class Relaying:
+        def __init__(self, own: Any) -> None: ...
 
-    class Transport:
-        def __init__(self, own: object, exchange: object, settings: P2pSettings) -> None:
-            made.append(settings)
-
-        async def serve(self) -> int:
+        async def serve(self, options: HostOptions) -> int:
+            served.append(options)
             return 7
-
-        def is_piped(self, peer: PeerId) -> bool:
-            return peer == BANNED
 
         async def close(self) -> None: ...
 
-    monkeypatch.setattr(relay, "MixedTransport", Transport)
-    served = asyncio.run(
-        relay.serve_relay(cast(Any, None), "h", 0, lambda peer: peer == BANNED, lambda *one: met.append(one))
-    )
-    (settings,) = made
-    assert (
-        served.port == 7
-        and served.is_piped(BANNED)
-        and settings.is_barred(BANNED)
-        and not settings.is_barred(PeerId("another"))
-    )
-    settings.proven(BANNED, "a:1")
-    assert met == [(BANNED, "a:1")]
+    monkeypatch.setattr(reach, "Nat", Relaying)
+
+    async def scene() -> None:
+        async with running(options(tmp_path, advertise="192.0.2.9")) as daemon:
+            hub = daemon.hub
+            assert hub is not None and hub.relay_address == "192.0.2.9:7"
+            link = daemon.links["worker"].replace("192.0.2.9", "127.0.0.1")
+            daemon.links["worker"] = link
+            worker = await Node.join(daemon, Role.WORKER)
+            worker.credentials.coordinator_address = daemon.services_address.replace("192.0.2.9", "127.0.0.1")
+            worker = Node(worker.credentials)
+            await worker.hello()
+            peer_id, (settings,) = worker.credentials.peer_id, served
+            assert not settings.is_barred(peer_id) and not settings.is_barred(PeerId("another"))
+            hub.set_worker(peer_id, OperatorSetting.BANNED, "it lies")
+            assert settings.is_barred(peer_id)
+            settings.proven(peer_id, "198.51.100.7:1")
+            while not hub.proven.of(peer_id, hub.clock.now()):
+                await worker.read()
+            await worker.close()
+
+    play(scene)

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from echo2.coordinator.runtime.daemon import CoordinatorDaemon
+from echo2.coordinator.coordinator import CoordinatorDaemon
+from echo2.trust import tls
+from echo2.trust.enrolment import fetch_certificate
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, TlsKey, certificate_request
-from echo2.trust.runtime import tls
-from echo2.trust.runtime.enrolling import fetch_certificate
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import enrolment_pb2
 from tests.unit.coordinator.test_daemon import Node, group, options, play, running
@@ -124,7 +124,7 @@ async def _joined_worker_that_goes_astray(daemon: CoordinatorDaemon, worker: Nod
     await worker.close()
 
 
-UNARY = ("GetStatus", "CreateToken", "GetOutlook")
+UNARY = ("GetStatus", "CreateToken", "Act")
 
 
 async def raw_call(channel: grpc.aio.Channel, path: str, data: bytes) -> str:

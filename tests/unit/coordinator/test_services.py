@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from echo2.base.ids import PeerId
-from echo2.coordinator.runtime.asking import RolloutDesk
-from echo2.coordinator.runtime.services import CoordinatorService
-from echo2.coordinator.runtime.session import StreamSession
+from echo2.coordinator.commands import RolloutQuestions
+from echo2.coordinator.sessions import StreamSession
+from echo2.coordinator.streams import CoordinatorService
+from echo2.outside.guard import FairShare
 from echo2.trust.identity import PeerIdentity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import options, running
@@ -37,6 +38,7 @@ class Stream:
     def __init__(self, session: StreamSession[pb.LearnerOrder]) -> None:
         self.session = session
         self.left = ["in time", "out of date"]
+        self.share = FairShare()
 
     async def read(self) -> pb.LearnerMessage | None:
         if not self.left:
@@ -59,7 +61,7 @@ def test_a_stream_that_another_has_replaced_is_not_heard_any_more(tmp_path: Path
             hub = daemon.hub
             assert hub is not None
             heard = Heard()
-            service = CoordinatorService(hub, RolloutDesk(hub.learner.tell))
+            service = CoordinatorService(hub, RolloutQuestions(hub.learner.tell))
             await service._read(Stream(session), heard, PeerIdentity(peer, Role.LEARNER), session)
             assert heard.said_by_peer == ["in time"]
 

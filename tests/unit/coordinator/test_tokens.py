@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import BadToken, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.ids import PeerId
-from echo2.coordinator.tokens import RateLimiter, TokenBook
+from echo2.coordinator.fleet.tokens import HELLO_WITHIN_S, SILENT_MAX, USES_DEFAULT, RateLimiter, TokenBook
 
 SECRET = "s" * 43
 
@@ -38,6 +38,43 @@ def test_unknown_expired_used_up_revoked_and_foreign_role_are_told_apart() -> No
     used.revoke(next(iter(used.tokens)))
     with pytest.raises(BadToken, match="revoked"):
         used.redeem(SECRET, "worker", PeerId("a"), 1.0)
+
+
+def test_who_says_no_hello_is_forgotten_and_one_that_says_it_late_takes_a_use_again() -> None:
+    made = book(10 * HELLO_WITHIN_S, use_limit=1)
+    token_id = made.redeem(SECRET, "worker", PeerId("a"), 1.0).token_id
+    with pytest.raises(BadToken, match="used 1 of 1 times"):
+        made.redeem(SECRET, "worker", PeerId("b"), HELLO_WITHIN_S)
+    made.redeem(SECRET, "worker", PeerId("b"), HELLO_WITHIN_S + 1.0)
+    assert made.tokens[token_id].peers == {"b"}
+    with pytest.raises(BadToken, match="no use left: ask for a new link"):
+        made.greet(token_id, PeerId("a"))
+    made.greet(token_id, PeerId("b"))
+    with pytest.raises(BadToken, match="used 1 of 1 times"):
+        made.redeem(SECRET, "worker", PeerId("c"), 5 * HELLO_WITHIN_S)
+
+
+def test_whoever_enrols_without_end_is_kept_in_bounds_and_written_once_each_and_honest_ones_still_join() -> None:
+    made = book()
+    token_id = made.redeem(SECRET, "worker", PeerId("honest"), 1.0).token_id
+    made.greet(token_id, PeerId("honest"))
+    for number in range(3 * SILENT_MAX):
+        made.changed_peers.clear()
+        made.redeem(SECRET, "worker", PeerId(f"p{number}"), 2.0)
+        assert len(made.changed_peers) <= 2, "it, and one that is forgotten"
+    assert len(made.tokens[token_id].peers) == SILENT_MAX + 1
+    made.redeem(SECRET, "worker", PeerId("late"), 3.0)
+    made.greet(token_id, PeerId("late"))
+    assert {"honest", "late"} <= made.tokens[token_id].peers
+
+
+def test_a_token_without_a_limit_admits_a_stated_number() -> None:
+    made = book()
+    (token,) = made.tokens.values()
+    token.peers = {PeerId(f"p{number}") for number in range(USES_DEFAULT)}
+    with pytest.raises(BadToken, match="used 10000 of 10000 times"):
+        made.redeem(SECRET, "worker", PeerId("a"), 1.0)
+    made.redeem(SECRET, "worker", PeerId("p7"), 1.0)
 
 
 @pytest.mark.parametrize(

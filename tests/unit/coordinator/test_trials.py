@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from echo2.base.ids import LeaseId, PeerId, RunId, Version
-from echo2.coordinator.lease_events import WorkerDelivered
-from echo2.coordinator.membership import Activation, LivenessRule, Member, Membership, OperatorSetting
-from echo2.coordinator.planner_input import believed_rate, fleet_snapshot
-from echo2.coordinator.pricing import NO_LIMIT, price_limit
-from echo2.coordinator.provisioning import MachineOffer, MachineState, RentedMachine
-from echo2.coordinator.telemetry import Heartbeat, PublishedVersion, WorkerHello
-from echo2.coordinator.trials import TRIAL_S, Trials
-from echo2.coordinator.worth import Worth
+from echo2.base.ids import PeerId, RunId, Version
+from echo2.coordinator.fleet.members import (
+    TRIAL_S,
+    Activation,
+    LivenessRule,
+    Member,
+    Membership,
+    OperatorSetting,
+    try_newcomers,
+)
+from echo2.coordinator.fleet.record import WorkerRecords
+from echo2.coordinator.leases.events import WorkerDelivered
+from echo2.coordinator.money.market import built_in_catalogue
+from echo2.coordinator.money.provisioning import NO_LIMIT, MachineOffer, MachineState, RentedMachine, price_limit
+from echo2.coordinator.planning.input import believed_rate
+from echo2.coordinator.planning.telemetry import Heartbeat, PublishedVersion, WorkerHello
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan as plan_of
 from echo2.cost_model.snapshot import Hysteresis, PlanConfig
-from tests.unit.coordinator.test_planner_input import board
+from tests.unit.coordinator.test_planner_input import board, fleet_snapshot
 
 BEAT = Heartbeat(Version(0), rollouts_per_s=20.0, tokens_per_s=400.0, rollout_s_mean=1.0, rollout_s_p95=2.0)
 LIE = replace(BEAT, rollouts_per_s=1000.0)
@@ -28,9 +34,9 @@ LIE = replace(BEAT, rollouts_per_s=1000.0)
 
 class Fleet:
     def __init__(self) -> None:
-        self.membership = Membership(LivenessRule(1e6, 2e6), 1000)
-        self.worth, self.trials = Worth(30.0), Trials()
-        self.worth.told((), 0.0)
+        self.records = WorkerRecords(30.0)
+        self.membership = Membership(LivenessRule(1e6, 2e6), 1000, self.records)
+        self.records.on_delivered((), 0.0)
 
     def worker(self, name: str, beat: Heartbeat = BEAT, price: float = 1.0, now: float = 0.0) -> Member:
         peer_id = PeerId(name)
@@ -40,11 +46,11 @@ class Fleet:
         return member
 
     def delivers(self, member: Member, rollouts: float, now: float = 0.0) -> None:
-        self.worth.told((WorkerDelivered(member.peer_id, 8, rollouts),), now)
+        self.records.on_delivered((WorkerDelivered(member.peer_id, 8, rollouts),), now)
 
     def on_trial(self, now: float = 0.0, cap: float = 0.0) -> set[str]:
         members = list(self.membership.members.values())
-        self.trials.appraise(members, self.worth, cap, now)
+        try_newcomers(members, cap, now)
         return {member.peer_id for member in members if member.is_on_trial}
 
     def plan(self, now: float = 0.0) -> Plan:
@@ -111,8 +117,7 @@ def test_a_trial_needs_weights_room_under_the_cap_and_no_pause() -> None:
     dear, cheap = fleet.worker("a-dear", price=2.5), fleet.worker("b-cheap", price=1.5)
     assert fleet.on_trial(cap=5.0) == {"b-cheap"}
     assert fleet.on_trial(cap=6.0) == {"b-cheap"}, "one place, and it is taken"
-    fleet.worth.granted(cheap.peer_id, LeaseId("l"), 4)
-    fleet.worth.failed(cheap.peer_id, 1.0)
+    fleet.records.bar(cheap.peer_id, "", 10.0, 1.0)
     assert fleet.on_trial(2.0, cap=6.0) == {"a-dear"}
     dear.setting = OperatorSetting.STANDBY
     assert fleet.on_trial(2.0, cap=6.0) == set()
@@ -123,7 +128,7 @@ def test_at_the_budget_nobody_is_on_trial() -> None:
     fleet.worker("new")
     assert fleet.on_trial() == {"new"}
     members = list(fleet.membership.members.values())
-    fleet.trials.appraise(members, fleet.worth, 0.0, 1.0, is_spent=True)
+    try_newcomers(members, 0.0, 1.0, is_spent=True)
     assert not members[0].is_on_trial
 
 
@@ -148,9 +153,13 @@ OFFERS = [
 @pytest.mark.parametrize(
     ("machine", "gpu", "cap", "budget", "expected"),
     [
-        (None, "", 0.0, 0.0, math.inf),
+        (None, "", 0.0, 0.0, 38.4),
+        (None, "cpu", 0.0, 0.0, 38.4),
+        (None, "RTX4090", 0.0, 0.0, 3.5),
+        (None, "4 x RTX4090", 0.0, 0.0, 14.0),
+        (None, "999 x RTX4090", 0.0, 0.0, 28.0),
         (None, "H100", 0.0, 0.0, 2.0),
-        (None, "A100", 0.0, 0.0, math.inf),
+        (None, "A100", 0.0, 0.0, 38.4),
         (0.7, "H100", 0.0, 0.0, 0.7),
         (None, "A100", 5.0, 0.0, 5.0),
         (None, "A100", 5.0, 3.0, 3.0),
@@ -161,23 +170,23 @@ def test_a_price_is_bounded_by_its_machine_the_offers_the_cap_and_the_budget(
     machine: float | None, gpu: str, cap: float, budget: float, expected: float
 ) -> None:
     rented = None if machine is None else RentedMachine("m", "big", "manual", "", MachineState.RUNNING, machine, 0.0)
-    limit = price_limit(rented, OFFERS, gpu, cap, budget)
-    assert limit.usd_per_hour == expected and limit.what
-    assert limit.is_exceeded_by(expected * 1.01) == math.isfinite(expected) and not limit.is_exceeded_by(expected)
+    limit = price_limit(rented, OFFERS, gpu, cap, budget, built_in_catalogue())
+    assert limit.usd_per_hour == pytest.approx(expected) and limit.what
+    assert limit.is_exceeded_by(expected * 1.01) and not limit.is_exceeded_by(expected)
 
 
 def test_a_price_above_the_limit_waits_and_the_operator_approves_that_price_alone() -> None:
     fleet = Fleet()
     member = fleet.worker("w", price=6.0)
     assert not member.asks_too_much and member.price_limit is NO_LIMIT
-    member.price_limit = price_limit(None, [], "", 5.0, 0.0)
+    member.price_limit = price_limit(None, [], "", 5.0, 0.0, built_in_catalogue())
     assert member.activation is Activation.STANDBY and "the operator may activate it" in member.activation_reason
     fleet.membership.set(member.peer_id, OperatorSetting.ACTIVE, "agreed", 0.0)
     assert member.activation is Activation.ACTIVE
     member.hello = replace(member.hello, price_usd_per_hour=6.1)
     assert member.activation is Activation.STANDBY
     member.hello = replace(member.hello, price_usd_per_hour=5.9)
-    again = Membership(LivenessRule(1.0, 2.0), 10)
+    again = Membership(LivenessRule(1.0, 2.0), 10, WorkerRecords(30.0))
     restored = Member(member.peer_id, member.hello, 0.0, 0.0, setting=OperatorSetting.ACTIVE)
     again.restore([restored], 0.0)
     restored.price_limit = member.price_limit

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from echo2.base.ids import PeerId, Step, Version
-from echo2.coordinator.telemetry import LearnerHello, LearnerReport
+from echo2.coordinator.planning.telemetry import LearnerHello, LearnerReport
 from tests.unit.coordinator.test_daemon import RUN
 from tests.unit.coordinator.test_provisioner import Cloud, Scene
 
@@ -16,7 +16,7 @@ def test_a_learner_whose_stream_stands_and_who_says_nothing_is_told(tmp_path: Pa
         run = Scene(tmp_path, Cloud())
         hello = LearnerHello(1, RUN, "a:1", "m", b"{}", "d", 4, 64, 8, Step(0), Version(0))
         run.hub.board.came(PeerId("learner"), hello, "", run.clock.now())
-        beat_s = run.options.heartbeat_interval_s
+        beat_s = run.options.config.coordinator.heartbeat_interval
 
         def told() -> list[float]:
             return [wait.since_unix_s for wait in run.commands.waits() if "nothing is heard" in wait.what]

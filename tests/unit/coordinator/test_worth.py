@@ -6,19 +6,19 @@ import pytest
 
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason
-from echo2.coordinator import lease_events as le
-from echo2.coordinator.lease_waits import waits
-from echo2.coordinator.worth import (
+from echo2.coordinator.fleet.record import (
+    BAR_S_MAX,
     CLAIM_MARGIN,
     GROWTH,
-    PAUSE_S_MAX,
     SETTLE_S,
     TELLING_S_MAX,
     TRIAL_SHARE,
     WINDOWS_MAX,
-    Worth,
-    WorthRecord,
+    WorkerRecord,
+    WorkerRecords,
 )
+from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases.waits import waits
 from tests.unit.coordinator.test_lease_book import TIMEOUT_S, WORKERS, book, grants, ready, revoked, spec
 
 A, B, C = WORKERS
@@ -33,7 +33,7 @@ def test_before_the_learner_tells_anything_nothing_is_held_back() -> None:
     one = book()
     one.handle(le.GroupsOffered(tuple(spec(f"g{number}") for number in range(20))), 0.0)
     assert len(ready(one, A, free=ROOM)) == 20
-    assert one.worth.delivered_per_s(A) is None and one.worth.believed_per_s(A, 40.0) == 40.0
+    assert one.records.of(A).delivered_per_s is None and one.records.of(A).believed_per_s(40.0) == 40.0
 
 
 def test_beside_a_proven_worker_a_newcomer_gets_one_group_and_newcomers_together_their_share() -> None:
@@ -72,6 +72,7 @@ def test_at_the_start_of_a_run_every_worker_gets_its_fair_share_at_once() -> Non
 def test_leases_of_which_nothing_comes_go_to_others_and_their_worker_waits_twice_as_long_each_time() -> None:
     one = book()
     one.handle(told((B, 4, 4.0)), 0.0)
+    one.handle(le.WorkerAllowed(B, True), 0.0)
     one.handle(le.GroupsOffered((spec("g"),)), 0.0)
     now, pauses = 0.0, []
     for _ in range(3):
@@ -81,18 +82,18 @@ def test_leases_of_which_nothing_comes_go_to_others_and_their_worker_waits_twice
         while not (lost := revoked(one.handle(told(), now))):
             one.handle(le.Progressed(A, grant.lease_id, 0, int(now - came) + 1), now)  # its word alone
             now += 1.0
-        assert lost == [grant.lease_id] and now - came == pytest.approx(one.worth.first_word_s, abs=1.0)
+        assert lost == [grant.lease_id] and now - came == pytest.approx(one.records.first_word_s, abs=1.0)
         assert ready(one, A, free=ROOM, now=now) == []
         began = now
-        while one.worth.is_paused(A, now):
+        while now < one.records.of(A).barred_until:
             now += 1.0
         pauses.append(now - began)
         one.groups[grant.group_id].avoid.clear()
     assert pauses == [10.0, 20.0, 40.0]
-    assert one.worth.failed(C, 0.0) == one.worth.first_word_s
+    assert one.records.bar(C, "", one.records.first_word_s, one.records.of(C).barred_until) == one.records.first_word_s
     for _ in range(30):
-        longest = one.worth.failed(C, 0.0)
-    assert longest == PAUSE_S_MAX
+        longest = one.records.bar(C, "", one.records.first_word_s, one.records.of(C).barred_until)
+    assert longest == BAR_S_MAX
 
 
 def test_while_the_learner_is_away_nobody_falls_silent() -> None:
@@ -102,7 +103,7 @@ def test_while_the_learner_is_away_nobody_falls_silent() -> None:
     assert len(ready(one, A)) == 1
     for second in range(10, 300, 10):
         assert second % TELLING_S_MAX == 0 and revoked(one.handle(told(), float(second))) == []
-    assert one.worth.records[A].failures == 0
+    assert one.records.of(A).bars == 0
 
 
 def test_leases_that_are_said_to_be_finished_count_until_the_learner_has_heard_of_them() -> None:
@@ -129,7 +130,7 @@ def test_a_proven_worker_that_falls_silent_is_given_as_long_as_a_lease_and_then_
         for lease in one.leases_of(A):
             one.handle(le.Progressed(A, lease.lease_id, 0, int(now)), now)
     assert len(lost) == 20 and now == TIMEOUT_S
-    later = now + one.worth.first_word_s + 1
+    later = now + one.records.first_word_s + 1
     for group in one.groups.values():
         group.avoid.clear()
     ready(one, A, free=ROOM, now=later)
@@ -137,26 +138,26 @@ def test_a_proven_worker_that_falls_silent_is_given_as_long_as_a_lease_and_then_
 
 
 def test_a_rate_is_what_was_admitted_by_the_second_with_leases_and_a_claim_counts_to_twice_that() -> None:
-    worth = Worth(TIMEOUT_S)
-    worth.told((), 0.0)
-    worth.granted(A, LeaseId("l"), 8)
+    records = WorkerRecords(TIMEOUT_S)
+    records.on_delivered((), 0.0)
+    records.on_grant(A, LeaseId("l"), 8)
     for second in range(1, 101):
-        worth.told((le.WorkerDelivered(A, 8, 2.0),), float(second))
-    assert worth.delivered_per_s(A) == pytest.approx(2.0, rel=0.2)
-    assert worth.believed_per_s(A, 40.0) == CLAIM_MARGIN * (worth.delivered_per_s(A) or 0.0)
-    assert worth.believed_per_s(A, 1.5) == 1.5
-    assert worth.believed_per_s(B, 40.0) == 0.0
+        records.on_delivered((le.WorkerDelivered(A, 8, 2.0),), float(second))
+    assert records.of(A).delivered_per_s == pytest.approx(2.0, rel=0.2)
+    assert records.of(A).believed_per_s(40.0) == CLAIM_MARGIN * (records.of(A).delivered_per_s or 0.0)
+    assert records.of(A).believed_per_s(1.5) == 1.5
+    assert records.of(B).believed_per_s(40.0) == 0.0
     for second in range(101, 200):
-        worth.told((le.WorkerDelivered(A, 8, 0.0),), float(second))
-    assert (worth.delivered_per_s(A) or 0.0) < 0.7, "it holds leases and delivers nothing any more"
+        records.on_delivered((le.WorkerDelivered(A, 8, 0.0),), float(second))
+    assert (records.of(A).delivered_per_s or 0.0) < 0.7, "it holds leases and delivers nothing any more"
 
 
 def test_the_first_rollouts_of_a_worker_say_little_and_records_stay_small() -> None:
-    record = WorthRecord()
-    record.took(0.1, 4.0)
-    assert record.rollouts_per_s == pytest.approx(4 / (0.1 + SETTLE_S))
+    record = WorkerRecord()
+    record.add_window(0.1, 4.0)
+    assert record.rollouts / (record.seconds + SETTLE_S) == pytest.approx(4 / (0.1 + SETTLE_S))
     for _ in range(10_000):
-        record.took(1.0, 0.001)
+        record.add_window(1.0, 0.001)
     assert len(record.windows) <= WINDOWS_MAX
     assert sum(seconds for seconds, _ in record.windows) == pytest.approx(record.seconds)
     assert sum(rollouts for _, rollouts in record.windows) == pytest.approx(record.rollouts)
@@ -165,10 +166,10 @@ def test_the_first_rollouts_of_a_worker_say_little_and_records_stay_small() -> N
 def test_a_worker_that_idles_keeps_its_rate_and_its_room() -> None:
     one = book()
     one.handle(told((A, 16, 16.0)), 0.0)
-    before = one.worth.delivered_per_s(A)
+    before = one.records.of(A).delivered_per_s
     for second in range(1, 2000):
         one.handle(told(), float(second))
-    assert one.worth.delivered_per_s(A) == before
+    assert one.records.of(A).delivered_per_s == before
     one.handle(le.GroupsOffered(tuple(spec(f"g{number:02d}") for number in range(40))), 2000.0)
     assert len(ready(one, A, free=ROOM, now=2000.0)) == 8
 
@@ -179,9 +180,9 @@ def test_a_restored_book_knows_what_each_worker_holds() -> None:
     ready(one, A, free=8)
     again = book()
     again.restore(one.groups.values(), one.leases.values())
-    assert again.worth.records[A].held_rollouts == 8
+    assert again.records.of(A).used == 8
     again.handle(le.WorkerLost(A, "gone"), 1.0)
-    assert again.worth.records[A].held_rollouts == 0 and again.worth.records[A].used == 0
+    assert again.records.of(A).used == 0
 
 
 def test_claimed_rates_do_not_decide_who_gets_the_next_group() -> None:

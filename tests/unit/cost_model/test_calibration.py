@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import MalformedMessage
-from echo2.cost_model.calibration import WINDOW, DeltaSizeEstimator, RobustEstimator
-from echo2.cost_model.prediction import Predicted, PredictionLog
+from echo2.cost_model.estimates import WINDOW, DeltaSizeEstimator, Predicted, PredictionLog, RobustEstimator
 
 
 @given(st.floats(0.1, 1e6), st.integers(0, 10**6))
@@ -63,3 +62,15 @@ def test_prediction_errors_are_measured_minus_predicted() -> None:
     assert comparison is not None and comparison.error == pytest.approx(-0.1)
     assert log.bias(Predicted.UTILISATION) == pytest.approx(-0.1)
     assert log.mean_absolute_error(Predicted.BROADCAST_S) is None
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.7, 1.4, 2.0])
+def test_a_change_of_the_truth_is_followed_within_three_observations_and_an_outlier_is_not(factor: float) -> None:
+    rng, one = random.Random(3), RobustEstimator("train_s")
+    for index in range(40):
+        one.observe(60.0 * rng.uniform(0.97, 1.03), float(index))
+    one.observe(60.0 * 5, 40.0)
+    assert one.value_or(0.0) == pytest.approx(60.0, rel=0.03)
+    for index in range(3):
+        one.observe(60.0 * factor * rng.uniform(0.97, 1.03), 41.0 + index)
+    assert one.value_or(0.0) == pytest.approx(60.0 * factor, rel=0.05)

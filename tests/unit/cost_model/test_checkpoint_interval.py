@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.cost_model.checkpoint_interval import KILLED_EVERY_S, REPLAY_S, STEPS_MAX, steps_between
+from echo2.cost_model.memory import KILLED_EVERY_S, REPLAY_S, STEPS_MAX, steps_between
 
 SECONDS = st.floats(1e-3, 3600.0)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from echo2.coordinator.runtime.catalogue import built_in_catalogue
-from echo2.cost_model.kinds import kind_of_name
+from echo2.coordinator.money.market import built_in_catalogue
+from echo2.cost_model.machines import kind_of_name
 
 KINDS = tuple(built_in_catalogue())
 

@@ -71,19 +71,6 @@ def test_a_slow_uplink_gets_the_period_that_keeps_the_learner_busiest() -> None:
     assert simulate(slow, pool, made.kappa, made.in_flight_cap_rollouts) >= 0.95 * max(by_period) > 1.3 * by_period[5]
 
 
-def test_the_objective_is_the_same_with_and_without_weighing_every_pool() -> None:
-    """Of a fleet that keeps up and one that does not: as near to the target, then as cheap."""
-    for seed, train_s in ((3, 256 / 4.0), (3, 256 / 12.0), (8, 256 / 4.0), (8, 256 / 12.0)):
-        fleet = snapshot(random_workers(10, seed), learner=learner(train_s=train_s))
-        whole, searched = plan(fleet, PlanConfig(4)), plan(fleet, PlanConfig(4, exhaustive_workers_max=0))
-        assert whole.is_feasible == searched.is_feasible
-        if whole.is_feasible:
-            assert searched.usd_per_hour <= whole.usd_per_hour * 1.01
-        else:
-            assert searched.predicted_utilisation >= 0.95 * whole.predicted_utilisation
-            assert whole.predicted_utilisation >= 0.95 * searched.predicted_utilisation
-
-
 def test_of_equal_utilisation_the_best_effort_is_the_cheaper_pool() -> None:
     """One link holds all back, so that more than two workers add nothing but their price."""
     fleet = snapshot(

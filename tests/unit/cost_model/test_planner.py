@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -11,40 +12,33 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
-from echo2.cost_model.columns import FleetColumns, PeriodColumns
-from echo2.cost_model.exhaustive import pools_in_order
 from echo2.cost_model.plan import Limit, Plan
-from echo2.cost_model.planner import CHEAPEST, NEAREST, feasible_plan, plan
-from echo2.cost_model.search import Search
-from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, LinkEstimate, PlanConfig, WorkerState
+from echo2.cost_model.planner import plan
+from echo2.cost_model.relations import FleetModel
+from echo2.cost_model.snapshot import FleetSnapshot, LinkEstimate, PlanConfig, WorkerState
 from tests.unit.cost_model.fleets import learner, random_workers, snapshot, worker
 
 
-def least_price_by_brute_force(fleet: FleetSnapshot, config: PlanConfig) -> float:
+def least_price_by_brute_force(snapshot: FleetSnapshot, config: PlanConfig) -> float:
     """Every subset under every period, judged by the relations alone."""
-    columns = FleetColumns.of(fleet, config)
-    needed = config.target_utilisation * (1 + config.hysteresis.add_margin)
-    needed *= fleet.learner.rollouts_per_step / fleet.learner.train_s
-    search = Search(fleet, config, columns, columns.is_pinned, needed, False)
-    best = math.inf
-    subsets = list(itertools.product([False, True], repeat=len(fleet.workers)))
-    prices = np.array(subsets) @ columns.price
-    rates = np.array(subsets) @ columns.rate
+    fleet, best = FleetModel.of(snapshot, config), math.inf
+    subsets = np.array(list(itertools.product([False, True], repeat=len(fleet))))
+    prices, rates = subsets @ fleet.price, subsets @ fleet.rate
     for kappa in config.kappas:
-        period = PeriodColumns.of(fleet, config, columns, kappa, config.broadcast_efficiency)
-        for index in np.flatnonzero((prices < best) & (rates >= needed * 0.99)).tolist():
-            if prices[index] < best:
-                found = search.evaluate(period, np.array(subsets[index]))
-                if found.keeps_relations(needed):
-                    best = found.usd_per_hour
+        for index in np.flatnonzero((prices < best) & (rates >= fleet.rate_needed * 0.99)).tolist():
+            if prices[index] < best and fleet.evaluate(kappa, subsets[index]).keeps_relations(fleet.rate_needed):
+                best = float(prices[index])
     return best
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_chosen_plan_is_within_one_percent_of_brute_force(seed: int) -> None:
     count = 6 + seed % 4
-    # Rollouts are short beside a step here, so a rehearsal has no objection to what the relations allow.
-    workers = tuple(dataclasses.replace(one, rollout_s_max=one.rollout_s_tail) for one in random_workers(count, seed))
+    # Rollouts are short beside a step and no machine is lost here, so a rehearsal has no objection to what the relations allow.
+    workers = tuple(
+        dataclasses.replace(one, rollout_s_max=one.rollout_s_tail, hazard_per_hour=0.0)
+        for one in random_workers(count, seed)
+    )
     fleet = snapshot(workers, learner=learner(train_s=256 / (0.5 * count), rollouts_per_step=256))
     config = PlanConfig(staleness_bound=2 + seed % 5)
     chosen, least = plan(fleet, config), least_price_by_brute_force(fleet, config)
@@ -53,10 +47,8 @@ def test_chosen_plan_is_within_one_percent_of_brute_force(seed: int) -> None:
         assert least * (1 - 1e-6) <= chosen.usd_per_hour <= least * 1.01
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.integers(3, 10), st.integers(0, 10**6), st.integers(1, 6), st.sampled_from(["link", "more", "price", "bound"])
-)
+@settings(max_examples=10, deadline=None)
+@given(st.integers(3, 8), st.integers(0, 10**6), st.integers(1, 6), st.sampled_from(["link", "more", "price", "bound"]))
 def test_more_bandwidth_more_workers_lower_price_or_larger_bound_is_never_worse(
     count: int, seed: int, bound: int, change: str
 ) -> None:
@@ -98,8 +90,8 @@ def test_plans_are_deterministic_and_feasible_ones_keep_every_term(count: int, s
     assert first == second
     assert 1 <= first.kappa <= bound
     assert first.in_flight_cap_rollouts >= 256 and first.in_flight_cap_rollouts % 16 == 0
-    assert first.is_feasible == all(term.is_met for term in first.terms)
-    if first.is_feasible:
+    if first.is_feasible:  # else a term is broken, or whole groups do not reach what the relations alone allow
+        assert all(term.is_met for term in first.terms)
         assert first.predicted_utilisation >= 0.975
 
 
@@ -125,6 +117,39 @@ def test_infeasible_plans_name_the_term_and_what_would_mend_it() -> None:
     assert not capped.is_feasible and capped.usd_per_hour <= 1.0
 
 
+@pytest.mark.parametrize("count", [2, 60])
+@pytest.mark.parametrize("cap, state", [(1.0, WorkerState.ACTIVE), (0.0, WorkerState.UNAVAILABLE)])
+def test_where_no_worker_may_be_chosen_the_plan_is_empty_and_says_why(
+    count: int, cap: float, state: WorkerState
+) -> None:
+    workers = tuple(worker(f"w{i}", price=2.0, state=state) for i in range(count))
+    empty = plan(snapshot(workers), PlanConfig(4, usd_per_hour_cap=cap))
+    assert empty.pool == () and not empty.is_feasible and empty.binding_term.remedy
+
+
+def test_a_remedy_that_rounds_to_no_change_is_not_told() -> None:
+    workers = tuple(worker(f"w{i}", is_pinned=True) for i in range(8))
+
+    def remedy(train_s: float) -> tuple[str, float]:
+        chosen = plan(snapshot(workers, learner=learner(train_s=train_s)), PlanConfig(4, fixed_kappa=4))
+        term = next(one for one in chosen.terms if one.limit_kind is Limit.STALENESS)
+        return term.remedy, term.value
+
+    needed_s = remedy(64.0)[1]
+    far, near, nearest = (remedy(needed_s * share)[0] for share in (0.9, 0.99, 0.99999))
+    assert "links 3.6 times" in far and "1.6 times the pool" in far and "(now 73.7 s)" in far
+    assert "links 1.1 times" in near and "the pool" not in near
+    assert nearest == "raise S to 5"
+
+
+def test_a_cap_or_budget_raised_as_told_is_enough() -> None:
+    workers = tuple(worker(f"w{i}", price=312.3403, is_pinned=True) for i in range(8))
+    short = plan(snapshot(workers), PlanConfig(4, usd_per_hour_cap=2498.0))
+    told = re.match(r"raise it to ([\d.]+) USD/h", short.binding_term.remedy)
+    assert short.binding is Limit.USD_PER_HOUR and told and told[1] == "2498.73"
+    assert plan(snapshot(workers), PlanConfig(4, usd_per_hour_cap=float(told[1]))).is_feasible
+
+
 def test_spent_budget_drains_everyone() -> None:
     workers = tuple(worker(f"w{i}", state=WorkerState.ACTIVE) for i in range(8))
     spent = plan(snapshot(workers, spent_usd=10.0), PlanConfig(4, usd_budget=10.0))
@@ -137,24 +162,6 @@ def test_provider_limit_is_kept() -> None:
     chosen = plan(snapshot((*cheap, *dear)), PlanConfig(4, provider_workers_max=(("cheap", 2),)))
     assert chosen.is_feasible
     assert sum(one.startswith("c") for one in chosen.pool) == 2
-
-
-def test_greedy_and_exact_are_close_and_the_gap_is_reported() -> None:
-    fleet = snapshot(random_workers(40, 3), learner=learner(train_s=64.0, rollouts_per_step=1024))
-    best, quick = plan(fleet, PlanConfig(6)), plan(fleet, PlanConfig(6, exact_workers_max=0))
-    assert best.solver == "exact" and quick.solver == "greedy"
-    assert best.usd_per_hour <= quick.usd_per_hour * (1 + 1e-6)
-    assert quick.usd_per_hour == pytest.approx(best.usd_per_hour * (1 + best.greedy_gap), rel=1e-3)
-
-
-def test_injected_predictor_replaces_the_fluid_estimate() -> None:
-    class Slow:
-        def predict(self, artifact_bytes: float, seed: LinkEstimate, receivers: object) -> float:
-            return 4 * artifact_bytes / seed.uplink_bytes_per_s
-
-    workers = tuple(worker(f"w{i}") for i in range(8))
-    fluid, slow = plan(snapshot(workers), PlanConfig(6)), plan(snapshot(workers), PlanConfig(6), None, Slow())
-    assert slow.transfer_s > 2 * fluid.transfer_s and slow.is_feasible
 
 
 def activated(fleet: FleetSnapshot, chosen: Plan, now_s: float) -> FleetSnapshot:
@@ -281,20 +288,6 @@ def test_best_efforts_keep_providers_limits_and_the_cap() -> None:
     assert "w7" in capped.pool and capped.usd_per_hour <= 0.9 and not capped.is_feasible
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(2, 9), st.integers(0, 10**6), st.integers(1, 6), st.booleans())
-def test_sieve_of_small_fleets_passes_what_keeps_the_relations(count: int, seed: int, bound: int, stalls: bool) -> None:
-    fleet = snapshot(random_workers(count, seed), learner=learner(train_s=256 / (0.4 * count), delta_bytes=6e8))
-    config = PlanConfig(bound, download=DownloadMode.STALLED if stalls else DownloadMode.BACKGROUND)
-    columns = FleetColumns.of(fleet, config)
-    search = Search(fleet, config, columns, columns.is_pinned, 3.2, False)
-    periods = {k: PeriodColumns.of(fleet, config, columns, k, 0.8) for k in config.kappas}
-    passed = {(one.kappa, tuple(one.chosen)) for one in pools_in_order(search, periods.__getitem__)}
-    for kappa, flags in itertools.product(config.kappas, itertools.product([False, True], repeat=count)):
-        keeps = search.evaluate(periods[kappa], np.array(flags)).keeps_relations(3.2)
-        assert keeps == ((kappa, flags) in passed)
-
-
 @pytest.mark.parametrize("uplink_bytes_per_s", [1e4, 1e5, 1e6])
 @pytest.mark.parametrize("count", [1, 3, 12, 40])
 def test_a_fleet_that_no_version_reaches_in_time_is_still_put_to_work(uplink_bytes_per_s: float, count: int) -> None:
@@ -306,9 +299,50 @@ def test_a_fleet_that_no_version_reaches_in_time_is_still_put_to_work(uplink_byt
     assert made.pool and made.predicted_utilisation > 0
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_feasible_plan_alone_is_the_plan_or_nothing(seed: int) -> None:
-    fleet = snapshot(random_workers(5 + seed, seed), learner=learner(train_s=256 / (0.4 * (3 + seed))))
-    made, alone = plan(fleet, PlanConfig(2 + seed % 3)), feasible_plan(fleet, PlanConfig(2 + seed % 3))
-    assert alone == (made if made.is_feasible else None)
-    assert (CHEAPEST in made.reason) == made.is_feasible == (NEAREST not in made.reason)
+def test_rewards_that_are_too_slow_are_the_term_that_binds_and_workers_are_no_remedy() -> None:
+    workers = tuple(worker(f"w{i}", rollout_s_max=90.0) for i in range(10))
+    slow = plan(snapshot(workers, learner=learner(reward_s=1.0, reward_processes=2)), PlanConfig(4))
+    assert not slow.is_feasible and slow.binding is Limit.REWARDS and slow.predicted_utilisation < 0.6
+    assert (
+        "let 4 processes compute rewards" in slow.reason
+        and "task.ray" in slow.reason
+        and "add workers" not in slow.reason
+    )
+    assert plan(snapshot(workers, learner=learner(reward_s=1.0, reward_processes=8)), PlanConfig(4)).is_feasible
+
+
+def test_machines_that_are_lost_lower_the_promise_and_it_says_by_how_much() -> None:
+    """Half a loss an hour and ten minutes to join: 0.99 was promised where 0.91 to 0.95 were had."""
+    lossy = {"hazard_per_hour": 0.5, "join_s": 600.0, "rollout_s_max": 90.0, "is_pinned": True}
+    spot = tuple(worker(f"w{i}", 1.08, **lossy) for i in range(4))
+    calm = tuple(dataclasses.replace(one, hazard_per_hour=0.0) for one in spot)
+    had, promised = (plan(snapshot(one), PlanConfig(4)) for one in (spot, calm))
+    assert promised.predicted_utilisation > 0.99 and promised.utilisation_spread == 0.0
+    assert 0.88 < had.predicted_utilisation < 0.97 and had.utilisation_spread > 0.02
+    assert "plus or minus" in had.reason
+
+
+def test_a_kept_pool_is_judged_like_a_fresh_one() -> None:
+    """The verdict is that of the plan's own numbers: it once said feasible at 89 % beside a target of 98 %."""
+    workers = tuple(worker(f"w{i:02d}", price=0.4 + 0.01 * i) for i in range(20))
+    seat = learner(rollouts_per_step=640)
+    first = plan(snapshot(workers, learner=seat), PlanConfig(4))
+    fleet = activated(snapshot(workers, learner=seat), first, 0.0)
+    for faster in (0.97, 0.9, 0.85, 0.7):
+        quick = dataclasses.replace(seat, train_s=seat.train_s * faster)
+        kept = plan(dataclasses.replace(fleet, learner=quick, now_s=1000.0), PlanConfig(4), first)
+        reached = kept.predicted_utilisation >= 0.98 - 0.005
+        assert kept.is_feasible == (reached and all(term.is_met for term in kept.terms))
+
+
+def test_a_budget_is_a_constraint_the_cheapest_way_to_finish() -> None:
+    cheap = tuple(worker(f"c{i}", 0.4, 0.05) for i in range(3))
+    dear = tuple(worker(f"d{i}", 1.0, 1.0) for i in range(8))
+    fleet = snapshot((*cheap, *dear), steps_left=200)
+    free = plan(fleet, PlanConfig(4))
+    assert free.is_feasible and free.usd_to_finish > 11.0
+    tight = plan(fleet, PlanConfig(4, usd_budget=8.0))
+    assert not tight.is_feasible and tight.usd_to_finish <= 8.0 and "finishes for" in tight.reason
+    assert tight.predicted_utilisation < free.predicted_utilisation
+    hopeless = plan(fleet, PlanConfig(4, usd_budget=0.5))
+    assert "cannot finish" in hopeless.reason and "would finish" in hopeless.reason

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
-from echo2.cost_model.catalogue import gpu_of, parse_catalogue, train_s_prior, worker_prior
+from echo2.coordinator.money.market import built_in_catalogue, built_in_models
+from echo2.cost_model.advice import advise
+from echo2.cost_model.machines import gpu_of, parse_catalogue, train_s_prior, worker_prior
 from echo2.cost_model.memory import fewest_gpus
+from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan
 from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts, billions_in, parse_what_if
 from echo2.cost_model.sizing import RunLengths
@@ -44,6 +48,58 @@ def test_what_if_changes_one_number_and_the_plan_with_it() -> None:
     assert base.what_if("S", "2").wishes.staleness_bound == 2
     assert base.what_if("count.H200", "3").offers[-1].count == 3
     assert parse_what_if("uplink=1gbit, S=4") == [("uplink", "1gbit"), ("S", "4")]
+
+
+def test_a_larger_batch_or_longer_rollouts_take_longer_to_train_on() -> None:
+    base = question()
+    more = base.what_if("R", str(3 * base.learner.trained_rollouts)).learner
+    longer = base.what_if("mean", str(2 * base.tokens.mean)).learner
+    assert more.trained_rollouts == 3 * base.learner.trained_rollouts
+    assert 2.5 < more.train_s / base.learner.train_s <= 3 and 1.7 < longer.train_s / base.learner.train_s <= 2
+
+
+def test_a_slower_learner_is_advised_only_where_a_step_gets_no_dearer() -> None:
+    base = question()
+    effort = replace(plan(base.snapshot(), base.wishes), is_feasible=False)
+
+    def advised(usd_per_hour: float) -> bool:
+        def planned(changed: PlanQuestion) -> Plan | None:
+            slower = changed.learner.train_s > base.learner.train_s
+            return replace(effort, is_feasible=True, usd_per_hour=usd_per_hour) if slower else None
+
+        return any(one.what_if.startswith("train=") for one in advise(base, effort, planned))
+
+    assert not advised(effort.usd_per_hour) and advised(0.0)
+
+
+def test_advice_plans_no_change_twice() -> None:
+    """S has a limit of its own, which several factors reach."""
+    base, asked = question(), list[PlanQuestion]()
+    effort = replace(plan(base.snapshot(), base.wishes), is_feasible=False)
+
+    def planned(changed: PlanQuestion) -> Plan | None:
+        asked.append(changed)
+        return None
+
+    assert advise(base, effort, planned) == ()
+    assert max(one.wishes.staleness_bound for one in asked) == 64 and base not in asked
+    assert all(one not in asked[:place] for place, one in enumerate(asked))
+
+
+def test_advice_passes_over_what_cannot_be_asked_and_a_budget_does_not_hide_a_slower_learner() -> None:
+    base = question()
+    base = replace(base, wishes=replace(base.wishes, usd_budget=1000.0))
+    effort = replace(plan(base.snapshot(), base.wishes), is_feasible=False)
+
+    def planned(changed: PlanQuestion) -> Plan | None:
+        if sum(offer.count for offer in changed.offers) > 1000:
+            raise ConfigError("snapshot: workers: expected 1 to 1000 workers")
+        is_more = sum(offer.count for offer in changed.offers) > 100
+        is_slower = 2.5 < changed.learner.train_s / base.learner.train_s < 10  # beyond, the hours cost too much
+        return replace(effort, is_feasible=True, usd_per_hour=0.0) if is_more or is_slower else None
+
+    found = {one.what_if.partition("=")[0] for one in advise(base, effort, planned)}
+    assert found == {"count.RTX5090", "train"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo2.cost_model.rehearsal import Rehearsal, reduced, rehearse, unit_lengths
+from echo2.cost_model.rehearsal import Rehearsal, reduced, rehearse
+from echo2.cost_model.relations import unit_lengths
 
 
 def run(bound: int, kappa: int, transfer_s: float, **others: object) -> Rehearsal:
@@ -17,9 +18,10 @@ def run(bound: int, kappa: int, transfer_s: float, **others: object) -> Rehearsa
     fields: dict[str, object] = {
         "train_s": 1.0, "encode_s": 0.0, "groups_per_step": 8, "rollouts_per_group": 8, "cap_groups": 16,
         "slots": np.full(4, 7), "rollout_s": np.full(4, 0.3), "latency_s": np.zeros(4), "swap_s": np.zeros(4),
-        "lengths": unit_lengths(0.3, 0.75, 1.2), "transfer_s": lambda spans: transfer_s * (spans / kappa) ** 0.75,
+        "lengths": unit_lengths(0.3, 0.75, 1.2), "common_s": transfer_s, "growth": lambda spans: (spans / kappa) ** 0.75,
         **others,
     }  # fmt: skip
+    fields.setdefault("own_s", np.full(len(fields["slots"]), fields["common_s"]))  # type: ignore[arg-type]
     return Rehearsal(bound, kappa, **fields)  # type: ignore[arg-type]
 
 
@@ -47,7 +49,9 @@ def test_a_wide_bound_and_enough_rate_keep_the_learner_busy() -> None:
 def test_too_little_rate_is_the_share_that_it_gives(share: float) -> None:
     """Also with lengths that are cut, where 0.9 of the rate once promised all of it."""
     slower = 28 * 1.0 / (64 * share)
-    assert rehearse(run(8, 2, 0.2, rollout_s=np.full(4, slower))).utilisation == pytest.approx(share, abs=0.02)
+    assert rehearse(run(8, 2, 0.2, rollout_s=np.full(4, slower), cap_groups=32)).utilisation == pytest.approx(
+        share, abs=0.02
+    )
 
 
 def test_one_step_bound_serialises_generation_and_training() -> None:
@@ -57,7 +61,7 @@ def test_one_step_bound_serialises_generation_and_training() -> None:
 def test_versions_that_replace_one_that_waited_are_larger() -> None:
     """At three steps a transfer, of a size that did not grow the learner would seem nearly busy."""
     grows = run(6, 1, 3.0)
-    constant = dataclasses.replace(grows, transfer_s=lambda spans: 3.0)
+    constant = dataclasses.replace(grows, growth=lambda spans: 1.0)
     assert rehearse(grows).utilisation < rehearse(constant).utilisation - 0.2
 
 
@@ -71,7 +75,7 @@ def test_a_group_larger_than_the_slots_is_generated_in_turns() -> None:
 
 def test_stalled_downloads_cost_the_rate_that_stands_still() -> None:
     """Rate for 0.95 of the need while it works, and half of each period without work."""
-    told = run(8, 2, 1.0, rollout_s=np.full(4, 28 / (64 * 0.95)))
+    told = run(8, 2, 1.0, rollout_s=np.full(4, 28 / (64 * 0.95)), cap_groups=32)
     assert rehearse(told).utilisation == pytest.approx(0.95, abs=0.02)
     assert rehearse(dataclasses.replace(told, is_stalled=True)).utilisation == pytest.approx(0.6, abs=0.08)
 
@@ -84,6 +88,24 @@ def test_nothing_is_left_for_the_collector() -> None:
         assert not [one for one in gc.get_objects() if type(one).__name__ == "_Stage"]
     finally:
         gc.enable()
+
+
+def test_a_slow_downlink_is_late_alone() -> None:
+    """One worker of five, at six steps a version; the other four alone would do."""
+    five = {name: np.append(column, column[0]) for name, column in (
+        ("slots", np.full(4, 7)), ("rollout_s", np.full(4, 0.3)), ("latency_s", np.zeros(4)), ("swap_s", np.zeros(4)),
+    )}  # fmt: skip
+    late = run(3, 1, 0.3, own_s=np.array([0.3, 0.3, 0.3, 0.3, 6.0]), **five)
+    everybody = run(3, 1, 6.0, **five)
+    assert rehearse(late).utilisation >= rehearse(run(3, 1, 0.3)).utilisation - 0.01
+    assert rehearse(everybody).utilisation < 0.7
+
+
+@pytest.mark.parametrize("share", [0.4, 0.8])
+def test_too_few_rewards_are_the_share_that_they_give(share: float) -> None:
+    told = run(6, 2, 0.2, reward_s=0.05, rewards_per_s=64 * share)
+    assert rehearse(told).utilisation == pytest.approx(share, abs=0.02)
+    assert rehearse(dataclasses.replace(told, rewards_per_s=200.0)).utilisation > 0.98
 
 
 def test_nothing_comes_of_nobody() -> None:
@@ -116,3 +138,21 @@ def test_a_part_of_a_large_pool_keeps_its_proportions(count: int, slots: int, gr
     assert math.isfinite(rehearse(part, 16).utilisation)
     if slots >= group:
         assert part.slots.min() >= group
+
+
+def test_a_part_of_a_large_pool_has_as_many_late_workers_as_the_pool() -> None:
+    """Each tenth worker is late, and rates differ from worker to worker: a part by rates alone has only late ones."""
+    index = np.arange(120)
+    pool = run(
+        4, 1, 0.2, slots=np.full(120, 7), rollout_s=0.3 + 0.001 * index, latency_s=np.zeros(120), swap_s=np.zeros(120),
+        groups_per_step=320, cap_groups=640, own_s=np.where(index % 10 == 5, 3.0, 0.2),
+    )  # fmt: skip
+    part = reduced(pool)
+    assert len(part.own_s) == 12 and np.count_nonzero(part.own_s > 1.0) == 1
+
+
+@pytest.mark.parametrize(("bound", "kappa", "transfer_s"), [(40, 40, 3.0), (64, 60, 40.0)])
+def test_long_periods_are_rehearsed_whole(bound: int, kappa: int, transfer_s: float) -> None:
+    """Of a period that is cut off, only the wait for its version would be seen."""
+    told = run(bound, kappa, transfer_s)
+    assert rehearse(told).utilisation == pytest.approx(rehearse(told, 1000).utilisation, abs=0.01)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import tomllib
 from dataclasses import replace
@@ -15,13 +16,14 @@ from echo2.base.errors import ConfigError, ResourceError
 from echo2.base.units import format_bytes
 from echo2.cli.doctor import model_findings
 from echo2.cli.learner import learner_options
-from echo2.cli.run_shape import fit_rows, lengths_of, model_of
+from echo2.cli.sizing import fit_rows, lengths_of, model_of
 from echo2.cli.worker import worker_options
 from echo2.config.load import load_config
-from echo2.coordinator.runtime.catalogue import built_in_catalogue, built_in_models
-from echo2.cost_model.catalogue import worker_prior
+from echo2.coordinator.money.market import built_in_catalogue, built_in_models
+from echo2.cost_model.machines import worker_prior
 from echo2.cost_model.sizing import (
     CPU_PROCESS_BYTES,
+    DENSE,
     SEQUENCES_CPU,
     SEQUENCES_CPU_MAX,
     SEQUENCES_MAX,
@@ -31,12 +33,11 @@ from echo2.cost_model.sizing import (
     cpu_fit,
     gpu_fit,
     model_size,
-    quantisation_called,
     size_by_billions,
 )
-from echo2.worker.options import EngineChoice
-from echo2.worker.runtime.machine import WorkerMachine, parse_gpus
-from echo2.worker.runtime.make_engine import fit_engine
+from echo2.learner.training.loading import config_json_of, size_of
+from echo2.worker.engines.making import fit_engine
+from echo2.worker.machine import WorkerMachine, parse_gpus
 from tests.contract.engine_rig import tiny_config
 
 QWEN3_8B: dict[str, object] = {
@@ -57,19 +58,64 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     "config",
     [
-        tiny_config("qwen3"),
-        tiny_config("llama"),
+        *(tiny_config(family, pad_token_id=None) for family in DENSE if family not in ("qwen2", "ministral", "gemma2")),
         tiny_config("llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
         tiny_config("qwen2", head_dim=16),
-        tiny_config("gemma3_text", head_dim=16),
-        tiny_config("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+        tiny_config("gemma2", head_dim=16, tie_word_embeddings=True),
     ],
-    ids=["qwen3", "llama", "llama with biases", "qwen2", "gemma3_text", "qwen3_moe"],
+    ids=lambda config: str(config["model_type"]),
 )
-def test_the_count_is_that_of_the_model_itself(config: dict[str, object]) -> None:
+def test_the_formula_says_what_is_counted_on_the_model_itself(config: dict[str, object]) -> None:
+    known = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        model = AutoModelForCausalLM.from_config(known)
     assert model_size(config).parameters == sum(p.numel() for p in model.parameters())
+    assert model_size(json.loads(config_json_of(known, size_of(known)))) == replace(
+        model_size(config), vocabulary=96, context_tokens=256
+    )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shape", "billions", "active"),
+    [
+        (
+            "mixtral",
+            {
+                "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+                "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+            },
+            46.7, 12.9,
+        ),
+        ("gpt_oss", {"num_local_experts": 32, "num_hidden_layers": 24, "num_experts_per_tok": 4}, 20.9, 4.2),
+        ("deepseek_v3", {}, 671.0, 37.6),
+        (
+            "qwen3_moe",
+            {
+                "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
+                "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            },
+            30.5, 3.35,
+        ),
+    ],
+)  # fmt: skip
+def test_experts_are_counted_on_the_model_itself(
+    tmp_path: Path, model_type: str, shape: dict[str, object], billions: float, active: float
+) -> None:
+    known = AutoConfig.for_model(model_type, **shape)
+    size = size_of(known)
+    assert size.billions == pytest.approx(billions, rel=0.003)
+    assert size.active_parameters / 1e9 == pytest.approx(active, rel=0.01)
+    known.save_pretrained(tmp_path)
+    assert model_of(str(tmp_path))[0] == size, "`echo2 plan` and `echo2 doctor` read the same"
+    assert model_size(json.loads(config_json_of(known, size))) == size, "and workers, from the learner"
+    with pytest.raises(ConfigError, match=f"{model_type}.*counted on the model itself"):
+        model_size(json.loads((tmp_path / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("model_type, keys, queries", [("deepseek_v3", 24_576, 24_576), ("qwen3_next", 512, 4096)])
+def test_queries_are_as_wide_as_the_heads_whatever_the_cache_holds(model_type: str, keys: int, queries: int) -> None:
+    size = size_of(AutoConfig.for_model(model_type))
+    assert (size.kv_width, size.query_width) == (keys, queries)
 
 
 def test_a_known_model_has_its_published_size() -> None:
@@ -108,9 +154,6 @@ def test_options_only_cap_what_fits() -> None:
     size = built_in_models()["qwen3-0.6b"]
     assert gpu_fit(size, [24 * GIB], RunLengths(2560, sequences_cap=16)).sequences == 16
     assert gpu_fit(size, [24 * GIB], RunLengths(2560, sequences_cap=4096)).sequences == 149
-    capped = gpu_fit(size, [24 * GIB], RunLengths(2560, tokens_cap=1280))
-    assert (capped.sequences, capped.sequence_tokens) == (256, 1280)
-    assert gpu_fit(size, [24 * GIB], RunLengths(2560, tokens_cap=9999)).sequence_tokens == 2560
     small = model_size(tiny_config("qwen3"))
     assert cpu_fit(small, 8 * GIB, RunLengths(64)).sequences == SEQUENCES_CPU_MAX, (
         "a step of a tiny model costs more than its products"
@@ -128,10 +171,6 @@ def test_a_cpu_holds_what_half_of_its_spare_memory_does() -> None:
     with pytest.raises(ResourceError, match=r"one sequence of 4096 tokens .* at most 2048 tokens") as refused:
         cpu_fit(large, held + each, RunLengths(4096))
     assert f"{format_bytes(held + 2 * each)} of memory" in str(refused.value)
-    tight = held - large.parameters + 2 * each
-    with pytest.raises(ResourceError, match="worker.quantisation int8"):
-        cpu_fit(large, tight, RunLengths(4096))
-    assert cpu_fit(large, tight, RunLengths(4096, quantisation=Quantisation.INT8)).sequences >= 1, "it fits as told"
 
 
 def test_weights_rounded_to_fp8_take_one_byte_on_the_card_and_two_in_the_hosts_memory() -> None:
@@ -140,8 +179,8 @@ def test_weights_rounded_to_fp8_take_one_byte_on_the_card_and_two_in_the_hosts_m
     assert size.parameters == size.linear_parameters + 2 * embedding + norms
     assert size.card_bytes(Quantisation.FP8) == size.linear_parameters + 2 * (2 * embedding + norms)
     assert size.masters_bytes(Quantisation.FP8) == 2 * size.linear_parameters
-    for other in (Quantisation.NONE, Quantisation.INT8):
-        assert (size.card_bytes(other), size.masters_bytes(other)) == (size.gpu_weight_bytes, 0)
+    exact = Quantisation.NONE
+    assert (size.card_bytes(exact), size.masters_bytes(exact)) == (size.gpu_weight_bytes, 0)
     rounded = RunLengths(RUN.longest_tokens, quantisation=Quantisation.FP8)
     exact_fit, fit = gpu_fit(size, [24 * GIB], RUN), gpu_fit(size, [24 * GIB], rounded)
     freed = size.linear_parameters // (2 * size.kv_values_per_token)
@@ -150,8 +189,7 @@ def test_weights_rounded_to_fp8_take_one_byte_on_the_card_and_two_in_the_hosts_m
     with pytest.raises(ResourceError, match=r"rounded weights \(worker.quantisation fp8\)"):
         gpu_fit(size, [16 * GIB], RUN)
     assert gpu_fit(size, [16 * GIB], rounded).sequences >= 1, "it fits as told"
-    assert model_size(QWEN3_8B | {"num_experts": 8, "moe_intermediate_size": 64}).linear_parameters == 0
-    assert quantisation_called("fp8") is Quantisation.FP8 and quantisation_called("fp3") is Quantisation.NONE
+    assert size_of(AutoConfig.for_model(**tiny_config("qwen3_moe"))).linear_parameters == 0
 
 
 def test_each_gpu_gets_an_engine_where_enough_fits_beside_the_weights() -> None:
@@ -216,7 +254,7 @@ def test_worker_planner_and_doctor_agree(path: Path, gib: int, tmp_path: Path) -
     join = argparse.Namespace(link="", name="w", folder=tmp_path, preemption="", advertise="")
     said = learner_options(config, "", tmp_path)
     longest = min(said.longest_tokens, size.context_tokens)
-    at_work = fit_engine(EngineChoice.VLLM, shape, worker_options(join, config), machine, longest, 0)
+    at_work = fit_engine("vllm", shape, worker_options(join, config), machine, longest, 0)
     assert at_work.engine_count * at_work.sequences == planned.slots
     assert (at_work.tensor_parallel, at_work.cache_tokens) == (planned.fit.tensor_parallel, planned.fit.cache_tokens)
     assert next(iter(rows.values()))[1:3] == (str(planned.gpu_count), str(planned.slots))

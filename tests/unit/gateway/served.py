@@ -9,58 +9,33 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from echo2.gateway import events as e
+from echo2.gateway.app import GatewayApp
+from echo2.gateway.episodes import Episodes, Session
 from echo2.gateway.limits import GatewayLimits
-from echo2.gateway.runtime.app import GatewayApp
-from echo2.gateway.runtime.desk import GatewayDesk
-from echo2.gateway.runtime.server import GatewayPort
-from echo2.gateway.sessions import ModelReading, Sessions
-from echo2.trust.runtime.port_limits import GATEWAY, HttpLimits
-from tests.unit.gateway.test_sessions import Letters
+from echo2.gateway.server import GatewayPort
+from echo2.gateway.tree import ChatCodec
+from echo2.trust.ports import GATEWAY, HttpLimits
+from tests.unit.gateway.fakes import LetterCodec, RecordingFleet, completion, letter_bytes
 
 TICK_S = 0.005
 
 
 @dataclass
-class ReadyFleet:
-    """Answers in the loop's next turn with "ok"; `broken`: what it raises instead."""
-
-    desk: GatewayDesk | None = None
-    broken: Exception | None = None
-    asked: list[e.Ask] = field(default_factory=list)
-    depths: dict[int, int] = field(default_factory=dict)
-
-    def ask(self, asked: e.Ask) -> tuple[str, int]:
-        if self.broken is not None:
-            raise self.broken
-        self.asked.append(asked)
-        chain = len(self.depths) if asked.chain is None else asked.chain
-        self.depths[chain] = self.depths.get(chain, 0) + 1
-        group_id = f"{asked.root}.{chain}.{self.depths[chain]}"
-        tokens = tuple(map(ord, "ok"))
-        assert self.desk is not None
-        told = e.CallTokens(group_id, tokens, (-0.5,) * len(tokens), (0,) * len(tokens), is_cut=False)
-        asyncio.get_running_loop().call_soon(self.desk.tell, told)
-        return group_id, chain
-
-    def ended(self, ended: e.EndEpisode) -> None: ...
-
-    async def score(self, root: str, token_ids: tuple[int, ...]) -> str:
-        return "no task"
-
-
-@dataclass
 class Served:
-    """`key`: of its one episode. `longest_hold_s`: for which the loop did nothing else, since it was last set to 0."""
+    """`session`: its one episode. `longest_hold_s`: for which the loop did nothing else, since it was last set to 0."""
 
-    desk: GatewayDesk
-    fleet: ReadyFleet
+    episodes: Episodes
+    fleet: RecordingFleet
     port: int
-    key: str
+    session: Session
     longest_hold_s: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return self.session.key
 
     def connect(self, source: str = "127.0.0.1", timeout: float = 10.0) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=timeout, source_address=(source, 0))
@@ -98,7 +73,7 @@ def answer_of(connection: socket.socket) -> tuple[int, Any]:
 
 @contextlib.contextmanager
 def served(
-    reading: Callable[[], ModelReading] = Letters, port_limits: HttpLimits = GATEWAY, **limits: Any
+    codec: Callable[[], ChatCodec] = LetterCodec, port_limits: HttpLimits = GATEWAY, **limits: Any
 ) -> Iterator[Served]:
     given: dict[str, Any] = {
         "context_tokens": 400,
@@ -111,15 +86,13 @@ def served(
     is_ready, loop = threading.Event(), asyncio.new_event_loop()
 
     async def serve() -> None:
-        fleet = ReadyFleet()
-        sessions = Sessions(GatewayLimits(**given), reading(), lambda: "secret", has_harness=False)
-        desk = fleet.desk = GatewayDesk(sessions, fleet, loop.time)
+        fleet = RecordingFleet()
+        episodes = Episodes(GatewayLimits(**given), codec(), fleet, loop.time, lambda: "secret")
+        fleet.on_lease = lambda group_id: loop.call_soon(episodes.on_completion, group_id, completion("ok"))
         port = GatewayPort("", limits=port_limits)
-        serving = asyncio.create_task(port.run(GatewayApp(desk, "policy", "master", chr).application()))
-        desk.tell(e.ProblemOpened("a1", 1, {}))
-        seated = await desk.seat("")
-        assert isinstance(seated, e.Seated)
-        found.append(Served(desk, fleet, int(port.url.rpartition(":")[2]), seated.key))
+        serving = asyncio.create_task(port.run(GatewayApp(episodes, "policy", "master", letter_bytes).application()))
+        episodes.open_problem("a1", 1, {})
+        found.append(Served(episodes, fleet, int(port.url.rpartition(":")[2]), episodes.take_seat("")))
         is_ready.set()
         try:
             while not is_over.is_set():
@@ -127,7 +100,7 @@ def served(
                 await asyncio.sleep(TICK_S)
                 found[0].longest_hold_s = max(found[0].longest_hold_s, time.monotonic() - before - TICK_S)
         finally:
-            await desk.close()
+            await episodes.close()
             await port.stop(serving)
 
     is_over = threading.Event()

@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 
+from echo2.gateway import access
+from echo2.gateway import app as app_module
+from echo2.gateway.access import Bodies
+from echo2.gateway.episodes import CallRefused
 from echo2.gateway.limits import BODY_BYTES_MAX
-from echo2.gateway.runtime import app as app_module
-from echo2.gateway.runtime import guard
-from echo2.gateway.runtime.guard import Bodies, Refused
-from echo2.gateway.runtime.long_work import LongWork
-from echo2.trust.runtime.port_limits import GATEWAY
+from echo2.gateway.long_work import LongWork
+from echo2.trust.ports import GATEWAY
 from tests.redteam.hostile import still_open
+from tests.unit.gateway.fakes import LetterCodec
 from tests.unit.gateway.served import Served, answer_of, served
-from tests.unit.gateway.test_sessions import Letters
 
 QUICK = replace(GATEWAY, head_s=1.5, crowd_s=0.6, strangers_per_host=20)
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -119,7 +120,7 @@ def test_a_full_port_ends_idle_strangers_first() -> None:
 
 
 def test_a_body_that_is_not_whole_in_time_is_given_up(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "BODY_S", 0.3)
+    monkeypatch.setattr(access, "BODY_S", 0.3)
     with gateway.connect() as connection:
         connection.sendall(gateway.head(1000, gateway.key) + b'{"a')
         assert answer_of(connection)[0] == 408
@@ -161,8 +162,12 @@ HALF = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
             b'{"messages": [{"role": "user", "content": "hi"}], "tools": [{"a": ' + b"[" * 900 + b"]" * 900 + b"}]}",
             "levels",
         ),
+        (
+            b'{"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function", "function": "x"}]}',
+            "tools: expected an object as each function",
+        ),
     ],
-    ids=["content", "low half", "raw bytes", "stop", "key", "arguments", "deep"],
+    ids=["content", "low half", "raw bytes", "stop", "key", "arguments", "deep", "function"],
 )
 def test_what_no_tokenizer_or_template_takes_is_refused_by_name(
     gateway: Served, body: bytes, text: str, caplog: pytest.LogCaptureFixture
@@ -170,7 +175,7 @@ def test_what_no_tokenizer_or_template_takes_is_refused_by_name(
     for _ in range(3):
         status, told = gateway.post(body)
         assert status == 400 and text in told["error"]["message"]
-    assert not gateway.desk._waiting and not [one for one in caplog.records if one.exc_info]
+    assert not gateway.session.calls and not [one for one in caplog.records if one.exc_info]
     whole = {"messages": [{"role": "user", "content": "\U0001f600"}]}
     assert gateway.post(json.dumps(whole).encode())[0] == 200, "both halves are a character"
 
@@ -186,13 +191,12 @@ def test_a_reward_of_four_hundred_digits_is_refused_and_the_episode_goes_on(gate
 def test_an_error_that_nobody_foresaw_is_one_answer_and_nothing_stays_behind(
     gateway: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (session,) = gateway.desk.sessions.sessions.values()
     for number in range(20):
         gateway.fleet.broken = ValueError("the journal took no such number")
         status, told = gateway.post({"messages": [{"role": "user", "content": f"hi {number}"}]})
         assert status == 500 and told["error"]["code"] == "internal_error" and "ValueError" in told["error"]["message"]
         gateway.fleet.broken = None
-    assert not gateway.desk._waiting and not session.calls
+    assert not gateway.session.calls
     assert len([one for one in caplog.records if one.exc_info]) <= 1
     assert gateway.post({"messages": [{"role": "user", "content": "hi again"}]})[0] == 200
 
@@ -219,8 +223,8 @@ def test_a_body_in_many_parts_takes_time_by_its_length_alone() -> None:
 
 
 def test_bodies_together_and_of_one_episode_hold_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "BODIES_BYTES_MAX", 500)
-    monkeypatch.setattr(guard, "BODIES_OF_ONE_BYTES_MAX", 200)
+    monkeypatch.setattr(access, "BODIES_BYTES_MAX", 500)
+    monkeypatch.setattr(access, "BODIES_OF_ONE_BYTES_MAX", 200)
 
     async def scene() -> None:
         bodies = Bodies()
@@ -231,7 +235,7 @@ def test_bodies_together_and_of_one_episode_hold_so_much(monkeypatch: pytest.Mon
 
         for callers, refused in (("aaa", 1), ("abcdef", 1), ("abcde", 0)):
             ends = await asyncio.gather(*(read(one, 100) for one in callers), return_exceptions=True)
-            assert sum(isinstance(end, Refused) for end in ends) == refused, callers
+            assert sum(isinstance(end, CallRefused) for end in ends) == refused, callers
         assert not bodies._held
 
     asyncio.run(scene())
@@ -251,10 +255,10 @@ def test_a_large_body_is_parsed_beside_the_loop(gateway: Served, monkeypatch: py
     assert not threads[0].startswith("gateway") and threads[1].startswith("gateway")
 
 
-class SlowLetters(Letters):
+class SlowCodec(LetterCodec):
     """Of a long text it takes a while."""
 
-    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Sequence[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Sequence[int]:
         text = "".join(str(message["content"]) for message in messages)
         if len(text) > 1000:
             time.sleep(1.5)
@@ -263,7 +267,7 @@ class SlowLetters(Letters):
 
 def test_a_text_that_takes_long_to_encode_holds_up_no_other_call() -> None:
     long = {"messages": [{"role": "user", "content": "x" * 100_000}]}
-    with served(SlowLetters, context_tokens=100_000) as gateway:
+    with served(SlowCodec, context_tokens=100_000) as gateway:
         answers: list[int] = []
         thread = threading.Thread(target=lambda: answers.append(gateway.post(long)[0]))
         gateway.longest_hold_s = 0.0
@@ -295,7 +299,7 @@ def test_long_work_of_one_caller_leaves_a_thread_to_others() -> None:
             order.append(caller)
 
         await asyncio.gather(*(asked(caller) for caller in ("greedy",) * 6 + ("honest",)))
-        assert not work._turns and not work._asked
+        assert not work._turns
         work.close()
         return order
 

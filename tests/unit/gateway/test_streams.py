@@ -7,57 +7,42 @@ from typing import Any
 
 import pytest
 
-from echo2.gateway import events as e
+from echo2.gateway.app import GatewayApp
+from echo2.gateway.episodes import PIECES_S, Call, Choice, Completion, Episodes
 from echo2.gateway.limits import GatewayLimits
-from echo2.gateway.runtime.app import GatewayApp
-from echo2.gateway.runtime.desk import GatewayDesk
-from echo2.gateway.runtime.server import GatewayPort
-from echo2.gateway.sessions import PIECES_S, Sessions
-from tests.unit.gateway.test_sessions import Letters
+from echo2.gateway.replies import reply_of
+from echo2.gateway.requests import chat_call, text_call
+from echo2.gateway.server import GatewayPort
+from echo2.gateway.tree import TreePlace, Wording
+from tests.patience import WAIT_S
+from tests.unit.gateway.fakes import LetterCodec, RecordingFleet, completion, letter_bytes
 
 openai = pytest.importorskip("openai")
 
 
-class Fleet:
-    """Tells of a completion twice while it grows, then `whole`."""
-
-    def __init__(self, whole: str) -> None:
-        self.whole = whole
-        self.desk: GatewayDesk
-
-    def ask(self, asked: e.Ask) -> tuple[str, int]:
-        asyncio.get_running_loop().create_task(self._sample(f"{asked.root}.0.1"))
-        return f"{asked.root}.0.1", 0
-
-    async def _sample(self, group_id: str) -> None:
-        for text in ("hel", "hello w"):
-            await asyncio.sleep(PIECES_S + 0.05)
-            self.desk.tell(e.CallGrew(group_id, tuple(map(ord, text))))
-        await asyncio.sleep(0.05)
-        tokens = tuple(map(ord, self.whole))
-        self.desk.tell(e.CallTokens(group_id, tokens, (-0.5,) * len(tokens), (0,) * len(tokens), is_cut=False))
-
-    def ended(self, ended: e.EndEpisode) -> None: ...
-
-    async def score(self, root: str, token_ids: tuple[int, ...]) -> str:
-        return "no task"
+async def sample(episodes: Episodes, group_id: str, whole: str) -> None:
+    """Reports a completion twice while it grows, then `whole`."""
+    for text in ("hel", "hello w"):
+        await asyncio.sleep(PIECES_S + 0.05)
+        episodes.on_tokens(group_id, tuple(map(ord, text)))
+    await asyncio.sleep(0.05)
+    episodes.on_completion(group_id, completion(whole))
 
 
 def read(whole: str, is_chat: bool) -> tuple[list[str], list[str | None]]:
     """The texts of the stream's pieces, and why they ended."""
 
     async def scene() -> tuple[list[str], list[str | None]]:
-        fleet = Fleet(whole)
-        sessions = Sessions(GatewayLimits(10_000, 64, 2048, 1), Letters(), lambda: "k", has_harness=False)
-        desk = fleet.desk = GatewayDesk(sessions, fleet, asyncio.get_running_loop().time)
-        port = GatewayPort("", "", "")
-        serving = asyncio.create_task(port.run(GatewayApp(desk, "policy", "master", chr).application()))
+        loop, sampling = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+        fleet = RecordingFleet(lambda group_id: sampling.append(loop.create_task(sample(episodes, group_id, whole))))
+        episodes = Episodes(GatewayLimits(10_000, 64, 2048, 1), LetterCodec(), fleet, loop.time, lambda: "k")
+        port = GatewayPort("")
+        serving = asyncio.create_task(port.run(GatewayApp(episodes, "policy", "master", letter_bytes).application()))
         client = None
         try:
-            desk.tell(e.ProblemOpened("a1", 1, {}))
-            seated = await desk.seat("")
-            assert isinstance(seated, e.Seated)
-            client = openai.AsyncOpenAI(base_url=f"{port.url}/v1", api_key=seated.key, timeout=20, max_retries=0)
+            episodes.open_problem("a1", 1, {})
+            key = episodes.take_seat("").key
+            client = openai.AsyncOpenAI(base_url=f"{port.url}/v1", api_key=key, timeout=WAIT_S, max_retries=0)
             texts, reasons = list[str](), list[str | None]()
             stream: Any
             if is_chat:
@@ -74,7 +59,7 @@ def read(whole: str, is_chat: bool) -> tuple[list[str], list[str | None]]:
         finally:
             if client is not None:
                 await client.close()
-            await desk.close()
+            await episodes.close()
             await port.stop(serving)
 
     return asyncio.run(scene())
@@ -90,3 +75,28 @@ def test_pieces_come_as_they_are_sampled_and_make_the_whole(is_chat: bool) -> No
 def test_a_completion_that_another_worker_began_anew_ends_the_stream_with_an_error() -> None:
     with pytest.raises(openai.APIError, match="began this completion anew"):
         read("other words", is_chat=True)
+
+
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "text"])
+def test_the_bytes_of_tokens_add_up_to_the_text_where_a_character_has_several_tokens(is_chat: bool) -> None:
+    text = "a\U0001f600b"
+    pieces = (b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b", b"")  # the last one is an end token
+    sampled = Completion(tuple(range(6)), (-0.5,) * 6, (0,) * 6, is_cut=False)
+    body = (
+        {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+        if is_chat
+        else {"prompt": "hi", "logprobs": 0}
+    )
+    place = TreePlace(Wording(), None, b"")
+
+    async def replied() -> Any:
+        request = chat_call(body) if is_chat else text_call(body)
+        call = Call(1, "a1", request, place, asyncio.get_running_loop().create_future())
+        return reply_of(call, [Choice(text, (), sampled, "stop")], "policy", 0, lambda token: pieces[token])
+
+    reply = asyncio.run(replied())
+    logprobs = reply["choices"][0]["logprobs"]
+    if is_chat:
+        assert b"".join(bytes(token["bytes"]) for token in logprobs["content"]).decode() == text
+    else:
+        assert logprobs["text_offset"] == [0, 1, 1, 1, 2, 3]

@@ -6,23 +6,22 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from echo2.gateway import events as e
+from echo2.gateway.app import GatewayApp
+from echo2.gateway.episodes import Episodes
+from echo2.gateway.harness import make_harness
 from echo2.gateway.limits import GatewayLimits
-from echo2.gateway.runtime.app import GatewayApp
-from echo2.gateway.runtime.desk import GatewayDesk
-from echo2.gateway.runtime.harness import Harnesses, make_harness
-from echo2.gateway.runtime.server import GatewayPort
-from echo2.gateway.sessions import Sessions
-from echo2.tasks.runtime.registry import make_task
-from echo2.tasks.runtime.verifiers_task import PLAYER
+from echo2.gateway.server import GatewayPort
+from echo2.tasks.registry import make_task
 from echo2.tasks.task import TaskSpec
-from tests.unit.gateway.test_sessions import Letters
+from echo2.tasks.verifiers_task import PLAYER
+from tests.patience import WAIT_S
+from tests.unit.gateway.fakes import LetterCodec, RecordingFleet, completion, letter_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
 TOOLS = """
@@ -80,36 +79,14 @@ __all__ = ["Calc"]
 CALLS_THE_TOOL = (1,)
 
 
-class Script(Letters):
+class Script(LetterCodec):
     """Reads one token as a call of the tool."""
 
-    def said(self, token_ids: tuple[int, ...], stops: tuple[str, ...], *, has_tools: bool) -> tuple[str, list[Any]]:
+    def decode(self, token_ids: tuple[int, ...], stops: tuple[str, ...], *, has_tools: bool) -> tuple[str, list[Any]]:
         if token_ids == CALLS_THE_TOOL:
             assert has_tools
             return "", [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]
         return "".join(map(chr, token_ids)), []
-
-
-class Fleet:
-    """Calls the tool first, then says `answers` in their order, an episode after the other."""
-
-    def __init__(self, answers: Sequence[str]) -> None:
-        self.answers, self.asked, self.ends = list(answers), list[e.Ask](), list[e.EndEpisode]()
-        self.desk: GatewayDesk
-
-    def ask(self, asked: e.Ask) -> tuple[str, int]:
-        self.asked.append(asked)
-        group_id = f"{asked.root}.0.{len(self.asked)}"
-        tokens = CALLS_THE_TOOL if asked.chain is None else tuple(map(ord, self.answers.pop(0)))
-        sampled = e.CallTokens(group_id, tokens, (-0.5,) * len(tokens), (0,) * len(tokens), is_cut=False)
-        asyncio.get_running_loop().call_later(0.05, self.desk.tell, sampled)
-        return group_id, 0
-
-    def ended(self, ended: e.EndEpisode) -> None:
-        self.ends.append(ended)
-
-    async def score(self, root: str, token_ids: tuple[int, ...]) -> e.EpisodeRewarded | str:
-        raise AssertionError("the taskset gives the reward")
 
 
 @pytest.fixture(autouse=True)
@@ -134,31 +111,39 @@ def told_of(spec: TaskSpec, index: int) -> Mapping[str, object]:
 def test_a_taskset_with_tools_is_played_as_it_is_and_its_rewards_are_its_own() -> None:
     spec = TaskSpec("verifiers", {"taskset": "echo2_calc", "options": {"count": 2}, "agent": {"max_turns": 4}})
 
-    async def scene() -> Fleet:
-        fleet = Fleet(["2", "3"])
-        sessions = Sessions(GatewayLimits(100_000, 64), Script(), lambda: os.urandom(8).hex(), has_harness=True)
-        desk = fleet.desk = GatewayDesk(sessions, fleet, asyncio.get_running_loop().time)
-        port = GatewayPort("", "", "")
+    async def scene() -> RecordingFleet:
+        loop, answers = asyncio.get_running_loop(), ["2", "3"]
+
+        def sample(group_id: str) -> None:
+            """Calls the tool first, then gives the answers in their order, one an episode."""
+            text = chr(*CALLS_THE_TOOL) if fleet.leases[group_id].chain is None else answers.pop(0)
+            loop.call_later(0.05, episodes.on_completion, group_id, completion(text))
+
+        fleet = RecordingFleet(sample)
+        port = GatewayPort("")
+        limits = GatewayLimits(100_000, 64, 200_000, 4, episode_s=120.0)
         harness = make_harness(PLAYER, 1)
         assert harness is not None
-        desk.harnesses = Harnesses(harness, f"{port.url}/v1", 120.0, desk.tell)
-        app = GatewayApp(desk, "policy", "master", chr)
+        episodes = Episodes(limits, Script(), fleet, loop.time, lambda: os.urandom(8).hex(), harness, f"{port.url}/v1")
+        app = GatewayApp(episodes, "policy", "master", letter_bytes)
         serving = asyncio.create_task(port.run(app.application()))
         try:
             for number in range(2):
-                desk.tell(e.ProblemOpened(f"a{number}", 1, told_of(spec, 1)))
-                async with asyncio.timeout(150):
+                episodes.open_problem(f"a{number}", 1, told_of(spec, 1))
+                async with asyncio.timeout(WAIT_S):
                     while len(fleet.ends) <= number:
                         await asyncio.sleep(0.05)
         finally:
-            await desk.close()
+            await episodes.close()
             await port.stop(serving)
         return fleet
 
     fleet = asyncio.run(scene())
     assert [end.reward for end in fleet.ends] == [1.0, 0.0], "1+1 is 2"
-    assert [asked.chain for asked in fleet.asked] == [None, 0, None, 0], "the tool's answer goes on token for token"
-    first, second = fleet.asked[:2]
+    assert [lease.chain for lease in fleet.leases.values()] == [None, 0, None, 0], (
+        "the tool's answer goes on token for token"
+    )
+    first, second = list(fleet.leases.values())[:2]
     assert second.prompt_token_ids[: len(first.prompt_token_ids) + 1] == (*first.prompt_token_ids, *CALLS_THE_TOOL)
     assert "[tool]" in "".join(map(chr, second.prompt_token_ids)) and "2" in "".join(map(chr, second.prompt_token_ids))
     assert not [name for name in os.environ if name.startswith("ECHO2_EPISODE_KEY")]

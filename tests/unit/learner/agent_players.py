@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from echo2.gateway.runtime.harness import Episode
+from echo2.gateway.harness import Episode
 
 TURNS = 3
 SEEN: dict[str, list[dict[str, Any]]] = {}
@@ -107,7 +107,7 @@ async def _asked_everything(episode: Episode) -> None:
     assert len(reasons) == 2 and piece.usage.completion_tokens > 0, "a stream ends with what it cost"
     text = await client.completions.create(model="policy", prompt="abc", logprobs=0, max_tokens=5)
     assert text.choices[0].logprobs.token_logprobs and text.usage.completion_tokens <= 5
-    assert [model.id for model in (await client.models.list()).data] == ["policy"]
+    assert [model.id for model in (await client.models.list()).data] == ["test-run"]
     raw = await client.chat.completions.with_raw_response.create(
         model="policy", messages=messages, temperature=0.3, seed=1
     )
@@ -135,3 +135,11 @@ async def tells_its_problems(episode: Episode) -> float:
     """Notes what it is told of its problem."""
     PROBLEMS_TOLD.append(episode.problem)
     return await three_turns(episode)
+
+
+async def always_breaks(episode: Episode) -> float:
+    """As a tool that cannot be reached; the client's own error does not say why."""
+    try:
+        raise PermissionError("locked")
+    except PermissionError as error:
+        raise OSError("no tool") from error

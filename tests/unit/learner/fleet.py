@@ -16,11 +16,13 @@ from typing import Any
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SegmentVerdict, VersionSpan
-from echo2.broadcast.runtime.node_options import NodeCalls
-from echo2.learner.runtime.options import LearnerOptions
+from echo2.broadcast.node import NodeCalls
+from echo2.config.run import RunConfig
+from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
+from echo2.trust.calls import GatedServer
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
-from echo2.trust.runtime.gate import GatedServer
-from echo2.trust.runtime.tls import (
+from echo2.trust.ports import LEARNER
+from echo2.trust.tls import (
     Credentials,
     bind_server,
     coordinator_credentials,
@@ -33,8 +35,7 @@ from echo2.trust.runtime.tls import (
 from echo2.weights import ContainerDecoder, DeltaHeader, Encoding, FrameReader, HostWeights, join_frames, parse_frame
 from echo2.weights.container import HeaderFrame
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, coordinator_pb2_grpc, ingest_pb2, ingest_pb2_grpc
-from echo2.wire.rollout import group_from_message, segment_to_message, verdicts_from_message
-from echo2.wire.ticket import Ticket, sign_ticket
+from echo2.wire.rollout import Ticket, group_from_message, segment_to_message, sign_ticket, verdicts_from_message
 
 RUN = RunId("test-run")
 
@@ -74,7 +75,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.address = ""
 
     async def start(self, port: int = 0) -> None:
-        self.server = new_server()
+        self.server = new_server(LEARNER)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self.server)
         credentials = server_credentials(coordinator_credentials(self.authority, "127.0.0.1:0"))
         self.address = f"127.0.0.1:{bind_server(self.server, f'127.0.0.1:{port}', credentials)}"
@@ -140,7 +141,7 @@ class FollowerBroadcaster:
     needed_looks: int = 0  # for so many looks somebody still fetches
     asked: int = 0
 
-    def made(self, server: object, credentials: object, options: object, calls: NodeCalls) -> FollowerBroadcaster:
+    def made(self, credentials: object, options: object, calls: NodeCalls) -> FollowerBroadcaster:
         """By the learner, in the place of its node."""
         self.calls = calls
         return self
@@ -182,6 +183,9 @@ class FollowerBroadcaster:
         data = await asyncio.to_thread(lambda: join_frames(frames))
         self.kept[parent, version] = self.merged[parent, version] = data
         return len(data)
+
+    def listen(self) -> int:
+        return 1
 
     async def start(self) -> None: ...
 
@@ -247,6 +251,7 @@ class RandomWorker:
                 version = max(v for v in self._known() if v <= max(0, self.coordinator.newest - self.lag))
                 version = version if spec.exact_version is None else spec.exact_version
                 report = ingest_pb2.RolloutReport(
+                    draws_by_seed=True,
                     sequence=sequence,
                     ticket=self.ticket(spec.group_id),
                     segments=[segment_to_message(segment) for segment in self.segments(spec, version)],
@@ -269,22 +274,21 @@ def prepare_node(folder: Path, authority: RunAuthority, coordinator_address: str
     return identity
 
 
-def options_for(folder: Path, model: Path, **changes: Any) -> LearnerOptions:
-    from echo2.base.rollout import SamplingParams
-    from echo2.learner.runtime.options import CheckpointOptions, EvaluationOptions, TaskOptions, TrainerOptions
-
-    given: dict[str, Any] = {
-        "folder": folder,
-        "run_id": RUN,
-        "steps": 6,
-        "rollouts_per_step": 8,
-        "rollouts_per_group": 4,
-        "staleness_bound": 2,
-        "trainer": TrainerOptions(str(model), device="cpu", lr=1e-3),
-        "task": TaskOptions("tests.unit.learner.worlds:DigitShare"),
-        "sampling": SamplingParams(max_new_tokens=6),
-        "evaluation": EvaluationOptions(prompts=4, every_steps=3),
-        "checkpoint": CheckpointOptions(every_steps=2, free_bytes_min=1 << 20),
-        "linger_s": 0.0,
-    }
-    return LearnerOptions(**{**given, **changes})
+def options_for(
+    folder: Path, model: Path, trainer: TrainerOptions | None = None, metrics_port: int = 0, turns_max: int = 1,
+    limits: LearnerLimits | None = None, **sections: dict[str, Any],
+) -> LearnerOptions:  # fmt: skip
+    """`sections`: options of the run file by section, beside and before those below."""
+    given: dict[str, dict[str, Any]] = {
+        "run": {"name": RUN},
+        "model": {"path": str(model)},
+        "learner": {"steps": 6, "prompts_per_step": 2, "rollouts_per_prompt": 4, "checkpoint_every_steps": 2, "audit_share": 0},
+        "staleness": {"bound": 2},
+        "task": {"name": "tests.unit.learner.worlds:DigitShare", "eval_prompts": 4, "eval_every_steps": 3},
+        "sampling": {"max_new_tokens": 6},
+    }  # fmt: skip
+    both = {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}
+    return LearnerOptions(
+        folder, RunConfig.model_validate(both), trainer or TrainerOptions(str(model), device="cpu", lr=1e-3), turns_max,
+        metrics_port=metrics_port, limits=limits or LearnerLimits(free_bytes_min=1 << 20, linger_s=0.0),
+    )  # fmt: skip

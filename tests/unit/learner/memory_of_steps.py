@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.config.run import RunConfig
 from echo2.cost_model.memory import Checkpointing, learner_memory
 from echo2.cost_model.sizing import model_size
-from echo2.learner.batch import Batch, TrainGroup
-from echo2.learner.runtime.checkpoint import CheckpointStore, write_shards
-from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions
-from echo2.learner.runtime.ranks import Ranks
-from echo2.learner.runtime.startup import new_team
+from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
+from echo2.learner.publishing.checkpoint import CheckpointStore, write_shards
+from echo2.learner.rollouts.groups import Batch, TrainGroup
+from echo2.learner.startup import new_team
+from echo2.learner.training.ranks import Ranks
 from echo2.weights import DeltaHeader, encode_delta, fingerprint
 
 BUDGET, PROMPT, COMPLETION, ROLLOUTS = 512, 32, 60, 8
@@ -75,11 +76,11 @@ def main() -> None:
     model.save_pretrained(folder / "model")
     del model
     trainer = TrainerOptions(str(folder / "model"), token_budget=BUDGET, threads=1, lr=1e-5)
-    options = LearnerOptions(folder, "memory", 4, 2 * ROLLOUTS, ROLLOUTS, 2, trainer)
+    options = LearnerOptions(folder, RunConfig(), trainer)
     before = status("VmRSS")
     team = new_team(options, Ranks())
     Path("/proc/self/clear_refs").write_text("5")
-    store = CheckpointStore(folder / "checkpoints", CheckpointOptions(free_bytes_min=0))
+    store = CheckpointStore(folder / "checkpoints", LearnerLimits(free_bytes_min=0))
     published = team.snapshot()
     for step in range(2):
         team.step(batch_of(step))

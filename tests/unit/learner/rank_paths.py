@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import Step, Version
-from echo2.broadcast.runtime.sharded import HeldVersions, ShardFollower, ShardLeader
-from echo2.learner.batch import Batch
-from echo2.learner.runtime import model as model_module
-from echo2.learner.runtime.options import LearnerOptions
-from echo2.learner.runtime.ranks import DistributedRanks, Ranks, whole
-from echo2.learner.runtime.startup import new_team
-from echo2.learner.runtime.team import Team
+from echo2.learner.options import LearnerOptions
+from echo2.learner.rollouts.groups import Batch
+from echo2.learner.startup import new_team
+from echo2.learner.training import model as model_module
+from echo2.learner.training.ranks import DistributedRanks, Ranks, whole
+from echo2.learner.training.shards import HeldVersions, ShardFollower, ShardLeader
+from echo2.learner.training.team import Team
 from echo2.weights.container import DeltaHeader, join_frames
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.test_trainer import random_groups
@@ -34,7 +34,7 @@ SCENARIOS = ("bf16", "bf16_as_on_gpu", "copies", "copies_as_on_gpu", "moe")
 
 
 def options_of(scenario: str, dense: Path, moe: Path, folder: Path) -> LearnerOptions:
-    options = options_for(folder, moe if scenario == "moe" else dense, staleness_bound=4)
+    options = options_for(folder, moe if scenario == "moe" else dense, staleness={"bound": 4})
     dtype = "float32" if scenario == "moe" else "bfloat16"
     copies = 2 if scenario.startswith("copies") else 1
     return replace(options, trainer=replace(options.trainer, weights_dtype=dtype, token_budget=40, replicas=copies))

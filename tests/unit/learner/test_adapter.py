@@ -12,14 +12,15 @@ import torch
 
 from echo2.base.errors import ConfigError, VersionMismatch
 from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.config.run import ModelSection, RunConfig
 from echo2.cost_model.sizing import Fit
-from echo2.learner.runtime.adapter import CONFIG_KEY, AdapterOptions
-from echo2.learner.runtime.model import PolicyModel
-from echo2.learner.runtime.options import TrainerOptions
-from echo2.worker.engine import GenerateRequest, SwapMode
-from echo2.worker.options import EngineChoice, WorkerOptions
-from echo2.worker.runtime.make_engine import make_engine, parse_model_config
-from echo2.worker.runtime.weights import HostSnapshot
+from echo2.learner.options import TrainerOptions
+from echo2.learner.training.adapter import CONFIG_KEY, AdapterOptions
+from echo2.learner.training.model import PolicyModel
+from echo2.worker.engines.engine import GenerateRequest, SwapMode
+from echo2.worker.engines.making import make_engine, parse_model_config
+from echo2.worker.options import WorkerOptions
+from echo2.worker.weights import HostSnapshot
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.test_daemon import Run, go, prepared_from
 from tests.unit.learner.tiny import make_tiny_model
@@ -36,12 +37,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def lora_options(folder: Path, model: Path, weights_dtype: str = "bfloat16") -> Any:
     trainer = TrainerOptions(str(model), weights_dtype, device="cpu", lr=3e-2, lora_rank=4)
-    return options_for(folder, model, trainer=trainer, steps=4)
+    return options_for(folder, model, trainer=trainer, learner={"steps": 4})
 
 
 def worker_engine(config_json: bytes, folder: Path, base: str) -> Any:
-    options = WorkerOptions("link", folder, model_path=base)
-    return make_engine(EngineChoice.EMBEDDED, parse_model_config(config_json), options, FIT)
+    options = WorkerOptions("link", folder, RunConfig(model=ModelSection(path=base)))
+    return make_engine("embedded", parse_model_config(config_json), options, FIT)
 
 
 async def sampled(engine: Any, host: Any) -> tuple[list[int], list[float], int]:
@@ -85,8 +86,8 @@ def test_a_worker_samples_from_the_learners_adapted_policy(
     engine = worker_engine(hello.model_config_json, tmp_path / "worker", str(model_path))
     tokens, logprobs, found = asyncio.run(sampled(engine, host))
     assert found == host.fingerprint(), "the engine holds the bits that were published"
-    assert run.daemon.shift is not None
-    learners: Any = run.daemon.shift.loop.p.model
+    assert run.daemon.learner is not None
+    learners: Any = run.daemon.learner.loop.p.model
     ours = logprobs_under(learners.hf_model, tokens)
     assert torch.allclose(ours, torch.tensor(logprobs), atol=2e-4)
     base = PolicyModel(str(model_path), weights_dtype, torch.device("cpu"), 1.0)
@@ -120,7 +121,7 @@ def test_another_base_or_none_is_refused_by_the_worker(model_path: Path, tmp_pat
     broken = {**json.loads(config), CONFIG_KEY: {"rank": 0, "scale": 1, "dtype": "bfloat16", "base_fingerprint": ""}}
     with pytest.raises(ConfigError, match="expected a rank of 1"):
         worker_engine(json.dumps(broken).encode(), tmp_path, str(model_path))
-    vllms = make_engine(EngineChoice.VLLM, parse_model_config(config), WorkerOptions("link", tmp_path), FIT)
+    vllms = make_engine("vllm", parse_model_config(config), WorkerOptions("link", tmp_path), FIT)
     with pytest.raises(ConfigError, match=r"model\.path: the learner publishes an adapter only"):
         asyncio.run(vllms.start())  # refused before vLLM is looked for
     asyncio.run(vllms.stop())

@@ -1,108 +1,98 @@
-"""Episodes of agents on the shelf: calls become chains, chains become what is trained on, token for token."""
+"""Agents' calls: leased like any other group, joined into chains token for token, trained on once, played again after a restart."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from echo2.base.errors import MalformedMessage
-from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.noise import rollout_seed, turn_seed, uniforms
-from echo2.base.rollout import FinishReason, RolloutSegment, SamplingParams, Verdict, VersionSpan
-from echo2.learner import batcher_events as b
+from echo2.base.ids import GroupId, Version
+from echo2.base.rng import rollout_seed, turn_seed, uniforms
+from echo2.base.rollout import Verdict, Work
 from echo2.learner.audit import _uniforms_of
-from echo2.learner.batch import Batch
-from echo2.learner.batcher import Batcher
-from echo2.learner.group import Draw
-from echo2.learner.history import EpisodeScored, History
-from echo2.learner.offers import OfferConfig
-from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
-from echo2.learner.runtime.journal import _from_message, _to_message
-from echo2.learner.shelf import Shelf, ShelfConfig
-from echo2.staleness.ledger import Ledger
+from echo2.learner.rollouts.evaluation import QuestionSet
+from echo2.learner.rollouts.groups import Batch, evaluated_version, is_driven_root
+from echo2.learner.rollouts.history import EpisodeScored
+from echo2.learner.rollouts.selection import GroupRules
+from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
+from tests.unit.learner.stage import ALICE, GREEDY, SAMPLING, STOP, Stage, piece
 from tests.unit.learner.test_trainer import new_trainer
 from tests.unit.learner.tiny import make_tiny_model
 
-SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(1,), seed=77)
 ROOT = GroupId("a00000000")
-ALICE = PeerId("alice")
+RUN = replace(SAMPLING, temperature=1.0, top_p=0.9, seed=7)
+SETS = (QuestionSet("held_out", 2, 1), QuestionSet("hard", 1, 3))
 
 
-class Desk:
-    """A batcher, with what it kept and offered."""
+def new_stage(sets: tuple[QuestionSet, ...] = ()) -> Stage:
+    return Stage(GroupRules(2, 2, 2, 100, is_driven=True), sets)
 
-    def __init__(self) -> None:
-        config = ShelfConfig(2, 2, 2, 100, is_driven=True)
-        self.batcher = Batcher(Shelf(config, Ledger(2)), OfferConfig(2, 2, 2))
-        self.records: list[object] = []
-        self.actions: list[b.Action] = []
-        self.tell(b.Resumed())
 
-    def tell(self, event: b.Event) -> list[b.Action]:
-        actions = self.batcher.handle(event)
-        for action in actions:
-            if isinstance(action, b.Keep):
-                self.records.append(_from_message(_to_message(action.record).SerializeToString(), Path("journal")))
-        self.actions += actions
-        asked = [a for a in actions if isinstance(a, b.AskPrompts)]
-        if asked and not any(isinstance(a, b.Drive) for a in self.actions):
-            draws = (*asked[0].again, Draw(0, 0, (0,), SAMPLING))[: 1 + len(asked[0].again)]
-            actions += self.tell(b.PromptsDrawn(draws))
-        return actions
+def call(
+    stage: Stage, root: GroupId, chain: int | None, prompt: tuple[int, ...], temperature: float | None = None
+) -> GroupId:
+    group_id = stage.tell(stage.pool.open_call, root, chain, prompt, RUN, temperature)
+    assert stage.offered[group_id].prompt_token_ids == prompt
+    return GroupId(group_id)
 
-    def call(self, chain: int | None, prompt: tuple[int, ...]) -> GroupId:
-        actions = self.tell(b.CallAsked(ROOT, chain, prompt, SAMPLING))
-        (opened,) = [a for a in actions if isinstance(a, b.CallOpened)]
-        (offered,) = [a for a in actions if isinstance(a, b.OfferGroups)]
-        assert opened.group_id is not None and offered.specs[0].group_id == opened.group_id
-        assert offered.specs[0].prompt_token_ids == prompt
-        return opened.group_id
 
-    def sampled(self, group_id: GroupId, *tokens: int, version: int = 0) -> None:
-        logprobs = tuple(-0.1 * token for token in tokens)
-        spans = (VersionSpan(Version(version), len(tokens)),)
-        segment = RolloutSegment(group_id, 0, 0, tokens, logprobs, logprobs, spans, FinishReason.STOP)
-        actions = self.tell(b.Reported((segment,), 1, ALICE))
-        (answer,) = [a for a in actions if isinstance(a, b.AnswerReport)]
-        assert answer.verdicts[0].verdict is Verdict.ADMITTED
-        assert [a for a in actions if isinstance(a, b.CallSampled)] and not [
-            a for a in actions if isinstance(a, b.Score)
-        ]
+def sample(stage: Stage, group_id: GroupId, *tokens: int, version: int = 0) -> None:
+    assert stage.report(piece(group_id, 0, tokens, version=version), attempt=1) == [Verdict.ADMITTED]
+    assert stage.sampled[-1].token_ids == tokens and not stage.prompts.due, "the agent or its task gives the reward"
+
+
+def end(stage: Stage, root: GroupId, chains: dict[int, int], reward: float | None, *, is_final: bool = True) -> None:
+    parts = {"steps": 2.0} if reward is not None else {}
+    stage.tell(stage.pool.end_episode, root, chains, reward, parts, is_final=is_final)
+
+
+def play(stage: Stage, root: GroupId, version: int = 0, calls: int = 2) -> int:
+    """The calls of one episode, one behind the other; returns its chain."""
+    chain: int | None = None
+    prompt = (5, 6)
+    for _ in range(calls):
+        group_id = call(stage, root, chain, prompt)
+        chain = int(group_id.split(".")[1])
+        sample(stage, group_id, 9, STOP, version=version)
+        prompt = (*prompt, 9, STOP, 7)
+    assert chain is not None
+    return chain
 
 
 @pytest.mark.parametrize("prompt", [(), (-1,), (5, 100), (10**12,)], ids=str)
 def test_a_call_with_tokens_that_the_model_does_not_have_opens_nothing(prompt: tuple[int, ...]) -> None:
-    desk = Desk()
-    before, offered = desk.batcher.held.open_rollouts, len(desk.actions)
+    stage = new_stage()
+    before, offered = stage.pool.groups.open_rollouts, dict(stage.offered)
     with pytest.raises(MalformedMessage, match="token ids below 100"):
-        desk.tell(b.CallAsked(ROOT, None, prompt, SAMPLING))
-    assert desk.batcher.held.open_rollouts == before and len(desk.actions) == offered
-    assert desk.call(None, (99,)) == f"{ROOT}.0.1", "nor does it begin a chain"
+        stage.tell(stage.pool.open_call, ROOT, None, prompt, RUN, None)
+    assert stage.pool.groups.open_rollouts == before and stage.offered == offered
+    assert call(stage, ROOT, None, (99,)) == f"{ROOT}.0.1", "nor does it begin a chain"
 
 
-def played() -> Desk:
+def played() -> Stage:
     """Two seats: the first with two turns and a branch, the second lost once and then whole."""
-    desk = Desk()
-    first = desk.call(None, (5, 6, 7))
-    desk.sampled(first, 10, 11, 1)
-    desk.sampled(desk.call(0, (5, 6, 7, 10, 11, 1, 8)), 12, 1)
-    desk.sampled(desk.call(None, (5, 6, 9)), 13, 1)
-    desk.sampled(desk.call(None, (5, 6, 4)), 20, 1)
-    desk.tell(b.EpisodeEnded(ROOT, {2: 1}, None, is_final=False))
-    desk.sampled(desk.call(None, (5, 6, 4)), 21, 1)
-    abandoned = desk.call(3, (5, 6, 4, 21, 1, 30))
-    desk.tell(b.EpisodeEnded(ROOT, {0: 2, 1: 1}, 1.0))
-    assert desk.tell(b.BatchWanted()) == [] or not [a for a in desk.actions if isinstance(a, b.Train)]
-    actions = desk.tell(b.EpisodeEnded(ROOT, {3: 1}, 0.0))
-    assert (abandoned,) in [a.group_ids for a in actions if isinstance(a, b.Close)]
-    return desk
+    stage = new_stage()
+    sample(stage, call(stage, ROOT, None, (5, 6, 7)), 10, 11, 1)
+    sample(stage, call(stage, ROOT, 0, (5, 6, 7, 10, 11, 1, 8)), 12, 1)
+    sample(stage, call(stage, ROOT, None, (5, 6, 9)), 13, 1)
+    sample(stage, call(stage, ROOT, None, (5, 6, 4)), 20, 1)
+    end(stage, ROOT, {2: 1}, None, is_final=False)
+    sample(stage, call(stage, ROOT, None, (5, 6, 4)), 21, 1)
+    abandoned = call(stage, ROOT, 3, (5, 6, 4, 21, 1, 30))
+    end(stage, ROOT, {0: 2, 1: 1}, 1.0)
+    assert stage.next_batch() is None
+    end(stage, ROOT, {3: 1}, 0.0)
+    assert (abandoned, "unused") in stage.closed
+    return stage
 
 
-def batch_of(desk: Desk) -> Batch:
-    (train,) = [a for a in desk.tell(b.BatchWanted()) if isinstance(a, b.Train)]
-    return train.batch
+def batch_of(stage: Stage) -> Batch:
+    batch = stage.next_batch()
+    assert batch is not None
+    return batch
 
 
 def test_calls_become_chains_that_are_trained_on_token_for_token() -> None:
@@ -110,77 +100,63 @@ def test_calls_become_chains_that_are_trained_on_token_for_token() -> None:
     assert group.spec.prompt_token_ids == (5, 6), "what all chains begin with"
     assert [r.index for r in group.rollouts] == [0, 1, 3] and group.rewards == (1.0, 1.0, 0.0)
     assert [r.token_ids for r in group.rollouts] == [(10, 11, 1, 12, 1), (13, 1), (21, 1)]
-    texts = [group.text_of(place) for place in range(3)]
+    texts = [group.text_of(index) for index in range(3)]
     assert texts[0] == ([7, 10, 11, 1, 8, 12, 1], [1, 2, 3, 5, 6])
     assert texts[1] == ([9, 13, 1], [1, 2]) and texts[2] == ([4, 21, 1], [1, 2])
     assert all(r.group_id == ROOT for r in group.rollouts) and group.senders[0][0].peer_id == ALICE
 
 
 def test_a_call_that_goes_on_is_told_as_it_grows() -> None:
-    desk = Desk()
-    group_id = desk.call(None, (5, 6))
-    for offset, tokens, finish in (
-        (0, (10,), FinishReason.UNFINISHED),
-        (1, (11, 12), FinishReason.UNFINISHED),
-        (3, (1,), FinishReason.STOP),
-    ):
-        numbers, spans = (-0.1,) * len(tokens), (VersionSpan(Version(0), len(tokens)),)
-        desk.tell(b.Reported((RolloutSegment(group_id, 0, offset, tokens, numbers, numbers, spans, finish),), 1, ALICE))
-    grown = [action.rollout.token_ids for action in desk.actions if isinstance(action, b.CallGrown)]
-    assert grown == [(10,), (10, 11, 12)]
-    (sampled,) = [action.rollout.token_ids for action in desk.actions if isinstance(action, b.CallSampled)]
-    assert sampled == (10, 11, 12, 1)
+    stage = new_stage()
+    group_id = call(stage, ROOT, None, (5, 6))
+    for offset, tokens in ((0, (10,)), (1, (11, 12)), (3, (1,))):
+        stage.report(piece(group_id, 0, tokens, offset))
+    assert [rollout.token_ids for rollout in stage.grown] == [(10,), (10, 11, 12)]
+    assert [rollout.token_ids for rollout in stage.sampled] == [(10, 11, 12, 1)]
 
 
 def test_audits_know_the_random_numbers_of_every_call() -> None:
     (group,) = batch_of(played()).groups
-    seeds = [rollout_seed(turn_seed(77, 0, depth), 0) for depth in (1, 2)]
-    found = _uniforms_of(group.rollouts[0], group.spec.sampling.seed, group.insertions[0])
+    seed = group.spec.sampling.seed
+    seeds = [rollout_seed(turn_seed(seed, 0, depth), 0) for depth in (1, 2)]
+    found = _uniforms_of(group.rollouts[0], seed, group.insertions[0])
     assert found.tolist() == [*uniforms(seeds[0], 3).tolist(), *uniforms(seeds[1], 2).tolist()]
 
 
 def test_a_journal_gives_the_same_batch_again() -> None:
-    desk = played()
-    batch = batch_of(desk)
-    history, shelf = History(), Shelf(ShelfConfig(2, 2, 2, 100, is_driven=True), Ledger(2))
-    for record in desk.records:
-        history.apply(record, Step(0))  # type: ignore[arg-type]
-    history.restore(shelf)
-    (again,), (group,) = (history.next_batch(shelf) or batch).groups, batch.groups
-    assert [r.token_ids for r in again.rollouts] == [r.token_ids for r in group.rollouts]
-    assert (again.spec, again.rewards, again.insertions) == (group.spec, group.rewards, group.insertions)
-    assert not shelf.groups, "it was drawn again from the journal"
+    stage = played()
+    before, _ = stage.restored()
+    batch = batch_of(stage)
+    (group,) = batch.groups
+    again = before.draw_batch()
+    assert again is not None, "whole episodes come back with their rewards"
+    assert (again.groups[0].spec, again.groups[0].rewards, again.groups[0].insertions) == (
+        group.spec, group.rewards, group.insertions,
+    )  # fmt: skip
+    assert stage.restored()[0].next_step == 1 and ROOT not in stage.restored()[0].groups
     assert batch_from_bytes(batch_to_bytes(batch)).groups[0].insertions == group.insertions
 
 
 def test_after_a_restart_whole_episodes_wait_and_unfinished_ones_are_drawn_again() -> None:
-    desk = played()
-    for is_whole in (True, False):
-        ends = [r for r in desk.records if isinstance(r, EpisodeScored)]
-        records = desk.records if is_whole else [r for r in desk.records if r != ends[-1]]
-        history, shelf = History(), Shelf(ShelfConfig(2, 2, 2, 100, is_driven=True), Ledger(2))
-        for record in records:
-            history.apply(record, Step(0))  # type: ignore[arg-type]
-        history.restore(shelf)
-        again = Batcher(shelf, OfferConfig(2, 2, 2))
-        actions = again.handle(b.Resumed())
-        if is_whole:
-            (train,) = [a for a in again.handle(b.BatchWanted()) if isinstance(a, b.Train)]
-            assert [r.token_ids for r in train.batch.groups[0].rollouts] == [(10, 11, 1, 12, 1), (13, 1), (21, 1)]
-        else:
-            (asked,) = [a for a in actions if isinstance(a, b.AskPrompts)]
-            assert [draw.retry for draw in asked.again] == [1] and not shelf.groups
+    stage = played()
+    stage.start()
+    assert [r.token_ids for r in batch_of(stage).groups[0].rollouts] == [(10, 11, 1, 12, 1), (13, 1), (21, 1)]
+    stage = played()
+    ends = [number for number, (_, record) in enumerate(stage.journal.records) if isinstance(record, EpisodeScored)]
+    del stage.journal.records[ends[-1]]
+    stage.start()
+    assert ROOT not in stage.pool.groups.groups and f"{ROOT}r1" in stage.driven
 
 
 @pytest.mark.parametrize("has_common", [True, False])
 def test_chains_with_and_without_a_common_beginning_train(tmp_path: Path, has_common: bool) -> None:
     torch.set_num_threads(1)
-    desk = Desk()
+    stage = new_stage()
     for number in range(2):
         opening = (5, 6, 7 + number) if has_common else (5 + number, 6, 7)
-        desk.sampled(desk.call(None, opening), 10 + number, 11, 1)
-        desk.tell(b.EpisodeEnded(ROOT, {number: 1}, float(number)))
-    batch = batch_of(desk)
+        sample(stage, call(stage, ROOT, None, opening), 10 + number, 11, 1)
+        end(stage, ROOT, {number: 1}, float(number))
+    batch = batch_of(stage)
     assert batch.groups[0].spec.prompt_token_ids == ((5, 6) if has_common else ())
     trainer = new_trainer(make_tiny_model(tmp_path / "model"))
     whole = torch.tensor([[*((5, 6, 8) if has_common else (6, 6, 7)), 11, 11, 1]])
@@ -189,3 +165,107 @@ def test_chains_with_and_without_a_common_beginning_train(tmp_path: Path, has_co
     expected = torch.stack([logits[at - 1, whole[0, at]] for at in (3, 4, 5)])
     assert torch.allclose(trainer.logprobs(batch.groups)[1], expected, atol=1e-4)
     assert trainer.step(batch).sampled_tokens == 6
+
+
+# ---- evaluations: held-out problems played by the same agents, of one version, lost episodes left out
+
+
+def evaluated() -> Stage:
+    stage = new_stage(SETS)
+    stage.tell(stage.pool.evaluate, Version(0), False)
+    return stage
+
+
+def problems(stage: Stage) -> list[GroupId]:
+    return [name for name in stage.driven if evaluated_version(name) is not None]
+
+
+def test_held_out_problems_are_played_by_one_version_and_none_is_trained_on() -> None:
+    stage = evaluated()
+    one, two, hard = problems(stage)
+    assert [stage.driven[name].rollout_count for name in (one, two, hard)] == [1, 1, 3]
+    assert all(is_driven_root(name) for name in problems(stage))
+    group_id = call(stage, one, None, (5, 6))
+    leased = stage.offered[group_id]
+    assert (leased.work, leased.exact_version) == (Work.EVALUATE, Version(0)), "workers at that very version alone"
+    assert (leased.sampling.temperature, leased.sampling.top_p) == (0.0, 1.0), "as evaluations sample, not as the run"
+    assert leased.sampling.max_new_tokens == RUN.max_new_tokens
+    stage.tell(stage.pool.on_published, Version(1))
+    assert stage.report(piece(group_id, 0, [9, STOP], version=1)) == [Verdict.REFUSED]
+    sample(stage, group_id, 9, STOP)
+    end(stage, one, {0: 1}, 1.0)
+    end(stage, two, {play(stage, two): 2}, 0.0)
+    for reward in (1.0, 0.0, 1.0):
+        end(stage, hard, {play(stage, hard): 2}, reward)
+    (result,) = stage.evaluations.results
+    assert [each.rewards for each in result.sets] == [((1.0,), (0.0,)), ((1.0, 0.0, 1.0),)]
+    row = result.row(1.0)
+    assert row["eval/rollouts"] == 5 and row["eval/lost_episodes"] == 0 and row["eval/hard/steps"] == 2.0
+    assert not problems(stage) and not stage.questions
+    assert stage.pool.groups.ledger.histogram() == {} and stage.pool.groups.counts.admitted == 0
+
+
+def test_an_evaluated_agent_may_choose_its_temperature_and_nothing_else_of_the_draw() -> None:
+    stage = evaluated()
+    leased = stage.offered[call(stage, problems(stage)[0], None, (5, 6), 0.7)].sampling
+    assert leased.temperature == 0.7 and leased.top_p == GREEDY.top_p and leased.seed != RUN.seed
+    trained = stage.offered[call(stage, ROOT, None, (5, 6), 0.7)].sampling
+    assert trained.temperature == SAMPLING.temperature, "in training not even that"
+
+
+def test_a_lost_episode_is_left_out_and_not_worth_nothing() -> None:
+    stage = evaluated()
+    one, two, hard = problems(stage)
+    end(stage, one, {play(stage, one): 2}, None, is_final=False)  # broke, and is begun anew
+    end(stage, one, {play(stage, one): 2}, 1.0)
+    end(stage, two, {play(stage, two): 2}, None)  # lost for good
+    for reward in (1.0, None, 0.0):
+        end(stage, hard, {play(stage, hard): 2}, reward)
+    (result,) = stage.evaluations.results
+    assert [(each.name, each.rewards) for each in result.sets] == [("held_out", ((1.0,),)), ("hard", ((1.0, 0.0),))]
+    assert result.lost == 2 and result.row(1.0)["eval/lost_episodes"] == 2
+
+
+def test_an_evaluation_whose_episodes_are_all_lost_is_given_up_and_says_why() -> None:
+    stage = evaluated()
+    for root in problems(stage):
+        for _ in range(stage.driven[root].rollout_count):
+            end(stage, root, {}, None)
+    (result,) = stage.evaluations.results
+    assert not result.sets and result.reason == "all 5 episodes of agents were lost"
+
+
+def test_agents_play_again_after_a_restart_under_other_names() -> None:
+    """A worker that still samples for an episode of before cannot add to one of now."""
+    stage = evaluated()
+    before = problems(stage)
+    end(stage, before[0], {play(stage, before[0]): 2}, 1.0)
+    open_call = play(stage, before[1], calls=1)
+    stage.start()
+    assert len(problems(stage)) == 3 and not set(problems(stage)) & set(before)
+    assert stage.report(piece(f"{before[1]}.{open_call}.1", 0, [9, STOP])) == [Verdict.CLOSED]
+    for root in problems(stage):
+        for _ in range(stage.driven[root].rollout_count):
+            end(stage, root, {play(stage, root): 2}, 0.5)
+    assert stage.evaluations.results[-1].reward == 0.5
+
+
+def test_what_a_barred_worker_sampled_is_played_again() -> None:
+    stage = evaluated()
+    before = problems(stage)
+    end(stage, before[0], {play(stage, before[0]): 2}, 1.0)
+    play(stage, before[1])
+    stage.tell(stage.pool.accuse, ALICE, "planted", is_certain=True)
+    assert len(problems(stage)) == 3 and len(set(problems(stage)) - set(before)) == 2
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_two_chains_of_an_episode_count_once(reward: float) -> None:
+    stage = evaluated()
+    one, two, hard = problems(stage)
+    first, second = play(stage, one), play(stage, one)
+    end(stage, one, {first: 2, second: 2}, reward)
+    end(stage, two, {play(stage, two): 2}, 1.0 - reward)
+    for _ in range(3):
+        end(stage, hard, {play(stage, hard): 2}, 0.5)
+    assert stage.evaluations.results[0].sets[0].rewards == ((reward,), (1.0 - reward,))

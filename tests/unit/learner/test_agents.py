@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from echo2.learner.batch import Batch
-from echo2.learner.runtime.options import AgentOptions, EvaluationOptions, MixedTask, TaskOptions
+from echo2.base.errors import TaskError
+from echo2.gateway.harness import Episode, make_harness
+from echo2.learner.rollouts.groups import Batch
 from tests.unit.learner import agent_players as players
 from tests.unit.learner.fleet import RandomWorker, options_for
 from tests.unit.learner.test_daemon import Run, evaluations_of, go, rows_of
@@ -37,8 +39,7 @@ def agents(folder: Path, model: Path, player: str, **changes: Any) -> Run:
     players.CLIENTS.clear()
     players.PROBLEMS_TOLD.clear()
     given: dict[str, Any] = {
-        "steps": 2, "evaluation": EvaluationOptions(prompts=0), "turns_max": 4,
-        "task": TaskOptions("tests.unit.learner.worlds:DigitShare"), "agent": AgentOptions(PLAYER + player),
+        "learner": {"steps": 2}, "task": {"eval_prompts": 0}, "turns_max": 4, "agent": {"harness": PLAYER + player},
     }  # fmt: skip
     return Run(options_for(folder, model, **{**given, **changes}))
 
@@ -48,7 +49,7 @@ def trained_by(run: Run) -> list[Batch]:
     batches: list[Batch] = []
 
     def watch() -> None:
-        team = run.shift.loop.p.team
+        team = run.learner.loop.p.team
         original = team.step
         team.step = lambda batch, due: (batches.append(batch), original(batch, due))[1]  # type: ignore[method-assign]
 
@@ -58,7 +59,7 @@ def trained_by(run: Run) -> list[Batch]:
 
 async def finished(run: Run, batches: list[Batch], **kwargs: Any) -> Any:
     async def watching() -> None:
-        while run.daemon.shift is None:
+        while run.daemon.learner is None:
             await asyncio.sleep(0.001)
         run.began()  # type: ignore[attr-defined]
 
@@ -114,7 +115,7 @@ def test_every_trained_id_and_number_is_what_the_stock_client_was_told(model_pat
 
 
 def test_a_broken_episode_is_begun_anew_and_never_worth_nothing(model_path: Path, tmp_path: Path) -> None:
-    run = agents(tmp_path / "run", model_path, "breaks_once", steps=1)
+    run = agents(tmp_path / "run", model_path, "breaks_once", learner={"steps": 1})
     batches = trained_by(run)
     summary = go(finished(run, batches))
     assert summary.is_finished and summary.trained_rollouts == 8
@@ -126,7 +127,7 @@ def test_a_broken_episode_is_begun_anew_and_never_worth_nothing(model_path: Path
 def test_a_reward_that_is_no_number_loses_the_episode_and_never_ends_the_learner(
     model_path: Path, tmp_path: Path
 ) -> None:
-    run = agents(tmp_path / "run", model_path, "pays_no_number_once", steps=1)
+    run = agents(tmp_path / "run", model_path, "pays_no_number_once", learner={"steps": 1})
     batches = trained_by(run)
     assert go(finished(run, batches)).is_finished
     last = rows_of(tmp_path / "run")[-1]
@@ -139,7 +140,7 @@ def test_token_ids_of_a_client_that_the_model_lacks_go_to_no_worker_and_not_into
     model_path: Path, tmp_path: Path
 ) -> None:
     players.CHECKED.clear()
-    run = agents(tmp_path / "run", model_path, "asks_with_foreign_tokens", steps=1)
+    run = agents(tmp_path / "run", model_path, "asks_with_foreign_tokens", learner={"steps": 1})
     batches = trained_by(run)
     assert go(finished(run, batches)).is_finished
     assert len(players.CHECKED) >= 3 * 8 and all("expected token ids below" in text for text in players.CHECKED)
@@ -148,7 +149,7 @@ def test_token_ids_of_a_client_that_the_model_lacks_go_to_no_worker_and_not_into
 
 
 def test_the_task_scores_what_the_harness_does_not(model_path: Path, tmp_path: Path) -> None:
-    run = agents(tmp_path / "run", model_path, "leaves_it_to_the_task", steps=1)
+    run = agents(tmp_path / "run", model_path, "leaves_it_to_the_task", learner={"steps": 1})
     batches = trained_by(run)
     assert go(finished(run, batches)).is_finished
     rewards = [reward for group in batches[0].groups for reward in group.rewards]
@@ -172,7 +173,7 @@ def test_a_worker_that_dies_in_the_middle_is_not_seen_by_the_client(
         return made
 
     monkeypatch.setattr(RandomWorker, "segments", torn)
-    run = agents(tmp_path / "run", model_path, "three_turns", steps=2)
+    run = agents(tmp_path / "run", model_path, "three_turns", learner={"steps": 2})
     summary = go(finished(run, trained_by(run), worker_count=2))
     assert summary.is_finished and died and summary.trained_rollouts == 16
     assert rows_of(tmp_path / "run")[-1]["agents/restarted"] == 0
@@ -180,14 +181,14 @@ def test_a_worker_that_dies_in_the_middle_is_not_seen_by_the_client(
 
 def test_a_harness_of_ones_own_in_another_place_brings_rollouts(model_path: Path, tmp_path: Path) -> None:
     outside_harness = example("outside_harness")
-    task = TaskOptions("sort_digits", {"digit_count": 3})
-    run = agents(tmp_path / "run", model_path, "", agent=AgentOptions(listen="127.0.0.1:0"), task=task)
+    task = {"name": "sort_digits", "args": {"digit_count": 3}, "eval_prompts": 0}
+    run = agents(tmp_path / "run", model_path, "", agent={"listen": "127.0.0.1:0"}, task=task)
 
     async def both() -> Any:
         async def outside() -> int:
-            while run.daemon.shift is None or run.daemon.shift.agents is None:
+            while run.daemon.learner is None or run.daemon.learner.agents is None:
                 await asyncio.sleep(0.01)
-            found = run.daemon.shift.agents
+            found = run.daemon.learner.agents
             address, key = found.url.removesuffix("/v1"), found.key_file.read_text().strip()
             plays = (asyncio.to_thread(outside_harness.play_until_the_run_ends, address, key) for _ in range(3))
             return sum(await asyncio.gather(*plays))
@@ -201,13 +202,12 @@ def test_a_harness_of_ones_own_in_another_place_brings_rollouts(model_path: Path
 def test_the_same_agents_play_held_out_problems_of_each_task_and_none_of_them_is_trained_on(
     model_path: Path, tmp_path: Path
 ) -> None:
-    mixture = (
-        MixedTask("share", "tests.unit.learner.worlds:DigitShare", {}, 1.0, 2),
-        MixedTask("digits", "sort_digits", {"digit_count": 3}, 1.0, 1),
-    )
-    evaluation = EvaluationOptions(prompts=3, every_steps=1, samples=2)
-    task = TaskOptions(mixture=mixture)
-    run = agents(tmp_path / "run", model_path, "tells_its_problems", task=task, evaluation=evaluation)
+    mixture = {
+        "share": {"task": "tests.unit.learner.worlds:DigitShare", "eval_prompts": 2},
+        "digits": {"task": "sort_digits", "args": {"digit_count": 3}, "eval_prompts": 1},
+    }
+    task = {"name": "sort_digits", "mixture": mixture, "eval_every_steps": 1, "eval_samples": 2}
+    run = agents(tmp_path / "run", model_path, "tells_its_problems", task=task)
     batches = trained_by(run)
     summary = go(finished(run, batches, worker_count=3))
     assert summary.is_finished and summary.trained_rollouts == 16
@@ -226,7 +226,7 @@ def test_the_same_agents_play_held_out_problems_of_each_task_and_none_of_them_is
 
 
 def test_the_api_answers_as_openais_does_and_refuses_by_name(model_path: Path, tmp_path: Path) -> None:
-    run = agents(tmp_path / "run", model_path, "asks_everything", steps=1)
+    run = agents(tmp_path / "run", model_path, "asks_everything", learner={"steps": 1})
     assert go(finished(run, trained_by(run))).is_finished
     assert players.CHECKED and not players.PROBLEMS, players.PROBLEMS
 
@@ -236,3 +236,34 @@ def test_the_examples_model_is_made_by_its_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "echo2.cli.demo.model", str(tmp_path / "model"), "--recipe", recipe]
     subprocess.run(command, check=True, cwd=ROOT, timeout=60)
     assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+def test_a_harness_whose_every_episode_is_lost_ends_the_run_with_the_cause(model_path: Path, tmp_path: Path) -> None:
+    run = agents(tmp_path / "run", model_path, "always_breaks", learner={"steps": 1})
+    with pytest.raises(
+        TaskError, match=r"always_breaks: .*64 episodes failed .*OSError: no tool.*PermissionError: locked"
+    ):
+        go(finished(run, trained_by(run)))
+
+
+def test_behind_a_proxy_an_agent_s_own_client_reaches_the_gateway(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "intern.example")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    run = agents(tmp_path / "run", model_path, "three_turns", learner={"steps": 1})
+    assert go(finished(run, trained_by(run))).is_finished
+    last = rows_of(tmp_path / "run")[-1]
+    assert last["agents/restarted"] == last["agents/dropped"] == 0
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "intern.example,127.0.0.1"
+
+
+def test_behind_a_proxy_a_program_s_client_reaches_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "intern.example")
+    monkeypatch.delenv("no_proxy", raising=False)
+    program = f"{sys.executable} -c \"import os, urllib.request; print(int(urllib.request.proxy_bypass('127.0.0.1')))\""
+    harness = make_harness(program, 1)
+    assert harness is not None
+    assert asyncio.run(harness.play(Episode("http://127.0.0.1:1234/v1", "key", {}))) == 1.0

@@ -9,9 +9,10 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from echo2.base.errors import ConfigError
-from echo2.learner.runtime.attention import BLOCK, Attention, UnitTree, block_mask, dense_mask
-from echo2.learner.runtime.attention_choice import choose_attention, difference_of, trial_inputs
-from echo2.learner.runtime.model import PolicyModel
+from echo2.learner.training import model as model_module
+from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.packing import BLOCK, Attention, UnitTree, block_mask, dense_mask
+from echo2.learner.training.trials import choose_attention, difference_of, refuse_wrong_rows, trial_inputs
 from tests.unit.learner.tiny import make_tiny_model
 
 # Without a compiler it says that it is slow; the compiler's own modules use what torch calls old.
@@ -128,3 +129,19 @@ def test_where_flex_fails_the_trial_dense_goes_on_and_says_why(
         choose_attention(policy, "flex", pretended)
     assert torch.isfinite(policy(policy_inputs_stay)[0]).all()
     assert all(p.grad is None for p in policy.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_is_trained_in_rows_though_it_rounds_and_refused_if_it_ignores_their_masks(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_module, "_computes_in_bf16", lambda *_: dtype == "bfloat16")  # as on a GPU
+    policy = PolicyModel(str(make_tiny_model(tmp_path, hidden=128, layers=8)), dtype, CPU, 1.0).policy
+    with torch.no_grad():
+        policy.hf_model.get_output_embeddings().weight.mul_(100)  # rounds a token by 0.25 nats in bf16
+    refuse_wrong_rows(policy, 200, "model m")
+    policy.hf_model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"attention_mask": None}), with_kwargs=True
+    )
+    with pytest.raises(ConfigError, match=r"model m: the learner cannot lay out its sequences in rows: .* nats"):
+        refuse_wrong_rows(policy, 200, "model m")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
 import random
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +14,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.noise import rollout_seed, turn_seed, uniform, uniforms
+from echo2.base.rng import rollout_seed, turn_seed, uniform, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.audit import Habits, Passage, Piece, copies, examined, passage_of, pieces_of
-from echo2.learner.audit_draw import WAITING_MAX, AuditDraw, DrawnPassage, kind_of
-from echo2.learner.batch import TrainGroup
-from echo2.learner.episodes import Insertion, SentTokens
-from echo2.scoring.request import TokenScores
+from echo2.learner.audit import (
+    DAY_S,
+    MEASURED_TOKENS,
+    WAITING_MAX,
+    AuditDraw,
+    Bets,
+    Evidence,
+    Habits,
+    KindNoise,
+    Passage,
+    Piece,
+    TokenScores,
+    examined,
+    passage_of,
+    pieces_of,
+)
+from echo2.learner.rollouts.groups import Insertion, SentTokens, TrainGroup
 
 A, B = PeerId("a"), PeerId("b")
 SEED = 77
@@ -76,44 +88,26 @@ def column(value: float, count: int) -> np.ndarray:
     return np.full(count, value)
 
 
-def test_each_version_is_loaded_once_the_one_before_is_asked_too_and_caches_are_handed_on() -> None:
+def test_each_version_is_loaded_once_and_caches_are_handed_on() -> None:
     asked: list[tuple[int, int, object]] = []
 
     def score(version: Version, passage: Passage, piece: Piece, cache: object | None) -> tuple[TokenScores, object]:
         asked.append((version, piece.start, cache))
-        exact = column(float(version), piece.stop - piece.start)
-        return TokenScores(exact, exact, *[column(0.0, len(exact))] * 5), f"after {version}:{piece.stop}"
+        return TokenScores(*[column(float(version), piece.stop - piece.start)] * 8), f"after {version}:{piece.stop}"
 
-    whole = passage([(2, 2), (4, 3), (6, 1)], [(A, 6)])
-    (found,) = examined([whole], [Version(4), Version(6)], score)
-    assert [version for version, _, _ in asked] == sorted(version for version, _, _ in asked)
-    assert [
-        (e.piece.version, e.exact.logprobs[0], e.older.logprobs.tolist() if e.older is not None else []) for e in found
-    ] == [
-        (4, 4.0, []),
-        (6, 6.0, [4.0]),
-    ]
+    def together(version: Version, pieces: Sequence[tuple[Passage, Piece]]) -> list[TokenScores]:
+        return [score(version, passage, piece, None)[0] for passage, piece in pieces]
+
+    def evidence_of(whole: Passage) -> list[Evidence]:
+        return examined([whole], [Version(4), Version(6)], score, together)[0]
+
+    found = evidence_of(passage([(2, 2), (4, 3), (6, 1)], [(A, 6)]))
+    assert [(one.piece.version, one.exact.logprobs[0]) for one in found] == [(4, 4.0), (6, 6.0)]
     assert found[0].claimed.tolist() == [-2.0, -3.0, -4.0] and len(found[0].uniforms) == 3
     asked.clear()
-    (found,) = examined([passage([(4, 3), (6, 1)], [(A, 4)], keeps=True)], [Version(4), Version(6)], score)
-    assert asked == [(4, 0, None), (4, 3, "after 4:3"), (6, 3, "after 4:3")]
-    (found,) = examined([passage([(2, 3), (6, 1)], [(A, 4)], keeps=True)], [Version(4), Version(6)], score)
-    assert found == [], "behind a cache of a version that is not kept nothing is known"
-
-
-def test_copies_count_for_as_much_as_they_were_unlikely() -> None:
-    group_rollouts = tuple(rollout_of([(2, 3)], n, t) for n, t in enumerate([(1, 2, 3), (1, 2, 3), (1, 2, 4)]))
-    spec = GroupSpec(GroupId("g"), (5,), 3, SamplingParams(), 0)
-    senders = ((SentTokens(A, 3),), (SentTokens(A, 3),), (SentTokens(A, 3),))
-    group = TrainGroup(spec, 0, group_rollouts, (1.0,) * 3, (), senders)
-
-    def value(member: int) -> float | None:
-        one = passage_of(group, member, lambda peer: Habits())
-        exact = TokenScores(*[column(-1.0, 3)] * 7)
-        return copies(one, examined([one], [Version(2)], lambda *_: (exact, None))[0])
-
-    assert value(0) == pytest.approx(math.exp(3.0) / 2) and value(2) == 0.0
-    assert copies(passage_of(group, 0, lambda peer: Habits()), []) is None
+    evidence_of(passage([(4, 3), (6, 1)], [(A, 4)], keeps=True))
+    assert asked == [(4, 0, None), (6, 3, "after 4:3")]
+    assert not evidence_of(passage([(2, 3), (6, 1)], [(A, 4)], keeps=True)), "nothing is known behind a lost cache"
 
 
 @given(
@@ -140,83 +134,164 @@ def test_pieces_are_cut_wherever_a_token_differs_from_the_one_before(
         own = range(piece.start, piece.stop)
         assert {versions[n] for n in own} == {piece.version} and {peers[n] for n in own} == {piece.worker}
         assert not set(turns) & set(own[1:]) and piece.draws_by_seed == (piece.worker == B)
-        starts = [position for position in sorted(turns) if position <= piece.start]
-        assert (piece.turn, piece.turn_start) == (len(starts), starts[-1] if starts else 0)
     for before, piece in itertools.pairwise(pieces):
         is_turn, is_other = piece.start in turns, before.worker != piece.worker
         assert is_turn or is_other or before.version != piece.version, "cut for a reason"
         assert piece.keeps_cache == (keeps and not is_turn and not is_other)
 
 
-# ---- which are looked at
+# ---- which rollouts
 
 
-def trained(worker: PeerId, number: int, is_long: bool) -> DrawnPassage:
-    one = passage([(2, 60 if is_long else 3)], [(worker, 60 if is_long else 3)])
-    return DrawnPassage(worker, kind_of(one.rollout, len(one.pieces)), one, float(number))
+def trained(worker: PeerId, is_long: bool) -> Passage:
+    return passage([(2, 60 if is_long else 3)], [(worker, 60 if is_long else 3)])
 
 
-def considered(draw: AuditDraw, one: DrawnPassage, draws_by_seed: bool) -> None:
-    if draw.falls_on(one.worker, one.kind, draws_by_seed):
-        draw.add(one)
+def considered(draw: AuditDraw, worker: PeerId, one: Passage, draws_by_seed: bool = True) -> None:
+    if draw.falls_on(worker, draws_by_seed=draws_by_seed):
+        draw.add(worker, one)
 
 
-def test_every_kind_of_a_workers_rollouts_is_looked_at_also_when_the_audit_is_far_behind() -> None:
-    """It sends what it would hide when the queue is full: the share is even over workers, and over what each can choose."""
-    draw = AuditDraw(1.0, random.Random(1))
-    seen: Counter[tuple[PeerId, str]] = Counter()
-    looked: Counter[tuple[PeerId, str]] = Counter()
-    for step in range(120):
+def test_every_worker_and_every_length_is_audited_also_when_the_audit_is_far_behind() -> None:
+    draw, long, short = AuditDraw(1.0, random.Random(1)), {}, {}
+    for worker in (A, B):
+        long[worker], short[worker] = trained(worker, True), trained(worker, False)
+    seen: Counter[tuple[PeerId, bool]] = Counter()
+    looked: Counter[tuple[PeerId, bool]] = Counter()
+    for _ in range(120):
         for number in range(40):
-            one = trained(A if number % 8 else B, step, is_long=number % 20 == 0)
-            seen[one.worker, one.kind] += 1
-            considered(draw, one, draws_by_seed=True)
-        for one in draw.take(120):  # about a third of what is drawn
-            looked[one.worker, one.kind] += 1
-            draw.looked_at(one, len(one.passage.places))
+            worker, is_long = (A if number % 8 else B), number % 20 == 0
+            seen[worker, is_long] += 1
+            considered(draw, worker, (long if is_long else short)[worker])
+        for worker, one in draw.take(120):  # about a third of what is drawn
+            looked[worker, len(one.places) > 3] += 1
+            draw.on_audit(worker, len(one.places))
     assert len(draw.waiting) <= WAITING_MAX and draw.given_up > 0
     shares = {kind: looked[kind] / seen[kind] for kind in seen}
-    assert len(shares) >= 3 and min(shares.values()) >= 0.1, shares
+    assert len(shares) == 4 and min(shares.values()) >= 0.1, shares
     assert max(draw.unaudited.values()) <= 0.9
 
 
-def test_what_is_looked_at_first_says_nothing_of_how_a_workers_rollouts_end() -> None:
-    """A learner that scores one rollout at a time is behind a newcomer at first: a bet on ends must not be one on the order."""
-    ended = 0
-    for seed in range(40):
-        draw = AuditDraw(1.0, random.Random(seed))
-        for number in range(96):  # five in eight go on to the limit, the others end in a dozen ways
-            kind = "length" if number % 8 < 5 else f"stop/{number // 8}"
-            considered(draw, dataclasses.replace(trained(A, number, is_long=False), kind=kind), draws_by_seed=True)
-        for _ in range(16):
-            (one,) = draw.take(0)
-            draw.looked_at(one, len(one.passage.places))
-            ended += one.kind != "length"
-    assert abs(ended / (40 * 16) - 3 / 8) < 0.08
-
-
-def test_who_says_that_it_cannot_draw_by_its_seeds_is_looked_at_more_often() -> None:
-    draw = AuditDraw(0.1, random.Random(2))
-    counts: Counter[PeerId] = Counter()
+def test_a_worker_that_cannot_draw_by_its_seeds_is_audited_more_often() -> None:
+    draw, counts = AuditDraw(0.1, random.Random(2)), Counter[PeerId]()
     for number in range(4000):
         worker = A if number % 2 else B
-        considered(draw, trained(worker, number, False), draws_by_seed=worker == A)
-        for one in draw.take(1 << 20):
-            counts[one.worker] += number > 3000
-            draw.looked_at(one, 3)
+        considered(draw, worker, trained(worker, False), draws_by_seed=worker == A)
+        for drawn, _ in draw.take(1 << 20):
+            counts[drawn] += number > 3000
+            draw.on_audit(drawn, 3)
     assert 2.0 < counts[B] / counts[A] < 4.5
 
 
-def test_what_could_not_be_looked_at_is_counted_and_a_released_worker_is_a_newcomer() -> None:
+def test_what_could_not_be_scored_is_counted_and_a_released_worker_is_a_newcomer() -> None:
     draw = AuditDraw(0.01, random.Random(3))
-    considered(draw, trained(A, 0, True), True)
-    (one,) = draw.take(1)
-    draw.looked_at(one, 0)
+    considered(draw, A, trained(A, True))
+    draw.take(1)
+    draw.on_audit(A, 0)
     assert draw.given_up == 1
-    for number in range(200):
-        considered(draw, trained(A, number, True), True)
+    for _ in range(200):
+        considered(draw, A, trained(A, True))
     assert 30 <= len(draw.waiting) < 60, "all of its first tokens, and then few"
+    assert draw.unaudited == {A: 1.0}, "what was given up is not audited"
     draw.forget(A)
     assert not draw.waiting
-    considered(draw, trained(A, 0, True), True)
+    considered(draw, A, trained(A, True))
     assert len(draw.waiting) == 1
+
+
+# ---- the bets, on engines made up for them
+
+TOKENS, VOCABULARY = 50, 12
+
+
+def piece_of(rng: np.random.Generator, noise_nats: float, *, heavy: bool = False, picks: str = "leased") -> Evidence:
+    """A piece of an engine whose logits are off by noise. It picks by the `leased` number, or `near` it: anywhere in the band
+    that noise of 0.05 nats could explain at most."""
+    scores = rng.normal(0.0, 1.5, (TOKENS, VOCABULARY))
+    size = noise_nats * (rng.choice([0.5, 4.0], (TOKENS, 1), p=[0.95, 0.05]) if heavy else 1.0)
+    logs, off = (
+        values - np.logaddexp.reduce(values, -1, keepdims=True)
+        for values in (scores, scores + size * rng.standard_normal(scores.shape))
+    )
+    numbers = rng.random(TOKENS)
+    used = numbers
+    if picks == "near":
+        used = np.clip(numbers + 0.3 * np.sqrt(numbers * (1 - numbers)) * rng.uniform(-1, 1, TOKENS), 0.0, 1.0 - 1e-9)
+    taken, pick = (
+        (np.exp(values).cumsum(-1) / np.exp(values).sum(-1, keepdims=True) <= by[:, None]).sum(-1)
+        for values, by in ((off, used), (logs, numbers))
+    )
+    rows, chances = np.arange(TOKENS), np.exp(logs)
+    sums = np.concatenate([np.zeros((TOKENS, 1)), chances.cumsum(-1)], -1)
+    squares = np.concatenate([np.zeros((TOKENS, 1)), np.square(chances).cumsum(-1)], -1)
+    spreads = np.sqrt((1 - sums) ** 2 * squares + sums**2 * (squares[:, -1:] - squares))
+    drawn = logs[rows, taken]
+    exact = TokenScores(
+        drawn, drawn, (chances * logs).sum(-1), (taken == pick).astype(float),
+        sums[rows, pick], sums[rows, pick + 1], spreads[rows, pick], spreads[rows, pick + 1],
+    )  # fmt: skip
+    return Evidence(Piece(A, Version(2), 0, TOKENS, draws_by_seed=True), off[rows, taken], exact, numbers)
+
+
+def others(kind: str, nats: float, count: int = 4) -> KindNoise:
+    noise, rng = KindNoise(), np.random.default_rng(0)
+    for number in range(count):
+        noise.observe(PeerId(f"other{number}"), kind, nats * rng.standard_normal(MEASURED_TOKENS))
+    return noise
+
+
+def accused(noise_nats: float, kind: str, noise: KindNoise, pieces: int = 200, **how: Any) -> tuple[int, Bets]:
+    """Tokens until the worker is accused (0: it is not), and its bets."""
+    rng, bets = np.random.default_rng(7), Bets(0.0)
+    for _ in range(pieces):
+        evidence = piece_of(rng, noise_nats, **how)
+        bets.observe(evidence, kind, noise)
+        noise.observe(A, kind, evidence.claimed - evidence.exact.logprobs)
+        if bets.accusation is not None:
+            return bets.tokens, bets
+    return 0, bets
+
+
+@pytest.mark.parametrize(
+    ("nats", "kind"), [(0.0, "vllm none"), (0.002, "vllm none"), (0.05, "vllm none"), (0.28, "vllm fp8")]
+)
+@pytest.mark.parametrize("heavy", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_an_honest_engine_is_accused_of_nothing_whatever_the_noise_of_its_kind(
+    nats: float, kind: str, heavy: bool, is_known: bool
+) -> None:
+    tokens, bets = accused(nats, kind, others(kind, nats) if is_known else KindNoise(), heavy=heavy)
+    assert not tokens, bets.accusation
+
+
+def test_an_engine_off_by_more_than_its_kind_is_found_and_by_less_is_not() -> None:
+    assert accused(0.05, "embedded none", others("embedded none", 0.002))[0]
+    assert not accused(0.05, "embedded none", others("embedded none", 0.03))[0], "its card may be another one"
+    assert not accused(0.05, "embedded none", others("vllm none", 0.002))[0], "another kind's noise says nothing of it"
+
+
+def test_one_liar_cannot_widen_what_is_measured_of_its_kind() -> None:
+    noise = others("embedded none", 0.002, count=3)
+    noise.observe(PeerId("liar"), "embedded none", np.full(MEASURED_TOKENS, 0.09))
+    assert accused(0.05, "embedded none", noise)[0]
+
+
+@pytest.mark.parametrize("own_noise", [0.0, 0.045])
+def test_a_worker_that_draws_anywhere_inside_its_noise_is_found(own_noise: float) -> None:
+    """Its numbers are honest, or have the noise that is allowed: its misses come more often than such noise explains."""
+    for noise in (others("embedded none", 0.03), KindNoise()):
+        tokens, bets = accused(own_noise, "embedded none", noise, picks="near")
+        assert 0 < tokens <= 1500, bets.log_wealths
+        assert bets.accusation is not None and "than its noise explains" in bets.accusation.text
+
+
+def test_the_evidence_of_a_day_is_not_carried_over_and_lifted_noise_is_not_bet_on() -> None:
+    noise = others("embedded none", 0.002)
+    _, bets = accused(0.05, "embedded none", noise)
+    assert bets.accusation is not None and not bets.accusation.is_certain
+    bets.expire(DAY_S)
+    assert bets.accusation is None and not bets.tokens
+    excused, rng = Bets(0.0, excuses_noise=True), np.random.default_rng(1)
+    for _ in range(60):
+        excused.observe(piece_of(rng, 0.05), "embedded none", noise)
+    assert excused.accusation is None

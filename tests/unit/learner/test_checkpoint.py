@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,14 +9,13 @@ import torch
 
 from echo2.base.errors import DiskFull, StateError, TrainingError
 from echo2.base.ids import Step, Version
-from echo2.learner.batch import Batch
-from echo2.learner.runtime import sums
-from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, put_back, take, write_shards
-from echo2.learner.runtime.lending import LentTensors
-from echo2.learner.runtime.options import CheckpointOptions
-from echo2.learner.runtime.ranks import Ranks
-from echo2.learner.runtime.sums import SUMS_FILE
-from echo2.learner.runtime.trainer import Trainer
+from echo2.learner.options import LearnerLimits
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back, take, write_shards
+from echo2.learner.rollouts.groups import Batch
+from echo2.learner.training.ranks import Ranks
+from echo2.learner.training.trainer import LentTensors, Trainer
+from echo2.outside import Machine, entered
+from echo2.outside.files import MachineFiles
 from tests.unit.learner.test_trainer import new_trainer, random_groups
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -52,7 +51,7 @@ def break_weights(trainer: Trainer) -> None:
 def test_training_on_from_a_checkpoint_gives_the_same_bits(
     model_path: Path, tmp_path: Path, weights_dtype: str
 ) -> None:
-    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
+    store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
     straight = new_trainer(model_path, weights_dtype=weights_dtype)
     train(straight, 2)
     saved(store, straight)
@@ -69,7 +68,7 @@ def test_training_on_from_a_checkpoint_gives_the_same_bits(
 
 
 def test_steps_in_a_row_that_were_not_finite_count_on_after_a_restart(model_path: Path, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
+    store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
     trainer = new_trainer(model_path, nonfinite_steps_max=3)
     break_weights(trainer)
     train(trainer, 2)
@@ -89,7 +88,7 @@ def test_steps_in_a_row_that_were_not_finite_count_on_after_a_restart(model_path
 def test_a_checkpoint_that_is_written_while_training_goes_on_holds_its_own_step(
     model_path: Path, tmp_path: Path, weights_dtype: str
 ) -> None:
-    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
+    store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
     trainer = new_trainer(model_path, weights_dtype=weights_dtype)
     train(trainer, 1)
     checkpoint = checkpoint_of(trainer)
@@ -142,7 +141,7 @@ def peak_bytes(*, reset: bool = False) -> int:
 
 
 def test_the_newest_are_kept_and_the_journal_before_them_is_not_needed(model_path: Path, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, CheckpointOptions(kept=2, free_bytes_min=0))
+    store = CheckpointStore(tmp_path, LearnerLimits(2, free_bytes_min=0))
     trainer = new_trainer(model_path)
     needed = []
     for number in range(4):
@@ -152,71 +151,110 @@ def test_the_newest_are_kept_and_the_journal_before_them_is_not_needed(model_pat
 
 
 def test_a_torn_checkpoint_is_not_seen_and_the_one_before_is_used(model_path: Path, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
+    store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
     trainer = new_trainer(model_path)
     saved(store, trainer)
     (tmp_path / "step-00000009.partial").mkdir()
     (tmp_path / "step-00000009.partial" / "state.json").write_text("{")
-    again = CheckpointStore(tmp_path, CheckpointOptions())
+    again = CheckpointStore(tmp_path, LearnerLimits())
     loaded = again.load_newest()
     assert loaded is not None and loaded.step == 0
     assert not (tmp_path / "step-00000009.partial").exists()
 
 
-def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found(model_path: Path, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
-    saved(store, new_trainer(model_path))
-    files = sorted((tmp_path / "step-00000000").iterdir())
-    assert {path.suffix for path in files} == {".json", ".safetensors"} and len(files) == 3
-    chance = random.Random(3)
-    for path in files:
-        whole = path.read_bytes()
-        for position in {0, 7, 8, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(12))}:
-            data = bytearray(whole)
-            data[position] ^= 1 << chance.randrange(8)
-            path.write_bytes(data)
-            with pytest.raises(StateError, match="checkpoint .*step-00000000: expected .* found .* remove it to go on"):
-                store.load_newest()
-        path.write_bytes(whole)
-    assert store.load_newest() is not None
+@pytest.fixture(scope="module")
+def two(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of steps 0 and 1, to be copied and then harmed."""
+    folder = tmp_path_factory.mktemp("two")
+    store = CheckpointStore(folder, LearnerLimits(free_bytes_min=0))
+    trainer = new_trainer(model_path)
+    saved(store, trainer)
+    train(trainer, 1)
+    saved(store, trainer)
+    return folder
 
 
-def test_a_file_cut_short_missing_or_foreign_is_a_clear_error(model_path: Path, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
-    saved(store, new_trainer(model_path))
-    (path,) = (tmp_path / "step-00000000").glob("*.safetensors")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
-    with pytest.raises(StateError, match=f"of {len(whole)} bytes, found {len(whole) - 1} bytes"):
-        store.load_newest()
-    path.unlink()
-    with pytest.raises(StateError, match="found none"):
-        store.load_newest()
-    path.write_bytes(whole)
-    (path.parent / "shard-00002-model-00001-of-00001.safetensors").write_bytes(whole)
-    with pytest.raises(StateError, match="only files of this checkpoint, found shard-00002"):
-        store.load_newest()
-    (path.parent / "shard-00002-model-00001-of-00001.safetensors").unlink()
-    (path.parent / SUMS_FILE).unlink()
-    with pytest.raises(StateError, match=f"expected {SUMS_FILE} in it, found none"):
-        store.load_newest()
+def harmed(file: Path, chance: random.Random) -> str:
+    """Cuts a file off at any byte, changes any bit, lets it grow, or takes it away; says what it did."""
+    whole, kind = file.read_bytes(), chance.choice(["cut", "flip", "grow", "gone"])
+    place = chance.choice([0, 7, 8, len(whole) - 1, chance.randrange(len(whole))])
+    if kind == "gone":
+        file.unlink()
+    elif kind == "cut":
+        file.write_bytes(whole[:place])
+    elif kind == "grow":
+        file.write_bytes(whole + whole[:1])
+    else:
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << chance.randrange(8)]) + whole[place + 1 :])
+    return f"{file.name}: {kind} at {place}"
 
 
-def test_a_checkpoint_of_a_release_without_checksums_is_loaded(
-    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_checkpoint_that_is_harmed_anywhere_is_refused_and_the_one_before_it_is_used(
+    two: Path, tmp_path: Path
 ) -> None:
-    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
-    saved(store, new_trainer(model_path))
-    (tmp_path / "step-00000000" / SUMS_FILE).unlink()
-    state = tmp_path / "step-00000000" / "state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "format": 2}))
-    assert store.load_newest() is not None and "loaded unchecked" in caplog.text
+    chance, told = random.Random(3), set()
+    expected = CheckpointStore(two, LearnerLimits(), is_owner=False).load(Step(0), None)
+    for number in range(60):
+        folder = tmp_path / str(number)
+        shutil.copytree(two, folder)
+        told.add(what := harmed(chance.choice(sorted((folder / "step-00000001").iterdir())), chance))
+        loaded = CheckpointStore(folder, LearnerLimits()).load_newest()
+        assert loaded is not None and loaded.step == 0, what
+        assert all(torch.equal(tensor, expected.shards[key]) for key, tensor in loaded.shards.items())
+        assert {path.name for path in folder.iterdir()} == {"step-00000000", "damaged-00000001"}, what
+        if number % 3 == 0:  # and where none before it is whole
+            what = harmed(chance.choice(sorted((folder / "step-00000000").iterdir())), chance)
+            with pytest.raises(
+                StateError, match="step-00000000: expected .* found .*restore this folder from a backup"
+            ):
+                CheckpointStore(folder, LearnerLimits()).load_newest()
+        shutil.rmtree(folder)
+    assert len({what.split(":")[1].split()[0] for what in told}) == 4 and len({w.split(":")[0] for w in told}) == 2
+
+
+def test_a_file_that_is_not_of_the_checkpoint_is_refused(two: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(two, tmp_path / "more")
+    shutil.copy(
+        folder / "step-00000001" / "rank-00000.safetensors", folder / "step-00000001" / "rank-00001.safetensors"
+    )
+    assert CheckpointStore(folder, LearnerLimits()).newest() == 0
+
+
+def test_a_kill_at_any_byte_of_a_checkpoint_being_written_leaves_the_one_before(
+    model_path: Path, two: Path, tmp_path: Path
+) -> None:
+    class Killed(Exception):
+        """Instead of the end of the process: nothing after it runs."""
+
+    class Dies(MachineFiles):
+        left = 0
+
+        def write(self, descriptor: int, data: memoryview | bytes) -> int:
+            if self.left <= 0:
+                raise Killed
+            done = super().write(descriptor, memoryview(data)[: self.left])
+            self.left -= done
+            return done
+
+    trainer = new_trainer(model_path)
+    train(trainer, 2)
+    size = sum(path.stat().st_size for path in (two / "step-00000001").iterdir())
+    chance = random.Random(5)
+    for left in (0, 1, 8, size - 1, *(chance.randrange(size) for _ in range(8))):
+        folder = shutil.copytree(two, tmp_path / str(left), dirs_exist_ok=True)
+        machine = Machine()
+        machine.files = files = Dies()
+        files.left = left
+        with entered(machine), pytest.raises(Killed):
+            saved(CheckpointStore(folder, LearnerLimits(free_bytes_min=0)), trainer)
+        again = CheckpointStore(folder, LearnerLimits())
+        assert again.newest() == 1 and again.steps() == [0, 1]
 
 
 def test_an_older_checkpoint_that_rots_neither_stops_the_next_nor_costs_journal(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
+    store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
     trainer = new_trainer(model_path)
     saved(store, trainer, journal_from=0)
     train(trainer, 1)
@@ -226,26 +264,8 @@ def test_an_older_checkpoint_that_rots_neither_stops_the_next_nor_costs_journal(
     assert saved(store, trainer, journal_from=1) == 0 and "The journal is kept whole" in caplog.text
 
 
-def test_every_tensor_is_compared_before_it_is_given_out(model_path: Path, tmp_path: Path) -> None:
-    """Also where tensors span blocks: the tiny model's file is summed in blocks of 1 kB here."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sums, "BLOCK_BYTES", 1000)
-        store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=0))
-        saved(store, new_trainer(model_path))
-        (path,) = (tmp_path / "step-00000000").glob("*.safetensors")
-        said = json.loads((path.parent / SUMS_FILE).read_text())["files"][path.name]
-        assert len(said["blocks"]) == -(-path.stat().st_size // 1000) > 20
-        assert store.load_newest() is not None
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-        last = len(said["blocks"]) - 1
-        with pytest.raises(StateError, match=f"expected bytes {last * 1000} to "):
-            store.load_newest()
-
-
 def test_a_checkpoint_without_room_is_refused_before_a_byte_is_written(model_path: Path, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, CheckpointOptions(free_bytes_min=1 << 62))
+    store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=1 << 62))
     with pytest.raises(DiskFull, match="bytes free"):
         saved(store, new_trainer(model_path))
     assert list(tmp_path.iterdir()) == []
@@ -255,7 +275,7 @@ def test_a_checkpoint_of_another_model_is_refused(model_path: Path, tmp_path: Pa
     other = new_trainer(make_tiny_model(tmp_path / "other", hidden=16))
     with pytest.raises(StateError, match="of shape"):
         put_back(checkpoint_of(other), new_trainer(model_path))
-    store = CheckpointStore(tmp_path / "kept", CheckpointOptions(free_bytes_min=0))
+    store = CheckpointStore(tmp_path / "kept", LearnerLimits(free_bytes_min=0))
     saved(store, other)
     with pytest.raises(StateError, match="of shape"):
         store.load_newest(new_trainer(model_path))

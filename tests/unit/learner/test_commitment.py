@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
 from echo2.base.errors import StateError
-from echo2.base.ids import PeerId, RunId
-from echo2.learner.audit import Habits
-from echo2.learner.runtime.ingest import IngestService
-from echo2.learner.runtime.prompts import Prompts
-from echo2.learner.runtime.run_folder import RunFolder
-from echo2.learner.runtime.scoring import ScoringStreams
+from echo2.learner.rollouts.prompts import Prompts
+from echo2.learner.run_folder import RunFolder
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -38,16 +33,3 @@ def test_seeds_follow_from_a_secret_of_the_run_that_is_made_once(tmp_path: Path)
     with pytest.raises(StateError, match="expected 32 bytes, got 5"):
         folder.secret()
     folder.release()
-
-
-def test_a_worker_does_not_choose_by_the_report_how_it_is_tested() -> None:
-    ingest = IngestService(
-        cast(Any, None), RunId("r"), PeerId("coordinator"), ScoringStreams(lambda event: None), lambda error: None
-    )
-    worker = PeerId("w")
-    assert ingest.habits_of(worker) == Habits(False, False)
-    ingest._note_habits(worker, Habits(True, False))
-    assert ingest.habits_of(worker).draws_by_seed
-    ingest._note_habits(worker, Habits(False, True))
-    ingest._note_habits(worker, Habits(True, True))
-    assert ingest.habits_of(worker) == Habits(False, True)

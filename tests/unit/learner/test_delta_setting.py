@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from echo2.learner.delta_setting import SettingChoice, encode_cores
+from echo2.learner.publishing.schedule import SettingChoice, encode_cores
 from echo2.weights import CodecSetting
 
 WEIGHTS = 16 * 10**9
@@ -26,13 +26,6 @@ def test_what_was_measured_counts_and_a_small_gain_changes_nothing() -> None:
     choice.encoded(CodecSetting.DENSE, WEIGHTS, WEIGHTS // 34, 20.0)
     for rate in (20.5e6, 21e6, 21.5e6):
         assert not choice.choose(WEIGHTS, rate)
-
-
-def test_a_setting_that_was_asked_for_stays() -> None:
-    choice = SettingChoice("dense")
-    assert not choice.choose(WEIGHTS, 1e12)
-    assert choice.setting is CodecSetting.DENSE and "asked for" in choice.reason
-    assert SettingChoice("fast").setting is CodecSetting.FAST
 
 
 def test_a_trainer_on_the_cpu_keeps_its_cores() -> None:

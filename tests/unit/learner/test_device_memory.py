@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from echo2.base.ids import Step
-from echo2.learner.batch import Batch
-from echo2.learner.runtime.device_memory import Chosen, host_copies, logit_bytes, selective_contexts
+from echo2.learner.rollouts.groups import Batch
+from echo2.learner.training.model import Chosen, host_copies, logit_bytes, selective_contexts
 from tests.unit.learner.test_trainer import gradient_of, new_trainer, random_groups
 from tests.unit.learner.tiny import make_tiny_model
 

@@ -12,21 +12,20 @@ import torch
 
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, Verdict, VersionSpan
-from echo2.learner.batch import Batch, TrainGroup
-from echo2.learner.episodes import Insertion, SentTokens, TurnOf, root_of, turn_of
-from echo2.learner.group import Draw
-from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
-from echo2.learner.runtime.options import TaskOptions
-from echo2.learner.runtime.prompts import Prompts
-from echo2.learner.shelf import Shelf, ShelfConfig
+from echo2.learner.rollouts.admission import OpenGroups
+from echo2.learner.rollouts.groups import Batch, Draw, Insertion, SentTokens, TrainGroup, TurnOf, root_of, turn_of
+from echo2.learner.rollouts.prompts import Prompts
+from echo2.learner.rollouts.selection import GroupRules
+from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.staleness.ledger import Ledger
-from echo2.tasks.runtime.chat_format import ChatFormat
+from echo2.tasks.chat_format import ChatFormat
+from echo2.tasks.rewards import RewardFailure
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.test_daemon import Run, crash_image, evaluations_of, go, prepared_from, rows_of
 from tests.unit.learner.test_trainer import new_trainer
 from tests.unit.learner.tiny import make_tiny_model
 
-ECHOES = TaskOptions("tests.unit.learner.worlds:Echoes")
+ECHOES = {"name": "tests.unit.learner.worlds:Echoes"}
 ALICE, BOB = PeerId("alice"), PeerId("bob")
 
 
@@ -36,8 +35,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def new_shelf(bound: int = 2) -> Shelf:
-    return Shelf(ShelfConfig(bound, 2, 2, 100), Ledger(bound))
+def new_groups(bound: int = 2) -> OpenGroups:
+    return OpenGroups(GroupRules(bound, 2, 2, 100), Ledger(bound))
 
 
 def finished(group_id: GroupId, index: int, tokens: tuple[int, ...], version: int = 0) -> RolloutSegment:
@@ -46,46 +45,46 @@ def finished(group_id: GroupId, index: int, tokens: tuple[int, ...], version: in
     return RolloutSegment(group_id, index, 0, tokens, logprobs, logprobs, spans, FinishReason.STOP)
 
 
-def opened(shelf: Shelf) -> GroupId:
-    return shelf.open_group(Draw(0, 0, (5, 6), SamplingParams(max_new_tokens=8)), 0).group_id
+def opened(groups: OpenGroups) -> GroupId:
+    return groups.open_group(Draw(0, 0, (5, 6), SamplingParams(max_new_tokens=8))).group_id
 
 
 def test_turns_become_one_rollout_with_what_the_world_said_in_between() -> None:
-    shelf = new_shelf()
-    root = opened(shelf)
-    shelf.receive(finished(root, 0, (10, 11)), 1, ALICE)
-    shelf.receive(finished(root, 1, (20,)), 1, ALICE)
-    spec = shelf.open_turn(TurnOf(root, 1, 0), (30, 31))
+    groups = new_groups()
+    root = opened(groups)
+    groups.receive(finished(root, 0, (10, 11)), 1, ALICE)
+    groups.receive(finished(root, 1, (20,)), 1, ALICE)
+    spec = groups.open_turn(TurnOf(root, 1, 0), (30, 31))
     assert spec is not None and spec.prompt_token_ids == (5, 6, 20, 30, 31) and spec.rollout_count == 1
     assert (root_of(spec.group_id), turn_of(spec.group_id, 0)) == (root, TurnOf(root, 1, 1))
-    assert shelf.in_flight_groups == 1 and shelf.open_rollouts == 1 and shelf.buffered_rollouts == 1
-    assert [s.group_id for s in shelf.incomplete_specs()] == [spec.group_id]
-    assert shelf.receive(finished(spec.group_id, 0, (21, 22)), 1, BOB).verdict is Verdict.ADMITTED
-    shelf.reward(root, 0, 1.0)
-    assert not shelf.is_batch_ready
-    shelf.reward(root, 1, 0.0)
-    batch = shelf.draw_batch()
-    assert batch is not None and not shelf.groups
+    assert groups.in_flight_groups == 1 and groups.open_rollouts == 1 and groups.buffered_rollouts == 1
+    assert [s.group_id for s in groups.incomplete_specs()] == [spec.group_id]
+    assert groups.receive(finished(spec.group_id, 0, (21, 22)), 1, BOB).verdict is Verdict.ADMITTED
+    groups.reward(root, 0, 1.0)
+    assert not groups.is_batch_ready
+    groups.reward(root, 1, 0.0)
+    batch = groups.draw_batch()
+    assert batch is not None and not groups.groups
     (group,) = batch.groups
     assert [r.token_ids for r in group.rollouts] == [(10, 11), (20, 21, 22)]
     assert group.insertions == ((), (Insertion(1, (30, 31)),)) and group.tokens_of(1) == 5
     assert group.senders == ((SentTokens(ALICE, 2),), (SentTokens(ALICE, 1), SentTokens(BOB, 2)))
-    assert shelf.counts.trained == 2 and shelf.counts.trained_tokens == 5
-    assert shelf.receive(finished(spec.group_id, 0, (21, 22)), 1).verdict is Verdict.DUPLICATE
+    assert groups.counts.trained == 2 and groups.counts.trained_tokens == 5
+    assert groups.receive(finished(spec.group_id, 0, (21, 22)), 1).verdict is Verdict.DUPLICATE
 
 
 def test_a_stale_turn_closes_the_whole_group() -> None:
-    shelf = new_shelf(bound=1)
-    root = opened(shelf)
+    groups = new_groups(bound=1)
+    root = opened(groups)
     for index in range(2):
-        shelf.receive(finished(root, index, (10,)), 1)
-    spec = shelf.open_turn(TurnOf(root, 0, 0), (30,))
+        groups.receive(finished(root, index, (10,)), 1)
+    spec = groups.open_turn(TurnOf(root, 0, 0), (30,))
     assert spec is not None
-    shelf.next_step = Step(2)
-    shelf.publish(Version(1))
-    assert shelf.receive(finished(spec.group_id, 0, (9,), version=0), 1).verdict is Verdict.STALE
-    assert not shelf.groups and shelf.open_turn(TurnOf(root, 1, 0), (30,)) is None
-    closures = {c.group_id: c for c in shelf.take_closures()}
+    groups.next_step = Step(2)
+    groups.publish(Version(1))
+    assert groups.receive(finished(spec.group_id, 0, (9,), version=0), 1).verdict is Verdict.STALE
+    assert not groups.groups and groups.open_turn(TurnOf(root, 1, 0), (30,)) is None
+    closures = {c.group_id: c for c in groups.take_closures()}
     assert set(closures) == {root, spec.group_id} and closures[root].retry is not None
     assert closures[spec.group_id].retry is None
 
@@ -150,7 +149,7 @@ def test_an_environment_trains_through_the_daemon(model_path: Path, tmp_path: Pa
 @pytest.mark.parametrize("at", [1, 3])
 def test_after_a_kill_episodes_go_on_and_weights_are_bit_identical(model_path: Path, tmp_path: Path, at: int) -> None:
     def options(name: str) -> Any:
-        return options_for(tmp_path / name, model_path, task=ECHOES, staleness_bound=4, kappa=2)
+        return options_for(tmp_path / name, model_path, task=ECHOES, staleness={"bound": 4, "kappa": 2})
 
     run = Run(options("run"))
     image: dict[str, Any] = {}
@@ -168,7 +167,7 @@ def test_after_a_kill_episodes_go_on_and_weights_are_bit_identical(model_path: P
 
 
 def test_an_episode_without_room_for_another_turn_is_worth_nothing(model_path: Path, tmp_path: Path) -> None:
-    options = options_for(tmp_path, model_path, task=TaskOptions("tests.unit.learner.worlds:Endless"))
+    options = options_for(tmp_path, model_path, task={"name": "tests.unit.learner.worlds:Endless"})
     prompts = Prompts(options, vocabulary_size=100, stop_token_ids=[1])
     prompts.context_tokens = 256
     try:
@@ -176,5 +175,24 @@ def test_an_episode_without_room_for_another_turn_is_worth_nothing(model_path: P
         assert going_on.scored is None and len(going_on.said) > 12
         cut = asyncio.run(prompts.answer(0, [(10, 11)], 240)).scored
         assert cut is not None and cut.reward is not None and cut.reward.value == 0.0 and cut.reward.parts["cut"] == 1
+    finally:
+        prompts.close()
+
+
+def test_what_an_environment_says_and_no_tokenizer_takes_costs_the_rollout_alone(
+    model_path: Path, tmp_path: Path
+) -> None:
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+    model = Path(shutil.copytree(model_path, tmp_path / "model"))
+    core = Tokenizer.from_file(str(model / "tokenizer.json"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?:1|11)+$"), behavior="isolated")
+    core.save(str(model / "tokenizer.json"))
+    options = options_for(tmp_path, model, task={"name": "tests.unit.learner.worlds:LongWords"})
+    prompts = Prompts(options, vocabulary_size=100, stop_token_ids=[1])
+    try:
+        scored = asyncio.run(prompts.answer(0, [(10, 11)], 20)).scored
+        assert scored is not None and scored.reward is None and scored.failure is RewardFailure.RAISED
+        assert "tokenizer: expected one that takes this text" in scored.message
     finally:
         prompts.close()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -9,19 +9,20 @@ import pytest
 import torch
 
 from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
-from echo2.base.rollout import Verdict
-from echo2.learner.batcher_events import Resumed
-from echo2.learner.history import SegmentBegan
-from echo2.learner.offers import OfferConfig
-from echo2.learner.runtime.ingest import STREAMS_PER_PEER_MAX, IngestService
-from echo2.learner.runtime.intake import Intake, IntakeCalls
-from echo2.learner.runtime.journal import Journal, read_journal
-from echo2.learner.runtime.prompts import Prompts
-from echo2.learner.runtime.scoring import ScoringStreams
-from echo2.learner.shelf import Shelf, ShelfConfig
+from echo2.base.rollout import GroupSpec, Verdict
+from echo2.learner.rollouts.admission import OpenGroups
+from echo2.learner.rollouts.evaluation import Evaluations
+from echo2.learner.rollouts.groups import TrainGroup
+from echo2.learner.rollouts.history import History, SegmentBegan
+from echo2.learner.rollouts.ingest import STREAMS_PER_PEER_MAX, IngestService
+from echo2.learner.rollouts.journal import Journal, read_journal
+from echo2.learner.rollouts.pool import RolloutPool
+from echo2.learner.rollouts.prompts import Prompts
+from echo2.learner.rollouts.selection import GroupRules
 from echo2.staleness.ledger import Ledger
 from echo2.trust.identity import Identity, Role
-from echo2.trust.runtime.tls import bind_server, new_server, open_channel, server_credentials
+from echo2.trust.ports import LEARNER
+from echo2.trust.tls import bind_server, new_server, open_channel, server_credentials
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import rollouts_from_partials, segment_to_message, verdicts_from_message
 from tests.unit.learner.fleet import RUN, Coordinator, RandomWorker, issue, new_authority, options_for
@@ -35,26 +36,38 @@ class Stage:
         self.authority = new_authority()
         self.coordinator = Coordinator(self.authority)
         self.learner = Identity.generate()
-        options = options_for(folder, model)
+        options = options_for(folder, model, task={"eval_prompts": 0})
         prompts = Prompts(options, 79, (1,))
-        shelf = Shelf(ShelfConfig(2, 8, 4, 79), Ledger(2))
+        groups = OpenGroups(GroupRules(2, 8, 4, 79), Ledger(2))
         self.journal = Journal(folder / "journal")
         self.journal.begin(SegmentBegan(RUN, Step(0), 0, (Version(0),)))
         self.failures: list[BaseException] = []
-        calls = IntakeCalls(failed=self.failures.append)
-        self.intake = Intake(shelf, self.journal, prompts, OfferConfig(8, 4, 2), 0, calls=calls)
-        self.intake.tell(Resumed())
+        evaluations = Evaluations(folder, options.config, prompts, 60.0)
+        self.pool = RolloutPool(groups, self.journal, History(), prompts, evaluations, self, self)
+        self.pool.resume()
         self.service = self.service_for()
-        self.group_id = next(iter(self.intake.held.groups))
+        self.group_id = next(iter(groups.groups))
 
     def service_for(self, *, requires_seeds: bool = False) -> IngestService:
         return IngestService(
-            self.intake, RunId(RUN), self.authority.identity.peer_id, ScoringStreams(lambda event: None),
-            self.failures.append, requires_seeds=requires_seeds,
-        )  # fmt: skip
+            self.pool, RunId(RUN), self.authority.identity.peer_id, self.fail, requires_seeds=requires_seeds
+        )
+
+    def fail(self, error: BaseException) -> None:
+        self.failures.append(error)
+
+    def offer(self, specs: Sequence[GroupSpec]) -> None: ...
+
+    def close(self, group_ids: Sequence[GroupId], reason: str) -> None: ...
+
+    def accuse(self, peer_id: PeerId, reason: str, *, is_certain: bool) -> None: ...
+
+    def on_answer(self, group: TrainGroup) -> None: ...
+
+    def on_evaluation(self, row: Mapping[str, object]) -> None: ...
 
     async def play(self, scene: Callable[[RandomWorker, ingest_pb2_grpc.IngestStub], Awaitable[None]]) -> None:
-        server = new_server()
+        server = new_server(LEARNER)
         ingest_pb2_grpc.add_IngestServicer_to_server(self.service, server)
         credentials = issue(self.authority, self.learner, Role.LEARNER, "127.0.0.1:1")
         port = bind_server(server, "127.0.0.1:0", server_credentials(credentials))
@@ -64,7 +77,7 @@ class Stage:
             async with open_channel(worker.learner_address, self.learner.peer_id, worker.credentials) as channel:
                 await asyncio.wait_for(scene(worker, ingest_pb2_grpc.IngestStub(channel)), 20)
         finally:
-            await self.intake.close()
+            await self.pool.close()
             await server.stop(0)
             self.journal.close()
 
@@ -81,7 +94,7 @@ def stage(tmp_path: Path, model_path: Path) -> Stage:
 
 
 def report_of(stage: Stage, worker: RandomWorker, **changes: object) -> ingest_pb2.RolloutReport:
-    segments = worker.segments(stage.intake.held.groups[stage.group_id].spec, Version(0))
+    segments = worker.segments(stage.pool.groups.groups[stage.group_id].spec, Version(0))
     given = {
         "sequence": 1,
         "ticket": worker.ticket(stage.group_id),
@@ -121,7 +134,7 @@ def test_a_ticket_brings_rollouts_of_its_own_group_alone(stage: Stage) -> None:
     """Else one lease would do to write into every group of the run."""
 
     async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
-        other = next(group_id for group_id in stage.intake.held.groups if group_id != stage.group_id)
+        other = next(group_id for group_id in stage.pool.groups.groups if group_id != stage.group_id)
         report = report_of(stage, worker)
         foreign = ingest_pb2.RolloutReport.FromString(report.SerializeToString()).segments[0]
         foreign.group_id = other
@@ -130,7 +143,7 @@ def test_a_ticket_brings_rollouts_of_its_own_group_alone(stage: Stage) -> None:
         await stream.write(report)
         verdicts = verdicts_from_message(await stream.read())
         assert [v.verdict for v in verdicts if v.group_id == other] == [Verdict.REFUSED]
-        assert not any(one.token_ids for one in stage.intake.held.groups[other].rollouts)
+        assert not any(one.token_ids for one in stage.pool.groups.groups[other].rollouts)
         assert {v.index for v in verdicts if v.verdict is Verdict.ADMITTED} == {0, 1, 2, 3}, "the others are taken"
 
     asyncio.run(stage.play(scene))
@@ -154,16 +167,16 @@ def test_another_workers_ticket_a_forged_one_and_another_runs_are_refused(stage:
         forged.attempt = 7
         await refused(stub, report_of(stage, worker, ticket=forged), denied)
         await refused(stub, report_of(stage, worker, ticket=worker.ticket(stage.group_id, run_id=RunId("x"))), denied)
-        stage.service.barred[PeerId(worker.identity.peer_id)] = "its log-probabilities are made up"
+        stage.pool.barred[PeerId(worker.identity.peer_id)] = "its log-probabilities are made up"
         await refused(stub, report_of(stage, worker), denied)
-        assert stage.intake.held.counts.admitted == 0 and stage.service.refused_reports == 4
+        assert stage.pool.groups.counts.admitted == 0 and stage.service.refused_reports == 4
 
     asyncio.run(stage.play(scene))
 
 
 def test_segments_of_another_group_than_the_leases_are_refused(stage: Stage) -> None:
     async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
-        other = list(stage.intake.held.groups)[1]
+        other = list(stage.pool.groups.groups)[1]
         stream = stub.Report()
         await stream.write(report_of(stage, worker, ticket=worker.ticket(other)))
         verdicts = verdicts_from_message(await stream.read())
@@ -210,10 +223,10 @@ def test_an_unforeseen_error_in_answering_a_completion_costs_its_reward_and_name
     async def broken(*arguments: object) -> None:
         raise OverflowError("planted")
 
-    monkeypatch.setattr(stage.intake.prompts, "answer", broken)
+    monkeypatch.setattr(stage.pool.prompts, "answer", broken)
 
     async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
-        group = stage.intake.held.groups[stage.group_id]
+        group = stage.pool.groups.groups[stage.group_id]
         call = stub.Report()
         await call.write(report_of(stage, worker))
         verdicts_from_message(await call.read())
@@ -238,7 +251,7 @@ def test_where_seeds_are_asked_for_nothing_is_taken_of_an_engine_that_draws_by_i
             await stream.read()
         assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
         assert "worker.draft_tokens = 0" in (raised.value.details() or "")
-        assert not any(r.token_ids for r in stage.intake.held.groups[stage.group_id].rollouts)
+        assert not any(r.token_ids for r in stage.pool.groups.groups[stage.group_id].rollouts)
         stream = stub.Report()
         await stream.write(report_of(stage, worker, draws_by_seed=True))
         assert any(v.verdict is Verdict.ADMITTED for v in verdicts_from_message(await stream.read()))

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from echo2.base.ids import Step
-from echo2.learner.batch import Batch
-from echo2.learner.runtime.inspection import KEPT_MAX, _text_of, keep_for_inspection
+from echo2.learner.rollouts.groups import Batch
+from echo2.learner.run_folder import KEPT_MAX, keep_for_inspection
 from tests.unit.learner.test_trainer import random_groups
 
 
@@ -25,10 +25,3 @@ def test_a_kept_batch_reads_back_whole_and_few_are_kept(tmp_path: Path) -> None:
         for one, rollout in zip(said["rollouts"], group.rollouts, strict=True):
             assert one["index"] == rollout.index and one["token_ids"] == list(rollout.token_ids)
             assert one["logprobs"] == list(rollout.logprobs) and one["raw_logprobs"] == list(rollout.raw_logprobs)
-
-
-def test_it_is_written_one_rollout_at_a_time() -> None:
-    """What is made into text at once holds up every other thread of the process."""
-    batch = Batch(Step(0), random_groups(0, count=8))
-    rollouts = sum(len(group.rollouts) for group in batch.groups)
-    assert len([text for text in _text_of(batch) if "logprobs" in text]) == rollouts

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.episodes import SentTokens
-from echo2.learner.group import Draw
-from echo2.learner.history import (
+from echo2.learner.rollouts.groups import Draw, SentTokens
+from echo2.learner.rollouts.history import (
     BatchDrawn,
     Finished,
     GroupDropped,
@@ -25,8 +24,7 @@ from echo2.learner.history import (
     SegmentBegan,
     VersionPublished,
 )
-from echo2.learner.runtime.journal import Journal, read_journal
-from echo2.learner.runtime.journal import _payload as journal_payload
+from echo2.learner.rollouts.journal import Journal, read_journal
 
 SAMPLING = SamplingParams(temperature=0.5, max_new_tokens=8, stop_token_ids=(1,), seed=3)
 
@@ -118,41 +116,6 @@ def test_every_flipped_bit_of_a_journal_stops_the_start_and_changes_nothing(tmp_
             assert path.read_bytes() == data
 
 
-def old_segment(folder: Path) -> Path:
-    """As releases without a checksum of the length wrote it."""
-    path = folder / "segment-00000000.log"
-    path.touch()
-    assert written(folder) == folder / "segment-00000000.records" and not (folder / "segment-00000000.records").exists()
-    return path
-
-
-def test_every_flipped_bit_of_an_older_journal_is_found_but_for_the_last_length(tmp_path: Path) -> None:
-    path = old_segment(tmp_path)
-    whole = path.read_bytes()
-    assert [record for _, record in read_journal(tmp_path, Step(0))[0]] == RECORDS
-    last = len(whole) - 8 - len(journal_payload(RECORDS[-1]))
-    for position in range(len(whole)):
-        if last <= position < last + 4:
-            continue
-        data = bytearray(whole)
-        data[position] ^= 16
-        path.write_bytes(data)
-        with pytest.raises(StateError, match="found a broken record"):
-            read_journal(tmp_path, Step(0))
-
-
-def test_an_older_journal_is_written_on_in_its_own_framing(tmp_path: Path) -> None:
-    old_segment(tmp_path)
-    journal = Journal(tmp_path)
-    journal.go_on(Step(0))
-    journal.append(RECORDS[-1])
-    journal.begin(SegmentBegan("run", Step(3), 5, (Version(0),)))
-    journal.close()
-    records = [record for _, record in read_journal(tmp_path, Step(0))[0]]
-    assert records == [*RECORDS, RECORDS[-1], SegmentBegan("run", Step(3), 5, (Version(0),))]
-    assert (tmp_path / "segment-00000003.records").exists()
-
-
 def test_the_remedy_in_the_message_keeps_what_stands_before_the_damage(tmp_path: Path) -> None:
     path = written(tmp_path)
     data = bytearray(path.read_bytes())
@@ -231,6 +194,22 @@ def test_commits_at_the_same_time_share_a_sync(tmp_path: Path, monkeypatch: pyte
     asyncio.run(many())
     journal.close()
     assert 1 <= len(synced) <= 3
+
+
+def test_a_new_segment_begins_once_the_one_before_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was appended but not committed in the old one would else be missing behind a commit of the new one."""
+    path = written(tmp_path)
+    journal = Journal(tmp_path)
+    journal.go_on(Step(0))
+    journal.append(opened(2))
+    synced: set[int] = set()
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), real(file))[1])
+    journal.begin(SegmentBegan("run", Step(2), 3, (Version(0),)))
+    assert path.stat().st_ino in synced
+    journal.close()
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

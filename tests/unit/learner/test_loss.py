@@ -1,4 +1,4 @@
-"""The loss: exact across micro-batches, blind off the mask, and equal to its textbook forms where those are known."""
+"""The loss: exact across micro-batches, blind off the mask, equal to textbook forms; a user's own function fits in."""
 
 from __future__ import annotations
 
@@ -13,40 +13,37 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from echo2.base.errors import ConfigError
-from echo2.learner.correction import OF_WHOLE_ROLLOUTS, Correction, CorrectionConfig
-from echo2.learner.loss import (
-    SUM_NAMES,
+from echo2.learner.training.loss import (
+    CORRECTIONS,
+    LOSSES,
+    SECOND_MOMENT_MAX,
     BatchTotals,
-    Normalisation,
+    LossConfig,
+    LossInputs,
     PackedTokens,
-    PolicyLossConfig,
+    Segments,
+    correction_weights,
+    learning_rate_scale,
     loss_metrics,
     policy_loss,
+    score_norm_sq_proxy,
 )
-from echo2.learner.objectives import Objective, ObjectiveConfig
 
 LENGTHS = (3, 1, 5, 2, 4, 2)
-OBJECTIVES = st.builds(
-    ObjectiveConfig,
-    st.sampled_from(list(Objective)),
-    ratio_ceiling=st.sampled_from([None, 3.0]),
-    off_policy_nats_max=st.sampled_from([None, 0.05]),
+OWN = f"{__name__}:own_loss"
+CONFIGS = st.builds(
+    LossConfig,
+    loss=st.sampled_from([*LOSSES, OWN]),
+    correction=st.sampled_from(list(CORRECTIONS)),
+    cap=st.sampled_from([1.1, 2.0]),
+    kl_coefficient=st.sampled_from([0.0, 0.1]),
 )
-CORRECTIONS = st.builds(CorrectionConfig, st.sampled_from(list(Correction)), floor=st.sampled_from([0.0, 0.8]))
-CONFIGS = (
-    st.tuples(OBJECTIVES, CORRECTIONS)
-    .filter(lambda both: both[0].kind is not Objective.VESPO or both[1].kind not in OF_WHOLE_ROLLOUTS)
-    .flatmap(
-        lambda both: st.builds(
-            PolicyLossConfig,
-            objective=st.just(both[0]),
-            correction=st.just(both[1]),
-            normalisation=st.sampled_from([n for n in Normalisation if n is not Normalisation.BNPO]),
-            kl_coefficient=st.sampled_from([0.0, 0.1]),
-            kl_weighted_by_ratio=st.booleans(),
-        )
-    )
-)
+
+
+def own_loss(inputs: LossInputs) -> Tensor:
+    """A user's own: REINFORCE that leaves out tokens whose rollout has moved far, in the mean."""
+    near_T = inputs.segments.mean_T(inputs.log_ratio_T.detach().abs()) < 0.5
+    return -inputs.advantage_T * inputs.logprobs_T * near_T
 
 
 def batch(seed: int, lengths: tuple[int, ...] = LENGTHS, spread: float = 0.5) -> PackedTokens:
@@ -68,8 +65,22 @@ def batch(seed: int, lengths: tuple[int, ...] = LENGTHS, spread: float = 0.5) ->
     )
 
 
-def totals_of(tokens: PackedTokens, microbatch_count: int = 1) -> BatchTotals:
-    return BatchTotals(max(1, int(tokens.mask_T.sum())), len(tokens.advantages_R), 8, microbatch_count)
+def plain(log_ratios: list[float], advantages: list[float], sequence: list[int] | None = None) -> PackedTokens:
+    """Tokens with these log-ratios, current over behaviour, each a rollout of its own unless `sequence` says otherwise."""
+    behaviour_T = torch.full((len(log_ratios),), -4.0)
+    sequence_T = torch.arange(len(log_ratios)) if sequence is None else torch.tensor(sequence)
+    logprobs_T = (behaviour_T + torch.tensor(log_ratios)).requires_grad_()
+    mask_T = torch.ones_like(sequence_T, dtype=torch.bool)
+    return PackedTokens(logprobs_T, behaviour_T, torch.tensor(advantages), sequence_T, mask_T)
+
+
+def totals_of(tokens: PackedTokens) -> BatchTotals:
+    return BatchTotals(max(1, int(tokens.mask_T.sum())), len(tokens.advantages_R), 8)
+
+
+def gradient_of(tokens: PackedTokens, config: LossConfig, totals: BatchTotals | None = None) -> Tensor:
+    loss = policy_loss(tokens, config, totals or totals_of(tokens)).loss
+    return torch.autograd.grad(loss, tokens.logprobs_T)[0]
 
 
 def part(tokens: PackedTokens, first: int, last: int) -> PackedTokens:
@@ -77,184 +88,236 @@ def part(tokens: PackedTokens, first: int, last: int) -> PackedTokens:
     chosen = (tokens.sequence_T >= first) & (tokens.sequence_T < last)
     assert tokens.proximal_logprobs_T is not None and tokens.reference_logprobs_T is not None
     return PackedTokens(
-        tokens.logprobs_T[chosen],
-        tokens.behaviour_logprobs_T[chosen],
-        tokens.advantages_R[first:last],
-        tokens.sequence_T[chosen] - first,
-        tokens.mask_T[chosen],
-        tokens.proximal_logprobs_T[chosen],
+        tokens.logprobs_T[chosen], tokens.behaviour_logprobs_T[chosen], tokens.advantages_R[first:last],
+        tokens.sequence_T[chosen] - first, tokens.mask_T[chosen], tokens.proximal_logprobs_T[chosen],
         tokens.reference_logprobs_T[chosen],
-    )
+    )  # fmt: skip
 
 
-def gradient_of(tokens: PackedTokens) -> Tensor:
-    assert tokens.logprobs_T.grad is not None
-    return tokens.logprobs_T.grad.clone()
-
-
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(0, 10_000), CONFIGS, st.integers(1, 5), st.integers(1, 5))
 def test_micro_batches_add_up_to_the_batch_in_loss_gradient_and_metrics(
-    seed: int, config: PolicyLossConfig, first_cut: int, second_cut: int
+    seed: int, config: LossConfig, first_cut: int, second_cut: int
 ) -> None:
     tokens = batch(seed)
     totals = totals_of(tokens)
     whole = policy_loss(tokens, config, totals)
-    whole.loss.backward()
-    expected_T = gradient_of(tokens)
-    assert tokens.logprobs_T.grad is not None
-    tokens.logprobs_T.grad.zero_()
-    cuts = sorted({0, first_cut, second_cut, len(LENGTHS)})
-    parts = [policy_loss(part(tokens, a, b), config, totals) for a, b in pairwise(cuts)]
-    for piece in parts:
-        piece.loss.backward()
-    torch.testing.assert_close(gradient_of(tokens), expected_T, rtol=1e-5, atol=1e-7)
-    assert sum(float(piece.loss.detach()) for piece in parts) == pytest.approx(
-        float(whole.loss.detach()), rel=1e-5, abs=1e-6
-    )
+    expected_T = gradient_of(tokens, config)
+    parts = [
+        policy_loss(part(tokens, a, b), config, totals)
+        for a, b in pairwise(sorted({0, first_cut, second_cut, len(LENGTHS)}))
+    ]
+    together = torch.stack([piece.loss for piece in parts]).sum()
+    torch.testing.assert_close(torch.autograd.grad(together, tokens.logprobs_T)[0], expected_T, rtol=1e-5, atol=1e-7)
+    assert float(together.detach()) == pytest.approx(float(whole.loss.detach()), rel=1e-5, abs=1e-6)
     sums_M = torch.stack([piece.sums_M for piece in parts]).sum(0)
     torch.testing.assert_close(sums_M, whole.sums_M, rtol=1e-5, atol=1e-5)
     assert max(float(piece.ratio_max) for piece in parts) == float(whole.ratio_max)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), CONFIGS)
-def test_what_stands_off_the_mask_changes_nothing_and_gets_no_gradient(seed: int, config: PolicyLossConfig) -> None:
+def test_what_stands_off_the_mask_changes_nothing_and_gets_no_gradient(seed: int, config: LossConfig) -> None:
     tokens = batch(seed)
     loss = policy_loss(tokens, config, totals_of(tokens)).loss
     poisoned_T = torch.where(tokens.mask_T, tokens.behaviour_logprobs_T, torch.nan)
     logprobs_T = torch.where(tokens.mask_T, tokens.logprobs_T.detach(), torch.inf).requires_grad_()
     poisoned = replace(tokens, logprobs_T=logprobs_T, behaviour_logprobs_T=poisoned_T)
     other = policy_loss(poisoned, config, totals_of(tokens)).loss
-    other.backward()
+    gradient_T = torch.autograd.grad(other, logprobs_T)[0]
     assert float(other.detach()) == pytest.approx(float(loss.detach()), rel=1e-6, abs=1e-7)
-    assert logprobs_T.grad is not None
-    assert bool((logprobs_T.grad[~tokens.mask_T] == 0).all())
-    assert bool(torch.isfinite(logprobs_T.grad).all())
+    assert bool((gradient_T[~tokens.mask_T] == 0).all()) and bool(torch.isfinite(gradient_T).all())
 
 
-@pytest.mark.parametrize("kind", list(Correction))
-def test_on_policy_every_correction_gives_the_reinforce_gradient(kind: Correction) -> None:
-    tokens = batch(3)
-    on_policy_T = tokens.logprobs_T.detach().clone()
-    tokens = replace(tokens, behaviour_logprobs_T=on_policy_T, proximal_logprobs_T=None)
-    config = PolicyLossConfig(correction=CorrectionConfig(kind))
-    totals = totals_of(tokens)
-    policy_loss(tokens, config, totals).loss.backward()
-    expected_T = -tokens.advantages_R[tokens.sequence_T] * tokens.mask_T / totals.token_count
-    torch.testing.assert_close(gradient_of(tokens), expected_T)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_on_policy_every_correction_gives_the_reinforce_gradient(correction: str) -> None:
+    tokens = replace(batch(3), proximal_logprobs_T=None, reference_logprobs_T=None)
+    tokens = replace(tokens, behaviour_logprobs_T=tokens.logprobs_T.detach().clone())
+    expected_T = -tokens.advantages_R[tokens.sequence_T] * tokens.mask_T / int(tokens.mask_T.sum())
+    torch.testing.assert_close(gradient_of(tokens, LossConfig(correction=correction)), expected_T)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("log_ratio", [-25.0, -3.0, 0.0, 3.0, 25.0])
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
+def test_losses_and_gradients_stay_finite_at_the_extremes(loss: str, log_ratio: float, advantage: float) -> None:
+    tokens = plain([log_ratio], [advantage])
+    found = policy_loss(tokens, LossConfig(loss), BatchTotals(1, 1, 1)).loss
+    (gradient,) = torch.autograd.grad(found, tokens.logprobs_T)[0].tolist()
+    assert math.isfinite(float(found.detach())) and math.isfinite(gradient)
+    if log_ratio == 0.0:
+        assert gradient == pytest.approx(-advantage), "on policy every loss is the policy gradient"
 
 
 def test_the_asymmetric_clip_stops_the_gradient_only_on_the_side_that_would_go_further() -> None:
-    ratios = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.25, 50.0])
-    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, -1.0])
-    behaviour_T = torch.full((6,), -4.0)
-    tokens = PackedTokens(
-        (behaviour_T + ratios.log()).requires_grad_(),
-        behaviour_T,
-        advantages,
-        torch.arange(6),
-        torch.ones(6, dtype=torch.bool),
-    )
-    result = policy_loss(tokens, PolicyLossConfig(ObjectiveConfig(ratio_ceiling=10.0)), BatchTotals(6, 6, 1))
-    result.loss.backward()
-    expected = torch.tensor([0.0, 0.0, 1.5, -0.5, -1.25, 0.0]) / 6
-    torch.testing.assert_close(gradient_of(tokens), expected)
+    ratios, advantages = [1.5, 0.5, 1.5, 0.5, 1.25], [1.0, -1.0, -1.0, 1.0, 1.0]
+    tokens = plain([math.log(ratio) for ratio in ratios], advantages)
+    torch.testing.assert_close(gradient_of(tokens, LossConfig()), torch.tensor([0.0, 0.0, 1.5, -0.5, -1.25]) / 5)
+    result = policy_loss(tokens, LossConfig(), totals_of(tokens))
     metrics = loss_metrics(result.sums_M, float(result.ratio_max))
-    assert metrics.clip_high_fraction == pytest.approx(1 / 6)
-    assert metrics.clip_low_fraction == pytest.approx(1 / 6)
-    assert metrics.ceiling_fraction == pytest.approx(1 / 6)
-    assert metrics.ratio_max == pytest.approx(50.0, rel=1e-5)
+    assert metrics.clip_high_fraction == metrics.clip_low_fraction == pytest.approx(1 / 5)
+    assert metrics.ratio_max == pytest.approx(1.5, rel=1e-5)
 
 
 def test_gspo_gives_all_tokens_of_a_rollout_the_same_length_normalised_ratio() -> None:
-    behaviour_T = torch.tensor([-1.0, -1.0, -1.0])
-    tokens = PackedTokens(
-        torch.tensor([-0.9, -1.1, -0.7], requires_grad=True),
-        behaviour_T,
-        torch.tensor([1.0]),
-        torch.zeros(3, dtype=torch.int64),
-        torch.ones(3, dtype=torch.bool),
-    )
-    config = PolicyLossConfig(ObjectiveConfig(Objective.GSPO), Normalisation.GRPO)
-    result = policy_loss(tokens, config, BatchTotals(3, 1, 3))
-    result.loss.backward()
-    assert float(result.loss.detach()) == pytest.approx(-math.exp(0.1), rel=1e-5)
-    torch.testing.assert_close(gradient_of(tokens), torch.full((3,), -math.exp(0.1) / 3))
+    tokens = plain([0.1, -0.1, 0.3], [1.0], [0, 0, 0])
+    torch.testing.assert_close(gradient_of(tokens, LossConfig("gspo")), torch.full((3,), -math.exp(0.1) / 3))
 
 
-def test_the_four_normalisations_divide_by_what_they_say() -> None:
-    tokens = batch(5, lengths=(4, 2))
-    tokens = replace(
-        tokens,
-        behaviour_logprobs_T=tokens.logprobs_T.detach().clone(),
-        mask_T=torch.tensor([True, True, True, False, True, False]),
-        advantages_R=torch.tensor([1.0, -2.0]),
-    )
-    totals = BatchTotals(token_count=10, rollout_count=5, completion_tokens_max=8, microbatch_count=2)
-    loss = {
-        normalisation: float(policy_loss(tokens, PolicyLossConfig(normalisation=normalisation), totals).loss.detach())
-        for normalisation in Normalisation
-    }
-    assert loss[Normalisation.DAPO] == pytest.approx((-3 + 2) / 10)
-    assert loss[Normalisation.BNPO] == pytest.approx((-3 + 2) / 4 / 2)
-    assert loss[Normalisation.DR_GRPO] == pytest.approx((-3 + 2) / 40)
-    assert loss[Normalisation.GRPO] == pytest.approx((-1 + 2) / 5)
+def test_every_divisor_is_what_it_says() -> None:
+    tokens = replace(plain([0.0] * 6, [1.0, -2.0], [0, 0, 0, 0, 1, 1]))
+    tokens = replace(tokens, mask_T=torch.tensor([True, True, True, False, True, False]))
+    totals = BatchTotals(token_count=10, rollout_count=5, completion_tokens_max=8)
+
+    def loss(name: str) -> float:
+        return float(policy_loss(tokens, LossConfig(name), totals).loss.detach())
+
+    assert loss("dapo") == pytest.approx((-3 + 2) / 10)
+    assert loss("dr_grpo") == pytest.approx((-3 + 2) / 40)
+    assert loss("grpo") == pytest.approx((-1 + 2) / 5)
+    assert loss("luspo") == pytest.approx((-3 + 2) / 5)
 
 
-def test_the_k3_term_is_zero_at_the_reference_and_its_gradient_pulls_towards_it() -> None:
-    base_T = torch.tensor([-1.0, -2.0])
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([0.05, 0.2, 0.6]))
+def test_m2po_leaves_out_the_fewest_tokens_that_bring_the_second_moment_under_its_limit(
+    seed: int, spread: float
+) -> None:
+    tokens = replace(batch(seed, spread=spread), reference_logprobs_T=None)
+    gradient_T = gradient_of(tokens, LossConfig("m2po"))
+    log_ratio_T = tokens.logprobs_T.detach() - tokens.behaviour_logprobs_T
+    advantage_T = tokens.advantages_R[tokens.sequence_T]
+    for rollout in range(len(LENGTHS)):
+        mine_T = (tokens.sequence_T == rollout) & tokens.mask_T
+        away_T = mine_T & (log_ratio_T * advantage_T > 0)
+        kept = sorted(float(x) ** 2 for x in log_ratio_T[away_T])
+        while kept and sum(kept) / len(kept) > SECOND_MOMENT_MAX:
+            kept.pop()
+        assert int((gradient_T[away_T] != 0).sum()) == len(kept)
+        stays_T = mine_T & (gradient_T != 0)
+        expected_T = -(log_ratio_T.exp() * advantage_T)[stays_T] / max(1, int(tokens.mask_T.sum()))
+        torch.testing.assert_close(gradient_T[stays_T], expected_T)
+        assert bool((gradient_T[mine_T & ~away_T] != 0).all())
+
+
+def test_the_kl_term_is_zero_at_the_reference_and_pulls_towards_it() -> None:
     for offset, sign in ((0.0, 0.0), (0.3, 1.0), (-0.3, -1.0)):
-        tokens = PackedTokens(
-            (base_T + offset).requires_grad_(),
-            base_T + offset,
-            torch.zeros(2),
-            torch.tensor([0, 1]),
-            torch.ones(2, dtype=torch.bool),
-            reference_logprobs_T=base_T,
-        )
-        config = PolicyLossConfig(kl_coefficient=1.0, kl_weighted_by_ratio=False)
-        result = policy_loss(tokens, config, BatchTotals(2, 2, 1))
-        result.loss.backward()
-        assert float(result.loss.detach()) == pytest.approx(math.exp(-offset) + offset - 1, abs=1e-6)
-        assert torch.sign(gradient_of(tokens)).tolist() == [sign, sign]
+        tokens = plain([0.0, 0.0], [0.0, 0.0])
+        tokens = replace(tokens, reference_logprobs_T=tokens.logprobs_T.detach() - offset)
+        config = LossConfig(kl_coefficient=1.0)
+        assert torch.sign(gradient_of(tokens, config)).tolist() == [sign, sign]
+        loss = policy_loss(tokens, config, totals_of(tokens)).loss
+        assert float(loss.detach()) == pytest.approx(math.exp(-offset) + offset - 1, abs=1e-6)
 
 
 def test_metrics_read_the_effective_sample_and_the_entropy() -> None:
-    tokens = batch(7, spread=0.0)
-    tokens = replace(tokens, entropy_T=torch.full_like(tokens.behaviour_logprobs_T, 1.25))
-    result = policy_loss(tokens, PolicyLossConfig(), totals_of(tokens))
+    tokens = replace(batch(7, spread=0.0), entropy_T=torch.full((sum(LENGTHS),), 1.25))
+    result = policy_loss(tokens, LossConfig(), totals_of(tokens))
     metrics = loss_metrics(result.sums_M, float(result.ratio_max))
-    assert metrics.ratio_ess == pytest.approx(1.0)
-    assert metrics.rollout_ratio_ess == pytest.approx(1.0)
+    assert metrics.ratio_ess == metrics.rollout_ratio_ess == pytest.approx(1.0)
     assert metrics.kl_behaviour == pytest.approx(0.0, abs=1e-6)
     assert metrics.entropy == pytest.approx(1.25)
     assert metrics.token_count == int(tokens.mask_T.sum())
-    assert len(result.sums_M) == len(SUM_NAMES)
+
+
+# ---- corrections
+
+STALE = PackedTokens(
+    torch.tensor([-1.0, -1.0, -2.0, math.nan]),
+    torch.tensor([-1.0 - math.log(4.0), -1.0 - math.log(3.0), -2.0 + math.log(4.0), -1.0]),
+    torch.zeros(2), torch.tensor([0, 0, 1, 1]), torch.tensor([True, True, True, False]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("correction", "cap", "expected"),
+    [
+        ("behaviour", 2.0, [1, 1, 1, 0]),
+        ("tis_token", 2.0, [2, 2, 0.25, 0]),
+        ("tis_sequence", 2.0, [2, 2, 0.25, 0]),
+        ("tis_sequence", 100.0, [12, 12, 0.25, 0]),
+        ("decoupled", 2.0, [4, 3, 0.25, 0]),
+    ],
+)
+def test_each_correction_weighs_tokens_as_defined_and_nothing_off_the_mask(
+    correction: str, cap: float, expected: list[float]
+) -> None:
+    weights_T, bounded_T = correction_weights(STALE, STALE.logprobs_T, LossConfig(correction=correction, cap=cap))
+    torch.testing.assert_close(weights_T, torch.tensor(expected, dtype=torch.float32))
+    assert bounded_T.any() == (cap == 2.0 and correction.startswith("tis")) and not bool(bounded_T[3])
+
+
+def test_token_truncation_without_its_cap_is_the_behaviour_ratio_without_its_clip() -> None:
+    """With one optimiser step a batch the proximal policy is the current one, so no clip ever acts on the former."""
+    tokens = replace(batch(3), proximal_logprobs_T=None)
+    found = [
+        gradient_of(tokens, LossConfig(clip_low=1.0, clip_high=1e9, correction=correction, cap=1e9))
+        for correction in ("tis_token", "decoupled", "behaviour")
+    ]
+    assert found[0].abs().sum() > 0
+    assert torch.allclose(found[0], found[2], atol=1e-7) and torch.allclose(found[1], found[2], atol=1e-7)
+
+
+def test_the_learning_rate_scale_is_the_root_and_has_a_floor() -> None:
+    assert learning_rate_scale(0.25) == pytest.approx(0.5)
+    assert learning_rate_scale(0.0, floor=0.1) == 0.1
+    with pytest.raises(ConfigError, match="expected 0 to 1"):
+        learning_rate_scale(math.nan)
+
+
+def test_the_score_norm_proxy_is_zero_for_sure_tokens_and_grows_with_doubt() -> None:
+    segments = Segments(torch.tensor([0, 0, 1, 1]), torch.tensor([True, True, True, False]), 2)
+    norm_sq_R = score_norm_sq_proxy(torch.tensor([0.0, 0.0, math.log(0.5), -9.0]), segments)
+    assert norm_sq_R.tolist() == pytest.approx([0.0, 0.25])
+
+
+# ---- a user's own function
+
+
+def mean_loss(inputs: LossInputs) -> Tensor:
+    return inputs.log_ratio_T.mean()
+
+
+def fixed_loss(inputs: LossInputs) -> Tensor:
+    return torch.zeros_like(inputs.advantage_T)
+
+
+def test_an_own_loss_is_masked_weighed_and_divided_like_ours() -> None:
+    tokens = replace(batch(11, spread=0.05), reference_logprobs_T=None)
+    expected_T = -tokens.advantages_R[tokens.sequence_T] * tokens.mask_T / int(tokens.mask_T.sum())
+    torch.testing.assert_close(gradient_of(tokens, LossConfig(OWN)), expected_T)
+    weights_T, _ = correction_weights(tokens, tokens.logprobs_T.detach(), LossConfig(correction="decoupled"))
+    tokens = replace(tokens, proximal_logprobs_T=None)
+    found_T = gradient_of(tokens, LossConfig(OWN, correction="decoupled"))
+    torch.testing.assert_close(found_T, expected_T * weights_T)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("sapo", r"learner.loss: expected one of grpo, .* or module:function, got 'sapo'"),
+        ("no.such.module:loss", "expected an importable module no.such.module"),
+        (f"{__name__}:no_such_loss", "expected a function or class no_such_loss in"),
+    ],
+)
+def test_a_loss_that_is_not_there_is_refused_by_name(loss: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LossConfig(loss)
+
+
+def test_an_own_loss_that_gives_no_loss_of_each_token_is_told_what_was_expected() -> None:
+    tokens = batch(1)
+    for loss, came in (("mean_loss", r"got shape \(\)"), ("fixed_loss", "without gradient")):
+        with pytest.raises(ConfigError, match=f"{loss}: expected a tensor of shape .17,., each token's loss.*{came}"):
+            policy_loss(tokens, LossConfig(f"{__name__}:{loss}"), totals_of(tokens))
 
 
 def test_wrong_settings_are_refused_with_the_value_that_came() -> None:
     tokens = replace(batch(1), reference_logprobs_T=None)
     with pytest.raises(ConfigError, match="reference"):
-        policy_loss(tokens, PolicyLossConfig(kl_coefficient=0.1), totals_of(tokens))
-    with pytest.raises(ConfigError, match=r"0\.0"):
-        ObjectiveConfig(clip_low=0.0)
-    with pytest.raises(ConfigError, match="ceiling"):
-        ObjectiveConfig(ratio_ceiling=1.1)
+        policy_loss(tokens, LossConfig(kl_coefficient=0.1), totals_of(tokens))
+    for options, said in (({"clip_low": 0.0}, r"0\.0"), ({"cap": 0.0}, "cap"), ({"correction": "masked"}, "masked")):
+        with pytest.raises(ConfigError, match=said):
+            LossConfig(**options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="at least 1"):
         BatchTotals(0, 1, 1)
-
-
-def test_token_truncation_without_its_cap_is_the_behaviour_ratio_without_its_clip() -> None:
-    """With one optimiser step a batch the proximal policy is the current one, so no clip ever acts on the former."""
-    gradients = []
-    for kind in (Correction.TIS_TOKEN, Correction.DECOUPLED, Correction.BEHAVIOUR_RATIO):
-        tokens = replace(batch(3), proximal_logprobs_T=None)
-        config = PolicyLossConfig(
-            ObjectiveConfig(clip_low=1.0, clip_high=1e9), correction=CorrectionConfig(kind, cap=1e9)
-        )
-        totals = BatchTotals(int(tokens.mask_T.sum()), len(LENGTHS), 8)
-        gradients.append(torch.autograd.grad(policy_loss(tokens, config, totals).loss, tokens.logprobs_T)[0])
-    assert gradients[0].abs().sum() > 0
-    assert torch.allclose(gradients[0], gradients[2], atol=1e-7)
-    assert torch.allclose(gradients[1], gradients[2], atol=1e-7)

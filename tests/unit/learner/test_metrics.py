@@ -12,11 +12,18 @@ import pytest
 import torch
 
 from echo2.base.errors import ConfigError, PortBusy
-from echo2.learner.loss import SUM_NAMES, loss_metrics
-from echo2.learner.runtime.metrics import JsonLines, open_sinks
-from echo2.learner.runtime.prometheus import PrometheusEndpoint, gauge_name
-from echo2.learner.runtime.record import RunFacts, StepTimes, peak_flops_of, time_fields
-from echo2.learner.runtime.trainer import StepResult
+from echo2.learner.metrics import (
+    JsonLines,
+    PrometheusEndpoint,
+    RunFacts,
+    StepTimes,
+    gauge_name,
+    open_sinks,
+    peak_flops_of,
+    time_fields,
+)
+from echo2.learner.training.loss import SUM_NAMES, loss_metrics
+from echo2.learner.training.trainer import StepResult
 
 ROW = {"step": 3, "reward/mean": 0.5, "lag/histogram": [7, 0, 2], "is_skipped": False, "note": "text"}
 
@@ -97,7 +104,7 @@ def test_weights_and_biases_writes_an_offline_run(tmp_path: Path) -> None:
     """In a process of its own: the library's service has written everything only once its process is gone."""
     pytest.importorskip("wandb")
     program = (
-        "import sys, pathlib; from echo2.learner.runtime.metrics import open_sinks\n"
+        "import sys, pathlib; from echo2.learner.metrics import open_sinks\n"
         f"sinks = open_sinks(pathlib.Path(sys.argv[1]), 'trial', ('wandb',)); row = {ROW!r}\n"
         "for step in (1, 2): [sink.write({**row, 'step': step}) for sink in sinks]\n"
         "for sink in sinks: sink.close()\n"
@@ -113,7 +120,7 @@ def test_trackio_keeps_a_run_under_the_rows_own_names(tmp_path: Path) -> None:
     if importlib.util.find_spec("trackio") is None:
         pytest.skip("trackio is not installed")
     program = (
-        "import sys, pathlib; from echo2.learner.runtime.metrics import open_sinks\n"
+        "import sys, pathlib; from echo2.learner.metrics import open_sinks\n"
         f"row = {ROW!r}\n"
         "for steps in ((1, 2), (3,)):\n"  # a restart goes on with the same run
         "    sinks = open_sinks(pathlib.Path(sys.argv[1]), 'trial', ('trackio',))\n"

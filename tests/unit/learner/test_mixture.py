@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from echo2.base.errors import ConfigError, StateError
 from echo2.base.ids import Version
-from echo2.learner.runtime.examination import Examination
-from echo2.learner.runtime.options import EvaluationOptions, EvaluationSet, LearnerOptions, MixedTask, TaskOptions
-from echo2.learner.runtime.prompts import Prompts
-from echo2.tasks.mixture import MixedSplit
-from echo2.tasks.runtime.registry import make_task
-from echo2.tasks.split import TaskSplit
+from echo2.learner.options import LearnerOptions
+from echo2.learner.rollouts.evaluation import Evaluations
+from echo2.learner.rollouts.prompts import Prompts
+from echo2.tasks.registry import make_task
+from echo2.tasks.split import MixedSplit, TaskSplit
 from echo2.tasks.task import TaskSpec
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.test_daemon import Run, crash_image, evaluations_of, go, rows_of
 from tests.unit.learner.tiny import make_tiny_model
 
-TWO = (
-    MixedTask("share", "tests.unit.learner.worlds:DigitShare", {}, 2.0, 3),
-    MixedTask("digits", "sort_digits", {"digit_count": 3}, 1.0, 2),
-)
+Mixture = dict[str, dict[str, object]]
+TWO: Mixture = {
+    "share": {"task": "tests.unit.learner.worlds:DigitShare", "weight": 2.0, "eval_prompts": 3},
+    "digits": {"task": "sort_digits", "args": {"digit_count": 3}, "eval_prompts": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +32,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def mixed(folder: Path, model: Path, mixture: tuple[MixedTask, ...] = TWO, **changes: object) -> LearnerOptions:
-    options = options_for(folder, model, task=TaskOptions(mixture=mixture), **changes)
-    return replace(options, evaluation=replace(options.evaluation, prompts=sum(one.held_out for one in mixture)))
+def mixed(folder: Path, model: Path, mixture: Mixture = TWO, **task: object) -> LearnerOptions:
+    return options_for(folder, model, task={"name": "sort_digits", "mixture": mixture, **task})
 
 
 def test_prompts_come_by_weight_and_are_answered_by_their_own_task(tmp_path: Path, model: Path) -> None:
-    mixture = (
-        MixedTask("digits", "sort_digits", {"digit_count": 3}, 3.0),
-        MixedTask("sums", "sums", {}, 1.0),
-    )
-    prompts = Prompts(mixed(tmp_path, model, mixture), 100, [1])
-    alone = {one.name: make_task(TaskSpec(one.task, one.args, prompts.seed)) for one in mixture}
+    mixture: Mixture = {
+        "digits": {"task": "sort_digits", "args": {"digit_count": 3}, "weight": 3.0, "eval_prompts": 0},
+        "sums": {"task": "sums", "eval_prompts": 0},
+    }
+    options = mixed(tmp_path, model, mixture)
+    prompts = Prompts(options, 100, [1])
+    alone = {
+        name: make_task(TaskSpec(entry.task, entry.args, prompts.seed))
+        for name, entry in options.config.task.mixture.items()
+    }
     assert Counter(prompts.task_of(cursor) for cursor in range(40)) == {"digits": 30, "sums": 10}
     seen = Counter[str]()
     for cursor in range(12):
@@ -70,24 +72,25 @@ def test_one_task_alone_is_called_nothing(tmp_path: Path, model: Path) -> None:
 def test_each_task_has_its_set_of_held_out_prompts(tmp_path: Path, model: Path) -> None:
     options = mixed(tmp_path, model)
     prompts = Prompts(options, 100, [1])
-    examination = Examination(options.evaluation, prompts)
-    assert [(one.name, one.questions) for one in examination.rules.sets] == [("share", 3), ("digits", 2)]
+    evaluations = Evaluations(tmp_path, options.config, prompts, 60.0)
+    assert [(one.name, one.questions) for one in evaluations.rules.sets] == [("share", 3), ("digits", 2)]
     split = prompts.split
     assert isinstance(split, MixedSplit)
-    asked = [examination.draw(Version(0), number).prompt_token_ids for number in range(5)]
+    asked = [evaluations.draw(Version(0), number).prompt_token_ids for number in range(5)]
     held_out = [prompts.tokens_of(prompts.held_out(place)) for place in range(5)]
     assert asked == held_out
-    assert [split.parted(split.held_out_index(place))[0] for place in range(5)] == [0, 0, 0, 1, 1]
+    assert [split.held_out_index(place) % 2 for place in range(5)] == [0, 0, 0, 1, 1]
     trained = {split.train_index(cursor) for cursor in range(200)}
     assert not trained & {split.held_out_index(place) for place in range(5)}
-    examination.close()
+    evaluations.close()
     prompts.close()
 
 
 def test_a_further_set_may_not_have_the_name_of_a_task_of_the_mixture(tmp_path: Path, model: Path) -> None:
-    prompts = Prompts(mixed(tmp_path, model), 100, [1])
+    options = mixed(tmp_path, model, eval_sets={"share": {"task": "sort_digits", "prompts": 4}})
+    prompts = Prompts(options, 100, [1])
     with pytest.raises(ConfigError, match="names that differ, none called held_out or as a task of the mixture"):
-        Examination(EvaluationOptions(sets=(EvaluationSet("share", "sort_digits", {}, 4),)), prompts)
+        Evaluations(tmp_path, options.config, prompts, 60.0)
     prompts.close()
 
 
@@ -115,6 +118,6 @@ def test_a_run_tells_how_each_task_fares_and_a_killed_one_goes_on_with_the_same_
     opened = {number: spec.prompt_token_ids for number, spec in run.coordinator.groups.items()}
     shared = opened.keys() & again.coordinator.groups.keys()
     assert shared and all(again.coordinator.groups[number].prompt_token_ids == opened[number] for number in shared)
-    changed = (TWO[0], replace(TWO[1], weight=5.0))
+    changed = TWO | {"digits": TWO["digits"] | {"weight": 5.0}}
     with pytest.raises(StateError, match="mixture"):
         go(Run(mixed(tmp_path / "crashed", model, changed)).finish())

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.learner.packing import GroupLengths, PackingLimits, plan_microbatches
+from echo2.learner.training.packing import GroupLengths, PackingLimits, plan_microbatches
 
 GROUPS = st.lists(
     st.builds(GroupLengths, st.integers(1, 40), st.lists(st.integers(1, 60), max_size=9).map(tuple)), max_size=12
@@ -24,7 +24,7 @@ def test_every_completion_has_one_place_and_budgets_hold(groups: list[GroupLengt
                 assert unit.tokens == groups[unit.group].prompt + sum(
                     groups[unit.group].completions[m] for m in unit.members
                 )
-                assert limits.shares_prompts or len(unit.members) == 1
+                assert limits.is_packed or len(unit.members) == 1
                 places.update((unit.group, member) for member in unit.members)
                 used += unit.tokens
             assert used <= micro.width

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.ids import Step, Version
-from echo2.broadcast.catch_up import UNKNOWN_LINK
-from echo2.learner.publication import (
+from echo2.broadcast.artifact import ArtifactId, ArtifactKey
+from echo2.broadcast.route import ArtifactOffer, WorkerLink, plan_catch_up
+from echo2.learner.publishing.schedule import (
     BASE_REACH,
     MERGED_LAG_MAX,
     BaseSchedule,
@@ -17,7 +18,6 @@ from echo2.learner.publication import (
     PublicationSchedule,
 )
 from echo2.staleness.rule import is_admissible
-from echo2.weights.policy import Edge, plan_catch_up
 
 
 @given(bound=st.integers(0, 16), fixed=st.none() | st.integers(1, 16), planned=st.none() | st.integers(1, 16))
@@ -53,18 +53,22 @@ def test_a_joiner_never_fetches_more_than_two_keyframes_nor_a_longer_chain(sizes
 @given(lags=st.lists(st.integers(1, 5), min_size=1, max_size=150), start=st.integers(0, 149))
 def test_merges_join_halves_that_left_before_and_any_lag_takes_few_pieces(lags: list[int], start: int) -> None:
     schedule, versions = MergeSchedule(), [Version(0)]
-    edges: dict[tuple[Version, Version], Edge] = {}
+    edges: dict[tuple[Version, Version], ArtifactOffer] = {}
     for lag in lags:
         version = Version(versions[-1] + lag)
-        edges[versions[-1], version] = Edge(versions[-1], version, 1)
+        edges[versions[-1], version] = ArtifactOffer(
+            ArtifactKey(b""), ArtifactId(version, versions[-1]), 1, is_pushed=False
+        )
         for merge in schedule.published(version, versions[-1]):
             assert {(merge.parent, merge.middle), (merge.middle, version)} <= edges.keys()
-            edges[merge.parent, version] = Edge(merge.parent, version, 1)
+            edges[merge.parent, version] = ArtifactOffer(
+                ArtifactKey(b""), ArtifactId(version, merge.parent), 1, is_pushed=False
+            )
         versions.append(version)
     behind = len(lags) - min(start, len(lags) - 1)
-    way = plan_catch_up(versions[-1 - behind], versions[-1], list(edges.values()), UNKNOWN_LINK, 0)
+    way = plan_catch_up(versions[-1 - behind], versions[-1], list(edges.values()), WorkerLink())
     assert way is not None
-    assert len(way.pieces) <= 2 * math.log2(min(behind, MERGED_LAG_MAX)) + 1 + behind // MERGED_LAG_MAX
+    assert len(way.offers) <= 2 * math.log2(min(behind, MERGED_LAG_MAX)) + 1 + behind // MERGED_LAG_MAX
 
 
 def test_merging_begins_anew_where_the_chain_was_broken() -> None:
@@ -93,8 +97,13 @@ def test_deltas_from_the_base_are_made_of_what_has_left_and_leave_few_pieces(sta
             of_base.at = version
         versions.append(version)
     newest = versions[-1]
-    way = plan_catch_up(Version(0), newest, [Edge(a, b, 1) for a, b in edges], UNKNOWN_LINK, 0)
-    assert way is not None and len(way.pieces) <= 1 + 2 * math.log2(BASE_REACH)
+    way = plan_catch_up(
+        Version(0),
+        newest,
+        [ArtifactOffer(ArtifactKey(b""), ArtifactId(b, a), 1, is_pushed=False) for a, b in edges],
+        WorkerLink(),
+    )
+    assert way is not None and len(way.offers) <= 1 + 2 * math.log2(BASE_REACH)
 
 
 def test_a_delta_from_the_base_that_saves_little_is_not_made_again() -> None:

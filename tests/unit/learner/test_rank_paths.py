@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from echo2.base.ids import Version
-from echo2.learner.runtime.agreement import difference
-from echo2.learner.runtime.ranks import Ranks
+from echo2.learner.training.agreement import difference
+from echo2.learner.training.ranks import Ranks
 from echo2.weights import FrameReader, HostWeights, fingerprint
+from tests.patience import WAIT_S
 from tests.unit.learner import rank_paths
 from tests.unit.learner.tiny import make_tiny_model
 from tests.unit.weights.models import decoded
-
-TIMEOUT_S = 150
 
 
 def make_tiny_mixture(folder: Path) -> Path:
@@ -52,7 +51,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     ]  # fmt: skip
     try:
         for rank in ranks:
-            said, _ = rank.communicate(timeout=TIMEOUT_S)
+            said, _ = rank.communicate(timeout=WAIT_S)
             assert rank.returncode == 0, said[-4000:]
     finally:
         for rank in ranks:

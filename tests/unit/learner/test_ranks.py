@@ -18,22 +18,21 @@ from transformers import AutoModelForCausalLM
 
 from echo2.base.errors import ConfigError, MalformedMessage
 from echo2.base.ids import Step, Version
-from echo2.cli.demo.ports import choose_ports
-from echo2.learner.batch import Batch
-from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
-from echo2.learner.runtime.checkpoint import CheckpointStore
-from echo2.learner.runtime.options import CheckpointOptions
-from echo2.learner.runtime.ranks import Ranks, check_replicas
-from echo2.learner.runtime.run_folder import RunFolder
-from echo2.learner.runtime.startup import new_team, prepare
+from echo2.learner.options import LearnerLimits
+from echo2.learner.publishing.checkpoint import CheckpointStore
+from echo2.learner.rollouts.groups import Batch
+from echo2.learner.run_folder import RunFolder
+from echo2.learner.startup import new_team, prepare
+from echo2.learner.training.ranks import Ranks, check_replicas
+from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.weights import fingerprint
 from echo2.weights.fingerprint import key_of_run
+from tests.patience import WAIT_S
+from tests.ports import choose_ports
 from tests.unit.learner import two_ranks
 from tests.unit.learner.fleet import RUN
 from tests.unit.learner.test_trainer import random_groups
 from tests.unit.learner.tiny import make_tiny_model
-
-TIMEOUT_S = 240
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def torchrun(command: str, model: Path, folder: Path, weights_dtype: str, *, end
     arguments = ["--standalone", "--nproc-per-node", count, "-m", "tests.unit.learner.two_ranks", command]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *arguments, str(model), str(folder), weights_dtype],
-        env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert (done.returncode == 0) == ends_well, done.stderr[-4000:]
 
@@ -83,7 +82,7 @@ def two_nodes(model: Path, folder: Path, weights_dtype: str, command: str = "ste
         )  # fmt: skip
     try:
         for node in started:
-            said, _ = node.communicate(timeout=TIMEOUT_S)
+            said, _ = node.communicate(timeout=WAIT_S)
             assert node.returncode == 0, said[-4000:]
     finally:
         for node in started:
@@ -109,9 +108,8 @@ def trained(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 @pytest.mark.parametrize(
     "weights_dtype",
     [
-        "float32",
-        "float32-copies",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("bfloat16", "float32-lora")),
+        "float32",  # copies: test_rank_paths.py
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("float32-copies", "bfloat16", "float32-lora")),
     ],
 )
 def test_two_ranks_train_as_one_process_does(
@@ -129,7 +127,7 @@ def test_two_ranks_train_as_one_process_does(
         assert torch.allclose(two["policy"][name].float(), tensor.float(), rtol=1e-2, atol=2e-4), name
     assert two["again"] == two["repeated"], "what was loaded is what was saved"
     if not weights_dtype.endswith("-lora"):
-        store = CheckpointStore(trained(weights_dtype) / "checkpoints", CheckpointOptions(free_bytes_min=0))
+        store = CheckpointStore(trained(weights_dtype) / "checkpoints", LearnerLimits(free_bytes_min=0))
         loaded = one.load_newest(store)
         assert loaded is not None
         numbers, behind = two_ranks.scored(one, loaded.published)
@@ -145,7 +143,7 @@ def test_two_ranks_train_as_one_process_does(
         assert max(two["loaded_elements"]) <= 1.02 * (1.5 * layer) < 0.75 * total
 
 
-@pytest.mark.parametrize("weights_dtype", ["float32-copies", pytest.param("float32", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("weights_dtype", ["float32", pytest.param("float32-copies", marks=pytest.mark.soak)])
 def test_machines_without_a_shared_disk_go_on_from_the_checkpoint_that_is_on_the_first_one(
     model_path: Path, trained: Callable[[str], Path], weights_dtype: str
 ) -> None:
@@ -162,7 +160,7 @@ def test_machines_without_a_shared_disk_go_on_from_the_checkpoint_that_is_on_the
 def test_one_process_reads_the_shards_that_two_wrote(model_path: Path, trained: Callable[[str], Path]) -> None:
     folder = trained("float32")
     two: dict[str, Any] = torch.load(folder / "result.pt", weights_only=False)
-    store = CheckpointStore(folder / "checkpoints", CheckpointOptions(free_bytes_min=0))
+    store = CheckpointStore(folder / "checkpoints", LearnerLimits(free_bytes_min=0))
     files = list(store.folder_of(Step(two_ranks.STEPS)).glob("*.safetensors"))
     assert len(files) == 2, "each rank writes its own shards"
     left = [path for path in (folder / "elsewhere" / "run").rglob("*") if path.is_file()]
@@ -178,7 +176,7 @@ def test_one_process_reads_the_shards_that_two_wrote(model_path: Path, trained: 
         assert torch.allclose(tensor, two["after"][name], rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.parametrize("weights_dtype", ["bfloat16", "bfloat16-copies"])
+@pytest.mark.parametrize("weights_dtype", ["bfloat16", pytest.param("bfloat16-copies", marks=pytest.mark.soak)])
 def test_the_daemon_trains_to_its_end_on_ranks_and_its_versions_are_those_that_workers_hold(
     model_path: Path, tmp_path: Path, weights_dtype: str
 ) -> None:

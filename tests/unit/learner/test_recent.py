@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.batch import Batch, TrainGroup
-from echo2.learner.episodes import SentTokens
-from echo2.learner.recent import RecentRollouts
-from echo2.learner.runtime.showing import answer, plain
-from echo2.wire.bounds import ROLLOUTS_SHOWN_MAX, TOKENS_SHOWN_MAX, check
+from echo2.learner.recent import RecentRollouts, answer, plain
+from echo2.learner.rollouts.groups import Batch, SentTokens, TrainGroup
+from echo2.wire.bounds import LENGTH_SHARES_MAX, ROLLOUTS_SHOWN_MAX, TOKENS_SHOWN_MAX, check
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 PIECES = ["a", "\n", "\x1b[2J", "\u202e", "<b>"]
@@ -93,6 +93,18 @@ def test_what_is_kept_is_bounded_by_tokens_and_a_large_step_by_a_quarter_of_them
     assert len({one.rollout_id.partition("-")[0] for one in kept}) >= 3, "of several steps"
     recent.add(Batch(Step(50), (group("huge", 2000),)))
     assert not [one for one in recent.newest(10_000) if one.rollout_id.startswith("huge")]
+
+
+def test_lengths_are_means_of_equal_shares_of_the_newest_rollouts() -> None:
+    recent = RecentRollouts()
+    recent.add(Batch(Step(1), (group("early", 50, count=LENGTH_SHARES_MAX - 1),)))
+    assert recent.lengths() == [], "too few rollouts for so many shares"
+    sizes = [10 + index % 200 for index in range(1000)]
+    recent.add(Batch(Step(2), tuple(group(f"g{index}", size, count=1) for index, size in enumerate(sizes))))
+    lengths = recent.lengths()
+    assert len(lengths) == LENGTH_SHARES_MAX and lengths == sorted(lengths)
+    assert sum(lengths) / len(lengths) == pytest.approx(sum(sizes) / len(sizes), rel=0.03)
+    assert lengths[0] < 13 and lengths[-1] > 205
 
 
 def test_a_step_that_is_trained_again_after_a_restart_is_kept_once() -> None:

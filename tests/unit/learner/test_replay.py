@@ -14,21 +14,19 @@ import torch
 from echo2.base.errors import FingerprintMismatch, StateError
 from echo2.base.ids import GroupId, PeerId, RunId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, VersionSpan
-from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime.left_versions import LeftArtifact, LeftVersions
-from echo2.learner.batch import Batch
-from echo2.learner.episodes import SentTokens
-from echo2.learner.group import group_id_of
-from echo2.learner.history import Finished, Opened, Record
-from echo2.learner.runtime.coding import LocalCoder
-from echo2.learner.runtime.journal import Journal, read_journal
-from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions, TrainerOptions, chunk_folder
-from echo2.learner.runtime.ranks import Ranks
-from echo2.learner.runtime.run_folder import RunFolder
-from echo2.learner.runtime.seed import SeedNode
-from echo2.learner.runtime.startup import Prepared, new_team, prepare_with
-from echo2.learner.runtime.team import Team
-from echo2.learner.runtime.trainer import StepResult, Trainer
+from echo2.broadcast.artifact import ArtifactId
+from echo2.broadcast.store import LeftFile, LeftVersions
+from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions, chunk_folder
+from echo2.learner.publishing.publisher import LocalCoder
+from echo2.learner.publishing.seed import SeedNode
+from echo2.learner.rollouts.groups import Batch, SentTokens
+from echo2.learner.rollouts.history import Finished, Opened, Record
+from echo2.learner.rollouts.journal import Journal, read_journal
+from echo2.learner.run_folder import RunFolder
+from echo2.learner.startup import Prepared, new_team, prepare_with
+from echo2.learner.training.ranks import Ranks
+from echo2.learner.training.team import Team
+from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.weights import DeltaHeader, Encoding, HostWeights, WeightSet
 from echo2.weights.fingerprint import key_of_run
 from tests.unit.learner.fleet import RUN, options_for
@@ -86,7 +84,7 @@ class LeftDeltas(LeftVersions):
     """As if no keyframe were there: of a model this small, one is cheaper than two deltas."""
 
     @property
-    def artifacts(self) -> list[LeftArtifact]:
+    def artifacts(self) -> list[LeftFile]:
         return [left for left in super().artifacts if left.header.artifact.parent is not None]
 
 
@@ -96,19 +94,19 @@ def deltas_of(options: LearnerOptions) -> LeftVersions:
 
 def killed_as_it_left(model: Path, tmp_path: Path, version: int) -> Killed:
     """As `killed`, at the moment at which the delta to `version` is sealed and on no record yet."""
-    options = options_for(tmp_path / "run", model, staleness_bound=4, kappa=1)
+    options = options_for(tmp_path / "run", model, staleness={"bound": 4, "kappa": 1})
     run = new_run(options)
 
     def watch() -> None:
-        publisher = run.shift.publisher
-        told = publisher.calls.published
+        publisher = run.learner.publisher
+        told = publisher.port.on_artifact
 
         def killed_here(artifact: Any) -> None:
             if artifact.version == version and artifact.parent is not None:
                 crash_image(run, tmp_path / "crashed")
             told(artifact)
 
-        publisher.calls = replace(publisher.calls, published=killed_here)
+        publisher.port.on_artifact = killed_here
 
     run.at_step[1] = watch
     go(run.finish())
@@ -122,10 +120,11 @@ def worker_at(options: LearnerOptions, version: int, fingerprint: str) -> HostWe
     return host
 
 
-def killed(model: Path, tmp_path: Path, at: int, checkpoint_at: int = 0, **changes: Any) -> Killed:
+def killed(model: Path, tmp_path: Path, at: int, checkpoint_at: int = 0, kappa: int = 0, **changes: Any) -> Killed:
     """A run's folder as a kill after step `at` leaves it, with one checkpoint or none; what was published until the end."""
-    every = CheckpointOptions(every_steps=checkpoint_at or 100, kept=8, free_bytes_min=1 << 20)
-    options = options_for(tmp_path / "run", model, staleness_bound=4, checkpoint=every, **changes)
+    limits = LearnerLimits(8, free_bytes_min=1 << 20, linger_s=0.0)
+    every, bounded = {"checkpoint_every_steps": checkpoint_at or 100}, {"bound": 4, "kappa": kappa}
+    options = options_for(tmp_path / "run", model, limits=limits, staleness=bounded, learner=every, **changes)
     run = new_run(options)
     run.at_step[at] = lambda: crash_image(run, tmp_path / "crashed")
     go(run.finish())
@@ -184,9 +183,9 @@ def test_rollouts_that_were_admitted_are_kept_and_no_batch_is_drawn_twice(model_
     other = prepared_elsewhere(crashed, folder)
     folder.release()
     assert other.trained_again == plain.trained_again >= 1
-    assert other.shelf.ledger.trained == plain.shelf.ledger.trained
-    held = {name: group.rollouts for name, group in plain.shelf.groups.items()}
-    assert {name: group.rollouts for name, group in other.shelf.groups.items()} == held and held
+    assert other.groups.ledger.trained == plain.groups.ledger.trained
+    held = {name: group.rollouts for name, group in plain.groups.groups.items()}
+    assert {name: group.rollouts for name, group in other.groups.groups.items()} == held and held
 
 
 def test_each_step_has_its_row_though_a_kill_came_before_it_was_written(model_path: Path, tmp_path: Path) -> None:
@@ -234,11 +233,11 @@ def test_a_group_that_the_replayed_steps_made_too_old_is_closed_and_not_offered_
     resumed = prepare_with(new_team(crashed, Ranks()), crashed, folder)
     resumed.journal.close()
     folder.release()
-    assert resumed.shelf.next_step == 5, "which may train on version 1 and newer"
-    (closed,) = [one for one in resumed.shelf.closures if one.group_id in (stale, fresh)]
+    assert resumed.groups.next_step == 5, "which may train on version 1 and newer"
+    (closed,) = [one for one in resumed.groups.closures if one.group_id in (stale, fresh)]
     assert (closed.group_id, closed.reason) == (stale, "stale")
     assert closed.retry is not None and closed.retry.retry == 1, "its prompt has another try"
-    assert stale not in resumed.shelf.groups and fresh in resumed.shelf.groups
+    assert stale not in resumed.groups.groups and fresh in resumed.groups.groups
     run = new_run(crashed)
     assert go(run.finish()).is_finished
     offered = {group.group_id for group in run.coordinator.hellos[0].open_groups}
@@ -255,8 +254,8 @@ def begun_groups(crashed: LearnerOptions, versions: tuple[int, ...]) -> list[Gro
     names = []
     for number, version in enumerate(versions):
         draw = replace(known[-1].draw, cursor=cursor + number, retry=0)
-        name = group_id_of(draw.cursor, 0)
-        spec = GroupSpec(name, draw.prompt_token_ids, crashed.rollouts_per_group, draw.sampling, 4)
+        name = draw.group_id()
+        spec = GroupSpec(name, draw.prompt_token_ids, crashed.config.learner.rollouts_per_prompt, draw.sampling, 4)
         spans = (VersionSpan(Version(version), 2),)
         rollout = Rollout(name, 0, (4, 1), (-4.0, -4.0), (-4.0, -4.0), spans, FinishReason.STOP)
         told: list[Record] = [Opened(draw, spec), Finished(rollout, (SentTokens(PeerId("alice"), 2),))]
@@ -280,7 +279,7 @@ def test_on_the_same_device_the_store_is_not_asked(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And the log says how far training again is."""
-    monkeypatch.setattr("echo2.learner.runtime.replay.TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr("echo2.learner.publishing.replay.TOLD_EVERY_S", 0.0)
     crashed, _ = killed(model_path, tmp_path, 5, kappa=2)
     shutil.rmtree(chunk_folder(crashed))
     with caplog.at_level("INFO", "echo2.learner"):
@@ -345,7 +344,9 @@ def test_a_start_offers_the_newest_version_as_a_delta_from_the_base(model_path: 
     trainer = TrainerOptions(str(model_path), device="cpu", lr=1e-6)
     crashed, before = killed(model_path, tmp_path, 3, kappa=1, trainer=trainer)
     last = last_published(crashed)
-    run = new_run(replace(crashed, steps=22), first_step=None)
+    learner = crashed.config.learner.model_copy(update={"steps": 22})
+    longer = crashed.config.model_copy(update={"learner": learner})
+    run = new_run(replace(crashed, config=longer), first_step=None)
     summary = go(run.finish())
     newest = max(versions_from_base(crashed))
     assert newest >= last + 16

@@ -28,17 +28,16 @@ from echo2.base.rollout import (
     VersionSpan,
 )
 from echo2.base.routing import NO_ROUTING, ROLLOUT_ROUTING_BYTES_MAX, Routing, RoutingShape, packed, unpacked
-from echo2.learner.batch import Batch, TrainGroup
-from echo2.learner.runtime.batch_bytes import batch_from_bytes, batch_to_bytes
-from echo2.learner.runtime.model import PolicyModel
-from echo2.learner.runtime.options import TrainerOptions
-from echo2.learner.runtime.trainer import Trainer
-from echo2.learner.segment import empty_rollout, extended
+from echo2.learner.options import TrainerOptions
+from echo2.learner.rollouts.groups import Batch, TrainGroup, empty_rollout, extended
+from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
+from echo2.learner.training.trainer import Trainer
 from echo2.weights.fingerprint import fingerprint
 from echo2.wire.rollout import segment_from_message, segment_to_message
-from echo2.worker.engine import GenerateRequest, SwapMode, TokenChunk
-from echo2.worker.partial import PartialRollout
-from echo2.worker.runtime.engines.embedded import EmbeddedEngine
+from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
+from echo2.worker.engines.engine import GenerateRequest, SwapMode, TokenChunk
+from echo2.worker.rollouts import PartialRollout
 from tests.contract.engine_rig import delta_of, keyframe_of, tiny_config
 from tests.unit.learner.tiny import make_tiny_model
 

@@ -4,113 +4,75 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
-from echo2.base.ids import GroupId, PeerId
-from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.control.backoff import Backoff
-from echo2.control.runtime.session import ControlSession
-from echo2.control.waits import Waits
-from echo2.learner.runtime.session import LearnerSession
+from echo2.base.ids import PeerId
+from echo2.control.session import ControlSession
+from echo2.control.waits import Backoff, Waits
+from echo2.learner.session import LearnerSession
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Identity, Role
-from echo2.trust.runtime.tls import Credentials
-from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.learner.fleet import RUN, Coordinator, issue, new_authority
 
 
-def group_of(name: str) -> GroupSpec:
-    return GroupSpec(GroupId(name), (1, 2), 2, SamplingParams(max_new_tokens=4, seed=1), 0)
+class Bench:
+    """A session, its coordinator, and what the session needs of a learner. It dials `address` at first, if that is given."""
 
+    def __init__(self, address: str = "") -> None:
+        self.address, self.searches = address, 0
 
-def session_of(credentials: Credentials) -> LearnerSession:
-    backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
-    return LearnerSession(ControlSession(credentials, Waits(SteadyClock()), backoff))
+    async def __aenter__(self) -> Bench:
+        self.coordinator = Coordinator(new_authority())
+        await self.coordinator.start()
+        at = self.address or self.coordinator.address
+        self.credentials = issue(self.coordinator.authority, Identity.generate(), Role.LEARNER, at)
+        backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
+        self.session = LearnerSession(ControlSession(self.credentials, Waits(SteadyClock()), backoff))
+        self.task = asyncio.create_task(self.session.run(self))
+        await self.until(lambda: self.session.is_connected)
+        return self
 
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self.coordinator.stop()
 
-def test_what_is_offered_while_the_stream_still_opens_reaches_the_coordinator_behind_the_hello() -> None:
-    """The hello cannot say it any more, and no other hello follows."""
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(30):
+            while not holds():
+                await asyncio.sleep(0.02)
 
-    async def scene() -> None:
-        authority = new_authority()
-        coordinator = Coordinator(authority)
-        await coordinator.start()
-        loop = asyncio.get_running_loop()
+    def hello(self) -> pb.LearnerHello:
+        return pb.LearnerHello(run_id=RUN, protocol_version=1)
 
-        def hello() -> coordinator_pb2.LearnerHello:
-            loop.call_soon(lambda: session.offer([group_of("g-offered-while-it-opens")]))
-            return coordinator_pb2.LearnerHello(run_id=RUN, protocol_version=1)
+    def report(self) -> pb.LearnerReport:
+        return pb.LearnerReport()
 
-        credentials = issue(authority, Identity.generate(), Role.LEARNER, coordinator.address)
-        session = session_of(credentials)
-        task = asyncio.create_task(session.run(hello, coordinator_pb2.LearnerReport, lambda order: None))
-        try:
-            offered = await asyncio.wait_for(coordinator.waiting.get(), 20)
-            assert offered.group_id == "g-offered-while-it-opens"
-            assert len(coordinator.hellos) == 1, "the hello came first, and once"
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await coordinator.stop()
+    def on_welcome(self, welcome: pb.LearnerWelcome) -> None: ...
 
-    asyncio.run(scene())
+    def on_order(self, order: pb.LearnerOrder) -> None: ...
+
+    async def find_coordinator(self) -> None:
+        self.searches += 1
+        self.credentials.coordinator_address = self.coordinator.address
 
 
 def test_a_coordinator_that_moved_is_looked_for() -> None:
     async def scene() -> None:
-        authority = new_authority()
-        coordinator = Coordinator(authority)
-        await coordinator.start()
-        credentials = issue(authority, Identity.generate(), Role.LEARNER, "127.0.0.1:1")
-
-        searches = 0
-
-        async def find() -> None:
-            nonlocal searches
-            searches += 1
-            credentials.coordinator_address = coordinator.address
-
-        def hello() -> coordinator_pb2.LearnerHello:
-            return coordinator_pb2.LearnerHello(run_id=RUN, protocol_version=1)
-
-        session = session_of(credentials)
-        task = asyncio.create_task(session.run(hello, coordinator_pb2.LearnerReport, lambda order: None, find))
-        try:
-            async with asyncio.timeout(30):
-                while not session.is_connected:
-                    await asyncio.sleep(0.02)
-            assert searches == 1 and len(coordinator.hellos) == 1
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await coordinator.stop()
+        async with Bench("127.0.0.1:1") as bench:
+            assert bench.searches == 1 and len(bench.coordinator.hellos) == 1
 
     asyncio.run(scene())
 
 
 def test_a_step_and_an_accusation_are_told_at_once_and_whole() -> None:
     async def scene() -> None:
-        authority = new_authority()
-        coordinator = Coordinator(authority)
-        await coordinator.start()
-
-        def hello() -> coordinator_pb2.LearnerHello:
-            return coordinator_pb2.LearnerHello(run_id=RUN, protocol_version=1)
-
-        session = session_of(issue(authority, Identity.generate(), Role.LEARNER, coordinator.address))
-        task = asyncio.create_task(session.run(hello, coordinator_pb2.LearnerReport, lambda order: None))
-        try:
-            async with asyncio.timeout(30):
-                while not session.is_connected:
-                    await asyncio.sleep(0.02)
-                session.accuse(PeerId("w"), "it lies", is_certain=True)
-                session.report(coordinator_pb2.LearnerReport(step=7))
-                while 7 not in [report.step for report in coordinator.reports]:
-                    await asyncio.sleep(0.02)
-            told = coordinator_pb2.WorkerAccused(peer_id="w", reason="it lies", is_certain=True)
-            assert coordinator.accused == [told]
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await coordinator.stop()
+        async with Bench() as bench:
+            bench.session.accuse(PeerId("w"), "it lies", is_certain=True)
+            bench.session.report(pb.LearnerReport(step=7))
+            await bench.until(lambda: 7 in [report.step for report in bench.coordinator.reports])
+            told = pb.WorkerAccused(peer_id="w", reason="it lies", is_certain=True)
+            assert bench.coordinator.accused == [told]
 
     asyncio.run(scene())

@@ -12,22 +12,26 @@ import torch
 
 from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.noise import rollout_seed, uniforms
+from echo2.base.rng import rollout_seed, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.audit import Evidence, Habits, Passage, examined, passage_of
-from echo2.learner.batch import TrainGroup
-from echo2.learner.episodes import SentTokens
-from echo2.learner.runtime.adapter import AdapterOptions
-from echo2.learner.runtime.model import PolicyModel
-from echo2.learner.runtime.options import TrainerOptions
-from echo2.learner.runtime.own_scoring import RankReader, reading_of, readings_from_bytes, readings_to_bytes
-from echo2.learner.runtime.reading import cache_name
-from echo2.learner.runtime.snapshots import KeptVersions, VersionScorer, rows_by_name
-from echo2.learner.runtime.team import Team
-from echo2.learner.runtime.trainer import Trainer
-from echo2.learner.runtime.training_side import Scorer
-from echo2.learner.suspicion import Suspicion, SuspicionConfig
-from echo2.worker.runtime.engines.sampling import draw
+from echo2.learner.audit import Bets, Evidence, Habits, KindNoise, Passage, examined, passage_of
+from echo2.learner.options import TrainerOptions
+from echo2.learner.rollouts.groups import SentTokens, TrainGroup
+from echo2.learner.training.adapter import AdapterOptions
+from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.scoring import (
+    KeptVersions,
+    RankReader,
+    VersionScorer,
+    reading_of,
+    readings_from_bytes,
+    readings_to_bytes,
+    rows_by_name,
+)
+from echo2.learner.training.team import Scorer, Team
+from echo2.learner.training.token_scores import cache_name
+from echo2.learner.training.trainer import Trainer
+from echo2.worker.engines.embedded.loop import draw
 from tests.unit.learner.tiny import make_tiny_model
 
 PROMPT = (5, 6, 7)
@@ -96,7 +100,7 @@ PLAIN = SamplingParams(max_new_tokens=TOKENS, stop_token_ids=(1,), seed=9)
 
 def found_by(scorer: Scorer, passages: list[Passage]) -> list[list[Evidence]]:
     with scorer.turn():
-        return examined(passages, scorer.versions, scorer, together=scorer.together)
+        return examined(passages, scorer.versions, scorer, scorer.together)
 
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["own", "copy"])
@@ -117,17 +121,15 @@ def test_tokens_are_scored_as_they_were_sampled(
     trained = {name: p.detach().clone() for name, p in model.hf_model.named_parameters()}
     all_found = found_by(scorer, passages)
     assert all(torch.equal(p, trained[name]) for name, p in model.hf_model.named_parameters()), "what trains is back"
-    for passage, found in zip(passages, all_found, strict=True):
-        assert [(e.piece.version, e.older is not None) for e in found] == [(2, False), (4, True)]
+    for found in all_found:
+        assert [e.piece.version for e in found] == [2, 4]
         for evidence in found:
             exact = evidence.exact
             assert exact.logprobs == pytest.approx(evidence.claimed, abs=2e-5)
-            assert np.all(evidence.uniforms >= exact.below - 1e-5)
-            assert np.all(evidence.uniforms <= exact.below + np.exp(exact.drawn) + 1e-5)
-            assert np.all((exact.collisions > 0) & (exact.collisions <= 1 + 1e-6))
-            tokens = passage.rollout.token_ids[evidence.piece.start : evidence.piece.stop]
-            assert exact.stopped.tolist() == [float(token == 1) for token in tokens]
-        assert np.abs(found[1].older.logprobs - found[1].claimed).max() > 0.01
+            assert np.all(exact.picked == 1.0)
+            assert np.all((evidence.uniforms >= exact.low) & (evidence.uniforms <= exact.high))
+            assert exact.high - exact.low == pytest.approx(np.exp(exact.drawn), abs=1e-5)
+            assert np.all((exact.low_spread >= 0.0) & (exact.low_spread**2 <= exact.low * (1 - exact.low) + 1e-9))
 
 
 def test_only_the_newest_versions_are_kept_whose_bits_are_those_that_were_published(tmp_path: Path) -> None:
@@ -170,8 +172,10 @@ def test_versions_of_an_adapter_are_told_apart(tmp_path: Path) -> None:
     rollout = Rollout(GroupId("g"), 0, (9, 10, 11), numbers, numbers, (VersionSpan(Version(1), 3),), FinishReason.STOP)
     spec = GroupSpec(GroupId("g"), PROMPT, 1, SamplingParams(), 0)
     group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((SentTokens(WORKER, 3),),))
-    ((evidence,),) = found_by(kept, [passage_of(group, 0, lambda peer: Habits())])
-    assert np.abs(evidence.exact.logprobs - evidence.older.logprobs).max() > 1e-4
+    before = replace(rollout, version_spans=(VersionSpan(Version(0), 3),))
+    passages = [passage_of(replace(group, rollouts=(one,)), 0, lambda peer: Habits()) for one in (rollout, before)]
+    (newer,), (older,) = found_by(kept, passages)
+    assert np.abs(newer.exact.logprobs - older.exact.logprobs).max() > 1e-4
     with pytest.raises(StateError, match=r"version 2: expected tensors of the model that scores, got elsewhere"):
         kept.keep(Version(2), {"elsewhere.weight": torch.zeros(1)})
 
@@ -180,17 +184,17 @@ def test_greedy_answers_are_held_to_the_likeliest_token_and_honest_ones_pass(tmp
     """What an evaluation is answered by: tokens that were drawn, or are another model's, are found as such."""
     model, scorer, snapshots = model_with_history(tmp_path)
     greedy = replace(PLAIN, temperature=0.0)
-    honest, liar = Suspicion(SuspicionConfig(), 0.0), Suspicion(SuspicionConfig(), 0.0)
+    honest, liar = Bets(0.0), Bets(0.0)
     for seed in range(3):
         own = sampled(model, snapshots, [(4, TOKENS)], replace(greedy, seed=seed), False)
         drawn = sampled(model, snapshots, [(4, TOKENS)], replace(PLAIN, seed=seed), False)
         passages = [own, replace(drawn, sampling=greedy)]
-        for suspicion, found in zip((honest, liar), found_by(scorer, passages), strict=True):
+        for bets, found in zip((honest, liar), found_by(scorer, passages), strict=True):
             for evidence in found:
                 assert evidence.exact.logprobs == pytest.approx(evidence.claimed, abs=2e-5)
-                suspicion.observe(evidence)
+                bets.observe(evidence, "embedded none", KindNoise())
     assert honest.accusation is None
-    assert liar.accusation is not None and liar.accusation.bet == "draw"
+    assert liar.accusation is not None and liar.accusation.bet == "sums"
 
 
 def test_float32_weights_that_train_are_back_after_a_turn_too(tmp_path: Path) -> None:
@@ -207,7 +211,7 @@ def test_what_ranks_are_told_to_read_reads_back_as_it_was_written(tmp_path: Path
     model, _, snapshots = model_with_history(tmp_path)
     sampling = replace(PLAIN, temperature=0.7, top_k=5)
     passage = sampled(model, snapshots, [(2, 20), (4, 20)], sampling, True)
-    readings = [reading_of(passage, piece, 0) for piece in passage.pieces]
+    readings = [reading_of(passage, piece, None) for piece in passage.pieces]
     assert readings_from_bytes(readings_to_bytes(readings)) == readings
     assert [one.keeps for one in readings] == [True, True] and readings[0].count == 20
 

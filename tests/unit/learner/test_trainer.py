@@ -10,11 +10,11 @@ import torch
 from echo2.base.errors import ConfigError, TrainingError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.batch import Batch, TrainGroup
-from echo2.learner.loss import PolicyLossConfig
-from echo2.learner.runtime.model import PolicyModel, check_dtypes
-from echo2.learner.runtime.options import TrainerOptions
-from echo2.learner.runtime.trainer import Trainer
+from echo2.learner.options import TrainerOptions
+from echo2.learner.rollouts.groups import Batch, TrainGroup
+from echo2.learner.training.loss import LossConfig
+from echo2.learner.training.model import PolicyModel, check_dtypes
+from echo2.learner.training.trainer import Trainer
 from tests.unit.learner.tiny import make_tiny_model
 
 
@@ -103,7 +103,7 @@ def test_accumulation_over_micro_batches_is_exact(model_path: Path) -> None:
 def test_chunked_head_gives_the_same_gradient(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(Step(0), random_groups(4))
     whole = gradient_of(new_trainer(model_path, weights_dtype="float32", grad_clip=1e9), batch)
-    monkeypatch.setattr("echo2.learner.runtime.device_memory.LOGIT_BYTES_MIN", 4 * 100 * 7)
+    monkeypatch.setattr("echo2.learner.training.model.LOGIT_BYTES_MIN", 4 * 100 * 7)
     pieces = gradient_of(new_trainer(model_path, weights_dtype="float32", grad_clip=1e9), batch)
     for one, many in zip(whole, pieces, strict=True):
         assert torch.allclose(one, many, atol=1e-6)
@@ -162,7 +162,7 @@ def _with_token(group: TrainGroup, token: int) -> TrainGroup:
 
 
 def test_kl_penalty_compares_with_the_base_model(model_path: Path) -> None:
-    trainer = new_trainer(model_path, loss=PolicyLossConfig(kl_coefficient=0.1))
+    trainer = new_trainer(model_path, loss=LossConfig(kl_coefficient=0.1))
     batch = Batch(Step(0), random_groups(7, logprob=-4.0))
     first = trainer.step(batch)
     assert abs(first.metrics.kl_reference) < 1e-6

@@ -13,16 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from echo2.learner.advantage import ADVANTAGES, group_advantages
-from echo2.learner.correction import Correction, CorrectionConfig
-from echo2.learner.loss import (
-    BatchTotals,
-    Normalisation,
-    PackedTokens,
-    PolicyLossConfig,
-    policy_loss,
-)
-from echo2.learner.objectives import Objective, ObjectiveConfig
+from echo2.learner.training.advantage import group_advantages
+from echo2.learner.training.loss import BatchTotals, LossConfig, PackedTokens, policy_loss
 
 TOLERANCE = 1e-5
 FIXTURE = json.loads((Path(__file__).parents[2] / "fixtures" / "trl_grpo.json").read_text())
@@ -30,64 +22,39 @@ BATCH: dict[str, Any] = FIXTURE["batch"]
 CASES: list[dict[str, Any]] = FIXTURE["cases"]
 SETTINGS = [{k: v for k, v in case.items() if k not in ("advantages", "loss", "gradient")} for case in CASES]
 NAMES = [" ".join(f"{k}={v}" for k, v in settings.items()) for settings in SETTINGS]
-CORRECTION_OF_MODE = {
-    "token_truncate": Correction.TIS_TOKEN,
-    "sequence_truncate": Correction.TIS_SEQUENCE,
-    "token_mask": Correction.MASKED,
-    "sequence_mask": Correction.MASKED_SEQUENCE,
-}
-ADVANTAGE_OF_SCALE = {"group": "grpo", "none": "dr_grpo", "batch": "batch_std"}
+ADVANTAGE_OF_SCALE = {"group": "grpo", "none": "dr_grpo"}
 
 
 def flat(rows: list[list[float]]) -> Tensor:
     return torch.tensor([number for row in rows for number in row], dtype=torch.float32)
 
 
-def correction_of(case: dict[str, Any]) -> CorrectionConfig:
-    if case["old"] == "behaviour":
-        return CorrectionConfig(Correction.BEHAVIOUR_RATIO)
+def correction_of(case: dict[str, Any]) -> str:
     if "mode" not in case:
-        return CorrectionConfig(Correction.NONE)
-    kind = CORRECTION_OF_MODE[case["mode"]]
-    if kind in (Correction.MASKED, Correction.MASKED_SEQUENCE):
-        return CorrectionConfig(kind, mask_low=case["clip_min"], mask_high=case["clip_max"])
+        return "behaviour"
     if case["clip_max"] >= 1e6:
-        kind = Correction.DECOUPLED
-    return CorrectionConfig(kind, cap=case["clip_max"], floor=case["clip_min"] or 0.0)
+        return "decoupled"
+    return {"token_truncate": "tis_token", "sequence_truncate": "tis_sequence"}[case["mode"]]
 
 
-SOFT = {"cispo": Objective.CISPO, "sapo": Objective.SAPO, "vespo": Objective.VESPO}
-NORMALISATION_OF = {"cispo": "dapo", "vespo": "dapo", "sapo": "grpo"}
-
-
-def objective_of(case: dict[str, Any]) -> ObjectiveConfig:
+def config_of(case: dict[str, Any]) -> LossConfig:
     """TRL's `epsilon_high` of cispo is the bound itself, ours is measured from 1."""
-    is_sequence = case.get("importance_sampling_level") == "sequence"
-    loss_type, high = case["loss_type"], case.get("epsilon_high", 0.28)
-    return ObjectiveConfig(
-        kind=SOFT.get(loss_type, Objective.GSPO if is_sequence else Objective.TOKEN_CLIP),
+    loss, high = case["loss_type"], case.get("epsilon_high", 0.28)
+    is_gspo = loss == "grpo" and case.get("importance_sampling_level") == "sequence"
+    return LossConfig(
+        "gspo" if is_gspo else loss,
         clip_low=case.get("epsilon", 0.2),
-        clip_high=high - 1.0 if loss_type == "cispo" else high,
-        ratio_ceiling=case.get("delta"),
-        off_policy_nats_max=case.get("off_policy_mask_threshold"),
-    )
-
-
-def config_of(case: dict[str, Any]) -> PolicyLossConfig:
-    return PolicyLossConfig(
-        objective=objective_of(case),
-        normalisation=Normalisation(NORMALISATION_OF.get(case["loss_type"], case["loss_type"])),
+        clip_high=high - 1.0 if loss == "cispo" else high,
         correction=correction_of(case),
+        cap=case.get("clip_max", 2.0),
         kl_coefficient=case.get("beta", 0.0),
-        kl_weighted_by_ratio=case.get("use_bias_correction_kl", True),
     )
 
 
 def advantages_of(case: dict[str, Any]) -> Tensor:
     rewards_R = torch.tensor(BATCH["rewards"], dtype=torch.float32)
     group_R = torch.arange(len(rewards_R)) // BATCH["group_size"]
-    config = ADVANTAGES[ADVANTAGE_OF_SCALE[case.get("scale_rewards", "group")]]
-    return group_advantages(rewards_R, group_R, config).values_R
+    return group_advantages(rewards_R, group_R, ADVANTAGE_OF_SCALE[case.get("scale_rewards", "group")]).values_R
 
 
 def loss_and_gradient(case: dict[str, Any], advantages_R: Tensor) -> tuple[float, Tensor]:
@@ -96,14 +63,17 @@ def loss_and_gradient(case: dict[str, Any], advantages_R: Tensor) -> tuple[float
     mask_T = flat(BATCH["mask"]) > 0
     current_T = flat(BATCH["current"]).requires_grad_()
     micro_batches = case.get("accumulation", 1)
-    totals = BatchTotals(int(mask_T.sum()), len(lengths), BATCH["completion_tokens_max"], micro_batches)
+    totals = BatchTotals(int(mask_T.sum()), len(lengths), BATCH["completion_tokens_max"])
+    # Without a correction, TRL's old policy is the ratio's anchor.
+    old = {"none": current_T.detach(), "proximal": flat(BATCH["proximal"]), "behaviour": flat(BATCH["behaviour"])}
+    anchor_T = flat(BATCH["behaviour"]) if "mode" in case else old[case["old"]]
     size = len(lengths) // micro_batches
     total = 0.0
     for first in range(0, len(lengths), size):
         part_T = (sequence_T >= first) & (sequence_T < first + size)
         tokens = PackedTokens(
             current_T[part_T],
-            flat(BATCH["behaviour"])[part_T],
+            anchor_T[part_T],
             advantages_R[first : first + size],
             sequence_T[part_T] - first,
             mask_T[part_T],
@@ -131,7 +101,6 @@ def test_advantages_loss_and_gradient_agree_with_trl(case: dict[str, Any]) -> No
 def test_the_fixture_exercises_what_it_should() -> None:
     """The settings differ in effect: no two cases but equivalent ones share a gradient, and clipping bites."""
     gradients = [tuple(round(x, 7) for row in case["gradient"] for x in row) for case in CASES]
-    # Pieces change nothing but bnpo; bnpo in one piece is dapo: in the count of distinct gradients the two cancel.
     of_each = {tuple(sorted((k, str(v)) for k, v in s.items() if k != "accumulation")) for s in SETTINGS}
     assert len(set(gradients)) == len(of_each)
     default = flat(CASES[0]["gradient"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -19,26 +20,26 @@ from torch.distributed.tensor import DTensor
 from echo2.base.errors import EchoError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.broadcast.runtime import sharded
 from echo2.learner.audit import Habits, Passage, examined, passage_of
-from echo2.learner.batch import Batch, TrainGroup
-from echo2.learner.episodes import SentTokens
-from echo2.learner.runtime import loading
-from echo2.learner.runtime.checkpoint import CheckpointStore
-from echo2.learner.runtime.options import CheckpointOptions, LearnerOptions
-from echo2.learner.runtime.ranks import own_part, own_rank, ranks_of_environment
-from echo2.learner.runtime.startup import follow, new_team
-from echo2.learner.runtime.team import Team
+from echo2.learner.options import LearnerLimits, LearnerOptions
+from echo2.learner.publishing.checkpoint import CheckpointStore
+from echo2.learner.rollouts.groups import Batch, SentTokens, TrainGroup
+from echo2.learner.startup import follow, new_team
+from echo2.learner.training import loading
+from echo2.learner.training import shards as sharded
+from echo2.learner.training.ranks import own_part, ranks_of_environment
+from echo2.learner.training.team import Team
 from echo2.weights import HostWeights
 from echo2.weights.fingerprint import key_of_run
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.test_trainer import random_groups
 
 STEPS = 3
+RANK = int(os.environ.get("RANK", "0"))
 
 
 def options_of(model: Path, folder: Path, weights_dtype: str) -> LearnerOptions:
-    options = options_for(folder, model, staleness_bound=4, kappa=2)
+    options = options_for(folder, model, staleness={"bound": 4, "kappa": 2})
     dtype, _, more = weights_dtype.partition("-")
     copies = 2 if more == "copies" else 1
     trainer = replace(options.trainer, weights_dtype=dtype, token_budget=40, replicas=copies)
@@ -73,7 +74,7 @@ def scored(team: Team, published: Mapping[str, torch.Tensor]) -> tuple[list[floa
     team.step(batch(STEPS))
     scorer.keep(Version(STEPS + 1), team.snapshot())
     with scorer.turn():
-        found = examined(passages(), scorer.versions, scorer, together=scorer.together)
+        found = examined(passages(), scorer.versions, scorer, scorer.together)
     numbers = [number for each in found for one in each for number in one.exact.logprobs.tolist()]
     result = team.step(batch(STEPS + 1)).metrics
     assert result is not None
@@ -85,7 +86,7 @@ def lead(team: Team, folder: Path, loaded_elements: list[int]) -> None:
     results = [team.step(batch(step)) for step in range(STEPS)]
     taken = team.snapshot()
     policy = team.whole(taken, Version(STEPS))
-    store = CheckpointStore(folder / "checkpoints", CheckpointOptions(free_bytes_min=0))
+    store = CheckpointStore(folder / "checkpoints", LearnerLimits(free_bytes_min=0))
     checkpoint = team.take(store, taken, Version(STEPS), {"journal_from": 0})
     store.save(checkpoint)
     again = team.step(batch(STEPS))
@@ -119,7 +120,7 @@ def lead(team: Team, folder: Path, loaded_elements: list[int]) -> None:
 
 def resume(team: Team, folder: Path) -> None:
     """A later start of all ranks: the step behind the newest checkpoint, as `lead` made it twice."""
-    store = CheckpointStore(folder / "checkpoints", CheckpointOptions(free_bytes_min=0))
+    store = CheckpointStore(folder / "checkpoints", LearnerLimits(free_bytes_min=0))
     loaded = team.load_newest(store)
     assert loaded is not None
     result = team.step(batch(STEPS)).metrics
@@ -181,7 +182,7 @@ def obey(options: LearnerOptions, folder: Path, fails_at: int | None) -> None:
         "coded": coded,
         "own_elements": sum(own_part(tensor).numel() for tensor in held),
     }
-    (folder / f"rank{own_rank()}.json").write_text(json.dumps(said))
+    (folder / f"rank{RANK}.json").write_text(json.dumps(said))
 
 
 def serve(options: LearnerOptions, folder: Path) -> None:
@@ -191,7 +192,7 @@ def serve(options: LearnerOptions, folder: Path) -> None:
     gathered, run, kept = count_gathered(), Run(options), folder / "held.pt"
     if kept.exists():
         version, tensors = torch.load(kept)
-        run.follower.host = HostWeights.from_tensors(tensors, Version(version), key_of_run(options.run_id))
+        run.follower.host = HostWeights.from_tensors(tensors, Version(version), key_of_run(options.config.run.name))
     try:
         summary = asyncio.run(run.finish())
     except EchoError as error:
@@ -231,7 +232,7 @@ def main() -> None:
             resume(new_team(options, ranks), folder)
         else:
             follow(options, ranks)
-    elif own_rank() > 0:
+    elif RANK > 0:
         obey(options, folder, fails_at=4 if command == "failing" else None)
     else:
         serve(options, folder)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import random
+import socket
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,12 +15,13 @@ import torch
 
 from echo2.base.errors import DiskFull
 from echo2.base.ids import Step, Version
-from echo2.learner.runtime.checkpoint import Checkpoint, CheckpointStore, state_of
-from echo2.learner.runtime.options import CheckpointOptions
+from echo2.learner.options import LearnerLimits
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, state_of
 from echo2.outside import MACHINE, Machine, entered, here, monotonic, unix_now
 from echo2.outside.files import MachineFiles
+from echo2.outside.net import accepted
 from echo2.trust.identity import TLS_SECRET_BYTES, Identity, RunAuthority, TlsKey
-from echo2.trust.runtime.tls import load_or_create_identity, write_secret
+from echo2.trust.tls import load_or_create_identity, write_secret
 
 
 class StoppedClock:
@@ -122,7 +127,7 @@ def test_a_checkpoint_is_synced_before_it_has_its_name_and_the_name_after(tmp_pa
     machine = Machine()
     machine.files = Watched()
     with entered(machine):
-        store = CheckpointStore(tmp_path / "checkpoints", CheckpointOptions(free_bytes_min=1))
+        store = CheckpointStore(tmp_path / "checkpoints", LearnerLimits(free_bytes_min=1))
         weights = {"w": torch.ones(3)}
         checkpoint = Checkpoint(Step(1), {}, weights, Version(1), state_of({"journal_from": 0}, Step(1), Version(1)))
         store.begin(checkpoint)
@@ -131,3 +136,46 @@ def test_a_checkpoint_is_synced_before_it_has_its_name_and_the_name_after(tmp_pa
     files = {path.name for path in (tmp_path / "checkpoints" / "step-00000001").iterdir()}
     assert {f"sync {name}" for name in files} <= set(done[:named]), "every file first"
     assert "sync checkpoints" in done[named:]
+
+
+@contextlib.contextmanager
+def listening():  # type: ignore[no-untyped-def]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+        listener.setblocking(False)
+        yield listener
+
+
+def test_each_connection_is_handed_over_with_the_host_it_comes_from() -> None:
+    async def scene() -> None:
+        with listening() as listener:
+            for _ in range(3):
+                with socket.create_connection(listener.getsockname()) as caller:
+                    taken, host = await accepted(listener)
+                    with taken:
+                        assert host == "127.0.0.1" and taken.getpeername() == caller.getsockname()
+                        assert not taken.getblocking()
+
+    asyncio.run(scene())
+
+
+def test_one_that_comes_in_the_turn_in_which_the_accepting_ends_is_left_to_the_listener() -> None:
+    async def scene() -> None:
+        for turns in range(5):
+            with listening() as listener:
+                accepting = asyncio.create_task(accepted(listener))
+                await asyncio.sleep(0)
+                with socket.create_connection(listener.getsockname()):
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    accepting.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        taken, _ = await accepting
+                        taken.close()
+                    del accepting
+        gc.collect()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(scene())

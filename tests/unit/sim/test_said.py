@@ -15,7 +15,7 @@ def said() -> set[str]:
     for seed in SEEDS:
         world, until_s = stormy_world(seed)
         assert not world.run(until_s).failure
-        found |= world.witness.said
+        found |= world.observer.said
     return found
 
 

@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 
 from echo2.base.rng import derived_rng
-from echo2.learner.untruths import UNTRUTHS_MAX
-from echo2.sim.fault_plan import STORM_S, Fault, Planned, storm
-from echo2.sim.looking import AGAIN_CAME, AGAIN_TRIED, PAUSED
-from echo2.sim.malice import CLAIMS, LyingMouth, Malice
-from echo2.sim.scene import Scene
+from echo2.learner.rollouts.workers import IMPOSSIBLE_MAX
+from echo2.sim.byzantine import CLAIMS, ByzantineSender, Misbehaviour
+from echo2.sim.fault_plan import STORM_S, Fault, PlannedFault, storm
+from echo2.sim.inspector import AGAIN_CAME, AGAIN_TRIED, PAUSED
+from echo2.sim.scenario import Scenario
 from echo2.sim.storm import Storm
 from echo2.sim.world import World, WorldOutcome
 from echo2.sim.world_run import outcome_of
 
 ROOT = Path(__file__).resolve().parents[3]
-SEEDS = (2, 9, 130, 4571)
-"""With storms; 9 has a long outage of the learner, as 13 below; in 4571 a worker is back when training has long stood still."""
+SEEDS = (2, 9, 130, 88)
+"""With storms; 9 has a long outage of the learner, as 13 below; 88 has the longest stand of these: nine steps in 287 s."""
 
 
 def told(outcome: WorldOutcome) -> str:
-    return "\n".join([f"make sim SEED={outcome.seed}", *outcome.story[-40:], outcome.failure])
+    return "\n".join([f"make sim SEED={outcome.seed}", *outcome.events[-40:], outcome.failure])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -39,7 +39,7 @@ def test_everything_holds_through_a_storm(seed: int) -> None:
 
 
 def test_calm_weather_trains_without_a_restart() -> None:
-    outcome = World(Scene.of(3)).run(40.0)
+    outcome = World(Scenario.of(3)).run(40.0)
     assert not outcome.failure and not outcome.restarts
     assert outcome.faults["segments answered: admitted"] > 20
     assert outcome.faults["questions answered"] >= 8, "two evaluations while it trains"
@@ -50,7 +50,7 @@ def test_a_world_leaves_no_descriptor_open_behind_it() -> None:
     """Also of processes that were killed: thousands of worlds are run in one process."""
     before = descriptors()
     for seed in (3, 5):
-        world = World(Scene.of(seed))
+        world = World(Scenario.of(seed))
         for at_s, name in ((8.0, "w0"), (10.0, "learner"), (12.0, "coordinator")):
             world.after(at_s, lambda name=name, world=world: world.kill(name) and world.start(name))
         assert not world.run(20.0).failure
@@ -64,7 +64,7 @@ def descriptors() -> list[str]:
 
 def test_a_synchronous_run_trains_every_token_in_the_step_of_its_version() -> None:
     """S = 0: the first invariant holds each trained token to lag 0; nothing grows stale, since nothing is begun too early."""
-    outcome = World(replace(Scene.of(3), staleness_bound=0)).run(60.0)
+    outcome = World(replace(Scenario.of(3), staleness_bound=0)).run(60.0)
     assert not outcome.failure, told(outcome)
     assert outcome.steps > 3 and outcome.version == outcome.steps, "a version a step"
     assert outcome.checks[1] > 50 and not outcome.faults["segments answered: stale"]
@@ -77,50 +77,51 @@ def test_the_same_seed_gives_the_same_trace_under_any_hash_seed() -> None:
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
-    assert f"trace {outcome_of(7).digest}" in printed("1")
+    first, second = printed("1"), printed("2")
+    assert "trace " in first and first.splitlines()[-1] == second.splitlines()[-1]
 
 
 def test_storms_are_made_of_every_fault() -> None:
     assert {one.fault for seed in range(40) for one in storm(seed, 3)} == set(Fault)
 
 
-def with_liar(seed: int, malice: Malice, **changed: object) -> tuple[World, LyingMouth]:
+def with_liar(seed: int, malice: Misbehaviour, **changed: object) -> tuple[World, ByzantineSender]:
     """Two honest workers and one that lies."""
-    world = World(replace(Scene.of(seed), **changed), workers=2)  # type: ignore[arg-type]
-    liar = LyingMouth(malice, derived_rng(seed, "liar"))
+    world = World(replace(Scenario.of(seed), **changed), workers=2)  # type: ignore[arg-type]
+    liar = ByzantineSender(malice, derived_rng(seed, "liar"))
     world.add_worker(liar)
     return world, liar
 
 
-@pytest.mark.parametrize("malice", Malice, ids=lambda malice: malice.name.lower())
-def test_a_liar_harms_nobody(malice: Malice) -> None:
+@pytest.mark.parametrize("malice", Misbehaviour, ids=lambda malice: malice.name.lower())
+def test_a_liar_harms_nobody(malice: Misbehaviour) -> None:
     world, liar = with_liar(3, malice)
     outcome = world.run(60.0)
     assert not outcome.failure, told(outcome)
-    assert liar.lies_told or malice is Malice.CORRUPT_CHUNKS
-    if malice is Malice.WRONG_VERSION:
+    assert liar.lies_told or malice is Misbehaviour.CORRUPT_CHUNKS
+    if malice is Misbehaviour.WRONG_VERSION:
         assert outcome.restarts["w NotAllowed"], "it is turned away when it comes again"
-        assert f"{UNTRUTHS_MAX} of its reports could not be true" in "\n".join(outcome.story)
+        assert f"{IMPOSSIBLE_MAX} of its reports could not be true" in "\n".join(outcome.events)
 
 
 def test_who_sends_corrupt_chunks_is_banned_by_those_who_got_them() -> None:
     """Chunks go from worker to worker where the learner's uplink is slow, and through the fastest first."""
     bans = 0
     for seed in (1, 2):
-        world = World(replace(Scene.of(seed), chunk_scale=4_000), workers=3)
-        liar = LyingMouth(Malice.CORRUPT_CHUNKS, derived_rng(seed, "liar"))
+        world = World(replace(Scenario.of(seed), chunk_scale=4_000), workers=3)
+        liar = ByzantineSender(Misbehaviour.CORRUPT_CHUNKS, derived_rng(seed, "liar"))
         link = world.machines[world.add_worker(liar)].link
         link.up = link.down = 1e8
         outcome = world.run(40.0)
         assert not outcome.failure, told(outcome)
         assert liar.lies_told
-        bans += sum("banned" in line for line in outcome.story)
+        bans += sum("banned" in line for line in outcome.events)
     assert bans
 
 
 def test_a_worker_that_only_says_that_it_works_is_given_nothing_and_the_others_go_on() -> None:
     """The cheapest and fastest of all by its words: the pool is not planned of it alone."""
-    world, _ = with_liar(2, Malice.FALSE_PROGRESS)
+    world, _ = with_liar(2, Misbehaviour.FALSE_PROGRESS)
     world.traits["w2"].price, world.traits["w2"].step_s = 0.01, 0.05
     outcome = world.run(80.0)
     assert not outcome.failure, told(outcome)
@@ -128,13 +129,13 @@ def test_a_worker_that_only_says_that_it_works_is_given_nothing_and_the_others_g
 
 
 @pytest.mark.parametrize("malice", CLAIMS, ids=lambda malice: malice.name.lower())
-def test_what_workers_say_of_their_own_speed_and_room_takes_no_work_from_others(malice: Malice) -> None:
+def test_what_workers_say_of_their_own_speed_and_room_takes_no_work_from_others(malice: Misbehaviour) -> None:
     """Three of them beside two honest ones, which alone would make about as many steps, over two seeds."""
 
     def steps(seed: int, liars: int) -> int:
-        world = World(replace(Scene.of(seed), plan_interval_s=5.0), workers=2)
+        world = World(replace(Scenario.of(seed), plan_interval_s=5.0), workers=2)
         for number in range(liars):
-            traits = world.traits[world.add_worker(LyingMouth(malice, derived_rng(seed, "liar", number)))]
+            traits = world.traits[world.add_worker(ByzantineSender(malice, derived_rng(seed, "liar", number)))]
             traits.slot_count, traits.step_s = 1, 1.0
         outcome = world.run(70.0)
         assert not outcome.failure, told(outcome)
@@ -145,11 +146,11 @@ def test_what_workers_say_of_their_own_speed_and_room_takes_no_work_from_others(
 
 def test_what_rots_at_the_learner_and_is_nowhere_else_holds_nobody_up() -> None:
     """Newcomers without a disk need just the chunks that its disk has changed."""
-    world, planned = World(Scene.of(1), workers=2), []
+    world, planned = World(Scenario.of(1), workers=2), []
     for number, at_s in enumerate(range(8, int(STORM_S), 12)):
         kind = (Fault.KILL, Fault.LOSE_DISK)[number % 2]
-        planned.append(Planned(at_s, kind, f"w{number % 2}", 9.0))
-        planned += [Planned(at_s + 3.0 + 0.3 * times, Fault.BIT_ROT, "learner", 1.0) for times in range(6)]
+        planned.append(PlannedFault(at_s, kind, f"w{number % 2}", 9.0))
+        planned += [PlannedFault(at_s + 3.0 + 0.3 * times, Fault.BIT_ROT, "learner", 1.0) for times in range(6)]
     Storm(world, planned)
     outcome = world.run(STORM_S)
     assert not outcome.failure, told(outcome)

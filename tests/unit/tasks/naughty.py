@@ -43,6 +43,20 @@ class Naughty:
         return Reward(1.0 + instance.index, {"seed": float(self.seed)})
 
 
+class BadRow(Naughty):
+    """Whatever is said about instance 1, judging it never ends."""
+
+    def score(self, instance: TaskInstance, completion_text: str) -> Reward:
+        return super().score(instance, "spin" if instance.index == 1 else completion_text)
+
+
 class NotATask:
     def __init__(self, seed: int):
         self.name = "not a task"
+
+
+class Always(Naughty):
+    """Raises for every completion."""
+
+    def score(self, instance: TaskInstance, completion_text: str) -> Reward:
+        raise ValueError("no reward today")

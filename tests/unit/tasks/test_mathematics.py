@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from echo2.base.errors import TaskError
@@ -23,6 +26,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
         ("\\{1, 2\\}", "\\boxed{\\{2, 1\\}}", True),
         ("x^2+2x+1", "\\boxed{(x+1)^2}", True),
         ("42", "", False),
+        ("\\frac{1}{2^{99}}", "\\boxed{\\frac{1}{2^{98}}}", False),
+        ("\\frac{1}{2^{99}}", "\\boxed{2^{-99}}", True),
+        ("1.5 \\times 10^{-5}", "\\boxed{0.000015}", True),
+        ("0.\\overline{3}", "\\boxed{\\frac{1}{3}}", True),
+        ("0.1\\overline{6}", "\\boxed{1/6}", True),
+        ("0.\\overline{3}", "\\boxed{0.3}", False),
+        ("\\$18", "\\boxed{18}", True),
+        ("\\$18", "\\boxed{19}", False),
+        ("0.45", "\\boxed{45\\%}", True),
     ],
 )
 def test_answers_are_compared_as_mathematics(reference: str, completion: str, is_right: bool) -> None:
@@ -38,3 +50,10 @@ def test_a_row_becomes_an_instance_and_a_reference_that_means_nothing_is_an_erro
         task.score(task.sample(1), "\\boxed{2}")
     with pytest.raises(TaskError, match="at least one row"):
         MathTask([], "math/empty")
+
+
+def test_answers_as_models_and_data_sets_write_them() -> None:
+    """Percent, fractions, intervals, units, signs, thousands, boxes, dates, digits of other scripts, repeating decimals."""
+    pairs = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").read_text().splitlines()]
+    wrong = [pair for pair in pairs if is_equal_answer(pair["gold"], pair["said"]) is not pair["right"]]
+    assert len(pairs) >= 150 and not wrong

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.base.errors import TaskError
-from echo2.tasks.mixture import CYCLE_MAX, MixedSplit, places
-from echo2.tasks.split import TaskSplit
+from echo2.tasks.split import CYCLE_MAX, MixedSplit, TaskSplit, places
 
 weights = st.lists(st.floats(0.01, 100, allow_nan=False), min_size=1, max_size=6)
 
@@ -44,30 +43,32 @@ def test_each_task_comes_in_the_order_that_it_has_alone_and_its_held_out_instanc
     told: list[tuple[int | None, int, float]], seed: int
 ) -> None:
     alone = [TaskSplit(size, held_out, seed) for size, held_out, _ in told]
-    mixed = MixedSplit(tuple(alone), tuple(weight for *_, weight in told))
+    weights = tuple(weight for *_, weight in told)
+    mixed, turns = MixedSplit(tuple(alone), weights), places(weights)
     found: dict[int, list[int]] = {task: [] for task in range(len(told))}
     for position in range(300):
-        task, own_index = mixed.parted(mixed.train_index(position))
-        assert task == mixed.task_at(position)
+        own_index, task = divmod(mixed.train_index(position), len(told))
+        assert task == turns[position % len(turns)]
         found[task].append(own_index)
     for task, split in enumerate(alone):
         assert found[task] == [split.train_index(place) for place in range(len(found[task]))]
-    held_out = [mixed.parted(mixed.held_out_index(place)) for place in range(sum(one.held_out_count for one in alone))]
+    count = sum(one.held_out_count for one in alone)
+    held_out = [divmod(mixed.held_out_index(place), len(told)) for place in range(count)]
     expected = [
-        (task, split.held_out_index(p)) for task, split in enumerate(alone) for p in range(split.held_out_count)
+        (split.held_out_index(p), task) for task, split in enumerate(alone) for p in range(split.held_out_count)
     ]
     assert held_out == expected
-    assert not any(index in found[task] for task, index in held_out)
+    assert not any(index in found[task] for index, task in held_out)
 
 
 def test_a_task_that_was_drawn_as_often_as_it_may_be_is_passed_over_until_none_is_left() -> None:
     splits = (TaskSplit(6, 1, 0, epochs_max=2), TaskSplit(31, 1, 0, epochs_max=1))
     mixed, position, drawn = MixedSplit(splits, (3.0, 1.0)), 0, []
     while mixed.has(position := mixed.upcoming(position)):
-        drawn.append(mixed.parted(mixed.train_index(position)))
+        drawn.append(divmod(mixed.train_index(position), 2))
         position += 1
-    assert Counter(task for task, _ in drawn) == {0: 10, 1: 30}
-    assert all(Counter(drawn)[0, index] == 2 for index in {index for task, index in drawn if task == 0})
+    assert Counter(task for _, task in drawn) == {0: 10, 1: 30}
+    assert all(Counter(drawn)[index, 0] == 2 for index in {index for index, task in drawn if task == 0})
     assert not mixed.has(position) and mixed.upcoming(position) == position
     assert mixed.train_count == 35
 

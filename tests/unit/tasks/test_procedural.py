@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.tasks.procedural import ReasoningGym, answer_in
+from echo2.tasks.built_in import ReasoningGym, answer_in
 
 pytest.importorskip("reasoning_gym")
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError, TaskError
-from echo2.tasks.sort_digits import ALPHABET, SortDigits, format_only_target
+from echo2.tasks.built_in import ALPHABET, SortDigits, format_only_target
 
 TASK = SortDigits(5)
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError, TaskError
-from echo2.tasks.runtime.registry import make_task
-from echo2.tasks.sums import Sums
+from echo2.tasks.built_in import Sums
+from echo2.tasks.registry import make_task
 from echo2.tasks.task import ChatMessage, TaskSpec
 
 TASK = Sums()

@@ -8,9 +8,8 @@ import time
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.base.rollout import SamplingParams
-from echo2.base.stops import STOP_PIECES_MAX, piece_of, piece_of_part
-from echo2.tasks.runtime.token_text import StopStrings, TokenIndex, token_texts
+from echo2.base.rollout import STOP_PIECES_MAX, SamplingParams, piece_of, piece_of_part
+from echo2.tasks.token_text import StopStrings, TokenIndex, token_texts
 from tests.unit.tasks.families import tokenizer_of
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.tasks import tool_formats
-from echo2.tasks.tool_formats import CALLS_MAX, FORMATS, tool_format_of
+from echo2.tasks import tools as tool_formats
+from echo2.tasks.tools import CALLS_MAX, FORMATS, tool_format_of
 
 BY_NAME = {one.name: one for one in FORMATS}
 ADD = {"a": 1, "b": [2, 3]}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import TaskError
-from echo2.tasks.environment import replayed
+from echo2.tasks.task import replayed
 from echo2.tasks.tools import ArithmeticProblems, Calculator, CalculatorEnvironments, tool_calls_in
 
 SOURCE = CalculatorEnvironments(seed=1, turns_max=3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import DeltaFormatError
 from echo2.base.ids import Version
-from echo2.weights import CodecSetting, HostWeights, compose, densified, encode_delta, fingerprint, parse_frame
+from echo2.weights import CodecSetting, HostWeights, compose, encode_delta, fingerprint, parse_frame
 from echo2.weights.container import BlockFrame, Method
 from echo2.weights.elements import ELEMENT_TYPES
 from tests.unit.weights.models import decoded, delta_header, gaussian_pair, random_tensor, with_changes
@@ -77,19 +77,6 @@ def test_composition_is_associative() -> None:
     versions = walk(5, 3, 0.1)
     a, b, c = chain(versions)
     assert list(compose(compose(a, b), c)) == list(compose(a, compose(b, c))) == list(compose(a, b, c))
-
-
-@SLOW
-@given(seed=st.integers(0, 1 << 32), share=st.sampled_from([0.0, 0.05, 0.5]))
-def test_densified_leads_to_the_same_version(seed: int, share: float) -> None:
-    versions = walk(seed, 3, share)
-    target = HostWeights.from_tensors(versions[-1], Version(3))
-    frames = list(densified(compose(*chain(versions)), target))
-    host = HostWeights.from_tensors(versions[0], Version(0))
-    host.commit(decoded(host, frames))
-    host.verify()
-    assert fingerprint(host.tensors(), 1) == fingerprint(versions[-1], 1)
-    assert len(b"".join(frames)) == len(b"".join(direct(versions, CodecSetting.DENSE)))
 
 
 def test_what_cannot_be_merged_is_told() -> None:

@@ -23,7 +23,7 @@ from echo2.weights import (
     encode_delta,
     encode_keyframe,
 )
-from echo2.weights.block import decode_sparse
+from echo2.weights.block import decode_sparse, decode_whole
 from echo2.weights.container import (
     BlockFrame,
     Method,
@@ -34,8 +34,7 @@ from echo2.weights.container import (
     encode_header,
     parse_frame,
 )  # fmt: skip
-from echo2.weights.elements import ELEMENT_TYPES, TensorSpec
-from echo2.weights.layout import blocks_of
+from echo2.weights.elements import ELEMENT_TYPES, TensorSpec, blocks_of
 from tests.unit.weights.models import KEY, decoded, delta_header, gaussian_pair
 
 FEW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -161,6 +160,14 @@ def test_a_plane_that_claims_more_than_its_block_is_refused() -> None:
     decoder.feed(first)
     with pytest.raises(DeltaFormatError, match="expected a plane of 1000 bytes, its frame claims 16777216"):
         decoder.feed(encode_block_frame(container_id_of(first), 0, 1000, 1, Method.PLANES, payload))
+
+
+def test_nothing_comes_after_the_last_plane_of_whole_elements() -> None:
+    payload, bits = 2 * plane(0, bytes(1000)), np.ones(1000, BF16.bits_dtype)
+    decode_whole(Method.PLANES, memoryview(payload), BF16, bits)
+    assert not bits.any()
+    with pytest.raises(DeltaFormatError, match="expected 2010 bytes, got 2011"):
+        decode_whole(Method.PLANES, memoryview(payload + b"?"), BF16, bits)
 
 
 def head(class_count: int, base: int, count: int) -> bytes:

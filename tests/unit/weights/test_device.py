@@ -10,10 +10,10 @@ from echo2.base.errors import DeltaFormatError
 from echo2.base.ids import Version
 from echo2.base.staged import TensorUpdate
 from echo2.weights import CodecSetting, HostWeights, apply_updates, encode_delta, fingerprint
-from echo2.weights.block import encode_block, finds_for
+from echo2.weights.block import encode_block
 from echo2.weights.device import encode_block_on_device
-from echo2.weights.elements import ELEMENT_TYPES, bits_of, flat_bits
-from echo2.weights.layout import blocks_of
+from echo2.weights.elements import ELEMENT_TYPES, bits_of, blocks_of, flat_bits
+from echo2.weights.marks import Finds
 from tests.unit.weights.models import KEY, decoded, delta_header, gaussian_pair, random_tensor, with_changes
 
 SLOW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,7 +33,7 @@ def test_device_and_cpu_code_a_block_to_the_same_bytes(types, seed, share, setti
         def parts(weights: dict[str, torch.Tensor], read) -> list:  # type: ignore[no-untyped-def, type-arg]
             return [read(weights[s.spec.name])[s.start : s.start + s.count] for s in block.segments]  # noqa: B023
 
-        expected = encode_block(block, parts(old, bits_of), parts(new, bits_of), setting, KEY, finds_for(block))
+        expected = encode_block(block, parts(old, bits_of), parts(new, bits_of), setting, KEY, Finds(block))
         found = encode_block_on_device(block, parts(old, flat_bits), parts(new, flat_bits), setting, KEY)
         assert found == expected
 

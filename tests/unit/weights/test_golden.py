@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from echo2.base.ids import Version
-from echo2.trust.runtime.tls import PROTOCOL_VERSION
+from echo2.trust.tls import PROTOCOL_VERSION
 from echo2.weights import (
     CodecSetting,
     DeltaHeader,

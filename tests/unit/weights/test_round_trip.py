@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceeded, StateError
 from echo2.base.ids import Version
-from echo2.broadcast.runtime.spill import FileSpill
+from echo2.broadcast.store import FileSpill
 from echo2.weights import (
     CodecSetting,
     ContainerDecoder,
@@ -61,6 +61,24 @@ def test_a_delta_gives_back_every_bit(tensors, seed, reach, block_elements, sett
     assert host.version == 4
     assert host.fingerprint() == frames.fingerprint == fingerprint(new, KEY)
     assert all(same_bits(host.tensors()[name], tensor) for name, tensor in new.items())
+
+
+@pytest.mark.parametrize("setting", CodecSetting)
+@pytest.mark.parametrize("share", [0.0005, 0.03, 0.06, 0.2, 0.7, 1.0])
+@pytest.mark.parametrize("size", [63, 64, 65, 140_001])
+def test_changes_come_back_however_dense_they_are_and_however_far_apart(
+    setting: CodecSetting, share: float, size: int
+) -> None:
+    """The first half changes by up to `reach`, then nothing up to the last element: a gap longer than any usual one."""
+    rng = np.random.default_rng(size)
+    for reach in (1, 2, 300):
+        old = {"w": torch.from_numpy(rng.normal(0, 0.02, size)).bfloat16()}
+        new = {"w": with_changes(rng, old["w"], share, reach)}
+        new["w"][size // 2 : -1] = old["w"][size // 2 : -1]
+        host = HostWeights.from_tensors(old, Version(0), KEY)
+        host.commit(decoded(host, list(encode_delta(old, new, delta_header(host, 1), setting))))
+        host.verify()
+        assert same_bits(host.tensors()["w"], new["w"])
 
 
 @SLOW
@@ -198,7 +216,7 @@ def test_a_chunk_is_staged_as_soon_as_its_block_is_whole() -> None:
     for at in range(0, len(data), 100):
         for frame in reader.feed(data[at : at + 100]):
             decoder.feed(frame)
-        staged.append(decoder.staged_block_count)
+        staged.append(len(decoder.missing_blocks()))
     assert len(set(staged)) > 5
     assert fingerprint(host.tensors(), KEY) == fingerprint(old, KEY)
     host.commit(decoder.finish())

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from echo2.base.errors import DeltaFormatError, FingerprintMismatch
 from echo2.base.ids import Version
-from echo2.broadcast.runtime.sharded import HeldVersions, ShardFollower, ShardLeader
+from echo2.learner.training.shards import HeldVersions, ShardFollower, ShardLeader
 from echo2.weights import (
     CodecSetting,
     DeltaHeader,
@@ -31,9 +31,9 @@ from echo2.weights import (
     join_frames,
     section_blocks,
     section_fingerprint,
-    sharded_table,
-    whole_fingerprint,
+    table_of,
 )  # fmt: skip
+from echo2.weights.fingerprint import whole_fingerprint
 from tests.unit.weights.models import (
     ALL_TYPES,
     KEY,
@@ -51,7 +51,7 @@ Weights = dict[str, torch.Tensor]
 
 def in_sections(old: Weights | None, new: Weights, header: DeltaHeader) -> bytes:
     """A container put together from the sections of all shards."""
-    table = sharded_table(new)
+    table = table_of(new)
     sections = (section_blocks(old, new, header, table, shard) for shard in range(header.shard_count))
     return join_frames(encode_sections(header, table, chain.from_iterable(sections)))
 
@@ -73,7 +73,7 @@ def test_sections_are_the_bytes_of_the_whole(tensors, seed, shards, setting) -> 
     whole = DeltaHeader(target_version=Version(1), fingerprint_key=KEY, block_elements=300, shard_count=shards)
     assert in_sections(None, new, whole) == join_frames(encode_keyframe(new, whole))
     parts = [section_fingerprint(new, host.table, shard, shards, KEY) for shard in range(shards)]
-    assert whole_fingerprint(host.table, KEY, parts) == fingerprint(new, KEY)
+    assert whole_fingerprint(host.table.specs, KEY, parts) == fingerprint(new, KEY)
 
 
 def test_sections_that_do_not_fit_are_refused() -> None:
@@ -167,7 +167,7 @@ def run_rank(rank: int, folder: Path) -> None:
         assert held.versions == [1], "what is forgotten on the first rank is forgotten here"
     columns = {"w": distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)])}
     with pytest.raises(DeltaFormatError, match="tensor w: expected elements .* of dimension 0"):
-        section_fingerprint(columns, sharded_table(columns), rank, 2, KEY)
+        section_fingerprint(columns, table_of(columns), rank, 2, KEY)
     dist.destroy_process_group()
 
 

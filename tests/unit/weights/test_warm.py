@@ -12,6 +12,7 @@ import torch
 from echo2 import weights as delta
 from echo2.base.ids import Version
 from echo2.weights import CodecSetting, DeltaHeader, HostWeights, encode_delta, encode_keyframe, warm_up
+from tests.patience import WAIT_S
 from tests.unit.weights.models import decoded, delta_header
 
 
@@ -43,7 +44,7 @@ def versions_of_every_kind() -> None:
 
 def test_no_version_waits_for_a_compiler_after_warming_up() -> None:
     """In a process that compiled nothing else before."""
-    run = subprocess.run([sys.executable, "-m", __name__], check=False, capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, "-m", __name__], check=False, capture_output=True, text=True, timeout=WAIT_S)
     assert run.returncode == 0, run.stderr
 
 

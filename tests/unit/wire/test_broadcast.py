@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
+from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactId, ArtifactKey, Chunk, Header, Seal
 from echo2.broadcast.events import Route
-from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactId, ArtifactKey, Chunk, Header, Seal
-from echo2.broadcast.topology import BroadcastPlan, NodeLink, Tree
+from echo2.broadcast.plan import BroadcastPlan, NodeLink, Tree
 from echo2.wire import broadcast as wire
-from echo2.wire.bounds import INDICES_MAX
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,11 +39,9 @@ PLAN = BroadcastPlan(
     "it is fastest",
 )  # fmt: skip
 PLAN_WITH_LATE = replace(PLAN, nodes=(*PLAN.nodes[:2], replace(PLAN.nodes[2], is_late=True)), _index={})
-PLAN_WITH_PACE = replace(PLAN, nodes=(*PLAN.nodes[:2], replace(PLAN.nodes[2], deferred_share=0.75, turn=2)), _index={})
 FRAMES: dict[str, bytes] = {
     "peer_hello": wire.hello(1, RunId("r")),
     "peer_hello_further": wire.hello(1, RunId("r"), is_further=True),
-    "peer_hello_bulk": wire.hello(1, RunId("r"), bulk_port=8432),
     "artifact_header": wire.header_to_bytes(HEADER),
     "chunk": wire.chunk_to_bytes(CHUNK),
     "chunk_routed": wire.addressed(wire.chunk_to_bytes(CHUNK), Route(3, 1), False),
@@ -57,7 +54,6 @@ FRAMES: dict[str, bytes] = {
     "width_wish": wire.width_wish_to_bytes(4),
     "plan": wire.plan_to_message(PLAN).SerializeToString(deterministic=True),
     "plan_with_late": wire.plan_to_message(PLAN_WITH_LATE).SerializeToString(deterministic=True),
-    "plan_with_pace": wire.plan_to_message(PLAN_WITH_PACE).SerializeToString(deterministic=True),
 }
 PEER_FRAMES = sorted(set(FRAMES) - {"plan", "plan_with_late", "plan_with_pace"})
 
@@ -98,13 +94,12 @@ def decode(frame: bytes) -> object:
             return wire.width_wish_from(message.width_wish)
         case _:
             hello = message.hello
-            return hello.protocol_version, hello.run_id, hello.is_further, hello.bulk_port
+            return hello.protocol_version, hello.run_id, hello.is_further
 
 
 def test_golden_bytes_decode_to_what_they_were_made_from() -> None:
-    assert decode(golden("peer_hello")) == (1, "r", False, 0)
-    assert decode(golden("peer_hello_further")) == (1, "r", True, 0)
-    assert decode(golden("peer_hello_bulk")) == (1, "r", False, 8432)
+    assert decode(golden("peer_hello")) == (1, "r", False)
+    assert decode(golden("peer_hello_further")) == (1, "r", True)
     assert decode(golden("width_wish")) == 4
     assert decode(golden("artifact_header")) == HEADER
     assert decode(golden("chunk")) == (CHUNK, None, False)
@@ -117,7 +112,6 @@ def test_golden_bytes_decode_to_what_they_were_made_from() -> None:
     assert decode(golden("relay_ack")) == (KEY, 9, 2)
     assert wire.plan_from_message(pb.BroadcastPlan.FromString(golden("plan"))) == PLAN
     assert wire.plan_from_message(pb.BroadcastPlan.FromString(golden("plan_with_late"))) == PLAN_WITH_LATE
-    assert wire.plan_from_message(pb.BroadcastPlan.FromString(golden("plan_with_pace"))) == PLAN_WITH_PACE
 
 
 @given(
@@ -184,8 +178,8 @@ def test_have_maps_come_back_whole(bitmap: int, is_sealed: bool) -> None:
             f"indices of peer p: expected 0 to {CHUNKS_MAX - 1}, got {CHUNKS_MAX}",
         ),
         (
-            wire.request_to_bytes(KEY, range(INDICES_MAX + 1)),
-            f"number of indices of peer p: expected up to {INDICES_MAX}",
+            wire.request_to_bytes(KEY, range(4096 + 1)),
+            "number of indices of peer p: expected up to 4096",
         ),
         (wire.seal_to_bytes(Seal(KEY, 1, 1, b"short", "f", b"s")), "expected a root hash of 32 bytes, got 5"),
         (b"", "expected a PeerMessage of a known kind"),

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import MalformedMessage
+from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey, Chunk
 from echo2.broadcast.events import Route
-from echo2.broadcast.manifest import CHUNKS_MAX, ArtifactKey, Chunk
 from echo2.trust.identity import Identity
 from echo2.wire import broadcast as wire
 from echo2.wire.chunk_frames import chunk_in

@@ -35,7 +35,6 @@ ROUND_TRIPS: dict[type[Message], Convert] = {
     coordinator_pb2.LearnerReport: through(
         lambda m: cw.learner_report_from_message(m, W), cw.learner_report_to_message
     ),
-    coordinator_pb2.OfferedMachine: through(cw.offered_machine, cw.offered_machine_to_message),
     coordinator_pb2.Link: through(cw.link_from_message, cw.link_to_message),
     rollout_pb2.SamplingParams: through(rw.sampling_from_message, rw.sampling_to_message),
     rollout_pb2.GroupSpec: through(rw.group_from_message, rw.group_to_message),
@@ -62,7 +61,7 @@ ELSEWHERE = {"WorkerHello": {"held_tickets"}}  # the services verify the tickets
 SENSIBLE: dict[str, dict[str, Any]] = {  # values that fit together, in the place of those that follow from names
     "SamplingParams": {"top_p": 0.5, "temperature": 1.5, "max_new_tokens": 64},
     "LearnerHello": {"rollouts_per_group": 4, "rollouts_per_step": 8, "kappa": 3, "staleness_bound": 5},
-    "LearnerReport": {"utilisation": 0.5}, "OfferedMachine": {"gpu_count": 3, "gpu_memory_gib": 47.5, "usd_per_hour": 2.5},
+    "LearnerReport": {"utilisation": 0.5, "lengths": [3, 5]},
     "GroupSpec": {"rollout_count": 4},
     "RolloutSegment": {
         "index": 3, "token_ids": [5, 6], "logprobs": [-0.5, -0.25], "raw_logprobs": [-0.75, -1.5],
@@ -72,7 +71,7 @@ SENSIBLE: dict[str, dict[str, Any]] = {  # values that fit together, in the plac
     "SegmentVerdict": {"index": 3},
     "PlanTree": {"parents": [0], "weight": 0.5},
     "BroadcastPlan": {"topology": "multi_tree", "predicted_s": [1.5]},
-    "PlanNode": {"addresses": ["10.0.0.1:7", "10.0.0.2:8"], "deferred_share": 0.5},
+    "PlanNode": {"addresses": ["10.0.0.1:7", "10.0.0.2:8"]},
     "PeerAccess": {"lan_addresses": ["10.0.0.1:7", "10.0.0.2:8"], "public_host": "10.1.1.1"},
     "ArtifactHeader": {"parent": 1, "version": 2, "signature": bytes(64)},
     "ArtifactSeal": {"key": bytes(range(16)), "root_sha256": bytes(32), "signature": bytes(64)},

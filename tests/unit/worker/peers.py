@@ -17,12 +17,12 @@ import torch
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict, spans_of
-from echo2.broadcast.manifest import ArtifactId
-from echo2.broadcast.runtime.node import BroadcastNode
-from echo2.broadcast.runtime.node_options import NodeOptions
+from echo2.broadcast.artifact import ArtifactId
+from echo2.broadcast.node import BroadcastNode, NodeOptions
+from echo2.trust import tls
+from echo2.trust.calls import GatedServer
 from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
-from echo2.trust.runtime import tls
-from echo2.trust.runtime.gate import GatedServer
+from echo2.trust.ports import LEARNER, SERVICES
 from echo2.weights import DeltaHeader, HostWeights, encode_delta, encode_keyframe
 from echo2.weights.fingerprint import key_of_run
 from echo2.wire import rollout as wire
@@ -34,7 +34,7 @@ from echo2.wire.gen.echo2.v1 import (
     ingest_pb2,
     ingest_pb2_grpc,
 )
-from echo2.wire.ticket import Ticket, sign_ticket, verify_ticket
+from echo2.wire.rollout import Ticket, sign_ticket, verify_ticket
 
 RUN = RunId("small-run")
 KEY = key_of_run(RUN)
@@ -61,10 +61,12 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
     reports: list[ingest_pb2.RolloutReport] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     is_silent: bool = False
+    streams: int = 0
     refuses: set[str] = field(default_factory=set)
 
     async def Report(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         caller = tls.peer_of(context)
+        self.streams += 1
         tickets: dict[str, Ticket] = {}
         async for report in requests:
             if report.HasField("ticket"):
@@ -88,12 +90,6 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
         ticket = verify_ticket(request.ticket, RUN, self.authority.identity.peer_id, caller.peer_id)
         partials = [self.rollout_of(key) for key in self.held if key[0] == ticket.group_id]
         return ingest_pb2.GetPartialsReply(rollouts=[wire.rollout_to_message(rollout) for rollout in partials])
-
-    async def Score(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Asks for no scores."""
-        async for _ in requests:
-            for lease in ():
-                yield lease
 
     def rollout_of(self, key: tuple[str, int]) -> Rollout:
         """What is held of one rollout, whole."""
@@ -262,6 +258,7 @@ class SmallRun:
         self.learner = SmallLearner(self.authority)
         self.coordinator_address = "127.0.0.1:0"
         self.learner_address = "127.0.0.1:0"
+        self.chunk_address = ""
         self.enrol_port = 0
         self.model_config_json = b""
         self.model_digest = ""
@@ -286,7 +283,7 @@ class SmallRun:
         return str(JoinLink("127.0.0.1", self.enrol_port, self.authority.identity.peer_id, token))
 
     async def start_coordinator(self) -> None:
-        server = tls.new_server()
+        server = tls.new_server(SERVICES)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.coordinator, server)
         credentials = tls.coordinator_credentials(self.authority, self.coordinator_address)
         port = tls.bind_server(server, self.coordinator_address, tls.server_credentials(credentials))
@@ -295,11 +292,11 @@ class SmallRun:
         self._servers["coordinator"] = server
 
     async def start_learner(self) -> None:
-        server = tls.new_server()
+        server = tls.new_server(LEARNER)
         ingest_pb2_grpc.add_IngestServicer_to_server(self.learner, server)
         if self.folder is not None:
             self.node = BroadcastNode(self.learner_credentials, NodeOptions(self.folder / "learner"))
-            self.node.add_to_server(server)
+            self.chunk_address = f"127.0.0.1:{self.node.listen()}"
             await self.node.start()
         credentials = tls.server_credentials(self.learner_credentials)
         port = tls.bind_server(server, self.learner_address, credentials)
@@ -355,6 +352,7 @@ class SmallRun:
         return coordinator_pb2.LearnerWhereabouts(
             peer_id=self.learner_credentials.peer_id,
             address=self.learner_address,
+            chunk_address=self.chunk_address,
             model_name="tiny",
             model_config_json=self.model_config_json,
             model_digest=self.model_digest,

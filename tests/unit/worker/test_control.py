@@ -1,13 +1,29 @@
+"""."""
+
 from __future__ import annotations
 
 import asyncio
+import os
+import shlex
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
-from echo2.base.errors import ProtocolError, StateError, Unreachable
+from echo2.base.errors import ConfigError, ProtocolError, StateError, Unreachable
 from echo2.cli import worker
-from echo2.worker.runtime.control import ControlServer, ask, socket_path
+from echo2.worker import control as running
+from echo2.worker.control import (
+    ControlServer,
+    RunningWorker,
+    ask,
+    listening_sockets,
+    running_workers,
+    socket_path,
+    the_one,
+)
 
 
 async def answered(command: str) -> dict[str, object]:
@@ -67,3 +83,120 @@ def test_the_owners_commands_ask_the_worker_and_print_what_it_says(
     assert printed[0].split() == ["version", "3"]
     assert printed[-2:] == ["drain begins", "leave begins"]
     assert worker.main(["status", "--folder", str(tmp_path)]) == 10
+
+
+@pytest.fixture(autouse=True)
+def only_workers_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's table as it is when it is read, without other people's workers."""
+    table = running.TABLE
+
+    class Own:
+        def read_bytes(self) -> bytes:
+            deep = {os.fsencode(socket_path(folder)) for folder in tmp_path.rglob("*") if folder.is_dir()}
+            rows = table.read_bytes().splitlines()
+            return b"\n".join(row for row in rows if os.fsencode(tmp_path) in row or row.split(maxsplit=7)[-1] in deep)
+
+    monkeypatch.setattr(running, "TABLE", Own())
+
+
+async def says_its_version(command: str) -> dict[str, object]:
+    return {"version": 3} if command == "status" else {"text": f"{command} begins"}
+
+
+def with_workers(folders: dict[str, Path], scene: Callable[[], Awaitable[None]]) -> None:
+    async def play() -> None:
+        async with AsyncExitStack() as stack:
+            for name, folder in folders.items():
+                folder.mkdir(parents=True)
+                server = ControlServer(folder, name.split("@")[0], says_its_version)
+                await server.start()
+                stack.push_async_callback(server.stop)
+            await scene()
+
+    asyncio.run(play())
+
+
+async def run(line: str) -> int:
+    program, *words = shlex.split(line)
+    assert program == "echo-worker"
+    return await asyncio.to_thread(worker.main, words)
+
+
+@pytest.mark.parametrize("depth", [1, 12])
+def test_the_only_worker_is_found_wherever_its_folder_is(
+    tmp_path: Path, depth: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scene() -> None:
+        for line in ("echo-worker status", "echo-worker drain", "echo-worker leave"):
+            assert await run(line) == 0
+
+    with_workers({"berlin": tmp_path.joinpath("runs", *["a rather long name"] * depth)}, scene)
+    assert capsys.readouterr().out.splitlines() == ["version  3", "drain begins", "leave begins"]
+
+
+def test_of_several_one_is_chosen_by_name_or_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = {"berlin": tmp_path / "one", "oslo": tmp_path / "two", "oslo@other": tmp_path / "three"}
+
+    async def scene() -> None:
+        assert await run("echo-worker status") == 2
+        told = capsys.readouterr().err
+        assert "expected one, found 3: berlin in " in told and "choose by --name or --folder" in told
+        assert all(str(folder) in told for folder in folders.values())
+        assert await run("echo-worker status --name berlin") == 0
+        assert await run("echo-worker status --name oslo") == 2
+        assert await run(f"echo-worker status --folder '{folders['oslo']}'") == 0
+        assert await run("echo-worker status --name rome") == 10
+        assert "found none; others run: berlin in " in capsys.readouterr().err
+
+    with_workers(folders, scene)
+
+
+def test_nobody_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert worker.main(["status"]) == 10
+    assert "expected one that runs on this machine, found none" in capsys.readouterr().err
+
+
+def test_a_socket_that_a_killed_worker_left_is_not_a_worker(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(socket_path(tmp_path)))
+        killed.listen()
+        assert list(listening_sockets(running.TABLE.read_bytes())) == [socket_path(tmp_path)]
+    assert socket_path(tmp_path).exists()
+    assert asyncio.run(running_workers()) == []
+
+
+def test_a_worker_that_hangs_is_listed_with_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "WHO_S", 0.01)
+    with socket.socket(socket.AF_UNIX) as frozen:
+        frozen.bind(str(socket_path(tmp_path)))
+        frozen.listen()
+        (found,) = asyncio.run(running_workers())
+    assert (found.name, found.folder) == ("", tmp_path) and "expected one to answer" in found.trouble
+    assert "expected one to answer" in str(found)
+
+
+def test_other_programs_sockets_and_connections_are_no_workers() -> None:
+    head = b"Num       RefCount Protocol Flags    Type St Inode Path\n"
+    listens, connected = b"0000: 00000002 00000000 00010000 0001 01 1 ", b"0000: 00000003 00000000 00000000 0001 03 2 "
+    table = head + b"\n".join(
+        [
+            listens + b"/run/x/control.sock",
+            listens + b"@abstract/echo-worker.sock",
+            connected + b"/w/echo-worker.sock",
+            listens + b"/w with a space/echo-worker.sock",
+            b"0000: 00000002 00000000 00010000 0001 01 3",
+        ]
+    )
+    assert list(listening_sockets(table)) == [Path("/w with a space/echo-worker.sock")]
+
+
+def test_where_there_is_no_table_the_folder_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "TABLE", tmp_path / "none")
+    with pytest.raises(Unreachable, match="--folder"):
+        asyncio.run(running_workers())
+
+
+def test_a_name_that_two_have_chooses_neither() -> None:
+    two = [RunningWorker("w", Path(f"/{n}"), Path(f"/{n}/s")) for n in "ab"]
+    with pytest.raises(ConfigError, match="found 2: w in /a; w in /b"):
+        the_one(two, "w")

@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from echo2.wire.bounds import LOG_LINES_MAX, check
-from echo2.worker.options import MachinePlace
-from echo2.worker.place import place_of
-from echo2.worker.runtime.log_tail import LogTail
+from echo2.worker.heartbeat import LogTail
+from echo2.worker.machine import MachinePlace, place_of
 
 SKY = {"SKYPILOT_CLUSTER_INFO": json.dumps({"cluster_name": "a", "cloud": "GCP", "region": "us-central1", "zone": "b"})}
 

@@ -8,7 +8,7 @@ import pytest
 
 from echo2.outside.under_way import under_way
 from echo2.sim.virtual_loop import VirtualLoop
-from echo2.worker.runtime.progress import LINE_EVERY_S, ProgressBars, ProgressLines, progress_for, shown
+from echo2.worker.progress import LINE_EVERY_S, ProgressBars, ProgressLines, progress_for, shown
 
 
 class Terminal(io.StringIO):

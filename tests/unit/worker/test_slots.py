@@ -9,9 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from echo2.base.errors import EngineError
 from echo2.base.rollout import FinishReason, SamplingParams
-from echo2.worker.blocks import BLOCK_TOKENS, BlockPool, blocks_for
-from echo2.worker.engine import GenerateRequest
-from echo2.worker.slots import SlotSequence, SlotTable
+from echo2.worker.engines.embedded.slots import BLOCK_TOKENS, BlockPool, SlotTable, blocks_for
+from echo2.worker.engines.engine import GenerateRequest
 
 CONTEXT = 4 * BLOCK_TOKENS
 PROMPTS = {"a": tuple(range(1, 71)), "b": tuple(range(100, 165)), "c": (9,), "d": tuple(range(40))}
@@ -92,11 +91,9 @@ class SlotTraffic(RuleBasedStateMachine):
         ids = [s.request.request_id for s in self.table.running.values()] + [r.request_id for r in self.table.waiting]
         if not ids:
             return
-        found = self.table.find(data.draw(st.sampled_from(ids)))
-        if isinstance(found, SlotSequence):
-            self.table.release(found)
-        elif found is not None:
-            self.table.forget_waiting(found)
+        gone = data.draw(st.sampled_from(ids))
+        assert self.table.abort(gone)
+        assert not self.table.abort(gone)
 
     @invariant()
     def cached_positions_hold_the_right_tokens(self) -> None:

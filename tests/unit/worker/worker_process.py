@@ -7,8 +7,9 @@ import signal
 import sys
 from pathlib import Path
 
-from echo2.worker.options import EngineChoice, WorkerOptions
-from echo2.worker.runtime.daemon import WorkerDaemon
+from echo2.config.run import RunConfig, WorkerSection
+from echo2.worker.options import WorkerOptions
+from echo2.worker.worker import WorkerDaemon
 
 if __name__ == "__main__":
     link, folder, slowdown, slots = sys.argv[1:]
@@ -16,10 +17,8 @@ if __name__ == "__main__":
         join_link=link,
         folder=Path(folder),
         name="doomed",
-        engine=EngineChoice.EMBEDDED,
-        slot_count=int(slots),
+        config=RunConfig(worker=WorkerSection(engine="embedded", slots=int(slots), slowdown=float(slowdown))),
         listen_host="127.0.0.1",
-        slowdown=float(slowdown),
     )
 
     async def run() -> None:

@@ -1,3 +1,4 @@
+from echo2.wire.gen.echo2.v1 import bounds_pb2 as _bounds_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -33,16 +34,14 @@ class PeerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., header: _Optional[_Union[ArtifactHeader, _Mapping]] = ..., chunk: _Optional[_Union[ChunkFrame, _Mapping]] = ..., seal: _Optional[_Union[ArtifactSeal, _Mapping]] = ..., have: _Optional[_Union[HaveMap, _Mapping]] = ..., request: _Optional[_Union[ChunkRequest, _Mapping]] = ..., cancel: _Optional[_Union[ChunkCancel, _Mapping]] = ..., relay_ack: _Optional[_Union[RelayAck, _Mapping]] = ..., width_wish: _Optional[_Union[WidthWish, _Mapping]] = ..., route: _Optional[_Union[Route, _Mapping]] = ..., is_answer: _Optional[bool] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("protocol_version", "run_id", "is_further", "bulk_port")
+    __slots__ = ("protocol_version", "run_id", "is_further")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     IS_FURTHER_FIELD_NUMBER: _ClassVar[int]
-    BULK_PORT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     run_id: str
     is_further: bool
-    bulk_port: int
-    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., is_further: _Optional[bool] = ..., bulk_port: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., is_further: _Optional[bool] = ...) -> None: ...
 
 class Route(_message.Message):
     __slots__ = ("epoch", "tree")
@@ -167,7 +166,7 @@ class BroadcastPlan(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[PlanNode, _Mapping]]] = ..., topology: _Optional[str] = ..., trees: _Optional[_Iterable[_Union[PlanTree, _Mapping]]] = ..., predicted_s: _Optional[_Iterable[float]] = ..., predicted_bytes: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PlanNode(_message.Message):
-    __slots__ = ("peer_id", "name", "addresses", "uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s", "access", "is_late", "deferred_share", "turn")
+    __slots__ = ("peer_id", "name", "addresses", "uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s", "access", "is_late")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -176,8 +175,6 @@ class PlanNode(_message.Message):
     RTT_S_FIELD_NUMBER: _ClassVar[int]
     ACCESS_FIELD_NUMBER: _ClassVar[int]
     IS_LATE_FIELD_NUMBER: _ClassVar[int]
-    DEFERRED_SHARE_FIELD_NUMBER: _ClassVar[int]
-    TURN_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
@@ -186,9 +183,7 @@ class PlanNode(_message.Message):
     rtt_s: float
     access: PeerAccess
     is_late: bool
-    deferred_share: float
-    turn: int
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., uplink_bytes_per_s: _Optional[float] = ..., downlink_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., access: _Optional[_Union[PeerAccess, _Mapping]] = ..., is_late: _Optional[bool] = ..., deferred_share: _Optional[float] = ..., turn: _Optional[int] = ...) -> None: ...
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., uplink_bytes_per_s: _Optional[float] = ..., downlink_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., access: _Optional[_Union[PeerAccess, _Mapping]] = ..., is_late: _Optional[bool] = ...) -> None: ...
 
 class PeerAccess(_message.Message):
     __slots__ = ("lan_addresses", "public_host", "relays", "met")

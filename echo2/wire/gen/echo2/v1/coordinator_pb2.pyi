@@ -1,3 +1,4 @@
+from echo2.wire.gen.echo2.v1 import bounds_pb2 as _bounds_pb2
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as _broadcast_pb2
 from echo2.wire.gen.echo2.v1 import rollout_pb2 as _rollout_pb2
 from google.protobuf.internal import containers as _containers
@@ -258,7 +259,7 @@ class BannedPeer(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., is_lifted: _Optional[bool] = ...) -> None: ...
 
 class LearnerWhereabouts(_message.Message):
-    __slots__ = ("peer_id", "address", "model_name", "model_config_json", "model_digest", "newest_version", "relay_address", "longest_sequence_tokens", "full_snapshot_bytes", "audits_nothing")
+    __slots__ = ("peer_id", "address", "model_name", "model_config_json", "model_digest", "newest_version", "relay_address", "longest_sequence_tokens", "full_snapshot_bytes", "chunk_address")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -268,7 +269,7 @@ class LearnerWhereabouts(_message.Message):
     RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LONGEST_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FULL_SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    AUDITS_NOTHING_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     address: str
     model_name: str
@@ -278,8 +279,8 @@ class LearnerWhereabouts(_message.Message):
     relay_address: str
     longest_sequence_tokens: int
     full_snapshot_bytes: int
-    audits_nothing: bool
-    def __init__(self, peer_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., newest_version: _Optional[int] = ..., relay_address: _Optional[str] = ..., longest_sequence_tokens: _Optional[int] = ..., full_snapshot_bytes: _Optional[int] = ..., audits_nothing: _Optional[bool] = ...) -> None: ...
+    chunk_address: str
+    def __init__(self, peer_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., newest_version: _Optional[int] = ..., relay_address: _Optional[str] = ..., longest_sequence_tokens: _Optional[int] = ..., full_snapshot_bytes: _Optional[int] = ..., chunk_address: _Optional[str] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
     __slots__ = ("ticket", "group", "is_continuation", "is_renewal")
@@ -340,7 +341,7 @@ class LearnerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., report: _Optional[_Union[LearnerReport, _Mapping]] = ..., offer: _Optional[_Union[OfferGroups, _Mapping]] = ..., close: _Optional[_Union[CloseGroups, _Mapping]] = ..., published: _Optional[_Union[VersionPublished, _Mapping]] = ..., leaving: _Optional[_Union[LearnerLeaving, _Mapping]] = ..., accused: _Optional[_Union[WorkerAccused, _Mapping]] = ..., delivered: _Optional[_Union[WorkersDelivered, _Mapping]] = ..., shown: _Optional[_Union[RolloutsShown, _Mapping]] = ...) -> None: ...
 
 class LearnerHello(_message.Message):
-    __slots__ = ("protocol_version", "run_id", "address", "model_name", "model_config_json", "model_digest", "staleness_bound", "rollouts_per_step", "rollouts_per_group", "step", "newest_version", "open_groups", "full_snapshot_bytes", "link", "step_limit", "kappa_is_fixed", "kappa", "relay_address", "longest_sequence_tokens", "audits_nothing")
+    __slots__ = ("protocol_version", "run_id", "address", "model_name", "model_config_json", "model_digest", "staleness_bound", "rollouts_per_step", "rollouts_per_group", "step", "newest_version", "open_groups", "full_snapshot_bytes", "link", "step_limit", "kappa_is_fixed", "kappa", "relay_address", "longest_sequence_tokens", "chunk_address")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -360,7 +361,7 @@ class LearnerHello(_message.Message):
     KAPPA_FIELD_NUMBER: _ClassVar[int]
     RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LONGEST_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    AUDITS_NOTHING_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     run_id: str
     address: str
@@ -380,11 +381,11 @@ class LearnerHello(_message.Message):
     kappa: int
     relay_address: str
     longest_sequence_tokens: int
-    audits_nothing: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., rollouts_per_step: _Optional[int] = ..., rollouts_per_group: _Optional[int] = ..., step: _Optional[int] = ..., newest_version: _Optional[int] = ..., open_groups: _Optional[_Iterable[_Union[_rollout_pb2.GroupSpec, _Mapping]]] = ..., full_snapshot_bytes: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., step_limit: _Optional[int] = ..., kappa_is_fixed: _Optional[bool] = ..., kappa: _Optional[int] = ..., relay_address: _Optional[str] = ..., longest_sequence_tokens: _Optional[int] = ..., audits_nothing: _Optional[bool] = ...) -> None: ...
+    chunk_address: str
+    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., rollouts_per_step: _Optional[int] = ..., rollouts_per_group: _Optional[int] = ..., step: _Optional[int] = ..., newest_version: _Optional[int] = ..., open_groups: _Optional[_Iterable[_Union[_rollout_pb2.GroupSpec, _Mapping]]] = ..., full_snapshot_bytes: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., step_limit: _Optional[int] = ..., kappa_is_fixed: _Optional[bool] = ..., kappa: _Optional[int] = ..., relay_address: _Optional[str] = ..., longest_sequence_tokens: _Optional[int] = ..., chunk_address: _Optional[str] = ...) -> None: ...
 
 class LearnerReport(_message.Message):
-    __slots__ = ("step", "newest_version", "train_s", "wait_s", "reward_mean", "buffered_rollouts", "open_rollouts", "trained_rollouts", "trained_tokens", "dropped_stale_rollouts", "duplicate_rollouts", "refused_rollouts", "over_stale_tokens_trained", "lag_histogram", "utilisation", "sent_chunk_bytes", "waits_for", "waits_since_s", "is_finished", "eval_reward", "fingerprint", "evaluation_rollouts", "idle_s", "audit_fleet_share", "audit_s")
+    __slots__ = ("step", "newest_version", "train_s", "wait_s", "reward_mean", "buffered_rollouts", "open_rollouts", "trained_rollouts", "trained_tokens", "dropped_stale_rollouts", "duplicate_rollouts", "refused_rollouts", "over_stale_tokens_trained", "lag_histogram", "utilisation", "sent_chunk_bytes", "waits_for", "waits_since_s", "is_finished", "eval_reward", "fingerprint", "evaluation_rollouts", "idle_s", "audit_s", "rewards_due", "prompts_exhausted", "reward_s", "reward_processes", "lengths", "discarded_rollouts")
     STEP_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     TRAIN_S_FIELD_NUMBER: _ClassVar[int]
@@ -408,8 +409,13 @@ class LearnerReport(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
-    AUDIT_FLEET_SHARE_FIELD_NUMBER: _ClassVar[int]
     AUDIT_S_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_DUE_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
+    REWARD_S_FIELD_NUMBER: _ClassVar[int]
+    REWARD_PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     step: int
     newest_version: int
     train_s: float
@@ -433,9 +439,14 @@ class LearnerReport(_message.Message):
     fingerprint: str
     evaluation_rollouts: float
     idle_s: float
-    audit_fleet_share: float
     audit_s: float
-    def __init__(self, step: _Optional[int] = ..., newest_version: _Optional[int] = ..., train_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., reward_mean: _Optional[float] = ..., buffered_rollouts: _Optional[int] = ..., open_rollouts: _Optional[int] = ..., trained_rollouts: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., dropped_stale_rollouts: _Optional[int] = ..., duplicate_rollouts: _Optional[int] = ..., refused_rollouts: _Optional[int] = ..., over_stale_tokens_trained: _Optional[int] = ..., lag_histogram: _Optional[_Iterable[int]] = ..., utilisation: _Optional[float] = ..., sent_chunk_bytes: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., is_finished: _Optional[bool] = ..., eval_reward: _Optional[float] = ..., fingerprint: _Optional[str] = ..., evaluation_rollouts: _Optional[float] = ..., idle_s: _Optional[float] = ..., audit_fleet_share: _Optional[float] = ..., audit_s: _Optional[float] = ...) -> None: ...
+    rewards_due: int
+    prompts_exhausted: bool
+    reward_s: float
+    reward_processes: int
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    discarded_rollouts: int
+    def __init__(self, step: _Optional[int] = ..., newest_version: _Optional[int] = ..., train_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., reward_mean: _Optional[float] = ..., buffered_rollouts: _Optional[int] = ..., open_rollouts: _Optional[int] = ..., trained_rollouts: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., dropped_stale_rollouts: _Optional[int] = ..., duplicate_rollouts: _Optional[int] = ..., refused_rollouts: _Optional[int] = ..., over_stale_tokens_trained: _Optional[int] = ..., lag_histogram: _Optional[_Iterable[int]] = ..., utilisation: _Optional[float] = ..., sent_chunk_bytes: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., is_finished: _Optional[bool] = ..., eval_reward: _Optional[float] = ..., fingerprint: _Optional[str] = ..., evaluation_rollouts: _Optional[float] = ..., idle_s: _Optional[float] = ..., audit_s: _Optional[float] = ..., rewards_due: _Optional[int] = ..., prompts_exhausted: _Optional[bool] = ..., reward_s: _Optional[float] = ..., reward_processes: _Optional[int] = ..., lengths: _Optional[_Iterable[int]] = ..., discarded_rollouts: _Optional[int] = ...) -> None: ...
 
 class OfferGroups(_message.Message):
     __slots__ = ("groups", "held_tokens")
@@ -618,7 +629,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RunStatus(_message.Message):
-    __slots__ = ("run_id", "unix_s", "learner_hello", "learner", "learner_is_connected", "workers", "plan", "plan_terms", "open_leases", "queued_groups", "usd_spent", "usd_per_hour", "artifact_bytes_published", "full_bytes_published", "events", "measured_utilisation", "measured_broadcast_s", "waits", "usd_useful", "usd_useful_per_hour", "finished")
+    __slots__ = ("run_id", "unix_s", "learner_hello", "learner", "learner_is_connected", "workers", "plan", "plan_terms", "open_leases", "queued_groups", "usd_spent", "usd_per_hour", "artifact_bytes_published", "full_bytes_published", "events", "measured_utilisation", "measured_broadcast_s", "waits", "usd_useful", "usd_useful_per_hour", "finished", "headline", "headline_kind")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     UNIX_S_FIELD_NUMBER: _ClassVar[int]
     LEARNER_HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -640,6 +651,8 @@ class RunStatus(_message.Message):
     USD_USEFUL_FIELD_NUMBER: _ClassVar[int]
     USD_USEFUL_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    HEADLINE_FIELD_NUMBER: _ClassVar[int]
+    HEADLINE_KIND_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     unix_s: float
     learner_hello: LearnerHello
@@ -661,7 +674,9 @@ class RunStatus(_message.Message):
     usd_useful: float
     usd_useful_per_hour: float
     finished: str
-    def __init__(self, run_id: _Optional[str] = ..., unix_s: _Optional[float] = ..., learner_hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., learner: _Optional[_Union[LearnerReport, _Mapping]] = ..., learner_is_connected: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., plan: _Optional[_Union[PlanUpdate, _Mapping]] = ..., plan_terms: _Optional[_Iterable[str]] = ..., open_leases: _Optional[int] = ..., queued_groups: _Optional[int] = ..., usd_spent: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., artifact_bytes_published: _Optional[int] = ..., full_bytes_published: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., measured_utilisation: _Optional[float] = ..., measured_broadcast_s: _Optional[float] = ..., waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ..., usd_useful: _Optional[float] = ..., usd_useful_per_hour: _Optional[float] = ..., finished: _Optional[str] = ...) -> None: ...
+    headline: str
+    headline_kind: str
+    def __init__(self, run_id: _Optional[str] = ..., unix_s: _Optional[float] = ..., learner_hello: _Optional[_Union[LearnerHello, _Mapping]] = ..., learner: _Optional[_Union[LearnerReport, _Mapping]] = ..., learner_is_connected: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., plan: _Optional[_Union[PlanUpdate, _Mapping]] = ..., plan_terms: _Optional[_Iterable[str]] = ..., open_leases: _Optional[int] = ..., queued_groups: _Optional[int] = ..., usd_spent: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., artifact_bytes_published: _Optional[int] = ..., full_bytes_published: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., measured_utilisation: _Optional[float] = ..., measured_broadcast_s: _Optional[float] = ..., waits: _Optional[_Iterable[_Union[Wait, _Mapping]]] = ..., usd_useful: _Optional[float] = ..., usd_useful_per_hour: _Optional[float] = ..., finished: _Optional[str] = ..., headline: _Optional[str] = ..., headline_kind: _Optional[str] = ...) -> None: ...
 
 class Wait(_message.Message):
     __slots__ = ("what", "since_unix_s")
@@ -703,41 +718,19 @@ class Event(_message.Message):
     text: str
     def __init__(self, unix_s: _Optional[float] = ..., kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
-class OfferedMachine(_message.Message):
-    __slots__ = ("provider", "instance", "region", "gpu", "gpu_count", "gpu_memory_gib", "usd_per_hour", "is_spot")
-    PROVIDER_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_FIELD_NUMBER: _ClassVar[int]
-    REGION_FIELD_NUMBER: _ClassVar[int]
-    GPU_FIELD_NUMBER: _ClassVar[int]
-    GPU_COUNT_FIELD_NUMBER: _ClassVar[int]
-    GPU_MEMORY_GIB_FIELD_NUMBER: _ClassVar[int]
-    USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
-    IS_SPOT_FIELD_NUMBER: _ClassVar[int]
-    provider: str
-    instance: str
-    region: str
-    gpu: str
-    gpu_count: int
-    gpu_memory_gib: float
-    usd_per_hour: float
-    is_spot: bool
-    def __init__(self, provider: _Optional[str] = ..., instance: _Optional[str] = ..., region: _Optional[str] = ..., gpu: _Optional[str] = ..., gpu_count: _Optional[int] = ..., gpu_memory_gib: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., is_spot: _Optional[bool] = ...) -> None: ...
+class ActRequest(_message.Message):
+    __slots__ = ("name", "body_json")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BODY_JSON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    body_json: bytes
+    def __init__(self, name: _Optional[str] = ..., body_json: _Optional[bytes] = ...) -> None: ...
 
-class GetOutlookRequest(_message.Message):
-    __slots__ = ("offers", "prices", "learner_usd_per_hour")
-    OFFERS_FIELD_NUMBER: _ClassVar[int]
-    PRICES_FIELD_NUMBER: _ClassVar[int]
-    LEARNER_USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
-    offers: _containers.RepeatedCompositeFieldContainer[OfferedMachine]
-    prices: str
-    learner_usd_per_hour: float
-    def __init__(self, offers: _Optional[_Iterable[_Union[OfferedMachine, _Mapping]]] = ..., prices: _Optional[str] = ..., learner_usd_per_hour: _Optional[float] = ...) -> None: ...
-
-class GetOutlookReply(_message.Message):
-    __slots__ = ("outlook_json",)
-    OUTLOOK_JSON_FIELD_NUMBER: _ClassVar[int]
-    outlook_json: bytes
-    def __init__(self, outlook_json: _Optional[bytes] = ...) -> None: ...
+class ActReply(_message.Message):
+    __slots__ = ("answer_json",)
+    ANSWER_JSON_FIELD_NUMBER: _ClassVar[int]
+    answer_json: bytes
+    def __init__(self, answer_json: _Optional[bytes] = ...) -> None: ...
 
 class CreateTokenRequest(_message.Message):
     __slots__ = ("role", "lifetime_s", "use_limit", "label")

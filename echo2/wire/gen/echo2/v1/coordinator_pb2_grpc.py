@@ -163,10 +163,10 @@ class OperatorStub:
                 request_serializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenRequest.SerializeToString,
                 response_deserializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenReply.FromString,
                 _registered_method=True)
-        self.GetOutlook = channel.unary_unary(
-                '/echo2.v1.Operator/GetOutlook',
-                request_serializer=echo2_dot_v1_dot_coordinator__pb2.GetOutlookRequest.SerializeToString,
-                response_deserializer=echo2_dot_v1_dot_coordinator__pb2.GetOutlookReply.FromString,
+        self.Act = channel.unary_unary(
+                '/echo2.v1.Operator/Act',
+                request_serializer=echo2_dot_v1_dot_coordinator__pb2.ActRequest.SerializeToString,
+                response_deserializer=echo2_dot_v1_dot_coordinator__pb2.ActReply.FromString,
                 _registered_method=True)
 
 
@@ -186,8 +186,8 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetOutlook(self, request, context):
-        """What to do next, and how earlier predictions came out.
+    def Act(self, request, context):
+        """An action of the operator, or a question: those of the page, by the same names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,10 +206,10 @@ def add_OperatorServicer_to_server(servicer, server):
                     request_deserializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenRequest.FromString,
                     response_serializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenReply.SerializeToString,
             ),
-            'GetOutlook': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetOutlook,
-                    request_deserializer=echo2_dot_v1_dot_coordinator__pb2.GetOutlookRequest.FromString,
-                    response_serializer=echo2_dot_v1_dot_coordinator__pb2.GetOutlookReply.SerializeToString,
+            'Act': grpc.unary_unary_rpc_method_handler(
+                    servicer.Act,
+                    request_deserializer=echo2_dot_v1_dot_coordinator__pb2.ActRequest.FromString,
+                    response_serializer=echo2_dot_v1_dot_coordinator__pb2.ActReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -278,7 +278,7 @@ class Operator:
             _registered_method=True)
 
     @staticmethod
-    def GetOutlook(request,
+    def Act(request,
             target,
             options=(),
             channel_credentials=None,
@@ -291,9 +291,9 @@ class Operator:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/echo2.v1.Operator/GetOutlook',
-            echo2_dot_v1_dot_coordinator__pb2.GetOutlookRequest.SerializeToString,
-            echo2_dot_v1_dot_coordinator__pb2.GetOutlookReply.FromString,
+            '/echo2.v1.Operator/Act',
+            echo2_dot_v1_dot_coordinator__pb2.ActRequest.SerializeToString,
+            echo2_dot_v1_dot_coordinator__pb2.ActReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,25 +22,62 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from echo2.wire.gen.echo2.v1 import bounds_pb2 as echo2_dot_v1_dot_bounds__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65\x63ho2/v1/enrolment.proto\x12\x08\x65\x63ho2.v1\"I\n\x0cRenewRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1f\n\x17\x63\x65rtificate_request_der\x18\x02 \x01(\x0c\"%\n\nRenewReply\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\x0c\"f\n\x0c\x45nrolRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x1f\n\x17\x63\x65rtificate_request_der\x18\x04 \x01(\x0c\"\xaa\x01\n\nEnrolReply\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\x0c\x12\x15\n\rauthority_pem\x18\x02 \x01(\x0c\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x1b\n\x13\x63oordinator_peer_id\x18\x04 \x01(\t\x12\x1b\n\x13\x63oordinator_address\x18\x05 \x01(\t\x12\"\n\x1a\x63\x65rtificate_expires_unix_s\x18\x06 \x01(\x01\x32\x42\n\tEnrolment\x12\x35\n\x05\x45nrol\x12\x16.echo2.v1.EnrolRequest\x1a\x14.echo2.v1.EnrolReply2@\n\x07Renewal\x12\x35\n\x05Renew\x12\x16.echo2.v1.RenewRequest\x1a\x14.echo2.v1.RenewReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65\x63ho2/v1/enrolment.proto\x12\x08\x65\x63ho2.v1\x1a\x15\x65\x63ho2/v1/bounds.proto\"#\n\x0cWheelRequest\x12\x13\n\x05token\x18\x01 \x01(\tB\x04\x88\xb5\x18\x1d\"\'\n\nWheelBlock\x12\x19\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x42\x0b\x91\xb5\x18\x00\x00\x00\x00\x00\x00PA\"U\n\x0cRenewRequest\x12\x1e\n\x10protocol_version\x18\x01 \x01(\rB\x04\x88\xb5\x18\x01\x12%\n\x17\x63\x65rtificate_request_der\x18\x02 \x01(\x0c\x42\x04\x88\xb5\x18 \"+\n\nRenewReply\x12\x1d\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\x0c\x42\x04\x88\xb5\x18 \"~\n\x0c\x45nrolRequest\x12\x1e\n\x10protocol_version\x18\x01 \x01(\rB\x04\x88\xb5\x18\x01\x12\x13\n\x05token\x18\x02 \x01(\tB\x04\x88\xb5\x18\x1d\x12\x12\n\x04role\x18\x03 \x01(\tB\x04\x88\xb5\x18\x1a\x12%\n\x17\x63\x65rtificate_request_der\x18\x04 \x01(\x0c\x42\x04\x88\xb5\x18 \"\xce\x01\n\nEnrolReply\x12\x1d\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\x0c\x42\x04\x88\xb5\x18 \x12\x1b\n\rauthority_pem\x18\x02 \x01(\x0c\x42\x04\x88\xb5\x18 \x12\x14\n\x06run_id\x18\x03 \x01(\tB\x04\x88\xb5\x18\x15\x12!\n\x13\x63oordinator_peer_id\x18\x04 \x01(\tB\x04\x88\xb5\x18\x15\x12!\n\x13\x63oordinator_address\x18\x05 \x01(\tB\x04\x88\xb5\x18\x18\x12(\n\x1a\x63\x65rtificate_expires_unix_s\x18\x06 \x01(\x01\x42\x04\x88\xb5\x18\x08\x32\x42\n\tEnrolment\x12\x35\n\x05\x45nrol\x12\x16.echo2.v1.EnrolRequest\x1a\x14.echo2.v1.EnrolReply2@\n\x07Renewal\x12\x35\n\x05Renew\x12\x16.echo2.v1.RenewRequest\x1a\x14.echo2.v1.RenewReply2E\n\x05Setup\x12<\n\nFetchWheel\x12\x16.echo2.v1.WheelRequest\x1a\x14.echo2.v1.WheelBlock0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'echo2.v1.enrolment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RENEWREQUEST']._serialized_start=38
-  _globals['_RENEWREQUEST']._serialized_end=111
-  _globals['_RENEWREPLY']._serialized_start=113
-  _globals['_RENEWREPLY']._serialized_end=150
-  _globals['_ENROLREQUEST']._serialized_start=152
-  _globals['_ENROLREQUEST']._serialized_end=254
-  _globals['_ENROLREPLY']._serialized_start=257
-  _globals['_ENROLREPLY']._serialized_end=427
-  _globals['_ENROLMENT']._serialized_start=429
-  _globals['_ENROLMENT']._serialized_end=495
-  _globals['_RENEWAL']._serialized_start=497
-  _globals['_RENEWAL']._serialized_end=561
+  _globals['_WHEELREQUEST'].fields_by_name['token']._loaded_options = None
+  _globals['_WHEELREQUEST'].fields_by_name['token']._serialized_options = b'\210\265\030\035'
+  _globals['_WHEELBLOCK'].fields_by_name['data']._loaded_options = None
+  _globals['_WHEELBLOCK'].fields_by_name['data']._serialized_options = b'\221\265\030\000\000\000\000\000\000PA'
+  _globals['_RENEWREQUEST'].fields_by_name['protocol_version']._loaded_options = None
+  _globals['_RENEWREQUEST'].fields_by_name['protocol_version']._serialized_options = b'\210\265\030\001'
+  _globals['_RENEWREQUEST'].fields_by_name['certificate_request_der']._loaded_options = None
+  _globals['_RENEWREQUEST'].fields_by_name['certificate_request_der']._serialized_options = b'\210\265\030 '
+  _globals['_RENEWREPLY'].fields_by_name['certificate_pem']._loaded_options = None
+  _globals['_RENEWREPLY'].fields_by_name['certificate_pem']._serialized_options = b'\210\265\030 '
+  _globals['_ENROLREQUEST'].fields_by_name['protocol_version']._loaded_options = None
+  _globals['_ENROLREQUEST'].fields_by_name['protocol_version']._serialized_options = b'\210\265\030\001'
+  _globals['_ENROLREQUEST'].fields_by_name['token']._loaded_options = None
+  _globals['_ENROLREQUEST'].fields_by_name['token']._serialized_options = b'\210\265\030\035'
+  _globals['_ENROLREQUEST'].fields_by_name['role']._loaded_options = None
+  _globals['_ENROLREQUEST'].fields_by_name['role']._serialized_options = b'\210\265\030\032'
+  _globals['_ENROLREQUEST'].fields_by_name['certificate_request_der']._loaded_options = None
+  _globals['_ENROLREQUEST'].fields_by_name['certificate_request_der']._serialized_options = b'\210\265\030 '
+  _globals['_ENROLREPLY'].fields_by_name['certificate_pem']._loaded_options = None
+  _globals['_ENROLREPLY'].fields_by_name['certificate_pem']._serialized_options = b'\210\265\030 '
+  _globals['_ENROLREPLY'].fields_by_name['authority_pem']._loaded_options = None
+  _globals['_ENROLREPLY'].fields_by_name['authority_pem']._serialized_options = b'\210\265\030 '
+  _globals['_ENROLREPLY'].fields_by_name['run_id']._loaded_options = None
+  _globals['_ENROLREPLY'].fields_by_name['run_id']._serialized_options = b'\210\265\030\025'
+  _globals['_ENROLREPLY'].fields_by_name['coordinator_peer_id']._loaded_options = None
+  _globals['_ENROLREPLY'].fields_by_name['coordinator_peer_id']._serialized_options = b'\210\265\030\025'
+  _globals['_ENROLREPLY'].fields_by_name['coordinator_address']._loaded_options = None
+  _globals['_ENROLREPLY'].fields_by_name['coordinator_address']._serialized_options = b'\210\265\030\030'
+  _globals['_ENROLREPLY'].fields_by_name['certificate_expires_unix_s']._loaded_options = None
+  _globals['_ENROLREPLY'].fields_by_name['certificate_expires_unix_s']._serialized_options = b'\210\265\030\010'
+  _globals['_WHEELREQUEST']._serialized_start=61
+  _globals['_WHEELREQUEST']._serialized_end=96
+  _globals['_WHEELBLOCK']._serialized_start=98
+  _globals['_WHEELBLOCK']._serialized_end=137
+  _globals['_RENEWREQUEST']._serialized_start=139
+  _globals['_RENEWREQUEST']._serialized_end=224
+  _globals['_RENEWREPLY']._serialized_start=226
+  _globals['_RENEWREPLY']._serialized_end=269
+  _globals['_ENROLREQUEST']._serialized_start=271
+  _globals['_ENROLREQUEST']._serialized_end=397
+  _globals['_ENROLREPLY']._serialized_start=400
+  _globals['_ENROLREPLY']._serialized_end=606
+  _globals['_ENROLMENT']._serialized_start=608
+  _globals['_ENROLMENT']._serialized_end=674
+  _globals['_RENEWAL']._serialized_start=676
+  _globals['_RENEWAL']._serialized_end=740
+  _globals['_SETUP']._serialized_start=742
+  _globals['_SETUP']._serialized_end=811
 # @@protoc_insertion_point(module_scope)

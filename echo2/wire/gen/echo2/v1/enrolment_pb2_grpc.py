@@ -176,3 +176,78 @@ class Renewal:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class SetupStub:
+    """On the enrolment port, for machines that the run has rented and that hold nothing of echo2 yet. The token is not used up.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.FetchWheel = channel.unary_stream(
+                '/echo2.v1.Setup/FetchWheel',
+                request_serializer=echo2_dot_v1_dot_enrolment__pb2.WheelRequest.SerializeToString,
+                response_deserializer=echo2_dot_v1_dot_enrolment__pb2.WheelBlock.FromString,
+                _registered_method=True)
+
+
+class SetupServicer:
+    """On the enrolment port, for machines that the run has rented and that hold nothing of echo2 yet. The token is not used up.
+    """
+
+    def FetchWheel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SetupServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'FetchWheel': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchWheel,
+                    request_deserializer=echo2_dot_v1_dot_enrolment__pb2.WheelRequest.FromString,
+                    response_serializer=echo2_dot_v1_dot_enrolment__pb2.WheelBlock.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'echo2.v1.Setup', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('echo2.v1.Setup', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Setup:
+    """On the enrolment port, for machines that the run has rented and that hold nothing of echo2 yet. The token is not used up.
+    """
+
+    @staticmethod
+    def FetchWheel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/echo2.v1.Setup/FetchWheel',
+            echo2_dot_v1_dot_enrolment__pb2.WheelRequest.SerializeToString,
+            echo2_dot_v1_dot_enrolment__pb2.WheelBlock.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

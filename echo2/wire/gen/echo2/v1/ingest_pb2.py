@@ -22,40 +22,51 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from echo2.wire.gen.echo2.v1 import bounds_pb2 as echo2_dot_v1_dot_bounds__pb2
 from echo2.wire.gen.echo2.v1 import rollout_pb2 as echo2_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x65\x63ho2/v1/ingest.proto\x12\x08\x65\x63ho2.v1\x1a\x16\x65\x63ho2/v1/rollout.proto\"\xb2\x01\n\rRolloutReport\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12%\n\x06ticket\x18\x02 \x01(\x0b\x32\x15.echo2.v1.LeaseTicket\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12*\n\x08segments\x18\x04 \x03(\x0b\x32\x18.echo2.v1.RolloutSegment\x12\x15\n\rdraws_by_seed\x18\x05 \x01(\x08\x12\x13\n\x0bkeeps_cache\x18\x06 \x01(\x08\"N\n\x0eRolloutVerdict\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12*\n\x08segments\x18\x02 \x03(\x0b\x32\x18.echo2.v1.SegmentVerdict\"\xbe\x02\n\x0eSegmentVerdict\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x31\n\x07verdict\x18\x03 \x01(\x0e\x32 .echo2.v1.SegmentVerdict.Verdict\x12\x13\n\x0bheld_tokens\x18\x04 \x01(\r\x12\x0f\n\x07message\x18\x05 \x01(\t\"\xb1\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x10\n\x0cVERDICT_HELD\x10\x01\x12\x14\n\x10VERDICT_ADMITTED\x10\x02\x12\x15\n\x11VERDICT_DUPLICATE\x10\x03\x12\x11\n\rVERDICT_STALE\x10\x04\x12\x13\n\x0fVERDICT_REFUSED\x10\x05\x12\x12\n\x0eVERDICT_RESEND\x10\x06\x12\x12\n\x0eVERDICT_CLOSED\x10\x07\";\n\x12GetPartialsRequest\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.echo2.v1.LeaseTicket\">\n\x10GetPartialsReply\x12*\n\x08rollouts\x18\x01 \x03(\x0b\x32\x18.echo2.v1.RolloutSegment\"k\n\rScoringReport\x12.\n\x08scorable\x18\x01 \x01(\x0b\x32\x1a.echo2.v1.ScorableVersionsH\x00\x12\"\n\x06scores\x18\x02 \x01(\x0b\x32\x10.echo2.v1.ScoresH\x00\x42\x06\n\x04kind\"$\n\x10ScorableVersions\x12\x10\n\x08versions\x18\x01 \x03(\x04\"F\n\x06Scores\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12*\n\tstretches\x18\x02 \x03(\x0b\x32\x17.echo2.v1.StretchScores\"\x8c\x01\n\rStretchScores\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\r\n\x05\x64rawn\x18\x02 \x03(\x02\x12\x10\n\x08\x65xpected\x18\x03 \x03(\x02\x12\x14\n\x0cstop_chances\x18\x04 \x03(\x02\x12\x0f\n\x07stopped\x18\x05 \x03(\x02\x12\r\n\x05\x62\x65low\x18\x06 \x03(\x02\x12\x12\n\ncollisions\x18\x07 \x03(\x02\"\x97\x01\n\x0cScoringLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.echo2.v1.SamplingParams\x12$\n\tstretches\x18\x04 \x03(\x0b\x32\x11.echo2.v1.Stretch\x12\x10\n\x08within_s\x18\x05 \x01(\x01\"\\\n\x07Stretch\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\x10\n\x08position\x18\x05 \x01(\r2\xd0\x01\n\x06Ingest\x12?\n\x06Report\x12\x17.echo2.v1.RolloutReport\x1a\x18.echo2.v1.RolloutVerdict(\x01\x30\x01\x12G\n\x0bGetPartials\x12\x1c.echo2.v1.GetPartialsRequest\x1a\x1a.echo2.v1.GetPartialsReply\x12<\n\x05Score\x12\x17.echo2.v1.ScoringReport\x1a\x16.echo2.v1.ScoringLease(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x65\x63ho2/v1/ingest.proto\x12\x08\x65\x63ho2.v1\x1a\x15\x65\x63ho2/v1/bounds.proto\x1a\x16\x65\x63ho2/v1/rollout.proto\"\xe0\x01\n\rRolloutReport\x12\x16\n\x08sequence\x18\x01 \x01(\x04\x42\x04\x88\xb5\x18\x03\x12%\n\x06ticket\x18\x02 \x01(\x0b\x32\x15.echo2.v1.LeaseTicket\x12\x16\n\x08lease_id\x18\x03 \x01(\tB\x04\x88\xb5\x18\x15\x12\x31\n\x08segments\x18\x04 \x03(\x0b\x32\x18.echo2.v1.RolloutSegmentB\x05\x98\xb5\x18\x80 \x12\x15\n\rdraws_by_seed\x18\x05 \x01(\x08\x12\x13\n\x0bkeeps_cache\x18\x06 \x01(\x08\x12\x19\n\x0b\x65ngine_kind\x18\x07 \x01(\tB\x04\x88\xb5\x18\x15\"[\n\x0eRolloutVerdict\x12\x16\n\x08sequence\x18\x01 \x01(\x04\x42\x04\x88\xb5\x18\x03\x12\x31\n\x08segments\x18\x02 \x03(\x0b\x32\x18.echo2.v1.SegmentVerdictB\x05\x98\xb5\x18\x80 \"\xd6\x02\n\x0eSegmentVerdict\x12\x16\n\x08group_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x15\x12\x13\n\x05index\x18\x02 \x01(\rB\x04\x88\xb5\x18\x0e\x12\x31\n\x07verdict\x18\x03 \x01(\x0e\x32 .echo2.v1.SegmentVerdict.Verdict\x12\x19\n\x0bheld_tokens\x18\x04 \x01(\rB\x04\x88\xb5\x18\x0c\x12\x15\n\x07message\x18\x05 \x01(\tB\x04\x88\xb5\x18\x1a\"\xb1\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x10\n\x0cVERDICT_HELD\x10\x01\x12\x14\n\x10VERDICT_ADMITTED\x10\x02\x12\x15\n\x11VERDICT_DUPLICATE\x10\x03\x12\x11\n\rVERDICT_STALE\x10\x04\x12\x13\n\x0fVERDICT_REFUSED\x10\x05\x12\x12\n\x0eVERDICT_RESEND\x10\x06\x12\x12\n\x0eVERDICT_CLOSED\x10\x07\";\n\x12GetPartialsRequest\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.echo2.v1.LeaseTicket\"E\n\x10GetPartialsReply\x12\x31\n\x08rollouts\x18\x01 \x03(\x0b\x32\x18.echo2.v1.RolloutSegmentB\x05\x98\xb5\x18\x80 2\x92\x01\n\x06Ingest\x12?\n\x06Report\x12\x17.echo2.v1.RolloutReport\x1a\x18.echo2.v1.RolloutVerdict(\x01\x30\x01\x12G\n\x0bGetPartials\x12\x1c.echo2.v1.GetPartialsRequest\x1a\x1a.echo2.v1.GetPartialsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'echo2.v1.ingest_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLLOUTREPORT']._serialized_start=60
-  _globals['_ROLLOUTREPORT']._serialized_end=238
-  _globals['_ROLLOUTVERDICT']._serialized_start=240
-  _globals['_ROLLOUTVERDICT']._serialized_end=318
-  _globals['_SEGMENTVERDICT']._serialized_start=321
-  _globals['_SEGMENTVERDICT']._serialized_end=639
-  _globals['_SEGMENTVERDICT_VERDICT']._serialized_start=462
-  _globals['_SEGMENTVERDICT_VERDICT']._serialized_end=639
-  _globals['_GETPARTIALSREQUEST']._serialized_start=641
-  _globals['_GETPARTIALSREQUEST']._serialized_end=700
-  _globals['_GETPARTIALSREPLY']._serialized_start=702
-  _globals['_GETPARTIALSREPLY']._serialized_end=764
-  _globals['_SCORINGREPORT']._serialized_start=766
-  _globals['_SCORINGREPORT']._serialized_end=873
-  _globals['_SCORABLEVERSIONS']._serialized_start=875
-  _globals['_SCORABLEVERSIONS']._serialized_end=911
-  _globals['_SCORES']._serialized_start=913
-  _globals['_SCORES']._serialized_end=983
-  _globals['_STRETCHSCORES']._serialized_start=986
-  _globals['_STRETCHSCORES']._serialized_end=1126
-  _globals['_SCORINGLEASE']._serialized_start=1129
-  _globals['_SCORINGLEASE']._serialized_end=1280
-  _globals['_STRETCH']._serialized_start=1282
-  _globals['_STRETCH']._serialized_end=1374
-  _globals['_INGEST']._serialized_start=1377
-  _globals['_INGEST']._serialized_end=1585
+  _globals['_ROLLOUTREPORT'].fields_by_name['sequence']._loaded_options = None
+  _globals['_ROLLOUTREPORT'].fields_by_name['sequence']._serialized_options = b'\210\265\030\003'
+  _globals['_ROLLOUTREPORT'].fields_by_name['lease_id']._loaded_options = None
+  _globals['_ROLLOUTREPORT'].fields_by_name['lease_id']._serialized_options = b'\210\265\030\025'
+  _globals['_ROLLOUTREPORT'].fields_by_name['segments']._loaded_options = None
+  _globals['_ROLLOUTREPORT'].fields_by_name['segments']._serialized_options = b'\230\265\030\200 '
+  _globals['_ROLLOUTREPORT'].fields_by_name['engine_kind']._loaded_options = None
+  _globals['_ROLLOUTREPORT'].fields_by_name['engine_kind']._serialized_options = b'\210\265\030\025'
+  _globals['_ROLLOUTVERDICT'].fields_by_name['sequence']._loaded_options = None
+  _globals['_ROLLOUTVERDICT'].fields_by_name['sequence']._serialized_options = b'\210\265\030\003'
+  _globals['_ROLLOUTVERDICT'].fields_by_name['segments']._loaded_options = None
+  _globals['_ROLLOUTVERDICT'].fields_by_name['segments']._serialized_options = b'\230\265\030\200 '
+  _globals['_SEGMENTVERDICT'].fields_by_name['group_id']._loaded_options = None
+  _globals['_SEGMENTVERDICT'].fields_by_name['group_id']._serialized_options = b'\210\265\030\025'
+  _globals['_SEGMENTVERDICT'].fields_by_name['index']._loaded_options = None
+  _globals['_SEGMENTVERDICT'].fields_by_name['index']._serialized_options = b'\210\265\030\016'
+  _globals['_SEGMENTVERDICT'].fields_by_name['held_tokens']._loaded_options = None
+  _globals['_SEGMENTVERDICT'].fields_by_name['held_tokens']._serialized_options = b'\210\265\030\014'
+  _globals['_SEGMENTVERDICT'].fields_by_name['message']._loaded_options = None
+  _globals['_SEGMENTVERDICT'].fields_by_name['message']._serialized_options = b'\210\265\030\032'
+  _globals['_GETPARTIALSREPLY'].fields_by_name['rollouts']._loaded_options = None
+  _globals['_GETPARTIALSREPLY'].fields_by_name['rollouts']._serialized_options = b'\230\265\030\200 '
+  _globals['_ROLLOUTREPORT']._serialized_start=83
+  _globals['_ROLLOUTREPORT']._serialized_end=307
+  _globals['_ROLLOUTVERDICT']._serialized_start=309
+  _globals['_ROLLOUTVERDICT']._serialized_end=400
+  _globals['_SEGMENTVERDICT']._serialized_start=403
+  _globals['_SEGMENTVERDICT']._serialized_end=745
+  _globals['_SEGMENTVERDICT_VERDICT']._serialized_start=568
+  _globals['_SEGMENTVERDICT_VERDICT']._serialized_end=745
+  _globals['_GETPARTIALSREQUEST']._serialized_start=747
+  _globals['_GETPARTIALSREQUEST']._serialized_end=806
+  _globals['_GETPARTIALSREPLY']._serialized_start=808
+  _globals['_GETPARTIALSREPLY']._serialized_end=877
+  _globals['_INGEST']._serialized_start=880
+  _globals['_INGEST']._serialized_end=1026
 # @@protoc_insertion_point(module_scope)

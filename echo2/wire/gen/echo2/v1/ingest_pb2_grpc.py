@@ -45,11 +45,6 @@ class IngestStub:
                 request_serializer=echo2_dot_v1_dot_ingest__pb2.GetPartialsRequest.SerializeToString,
                 response_deserializer=echo2_dot_v1_dot_ingest__pb2.GetPartialsReply.FromString,
                 _registered_method=True)
-        self.Score = channel.stream_stream(
-                '/echo2.v1.Ingest/Score',
-                request_serializer=echo2_dot_v1_dot_ingest__pb2.ScoringReport.SerializeToString,
-                response_deserializer=echo2_dot_v1_dot_ingest__pb2.ScoringLease.FromString,
-                _registered_method=True)
 
 
 class IngestServicer:
@@ -70,13 +65,6 @@ class IngestServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Score(self, request_iterator, context):
-        """Rollouts of others to be scored again, for a worker that does so. It tells first under which versions it can.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_IngestServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -89,11 +77,6 @@ def add_IngestServicer_to_server(servicer, server):
                     servicer.GetPartials,
                     request_deserializer=echo2_dot_v1_dot_ingest__pb2.GetPartialsRequest.FromString,
                     response_serializer=echo2_dot_v1_dot_ingest__pb2.GetPartialsReply.SerializeToString,
-            ),
-            'Score': grpc.stream_stream_rpc_method_handler(
-                    servicer.Score,
-                    request_deserializer=echo2_dot_v1_dot_ingest__pb2.ScoringReport.FromString,
-                    response_serializer=echo2_dot_v1_dot_ingest__pb2.ScoringLease.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -151,33 +134,6 @@ class Ingest:
             '/echo2.v1.Ingest/GetPartials',
             echo2_dot_v1_dot_ingest__pb2.GetPartialsRequest.SerializeToString,
             echo2_dot_v1_dot_ingest__pb2.GetPartialsReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Score(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/echo2.v1.Ingest/Score',
-            echo2_dot_v1_dot_ingest__pb2.ScoringReport.SerializeToString,
-            echo2_dot_v1_dot_ingest__pb2.ScoringLease.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,27 +22,60 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from echo2.wire.gen.echo2.v1 import bounds_pb2 as echo2_dot_v1_dot_bounds__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65\x63ho2/v1/probe.proto\x12\x08\x65\x63ho2.v1\"T\n\x0cReachRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"\x95\x01\n\nReachReply\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x12\n\nis_dialled\x18\x03 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x04 \x01(\t\x12\x11\n\thas_relay\x18\x05 \x01(\x08\x12\x0e\n\x06unix_s\x18\x06 \x01(\x01\x12\x0c\n\x04role\x18\x07 \x01(\t\x12\x15\n\rtoken_problem\x18\x08 \x01(\t\" \n\x0f\x44ownloadRequest\x12\r\n\x05token\x18\x01 \x01(\t\"\x1a\n\nProbeBlock\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"*\n\x0bUploadBlock\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\":\n\x0bUploadReply\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\x32\xb7\x01\n\x05Probe\x12\x35\n\x05Reach\x12\x16.echo2.v1.ReachRequest\x1a\x14.echo2.v1.ReachReply\x12=\n\x08\x44ownload\x12\x19.echo2.v1.DownloadRequest\x1a\x14.echo2.v1.ProbeBlock0\x01\x12\x38\n\x06Upload\x12\x15.echo2.v1.UploadBlock\x1a\x15.echo2.v1.UploadReply(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65\x63ho2/v1/probe.proto\x12\x08\x65\x63ho2.v1\x1a\x15\x65\x63ho2/v1/bounds.proto\"s\n\x0cReachRequest\x12\x1e\n\x10protocol_version\x18\x01 \x01(\rB\x04\x88\xb5\x18\x01\x12\x13\n\x05token\x18\x02 \x01(\tB\x04\x88\xb5\x18\x1d\x12\x12\n\x04port\x18\x03 \x01(\rB\x04\x88\xb5\x18\x01\x12\x1a\n\x05nonce\x18\x04 \x01(\x0c\x42\x0b\x91\xb5\x18\x00\x00\x00\x00\x00\x00P@\"\xc7\x01\n\nReachReply\x12\x12\n\x04host\x18\x01 \x01(\tB\x04\x88\xb5\x18\x18\x12\x19\n\x04port\x18\x02 \x01(\rB\x0b\x91\xb5\x18\x00\x00\x00\x00\xe0\xff\xef@\x12\x12\n\nis_dialled\x18\x03 \x01(\x08\x12\x15\n\x07\x66\x61ilure\x18\x04 \x01(\tB\x04\x88\xb5\x18\x1a\x12\x11\n\thas_relay\x18\x05 \x01(\x08\x12\x14\n\x06unix_s\x18\x06 \x01(\x01\x42\x04\x88\xb5\x18\x08\x12\x19\n\x04role\x18\x07 \x01(\tB\x0b\x91\xb5\x18\x00\x00\x00\x00\x00\x00@@\x12\x1b\n\rtoken_problem\x18\x08 \x01(\tB\x04\x88\xb5\x18\x1a\"&\n\x0f\x44ownloadRequest\x12\x13\n\x05token\x18\x01 \x01(\tB\x04\x88\xb5\x18\x1d\"\'\n\nProbeBlock\x12\x19\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x42\x0b\x91\xb5\x18\x00\x00\x00\x00\x00\x00PA\"=\n\x0bUploadBlock\x12\x13\n\x05token\x18\x01 \x01(\tB\x04\x88\xb5\x18\x1d\x12\x19\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x42\x0b\x91\xb5\x18\x00\x00\x00\x00\x00\x00PA\"F\n\x0bUploadReply\x12\x1c\n\x0ereceived_bytes\x18\x01 \x01(\x04\x42\x04\x88\xb5\x18\x04\x12\x19\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\x42\x04\x88\xb5\x18\x06\x32\xb7\x01\n\x05Probe\x12\x35\n\x05Reach\x12\x16.echo2.v1.ReachRequest\x1a\x14.echo2.v1.ReachReply\x12=\n\x08\x44ownload\x12\x19.echo2.v1.DownloadRequest\x1a\x14.echo2.v1.ProbeBlock0\x01\x12\x38\n\x06Upload\x12\x15.echo2.v1.UploadBlock\x1a\x15.echo2.v1.UploadReply(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'echo2.v1.probe_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REACHREQUEST']._serialized_start=34
-  _globals['_REACHREQUEST']._serialized_end=118
-  _globals['_REACHREPLY']._serialized_start=121
-  _globals['_REACHREPLY']._serialized_end=270
-  _globals['_DOWNLOADREQUEST']._serialized_start=272
-  _globals['_DOWNLOADREQUEST']._serialized_end=304
-  _globals['_PROBEBLOCK']._serialized_start=306
-  _globals['_PROBEBLOCK']._serialized_end=332
-  _globals['_UPLOADBLOCK']._serialized_start=334
-  _globals['_UPLOADBLOCK']._serialized_end=376
-  _globals['_UPLOADREPLY']._serialized_start=378
-  _globals['_UPLOADREPLY']._serialized_end=436
-  _globals['_PROBE']._serialized_start=439
-  _globals['_PROBE']._serialized_end=622
+  _globals['_REACHREQUEST'].fields_by_name['protocol_version']._loaded_options = None
+  _globals['_REACHREQUEST'].fields_by_name['protocol_version']._serialized_options = b'\210\265\030\001'
+  _globals['_REACHREQUEST'].fields_by_name['token']._loaded_options = None
+  _globals['_REACHREQUEST'].fields_by_name['token']._serialized_options = b'\210\265\030\035'
+  _globals['_REACHREQUEST'].fields_by_name['port']._loaded_options = None
+  _globals['_REACHREQUEST'].fields_by_name['port']._serialized_options = b'\210\265\030\001'
+  _globals['_REACHREQUEST'].fields_by_name['nonce']._loaded_options = None
+  _globals['_REACHREQUEST'].fields_by_name['nonce']._serialized_options = b'\221\265\030\000\000\000\000\000\000P@'
+  _globals['_REACHREPLY'].fields_by_name['host']._loaded_options = None
+  _globals['_REACHREPLY'].fields_by_name['host']._serialized_options = b'\210\265\030\030'
+  _globals['_REACHREPLY'].fields_by_name['port']._loaded_options = None
+  _globals['_REACHREPLY'].fields_by_name['port']._serialized_options = b'\221\265\030\000\000\000\000\340\377\357@'
+  _globals['_REACHREPLY'].fields_by_name['failure']._loaded_options = None
+  _globals['_REACHREPLY'].fields_by_name['failure']._serialized_options = b'\210\265\030\032'
+  _globals['_REACHREPLY'].fields_by_name['unix_s']._loaded_options = None
+  _globals['_REACHREPLY'].fields_by_name['unix_s']._serialized_options = b'\210\265\030\010'
+  _globals['_REACHREPLY'].fields_by_name['role']._loaded_options = None
+  _globals['_REACHREPLY'].fields_by_name['role']._serialized_options = b'\221\265\030\000\000\000\000\000\000@@'
+  _globals['_REACHREPLY'].fields_by_name['token_problem']._loaded_options = None
+  _globals['_REACHREPLY'].fields_by_name['token_problem']._serialized_options = b'\210\265\030\032'
+  _globals['_DOWNLOADREQUEST'].fields_by_name['token']._loaded_options = None
+  _globals['_DOWNLOADREQUEST'].fields_by_name['token']._serialized_options = b'\210\265\030\035'
+  _globals['_PROBEBLOCK'].fields_by_name['data']._loaded_options = None
+  _globals['_PROBEBLOCK'].fields_by_name['data']._serialized_options = b'\221\265\030\000\000\000\000\000\000PA'
+  _globals['_UPLOADBLOCK'].fields_by_name['token']._loaded_options = None
+  _globals['_UPLOADBLOCK'].fields_by_name['token']._serialized_options = b'\210\265\030\035'
+  _globals['_UPLOADBLOCK'].fields_by_name['data']._loaded_options = None
+  _globals['_UPLOADBLOCK'].fields_by_name['data']._serialized_options = b'\221\265\030\000\000\000\000\000\000PA'
+  _globals['_UPLOADREPLY'].fields_by_name['received_bytes']._loaded_options = None
+  _globals['_UPLOADREPLY'].fields_by_name['received_bytes']._serialized_options = b'\210\265\030\004'
+  _globals['_UPLOADREPLY'].fields_by_name['bytes_per_s']._loaded_options = None
+  _globals['_UPLOADREPLY'].fields_by_name['bytes_per_s']._serialized_options = b'\210\265\030\006'
+  _globals['_REACHREQUEST']._serialized_start=57
+  _globals['_REACHREQUEST']._serialized_end=172
+  _globals['_REACHREPLY']._serialized_start=175
+  _globals['_REACHREPLY']._serialized_end=374
+  _globals['_DOWNLOADREQUEST']._serialized_start=376
+  _globals['_DOWNLOADREQUEST']._serialized_end=414
+  _globals['_PROBEBLOCK']._serialized_start=416
+  _globals['_PROBEBLOCK']._serialized_end=455
+  _globals['_UPLOADBLOCK']._serialized_start=457
+  _globals['_UPLOADBLOCK']._serialized_end=518
+  _globals['_UPLOADREPLY']._serialized_start=520
+  _globals['_UPLOADREPLY']._serialized_end=590
+  _globals['_PROBE']._serialized_start=593
+  _globals['_PROBE']._serialized_end=776
 # @@protoc_insertion_point(module_scope)

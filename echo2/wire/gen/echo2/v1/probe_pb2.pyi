@@ -1,3 +1,4 @@
+from echo2.wire.gen.echo2.v1 import bounds_pb2 as _bounds_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Optional as _Optional

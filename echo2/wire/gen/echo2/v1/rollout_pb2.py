@@ -22,27 +22,94 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from echo2.wire.gen.echo2.v1 import bounds_pb2 as echo2_dot_v1_dot_bounds__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65\x63ho2/v1/rollout.proto\x12\x08\x65\x63ho2.v1\"\xc4\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x14\n\x0cstop_strings\x18\x07 \x03(\x0c\x12\x16\n\x0estop_piece_ids\x18\x08 \x03(\r\x12\x13\n\x0bstop_pieces\x18\t \x03(\x0c\"\xdc\x01\n\tGroupSpec\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x15\n\rrollout_count\x18\x03 \x01(\r\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.echo2.v1.SamplingParams\x12\x14\n\x0c\x63onsume_step\x18\x05 \x01(\x04\x12\x1c\n\x04work\x18\x06 \x01(\x0e\x32\x0e.echo2.v1.Work\x12\x1a\n\rexact_version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x42\x10\n\x0e_exact_version\"-\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xa5\x02\n\x0eRolloutSegment\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x14\n\x0craw_logprobs\x18\x06 \x03(\x02\x12,\n\rversion_spans\x18\x07 \x03(\x0b\x32\x15.echo2.v1.VersionSpan\x12-\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x16.echo2.v1.FinishReason\x12!\n\x19\x65xpected_remaining_tokens\x18\t \x01(\r\x12\x0f\n\x07routing\x18\n \x01(\x0c\x12\x16\n\x0eprompt_routing\x18\x0b \x01(\x0c\"\x96\x01\n\x0bLeaseTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x16\n\x0eworker_peer_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x17\n\x0f\x64\x65\x61\x64line_unix_s\x18\x05 \x01(\x01\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x11\n\tsignature\x18\x07 \x01(\x0c*)\n\x04Work\x12\x0e\n\nWORK_TRAIN\x10\x00\x12\x11\n\rWORK_EVALUATE\x10\x01*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65\x63ho2/v1/rollout.proto\x12\x08\x65\x63ho2.v1\x1a\x15\x65\x63ho2/v1/bounds.proto\"\xab\x02\n\x0eSamplingParams\x12 \n\x0btemperature\x18\x01 \x01(\x02\x42\x0b\x91\xb5\x18\x00\x00\x00\x00\x00\x00Y@\x12\x1a\n\x05top_p\x18\x02 \x01(\x02\x42\x0b\x91\xb5\x18\x00\x00\x00\x00\x00\x00\xf0?\x12\x13\n\x05top_k\x18\x03 \x01(\rB\x04\x88\xb5\x18\x01\x12\x1c\n\x0emax_new_tokens\x18\x04 \x01(\rB\x04\x88\xb5\x18\x0c\x12!\n\x0estop_token_ids\x18\x05 \x03(\rB\t\x88\xb5\x18\x0f\x98\xb5\x18\x80\x02\x12\x12\n\x04seed\x18\x06 \x01(\x04\x42\x04\x88\xb5\x18\x01\x12%\n\x0cstop_strings\x18\x07 \x03(\x0c\x42\x0f\x91\xb5\x18\x00\x00\x00\x00\x00\x00P@\x98\xb5\x18\x10\x12\"\n\x0estop_piece_ids\x18\x08 \x03(\rB\n\x88\xb5\x18\x0f\x98\xb5\x18\x80\x80\x01\x12&\n\x0bstop_pieces\x18\t \x03(\x0c\x42\x11\x91\xb5\x18\x00\x00\x00\x00\x00 `@\x98\xb5\x18\x80\x80\x01\"\x87\x02\n\tGroupSpec\x12\x16\n\x08group_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x15\x12$\n\x10prompt_token_ids\x18\x02 \x03(\rB\n\x88\xb5\x18\x0f\x98\xb5\x18\x80\x80@\x12\"\n\rrollout_count\x18\x03 \x01(\rB\x0b\x91\xb5\x18\x00\x00\x00\x00\x00\x00\xb0@\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.echo2.v1.SamplingParams\x12\x1a\n\x0c\x63onsume_step\x18\x05 \x01(\x04\x42\x04\x88\xb5\x18\x02\x12\x1c\n\x04work\x18\x06 \x01(\x0e\x32\x0e.echo2.v1.Work\x12 \n\rexact_version\x18\x07 \x01(\x04\x42\x04\x88\xb5\x18\x02H\x00\x88\x01\x01\x42\x10\n\x0e_exact_version\"9\n\x0bVersionSpan\x12\x15\n\x07version\x18\x01 \x01(\x04\x42\x04\x88\xb5\x18\x02\x12\x13\n\x05\x63ount\x18\x02 \x01(\rB\x04\x88\xb5\x18\x0c\"\x82\x03\n\x0eRolloutSegment\x12\x16\n\x08group_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x15\x12\x13\n\x05index\x18\x02 \x01(\rB\x04\x88\xb5\x18\x0e\x12\x14\n\x06offset\x18\x03 \x01(\rB\x04\x88\xb5\x18\x0c\x12\x1d\n\ttoken_ids\x18\x04 \x03(\rB\n\x88\xb5\x18\x0f\x98\xb5\x18\x80\x80@\x12\x1c\n\x08logprobs\x18\x05 \x03(\x02\x42\n\x88\xb5\x18\x10\x98\xb5\x18\x80\x80@\x12 \n\x0craw_logprobs\x18\x06 \x03(\x02\x42\n\x88\xb5\x18\x10\x98\xb5\x18\x80\x80@\x12\x33\n\rversion_spans\x18\x07 \x03(\x0b\x32\x15.echo2.v1.VersionSpanB\x05\x98\xb5\x18\x80\x02\x12-\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x16.echo2.v1.FinishReason\x12\'\n\x19\x65xpected_remaining_tokens\x18\t \x01(\rB\x04\x88\xb5\x18\x0c\x12\x1c\n\x07routing\x18\n \x01(\x0c\x42\x0b\x91\xb5\x18\x00\x00\x00\x00\x00\x00pA\x12#\n\x0eprompt_routing\x18\x0b \x01(\x0c\x42\x0b\x91\xb5\x18\x00\x00\x00\x00\x00\x00@A\"\xc7\x01\n\x0bLeaseTicket\x12\x16\n\x08lease_id\x18\x01 \x01(\tB\x04\x88\xb5\x18\x15\x12\x16\n\x08group_id\x18\x02 \x01(\tB\x04\x88\xb5\x18\x15\x12\x1c\n\x0eworker_peer_id\x18\x03 \x01(\tB\x04\x88\xb5\x18\x15\x12\x1c\n\x07\x61ttempt\x18\x04 \x01(\rB\x0b\x91\xb5\x18\x00\x00\x00\x00\x00\x00\x30\x41\x12\x1d\n\x0f\x64\x65\x61\x64line_unix_s\x18\x05 \x01(\x01\x42\x04\x88\xb5\x18\x08\x12\x14\n\x06run_id\x18\x06 \x01(\tB\x04\x88\xb5\x18\x15\x12\x17\n\tsignature\x18\x07 \x01(\x0c\x42\x04\x88\xb5\x18\x1f*)\n\x04Work\x12\x0e\n\nWORK_TRAIN\x10\x00\x12\x11\n\rWORK_EVALUATE\x10\x01*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'echo2.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORK']._serialized_start=954
-  _globals['_WORK']._serialized_end=995
-  _globals['_FINISHREASON']._serialized_start=997
-  _globals['_FINISHREASON']._serialized_end=1119
-  _globals['_SAMPLINGPARAMS']._serialized_start=37
-  _globals['_SAMPLINGPARAMS']._serialized_end=233
-  _globals['_GROUPSPEC']._serialized_start=236
-  _globals['_GROUPSPEC']._serialized_end=456
-  _globals['_VERSIONSPAN']._serialized_start=458
-  _globals['_VERSIONSPAN']._serialized_end=503
-  _globals['_ROLLOUTSEGMENT']._serialized_start=506
-  _globals['_ROLLOUTSEGMENT']._serialized_end=799
-  _globals['_LEASETICKET']._serialized_start=802
-  _globals['_LEASETICKET']._serialized_end=952
+  _globals['_SAMPLINGPARAMS'].fields_by_name['temperature']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['temperature']._serialized_options = b'\221\265\030\000\000\000\000\000\000Y@'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_p']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_p']._serialized_options = b'\221\265\030\000\000\000\000\000\000\360?'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_k']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_k']._serialized_options = b'\210\265\030\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['max_new_tokens']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['max_new_tokens']._serialized_options = b'\210\265\030\014'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_token_ids']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_token_ids']._serialized_options = b'\210\265\030\017\230\265\030\200\002'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['seed']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['seed']._serialized_options = b'\210\265\030\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_strings']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_strings']._serialized_options = b'\221\265\030\000\000\000\000\000\000P@\230\265\030\020'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_piece_ids']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_piece_ids']._serialized_options = b'\210\265\030\017\230\265\030\200\200\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_pieces']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_pieces']._serialized_options = b'\221\265\030\000\000\000\000\000 `@\230\265\030\200\200\001'
+  _globals['_GROUPSPEC'].fields_by_name['group_id']._loaded_options = None
+  _globals['_GROUPSPEC'].fields_by_name['group_id']._serialized_options = b'\210\265\030\025'
+  _globals['_GROUPSPEC'].fields_by_name['prompt_token_ids']._loaded_options = None
+  _globals['_GROUPSPEC'].fields_by_name['prompt_token_ids']._serialized_options = b'\210\265\030\017\230\265\030\200\200@'
+  _globals['_GROUPSPEC'].fields_by_name['rollout_count']._loaded_options = None
+  _globals['_GROUPSPEC'].fields_by_name['rollout_count']._serialized_options = b'\221\265\030\000\000\000\000\000\000\260@'
+  _globals['_GROUPSPEC'].fields_by_name['consume_step']._loaded_options = None
+  _globals['_GROUPSPEC'].fields_by_name['consume_step']._serialized_options = b'\210\265\030\002'
+  _globals['_GROUPSPEC'].fields_by_name['exact_version']._loaded_options = None
+  _globals['_GROUPSPEC'].fields_by_name['exact_version']._serialized_options = b'\210\265\030\002'
+  _globals['_VERSIONSPAN'].fields_by_name['version']._loaded_options = None
+  _globals['_VERSIONSPAN'].fields_by_name['version']._serialized_options = b'\210\265\030\002'
+  _globals['_VERSIONSPAN'].fields_by_name['count']._loaded_options = None
+  _globals['_VERSIONSPAN'].fields_by_name['count']._serialized_options = b'\210\265\030\014'
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['group_id']._loaded_options = None
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['group_id']._serialized_options = b'\210\265\030\025'
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['index']._loaded_options = None
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['index']._serialized_options = b'\210\265\030\016'
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['offset']._loaded_options = None
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['offset']._serialized_options = b'\210\265\030\014'
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['token_ids']._serialized_options = b'\210\265\030\017\230\265\030\200\200@'
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['logprobs']._loaded_options = None
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['logprobs']._serialized_options = b'\210\265\030\020\230\265\030\200\200@'
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['raw_logprobs']._loaded_options = None
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['raw_logprobs']._serialized_options = b'\210\265\030\020\230\265\030\200\200@'
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['version_spans']._loaded_options = None
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['version_spans']._serialized_options = b'\230\265\030\200\002'
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['expected_remaining_tokens']._loaded_options = None
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['expected_remaining_tokens']._serialized_options = b'\210\265\030\014'
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['routing']._loaded_options = None
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['routing']._serialized_options = b'\221\265\030\000\000\000\000\000\000pA'
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['prompt_routing']._loaded_options = None
+  _globals['_ROLLOUTSEGMENT'].fields_by_name['prompt_routing']._serialized_options = b'\221\265\030\000\000\000\000\000\000@A'
+  _globals['_LEASETICKET'].fields_by_name['lease_id']._loaded_options = None
+  _globals['_LEASETICKET'].fields_by_name['lease_id']._serialized_options = b'\210\265\030\025'
+  _globals['_LEASETICKET'].fields_by_name['group_id']._loaded_options = None
+  _globals['_LEASETICKET'].fields_by_name['group_id']._serialized_options = b'\210\265\030\025'
+  _globals['_LEASETICKET'].fields_by_name['worker_peer_id']._loaded_options = None
+  _globals['_LEASETICKET'].fields_by_name['worker_peer_id']._serialized_options = b'\210\265\030\025'
+  _globals['_LEASETICKET'].fields_by_name['attempt']._loaded_options = None
+  _globals['_LEASETICKET'].fields_by_name['attempt']._serialized_options = b'\221\265\030\000\000\000\000\000\0000A'
+  _globals['_LEASETICKET'].fields_by_name['deadline_unix_s']._loaded_options = None
+  _globals['_LEASETICKET'].fields_by_name['deadline_unix_s']._serialized_options = b'\210\265\030\010'
+  _globals['_LEASETICKET'].fields_by_name['run_id']._loaded_options = None
+  _globals['_LEASETICKET'].fields_by_name['run_id']._serialized_options = b'\210\265\030\025'
+  _globals['_LEASETICKET'].fields_by_name['signature']._loaded_options = None
+  _globals['_LEASETICKET'].fields_by_name['signature']._serialized_options = b'\210\265\030\037'
+  _globals['_WORK']._serialized_start=1277
+  _globals['_WORK']._serialized_end=1318
+  _globals['_FINISHREASON']._serialized_start=1320
+  _globals['_FINISHREASON']._serialized_end=1442
+  _globals['_SAMPLINGPARAMS']._serialized_start=60
+  _globals['_SAMPLINGPARAMS']._serialized_end=359
+  _globals['_GROUPSPEC']._serialized_start=362
+  _globals['_GROUPSPEC']._serialized_end=625
+  _globals['_VERSIONSPAN']._serialized_start=627
+  _globals['_VERSIONSPAN']._serialized_end=684
+  _globals['_ROLLOUTSEGMENT']._serialized_start=687
+  _globals['_ROLLOUTSEGMENT']._serialized_end=1073
+  _globals['_LEASETICKET']._serialized_start=1076
+  _globals['_LEASETICKET']._serialized_end=1275
 # @@protoc_insertion_point(module_scope)

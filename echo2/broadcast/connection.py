@@ -1,0 +1,348 @@
+"""Connections between nodes: frames over a stream. The same on sockets, over a punched hole and in the simulator.
+
+On the stream are four bytes that say how long a frame is, then the frame. A frame of one zero byte says that this side is still
+there; it is for the connection alone.
+Guarantees: `peer` is authenticated; frames arrive whole and in order; `send` waits while the other side does not read; after either
+side closes, `receive` returns None and `send` raises Unreachable. A frame that has begun goes on within STALLED_S, and a peer that
+says nothing for SILENT_S is gone. Reads whose records or frames are small for their number, and handshakes, take a fair share of
+the loop's time: of the peer once it is proven, of its address before. Memory follows the bytes that have come, not those announced.
+Leaves to others: who connects to whom (transport), what frames mean (exchange).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import struct
+from collections import deque
+from typing import Protocol
+
+from echo2.base.errors import EchoError, MalformedMessage, Unreachable
+from echo2.base.hosts import joined
+from echo2.base.ids import PeerId
+from echo2.broadcast.reachability import LinkKind, LinkWay
+from echo2.outside import monotonic, unix_now
+from echo2.outside.guard import FairShare
+from echo2.outside.streams import Remote, Stream
+from echo2.trust.identity import NodeCertificate, PeerIdentity, Role
+from echo2.trust.ports import DOORS
+from echo2.wire.chunk_frames import FRAME_BYTES_MAX
+
+HEAD = struct.Struct(">I")
+STILL_HERE = HEAD.pack(1) + b"\0"
+STILL_HERE_S, SILENT_S = 8.0, 40.0  # NATs forget idle connections after minutes; five beats may be late
+STALLED_S = 30.0  # 4 MiB at 1.1 Mbit/s
+CLOSE_S = 2.0  # a few round trips for what was written
+READ_BYTES = 256 << 10  # one chunk of the usual size
+_ROOM_BYTES_MIN = 32 << 10  # two TLS records; a smaller read costs more than moving
+UNSENT_BYTES_MAX = 256 << 10
+"""Encrypted, in this process; what the kernel holds is limited by uplink.py."""
+WRITE_BYTES = 68 << 10
+"""Encrypted at a time: what OpenSSL and asyncio then copy stays in the processor's cache, and their buffers stay small."""
+UNREAD_BYTES_MAX = 1 << 20
+"""Whole frames that wait to be taken; then the peer's bytes wait in its own machine."""
+FRAME_KEPT_BYTES = 96
+"""What a frame takes beside its bytes while it waits."""
+RECORD_BYTES_MIN, FRAME_BYTES_MIN = 2048, 1024
+"""Reads whose records or frames are smaller on average cost more than their bytes explain. Chunks are far above; acknowledgements
+are not, but few."""
+
+
+class Connection(Protocol):
+    """A stream of frames each way, over the network or an emulated link (transport)."""
+
+    @property
+    def peer(self) -> PeerIdentity: ...
+
+    @property
+    def is_outgoing(self) -> bool:
+        """Whether we dialled."""
+        ...
+
+    @property
+    def way(self) -> LinkWay: ...
+
+    @property
+    def remotes(self) -> frozenset[Remote]:
+        """The other end as the kernel names it; empty where no further connection can be opened beside this one."""
+        ...
+
+    async def send(self, *parts: bytes | memoryview) -> None:
+        """Sends one frame, the concatenation of the parts. The last part is the large one."""
+        ...
+
+    async def receive(self) -> bytes | None: ...
+
+    async def close(self) -> None: ...
+
+
+class FrameCutter:
+    """Bytes are put where `room` says, and `took` gives the frames that they complete, however they were cut on their way."""
+
+    __slots__ = ("_begin", "_buffer", "_end", "_frame_bytes_max", "_whose")
+
+    def __init__(self, frame_bytes_max: int, whose: str) -> None:
+        self._frame_bytes_max, self._whose = frame_bytes_max, whose
+        self._buffer = bytearray(READ_BYTES)
+        self._begin = self._end = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Of a frame that is not whole yet."""
+        return self._end - self._begin
+
+    @property
+    def missing_bytes(self) -> int:
+        """Of the frame that has begun; 0 where none has, or where its length is not known yet."""
+        if self.held_bytes < HEAD.size:
+            return 0
+        size: int = HEAD.unpack_from(self._buffer, self._begin)[0]
+        return size + HEAD.size - self.held_bytes
+
+    def room(self) -> memoryview:
+        """Where the next bytes go; never empty. Of a frame that has begun, no further than its end: so it is never moved."""
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        left = self.missing_bytes or READ_BYTES
+        if len(self._buffer) - self._end < min(left, _ROOM_BYTES_MIN):
+            self._make_room()
+        return memoryview(self._buffer)[self._end : self._end + left]
+
+    def _make_room(self) -> None:
+        """To the front of the buffer; or of a larger one, never of the same one resized: the caller may hold a view of it."""
+        held = memoryview(self._buffer)[self._begin : self._end]
+        if self._begin < _ROOM_BYTES_MIN:
+            self._buffer = bytearray(2 * len(self._buffer))
+        memoryview(self._buffer)[: len(held)] = held
+        self._begin, self._end = 0, len(held)
+
+    def took(self, count: int) -> list[bytes]:
+        """So many bytes were put there; the frames that are whole now. An empty frame, or one beyond the limit, is MalformedMessage
+        before anything of it is kept."""
+        self._end += count
+        frames: list[bytes] = []
+        with memoryview(self._buffer) as view:
+            while self.held_bytes >= HEAD.size:
+                size = HEAD.unpack_from(self._buffer, self._begin)[0]
+                if not 0 < size <= self._frame_bytes_max:
+                    raise MalformedMessage(
+                        f"{self._whose}: expected frames of 1 to {self._frame_bytes_max} bytes, got one of {size}"
+                    )
+                begin = self._begin + HEAD.size
+                if self._end < begin + size:
+                    break
+                frames.append(bytes(view[begin : begin + size]))
+                self._begin = begin + size
+        return frames
+
+
+class StreamConnection:
+    """One connection, either end; the reader of its stream. `peer` is known once `prove` was called. `share`: of its peer or, until
+    that is known, of its address. `way`: how it came about."""
+
+    def __init__(self, *, is_outgoing: bool, share: FairShare | None = None, way: LinkWay | None = None) -> None:
+        self.is_outgoing = is_outgoing
+        self.share = share or FairShare()
+        self.way = way or (
+            LinkWay(LinkKind.DIRECT, "we dialled it") if is_outgoing else LinkWay(LinkKind.REVERSE, "it dialled us")
+        )
+        self.handshake_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        self.remotes: frozenset[Remote] = frozenset()
+        self.ended = asyncio.Event()
+        self.peer = PeerIdentity(PeerId(""), Role.WORKER)
+        self.told = ""  # the other end, as doors know it
+        self._stream: Stream | None = None
+        self._cutter = FrameCutter(FRAME_BYTES_MAX, "a connection of the broadcast")
+        self._frames: deque[bytes] = deque()
+        self._unread_bytes = self._new_frames = 0
+        self._pausing: asyncio.TimerHandle | None = None
+        self._came = asyncio.Event()
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+        self._beating: asyncio.TimerHandle | None = None
+        self._stalling: asyncio.TimerHandle | None = None
+        self._went_on_at = self._said_at = 0.0
+        self._error: EchoError | None = None
+        self._is_proven = self._is_sending = False
+
+    @property
+    def is_made(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def stream(self) -> Stream:
+        assert self._stream is not None, "its handshake is done"
+        return self._stream
+
+    # ---- what its stream calls
+
+    def connection_made(self, stream: Stream) -> None:
+        self._stream = stream
+        stream.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
+        host, port = stream.remote
+        self.remotes = frozenset({(host, port)}) if port else frozenset()
+        self.told = f"ipv{6 if ':' in host else 4}:{joined(host, port)}"
+        self._went_on_at = self._said_at = self._loop.time()
+        self._beating = self._loop.call_later(STILL_HERE_S, self._beat)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._cutter.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            frames = self._cutter.took(nbytes)
+        except EchoError as error:
+            self._error = error
+            self.stream.abort()
+            return
+        self._new_frames += len(frames)
+        for frame in frames:
+            if frame != b"\0":
+                self._frames.append(frame)
+                self._unread_bytes += len(frame) + FRAME_KEPT_BYTES
+        if self._frames:
+            self._came.set()
+        if self._unread_bytes > UNREAD_BYTES_MAX:
+            self.stream.pause_reading()
+        self._expect_more()
+
+    def worked(self, seconds: float, records: int, nbytes: int) -> None:
+        """A read of so many bytes took so long. A peer beyond its share is read more slowly."""
+        frames, self._new_frames = self._new_frames, 0
+        if self._is_proven and max(records * RECORD_BYTES_MIN, frames * FRAME_BYTES_MIN) <= nbytes:
+            return
+        if not self._is_proven:
+            self.handshake_s += seconds
+        pause_s = self.share.pause_s(seconds, monotonic())
+        if pause_s > 0 and self._pausing is None and self._stream is not None:
+            self._stream.pause_reading()
+            self._pausing = self._loop.call_later(pause_s, self._go_on)
+
+    def _go_on(self) -> None:
+        self._pausing = None
+        self._went_on_at = self._loop.time()
+        if self._unread_bytes <= UNREAD_BYTES_MAX:
+            self.stream.resume_reading()
+
+    @property
+    def missing_bytes(self) -> int:
+        return self._cutter.missing_bytes
+
+    def pause_writing(self) -> None:
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        self._may_write.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, EchoError):
+            self._error = exc
+        for timer in (self._stalling, self._pausing, self._beating):
+            if timer is not None:
+                timer.cancel()
+        self.ended.set()
+        self._came.set()
+        self._may_write.set()
+
+    # ---- silence
+
+    def _beat(self) -> None:
+        """Says that this side is still there, where it has nothing else to say; ends the connection of a peer that does not."""
+        now = self._loop.time()
+        self._beating = self._loop.call_at(now + STILL_HERE_S, self._beat)
+        is_read = self._pausing is None and self._unread_bytes <= UNREAD_BYTES_MAX
+        if is_read and now - self._went_on_at >= SILENT_S:
+            self.stream.abort()
+        elif not self._is_sending and now - self._said_at >= STILL_HERE_S and self._is_open():
+            self.stream.write(STILL_HERE)
+            self._said_at = now
+
+    def _expect_more(self) -> None:
+        """One timer looks again for a frame that does not go on, since arming one per read would cost as much as the read."""
+        self._went_on_at = self._loop.time()
+        if self._stalling is None and self._is_amid_frame():
+            self._stalling = self._loop.call_later(STALLED_S, self._look_at_progress)
+
+    def _is_amid_frame(self) -> bool:
+        return bool(self._cutter.held_bytes) and self._unread_bytes <= UNREAD_BYTES_MAX
+
+    def _look_at_progress(self) -> None:
+        self._stalling = None
+        if not self._is_amid_frame():
+            return
+        if self._loop.time() - self._went_on_at >= STALLED_S:
+            self.stream.abort()
+        else:
+            self._stalling = self._loop.call_at(self._went_on_at + STALLED_S, self._look_at_progress)
+
+    # ---- what a link calls
+
+    def prove(self, expected: PeerId | None = None) -> None:
+        """Reads who is there from its certificate. TrustError where it is another than expected."""
+        certificate = _certificate(self.stream.certificate)
+        certificate.check_time(unix_now())
+        if expected is not None:
+            certificate.check_peer(expected)
+        self.peer, self._is_proven = certificate.whose, True
+        if not self.is_outgoing:
+            DOORS.know(self.told, self.peer.peer_id, is_trusted=self.peer.role is not Role.WORKER)
+
+    def is_known(self, peer: PeerIdentity) -> None:
+        """Whoever brought the stream has proven who is there."""
+        self.peer, self._is_proven = peer, True
+
+    async def send(self, *parts: bytes | memoryview) -> None:
+        """Of the last part no more than WRITE_BYTES are copied before encryption. Large frames are written in pieces: a connection
+        whose send was cancelled must be closed, and only one task sends frames beyond WRITE_BYTES."""
+        stream, (*small, large) = self.stream, parts
+        self._is_sending = True
+        before, whole = b"".join((HEAD.pack(sum(map(len, parts))), *small)), memoryview(large)
+        for begin in range(0, max(1, len(whole)), WRITE_BYTES):
+            if not self._is_open():
+                raise Unreachable(f"peer {self.peer.peer_id}: the connection ended")
+            piece = whole[begin : begin + WRITE_BYTES]
+            stream.write(b"".join((before, piece)) if before else piece)
+            before = b""
+            if not self._may_write.is_set():
+                await self._may_write.wait()
+        self._said_at, self._is_sending = self._loop.time(), False
+        if not self._is_open():
+            raise Unreachable(f"peer {self.peer.peer_id}: the connection ended")
+
+    async def receive(self) -> bytes | None:
+        while not self._frames:
+            if self._error is not None:
+                raise self._error
+            if not self._is_open():
+                return None
+            self._came.clear()
+            await self._came.wait()
+        frame = self._frames.popleft()
+        was_full = self._unread_bytes > UNREAD_BYTES_MAX
+        self._unread_bytes -= len(frame) + FRAME_KEPT_BYTES
+        if was_full and self._unread_bytes <= UNREAD_BYTES_MAX and self._pausing is None:
+            self.stream.resume_reading()
+            self._expect_more()
+        if not self.is_outgoing:
+            DOORS.took(self.told, len(frame))
+        return frame
+
+    async def close(self) -> None:
+        """Once what was written is out, within CLOSE_S; at once where this is cancelled."""
+        self.stream.close()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self.ended.wait()
+        finally:
+            self.stream.abort()
+
+    def _is_open(self) -> bool:
+        return not (self.ended.is_set() or self.stream.is_closing())
+
+
+@functools.lru_cache(maxsize=4096)
+def _certificate(der: bytes) -> NodeCertificate:
+    return NodeCertificate.parse(der, "the peer's certificate")

@@ -1,0 +1,329 @@
+"""Constants and small estimators behind the session's decisions: pacing, relay windows, peer rates, timeouts. No IO, no clock.
+
+Guarantees: every object here is small, takes the time as `now`, and keeps within its stated limits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+from echo2.broadcast.artifact import ArtifactId
+
+SLOTS_PER_PEER = 2  # one on its way, one ready behind it
+LINK_CONNECTIONS = 8  # to one peer: at 1 % loss and 100 ms, CUBIC carries 1.5 MB/s over them
+HAVE_INTERVAL_S = 0.5  # some thousand chunks change meanwhile: maps are cheaper than lists
+HAVE_PEERS = 5  # with more peers than this, have-maps go out less often
+RELAY_SLACK_S = 0.15  # several chunks at any rate: an uplink is never idle over a round trip
+RELAY_TIMEOUT_S = 2.0  # with four laps: slow start and one loss fit
+RELAYS_FULL_S = 0.3  # twice RELAY_SLACK_S
+STALL_S = 1.2  # longer than TCP takes for two losses in a row
+PULL_AFTER_S = 1.5  # a relayed path of two hops and a loss
+PULL_AFTER_MAX_S = 6.0  # a push that is later than this is lost
+PULL_LAST_AFTER_S = 0.75  # half of PULL_AFTER_S: duplicates of the last 4 % cost little
+PUSH_SILENCE_S = 1.0  # a tree that works brings many chunks a second
+FIRST_PUSH_S = 0.4  # a header and the first chunk travel together
+PUBLISHER_AFTER_S = 4.0  # well after peers were asked
+PUBLISHER_ALONE_AFTER_S = 0.5  # HAVE_INTERVAL_S: peers would have announced it
+PULL_WINDOW_S = 0.5  # of the measured rate: several round trips
+PULL_TIMEOUT_S = 1.5  # of a peer that sends nothing; more for what is ahead in its queue
+PULL_CHUNKS_MAX = 32  # a window of 8 MiB in chunks of 256 KiB
+REQUESTS_HELD_MAX = 256  # eight windows
+REPLAYS_MAX = 16  # trees that change repeat a few
+ANSWERED_AGAIN_AFTER_S = 30.0
+"""A link loses nothing while it stands, so a repeated request means that our uplink is full. With an interval of ten
+seconds, impatient peers made a full uplink send the same chunks over and over, and nothing else."""
+
+
+class Pacer:
+    """A token bucket with a burst of `burst_s` seconds. Rate 0: unpaced."""
+
+    __slots__ = ("_free_at", "burst_s", "rate_bytes_per_s")
+
+    def __init__(self, rate_bytes_per_s: float, burst_s: float = 0.02) -> None:
+        self.rate_bytes_per_s = rate_bytes_per_s
+        self.burst_s = burst_s
+        self._free_at = float("-inf")
+
+    def ready_at(self, now: float) -> float:
+        """The earliest time at which the next chunk may leave, at least `now`."""
+        if self.rate_bytes_per_s <= 0:
+            return now
+        return max(now, self._free_at - self.burst_s)
+
+    def spend(self, size_bytes: int, now: float) -> None:
+        if self.rate_bytes_per_s > 0:
+            self._free_at = max(self._free_at, now) + size_bytes / self.rate_bytes_per_s
+
+
+class RelayWindow:
+    """How many unacknowledged chunks the seed keeps with one tree's relays: just enough to keep their uplinks busy.
+
+    Each acknowledgement carries the relay's backlog. If the backlog is less than what the relay forwards in `slack_s`
+    (or less than two chunks), the window grows; above twice that, it shrinks. So neither the relay's uplink nor its
+    round trip has to be known, and a relay's queue stays near `slack_s`.
+    """
+
+    __slots__ = (
+        "_first_bytes", "_interval_s", "_largest", "_last_ack_at", "_suspensions", "_window", "lap_s", "outstanding", "retry_at",
+        "sent_bytes", "slack_s",
+    )  # fmt: skip
+    SMALLEST, LARGEST, LARGEST_PLANNED = 2.0, 48.0, 256.0
+    TYPICAL_BYTES_MIN = 16 << 10  # a smaller chunk (a container's header) does not tell how large the others are
+    PAUSE_MAX_S = 30.0
+
+    def __init__(self, slack_s: float, first_bytes: float = 0.0) -> None:
+        self.slack_s = slack_s
+        self._first_bytes = first_bytes
+        self._window, self._largest = 3.0, self.LARGEST
+        self._interval_s = 0.1
+        self._last_ack_at: float | None = None
+        self.lap_s = 0.0
+        self.outstanding: dict[tuple[bytes, int], float] = {}
+        self.sent_bytes = 0.0
+        self.retry_at = float("-inf")
+        self._suspensions = 0
+
+    def given(self, ref: tuple[bytes, int], size_bytes: int, is_owed: bool, now: float) -> None:
+        """A chunk was assigned to the tree; `is_owed`: its relays will acknowledge it."""
+        if self._first_bytes:
+            planned = self._first_bytes / size_bytes
+            is_typical = size_bytes >= self.TYPICAL_BYTES_MIN
+            if is_typical:  # a relay that carries all of a fast link needs more than LARGEST
+                self._largest = min(self.LARGEST_PLANNED, max(self.LARGEST, 2 * planned))
+                self._first_bytes = 0.0
+            self._window = min(self._largest, max(self._window, planned))
+        self.sent_bytes += size_bytes
+        if is_owed:
+            self.outstanding[ref] = now
+
+    def is_suspended(self, now: float) -> bool:
+        return now < self.retry_at
+
+    def has_room(self, now: float) -> bool:
+        return not self.is_suspended(now) and len(self.outstanding) < int(self._window)
+
+    def resume(self) -> None:
+        """The relay was heard from: ends the suspension and resets the backoff."""
+        self.retry_at, self._suspensions = float("-inf"), 0
+
+    def passed_on(self, ref: tuple[bytes, int], backlog: int, now: float) -> None:
+        """The relay has forwarded a chunk to all its children and has `backlog` more."""
+        begun = self.outstanding.pop(ref, None)
+        self.resume()
+        if begun is None:
+            return
+        lap_s = now - begun
+        self.lap_s = lap_s if self.lap_s == 0.0 else 0.8 * self.lap_s + 0.2 * lap_s
+        if self._last_ack_at is not None and backlog:
+            self._interval_s = 0.8 * self._interval_s + 0.2 * min(1.0, now - self._last_ack_at)
+        self._last_ack_at = now
+        enough = max(2.0, self.slack_s / max(self._interval_s, 1e-3))
+        if backlog < enough:
+            self._window = min(self._largest, self._window + 0.5)
+        elif backlog > 2 * enough:
+            self._window = max(self.SMALLEST, self._window - 0.5)
+
+    def oldest_age_s(self, now: float) -> float:
+        return now - next(iter(self.outstanding.values())) if self.outstanding else 0.0
+
+    def suspend(self, now: float) -> list[tuple[bytes, int]]:
+        """Stops using the relay until it is heard from, or for a backoff that doubles; returns the chunks it still owed."""
+        self.retry_at = now + min(self.PAUSE_MAX_S, 2.0 * 2**self._suspensions)
+        self._suspensions = min(self._suspensions + 1, 10)
+        owed = list(self.outstanding)
+        self.outstanding.clear()
+        self._window = self.SMALLEST
+        return owed
+
+
+class RateEstimate:
+    """Smoothed bytes per second while busy, measured from transfers."""
+
+    __slots__ = ("_bytes", "_since", "bytes_per_s")
+    WINDOW_S = 0.5
+
+    def __init__(self, initial_bytes_per_s: float = 2e6) -> None:
+        self.bytes_per_s = initial_bytes_per_s
+        self._since = float("-inf")
+        self._bytes = 0
+
+    def begin(self, now: float) -> None:
+        """A transfer starts after an idle time, which does not count."""
+        self._since, self._bytes = now, 0
+
+    def add(self, size_bytes: int, now: float) -> None:
+        if self._since == float("-inf"):
+            self._since = now
+            return
+        self._bytes += size_bytes
+        span = now - self._since
+        if span >= self.WINDOW_S:
+            self.bytes_per_s = 0.5 * self.bytes_per_s + 0.5 * self._bytes / span
+            self._since, self._bytes = now, 0
+
+    def punish(self) -> None:
+        """Halves the rate, because a request timed out."""
+        self.bytes_per_s = max(1e3, self.bytes_per_s / 2)
+
+
+QUEUE_S, QUEUE_MIN_S, QUEUE_MAX_S = 0.010, 0.020, 0.045
+"""The queue aimed at: so much beside one chunk, within these bounds. Routers' queues are often no longer than 60 ms: a chunk of
+20 ms more overflows one that is held at 40."""
+GAIN_PER_S = 0.6  # change of the rate per sample, as a share, per second of queue above or below the target
+RAISE_MAX, LOWER_MAX = 0.02, 0.03  # per look of 0.1 s: down faster than up
+FIRST_SHARE = 0.96  # of a planned rate, which includes packet headers
+FLOOR_SHARE = 0.25  # a queue that others fill must not stop us
+QUEUE_SPAN_S = 0.8  # over which delivery is averaged
+
+
+@dataclass(frozen=True, slots=True)
+class UplinkSample:
+    """All connections that sent something since the last sample: bytes confirmed by peers, and `queue_s`, by how much the
+    least delayed connection's round trip exceeds its own minimum."""
+
+    delivered_bytes: int
+    queue_s: float
+    is_waiting: bool  # chunks waited for the pacer
+    chunk_bytes: int = 0
+
+
+class UplinkGovernor:
+    """`rate_bytes_per_s` 0: unpaced. `capacity_bytes_per_s` 0: the uplink was never seen full."""
+
+    def __init__(self, limit_bytes_per_s: float = 0.0) -> None:
+        self._limit = limit_bytes_per_s
+        self._rate = 0.0
+        self._highest = 0.0
+        self._recent: list[tuple[float, int]] = []
+        self.capacity_bytes_per_s = 0.0
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        if self._limit > 0:
+            return min(self._limit, self._rate) if self._rate else self._limit
+        return self._rate
+
+    def planned(self, uplink_bytes_per_s: float) -> None:
+        """Starts from the plan's estimate of our uplink, unless a rate is already known."""
+        if self._rate == 0.0 and uplink_bytes_per_s > 0:
+            self._hold(FIRST_SHARE * uplink_bytes_per_s)
+
+    def sample(self, seen: UplinkSample, now: float) -> None:
+        self._recent.append((now, seen.delivered_bytes))
+        while now - self._recent[0][0] > QUEUE_SPAN_S:
+            del self._recent[0]
+        if self._rate == 0.0:
+            if seen.queue_s > QUEUE_MAX_S:
+                self._hold((1 - LOWER_MAX) * self._delivered_per_s(now))
+            return
+        aim_s = max(QUEUE_MIN_S, min(QUEUE_MAX_S, QUEUE_S + seen.chunk_bytes / self._rate))
+        change = max(-LOWER_MAX, min(RAISE_MAX, GAIN_PER_S * (aim_s - seen.queue_s)))
+        if change < 0 or seen.is_waiting:
+            self._hold(max((1 + change) * self._rate, FLOOR_SHARE * self._highest))
+        if change < 0:
+            self.capacity_bytes_per_s = self._rate
+
+    def _hold(self, rate: float) -> None:
+        self._rate = rate
+        self._highest = max(rate, 0.999 * self._highest)
+
+    def _delivered_per_s(self, now: float) -> float:
+        span = now - self._recent[0][0]
+        return sum(size for _, size in self._recent[1:]) / span if span > 0.2 else 0.0
+
+
+IDLE_S = 1.0  # connections idle for this long begin anew
+START_S = 8.0  # BBR probes for the rate in its first seconds
+SHORT_QUEUE_S = 0.045  # QUEUE_MAX_S: a loss beside a longer queue is our own doing
+LOOKS = 50  # 5 s of sending
+LOSSY_LOOKS, CLEAN_LOOKS = 6, 1  # of LOOKS: a path becomes lossy at the first count and stops being lossy at the second
+
+
+class Control(Enum):
+    """FAST: BBR, if the kernel offers it."""
+
+    FAST = "bbr"
+    USUAL = "usual"
+
+
+class CongestionChooser:
+    """Chooses from samples of the connections."""
+
+    def __init__(self) -> None:
+        self._begun_at = float("-inf")
+        self._last_sent_at = float("-inf")
+        self._was_lossy_look: deque[bool] = deque(maxlen=LOOKS)
+        self.is_lossy = False
+
+    def sent(self, retransmitted: int, queue_s: float, now: float) -> None:
+        """Data was sent since the last sample; `retransmitted`: segments of it; `queue_s`: seconds of queue at the uplink."""
+        if now - self._last_sent_at > IDLE_S:
+            self._begun_at = now
+        self._last_sent_at = now
+        if now - self._begun_at < START_S and not self.is_lossy:
+            return  # while BBR probes for its rate it overflows queues itself
+        self._was_lossy_look.append(retransmitted > 0 and queue_s < SHORT_QUEUE_S)
+        lossy_looks = sum(self._was_lossy_look)
+        if lossy_looks >= LOSSY_LOOKS:
+            self.is_lossy = True
+        elif lossy_looks <= CLEAN_LOOKS and len(self._was_lossy_look) == LOOKS:
+            self.is_lossy = False
+
+    def control(self, now: float) -> Control:
+        is_starting = now - self._begun_at < START_S or now - self._last_sent_at > IDLE_S
+        return Control.FAST if is_starting or self.is_lossy else Control.USUAL
+
+
+METERED_MAX = 256  # artifacts; the one metered longest goes first
+BUSY_SPAN_S = 1.0  # a shorter one counts bursts
+
+
+class BusyRate:
+    """Bytes per second while bytes flow; 0 before the first busy second."""
+
+    __slots__ = ("_span_begun_at", "_span_bytes", "bytes_per_s")
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+        self._span_begun_at = float("-inf")
+        self._span_bytes = 0
+
+    def add(self, size_bytes: int, now: float) -> None:
+        span_s = now - self._span_begun_at
+        if span_s > 2 * BUSY_SPAN_S:  # after a pause, start a new span
+            self._span_begun_at, self._span_bytes = now, 0
+            return
+        self._span_bytes += size_bytes
+        if span_s >= BUSY_SPAN_S:
+            rate = self._span_bytes / span_s
+            self.bytes_per_s = rate if self.bytes_per_s == 0.0 else 0.7 * self.bytes_per_s + 0.3 * rate
+            self._span_begun_at, self._span_bytes = now, 0
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.sent_by_artifact: dict[ArtifactId, int] = {}
+        self.received_by_artifact: dict[ArtifactId, int] = {}
+        self.uplink = BusyRate()
+        self.downlink = BusyRate()
+
+    def sent(self, artifact: ArtifactId | None, size_bytes: int, now: float) -> None:
+        self.sent_bytes += size_bytes
+        _add(self.sent_by_artifact, artifact, size_bytes)
+        self.uplink.add(size_bytes, now)
+
+    def received(self, artifact: ArtifactId, size_bytes: int) -> None:
+        self.received_bytes += size_bytes
+        _add(self.received_by_artifact, artifact, size_bytes)
+
+
+def _add(table: dict[ArtifactId, int], artifact: ArtifactId | None, size_bytes: int) -> None:
+    if artifact is None:
+        return
+    table[artifact] = table.get(artifact, 0) + size_bytes
+    if len(table) > METERED_MAX:
+        del table[next(iter(table))]

@@ -1,0 +1,347 @@
+"""Dials and accepts connections with a node's credentials; the same in production and in the simulator.
+
+Guarantees: `peer` of a connection is proven by its certificate of the run, both ways; the port takes so many connections in all and
+of an address (BULK; trust/ports watches it), of which each has HANDSHAKE_S to prove who it is and, of one address, the first
+of too many gives way to the next; handshakes are paid for by the address they come from. `dial` takes DIAL_TIMEOUT_S at most.
+Leaves to others: which peers are dialled (dialling), what a connection carries (link).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import itertools
+import logging
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from echo2.base.errors import EchoError, Unreachable
+from echo2.base.hosts import joined
+from echo2.base.ids import PeerId
+from echo2.base.link_shape import LinkShape
+from echo2.broadcast.connection import Connection, StreamConnection
+from echo2.broadcast.reachability import LinkWay
+from echo2.outside import here, monotonic
+from echo2.outside.ending import cancel_all
+from echo2.outside.guard import FairShares, Refusals
+from echo2.outside.net import Dialled
+from echo2.outside.streams import Remote, StreamCaller, StreamListener
+from echo2.trust.identity import PeerIdentity, dns_name_of
+from echo2.trust.ports import BULK, DOORS
+from echo2.trust.tls import Credentials, server_credentials
+
+DIAL_TIMEOUT_S = 6.0  # TCP retries a lost SYN after 1 and 3 s
+HANDSHAKE_S = BULK.handshake_s
+ACCEPT_PAUSE_S = 0.2  # until descriptors are free again
+NEXT_ADDRESS_S = 0.25  # RFC 8305, 5: Connection Attempt Delay
+_log = logging.getLogger("echo2.ports")
+_C = TypeVar("_C", bound=Connection)
+
+Accept = Callable[[Connection], Awaitable[None]]
+"""Called with each accepted connection; the connection lives until it returns."""
+
+
+class Transport:
+    """`shares`: of peers and addresses, of the loop's time. `is_refused`: whether connections of a host are closed before their
+    handshake."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        shares: FairShares | None = None,
+        is_refused: Callable[[str], bool] = lambda host: False,
+    ) -> None:
+        self._credentials, self._shown = credentials, server_credentials(credentials)
+        self._shares, self._is_refused = shares or FairShares(), is_refused
+        self.port = 0
+        self._listener: StreamListener | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self._shaking: dict[asyncio.Task[None], str] = {}  # by task the host, in the order in which they came
+        self._refusals = Refusals(_log)
+
+    def listen(self, host: str, port: int) -> int:
+        """Takes a port (0: any) and returns it; callers wait until `serve`. PortBusy where it is taken."""
+        self._listener = here().net.listen_for_streams(host, port, self._shown, lambda bound: DOORS.watch(bound, BULK))
+        self.port = self._listener.port
+        return self.port
+
+    def serve(self, accept: Accept) -> None:
+        if self._listener is not None:
+            self._accepting = asyncio.create_task(self._accept_all(self._listener, accept))
+
+    async def _accept_all(self, listener: StreamListener, accept: Accept) -> None:
+        while True:
+            try:
+                caller = await listener.accept()
+            except OSError as error:  # no descriptor, or it was gone before it was accepted
+                self._refusals.warn("port %d: a connection could not be accepted: %s", self.port, error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            if len(self._serving) >= BULK.connections:
+                caller.close()
+            else:
+                self.take(caller, accept)
+
+    def take(self, caller: StreamCaller, accept: Accept, way: LinkWay | None = None) -> None:
+        """Serves somebody who came to the port or, as `way` says, through a byte pipe."""
+        host = caller.host
+        if self._is_refused(host):
+            caller.close()
+            return
+        shaking = [task for task, other in self._shaking.items() if other == host]
+        if len(shaking) >= BULK.strangers_per_host:
+            shaking[0].cancel()
+            del self._shaking[shaking[0]]
+        task = asyncio.create_task(self._serve(caller, accept, way))
+        self._serving.add(task)
+        self._shaking[task] = host
+
+        def served(_: asyncio.Task[None]) -> None:
+            """Also of a connection that gave way before its task began."""
+            caller.close()
+            self._serving.discard(task)
+            self._shaking.pop(task, None)
+
+        task.add_done_callback(served)
+
+    async def _serve(self, caller: StreamCaller, accept: Accept, way: LinkWay | None) -> None:
+        connection: StreamConnection | None = None
+        try:
+            connection = await self.prove(caller, way)
+            if (task := asyncio.current_task()) is not None:
+                self._shaking.pop(task, None)
+            await accept(connection)
+        except (OSError, EchoError) as error:  # a handshake that failed is an OSError
+            self._refusals.warn("port %d: a caller was refused: %s", self.port, error)
+        finally:
+            if connection is not None:
+                await connection.close()
+
+    async def prove(self, caller: StreamCaller, way: LinkWay | None = None) -> StreamConnection:
+        """The caller's connection, once it has shown a certificate of the run; OSError or TrustError if it does not."""
+        of_host = self._shares.of(f"address {caller.host}")
+        connection = StreamConnection(is_outgoing=False, share=of_host, way=way)
+        try:
+            if (pause_s := of_host.pause_s(0.0, monotonic())) > 0:
+                await asyncio.sleep(pause_s)
+            await caller.shake_hands(connection, self._shown, HANDSHAKE_S)
+            connection.prove()
+        except BaseException:
+            await _give_up(connection)
+            raise
+        of_host.repay(connection.handshake_s)
+        connection.share = self._shares.of(connection.peer.peer_id)
+        connection.share.pause_s(connection.handshake_s, monotonic())
+        return connection
+
+    async def dial(self, address: str, peer_id: PeerId, way: LinkWay | None = None) -> StreamConnection:
+        """Unreachable unless exactly `peer_id` answers at host:port. Of a name's addresses the first that does."""
+        where = f"peer {peer_id} at {address}"
+        host, _, port = address.rpartition(":")
+        if not port.isdigit():
+            raise Unreachable(f"{where}: expected host:port")
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                hosts = await hosts_of(host, int(port))
+                connection, _ = await first_of(hosts, lambda one: self._dial(one, int(port), peer_id, way))
+        except TimeoutError:
+            raise Unreachable(f"{where}: no answer within {DIAL_TIMEOUT_S:.0f} s") from None
+        except OSError as error:
+            raise Unreachable(f"{where}: expected a known name, got: {error}") from None
+        return connection
+
+    async def _dial(self, host: str, port: int, peer_id: PeerId, way: LinkWay | None) -> StreamConnection:
+        """One numeric address. asyncio's own trying of several leaves one open that connects as it is cancelled."""
+        connection, credentials = (
+            StreamConnection(is_outgoing=True, share=self._shares.of(peer_id), way=way),
+            self._credentials,
+        )
+        dialled = Dialled(dns_name_of(peer_id), credentials.authority_pem, credentials.key_and_certificate())
+        try:
+            await here().net.dial_stream(connection, host, port, dialled, HANDSHAKE_S)
+            connection.prove(peer_id)
+        except (OSError, EchoError) as error:
+            await _give_up(connection)
+            where = joined(host, port)
+            raise Unreachable(f"peer {peer_id} at {where}: refused, or it is another peer ({error})") from None
+        return connection
+
+    async def close(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+        if self._listener is not None:
+            self._listener.close()
+            DOORS.close(self.port)
+            self.port, self._listener = 0, None
+        await cancel_all([*self._serving, *((self._accepting,) if self._accepting is not None else ())])
+
+
+async def _give_up(connection: StreamConnection) -> None:
+    if connection.is_made:
+        await connection.close()
+
+
+async def hosts_of(name: str, port: int) -> list[str]:
+    """Resolves a name to numeric hosts, IPv6 and IPv4 alternating. OSError if it cannot be resolved."""
+    bare = name.strip("[]")
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(bare.partition("%")[0])
+        return [bare]
+    infos = await asyncio.get_running_loop().getaddrinfo(bare, port, type=socket.SOCK_STREAM)
+    hosts = list(dict.fromkeys(str(place[0]) for *_, place in infos))
+    six = [host for host in hosts if ipaddress.ip_address(host.partition("%")[0]).version == 6]
+    pairs = itertools.zip_longest(six, [host for host in hosts if host not in six])
+    return [host for pair in pairs for host in pair if host is not None]
+
+
+async def first_of(addresses: Sequence[str], dial: Callable[[str], Awaitable[_C]]) -> tuple[_C, str]:
+    """The connection to the first address that answers, and that address (Happy Eyeballs, RFC 8305): tried in the given order,
+    NEXT_ADDRESS_S apart or as soon as the one before has failed; others are closed. Raises the last error if all fail."""
+    trying: dict[asyncio.Future[_C], str] = {}
+    left, error = list(addresses), None
+    try:
+        while left or trying:
+            if left:
+                address = left.pop(0)
+                trying[asyncio.ensure_future(dial(address))] = address
+            pause_s = NEXT_ADDRESS_S if left else None
+            done, _ = await asyncio.wait(trying, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+            for attempt in sorted(done, key=list(trying).index):
+                address = trying.pop(attempt)
+                if not isinstance(attempt.exception(), EchoError):
+                    return attempt.result(), address
+                error = attempt.exception()
+    finally:
+        _give_up_all(trying)
+    assert error is not None, "no address was given"
+    raise error
+
+
+def _give_up_all(trying: Iterable[asyncio.Future[_C]]) -> None:
+    """Cancels pending dials without waiting, because the caller may itself be cancelled."""
+    for attempt in trying:
+        if attempt.done():
+            _close_late(attempt)
+        else:
+            attempt.add_done_callback(_close_late)
+            attempt.cancel()
+
+
+def _close_late(attempt: asyncio.Future[Any]) -> None:
+    """Closes a connection that was established just as it was cancelled."""
+    if not attempt.cancelled() and attempt.exception() is None:
+        closing = asyncio.ensure_future(attempt.result().close())
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
+
+
+_closing: set[asyncio.Future[None]] = set()
+"""Keeps references, because the event loop holds tasks only weakly."""
+
+
+# ---- an emulated link
+
+DELAYED_BYTES_MIN = 1 << 20  # a few chunks
+
+
+class Bucket:
+    """One direction of a node's emulated link; all its connections share it, first come, first served."""
+
+    def __init__(self, rate_bytes_per_s: float) -> None:
+        self._rate = rate_bytes_per_s
+        self._free_at = 0.0
+
+    async def pass_through(self, size_bytes: int) -> None:
+        """Waits until the last byte has passed."""
+        if self._rate <= 0:
+            return
+        loop = asyncio.get_running_loop()
+        self._free_at = max(self._free_at, loop.time()) + size_bytes / self._rate
+        await asyncio.sleep(self._free_at - loop.time())
+
+
+class NodeShaper:
+    """The emulated link of one node, for experiments on one machine: uplink, downlink, delay."""
+
+    def __init__(self, shape: LinkShape) -> None:
+        self.shape = shape
+        self.up = Bucket(shape.uplink_bytes_per_s)
+        self.down = Bucket(shape.downlink_bytes_per_s)
+
+    def wrap(self, connection: Connection) -> Connection:
+        return connection if self.shape.is_off else ShapedConnection(connection, self)
+
+
+class ShapedConnection:
+    """A connection whose messages pass through the node's emulated link, in order. In any time span at most rate x span plus one
+    message passes; the backlog is bounded in bytes."""
+
+    remotes: frozenset[Remote] = frozenset()
+
+    def __init__(self, inner: Connection, shaper: NodeShaper) -> None:
+        self._inner, self._shaper = inner, shaper
+        self._delayed: deque[tuple[float, bytes]] = deque()
+        self._delayed_bytes = 0
+        rate = shaper.shape.uplink_bytes_per_s
+        self._delayed_bytes_max = max(DELAYED_BYTES_MIN, int(2 * rate * shaper.shape.rtt_s))
+        self._changed = asyncio.Event()
+        self._error: Unreachable | None = None
+        self._forwarding = asyncio.create_task(self._forward())
+
+    @property
+    def peer(self) -> PeerIdentity:
+        return self._inner.peer
+
+    @property
+    def is_outgoing(self) -> bool:
+        return self._inner.is_outgoing
+
+    @property
+    def way(self) -> LinkWay:
+        return self._inner.way
+
+    async def send(self, *parts: bytes | memoryview) -> None:
+        frame = b"".join(parts)
+        await self._shaper.up.pass_through(len(frame))
+        while self._delayed_bytes > self._delayed_bytes_max and self._error is None:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+        due = asyncio.get_running_loop().time() + self._shaper.shape.rtt_s / 2
+        self._delayed.append((due, frame))
+        self._delayed_bytes += len(frame)
+        self._changed.set()
+
+    async def _forward(self) -> None:
+        """Waits for the next delayed message's time, then hands it to the real connection."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                while not self._delayed:
+                    self._changed.clear()
+                    await self._changed.wait()
+                due, frame = self._delayed[0]
+                if due > loop.time():
+                    await asyncio.sleep(due - loop.time())
+                await self._inner.send(frame)
+                self._delayed.popleft()
+                self._delayed_bytes -= len(frame)
+                self._changed.set()
+        except Unreachable as error:
+            self._error = error
+            self._changed.set()
+
+    async def receive(self) -> bytes | None:
+        frame = await self._inner.receive()
+        if frame is not None:
+            await self._shaper.down.pass_through(len(frame))
+        return frame
+
+    async def close(self) -> None:
+        self._forwarding.cancel()
+        await self._inner.close()

@@ -1,0 +1,288 @@
+"""Reads this process's TCP connections from the kernel: bytes acknowledged, losses, round-trip times; sets their congestion
+control. Linux only; a no-op elsewhere.
+
+gRPC does not expose its sockets, so all descriptors of the process are examined. Loopback is left out: it has no
+uplink to protect. A descriptor may be closed by its owner at any moment; then it is skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echo2.broadcast.events import UplinkSeen
+from echo2.broadcast.pace import SHORT_QUEUE_S, CongestionChooser, Control, Meter
+from echo2.outside.streams import Remote
+from echo2.outside.tls_streams import as_ipv4
+
+if TYPE_CHECKING:  # the codec, and with it torch, which a coordinator's machine lacks
+    from echo2.broadcast.connections import Connections
+    from echo2.broadcast.exchange import Exchange
+
+_TCP_INFO, _TCP_CONGESTION = getattr(socket, "TCP_INFO", 11), getattr(socket, "TCP_CONGESTION", 13)
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+_INFO_BYTES, _NAME_BYTES = 152, 16  # of struct tcp_info up to min_rtt; TCP_CA_NAME_MAX
+_RTT_AT, _RETRANSMITTED_AT, _ACKED_AT, _MIN_RTT_AT = 68, 100, 120, 148  # of struct tcp_info: us, segments, bytes, us
+SOCKETS_MAX = 16_384  # a look at each takes microseconds
+SCAN_EVERY = 20  # 2 s: /proc costs more than the looks
+UNSENT_S, UNSENT_BYTES_MIN = (
+    0.015,
+    32 << 10,
+)  # seconds of the uplink's rate that the kernel may buffer unsent per connection
+UNSENT_STEP = 0.2  # the option is set on every socket
+SEGMENT_BYTES = 1448  # of an MTU of 1,500, with timestamps
+
+
+@dataclass(frozen=True, slots=True)
+class PathSent:
+    """Traffic to one remote end since the last sample."""
+
+    delivered_bytes: int = 0
+    lost: int = 0  # segments retransmitted by connections whose queue was short
+
+    def __add__(self, other: PathSent) -> PathSent:
+        return PathSent(self.delivered_bytes + other.delivered_bytes, self.lost + other.lost)
+
+
+@dataclass(frozen=True, slots=True)
+class SocketTotals:
+    """Totals since the last sample, over all connections that sent."""
+
+    delivered_bytes: int
+    queue_s: float  # of the connection with the shortest queue
+    retransmitted: int = 0  # segments
+    paths: Mapping[Remote, PathSent] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _TcpInfo:
+    rtt_us: int
+    least_rtt_us: int
+    confirmed_bytes: int
+    retransmitted: int
+    remote: Remote
+    raw_remote: Remote = ("", 0)  # as the kernel tells it
+
+    @property
+    def queue_s(self) -> float:
+        return (self.rtt_us - self.least_rtt_us) / 1e6
+
+
+_UNSEEN = _TcpInfo(0, 0, 0, 0, ("", 0))
+
+
+class SocketWatch:
+    """Samples all connections. Rescans the descriptors every SCAN_EVERY samples, and after `expect_new`."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, _TcpInfo] = {}
+        self._looks = 0
+        self._control = Control.USUAL
+        self._unsent_bytes = 0
+        self._usual: dict[int, bytes] = {}  # by descriptor: the connection's original congestion control
+        self.is_fast_offered = True
+
+    @property
+    def has_connections(self) -> bool:
+        return bool(self._last)
+
+    def expect_new(self) -> None:
+        """A connection was made: rescan at the next sample."""
+        self._looks = 0
+
+    def look(self) -> SocketTotals:
+        if self._looks % SCAN_EVERY == 0:
+            self._last = {fd: self._last.get(fd, _UNSEEN) for fd in _descriptors() if _tcp_info(fd) is not None}
+            self._usual = {fd: name for fd, name in self._usual.items() if fd in self._last}
+            self._apply()
+        self._looks += 1
+        delivered, queue_s, retransmitted, paths = 0, float("inf"), 0, dict[Remote, PathSent]()
+        for fd, before in self._last.items():
+            info = _tcp_info(fd, before.raw_remote)
+            if info is None:
+                continue
+            self._last[fd] = info
+            if info.confirmed_bytes > before.confirmed_bytes > 0:
+                came, again = info.confirmed_bytes - before.confirmed_bytes, info.retransmitted - before.retransmitted
+                delivered += came
+                queue_s = min(queue_s, info.queue_s)
+                retransmitted += max(0, again)
+                path = PathSent(came, max(0, again) if info.queue_s < SHORT_QUEUE_S else 0)
+                paths[info.remote] = paths.get(info.remote, PathSent()) + path
+        return SocketTotals(delivered, max(0.0, queue_s) if delivered else 0.0, retransmitted, paths)
+
+    def use(self, control: Control) -> None:
+        """Sets the congestion control of all known and future connections."""
+        if control is not self._control:
+            self._control = control
+            self._apply()
+
+    def limit_unsent(self, uplink_bytes_per_s: float) -> None:
+        """Limits what the kernel buffers unsent, so that the backlog stays in the session; the kernel would send it in one burst as
+        soon as a connection may send. 0: rate unknown, changes nothing."""
+        limit = max(UNSENT_BYTES_MIN, int(UNSENT_S * uplink_bytes_per_s))
+        if uplink_bytes_per_s and abs(limit - self._unsent_bytes) > UNSENT_STEP * self._unsent_bytes:
+            self._unsent_bytes = limit
+            self._apply()
+
+    def _apply(self) -> None:
+        for fd in self._last:
+            if self._unsent_bytes:
+                _set(fd, _TCP_NOTSENT_LOWAT, struct.pack("=I", self._unsent_bytes))
+            if self._control is Control.FAST and self.is_fast_offered and fd not in self._usual:
+                self._make_fast(fd)
+            elif self._control is Control.USUAL and fd in self._usual:
+                _set(fd, _TCP_CONGESTION, self._usual.pop(fd))
+
+    def _make_fast(self, fd: int) -> None:
+        usual = _control_of(fd)
+        if usual is None:
+            return
+        if _set(fd, _TCP_CONGESTION, Control.FAST.value.encode()):
+            self._usual[fd] = usual
+        elif _control_of(fd) is not None:  # the connection still exists, so the kernel refused BBR
+            self.is_fast_offered = False
+
+
+@contextlib.contextmanager
+def _view(fd: int) -> Iterator[socket.socket]:
+    """A descriptor as a socket, which its owner keeps. OSError if it is not a socket (any more)."""
+    view = socket.socket(fileno=fd)
+    try:
+        yield view
+    finally:
+        view.detach()
+
+
+def _control_of(fd: int) -> bytes | None:
+    """The name of a connection's congestion control; None if it is closed."""
+    try:
+        with _view(fd) as view:
+            return view.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
+    except OSError:
+        return None
+
+
+def _set(fd: int, option: int, value: bytes) -> bool:
+    """Sets a TCP option; returns whether the kernel accepted it."""
+    try:
+        with _view(fd) as view:
+            view.setsockopt(socket.IPPROTO_TCP, option, value)
+    except OSError:
+        return False
+    return True
+
+
+def _descriptors() -> list[int]:
+    if not sys.platform.startswith("linux"):
+        return []
+    try:
+        return [int(path.name) for path in itertools.islice(Path("/proc/self/fd").iterdir(), SOCKETS_MAX)]
+    except OSError:
+        return []
+
+
+def local_end(remote_port: int) -> tuple[str, int] | None:
+    """The local address of a connection of this process to `remote_port` on any machine; None if there is none."""
+    for fd in _descriptors():
+        try:
+            with _view(fd) as view:
+                if view.family in (socket.AF_INET, socket.AF_INET6) and view.getpeername()[1] == remote_port:
+                    host, port = view.getsockname()[:2]
+                    return as_ipv4(host), int(port)
+        except OSError:
+            continue
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    return host.startswith(("127.", "::ffff:127.")) or host == "::1"
+
+
+def _tcp_info(fd: int, known: Remote = ("", 0)) -> _TcpInfo | None:
+    """The TCP_INFO of an established connection to another machine; None for any other descriptor. `known`: the remote end that
+    this descriptor had before, as the kernel told it; where it still has it, no more is asked."""
+    try:
+        view = socket.SocketType(socket.AF_INET, socket.SOCK_STREAM, 0, fd)  # which asks the kernel least
+    except OSError:
+        return None
+    try:
+        host, port = raw = view.getpeername()[:2]
+        if raw != known and (not _is_tcp(fd) or is_loopback(host)):
+            return None
+        info = view.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
+    except (OSError, ValueError):  # of a Unix socket, getpeername tells a path
+        return None
+    finally:
+        view.detach()
+    if len(info) < _INFO_BYTES:
+        return None
+    rtt_us = struct.unpack_from("=I", info, _RTT_AT)[0]
+    least_us = struct.unpack_from("=I", info, _MIN_RTT_AT)[0]
+    return _TcpInfo(
+        rtt_us,
+        least_us if 0 < least_us < 0xFFFFFFFF else rtt_us,
+        struct.unpack_from("=Q", info, _ACKED_AT)[0],
+        struct.unpack_from("=I", info, _RETRANSMITTED_AT)[0],
+        (as_ipv4(host), port),
+        raw,
+    )
+
+
+def _is_tcp(fd: int) -> bool:
+    with _view(fd) as view:
+        return view.family in (socket.AF_INET, socket.AF_INET6) and view.type == socket.SOCK_STREAM
+
+
+log = logging.getLogger("echo2.broadcast")
+UPLINK_INTERVAL_S = 0.1  # a few round trips
+
+
+class UplinkWatch:
+    """Samples the uplink for the session's pacing, and chooses the congestion control or, where it may not, tells the stripes."""
+
+    def __init__(self, meter: Meter, exchange: Exchange, connections: Connections) -> None:
+        self._meter, self._exchange, self._connections = meter, exchange, connections
+        self._sockets = SocketWatch()
+        self._chooser = CongestionChooser()
+        self._links_made = -1
+        self._sent_before = 0
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(UPLINK_INTERVAL_S)
+            self._look(loop.time())
+
+    def _look(self, now: float) -> None:
+        """Takes one sample. The first one of a connection also tells the session that there is an uplink to pace."""
+        session, made, sent = self._exchange.session, self._connections.links_made, self._meter.sent_bytes
+        is_new = made != self._links_made  # even if nothing is being sent
+        is_sending = sent != self._sent_before or session.is_waiting
+        self._sent_before, self._links_made = sent, made
+        if is_new:
+            self._sockets.expect_new()
+        if is_new or is_sending:
+            seen = self._sockets.look()
+            if seen.delivered_bytes or (is_new and self._sockets.has_connections):
+                self._exchange.act(UplinkSeen(seen.delivered_bytes, seen.queue_s, SEGMENT_BYTES * seen.retransmitted))
+            if is_sending:
+                self._chooser.sent(seen.retransmitted, seen.queue_s, now)
+                if not self._sockets.is_fast_offered:
+                    self._connections.stripes.look(seen, now)
+        self._sockets.limit_unsent(session.governor.rate_bytes_per_s)
+        was_offered = self._sockets.is_fast_offered
+        self._sockets.use(self._chooser.control(now))
+        if was_offered and not self._sockets.is_fast_offered:
+            log.info(
+                "this kernel does not let us use BBR: sending a version takes longer to reach full speed, especially with losses"
+            )

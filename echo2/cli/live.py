@@ -1,0 +1,372 @@
+"""Runs a run's processes on this machine from start to end, with the live screen, for `echo2 demo` and `echo2 run`.
+
+Waits for: the end that the caller's `is_over` detects, unless nothing makes progress for `still_s`; polls twice a second.
+Guarantees: every process is asked to stop when `run` returns or is cancelled. Leaves to others: which processes to start, signals,
+the final report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from echo2.base.errors import Unreachable
+from echo2.base.units import format_bytes
+from echo2.cli.operator import OperatorClient
+from echo2.cli.options import link_text
+from echo2.cli.processes import Children
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+
+LOOK_EVERY_S = 0.5  # as often as the page's stream changes
+PLAIN_LINE_EVERY_S = 10.0  # a log of an hour has 360 lines
+STILL_STEPS = 6.0  # a long step looks so: only workers go on
+
+
+class LiveRun:
+    """`is_over`: asked after each poll. `still_s`: seconds without progress after which `run` raises Unreachable."""
+
+    def __init__(
+        self,
+        children: Children,
+        console: Console,
+        is_plain: bool,
+        is_over: Callable[[coordinator_pb2.RunStatus | None], bool],
+        still_s: float = math.inf,
+    ) -> None:
+        self.children, self.console, self.is_plain, self._is_over = children, console, is_plain, is_over
+        self.still_s = still_s
+        self.moved = LastMove(time.monotonic())
+        self.run_folder = children.run_folder
+        self.state = ScreenState(title=f"echo2 {self.run_folder.name}")
+        self.began = time.monotonic()
+        self.offsets: dict[str, int] = {}
+        self.printed_at = 0.0
+
+    async def run(self, workers: Sequence[str]) -> None:
+        """Starts coordinator, learner and `workers`; returns at the end of the run, with all processes stopped.
+
+        A coordinator that knows the run as finished would send workers home, so they start once its learner has come to go on.
+        """
+        try:
+            page = await self.children.start_coordinator()
+            self.console.print(f"dashboard {page}", highlight=False, soft_wrap=True)
+            await self.children.start("learner")
+            link = link_text(f"@{self.run_folder / 'links' / 'operator.link'}")
+            async with OperatorClient(link, self.run_folder / "operator") as operator:
+                if not (await operator.status()).finished:
+                    await self._start(workers)
+                with self._live() as live:
+                    await self._watch(operator, live, workers)
+        finally:
+            await asyncio.shield(asyncio.create_task(self.children.stop_all()))
+
+    async def _start(self, workers: Sequence[str]) -> None:
+        for name in workers:
+            await self.children.start(name)
+
+    @contextlib.contextmanager
+    def _live(self) -> Iterator[Live | None]:
+        if self.is_plain:
+            yield None
+            return
+        with Live(draw(self.state), console=self.console, refresh_per_second=4, transient=False) as live:
+            yield live
+
+    async def _watch(self, operator: OperatorClient, live: Live | None, workers: Sequence[str]) -> None:
+        while True:
+            self.children.raise_if_failed()
+            self.children.raise_if_learner_is_alone(time.monotonic())
+            if self.moved.still_s(self.state, time.monotonic()) > self.still_s:
+                waits = self.state.status.learner.waits_for if self.state.status else ""
+                raise Unreachable(
+                    f"the run: expected a step, an evaluation, a version or tokens within {self.still_s:.0f} s, got none: it "
+                    f"stands at step {self.state.status.learner.step if self.state.status else '?'}"
+                    f"{f', waiting for {waits}' if waits else ''}; logs in {self.run_folder / 'logs'}"
+                )
+            with contextlib.suppress(Unreachable):  # a run survives a coordinator that is away for a while
+                self.state.status = await operator.status()
+            if self.state.status and not self.state.status.finished and workers[-1] not in self.children.processes:
+                await self._start(workers)
+            self._read_metrics()
+            self._show(live)
+            if self._is_over(self.state.status):
+                return
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _read_metrics(self) -> None:
+        """Reads new complete lines of metrics.jsonl and evaluations.jsonl."""
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            path = self.run_folder / "learner" / name
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self.offsets.get(name, 0))
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self.offsets[name] = self.offsets.get(name, 0) + len(whole)
+            for line in whole.splitlines():
+                self._take(json.loads(line))
+
+    def _take(self, row: Mapping[str, Any]) -> None:
+        if "reward/mean" in row:
+            self.state.rewards.append(float(row["reward/mean"]))
+        if "eval/reward" in row:
+            self.state.evaluations.append((int(row["step"]), float(row["eval/reward"])))
+
+    def _show(self, live: Live | None) -> None:
+        now = time.monotonic()
+        self.state.elapsed_s = now - self.began
+        self.state.phase = phase_of(self.state.status)
+        if live is not None:
+            live.update(draw(self.state))
+        elif now - self.printed_at >= PLAIN_LINE_EVERY_S:
+            self.printed_at = now
+            self.console.print(plain_line(self.state), highlight=False, soft_wrap=True)
+
+
+@dataclass(slots=True)
+class LastMove:
+    """Tracks when a run last made progress: a step, an evaluation, a new version, a version live on a worker, or sampled tokens.
+
+    If only workers make progress, the limit on standing still is STILL_STEPS times as long.
+    """
+
+    at: float
+    stepped_at: float = math.nan
+    _seen: tuple[object, ...] = ()
+    _steps: tuple[object, ...] = ()
+
+    def still_s(self, state: ScreenState, now: float) -> float:
+        """Returns the larger of the seconds since any progress, and the seconds since the learner's divided by STILL_STEPS."""
+        steps: tuple[object, ...] = (len(state.rewards), len(state.evaluations))
+        beats: tuple[object, ...] = ()
+        if state.status is not None:
+            learner = state.status.learner
+            steps += (learner.step, learner.newest_version)
+            beats = tuple((one.heartbeat.version, one.heartbeat.sampled_tokens) for one in state.status.workers)
+        if steps != self._steps:
+            self._steps, self.stepped_at = steps, now
+        if (seen := (*steps, *beats)) != self._seen:
+            self._seen, self.at = seen, now
+        return max(now - self.at, (now - self.stepped_at) / STILL_STEPS)
+
+
+def phase_of(status: coordinator_pb2.RunStatus | None) -> str:
+    """Returns the run's phase in a word or two."""
+    if status is not None and status.finished:
+        return "finished"
+    if status is None or not status.learner_is_connected:
+        return "starting"
+    if status.learner.is_finished:
+        return "finishing"
+    return "training" if status.learner.step else "first rollouts"
+
+
+def plain_line(state: ScreenState) -> str:
+    """Formats one status line for use without a screen. Leaves out what has not been measured yet."""
+    status = state.status
+    if status is None or not status.learner_is_connected:
+        what = "the coordinator starts" if status is None else "the learner loads its model"
+        return f"{state.elapsed_s:4.0f} s  {what}"
+    learner, predicted = status.learner, status.plan.predicted_utilisation
+    versions = " ".join(f"{w.name}:{w.heartbeat.version if w.heartbeat.has_version else '-'}" for w in status.workers)
+    parts = [f"{state.elapsed_s:4.0f} s", f"step {learner.step}/{status.learner_hello.step_limit}"]
+    if state.rewards:
+        parts.append(f"reward {sum(state.rewards[-5:]) / len(state.rewards[-5:]):.2f}")
+    parts += [f"version {learner.newest_version}", f"workers {versions or 'none yet'}"]
+    if learner.step:
+        parts.append(f"utilisation {learner.utilisation:.0%}{f' (predicted {predicted:.0%})' if predicted else ''}")
+    parts += [f"buffered {learner.buffered_rollouts}", f"USD {status.usd_spent:.4f}"]
+    if status.headline_kind in ("warn", "bad"):
+        return "  ".join([*parts, status.headline])
+    return "  ".join([*parts, *([f"waits for {learner.waits_for}"] if learner.waits_for else [])])
+
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"  # eighths of a character cell
+_CURVE_HEIGHT = 6  # of 24 lines, what the tables leave
+_LAG_WORDS = 14  # columns of a lag line before its bar
+_KINDS = {"good": "green", "info": "cyan", "warn": "yellow", "bad": "bold red"}  # colours of the headline
+
+
+@dataclass(slots=True)
+class ScreenState:
+    """The data that the screen shows."""
+
+    title: str
+    elapsed_s: float = 0.0
+    phase: str = ""
+    rewards: list[float] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    status: coordinator_pb2.RunStatus | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResizableLines:
+    """Lines drawn for the width that the screen leaves them, so that none is broken. `lines`: makes them for some columns."""
+
+    lines: Callable[[int], Sequence[str]]
+    style: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = "\n".join(self.lines(options.max_width))
+        yield Text(text, style=self.style, no_wrap=True, overflow="crop")
+
+
+def curve(values: Sequence[float], width: int, height: int = _CURVE_HEIGHT) -> list[str]:
+    """Draws a block chart of values in 0..1 as `height` lines, top first; each column is the mean of its slice of `values`."""
+    if not values:
+        return [""] * height
+    columns = min(width, len(values))
+    edges = [round(i * len(values) / columns) for i in range(columns + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    lines = []
+    for row in range(height - 1, -1, -1):
+        cells = (max(0.0, min(1.0, value * height - row)) for value in means)
+        lines.append("".join(_BLOCKS[round(cell * (len(_BLOCKS) - 1))] for cell in cells))
+    return lines
+
+
+def bar(share: float, width: int) -> str:
+    """Draws a bar of block characters: `share` (0 to 1) of `width`."""
+    return "█" * round(max(0.0, min(1.0, share)) * width)
+
+
+def lag_lines(histogram: Mapping[int, int] | Sequence[int], bound: int, width: int) -> list[str]:
+    """Formats one line per lag, 0 to at least `bound`, with its share of trained tokens, in `width` columns."""
+    counts = dict(enumerate(histogram)) if not isinstance(histogram, Mapping) else dict(histogram)
+    total = sum(counts.values()) or 1
+    last = max(bound, *counts) if counts else bound
+    room = max(1, width - _LAG_WORDS - len(str(last)) + 1)
+    return [
+        f"lag {lag}{'  ' if lag <= bound else ' !'} {counts.get(lag, 0) / total:5.0%} {bar(counts.get(lag, 0) / total, room)}"
+        for lag in range(last + 1)
+    ]
+
+
+def draw(state: ScreenState) -> RenderableType:
+    """Draws the whole screen."""
+    parts: list[RenderableType] = [_header(state)]
+    if state.status is not None:
+        parts += [_middle(state, state.status), _workers(state.status)]
+    return Group(*parts)
+
+
+def _header(state: ScreenState) -> RenderableType:
+    text = Text()
+    minutes, seconds = divmod(int(state.elapsed_s), 60)
+    text.append(f"{state.title}   {minutes}:{seconds:02d}   ", style="bold")
+    text.append(state.phase, style="cyan")
+    if state.status is not None and state.status.headline:
+        text.append(f"\n{state.status.headline}", style=_KINDS.get(state.status.headline_kind, ""))
+    return text
+
+
+def _middle(state: ScreenState, status: coordinator_pb2.RunStatus) -> RenderableType:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(ratio=3)
+    grid.add_column(ratio=2)
+    now = f"{state.rewards[-1]:.2f}" if state.rewards else "-"
+    held_out = ", ".join(f"{step}: {reward:.2f}" for step, reward in state.evaluations[-6:]) or "-"
+    drawn = ResizableLines(lambda width: curve(state.rewards, width), "green")
+    reward = Group(drawn, Text(f"now {now}   held-out at step  {held_out}"))
+    grid.add_row(
+        Panel(reward, title="mean reward (0 to 1)", title_align="left"),
+        Panel(_learner_text(status), title="learner", title_align="left"),
+    )
+    bound = status.learner_hello.staleness_bound
+    lags = Group(
+        ResizableLines(lambda width: lag_lines(list(status.learner.lag_histogram), bound, width)),
+        Text(f"tokens trained above S={bound}: {status.learner.over_stale_tokens_trained}", style="bold"),
+    )
+    grid.add_row(
+        Panel(_plan_text(status), title="capacity model", title_align="left"),
+        Panel(lags, title="lag of trained tokens", title_align="left"),
+    )
+    return grid
+
+
+def _learner_text(status: coordinator_pb2.RunStatus) -> Text:
+    learner, hello = status.learner, status.learner_hello
+    rows = [f"step {learner.step} / {hello.step_limit}   version {learner.newest_version}"]
+    if learner.step:  # nothing of this is measured before the first step
+        measured, predicted = status.measured_utilisation or learner.utilisation, status.plan.predicted_utilisation
+        rows += [
+            f"step takes {learner.train_s:.2f} s, waited {learner.wait_s:.2f} s",
+            f"utilisation {measured:.0%} measured{f', {predicted:.0%} predicted' if predicted else ''}",
+        ]
+    rows += [
+        f"buffered {learner.buffered_rollouts}, in flight {learner.open_rollouts} of {status.plan.in_flight_cap_rollouts} rollouts",
+        f"deltas {format_bytes(status.artifact_bytes_published)}{_share(status)}",
+        f"spent ${status.usd_spent:.4f}, {useful_share(status):.0%} of it on work; now ${status.usd_per_hour:.2f}/h"
+        f"{per_million(status)}",
+    ]
+    if learner.waits_for:
+        rows.append(f"waits for {learner.waits_for} since {learner.waits_since_s:.1f} s")
+    return Text("\n".join(rows))
+
+
+def useful_share(status: coordinator_pb2.RunStatus) -> float:
+    """Share of the bill that paid for workers while they were working."""
+    return status.usd_useful / status.usd_spent if status.usd_spent > 0 else 1.0
+
+
+def per_million(status: coordinator_pb2.RunStatus) -> str:
+    """The whole bill over the tokens trained on; empty while nothing was trained or paid."""
+    tokens = status.learner.trained_tokens
+    return f", ${1e6 * status.usd_spent / tokens:.2f} per million tokens" if tokens and status.usd_spent else ""
+
+
+def _share(status: coordinator_pb2.RunStatus) -> str:
+    if not status.full_bytes_published:
+        return ""
+    share = status.artifact_bytes_published / status.full_bytes_published
+    return f", {share:.0%} of full snapshots ({format_bytes(status.full_bytes_published)})"
+
+
+def _plan_text(status: coordinator_pb2.RunStatus) -> Text:
+    plan = status.plan
+    lines = [f"kappa {plan.kappa}, cap {plan.in_flight_cap_rollouts} rollouts", *status.plan_terms]
+    lines.append(
+        f"broadcast {status.measured_broadcast_s:.2f} s measured, {plan.predicted_broadcast_s:.2f} s predicted"
+    )
+    return Text("\n".join(lines[:9]))
+
+
+def _workers(status: coordinator_pb2.RunStatus) -> RenderableType:
+    table = Table(expand=True, title=None, box=None, padding=(0, 1))
+    for name in (
+        "worker",
+        "state",
+        "USD/h",
+        "tokens/s",
+        "rollouts/s",
+        "version",
+        "running",
+        "leases",
+        "sent",
+        "received",
+        "waits for",
+    ):
+        table.add_column(name, justify="left" if name in ("worker", "state", "waits for") else "right")
+    for worker in status.workers:
+        beat = worker.heartbeat
+        table.add_row(
+            worker.name, f"{worker.state}, {worker.activation}", f"{worker.hello.price_usd_per_hour:.2f}",
+            f"{beat.tokens_per_s:.0f}", f"{beat.rollouts_per_s:.1f}", str(beat.version) if beat.has_version else "-",
+            str(beat.running_sequences), str(worker.leases), format_bytes(beat.sent_chunk_bytes),
+            format_bytes(beat.received_chunk_bytes), beat.waits_for,
+        )  # fmt: skip
+    return Panel(table, title="workers", title_align="left")

@@ -1,0 +1,400 @@
+"""Prints the answer of `echo2 plan`: what to rent, what the run costs, alternatives, the calculation; also as JSON and a plot."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from echo2.base.errors import ConfigError, ResourceError
+from echo2.base.units import format_bytes, format_seconds
+from echo2.cli.sizing import FIT_COLUMNS, fit_rows
+from echo2.coordinator.planning.pool_plan import feasible_plan, make_plan
+from echo2.cost_model.advice import Advice, advise
+from echo2.cost_model.plan import Limit, Plan, Term
+from echo2.cost_model.planner import sent_gib_per_hour
+from echo2.cost_model.question import PlanQuestion, PoolOffer
+from echo2.cost_model.snapshot import LearnerEstimate
+
+PRICE_RANGE = (0.5, 2.0)
+"""Real prices over those of the catalogue: offers of one kind of GPU differ by so much between providers (`echo2 offers`)."""
+
+
+def planned(question: PlanQuestion) -> Plan:
+    """The answer to a question, egress prices included."""
+    return make_plan(question.snapshot(), question.wishes)
+
+
+def advice_of(question: PlanQuestion, answer: Plan) -> tuple[Advice, ...]:
+    """Changes that would make an infeasible answer feasible; each was tried."""
+    return advise(question, answer, lambda changed: feasible_plan(changed.snapshot(), changed.wishes))
+
+
+def alternatives(question: PlanQuestion, answer: Plan) -> dict[str, Plan | None]:
+    """Plans by name, None if not feasible: cheapest (the answer itself), fastest (a quarter more rate, target 1), fewest workers,
+    kappa = S - 1 as in the paper, and single cards, if the answer takes machines of several; none beside an infeasible answer."""
+    if not answer.is_feasible:
+        return {"cheapest": answer}
+    snapshot, wishes = question.snapshot(), question.wishes
+    fast = replace(wishes, target_utilisation=1.0, hysteresis=replace(wishes.hysteresis, add_margin=0.25))
+    alike = replace(
+        snapshot,
+        workers=tuple(replace(one, price_usd_per_hour=1.0, egress_usd_per_gib=0.0) for one in snapshot.workers),
+    )
+    if (fewest := feasible_plan(alike, replace(wishes, usd_per_hour_cap=0.0, usd_budget=0.0))) is not None:
+        prices = {one.worker_id: one.price_usd_per_hour for one in snapshot.workers}
+        priced, useful = sum(prices[worker] for worker in fewest.pool), _useful_per_hour(question, fewest)
+        usd = (priced + question.learner.price_usd_per_hour) / useful if useful > 0 else math.inf
+        fewest = replace(fewest, usd_per_hour=priced, usd_per_useful_rollout=usd)
+    found = {"cheapest": answer, "fastest": feasible_plan(snapshot, fast), "fewest workers": fewest}
+    default = max(1, wishes.staleness_bound - 1)
+    if not wishes.fixed_kappa and answer.kappa != default:
+        found[f"kappa = S-1 = {default}"] = feasible_plan(snapshot, replace(wishes, fixed_kappa=default))
+    cards = tuple(replace(one, gpus=1) for one in question.offers if one.gpus in (0, 1) and one.count)
+    if cards and any(question.prior(offer).gpu_count > 1 for offer in pool_offers(question, answer)):
+        with contextlib.suppress(ResourceError):  # on no single card does the model fit
+            found["single cards"] = feasible_plan(replace(question, offers=cards).snapshot(), wishes)
+    return found
+
+
+def pool_by_kind(answer: Plan) -> dict[str, int]:
+    """Counts the pool's workers by kind of machine."""
+    return dict(sorted(Counter(worker.rpartition("#")[0] for worker in answer.pool).items()))
+
+
+def _useful_per_hour(question: PlanQuestion, answer: Plan) -> float:
+    """Rollouts per hour that are trained on."""
+    learner = question.learner
+    trained_s = learner.train_s * learner.training_share
+    return answer.predicted_utilisation * learner.trained_rollouts / trained_s * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """The run to plan. `origin`: source of the model's size. `mean_is_assumed`: the mean length is a share of the limit;
+    `prices_are_assumed`: some machines' prices are those of the catalogue."""
+
+    steps: int
+    origin: str
+    mean_is_assumed: bool = False
+    prices_are_assumed: bool = False
+
+    def usd_range(self, usd: float) -> tuple[float, float]:
+        """What it may cost instead."""
+        low, high = PRICE_RANGE if self.prices_are_assumed else (1.0, 1.0)
+        return usd * low, usd * high
+
+
+def hours_of(question: PlanQuestion, answer: Plan, run: PlannedRun) -> float:
+    """Hours of the whole run at this plan's utilisation; infinite if nothing is generated."""
+    busy_s = run.steps * question.learner.train_s * question.learner.training_share
+    return busy_s / answer.predicted_utilisation / 3600 if answer.predicted_utilisation > 0 else math.inf
+
+
+def as_json(question: PlanQuestion, answer: Plan, run: PlannedRun) -> dict[str, object]:
+    """Returns the plan and its inputs, for programs."""
+    told = dataclasses.asdict(answer)
+    told["binding"] = answer.binding.value
+    told["terms"] = [{**term, "limit_kind": term["limit_kind"].value} for term in told["terms"]]
+    told["pool_by_kind"] = pool_by_kind(answer)
+    told["machines"] = [
+        dict(zip(FIT_COLUMNS, row, strict=True))
+        for row in fit_rows(question.model, question.lengths, question.catalogue.values())
+    ]
+    told["prefill"] = {
+        offer.key: {"is_measured": question.is_measured(offer), **dataclasses.asdict(question.prefill_cost(offer))}
+        for offer in pool_offers(question, answer)
+    }
+    told["left_out"] = {offer.machine: would for offer, would in question.refused.items()}
+    told["staleness_bound"] = question.wishes.staleness_bound
+    told["learner"] = dataclasses.asdict(question.learner)
+    hours, usd_per_hour = hours_of(question, answer, run), answer.usd_per_hour + question.learner.price_usd_per_hour
+    told["model"] = {"billions": question.model.billions, "origin": run.origin}
+    usd = hours * usd_per_hour
+    low, high = run.usd_range(usd)
+    told["run"] = {
+        "steps": run.steps,
+        "hours": _finite(hours),
+        "usd": _finite(usd),
+        "usd_low": _finite(low),
+        "usd_high": _finite(high),
+    }
+    told["lengths"] = dataclasses.asdict(question.tokens) | {"mean_is_assumed": run.mean_is_assumed}
+    told["alternatives"] = {
+        name: {
+            "kappa": one.kappa, "workers": len(one.pool), "usd_per_hour": one.usd_per_hour,
+            "predicted_utilisation": one.predicted_utilisation, "is_feasible": one.is_feasible,
+            "pool_by_kind": pool_by_kind(one),
+        }
+        for name, one in alternatives(question, answer).items() if one is not None
+    }  # fmt: skip
+    if not answer.is_feasible:
+        told["advice"] = [dataclasses.asdict(one) for one in advice_of(question, answer)]
+    return told
+
+
+def _finite(value: float) -> float | None:
+    """Replaces infinity by None, since JSON has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+# ---- printing
+
+
+def print_answer(question: PlanQuestion, answer: Plan, run: PlannedRun, with_sums: bool) -> None:
+    """Prints what to rent, or what would make the run feasible; then tables, and the calculation if `with_sums`."""
+    console = Console(highlight=False)
+    learner = question.learner
+    console.print(
+        f"model    {question.model.billions:.3g} billion parameters ({run.origin})\n"
+        f"step     {_step_text(learner)}; "
+        f"S = {question.wishes.staleness_bound}\n"
+        f"lengths  {_lengths_text(question, run)}\n"
+        f"prices   {PRICES_ASSUMED if run.prices_are_assumed else 'as the fleet file names them'}",
+        soft_wrap=True,
+    )
+    if learner.dropped_rollouts:
+        console.print(
+            f"dropped  {learner.dropped_share:.0%} of the groups are assumed to have equal rewards, which dynamic sampling throws "
+            f"away: workers make {learner.rollouts_per_step} rollouts a step (--what-if dropped=0.4 takes another share)",
+            soft_wrap=True,
+        )
+    for offer, would in question.refused.items():
+        console.print(f"left out {offer.machine}: the model does not fit; what would fit: {would}", soft_wrap=True)
+    is_over_budget = any(term.limit_kind is Limit.USD_BUDGET and not term.is_met for term in answer.terms)
+    if answer.is_feasible or is_over_budget:
+        _print_price(console, question, answer, run)
+    if not answer.is_feasible:
+        _print_what_would_do(console, question, answer)
+    _print_terms(console, answer)
+    if answer.is_feasible:
+        _print_alternatives(console, question, answer)
+    if with_sums and answer.pool:
+        _print_sums(console, question, answer)
+
+
+PRICES_ASSUMED = "assumed, mid 2026, 0.5-2 times (echo2 offers lists real ones; price_usd_per_hour in the fleet file)"
+
+
+def _lengths_text(question: PlanQuestion, run: PlannedRun) -> str:
+    """Describes the rollouts' lengths, and how to set an assumed mean."""
+    tokens = question.tokens
+    how = " (assumed; --what-if mean=N, or \\[lengths] mean_tokens in the fleet file)" if run.mean_is_assumed else ""
+    return f"{tokens.mean:.0f} tokens a rollout on average{how}, 95 % below {tokens.tail:.0f}, at most {tokens.longest:.0f}"
+
+
+def _step_text(learner: LearnerEstimate) -> str:
+    """Describes what a step takes, with evaluations and checkpoints apart."""
+    rollouts = f"{learner.trained_rollouts} rollouts"
+    if learner.evaluation_rollouts:
+        rollouts += f" and {learner.evaluation_rollouts} of evaluations"
+    told = f"{rollouts}, {format_seconds(learner.train_s - learner.idle_s)} of training"
+    return (
+        f"{told}, {format_seconds(learner.idle_s)} of checkpoints" if learner.idle_s >= 5e-4 * learner.train_s else told
+    )
+
+
+def _pool(question: PlanQuestion, answer: Plan) -> str:
+    """Describes the pool in words, by kind of machine."""
+    offers, kinds = {offer.key: offer for offer in question.offers}, pool_by_kind(answer)
+    return ", ".join(_machines(question, offers[kind], count) for kind, count in kinds.items()) or "no worker"
+
+
+def pool_offers(question: PlanQuestion, answer: Plan) -> list[PoolOffer]:
+    """Returns the offers that the pool uses, one per kind."""
+    offers = {offer.key: offer for offer in question.offers}
+    return [offers[kind] for kind in pool_by_kind(answer)]
+
+
+def _machines(question: PlanQuestion, offer: PoolOffer, count: int) -> str:
+    gpus = question.prior(offer).gpu_count
+    kind = f"{offer.provider}/{offer.gpu}" if offer.provider else offer.gpu
+    return f"{count} x {kind}" if gpus == 1 else f"{count} workers of {gpus} x {kind}"
+
+
+def _publishes(kappa: int) -> str:
+    return "publish every step" if kappa == 1 else f"publish every {kappa} steps"
+
+
+def _print_price(console: Console, question: PlanQuestion, answer: Plan, run: PlannedRun) -> None:
+    hours, learner_usd = hours_of(question, answer, run), question.learner.price_usd_per_hour
+    busy = f"the learner trains {answer.predicted_utilisation:.0%} of the time"
+    total = answer.usd_per_hour + learner_usd
+    low, high = run.usd_range(hours * total)
+    usd = f"${hours * total:,.2f}" + (f" (${low:,.0f} to ${high:,.0f} at such prices)" if low < high else "")
+    console.print(
+        f"rent     {_pool(question, answer)}; {_publishes(answer.kappa)}; {busy}\n"
+        f"price    workers ${answer.usd_per_hour:.2f}/h + learner ${learner_usd:.2f}/h = ${total:.2f}/h\n"
+        f"the run  {run.steps} steps: about {format_seconds(3600 * hours)} and {usd}",
+        style="bold", soft_wrap=True,
+    )  # fmt: skip
+
+
+def _print_what_would_do(console: Console, question: PlanQuestion, answer: Plan) -> None:
+    """Prints changes that would make the run feasible; each was tried with the planner."""
+    term = answer.binding_term
+    busy = f"the learner would train {answer.predicted_utilisation:.0%} of the time"
+    what = "this budget" if term.limit_kind is Limit.USD_BUDGET else "these machines"
+    console.print(f"not feasible with {what}: {busy}; what limits it: {term.limit_kind.value}", style="bold")
+    found = advice_of(question, answer)
+    for advice in found:
+        console.print(
+            f"  would do: {advice.change}; workers ${advice.usd_per_hour:.2f}/h   (--what-if {advice.what_if})",
+            soft_wrap=True,
+        )
+    if not found:
+        console.print(
+            "  no change of one or two of S, uplink, machines, cap, budget and learner up to 64-fold would do"
+        )
+
+
+def verdict(term: Term) -> str:
+    """Compares a term with its limit in words that make sense at any distance from it."""
+    if term.is_met:
+        return "OK"
+    if not (math.isfinite(term.value) and term.limit > 0):
+        return "never"
+    ratio = term.value / term.limit
+    if term.limit_kind is Limit.THROUGHPUT:
+        return f"{ratio:.1%} of it" if ratio > 0 else "nothing is generated"
+    return f"{ratio:.3g} times it"
+
+
+def _print_terms(console: Console, answer: Plan) -> None:
+    table = Table(title="what limits the run")
+    for column in ("term", "formula", "value", "limit", "unit", "verdict"):
+        table.add_column(column, overflow="fold")
+    for term in answer.terms:
+        mark = ", limiting" if term.limit_kind is answer.binding and term.is_met else ""
+        value = f"{term.value:.4g}" if math.isfinite(term.value) else "-"
+        table.add_row(term.limit_kind.value, term.formula, value, f"{term.limit:.4g}", term.unit, verdict(term) + mark)
+    console.print(table)
+
+
+def _print_alternatives(console: Console, question: PlanQuestion, answer: Plan) -> None:
+    table = Table(title="alternatives, workers and learner together")
+    for column in ("plan", "kappa", "pool", "$/h", "$ per 1000 useful rollouts", "utilisation", "T_bcast", "in flight"):
+        table.add_column(column, overflow="fold")
+    for name, one in alternatives(question, answer).items():
+        if one is None:
+            table.add_row(name, "", "not feasible", *[""] * 5)
+            continue
+        table.add_row(
+            name, str(one.kappa), _pool(question, one), f"{one.usd_per_hour + question.learner.price_usd_per_hour:.2f}",
+            f"{1000 * one.usd_per_useful_rollout:.3f}", f"{one.predicted_utilisation:.1%}",
+            format_seconds(one.broadcast_s), str(one.in_flight_cap_rollouts),
+        )  # fmt: skip
+    console.print(table)
+
+
+def print_fits(question: PlanQuestion) -> None:
+    """Prints how the model fits each kind of machine; a worker there will report the same."""
+    longest = question.lengths.of(question.model)
+    table = Table(title=f"one worker by kind of machine, sequences of up to {longest} tokens")
+    for column in FIT_COLUMNS:
+        table.add_column(column, overflow="fold")
+    for row in fit_rows(question.model, question.lengths, question.catalogue.values()):
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+def _print_sums(console: Console, question: PlanQuestion, answer: Plan) -> None:
+    """Prints every relation with its numbers filled in."""
+    learner, kappa, bound = question.learner, answer.kappa, question.wishes.staleness_bound
+    train_s, batch, rate = learner.train_s, learner.rollouts_per_step, answer.throughput_rollouts_per_s
+    size = learner.artifact_bytes(kappa)
+    staleness = next(term for term in answer.terms if term.formula.startswith("T_bcast"))
+    batch_s = batch / rate if rate > 0 else math.inf
+    rollout_s = staleness.value - answer.broadcast_s - batch_s
+    lines = [
+        f"artifact    {format_bytes(learner.delta_bytes)} x (kappa = {kappa})^{learner.delta_growth:g} = "
+        f"{format_bytes(size)}",
+        f"transfer    fluid bound of {format_bytes(size)} over {format_bytes(learner.link.uplink_bytes_per_s)}/s and "
+        f"the pool's links / {question.wishes.broadcast_efficiency:g} = {answer.transfer_s:.2f} s",
+        f"T_bcast     transfer + encode + round trips + apply = {answer.broadcast_s:.2f} s",
+        *_prefill_lines(question, answer),
+        f"(2) rate    mu_pool = {rate:.4g} against R/T_train = {batch}/{train_s:.4g} = {batch / train_s:.4g} /s",
+        f"(2) links   transfer = {answer.transfer_s:.2f} against kappa*T_train = {kappa}*{train_s:.4g} = "
+        f"{kappa * train_s:.4g} s",
+        f"(3)         T_bcast + L_roll + R/mu_pool = {answer.broadcast_s:.4g} + {rollout_s:.4g} + {batch_s:.4g} = "
+        f"{staleness.value:.4g} against (S-kappa+1)*T_train = ({bound}-{kappa}+1)*{train_s:.4g} = "
+        f"{staleness.limit:.4g} s",
+        f"in flight   {answer.in_flight_cap_rollouts} rollouts at most",
+        *_egress_lines(question, kappa),
+        f"price       {answer.usd_per_hour:.2f} (pool) + {learner.price_usd_per_hour:.2f} (learner) USD/h over "
+        f"{_useful_per_hour(question, answer):.0f} useful rollouts/h = "
+        f"{answer.usd_per_useful_rollout:.5f} USD",
+    ]
+    console.print("\n".join(lines), soft_wrap=True)
+
+
+def _prefill_lines(question: PlanQuestion, answer: Plan) -> list[str]:
+    """Describes what the pool's machines prefill besides sampling, and what rate that leaves."""
+    return [
+        f"prefill     {offer.key}: {_prefill_text(question, offer, answer.kappa)}"
+        for offer in pool_offers(question, answer)
+    ]
+
+
+def _prefill_text(question: PlanQuestion, offer: PoolOffer, kappa: int) -> str:
+    cost, worker = question.prefill_cost(offer), question.worker(offer, 0)
+    if question.is_measured(offer):
+        return "in its measured rate"
+    period_s = kappa * question.learner.train_s
+    again = (
+        f"caches of {cost.recompute_tokens:.0f} tokens again at each version, {format_seconds(cost.recompute_s)}"
+        if cost.recompute_tokens
+        else "no cache is recomputed"
+    )
+    left = max(0.0, 1.0 - worker.swap_s / period_s)
+    return (
+        f"{cost.tokens_per_s:.0f} tokens/s read, {worker.tokens_per_s:.0f} sampled; {again}: {left:.1%} of the sampling is left, "
+        f"{left * worker.tokens_per_s / question.tokens.mean:.4g} rollouts/s each"
+    )
+
+
+def _egress_lines(question: PlanQuestion, kappa: int) -> list[str]:
+    """Describes a worker's egress cost by provider; empty if no provider charges for egress."""
+    charged = {
+        offer.provider or offer.gpu: offer.egress_usd_per_gib for offer in question.offers if offer.egress_usd_per_gib
+    }
+    sent = sent_gib_per_hour(question.learner, kappa)
+    each = ", ".join(f"{name} {usd:g} USD/GiB = {sent * usd:.3f} USD/h" for name, usd in sorted(charged.items()))
+    return [f"egress      {sent:.3g} GiB/h a worker: {each} (in its price)"] if charged else []
+
+
+def plot(question: PlanQuestion, path: Path) -> None:
+    """Plots cost and utilisation against kappa, and against S at the best kappa, into `path`. Raises `ConfigError` if it cannot."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    snapshot, wishes = question.snapshot(), question.wishes
+    kappas = list(range(1, wishes.staleness_bound + 1))
+    by_kappa = [make_plan(snapshot, replace(wishes, fixed_kappa=kappa)) for kappa in kappas]
+    bounds = list(range(1, max(8, wishes.staleness_bound) + 1))
+    by_bound = [make_plan(snapshot, replace(wishes, staleness_bound=bound, fixed_kappa=0)) for bound in bounds]
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), sharey="row")
+    for column, (name, at, plans) in enumerate((("kappa", kappas, by_kappa), ("S", bounds, by_bound))):
+        axes[0][column].plot(at, [one.usd_per_hour for one in plans], "o-")
+        axes[1][column].plot(at, [one.predicted_utilisation for one in plans], "o-")
+        axes[1][column].axhline(wishes.target_utilisation, linestyle=":")
+        axes[1][column].set_xlabel(name)
+    axes[0][0].set_ylabel("pool, USD/h")
+    axes[1][0].set_ylabel("predicted utilisation")
+    axes[0][0].set_title(f"S = {wishes.staleness_bound}")
+    axes[0][1].set_title("best kappa")
+    figure.tight_layout()
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"plot {path}: expected a place that can be written, got: {error.strerror}") from None
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,257 @@
+"""Starts, checks and stops a run's child processes.
+
+Guarantees: `kill_all` leaves no child process, and none outlives this process, whatever ends it (process.die_with_parent);
+`raise_if_failed` reports a child that ended with an error by the last error in its log. Waits for: the coordinator, at most
+READY_WITHIN_S; the end of a child told to stop, at most STOP_WITHIN_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from echo2.base.errors import EchoError, StateError, Unreachable
+from echo2.cli.process import FORCED_EXIT_CODE, PARENT
+
+READY_WITHIN_S = 60.0  # imports on a cold disk
+STOP_WITHIN_S = 10.0  # a daemon's own graceful end
+LEARNER_ALONE_S = 30.0
+"""How long a learner may go on after the last worker has ended: it exports its model meanwhile."""
+LAST_WORDS_LINES = 8  # the end of a traceback
+
+
+class ChildFailed(EchoError):
+    """A child process ended with an error; its exit code is then that of the command."""
+
+    def __init__(self, text: str, exit_code: int = EchoError.exit_code) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class Children:
+    """A run's processes by name, each with its log file. `environment`: variables added to this process's own. `lock`: of the run's
+    folder; the processes inherit it."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        commands: Mapping[str, list[str]],
+        worker_python: str,
+        environment: Mapping[str, str],
+        lock: RunLock,
+    ) -> None:
+        self.run_folder, self.commands, self.worker_python = run_folder, commands, worker_python
+        self.environment = {
+            **os.environ, "TOKENIZERS_PARALLELISM": "false", PARENT: str(os.getpid()), **environment
+        }  # fmt: skip
+        self._lock = lock
+        self._alone_since: float | None = None
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        (run_folder / "logs").mkdir(parents=True, exist_ok=True)
+
+    def _executable(self, command: list[str]) -> list[str]:
+        """The same command run by this interpreter, or the workers' own, regardless of PATH."""
+        module = command[0].removeprefix("echo-")
+        python = self.worker_python if module == "worker" else sys.executable
+        return [python, "-m", f"echo2.cli.{module}", *command[1:]]
+
+    async def start(self, name: str) -> None:
+        """Starts one process; its output goes to logs/NAME.log."""
+        with self.log_path(name).open("ab") as log:
+            self.processes[name] = await asyncio.create_subprocess_exec(
+                *self._executable(self.commands[name]), stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL,
+                env=self.environment, start_new_session=True, pass_fds=(self._lock.descriptor,),
+            )  # fmt: skip
+        self._lock.note(name, self.processes[name].pid)
+
+    def log_path(self, name: str) -> Path:
+        return self.run_folder / "logs" / f"{name}.log"
+
+    def is_running(self, name: str) -> bool:
+        process = self.processes.get(name)
+        return process is not None and process.returncode is None
+
+    def raise_if_failed(self) -> None:
+        """Raises ChildFailed if a process exited with an error. Ignores one killed by a signal: it may be restarted."""
+        for name, process in self.processes.items():
+            if process.returncode is not None and process.returncode > 0:
+                raise ChildFailed(
+                    f"{name} ended with code {process.returncode}: {self.last_words(name)}", process.returncode
+                )
+
+    def raise_if_learner_is_alone(self, now: float) -> None:
+        """Raises ChildFailed if every worker ended LEARNER_ALONE_S ago and the learner still waits: nothing more will come."""
+        workers = [name for name in self.processes if name not in ("coordinator", "learner")]
+        if not workers or any(map(self.is_running, workers)) or not self.is_running("learner"):
+            self._alone_since = None
+            return
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since > LEARNER_ALONE_S:
+            raise ChildFailed(
+                f"every worker has ended and the learner still waits; {workers[-1]} said last: {self.last_words(workers[-1])}"
+            )
+
+    def last_words(self, name: str) -> str:
+        lines = self.log_path(name).read_text(errors="replace").splitlines()[-LAST_WORDS_LINES:]
+        errors = [line for line in lines if line.startswith("error:")]
+        return (errors or lines or ["no output"])[-1]
+
+    async def stop(self, name: str) -> int | None:
+        """Sends SIGTERM, then SIGKILL after STOP_WITHIN_S. Returns the exit code."""
+        process = self.processes[name]
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
+            except TimeoutError:
+                self._kill(process)
+                await process.wait()
+        return process.returncode
+
+    async def stop_all(self) -> None:
+        """Stops the workers first and the coordinator last, so that it still receives their clean disconnects."""
+        names = list(self.processes)
+        workers = [name for name in names if name not in ("coordinator", "learner")]
+        await asyncio.gather(*(self.stop(name) for name in workers))
+        for name in ("learner", "coordinator"):
+            if name in self.processes:
+                await self.stop(name)
+
+    def kill_all(self) -> None:
+        for process in self.processes.values():
+            if process.returncode is None:
+                self._kill(process)
+
+    def _kill(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    @property
+    def _page(self) -> Path:
+        return self.run_folder / "links" / "dashboard.url"
+
+    async def start_coordinator(self) -> str:
+        """Starts the coordinator; returns the address of its page once it serves. Raises Unreachable after READY_WITHIN_S."""
+        self._page.unlink(missing_ok=True)
+        await self.start("coordinator")
+        deadline = time.monotonic() + READY_WITHIN_S
+        while not self._page.exists():
+            self.raise_if_failed()
+            if time.monotonic() > deadline:
+                raise Unreachable(
+                    f"coordinator: expected it to serve within {READY_WITHIN_S:.0f} s, it does not; its last words: "
+                    f"{self.last_words('coordinator')}"
+                )
+            await asyncio.sleep(0.05)
+        return self._page.read_text().strip()
+
+
+def stop_on_signals(children: Children, console: Console) -> None:
+    """The first SIGINT, SIGTERM or SIGHUP cancels the current task; the second kills the processes and ends this one, in silence.
+
+    A closed terminal takes no more output. SIGHUP stays ignored where it is, as under nohup.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+
+    def on_signal(number: signal.Signals) -> None:
+        if task.cancelling():
+            children.kill_all()
+            console.show_cursor(True)
+            os._exit(FORCED_EXIT_CODE)
+        if number is signal.SIGHUP:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, on_signal, number)
+
+
+ENDING_WITHIN_S = 20.0  # twice STOP_WITHIN_S: children of a run that is ending
+LOOK_S = 0.1  # a person does not notice
+STARTER = "echo2"  # the command's own name among the holders of a folder
+_BY_HAND = {"learner": "learner/learner.lock", "coordinator": "coordinator/lock"}
+"""Locks that daemons hold which a person started in this folder."""
+
+
+class RunLock:
+    """Held from construction to the end of this process and of all that inherit `descriptor`. Raises StateError if others work in
+    the folder, or it cannot be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.descriptor = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise StateError(f"{folder}: expected a folder that can be written, got: {error.strerror}") from None
+        until = time.monotonic() + ENDING_WITHIN_S
+        while not self._taken():
+            holders = dict(self._holders())
+            if STARTER in holders or time.monotonic() > until:
+                raise self._refusal({STARTER: holders[STARTER]} if STARTER in holders else holders)
+            time.sleep(LOOK_S)
+        if by_hand := dict(_held_by_hand(folder)):
+            raise self._refusal(by_hand)
+        os.ftruncate(self.descriptor, 0)
+        self.note(STARTER, os.getpid())
+
+    def note(self, name: str, pid: int) -> None:
+        """Records a process that inherits the lock."""
+        os.write(self.descriptor, f"{name} {pid}\n".encode())
+
+    def _taken(self) -> bool:
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def _holders(self) -> Iterator[tuple[str, int]]:
+        """Recorded processes that are alive."""
+        for line in os.pread(self.descriptor, 1 << 16, 0).decode(errors="replace").splitlines():
+            name, _, pid = line.partition(" ")
+            if pid.isdigit() and _is_alive(int(pid)):
+                yield name, int(pid)
+
+    def _refusal(self, holders: dict[str, int]) -> StateError:
+        os.close(self.descriptor)
+        who = ", ".join(f"{name} (process {pid})" for name, pid in holders.items()) or "a process that cannot be named"
+        end = f"; to end it: kill {' '.join(str(pid) for pid in holders.values())}" if holders else ""
+        return StateError(f"run folder {self._folder}: expected no other process in it, found {who}{end}")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _held_by_hand(folder: Path) -> Iterator[tuple[str, int]]:
+    for name, place in _BY_HAND.items():
+        path = folder / place
+        if not path.is_file():
+            continue
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                text = file.read(32).decode(errors="replace").strip()
+                yield name, int(text) if text.isdigit() else 0

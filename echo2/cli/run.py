@@ -1,0 +1,126 @@
+"""Runs a whole run on this machine: coordinator, learner and workers as processes, with the live screen.
+
+`echo2 run RUN.toml --workers N` runs a user's config; `echo2 demo` (demo/run) another one, with emulated machines and a summary.
+Guarantees: every process has ended when `LocalRun.run` returns; the same command continues from what was saved. Waits for: the
+learner's end, or what `is_over` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from echo2.base.errors import ConfigError, EchoError, StateError
+from echo2.cli.learner import check_groups
+from echo2.cli.live import LiveRun
+from echo2.cli.options import make_importable
+from echo2.cli.processes import ChildFailed, Children, RunLock, stop_on_signals
+from echo2.config.load import load_config, parse_overrides, to_toml
+from echo2.config.run import RunConfig
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+
+WORKERS_MAX = 64  # beyond it one machine's memory and ports are the limit
+
+
+class StoppedByUser(EchoError):
+    """The user stopped the run."""
+
+    exit_code = 130
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRun:
+    """`workers`: arguments of each `echo-worker`, by name. `environment`: added to every process's own. `worker_python`: the
+    interpreter of the workers' environment. `still_s`: seconds without progress that end the run with an error."""
+
+    config: RunConfig
+    workers: Mapping[str, Sequence[str]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    worker_python: str = sys.executable
+    still_s: float = math.inf
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.folder) / self.config.run.name
+
+    def commands(self) -> dict[str, list[str]]:
+        """The commands by process name, as a person would type them."""
+        config, links = str(self.folder / "run.toml"), self.folder / "links"
+        found = {
+            "coordinator": ["echo-coordinator", "--config", config, "--free-ports"],
+            "learner": ["echo-learner", "join", f"@{links / 'learner.link'}", "--config", config],
+        }
+        for name, arguments in self.workers.items():
+            found[name] = [
+                "echo-worker", "join", f"@{links / 'worker.link'}", "--config", config, "--name", name, *arguments
+            ]  # fmt: skip
+        return found
+
+    async def run(
+        self,
+        console: Console,
+        is_plain: bool,
+        lock: RunLock,
+        is_over: Callable[[coordinator_pb2.RunStatus], bool] | None = None,
+    ) -> LiveRun:
+        """Runs until the learner has ended, or earlier once `is_over` says so of the run's status."""
+        try:
+            (self.folder / "run.toml").write_text(to_toml(self.config, with_descriptions=True))
+        except OSError as error:
+            raise StateError(f"{self.folder}: expected a folder that can be written, got: {error.strerror}") from None
+        children = Children(self.folder, self.commands(), self.worker_python, self.environment, lock)
+
+        is_done = False
+
+        def has_ended(status: coordinator_pb2.RunStatus | None) -> bool:
+            nonlocal is_done
+            is_done = status is not None and is_over is not None and is_over(status)
+            return is_done or not children.is_running("learner")
+
+        live = LiveRun(children, console, is_plain or not console.is_terminal, has_ended, self.still_s)
+        stop_on_signals(children, console)
+        try:
+            await live.run(list(self.workers))
+        except asyncio.CancelledError:
+            raise StoppedByUser(
+                f"stopped; what was trained is saved in {self.folder}: the same command goes on from there"
+            ) from None
+        finally:
+            children.kill_all()
+        code = children.processes["learner"].returncode
+        if code is not None and code < 0 and not is_done:  # above 0 has been raised already
+            raise ChildFailed(f"the learner was ended by signal {-code}; the same command goes on from what it saved")
+        return live
+
+
+def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    """`echo2 run`; returns the exit code."""
+    make_importable([own.file])
+    config = load_config([own.file], own.preset, parse_overrides(rest))
+    if not 1 <= own.workers <= WORKERS_MAX:
+        raise ConfigError(f"--workers: expected 1 to {WORKERS_MAX}, got {own.workers}")
+    if not config.model.path:
+        raise ConfigError("model.path: expected a model folder or hub id, got nothing")
+    check_groups(config)
+    paths = [str(own.file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for a user's own task
+    run = LocalRun(config, workers_of(own.workers), {"PYTHONPATH": os.pathsep.join(paths)})
+    lock, console = RunLock(run.folder), Console()  # before anything is written
+    console.print(f"run folder {run.folder}, logs in {run.folder / 'logs'}", highlight=False, soft_wrap=True)
+    asyncio.run(run.run(console, own.plain, lock))
+    learner = run.folder / "learner"
+    text = f"the trained model is in {learner / 'model'}, one row a step in {learner / 'metrics.jsonl'}"
+    console.print(text, highlight=False, soft_wrap=True)
+    return 0
+
+
+def workers_of(count: int) -> dict[str, list[str]]:
+    """Workers w1, w2 ... without further arguments."""
+    return {f"w{number}": [] for number in range(1, count + 1)}

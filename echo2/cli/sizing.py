@@ -1,0 +1,462 @@
+"""Derives a run's model size and sequence lengths from its config, before any weights are loaded.
+
+`model_of` looks for the model's config.json in a local folder, then in the hub's cache on this machine, then among the built-in
+shapes; it returns the source, and refuses an unknown model. `guessed_model_of` guesses from the parameter count in the name
+instead, for settings that need some value.
+Guarantees: opens no connection; imports torch only to count a family that the formula does not know. Leaves to others: what fits
+(cost_model/sizing).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from echo2.base.errors import ConfigError, ResourceError
+from echo2.base.units import format_bytes, format_seconds
+from echo2.broadcast.artifact import store_bytes_for
+from echo2.config.run import RunConfig
+from echo2.coordinator.money.market import built_in_catalogue, built_in_models
+from echo2.cost_model.machines import CPU, GpuType, WorkerPrior, worker_prior
+from echo2.cost_model.memory import (
+    CHECKPOINTING_FROM_BYTES,
+    GPUS_MAX,
+    REPLAY_S,
+    STEPS_MAX,
+    TOKEN_BUDGET_MAX,
+    TOKEN_BUDGET_MAX_CPU,
+    TOKEN_BUDGET_MIN,
+    Checkpointing,
+    LearnerMemory,
+    LearnerRun,
+    activation_bytes,
+    checkpointing_of,
+    fewest_gpus,
+    learner_memory,
+    token_budget_for,
+    wants_checkpointing,
+)
+from echo2.cost_model.memory import learner_memory as memory_of
+from echo2.cost_model.question import billions_in
+from echo2.cost_model.sizing import (
+    DENSE,
+    GPU_MEMORY_SHARE,
+    ModelSize,
+    Quantisation,
+    RunLengths,
+    longest_sequence,
+    model_size,
+    size_by_billions,
+)
+from echo2.worker.machine import local_gpus, memory_total_bytes
+
+DEFAULT_BILLIONS = 8.0  # a guess where the name has no number
+MEAN_SHARE, TAIL_SHARE = 0.35, 0.85  # of the longest completion, if no lengths are given
+CHECKPOINTING_WORDS = {
+    Checkpointing.OFF: "", Checkpointing.FULL: ", checkpointed", Checkpointing.SELECTIVE: ", selectively checkpointed",
+}  # fmt: skip
+# As they stand in the table.
+FIT_COLUMNS = ("machine", "GPUs a worker", "sequences", "at full length", "tokens of cache", "what would fit")
+
+
+def model_of(path: str) -> tuple[ModelSize, str]:
+    """Returns the model's size and the source of it. Raises ConfigError if the model is unknown."""
+    found = _known(path)
+    if found is not None:
+        return found
+    ways = "give the parameters in billions by --billions, or [model] billions in the fleet file"
+    if not path:
+        raise ConfigError(
+            f"model.path: expected a model to plan for, got none: give RUN.toml or --model.path; or {ways}"
+        )
+    if path.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"model.path {path}: expected config.json in that folder, found none. Name another, or {ways}"
+        )
+    raise ConfigError(
+        f"model.path {path}: expected its config.json, in that folder or in the hub's cache on this machine, found none. "
+        f"Fetch it (hf download {path} config.json), or {ways}"
+    )
+
+
+def guessed_model_of(path: str) -> tuple[ModelSize, str]:
+    """Like `model_of`, but guesses the size of an unknown model."""
+    found = _known(path)
+    if found is not None:
+        return found
+    billions = billions_in(path)
+    origin = "a guess by its name" if billions else "a guess: model.path names no model that is known here"
+    return size_by_billions(built_in_models(), billions or DEFAULT_BILLIONS), origin
+
+
+def _known(path: str) -> tuple[ModelSize, str] | None:
+    folder = Path(path).expanduser()
+    for file in [folder / "config.json", *_cached(path)]:
+        if path and file.is_file():
+            return _read(file), str(file)
+    name = path.rstrip("/").rpartition("/")[2].lower().removesuffix("-instruct")
+    if name in built_in_models():
+        return built_in_models()[name], "the shapes that come with echo2"
+    return None
+
+
+def turns_max(config: RunConfig) -> int:
+    """Returns the most completions of one rollout: an agent's turns, or those of the task with most turns."""
+    from echo2.tasks.registry import turns_of
+    from echo2.tasks.task import TaskSpec
+
+    if config.agent.is_on:
+        return config.agent.turns
+    further = ((one.task, one.args) for one in config.task.eval_sets.values())
+    return max(turns_of(TaskSpec(name, args)) for name, args in (*config.task.asked, *further))
+
+
+def lengths_of(config: RunConfig) -> RunLengths:
+    """Returns the run's longest sequence and the limits that its config sets for workers."""
+    sampling, worker = config.sampling, config.worker
+    longest = longest_sequence(sampling.max_prompt_tokens, sampling.max_new_tokens, turns_max(config))
+    return RunLengths(longest, worker.slots, Quantisation(worker.quantisation))
+
+
+def fit_rows(model: ModelSize, lengths: RunLengths, gpus: Iterable[GpuType]) -> Iterator[tuple[str, ...]]:
+    """Yields rows of FIT_COLUMNS: how the model fits each kind of machine, with the number of GPUs that gives most tokens for its
+    price. If that is more than one and the model also fits one GPU, a row for one GPU comes first."""
+    for gpu in gpus:
+        name = f"{gpu.name} ({format_bytes(gpu.memory_bytes)})"
+        try:
+            prior = worker_prior(gpu, model, lengths)
+        except ResourceError as error:
+            yield name, "", "", "", "", str(error).rpartition("what would fit: ")[2]
+            continue
+        if prior.gpu_count > 1:
+            with contextlib.suppress(ResourceError):
+                yield _fit_row(gpu, worker_prior(gpu, model, lengths, gpu_count=1))
+        yield _fit_row(gpu, prior)
+
+
+def _fit_row(gpu: GpuType, prior: WorkerPrior) -> tuple[str, ...]:
+    fit = prior.fit
+    return (
+        f"{gpu.name} ({format_bytes(gpu.memory_bytes)})", "" if gpu.name == CPU else str(prior.gpu_count), str(prior.slots),
+        str(fit.engine_count * fit.whole_sequences), str(fit.engine_count * fit.cache_tokens), "",
+    )  # fmt: skip
+
+
+def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
+    """Returns what the learner keeps for this run. Rollouts of at most S + 1 steps are open or wait to be trained on."""
+    learner, bound = config.learner, config.staleness.bound
+    rollouts = learner.prompts_per_step * learner.rollouts_per_prompt * (bound + 1)
+    made = LearnerRun(
+        staleness_bound=bound,
+        published_value_bytes=2 if config.model.weights_dtype == "bfloat16" else 4,
+        rollout_tokens=rollouts * turns_max(config) * MEAN_SHARE * config.sampling.max_new_tokens,
+        replicas=learner.replicas,
+        adapter_rank=config.model.lora_rank,
+        is_audited=learner.audit_share > 0,
+        has_reference=learner.kl_coefficient > 0,
+    )
+    return replace(made, store_bytes=store_bytes_for(made.published_bytes(model)))
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerNeeds:
+    """Needs of a learner on `gpu_count` GPUs (0: on the CPU) with micro-batches of `budget` tokens."""
+
+    gpu_count: int
+    budget: int
+    checkpointing: Checkpointing
+    memory: LearnerMemory
+
+
+def learner_needs(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> LearnerNeeds:
+    """Computes the needs of a learner on `gpu_count` GPUs (0: on the CPU) of `memory_bytes` each, for plan and doctor."""
+    run = learner_run(config, model)
+    budget = config.learner.token_budget or token_budget_for(
+        model, lengths_of(config).of(model), memory_bytes, gpu_count, run
+    )
+    keeps = checkpointing_of(config.learner.gradient_checkpointing, model, budget, 2 if gpu_count else 4)
+    return LearnerNeeds(gpu_count, budget, keeps, learner_memory(model, budget, keeps, gpu_count=gpu_count, run=run))
+
+
+def gpus_text(count: int) -> str:
+    """Names the GPUs that each hold one copy of something."""
+    return "one GPU" if count == 1 else f"each of {count} GPUs"
+
+
+def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> str:
+    """Describes what the learner needs, in one line."""
+    needs, replicas = learner_needs(config, model, gpu_count, memory_bytes), config.learner.replicas
+    found = needs.memory
+    where = gpus_text(gpu_count) if gpu_count else "the CPU, in memory"
+    if replicas > 1:
+        where += f", {replicas} copies" + (f" of {gpu_count // replicas} each" if gpu_count >= replicas else "")
+    if gpu_count % replicas:
+        where += f" (learner.replicas = {replicas} does not divide {gpu_count} ranks: such a learner does not start)"
+    parts = (
+        f"{format_bytes(found.state_bytes)} of state and about {format_bytes(found.activation_bytes)} of activations"
+    )
+    return (
+        f"learner: {format_bytes(found.device_bytes)} on {where} ({parts} for {needs.budget} tokens"
+        f"{CHECKPOINTING_WORDS[needs.checkpointing]}), {format_bytes(found.host_bytes)} of host memory beside it, "
+        f"{format_bytes(found.disk_bytes)} of disk for checkpoints and chunks"
+    )
+
+
+def audit_s_per_step(config: RunConfig, prompt_tokens: float, completion_tokens: float, train_s: float) -> float | None:
+    """Predicts the learner's seconds per step for the audit; None if it is off, as with an adapter. `train_s`: training time of a
+    step. Training on a token costs three forward passes, scoring it costs one."""
+    if not config.learner.audit_share or config.model.lora_rank:
+        return None
+    read = (prompt_tokens + completion_tokens) / completion_tokens
+    return config.learner.audit_share * read * train_s / 3
+
+
+def audit_line(own_s: float | None) -> str:
+    """Describes the audit's cost in one line."""
+    return (
+        "audit: off" if own_s is None else f"audit: the learner scores {format_seconds(own_s)} a step on its own device"
+    )
+
+
+def _read(file: Path) -> ModelSize:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: expected a model's config as JSON, got: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file}: expected a model's config, got {type(config).__name__}")
+    return model_size(config) if config.get("model_type") in DENSE else _counted(str(file.parent), json.dumps(config))
+
+
+@functools.cache
+def _counted(folder: str, config: str) -> ModelSize:
+    """The size of a family that the formula does not know."""
+    try:
+        from echo2.learner.training.loading import read_config, size_of  # takes seconds, and torch
+    except ImportError:
+        return model_size(json.loads(config))
+    return size_of(read_config(folder))
+
+
+def _cached(path: str) -> list[Path]:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", str(home / "hub"))).expanduser()
+    if path.count("/") != 1 or path.startswith(("/", ".", "~")):
+        return []
+    return sorted(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json"))
+
+
+LEARNER_GPU = "H100"
+"""Default GPU of a learner."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerMachine:
+    """A learner's hardware. `gpu_count`: GPUs of `gpu_memory_bytes` each on all the learner's machines; 0: it runs on the CPU.
+    `memory_bytes`, `disk_bytes`: this host's; 0: unknown. `gpus_here`: GPUs on this host; 0: all of them."""
+
+    gpu_count: int
+    gpu_memory_bytes: int = 0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    gpus_here: int = 0
+
+    @property
+    def host_share(self) -> float:
+        """This host's share of what all ranks keep in host memory."""
+        return (self.gpus_here or self.gpu_count) / self.gpu_count if self.gpu_count else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A resource that is too small. `text`: what is needed and what there is. `would_fit`: hardware or settings that would do."""
+
+    what: str
+    text: str
+    would_fit: str
+
+
+def needs_on(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> LearnerNeeds:
+    """Computes what the learner needs on this machine."""
+    return learner_needs(config, model, machine.gpu_count, machine.gpu_memory_bytes or machine.memory_bytes)
+
+
+def gpus_needed(config: RunConfig, model: ModelSize, gpu_memory_bytes: int) -> int:
+    """Returns the smallest number of GPUs with this memory that the learner fits on."""
+    budget, asked = config.learner.token_budget or TOKEN_BUDGET_MAX, config.learner.gradient_checkpointing
+    return fewest_gpus(model, budget, gpu_memory_bytes, learner_run(config, model), asked)
+
+
+def shortages(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> list[Shortage]:
+    """Lists what this machine lacks for the learner; empty if it fits."""
+    needs = needs_on(config, model, machine)
+    return [*_of_device(config, model, machine, needs), *_of_host(machine, needs)]
+
+
+def verdict(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> str:
+    """Returns the text to append to the learner's needs; empty if it fits."""
+    found = shortages(config, model, machine)
+    return "".join(f"; {one.what} is SHORT: {one.text}; what would fit: {one.would_fit}" for one in found)
+
+
+def _of_device(config: RunConfig, model: ModelSize, machine: LearnerMachine, needs: LearnerNeeds) -> Iterator[Shortage]:
+    if not machine.gpu_count:
+        needed = needs.memory.device_bytes + needs.memory.host_bytes
+        if needed > machine.memory_bytes:
+            text = f"{format_bytes(needed)} needed on the CPU, {format_bytes(machine.memory_bytes)} there"
+            yield Shortage("memory", text, "; ".join(_instead(config, model, machine, needed)))
+        return
+    room = int(GPU_MEMORY_SHARE * machine.gpu_memory_bytes)
+    if needs.memory.device_bytes > room:
+        text = (
+            f"{format_bytes(needs.memory.device_bytes)} needed on {gpus_text(machine.gpu_count)}, "
+            f"{format_bytes(room)} there ({GPU_MEMORY_SHARE:.0%} of {format_bytes(machine.gpu_memory_bytes)})"
+        )
+        each = int(needs.memory.device_bytes / GPU_MEMORY_SHARE)
+        yield Shortage("GPU memory", text, "; ".join(_instead(config, model, machine, each)))
+
+
+def _of_host(machine: LearnerMachine, needs: LearnerNeeds) -> Iterator[Shortage]:
+    host_bytes = int(needs.memory.host_bytes * machine.host_share)
+    if machine.gpu_count and machine.memory_bytes and host_bytes > machine.memory_bytes:
+        text = f"{format_bytes(host_bytes)} needed, {format_bytes(machine.memory_bytes)} there"
+        yield Shortage("host memory", text, f"a host with {format_bytes(host_bytes)} of memory")
+    if machine.disk_bytes and needs.memory.disk_bytes > machine.disk_bytes:
+        text = f"{format_bytes(needs.memory.disk_bytes)} needed, {format_bytes(machine.disk_bytes)} free"
+        would = f"{format_bytes(needs.memory.disk_bytes)} of free disk (--folder names another)"
+        yield Shortage("disk", text, would)
+
+
+def _instead(config: RunConfig, model: ModelSize, machine: LearnerMachine, needed_bytes: int) -> Iterator[str]:
+    """Yields alternatives: more GPUs, larger ones or more memory, smaller micro-batches."""
+    gpu = built_in_catalogue()[LEARNER_GPU]
+    memory_bytes, kind = (machine.gpu_memory_bytes, "such") if machine.gpu_count else (gpu.memory_bytes, gpu.name)
+    count = gpus_needed(config, model, memory_bytes)
+    if count < config.learner.replicas * GPUS_MAX or _fits(config, model, count, memory_bytes, 0):
+        yield f"{count} {kind} GPU{'' if count == 1 else 's'}"
+    yield f"GPUs of {format_bytes(needed_bytes)}" if machine.gpu_count else f"{format_bytes(needed_bytes)} of memory"
+    budget = needs_on(config, model, machine).budget // 2
+    least = max(TOKEN_BUDGET_MIN, lengths_of(config).of(model))
+    here_bytes = machine.gpu_memory_bytes or machine.memory_bytes
+    while budget >= least and not _fits(config, model, machine.gpu_count, here_bytes, budget):
+        budget //= 2
+    if budget >= least:
+        yield f"learner.token_budget {budget}"
+
+
+def _fits(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int, budget: int) -> bool:
+    """Whether the learner fits with micro-batches of `budget` tokens; 0: the configured or largest budget."""
+    budget = budget or config.learner.token_budget or TOKEN_BUDGET_MAX
+    keeps = checkpointing_of(config.learner.gradient_checkpointing, model, budget, 2 if gpu_count else 4)
+    found = memory_of(model, budget, keeps, gpu_count=gpu_count, run=learner_run(config, model))
+    if not gpu_count:
+        return found.device_bytes + found.host_bytes <= memory_bytes
+    return found.device_bytes <= GPU_MEMORY_SHARE * memory_bytes
+
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedValue(Generic[_T_co]):
+    """An option's resolved value, and why it is this one."""
+
+    value: _T_co
+    why: str
+
+
+def resolved(config: RunConfig) -> dict[str, ResolvedValue[object]]:
+    """Resolves all such options, by name; leaves out those that the user set."""
+    found: dict[str, ResolvedValue[object]] = {}
+    if not config.learner.token_budget:
+        found["learner.token_budget"] = token_budget(config)
+    if config.learner.gradient_checkpointing == "auto":
+        found["learner.gradient_checkpointing"] = gradient_checkpointing(config)
+    if config.learner.loss == "auto":
+        found["learner.loss"] = loss(config)
+    if not config.learner.checkpoint_every_steps:
+        found["learner.checkpoint_every_steps"] = ResolvedValue(
+            f"at most {STEPS_MAX}",
+            f"as many as cost least with what a kill has trained again, and train for {format_seconds(REPLAY_S)} at most; the "
+            "learner's log says how many",
+        )
+    if config.model.path:
+        size, origin = guessed_model_of(config.model.path)
+        longest = lengths_of(config).of(size)
+        if not config.worker.slots:
+            why = f"max_prompt_tokens + max_new_tokens of each turn, within the model's context ({origin})"
+            found["worker.slots"] = ResolvedValue(
+                "by memory", f"sequences of {longest} tokens ({why}) that fit: see echo2 doctor"
+            )
+    return found
+
+
+TOKEN_CLIP_BOUND_MAX = 4
+"""Largest S at which the token-level clip learns about as much as on policy (benchmarks/results/corrections.json)."""
+
+
+def loss(config: RunConfig) -> ResolvedValue[str]:
+    """Resolves the name of the loss: the user's choice, unless that is auto."""
+    named, bound = config.learner.loss, config.staleness.bound
+    if named != "auto":
+        return ResolvedValue(named, "given")
+    if bound <= TOKEN_CLIP_BOUND_MAX:
+        return ResolvedValue(
+            "dapo", f"the staleness bound {bound} is at most {TOKEN_CLIP_BOUND_MAX}: docs/algorithms.md has the table"
+        )
+    return ResolvedValue(
+        "luspo",
+        f"the staleness bound {bound} is above {TOKEN_CLIP_BOUND_MAX}, where it lost least: docs/algorithms.md",
+    )
+
+
+def threads(cores: int) -> int:
+    """The trainer's threads: OMP_NUM_THREADS, as for torch anywhere, else all cores but one, for sockets, rewards and the codec."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return int(told) if told.isdecimal() and int(told) else max(1, cores - 1)
+
+
+def token_budget(config: RunConfig) -> ResolvedValue[int]:
+    """Resolves the tokens per micro-batch of the trainer on this machine."""
+    if config.learner.token_budget:
+        return ResolvedValue(config.learner.token_budget, "given")
+    if not config.model.path:
+        return ResolvedValue(TOKEN_BUDGET_MAX_CPU, "no model is named")
+    size, _ = guessed_model_of(config.model.path)
+    gpus = () if config.learner.device == "cpu" else local_gpus()
+    gpu_count = int(os.environ.get("WORLD_SIZE", "1")) if gpus else 0
+    memory_bytes = min((gpu.memory_bytes for gpu in gpus), default=memory_total_bytes())
+    longest = lengths_of(config).of(size)
+    run = learner_run(config, size)
+    budget = token_budget_for(size, longest, memory_bytes, gpu_count, run)
+    where = f"each of {gpu_count} GPUs" if gpu_count else "memory"
+    keeps = checkpointing_of(config.learner.gradient_checkpointing, size, budget, 2 if gpu_count else 4)
+    needed = learner_memory(size, budget, keeps, gpu_count=gpu_count, run=run).device_bytes
+    why = (
+        f"the learner then takes {format_bytes(needed)} of {format_bytes(memory_bytes)} on {where}, sequences of up to "
+        f"{longest} tokens"
+    )
+    return ResolvedValue(budget, why)
+
+
+def gradient_checkpointing(config: RunConfig) -> ResolvedValue[bool]:
+    """Resolves whether the backward pass recomputes layers."""
+    if not config.model.path:
+        return ResolvedValue(False, "no model is named")
+    size, _ = guessed_model_of(config.model.path)
+    value_bytes = 4 if config.learner.device == "cpu" else 2
+    budget = token_budget(config).value
+    kept = activation_bytes(size, budget, Checkpointing.OFF, value_bytes)
+    does = wants_checkpointing(size, budget, value_bytes)
+    than = "more" if does else "less"
+    return ResolvedValue(
+        does,
+        f"{format_bytes(kept)} of activations for {budget} tokens without it, {than} than "
+        f"{format_bytes(CHECKPOINTING_FROM_BYTES)}",
+    )

@@ -1,0 +1,525 @@
+"""Connects the parts: streams bring events, the cores decide, the changes are saved, then orders are sent.
+
+    event --> core decides --> noted (state) and queued (_outgoing) --once in this turn of the loop--> saved --> sent
+                                                              cannot be saved: nothing is sent, the daemon stops
+    a worker's stream:  came --> [ welcome, activation, broadcast plan ] --> beats, lease events --> left (clean) --> cut
+                          '-- came again: the newer stream takes the older one's place
+
+Runs only on the event loop's thread. Guarantees: an order that follows from a change is sent only after that change is
+saved (`_flush`); all changes of one turn of the loop are saved in one transaction. Waits for nothing: the streams, the page and
+`tick` call it. Leaves to others: decisions (leases, fleet, board), the learner's stream (learner), planning
+(planning), gRPC (services).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from echo2.base.clock import Clock
+from echo2.base.errors import EchoError, MalformedMessage, NotAllowed
+from echo2.base.ids import PeerId, Version
+from echo2.broadcast.plan import BroadcastPlan
+from echo2.broadcast.reachability import MetAddresses
+from echo2.coordinator.ending import RunEnding
+from echo2.coordinator.fleet.members import (
+    ON_TRIAL,
+    Activation,
+    Change,
+    Liveness,
+    LivenessRule,
+    Member,
+    Membership,
+    OperatorSetting,
+)
+from echo2.coordinator.fleet.tokens import TokenBook
+from echo2.coordinator.learner import LearnerSide, restore_board
+from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases.book import LeaseBook
+from echo2.coordinator.leases.seekers import LeaseRules
+from echo2.coordinator.money.costs import Money, meter
+from echo2.coordinator.options import CoordinatorOptions
+from echo2.coordinator.persistence import LoggedEvent, PaidAction, StateSnapshot, StateStore, StateWriter
+from echo2.coordinator.plan_process import PlanProcess
+from echo2.coordinator.planning.board import LearnerBoard
+from echo2.coordinator.planning.corrections import Corrections
+from echo2.coordinator.planning.parts import PlanParts
+from echo2.coordinator.planning.telemetry import Heartbeat as HeartbeatFacts
+from echo2.coordinator.planning.telemetry import WorkerHello
+from echo2.coordinator.sessions import (
+    StreamSession,
+    barring_of,
+    check_hello,
+    check_quantisation,
+    order_of,
+    whereabouts_of,
+)
+from echo2.cost_model.plan import Plan
+from echo2.outside.guard import PeerLines
+from echo2.trust.identity import Identity
+from echo2.wire.broadcast import plan_to_message
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+
+if TYPE_CHECKING:
+    from echo2.broadcast.nat.reach import Nat
+
+WorkerSession = StreamSession[pb.WorkerOrder]
+MEMBERS_KEPT_TICKS = 60
+"""The telemetry of a sixtieth of the workers is saved at each tick: saving all at once would delay leases, and telemetry that is
+half a minute old is good enough after a restart. What must not be lost (joins, operator commands, money) is saved at once."""
+WORKERS_MAX = 20_000  # 4,000 heartbeats a second; measured are 2,000 workers, by make bench-coordinator
+TOKENS_MAX = 10_000  # revoked and expired ones count; one for each rented machine
+EVENTS_MAX = 5_000  # what the page's log can show, and a day of a large fleet's joins
+BUDGET_TICKS = 10  # five seconds: a fleet of 1,000 USD an hour spends a dollar beyond the budget
+LINK_CHANGE = 0.2  # measured rates fluctuate by less
+PREEMPTION_WORD = "preemption"
+"""Marks the reason of a worker that leaves because its cloud preempts it."""
+_log = logging.getLogger("echo2.coordinator")
+
+
+class Hub:
+    """`saved`: what `store` held at the start. `failed`: called when the state can no longer be saved; the daemon must then
+    stop."""
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        identity: Identity,
+        store: StateStore,
+        saved: StateSnapshot,
+        clock: Clock,
+        failed: Callable[[EchoError], None],
+    ) -> None:
+        self.options, self.identity, self.clock, self._failed = options, identity, clock, failed
+        self.config = options.config  # with what the operator has changed since
+        self.learner_bound = self.config.staleness.bound  # which the learner enforces; the operator may set a lower one
+        self.settings: dict[str, Any] = {}  # what the operator changed while the run went on
+        self.paused = ""  # why no worker works now; empty while the run goes on
+        self.book = LeaseBook(LeaseRules(self.learner_bound, self.config.coordinator.lease_timeout))
+        liveness = LivenessRule(self.config.coordinator.suspect_after, self.config.coordinator.gone_after)
+        self.membership = Membership(liveness, WORKERS_MAX, self.book.records)
+        self.tokens = TokenBook(TOKENS_MAX)
+        self.money = Money(self.membership, self.tokens, clock)
+        self.board = LearnerBoard()
+        self.state = StateWriter(store, self.tokens, EVENTS_MAX)
+        self.workers: dict[PeerId, WorkerSession] = {}
+        self.corrections = Corrections(self.board)
+        self.proven = MetAddresses()
+        self.plan_process = PlanProcess()
+        self.plan: Plan | None = None
+        self.plan_update: pb.PlanUpdate | None = None
+        self.plan_waits_for = "the learner"
+        self.relay_address = ""  # host:port of this coordinator's libp2p relay; empty: none
+        self.relay: Nat | None = None  # set once it serves
+        self.broadcast_plan: BroadcastPlan | None = None
+        self._plan_parts: PlanParts | None = None
+        self.started_at = clock.now()
+        self.peer_lines = PeerLines()
+        self.plan_needed = asyncio.Event()
+        self.broadcast_needed = asyncio.Event()
+        self._outgoing: list[tuple[PeerId, pb.WorkerOrder]] = []
+        self._is_flushing = self._is_closed = self._is_budget_spent = False
+        self._save_error: EchoError | None = None
+        self._ticks = 0
+        self.ending = RunEnding(self, saved.meta)
+        self.learner = LearnerSide(self, saved.meta)
+        self._restore(saved)
+
+    def _restore(self, saved: StateSnapshot) -> None:
+        now = self.clock.now()
+        self.tokens.restore(list(saved.tokens))
+        self.money.machines.update({machine.machine_id: machine for machine in saved.machines})
+        self.membership.restore(list(saved.members), now)
+        self.book.restore(saved.groups, saved.leases)
+        self.state.restore(saved)
+        self.money.standby_before = float(saved.meta.get("usd_standby", "0"))
+        self.book.records.restore(json.loads(saved.meta.get("admitted", "{}")))
+        restore_board(self.board, saved.meta, now)
+        self.paused = saved.meta.get("paused", "")
+        for member in self.membership.members.values():
+            member.paused = self.paused
+        if "settings" in saved.meta:
+            settings = json.loads(saved.meta["settings"])
+            if settings.get("staleness_bound", 0) > self.learner_bound:
+                del settings["staleness_bound"]  # the run goes on with a lower one of its own
+            self.change_settings(settings)
+        if saved.members or saved.groups:
+            self.note("start", f"state restored: {len(saved.members)} workers, {len(saved.leases)} leases, "
+                      f"{len(saved.groups)} groups, {len(saved.tokens)} tokens")  # fmt: skip
+        else:
+            self.note("start", f"run {self.options.run_id} begins")
+
+    # ---- saving and sending
+
+    def note(self, kind: str, text: str, whose: str = "", subject: str = "") -> None:
+        """Writes one line in the event log. `whose`: the peer that can cause it as often as it likes; of lines with the same
+        `subject` about it, one a minute is written."""
+        if whose:
+            if (more := self.peer_lines.more(whose, subject)) is None:
+                return
+            text += more
+        _log.info("%s: %s", kind, text)
+        self.state.event(LoggedEvent(self.clock.now(), kind, text))
+
+    def apply(self, actions: Iterable[le.Action]) -> None:
+        """Carries out the lease book's actions."""
+        for action in actions:
+            match action:
+                case le.SaveGroup(group_id) | le.DropGroup(group_id):
+                    self.state.save("groups", group_id, self.book.groups.get(group_id))
+                case le.SaveLease(lease_id) | le.DropLease(lease_id):
+                    self.state.save("leases", lease_id, self.book.leases.get(lease_id))
+                case le.Note(kind, text):
+                    self.note(kind, text)
+                case le.Grant():
+                    self._outgoing.append((action.worker_id, order_of(action, self.options.run_id, self.identity)))
+                case le.Revoke(worker_id, lease_id, reason):
+                    revoke = pb.LeaseRevoke(lease_id=lease_id, reason=reason)
+                    self._outgoing.append((worker_id, pb.WorkerOrder(lease_revoke=revoke)))
+        self.flush_soon()
+
+    def flush_soon(self) -> None:
+        """Schedules one flush, after everything that is ready in this turn of the loop has been handled."""
+        if not self._is_flushing:
+            self._is_flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        if self._is_closed:
+            return
+        try:
+            self.flush_now()
+        except EchoError:
+            return
+        outgoing, self._outgoing = self._outgoing, []
+        for peer_id, order in outgoing:
+            session = self.workers.get(peer_id)
+            if session is not None and not self._is_dropped(order):
+                session.send(order)
+
+    def _is_dropped(self, order: pb.WorkerOrder) -> bool:
+        """Whether to drop a grant whose lease has ended in the same turn (as after a long pause of this process): it was never
+        saved, so it must not be sent."""
+        return order.WhichOneof("kind") == "lease_grant" and order.lease_grant.ticket.lease_id not in self.book.leases
+
+    def flush_now(self) -> None:
+        """Saves everything before it returns. If that fails, nothing is saved or sent any more, because what failed is missing: the
+        process ends."""
+        if self._save_error is not None:
+            raise self._save_error
+        try:
+            self.state.flush()
+        except EchoError as error:
+            self._save_error = error
+            self._failed(error)
+            raise
+
+    def send(self, peer_id: PeerId, order: pb.WorkerOrder) -> None:
+        """Sends an order to a worker once all earlier changes are saved."""
+        self._outgoing.append((peer_id, order))
+        self.flush_soon()
+
+    def handle(self, event: le.Event) -> None:
+        """Passes an event to the lease book and carries out its actions."""
+        self.apply(self.book.handle(event, self.clock.now()))
+
+    # ---- workers
+
+    def worker_came(self, peer_id: PeerId, hello: WorkerHello, session: WorkerSession) -> None:
+        """Starts a worker's session. Raises an EchoError, before any change, if the worker is refused."""
+        check_hello(self.options.run_id, f"worker {hello.name or peer_id}", hello.protocol_version, hello.run_id)
+        self.learner.check_model(peer_id, hello)
+        check_quantisation(hello, self.config.worker.quantisation != "none")
+        self.ending.check_open()
+        now = self.clock.now()
+        is_new = peer_id not in self.membership.members
+        member = self.membership.came(peer_id, hello, now)
+        member.price_limit, member.paused = self.money.limit_of(member, self.config.coordinator), self.paused
+        member.is_wanted &= not (is_new and self.plan is not None and self.config.coordinator.planner_mode == "auto")
+        old = self.workers.pop(peer_id, None)
+        if old is not None:
+            old.end()
+        self.workers[peer_id] = session
+        self.note("worker", f"{member.name} {'joined' if is_new else 'is back'}: {hello.gpu or 'cpu'}, "
+                  f"{hello.slot_count} slots, {hello.price_usd_per_hour:g} USD/h, "
+                  f"{len(hello.held_leases)} leases held", peer_id, "joins")  # fmt: skip
+        session.send(pb.WorkerOrder(welcome=self._welcome()))
+        activation = pb.Activation(is_active=member.activation is Activation.ACTIVE, reason=member.activation_reason)
+        session.send(pb.WorkerOrder(activation=activation))
+        if self.broadcast_plan is not None:
+            self.send_broadcast_plan(session)
+        self.handle(le.WorkerCame(peer_id, hello.held_leases))  # before it may lease: discards its old lease request
+        self._review(self.membership.change_of(member, now))
+        self._allow(peer_id)
+        self.state.save("members", peer_id, member)
+        self.broadcast_needed.set()
+        self.plan_needed.set()
+
+    def _welcome(self) -> pb.WorkerWelcome:
+        return pb.WorkerWelcome(
+            run_id=self.options.run_id,
+            staleness_bound=self.learner_bound,
+            heartbeat_interval_s=self.config.coordinator.heartbeat_interval,
+            report_interval_s=self.config.coordinator.report_interval,
+            learner=whereabouts_of(self.board),
+            relay_address=self.relay_address,
+            unix_s=self.clock.now(),
+            banned_peer_ids=self.membership.banned,
+        )
+
+    def worker_beat(self, peer_id: PeerId, heartbeat: HeartbeatFacts) -> None:
+        before, access = self.membership.members[peer_id].link, self.membership.members[peer_id].access
+        member = self.membership.heard(peer_id, heartbeat, self.clock.now())
+        self.board.live(peer_id, heartbeat.version, self.clock.now())
+        self.corrections.on_spread(self.board.newest_complete, self.clock.now())
+        self._review(self.membership.change_of(member, self.clock.now()))
+        self.book.handle(le.Rated(peer_id, heartbeat.rollouts_per_s), self.clock.now())
+        if heartbeat.links is not None or member.access != access:
+            self.broadcast_needed.set()
+        after = member.link
+        for old, new in zip(asdict(before).values(), asdict(after).values(), strict=True):
+            if abs(new - old) > LINK_CHANGE * max(new, old, 1e-3):
+                self.broadcast_needed.set()
+
+    def worker_event(self, peer_id: PeerId, event: le.Event) -> None:
+        """Takes a lease request, progress or the end of a lease."""
+        self.membership.heard(peer_id, None, self.clock.now())
+        self.handle(event)
+
+    def worker_left(self, peer_id: PeerId, reason: str) -> None:
+        self.membership.left(peer_id, self.clock.now())
+        member = self.membership.members[peer_id]
+        self.note("worker", f"{member.name} leaves: {reason or 'no reason given'}", peer_id, "leaves")
+        if PREEMPTION_WORD in reason:
+            self.journal_worker("preempted", member, reason)
+        self._review(self.membership.change_of(member, self.clock.now()))
+
+    def worker_cut(self, peer_id: PeerId, session: WorkerSession) -> None:
+        """The worker's stream ended; ignored if a newer stream has replaced it."""
+        if self.workers.get(peer_id) is not session:
+            return
+        del self.workers[peer_id]
+        self.handle(le.RolloutsWanted(peer_id, 0, Version(0)))
+        self.membership.cut(peer_id, self.clock.now())
+        self._review(self.membership.change_of(self.membership.members[peer_id], self.clock.now()))
+
+    def _allow(self, peer_id: PeerId) -> None:
+        member = self.membership.members[peer_id]
+        may = member.last_liveness is Liveness.ALIVE and member.last_activation is Activation.ACTIVE
+        self.handle(le.WorkerAllowed(peer_id, may))
+
+    def _review(self, change: Change | None) -> None:
+        """Reacts to a change of a worker's liveness or activation: leases, money, plans, and a message to the worker."""
+        if change is None:
+            return
+        member, now = change.member, self.clock.now()
+        meter([member], now)
+        self.state.save("members", member.peer_id, member)
+        if change.after is not change.before and change.after is not Liveness.ALIVE:
+            silent_s = now - member.heard_at
+            text = f"{member.name} is {change.after.value}: last heard {silent_s:.1f} s ago"
+            self.note("worker", text, member.peer_id, change.after.value)
+        if change.activation is not change.worked and change.worked is not None:
+            if change.activation.is_barred or change.worked.is_barred:
+                self.state.require_sync()
+            self._tell_activation(change)
+        if change.after is Liveness.GONE or change.activation.is_barred:
+            why = change.after if change.after is Liveness.GONE else change.activation
+            self.handle(le.WorkerLost(member.peer_id, why.value))
+            self.board.left(member.peer_id, now)
+        else:
+            self.handle(le.WorkerAllowed(member.peer_id, change.may_lease))
+            if change.activation is not Activation.ACTIVE:
+                self.board.left(member.peer_id, now)
+        self.plan_needed.set()
+        self.broadcast_needed.set()
+
+    def _tell_activation(self, change: Change) -> None:
+        member = change.member
+        self.note("activation", f"{member.name} is {change.activation.value} now: {member.activation_reason}")
+        self.journal_worker(change.activation.value, member, member.activation_reason)
+        was_barred = change.worked is not None and change.worked.is_barred
+        if change.activation.is_barred or was_barred:
+            self.learner.tell(barring_of(member))
+        if Activation.BANNED in (change.activation, change.worked):
+            is_lifted = change.activation is not Activation.BANNED
+            ban = pb.WorkerOrder(banned=pb.BannedPeer(peer_id=member.peer_id, is_lifted=is_lifted))
+            for worker in list(self.workers.values()):
+                worker.send(ban)
+        if change.activation is Activation.BANNED:
+            session = self.workers.get(member.peer_id)
+            if session is not None:
+                session.refuse(
+                    NotAllowed(f"worker {member.name} is banned: {member.setting_reason or 'no reason given'}")
+                )
+            return
+        order = pb.Activation(is_active=change.activation is Activation.ACTIVE, reason=member.activation_reason)
+        self.send(member.peer_id, pb.WorkerOrder(activation=order))
+
+    def set_worker(self, peer_id: PeerId, setting: OperatorSetting, reason: str) -> None:
+        """Applies the operator's setting for a worker, and saves it."""
+        member = self.membership.set(peer_id, setting, reason, self.clock.now())
+        if setting is OperatorSetting.AUTOMATIC and self.plan is not None:
+            self._want([member], self.plan.pool, self.plan.reason)
+        self.state.save("members", peer_id, member)
+        self.state.require_sync()
+        self._review(self.membership.change_of(member, self.clock.now()))
+        self.flush_now()
+
+    # ---- what the operator changes
+
+    def change_settings(self, settings: dict[str, Any]) -> None:
+        """Applies the operator's settings: `usd_budget`, `usd_per_hour_cap`, `staleness_bound`, `prices` by offer. ConfigError or
+        MalformedMessage, before any change, for one out of range."""
+        bound, prices = settings.get("staleness_bound", self.learner_bound), settings.get("prices", {})
+        if bound != int(bound) or not min(1, self.learner_bound) <= bound <= self.learner_bound:
+            raise MalformedMessage(
+                f"staleness_bound: expected 1 to {self.learner_bound}, which the learner enforces, got {bound:g}"
+            )
+        section = self.config.coordinator
+        money = {name: settings.get(name, getattr(section, name)) for name in ("usd_budget", "usd_per_hour_cap")}
+        budget, cap = money.values()
+        if not (0 <= budget < 1e9 and 0 <= cap < 1e9):
+            raise MalformedMessage(f"usd_budget, usd_per_hour_cap: expected 0 (none) or more, got {budget:g}, {cap:g}")
+        self.money.reprice(prices)
+        changed = {
+            "coordinator": section.model_copy(update=money),
+            "staleness": self.config.staleness.model_copy(update={"bound": int(bound)}),
+        }
+        self.config = self.config.model_copy(update=changed)
+        self.book.set_staleness_bound(int(bound))
+        self.settings = settings
+        self.state.meta("settings", json.dumps(settings))
+        for member in self.membership.members.values():
+            member.price_limit = self.money.limit_of(member, self.config.coordinator)
+        self.plan_needed.set()
+
+    def pause(self, why: str) -> None:
+        """Puts every worker on standby because of `why`, or, if it is empty, lets them work again."""
+        if why == self.paused:
+            return
+        self.paused = why
+        self.state.meta("paused", why)
+        self.state.require_sync()
+        self.note("run", why or "resumed by the operator")
+        for member in self.membership.members.values():
+            member.paused = why
+            self._review(self.membership.change_of(member, self.clock.now()))
+        self.plan_needed.set()
+        self.flush_now()
+
+    # ---- plans
+
+    def _want(self, members: Iterable[Member], pool: Collection[PeerId], reason: str) -> None:
+        """Lets those of `members` work that are in `pool` or on trial, as far as cap and budget allow, whatever the plan says."""
+        members = list(members)
+        wanted = [one for one in members if one.peer_id in pool or one.is_on_trial]
+        over = self.money.beyond_limits(wanted, self.config.coordinator)
+        for member in members:
+            member.is_wanted = (member.peer_id in pool or member.is_on_trial) and member.peer_id not in over
+            member.wanted_reason = ON_TRIAL if member.is_on_trial else reason
+            if member.peer_id in over:
+                member.wanted_reason = "beyond the cap or the budget"
+            self._review(self.membership.change_of(member, self.clock.now()))
+
+    def adopt_plan(self, plan: Plan, choosable: Iterable[PeerId], is_acted_on: bool) -> None:
+        """Adopts a plan of the pool. The learner always gets it; workers are activated by it only if `is_acted_on`.
+
+        `choosable`: the workers that were alive when the plan was requested. Those that came or fell silent since keep their state.
+        """
+        self.plan, self.plan_waits_for = plan, ""
+        cap = min(plan.in_flight_cap_rollouts, (1 << 31) - 1)
+        self.corrections.on_plan(plan, is_acted_on, self.clock.now())
+        if is_acted_on:
+            self._want([self.membership.members[peer_id] for peer_id in choosable], set(plan.pool), plan.reason)
+        update = pb.PlanUpdate(
+            kappa=plan.kappa, in_flight_cap_rollouts=cap,
+            predicted_utilisation=plan.predicted_utilisation, predicted_broadcast_s=plan.broadcast_s,
+            usd_per_hour=plan.usd_per_hour, reason=plan.reason,
+        )  # fmt: skip
+        if update != self.plan_update:
+            self.learner.tell(pb.LearnerOrder(plan=update))
+        if self.plan_update is None or self.plan_update.kappa != plan.kappa:
+            self.note("plan", plan.reason)
+        self.plan_update = update
+
+    def try_out(self, members: Iterable[Member]) -> None:
+        """Activates the newcomers on trial, which work beside the plan or without one."""
+        self._want([member for member in members if member.is_on_trial and not member.is_wanted], (), ON_TRIAL)
+
+    def adopt_broadcast_plan(self, plan: BroadcastPlan) -> list[WorkerSession]:
+        """Sends the plan to the learner now. Returns the workers' sessions, to which the caller sends it at its own pace."""
+        self.broadcast_plan, self._plan_parts = plan, PlanParts(plan)
+        self.learner.tell(pb.LearnerOrder(broadcast_plan=plan_to_message(plan)))
+        _log.debug("broadcast plan %d: %s over %d nodes: %s", plan.epoch, plan.topology, len(plan.nodes), plan.reason)
+        return list(self.workers.values())
+
+    def send_broadcast_plan(self, session: WorkerSession) -> None:
+        """Sends one worker its part of the newest broadcast plan."""
+        assert self._plan_parts is not None, "there is a plan to send"
+        part = self._plan_parts.part_of(session.peer_id)
+        session.send(pb.WorkerOrder(broadcast_plan=plan_to_message(part)))
+
+    def journal_worker(self, action: str, member: Member, reason: str) -> None:
+        """Journals an action that changes what a worker costs."""
+        price, spent = member.hello.price_usd_per_hour, member.usd_spent
+        self.state.paid_action(PaidAction(self.clock.now(), action, member.peer_id, reason, price, spent))
+
+    # ---- time
+
+    def tick(self) -> None:
+        """Checks liveness and deadlines, meters money and saves telemetry; called twice a second."""
+        now = self.clock.now()
+        for change in list(self.membership.changes(now)):
+            self._review(change)
+        self.handle(le.Tick())
+        meter(self.membership.members.values(), now)
+        self._ticks += 1
+        if self._ticks % BUDGET_TICKS == 0:
+            self._check_budget()
+        members = self.membership.members
+        if self._ticks % MEMBERS_KEPT_TICKS == 0:
+            self._keep_totals()
+        for peer_id in islice(members, self._ticks % MEMBERS_KEPT_TICKS, None, MEMBERS_KEPT_TICKS):
+            if members[peer_id].last_liveness is not Liveness.GONE:
+                self.state.save("members", peer_id, members[peer_id])
+        self.flush_soon()
+
+    def _check_budget(self) -> None:
+        """Puts all workers on standby once the budget is spent, in any mode of the planner and without any plan. Once the operator
+        raises it, a plan says who works; before the first plan, all workers do again."""
+        budget, living = self.config.coordinator.usd_budget, list(self.membership.living())
+        was_spent = self._is_budget_spent
+        self._is_budget_spent = budget > 0 and self.money.sums().usd_chosen >= budget
+        if self._is_budget_spent:
+            self._want([one for one in living if one.is_wanted], (), f"the budget of {budget:g} USD is spent")
+        elif was_spent and self.plan is None:
+            self._want(living, {one.peer_id for one in living}, "the budget is not spent any more")
+
+    def _keep_totals(self) -> None:
+        self.state.meta("usd_standby", f"{self.money.standby_usd():.6f}")
+        records = self.book.records.workers.items()
+        admitted = {peer_id: round(record.admitted, 2) for peer_id, record in records if record.admitted}
+        self.state.meta("admitted", json.dumps(admitted))
+
+    def close(self) -> None:
+        """Ends all streams and saves what is left; nothing is saved after this."""
+        self.plan_process.close()
+        for session in self.workers.values():
+            session.end()
+        self.learner.close()
+        meter(self.membership.members.values(), self.clock.now())
+        self._keep_totals()
+        for member in self.membership.living():
+            self.state.save("members", member.peer_id, member)
+        self.note("stop", "the coordinator stops; workers and learner go on and wait for it")
+        with suppress(EchoError):
+            self.flush_now()
+        self._is_closed = True

@@ -1,0 +1,266 @@
+"""The coordinator's side of the learner's stream: passes its messages to the book and the board, and sends it orders.
+
+    away --came--> here --leaving("finished")--> the run ends (ending)
+      ^             |  '-- came again: the newer stream takes the older one's place
+      '----cut------'      meanwhile workers go on with the leases that they hold
+
+Guarantees: a learner of another run, staleness bound or model is refused before anything has changed; one that connects is always
+sent the plan, the broadcast plan and all barred workers. Leaves to others: gRPC and messages (streams), decisions (leases/book,
+board), saving (hub).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from echo2.base.errors import VersionMismatch
+from echo2.base.ids import PeerId
+from echo2.broadcast.nat.facts import shows_certificate
+from echo2.broadcast.nat.pipes import pipe_address
+from echo2.coordinator.leases import events as le
+from echo2.coordinator.persistence import CurvePoint
+from echo2.coordinator.planning.board import LearnerBoard, Totals
+from echo2.coordinator.planning.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
+from echo2.coordinator.sessions import StreamSession, barring_of, check_hello, whereabouts_of
+from echo2.wire.broadcast import plan_to_message
+from echo2.wire.coordinator import (
+    STOPPED,
+    cause_of_end,
+    learner_hello_from_message,
+    learner_hello_to_message,
+    learner_report_from_message,
+    learner_report_to_message,
+)
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+
+if TYPE_CHECKING:
+    from echo2.coordinator.hub import Hub
+
+LearnerStream = StreamSession[pb.LearnerOrder]
+
+
+class LearnerSide:
+    """The learner's session and its messages. `session`: None while the learner is away."""
+
+    def __init__(self, hub: Hub, meta: Mapping[str, str]) -> None:
+        self._hub = hub
+        self.session: LearnerStream | None = None
+        self.has_come = asyncio.Event()
+        self._model_digest = meta.get("model_digest", "")
+        self.left_because = ""  # the error that made it leave
+
+    def check_model(self, peer_id: PeerId, hello: WorkerHello) -> None:
+        """VersionMismatch for a worker that holds weights of another model."""
+        if hello.model_digest and self._model_digest and hello.model_digest != self._model_digest:
+            raise VersionMismatch(
+                f"worker {hello.name or peer_id}: expected weights of model {self._model_digest[:16]}…, it holds "
+                f"{hello.model_digest[:16]}…: empty its folder"
+            )
+
+    def tell(self, order: pb.LearnerOrder) -> bool:
+        """Sends an order at once. Returns False while the learner is away: on connect it is sent all that it must know."""
+        if self.session is None:
+            return False
+        self.session.send(order)
+        return True
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.end()
+
+    def came(self, peer_id: PeerId, hello: LearnerHello, session: LearnerStream) -> None:
+        """Starts the learner's session. Raises VersionMismatch or NotAllowed, before anything has changed, if it is refused."""
+        hub = self._hub
+        check_hello(hub.options.run_id, f"learner {peer_id}", hello.protocol_version, hello.run_id)
+        if hello.staleness_bound != hub.learner_bound:
+            raise VersionMismatch(
+                f"learner {peer_id}: expected staleness bound S = {hub.learner_bound} as the coordinator "
+                f"was told, got {hello.staleness_bound}: start both with the same config"
+            )
+        hub.ending.check_learner()
+        is_news = hub.board.came(peer_id, replace(hello, open_groups=()), self._model_digest, hub.clock.now())
+        hub.ending.learner_came(hello)
+        self.left_because = ""
+        if self.session is not None:
+            self.session.end()
+        self.session = session
+        self._model_digest = hello.model_digest
+        hub.state.meta("model_digest", hello.model_digest)
+        hub.state.meta("learner_peer_id", peer_id)
+        hub.state.meta("learner_hello", learner_hello_to_message(hub.board.hello or hello).SerializeToString().hex())
+        hub.note("learner", f"{hello.model_name} at step {hello.step}, version {hello.newest_version}, "
+                  f"{len(hello.open_groups)} groups open, at {hello.address}")  # fmt: skip
+        interval_s = hub.config.coordinator.heartbeat_interval
+        welcome = pb.LearnerWelcome(
+            run_id=hub.options.run_id, heartbeat_interval_s=interval_s, relay_address=hub.relay_address
+        )
+        session.send(pb.LearnerOrder(welcome=welcome))
+        if hub.plan_update is not None:
+            session.send(pb.LearnerOrder(plan=hub.plan_update))
+        if hub.broadcast_plan is not None:
+            session.send(pb.LearnerOrder(broadcast_plan=plan_to_message(hub.broadcast_plan)))
+        for member in hub.membership.members.values():
+            if member.activation.is_barred:
+                session.send(barring_of(member))
+        if is_news:
+            hub.board.pipe_address = ""
+            self.moved()
+        self.has_come.set()
+        hub.handle(le.GroupsSynced(hello.open_groups))
+        hub.broadcast_needed.set()
+        hub.plan_needed.set()
+
+    def moved(self) -> None:
+        """Tells all workers that the learner's address or model has changed."""
+        order = pb.WorkerOrder(learner=whereabouts_of(self._hub.board))
+        for worker_id in self._hub.workers:
+            self._hub.send(worker_id, order)
+        self._hub.broadcast_needed.set()
+
+    def reported(self, report: LearnerReport) -> None:
+        hub = self._hub
+        now = hub.clock.now()
+        is_step, money = hub.board.heard(report, now), hub.money.sums()
+        if is_step:
+            hub.corrections.on_step(report, money.usd_useful, now)
+        point = CurvePoint(
+            now, report.step, report.reward_mean if report.train_s > 0 else None, report.eval_reward, report.utilisation,
+            hub.plan.predicted_utilisation if hub.plan is not None else 0.0, money.usd_spent, money.usd_per_hour,
+        )  # fmt: skip
+        last = hub.state.samples[-1] if hub.state.samples else None
+        if is_step or last is None or last.measures != point.measures:
+            # A report on the way from one step to the next has the new step and the last one's measures; an evaluation follows
+            # its step. Both are told again.
+            hub.state.sample(point)
+            hub.state.meta("learner_report", learner_report_to_message(report).SerializeToString().hex())
+            hub.flush_soon()
+
+    def said(self, event: le.Event) -> None:
+        """Takes an offer or a closure of groups."""
+        self._hub.board.heard_at = self._hub.clock.now()
+        self._hub.handle(event)
+
+    def published(self, version: PublishedVersion) -> None:
+        hub = self._hub
+        late = hub.broadcast_plan.late if hub.broadcast_plan is not None else frozenset()
+        pool = [member.peer_id for member in hub.membership.pool() if member.peer_id not in late]
+        hub.board.published(version, self.predicted_broadcast_s(version.artifact_bytes), pool, hub.clock.now())
+        hub.state.meta("totals", json.dumps(asdict(hub.board.totals)))
+        hub.flush_soon()
+
+    def predicted_broadcast_s(self, artifact_bytes: int) -> float:
+        """Predicted seconds until all workers that are not late have the artifact, by the broadcast plan, plus the slowest apply in
+        the pool; 0 without a plan."""
+        hub = self._hub
+        plan = hub.broadcast_plan
+        if plan is None or not plan.predicted_bytes:
+            return 0.0
+        apply_s = max((member.heartbeat.apply_s for member in hub.membership.pool()), default=0.0)
+        return plan.predicted_needed_s * artifact_bytes / plan.predicted_bytes + apply_s
+
+    def leaving(self, reason: str) -> None:
+        self._hub.note("learner", f"leaves: {reason or 'no reason given'}")
+        self.left_because = "" if reason == STOPPED else reason
+        if (cause := cause_of_end(reason)) is not None:
+            self._hub.ending.learner_finished(cause)
+
+    def cut(self, session: LearnerStream) -> None:
+        if self.session is not session:
+            return  # a newer session has replaced it
+        self.session = None
+        self._hub.board.cut(self._hub.clock.now())
+        self._hub.note("learner", "its stream is over; workers go on with the leases they hold")
+
+
+LOOK_S, LOOK_HIDDEN_S = 300.0, 30.0  # a firewall may change; one that hides it is being mended
+MISSED_S = 2.0  # a lost packet is sent again within this
+LOOKS = 3  # misses in a row of a learner that has answered
+PLACE_S, PLACE_LOOK_S = 5.0, 0.1  # a learner takes its place within a round trip or two
+
+
+class LearnerReachability:
+    """Checks whether the learner answers at its own addresses; if it does not, workers are sent to it through the relay's byte
+    pipes. A run without a relay crosses no NAT, so nothing is checked."""
+
+    def __init__(self, hub: Hub, authority_pem: bytes) -> None:
+        self._hub, self._authority_pem = hub, authority_pem
+        self._told = ""
+        self._has_answered = False
+
+    async def run(self) -> None:
+        """Checks until cancelled."""
+        learner, board = self._hub.learner, self._hub.board
+        while True:
+            with contextlib.suppress(TimeoutError):
+                pause_s = LOOK_HIDDEN_S if board.pipe_address or self._told else LOOK_S
+                await asyncio.wait_for(learner.has_come.wait(), pause_s)
+            learner.has_come.clear()
+            if learner.session is not None and self._hub.relay_address:
+                await self._look()
+
+    async def _look(self) -> None:
+        board = self._hub.board
+        assert board.hello is not None and board.peer_id is not None, "it has come"
+        address, chunks_at, peer_id = board.hello.address, board.hello.chunk_address, board.peer_id
+        is_there = await self._answers(address, peer_id) and await self._answers(chunks_at, peer_id)
+        if board.hello.address != address or board.peer_id != peer_id:
+            return  # it has reconnected meanwhile, which triggers another check
+        pipes = pipe_address(self._hub.relay_address) if not is_there and await self._is_piped(peer_id) else ""
+        if is_there:
+            self._tell("")
+        elif pipes:
+            self._tell(
+                f"does not answer at {address} and {chunks_at}: workers reach it through the byte pipes of this coordinator, "
+                f"at {pipes}"
+            )
+        else:
+            self._tell(
+                f"does not answer at {address} and {chunks_at}, and holds no place at the byte pipes of this coordinator: expected "
+                "workers to reach it; open learner.port and the next one in its firewall, or map ports to them and name the first "
+                "by learner.advertise"
+            )
+        if pipes != board.pipe_address:
+            board.pipe_address = pipes
+            self._hub.learner.moved()
+
+    async def _is_piped(self, peer_id: PeerId) -> bool:
+        """Whether the learner holds a place at the relay, or takes one within `PLACE_S`: it is told of the relay on connect."""
+        for _ in range(round(PLACE_S / PLACE_LOOK_S)):
+            if self._hub.relay is not None and self._hub.relay.is_piped(peer_id):
+                return True
+            await asyncio.sleep(PLACE_LOOK_S)
+        return False
+
+    def _tell(self, text: str) -> None:
+        if text != self._told:
+            self._hub.note("learner", text or "answers at its own address again")
+            self._told = text
+
+    async def _answers(self, address: str, peer_id: PeerId) -> bool:
+        host, _, port = address.rpartition(":")
+        if not port.isdigit():
+            return False
+        for turn in range(LOOKS if self._has_answered else 1):
+            if turn:
+                await asyncio.sleep(MISSED_S)
+            if await asyncio.to_thread(shows_certificate, host.strip("[]"), int(port), peer_id, self._authority_pem):
+                self._has_answered = True
+                return True
+        return False
+
+
+def restore_board(board: LearnerBoard, meta: Mapping[str, str], now: float) -> None:
+    """Fills the board from the saved `meta`; fields that were not saved stay as they are. MalformedMessage if it is invalid."""
+    board.totals = Totals(**json.loads(meta.get("totals", "{}")))
+    if "learner_hello" in meta:
+        hello = pb.LearnerHello.FromString(bytes.fromhex(meta["learner_hello"]))
+        board.hello = learner_hello_from_message(hello, "the saved learner")
+        board.peer_id, board.changed_at = PeerId(meta["learner_peer_id"]), now
+    if "learner_report" in meta:
+        report = pb.LearnerReport.FromString(bytes.fromhex(meta["learner_report"]))
+        board.report = learner_report_from_message(report, "the saved learner")

@@ -1,0 +1,490 @@
+"""Decides which worker makes which group: leases and their deadlines, as one state machine with one door.
+
+    a group:   offered --> QUEUED --granted--> LEASED --its worker says FINISHED--> PRODUCED --the learner closes it--> gone
+                             ^                   |  '-- renewed by progress            |
+                             |                   |  '-- recalled: a few seconds for its tokens to come back
+                             '---- handed back, refused, expired, worker lost or silent; offered again: it was not whole
+    from any of them: closed by the learner, or not on its list --> gone
+
+A requeued group goes on as a continuation: tokens that the learner holds are not sampled again, so each of these paths costs
+little.
+
+`LeaseBook.handle(event, now) -> list[Action]`. Guarantees: a group has at most one lease, and each lease of a group has a higher
+attempt number than the one before, so the learner can tell a late worker from the present one; a worker never gets a group that
+its version does not allow (queue); a lease without progress for `lease_timeout_s` goes to another worker as a continuation,
+and so does one whose claimed progress does not reach the learner; how much a worker may hold depends on what it has delivered and
+failed (fleet/record); a group that the learner does not list is not leased; every change that must outlive
+the process is saved (Save*, Drop*) before its consequences are sent, in the order of the actions.
+Leaves to others: which workers are alive or active (membership, planner), signing, sending and saving (runtime), exactly-once
+training (learner: attempts, and one result per rollout). `lease_waits` reports why groups wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from echo2.base.errors import LimitExceeded
+from echo2.base.ids import GroupId, LeaseId, PeerId, Version, warm_groups
+from echo2.base.rollout import EndReason, GroupSpec
+from echo2.coordinator.fleet.record import EXPIRED, HANDED_BACK, LOST, MISSING, REFUSED, UNFINISHED, WorkerRecords
+from echo2.coordinator.leases.evaluations import Evaluators
+from echo2.coordinator.leases.events import (
+    Action,
+    Delivered,
+    DropGroup,
+    DropLease,
+    Event,
+    Grant,
+    GroupPhase,
+    GroupsClosed,
+    GroupsOffered,
+    GroupsSynced,
+    HeldLease,
+    Lease,
+    LeaseCounts,
+    LeaseEnded,
+    Note,
+    OpenGroup,
+    Progressed,
+    Rated,
+    Recall,
+    Revoke,
+    RolloutsWanted,
+    SaveGroup,
+    SaveLease,
+    Tick,
+    WorkerAllowed,
+    WorkerCame,
+    WorkerLost,
+    lease_id_of,
+    refusal_pause_s,
+)
+from echo2.coordinator.leases.queue import ExpectedLength, LeaseQueue
+from echo2.coordinator.leases.seekers import LeaseRules, Ranking, Seekers
+from echo2.staleness.rule import may_begin
+
+WARM_WAIT_S = 1.0
+"""How long a later turn waits for the worker that has the previous turn in its KV cache: about what prefilling a long prompt
+elsewhere costs, and less than an agent notices."""
+
+
+@dataclass(slots=True)
+class LeaseBook:
+    rules: LeaseRules
+    groups: dict[GroupId, OpenGroup] = field(default_factory=dict)
+    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    counts: LeaseCounts = field(default_factory=LeaseCounts)
+    seekers: Seekers = field(init=False)
+    lengths: ExpectedLength = field(default_factory=ExpectedLength)
+    offered_at: float = 0.0
+    _queue: LeaseQueue = field(init=False)
+    _of_worker: dict[PeerId, set[LeaseId]] = field(default_factory=dict)
+    _evaluators: Evaluators = field(init=False)
+    records: WorkerRecords = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._queue = LeaseQueue(self.rules.staleness_bound)
+        self._evaluators = Evaluators(self.rules.lease_timeout_s)
+        self.records = WorkerRecords(self.rules.lease_timeout_s)
+        self.seekers = Seekers(self.rules, self.records, self.lease_count, lambda: self.open_groups)
+
+    def restore(self, groups: Iterable[OpenGroup], leases: Iterable[Lease]) -> None:
+        """Takes over what an earlier process saved. Call it before the first event."""
+        for lease in leases:
+            self.leases[lease.lease_id] = lease
+            self._of_worker.setdefault(lease.worker_id, set()).add(lease.lease_id)
+        for group in groups:
+            if group.phase is GroupPhase.LEASED and (group.lease_id is None or group.lease_id not in self.leases):
+                group.phase, group.lease_id = GroupPhase.QUEUED, None
+            self.groups[group.spec.group_id] = group
+            if group.phase is GroupPhase.QUEUED:
+                self._queue.add(group)
+            elif group.phase is GroupPhase.LEASED and group.lease_id is not None:
+                lease = self.leases[group.lease_id]
+                self.records.on_grant(lease.worker_id, lease.lease_id, group.spec.rollout_count)
+                self._evaluators.on_grant(lease, group.spec)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Takes one event; returns the actions to carry out, in order."""
+        self.seekers.now = now
+        return list(self._handle(event, now))
+
+    def _handle(self, event: Event, now: float) -> Iterator[Action]:
+        match event:
+            case GroupsOffered(groups, held_tokens):
+                yield from self._offered(groups, now)
+                for spec, tokens in zip(groups, held_tokens, strict=False):
+                    yield from self._confirmed(self.groups[spec.group_id], tokens, now)
+            case GroupsSynced(groups):
+                yield from self._synced(groups, now)
+            case GroupsClosed(group_ids, reason):
+                for group_id in group_ids:
+                    yield from self._close(group_id, reason)
+                return
+            case WorkerCame(worker_id, held):
+                yield from self._came(worker_id, held, now)
+            case WorkerAllowed(worker_id, is_allowed):
+                self.seekers.allow(worker_id, is_allowed)
+            case RolloutsWanted(worker_id, free_rollouts, version):
+                self.seekers.wants(worker_id, free_rollouts, version)
+                yield from self._overtake(now)
+                # Only this worker may take more than before. Groups that became free by time alone wait for the next tick.
+                yield from self._match(now, None if self._queue.has_exact else worker_id)
+                return
+            case Rated(worker_id, rollouts_per_s):
+                self.seekers.rated(worker_id, rollouts_per_s)
+                return
+            case Delivered(workers):
+                for worker_id in self.records.on_delivered(workers, now):
+                    yield from self._fallen_silent(worker_id, now)
+            case Progressed():
+                yield from self._progressed(event, now)
+                return
+            case LeaseEnded():
+                yield from self._ended(event, now)
+            case WorkerLost(worker_id, reason):
+                yield from self._lost(worker_id, reason, now)
+            case Recall():
+                yield from self._recall(event, now)
+                return
+            case Tick():
+                yield from self._expire(now)
+                yield from self._overtake(now)
+                yield from (Note("lease", text) for text in self.records.judge(now))
+        yield from self._match(now)
+
+    # ---- the learner's side
+
+    def _offered(self, groups: Iterable[GroupSpec], now: float) -> Iterator[Action]:
+        for spec in groups:
+            known = self.groups.get(spec.group_id)
+            if known is not None:
+                if known.spec.consume_step != spec.consume_step:  # those before it are gone, or it is another learner
+                    yield from self._take_turn(known, spec)
+                if known.phase is GroupPhase.PRODUCED:  # offered again, so the learner lacks some of it
+                    if (maker := known.made_by) is not None:
+                        known.avoid[maker] = now + self.rules.lease_timeout_s
+                        self.records.give_up(UNFINISHED, maker, known, known.since, now)
+                    yield from self._requeue(known, now)
+                continue
+            if len(self.groups) >= self.rules.groups_max:
+                raise LimitExceeded(f"open groups: expected {self.rules.groups_max} at most, the learner offers more")
+            opened = OpenGroup(spec, GroupPhase.QUEUED, now, expected_tokens=self.lengths.guess(spec))
+            self._prefer_warm(opened, now)
+            self.groups[spec.group_id] = opened
+            self.offered_at = now
+            self._queue.add(opened)
+            yield SaveGroup(spec.group_id)
+
+    def _prefer_warm(self, opened: OpenGroup, now: float) -> None:
+        """A later turn waits a while for the worker that sampled the previous turn and has it in its KV cache."""
+        for group_id in warm_groups(opened.spec.group_id):
+            before = self.groups.get(group_id)
+            if before is not None and before.last_worker is not None:
+                opened.preferred, opened.waits_until = before.last_worker, now + WARM_WAIT_S
+                return
+
+    def _confirmed(self, group: OpenGroup, tokens: int, now: float) -> Iterator[Action]:
+        """The learner says that it lacks the group and holds `tokens` of it. Leases past their deadline are left to `_expire`."""
+        lease = self.leases.get(group.lease_id) if group.lease_id is not None else None
+        if lease is None or now >= lease.deadline:
+            return
+        quiet_s = self.records.unheard_s(group, lease.lease_id, tokens, now)
+        if not quiet_s:
+            return
+        self.counts.expired += 1
+        text = f"nothing of it reached the learner for {quiet_s:.0f} s"
+        why = f"it claims {lease.tokens} tokens of group {lease.group_id}, but {text}"
+        bar_s = self.records.bar(lease.worker_id, why, self.rules.lease_timeout_s, now)
+        yield Note(
+            "lease",
+            f"group {lease.group_id} leaves {lease.worker_id}, which claims {lease.tokens} tokens, but {text}; "
+            f"that worker is given nothing for {bar_s:.0f} s",
+        )
+        yield from self._take_back(lease, now, bar_s)
+        yield Revoke(lease.worker_id, lease.lease_id, text)
+
+    def _take_turn(self, group: OpenGroup, spec: GroupSpec) -> Iterator[Action]:
+        """Moves the group to the consume step of the new `spec`."""
+        is_queued = group.phase is GroupPhase.QUEUED
+        if is_queued:
+            self._queue.remove(group)
+        group.spec = spec
+        if is_queued:
+            self._queue.add(group)
+        yield SaveGroup(spec.group_id)
+
+    def _synced(self, groups: tuple[GroupSpec, ...], now: float) -> Iterator[Action]:
+        wanted = {spec.group_id for spec in groups}
+        for group_id in [group_id for group_id in self.groups if group_id not in wanted]:
+            yield from self._close(group_id, "the learner does not list it")
+        yield from self._offered(groups, now)
+        for group_id in wanted:
+            self.groups[group_id].confirmed = None  # a restarted learner has lost the tokens of unfinished rollouts
+
+    def _close(self, group_id: GroupId, reason: str) -> Iterator[Action]:
+        group = self.groups.pop(group_id, None)
+        if group is None:
+            return
+        self.records.on_close(group, reason)
+        if group.phase is GroupPhase.QUEUED:
+            self._queue.remove(group)
+        lease = self.leases.get(group.lease_id) if group.lease_id else None
+        if lease is not None:
+            yield from self._drop_lease(lease)
+        yield DropGroup(group_id)
+        if lease is not None:
+            self.counts.revoked += 1
+            yield Revoke(lease.worker_id, lease.lease_id, f"group closed: {reason}")
+
+    # ---- the workers' side
+
+    def _came(self, worker_id: PeerId, held: tuple[HeldLease, ...], now: float) -> Iterator[Action]:
+        self.seekers.came(worker_id)
+        for lease_id in sorted(self._of_worker.get(worker_id, set()) - {one.lease_id for one in held}):
+            lease = self.leases[lease_id]
+            yield Note("lease", f"{worker_id} came back without lease {lease_id}; its group {lease.group_id} is queued")
+            yield from self._take_back(lease, now, 0.0, MISSING)
+        for one in held:
+            known = self.leases.get(one.lease_id)
+            if known is not None and known.worker_id == worker_id:
+                yield from self._renew(known, now)
+            elif known is None and one.may_be_adopted(self.groups.get(one.group_id), now, self.rules.lease_timeout_s):
+                yield from self._adopt(worker_id, one, now)
+            else:
+                yield Revoke(worker_id, one.lease_id, "the lease has gone to another worker or its group is closed")
+
+    def _adopt(self, worker_id: PeerId, held: HeldLease, now: float) -> Iterator[Action]:
+        group = self.groups[held.group_id]
+        self._queue.remove(group)
+        yield Note("lease", f"lease {held.lease_id} of {worker_id} was not in the book and is taken in")
+        yield from self._open_lease(group, worker_id, held.lease_id, held.attempt, now, is_held=True)
+
+    def _progressed(self, event: Progressed, now: float) -> Iterator[Action]:
+        lease = self.leases.get(event.lease_id)
+        if lease is None or lease.worker_id != event.worker_id:
+            yield Revoke(event.worker_id, event.lease_id, "the lease has gone to another worker or its group is closed")
+            return
+        if (event.finished_rollouts, event.tokens) <= (lease.finished_rollouts, lease.tokens):
+            return
+        if lease.attempt > 1 and lease.tokens == 0:
+            lease.tokens_before, lease.measured_from = event.tokens, now
+        lease.finished_rollouts, lease.tokens = event.finished_rollouts, event.tokens
+        lease.progress_at = now
+        if not lease.is_recalled and lease.deadline - now < self.rules.lease_timeout_s / 2:
+            yield from self._renew(lease, now)
+
+    def _ended(self, event: LeaseEnded, now: float) -> Iterator[Action]:
+        lease = self.leases.get(event.lease_id)
+        if lease is None or lease.worker_id != event.worker_id:
+            return  # closed, expired or superseded before
+        group = self.groups[lease.group_id]
+        match event.reason:
+            case EndReason.FINISHED:
+                self.counts.finished += 1
+                if lease.worker_id in self.records.proven:
+                    self._evaluators.finished(now - lease.granted_at)
+                self.lengths.learn(group.spec, lease.tokens, lease.finished_rollouts)
+                group.phase, group.lease_id, group.since = GroupPhase.PRODUCED, None, now
+                group.made_by = lease.worker_id
+                yield from self._drop_lease(lease, is_finished=True)
+                yield SaveGroup(group.spec.group_id)
+            case EndReason.HANDED_BACK:
+                self.counts.handed_back += 1
+                yield Note("lease", f"{event.worker_id} hands back group {lease.group_id}: {event.message}")
+                pause_s = self.rules.lease_timeout_s if lease.is_recalled else 0.0
+                yield from self._take_back(lease, now, pause_s, HANDED_BACK)
+            case EndReason.REFUSED:
+                self.counts.refused += 1
+                group.refusals += 1
+                pause_s = refusal_pause_s(group.refusals)
+                group.not_before = now + pause_s
+                yield Note("lease", f"group {lease.group_id} was refused of {event.worker_id}: {event.message}")
+                yield from self._take_back(lease, now, pause_s, REFUSED)
+
+    def _lost(self, worker_id: PeerId, reason: str, now: float) -> Iterator[Action]:
+        self.seekers.lost(worker_id)
+        for lease in self.leases_of(worker_id):
+            yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
+            yield from self._take_back(lease, now, self.rules.lease_timeout_s, LOST)
+
+    def _fallen_silent(self, worker_id: PeerId, now: float) -> Iterator[Action]:
+        """The worker holds leases of which nothing has reached the learner for too long: takes all of them back."""
+        pause_s = self.records.of(worker_id).barred_until - now
+        yield Note(
+            "lease", f"nothing of {worker_id}'s leases reached the learner: it is given none for {pause_s:.0f} s"
+        )
+        for lease in self.leases_of(worker_id):
+            yield from self._take_back(lease, now, self.rules.lease_timeout_s)
+            yield Revoke(worker_id, lease.lease_id, "nothing of it reached the learner")
+
+    def _recall(self, recall: Recall, now: float) -> Iterator[Action]:
+        lease = self.leases.get(recall.lease_id)
+        if lease is None or lease.is_recalled:
+            return
+        lease.is_recalled = True
+        lease.deadline = min(lease.deadline, now + self.rules.recall_s)
+        if recall.to is not None:
+            group = self.groups[lease.group_id]
+            group.preferred, group.moves = recall.to, group.moves + 1
+            self.counts.moved += 1
+        yield SaveLease(recall.lease_id)
+        yield Revoke(lease.worker_id, recall.lease_id, recall.reason)
+
+    def _expire(self, now: float) -> Iterator[Action]:
+        for lease in [lease for lease in self.leases.values() if now >= lease.deadline]:
+            self.counts.expired += 1
+            idle_s = now - lease.progress_at
+            yield Note(
+                "lease",
+                f"lease {lease.lease_id} of {lease.worker_id} expired: group {lease.group_id} has stood at "
+                f"{lease.tokens} tokens for {idle_s:.1f} s and goes to another worker",
+            )
+            yield from self._take_back(lease, now, self.rules.lease_timeout_s, EXPIRED)
+            yield Revoke(lease.worker_id, lease.lease_id, f"no progress for {idle_s:.1f} s")
+
+    def _overtake(self, now: float) -> Iterator[Action]:
+        """Takes evaluation leases that are overdue from their workers, if another worker at their version wants some."""
+        for lease, version in self._evaluators.overdue(self.leases, now):
+            if self.seekers.has_another(lease.worker_id, version):
+                text = f"it had the question for {now - lease.granted_at:.0f} s, far longer than leases usually take"
+                yield Note("lease", f"evaluation group {lease.group_id} leaves {lease.worker_id}: {text}")
+                self.counts.moved += 1
+                self._evaluators.overtaken(lease.worker_id, version)
+                yield from self._take_back(lease, now, self.rules.lease_timeout_s)
+                yield Revoke(lease.worker_id, lease.lease_id, text)
+
+    # ---- matching
+
+    def _match(self, now: float, only: PeerId | None = None) -> Iterator[Action]:
+        """Hands queued groups to workers that want some, the most urgent group first. `only`: match this worker alone."""
+        if not len(self._queue):
+            return
+        seekers = self.seekers.open(only)
+        if not seekers:
+            return
+        # With no training work, queued or leased, every willing worker may evaluate.
+        trains = self._queue.paced_count or len(self.leases) > len(self._evaluators)
+        for version in self._queue.exact_versions({seeker.version for seeker in seekers.values()}):
+            willing = sorted((w for w, s in seekers.items() if s.version == version), key=self.seekers.backlog_s)
+            chosen = (
+                self._evaluators.chosen(version, willing, self.seekers.allowed, self.seekers.rate)
+                if trains
+                else willing
+            )
+            examining = self.seekers.ranked({worker_id: seekers.pop(worker_id) for worker_id in chosen})
+            for group_id in self._queue.exact(version):
+                yield from self._hand_out(self.groups[group_id], examining, now)
+            seekers |= examining.members
+        newest, seeking = max((seeker.version for seeker in seekers.values()), default=Version(0)), len(seekers)
+        ranking = self.seekers.ranked(seekers)
+        for step, group_id in self._queue.paced():
+            if not seekers or not may_begin(newest, step, self.rules.staleness_bound):
+                return  # the queue is sorted by consume_step: all groups behind need the same or a newer version
+            yield from self._hand_out(self.groups[group_id], ranking, now)
+            if len(seekers) != seeking:
+                newest, seeking = max((seeker.version for seeker in seekers.values()), default=newest), len(seekers)
+
+    def _hand_out(self, group: OpenGroup, seekers: Ranking, now: float) -> Iterator[Action]:
+        """Leases the group to the best of `seekers`, if any may have it. Drops workers from `seekers` that can hold no more."""
+        if now < group.not_before:
+            return
+        worker_id = self.seekers.best(group, seekers)
+        if worker_id is None:
+            return
+        self._queue.remove(group)
+        yield from self._open_lease(group, worker_id, None, group.attempts + 1, now)
+        self.seekers.took(worker_id, group.spec.rollout_count)
+        if self.seekers.can_hold_more(worker_id):
+            seekers.moved(worker_id)
+        else:
+            seekers.drop(worker_id)
+        if self.records.are_trials_full(self.open_groups):  # newcomers hold their share: the others have to wait
+            for full in [w for w in seekers.members if not self.seekers.has_room(w)]:
+                seekers.drop(full)
+
+    # ---- state changes
+
+    def _open_lease(
+        self, group: OpenGroup, worker_id: PeerId, lease_id: LeaseId | None, attempt: int, now: float,
+        is_held: bool = False,
+    ) -> Iterator[Action]:  # fmt: skip
+        is_continuation = group.is_continuation
+        lease_id = lease_id or lease_id_of(group.spec.group_id, attempt)
+        deadline = now + self.rules.lease_timeout_s
+        lease = self.leases[lease_id] = Lease(lease_id, group.spec.group_id, worker_id, attempt, now, deadline, now)
+        self._of_worker.setdefault(worker_id, set()).add(lease_id)
+        group.phase, group.lease_id, group.attempts, group.since = GroupPhase.LEASED, lease_id, attempt, now
+        group.preferred, group.last_worker = None, worker_id
+        self.records.on_grant(worker_id, lease_id, group.spec.rollout_count)
+        self._evaluators.on_grant(lease, group.spec)
+        self.counts.granted += 1
+        self.counts.continued += is_continuation
+        yield SaveGroup(group.spec.group_id)
+        yield SaveLease(lease_id)
+        yield Grant(worker_id, lease_id, attempt, deadline, group.spec, is_continuation, is_held)
+
+    def _renew(self, lease: Lease, now: float) -> Iterator[Action]:
+        lease.deadline = now + self.rules.lease_timeout_s
+        group = self.groups[lease.group_id]
+        yield SaveLease(lease.lease_id)
+        yield Grant(
+            lease.worker_id, lease.lease_id, lease.attempt, lease.deadline, group.spec, lease.attempt > 1,
+            is_renewal=True,
+        )  # fmt: skip
+
+    def _drop_lease(self, lease: Lease, is_finished: bool = False) -> Iterator[Action]:
+        del self.leases[lease.lease_id]
+        self.records.on_return(lease.worker_id, lease.lease_id, is_finished)
+        self._evaluators.on_return(lease.lease_id)
+        held = self._of_worker[lease.worker_id]
+        held.discard(lease.lease_id)
+        if not held:
+            del self._of_worker[lease.worker_id]
+        yield DropLease(lease.lease_id)
+
+    def _take_back(self, lease: Lease, now: float, avoid_s: float, way: str = "") -> Iterator[Action]:
+        """Ends the lease and requeues its group, which avoids this worker for `avoid_s`. `way`: how the worker gave it up; empty:
+        it did not."""
+        yield from self._drop_lease(lease)
+        group, worker_id = self.groups[lease.group_id], lease.worker_id
+        if way and not lease.is_recalled:
+            self.records.give_up(way, worker_id, group, lease.progress_at, now)
+        group.expected_tokens = self.lengths.rest(group.spec, lease.tokens, lease.finished_rollouts)
+        if avoid_s > 0:
+            group.avoid[lease.worker_id] = now + avoid_s
+        yield from self._requeue(group, now)
+
+    def _requeue(self, group: OpenGroup, now: float) -> Iterator[Action]:
+        group.phase, group.lease_id, group.since = GroupPhase.QUEUED, None, now
+        self._queue.add(group)
+        yield SaveGroup(group.spec.group_id)
+
+    def set_staleness_bound(self, bound: int) -> None:
+        """From now on groups go to workers by this bound."""
+        self.rules = self.seekers.rules = replace(self.rules, staleness_bound=bound)
+        self._queue.staleness_bound = bound
+
+    # ---- questions
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def open_groups(self) -> int:
+        return len(self._queue) + len(self.leases)
+
+    @property
+    def first_queued(self) -> OpenGroup | None:
+        return None if (first := self._queue.first) is None else self.groups[first]
+
+    def has_work_for(self, workers: Iterable[PeerId]) -> bool:
+        return self._queue.has_work_for({self.seekers.wanting[worker_id].version for worker_id in workers})
+
+    def leases_of(self, worker_id: PeerId) -> list[Lease]:
+        return [self.leases[lease_id] for lease_id in sorted(self._of_worker.get(worker_id, ()))]
+
+    def lease_count(self, worker_id: PeerId) -> int:
+        return len(self._of_worker.get(worker_id, ()))

@@ -1,0 +1,200 @@
+"""Meters money: the whole bill of workers and machines, nothing twice, and the share of it that bought work.
+
+A worker costs its declared price from its first message until it is gone, on standby as well: its owner pays for the machine
+either way. A worker whose price needs the operator's approval costs nothing until it has it: a declared price is not a debt. The
+useful share is what workers cost while they are active or draining. A worker on a machine rented through a provider is not
+charged separately: the machine costs its offer's price from the rental to its end. The cap and the budget bound only what the
+run has chosen: rented machines, and workers while they work. Standby prices do not count towards them, so a standby worker
+cannot push others out of the pool by declaring a high price.
+Guarantees: no interval is charged twice or backwards; after a restart of the coordinator, the gap is charged if the worker comes
+back within its grace period and not charged if it turns out to be gone. Leaves to others: persistence, prices (each worker
+declares its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from echo2.base.clock import Clock
+from echo2.base.ids import PeerId
+from echo2.config.run import CoordinatorSection
+from echo2.coordinator.fleet.members import Activation, Liveness, Member, Membership, OperatorSetting
+from echo2.coordinator.fleet.tokens import TokenBook
+from echo2.coordinator.money.market import built_in_catalogue
+from echo2.coordinator.money.provisioning import ROUNDING, MachineOffer, PriceLimit, RentedMachine, price_limit
+from echo2.coordinator.money.renting import kind_text
+
+
+def is_there(member: Member) -> bool:
+    """Whether the worker is on the bill now."""
+    is_agreed = is_working(member) or not member.asks_too_much
+    return member.last_liveness is not Liveness.GONE and is_agreed
+
+
+def is_working(member: Member) -> bool:
+    return member.last_activation in (Activation.ACTIVE, Activation.DRAINING)
+
+
+def is_useful(member: Member) -> bool:
+    """Whether what the worker costs now buys work."""
+    return is_there(member) and is_working(member)
+
+
+def meter(members: Iterable[Member], now: float) -> None:
+    """Charges every worker up to now. The meter of a disconnected suspect pauses: it may still come back or be gone."""
+    for member in members:
+        if member.cut_at is not None and member.last_liveness is Liveness.SUSPECT:
+            continue
+        if is_there(member) and now > member.metered_until:
+            cost = member.hello.price_usd_per_hour * (now - member.metered_until) / 3600.0
+            if is_useful(member):
+                member.usd_spent += cost
+            else:
+                member.usd_standby += cost
+        member.metered_until = max(member.metered_until, now)
+
+
+def usd_per_hour(members: Iterable[Member]) -> float:
+    """Price of the workers that are working now."""
+    return sum(member.hello.price_usd_per_hour for member in members if is_useful(member))
+
+
+def usd_spent(members: Iterable[Member]) -> float:
+    """What the workers have cost while they worked."""
+    return sum(member.usd_spent for member in members)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetCosts:
+    """Costs so far and per hour. `usd_spent`, `usd_per_hour`: the bill for all machines; `usd_useful`: for those that work;
+    `usd_chosen`: for workers that work and for rented machines, which is what cap and budget bound."""
+
+    usd_spent: float
+    usd_per_hour: float
+    usd_useful: float
+    usd_useful_per_hour: float
+    usd_chosen: float
+    usd_chosen_per_hour: float
+
+
+def sums(
+    members: Iterable[Member],
+    machines: Iterable[RentedMachine],
+    rented: Mapping[PeerId, str],
+    now: float,
+    standby_usd: float,
+) -> FleetCosts:
+    """Adds up the costs of workers, which must be metered up to `now`, and of machines. `rented`: maps each worker on a machine
+    rented through a provider to the machine's id. `standby_usd`: what all other workers have cost on standby."""
+    everybody, there = list(members), list(machines)
+    own = [member for member in everybody if member.peer_id not in rented]
+    on: dict[str, list[Member]] = {}
+    for member in everybody:
+        if member.peer_id in rented:
+            on.setdefault(rented[member.peer_id], []).append(member)
+    useful = sum(_useful_of(machine, on.get(machine.machine_id, ()), now) for machine in there)
+    useful_per_hour = sum(
+        one.usd_per_hour for one in there if one.is_open and any(map(is_useful, on.get(one.machine_id, ())))
+    )
+    spent, per_hour = usd_spent(own), usd_per_hour(own)
+    rent = sum(machine.usd_spent(now) for machine in there)
+    rent_per_hour = sum(machine.usd_per_hour for machine in there if machine.is_open)
+    all_per_hour = sum(member.hello.price_usd_per_hour for member in own if is_there(member))
+    return FleetCosts(
+        spent + standby_usd + rent, all_per_hour + rent_per_hour,
+        spent + useful, per_hour + useful_per_hour,
+        spent + rent, per_hour + rent_per_hour,
+    )  # fmt: skip
+
+
+def _useful_of(machine: RentedMachine, workers: Sequence[Member], now: float) -> float:
+    """The useful part of a machine's cost: what its workers have cost while they worked, at most the machine's own cost."""
+    return min(machine.usd_spent(now), usd_spent(workers))
+
+
+class Money:
+    """`machines`: all machines that were ever rented in this run, by id. `offers`: what may be rented, with GPUs named by
+    `kind_text`."""
+
+    def __init__(self, membership: Membership, tokens: TokenBook, clock: Clock) -> None:
+        self._membership, self._tokens, self._clock = membership, tokens, clock
+        self.machines: dict[str, RentedMachine] = {}
+        self.standby_before = 0.0  # USD of own workers on standby, from earlier processes
+        self.offers: tuple[MachineOffer, ...] = ()
+
+    def workers_of(self, machine: RentedMachine) -> list[Member]:
+        """The workers that joined with the machine's token."""
+        members = self._membership.members
+        return [members[peer_id] for peer_id in sorted(self._joined_from(machine)) if peer_id in members]
+
+    def _joined_from(self, machine: RentedMachine) -> Collection[PeerId]:
+        token = self._tokens.tokens.get(machine.token_id)
+        return token.peers if token is not None else ()
+
+    def rented_workers(self) -> dict[PeerId, str]:
+        """The workers on rented machines, each with its machine's id."""
+        machines = self.machines.values()
+        return {worker.peer_id: one.machine_id for one in machines for worker in self.workers_of(one)}
+
+    def standby_usd(self, rented: Container[PeerId] | None = None) -> float:
+        """What workers on no rented machine have cost on standby over the whole run, in USD."""
+        rented = self.rented_workers() if rented is None else rented
+        own = (member for member in self._membership.members.values() if member.peer_id not in rented)
+        return self.standby_before + sum(member.usd_standby for member in own)
+
+    def bill_of(self, member: Member) -> float:
+        """What one worker has cost, standby included, in USD: of a rented machine, its part of the machine's bill."""
+        for machine in self.machines.values():
+            if member.peer_id in self._joined_from(machine):
+                return machine.usd_spent(self._clock.now()) / len(self.workers_of(machine))
+        return member.usd_spent + member.usd_standby
+
+    def limit_of(self, member: Member, section: CoordinatorSection) -> PriceLimit:
+        """The highest price that this worker may ask without the operator's approval."""
+        machines = (machine for machine in self.machines.values() if machine.is_open)
+        own = next((machine for machine in machines if member.peer_id in self._joined_from(machine)), None)
+        kinds = built_in_catalogue()
+        gpu = kind_text(member.hello.gpu, kinds)
+        return price_limit(own, self.offers, gpu, section.usd_per_hour_cap, section.usd_budget, kinds)
+
+    def reprice(self, prices: Mapping[str, float]) -> None:
+        """Takes the operator's prices of offers, by name. ConfigError, before any change, for one out of range."""
+        offers = [replace(offer, usd_per_hour=prices.get(offer.name, offer.usd_per_hour)) for offer in self.offers]
+        self.offers = tuple(offers)
+
+    def beyond_limits(self, wanted: Sequence[Member], section: CoordinatorSection) -> set[PeerId]:
+        """Those of `wanted` that may not work, because all together would cost more than the cap, or the budget is spent. A worker
+        on a rented machine costs no more than its machine does in any case. Whom the operator activates comes first; then who is
+        cheapest by what it delivers."""
+        costs, cap = self.sums(), section.usd_per_hour_cap
+        rented, working = self.rented_workers(), {one.peer_id for one in wanted}
+        if 0 < section.usd_budget <= costs.usd_chosen:
+            return working
+        if cap <= 0:
+            return set()
+        others = (one for one in self._membership.members.values() if one.peer_id not in working and is_useful(one))
+        room = cap * ROUNDING - sum(one.usd_per_hour for one in self.machines.values() if one.is_open)
+        room -= sum(one.hello.price_usd_per_hour for one in others if one.peer_id not in rented)
+        beyond = set()
+        for member in sorted(wanted, key=_turn):
+            price = 0.0 if member.peer_id in rented else member.hello.price_usd_per_hour
+            if price > max(0.0, room):
+                beyond.add(member.peer_id)
+            else:
+                room -= price
+        return beyond
+
+    def sums(self) -> FleetCosts:
+        """The bill and its useful share, metered up to now."""
+        members, now = self._membership.members.values(), self._clock.now()
+        meter(members, now)
+        rented = self.rented_workers()
+        return sums(members, self.machines.values(), rented, now, self.standby_usd(rented))
+
+
+def _turn(member: Member) -> tuple[bool, bool, float, str]:
+    """A worker's place in the queue for the cap: the operator's choice, those that work, the cheapest by what they deliver."""
+    is_chosen = member.setting is OperatorSetting.ACTIVE
+    cost = member.hello.price_usd_per_hour / max(member.record.delivered_per_s or 0.0, 1e-9)
+    return not is_chosen, member.is_on_trial, cost, member.peer_id

@@ -1,0 +1,221 @@
+"""Catalogues of machines that can be rented: fetched through gpuhunt and cached on this machine with their age.
+
+Guarantees: a fetched catalogue is cached atomically. Without a network the cached one is used and its age reported; if there is
+none, SkyPilot's catalogues are used; if there are none either, the typical prices that come with the package, which are not real
+offers. Leaves to others: ranking (cost_model/advice).
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import logging
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from echo2.base.errors import ConfigError, Unreachable
+from echo2.cost_model.machines import CPU, GpuType, kind_of_name, parse_catalogue, parse_models
+from echo2.cost_model.market import MarketOffer, offer_from_row
+from echo2.cost_model.sizing import ModelSize
+from echo2.outside import unix_now
+
+FILE = "offers.json"  # in the cache folder
+VENDOR = "nvidia"  # vLLM and our kernels need CUDA
+TYPICAL = "typical"  # stands for a provider
+TYPICAL_COUNTS = (1, 2, 4, 8)  # GPUs of common machines
+SKYPILOT_FOLDER = Path("~/.sky/catalogs")
+"""Where the package skypilot keeps one CSV file per cloud, in folders v1, v2, ...; it fetches them when it is used."""
+_log = logging.getLogger("echo2.market")
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """A list of offers. `fetched_at`: unix seconds; None for typical prices. `source`: where it comes from, in words."""
+
+    offers: tuple[MarketOffer, ...]
+    fetched_at: float | None
+    source: str
+
+    def age_s(self, now: float) -> float | None:
+        return None if self.fetched_at is None else max(0.0, now - self.fetched_at)
+
+
+def kept_file() -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return home / "echo2" / FILE
+
+
+def fetch() -> Catalogue:
+    """Fetches all offers that gpuhunt knows. Unreachable if it gets none, ConfigError if gpuhunt is not installed."""
+    try:
+        from gpuhunt import Catalog
+        from gpuhunt.providers.vastai import VastAIProvider
+    except ImportError:
+        raise ConfigError("offers: expected the package gpuhunt, which is not here: pip install gpuhunt") from None
+    catalog = Catalog(balance_resources=False, auto_reload=False)
+    is_local = "GPUHUNT_CATALOG_DIR" in os.environ  # a folder of catalogues stands for the network
+    try:
+        if not is_local:
+            catalog.load()
+            catalog.add_provider(VastAIProvider())
+        items = catalog.query(min_gpu_count=1, gpu_vendor=VENDOR)
+    except Exception as error:  # noqa: BLE001 - gpuhunt calls the clients of a dozen providers
+        raise Unreachable(f"offers: expected a catalogue from gpuhunt, got {type(error).__name__}: {error}") from None
+    offers, left_out = [], ""
+    for item in items:
+        try:
+            offers.append(
+                MarketOffer(
+                    item.provider, item.instance_name, item.location, item.gpu_name or "", item.gpu_count,
+                    float(item.gpu_memory or 0.0), float(item.price), bool(item.spot),
+                )
+            )  # fmt: skip
+        except ConfigError as error:
+            left_out = left_out or str(error)
+    if left_out:
+        _log.warning(
+            "offers: %d rows of %d are left out, the first because of %s",
+            len(items) - len(offers),
+            len(items),
+            left_out,
+        )
+    if not offers:
+        raise Unreachable("offers: expected a catalogue from gpuhunt, got one without a single offer of a GPU")
+    return Catalogue(tuple(offers), unix_now(), "gpuhunt")
+
+
+def keep(catalogue: Catalogue, path: Path) -> None:
+    """Caches the catalogue in a file, atomically; ConfigError if it cannot be written."""
+    told: dict[str, object] = {
+        "fetched_at": catalogue.fetched_at,
+        "source": catalogue.source,
+        "offers": [asdict(one) for one in catalogue.offers],
+    }
+    part = path.with_suffix(".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(told), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"offers: expected to keep them in {path}, got: {error.strerror}") from None
+
+
+def kept(path: Path) -> Catalogue | None:
+    """The cached catalogue; None without a file. ConfigError if the file is not a cached catalogue."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"offers: {path}: expected a kept catalogue, got: {error}") from None
+    rows = told.get("offers") if isinstance(told, Mapping) else None
+    fetched_at = told.get("fetched_at") if isinstance(told, Mapping) else None
+    is_time = fetched_at is None or (isinstance(fetched_at, int | float) and not isinstance(fetched_at, bool))
+    if not isinstance(rows, list) or not is_time or not all(isinstance(row, Mapping) for row in rows):
+        raise ConfigError(f"offers: {path}: expected a kept catalogue, got something else")
+    at = None if fetched_at is None else float(fetched_at)
+    return Catalogue(tuple(offer_from_row(row) for row in rows), at, str(told.get("source", "")))
+
+
+def typical(catalogue: Mapping[str, GpuType]) -> Catalogue:
+    """Machines with 1, 2, 4 and 8 GPUs of each kind, at the price per GPU that comes with the package."""
+    offers = tuple(
+        MarketOffer(
+            TYPICAL, gpu.name if count == 1 else f"{count}x{gpu.name}", "", gpu.name.partition("-")[0], count, gpu.memory_gib,
+            round(count * gpu.usd_per_hour, 6), False,
+        )
+        for gpu in catalogue.values()
+        if gpu.name != CPU
+        for count in TYPICAL_COUNTS
+    )  # fmt: skip
+    return Catalogue(offers, None, "typical prices of mid 2026 that come with echo2: assumptions, nobody offers them")
+
+
+def recorded(path: Path) -> Catalogue:
+    """A catalogue recorded in a file (with `keep`); ConfigError if there is no file."""
+    found = kept(path)
+    if found is None:
+        raise ConfigError(f"offers: expected a recorded catalogue at {path}, found no file")
+    return found
+
+
+def of_skypilot(folder: Path, gpus: Mapping[str, GpuType]) -> Catalogue | None:
+    """The catalogues that SkyPilot has fetched for itself, as old as the oldest file; None if there are none. GPU memory is taken
+    from the data sheets."""
+    versions = sorted((one for one in folder.glob("v*") if one.name[1:].isdigit()), key=lambda one: int(one.name[1:]))
+    offers: list[MarketOffer] = []
+    ages: list[float] = []
+    for file in sorted(versions[-1].glob("*/vms.csv")) if versions else ():
+        try:
+            with file.open(encoding="utf-8", newline="") as lines:
+                found = [one for row in csv.DictReader(lines) for one in _of_sky_row(file.parent.name, row, gpus)]
+            ages.append(file.stat().st_mtime)
+        except (OSError, ValueError, csv.Error) as error:
+            _log.warning("offers: %s: expected SkyPilot's catalogue, got: %s", file, error)
+            continue
+        offers += found
+    return Catalogue(tuple(offers), min(ages), "SkyPilot's catalogues") if offers else None
+
+
+def _of_sky_row(cloud: str, row: Mapping[str, str | None], gpus: Mapping[str, GpuType]) -> Iterator[MarketOffer]:
+    """The on-demand and spot offers of a row, if priced; nothing if the catalogue does not know its GPU."""
+    name, count = row.get("AcceleratorName") or "", _positive(row.get("AcceleratorCount"))
+    kind = kind_of_name(name, gpus)[0] or kind_of_name(name.removesuffix("-SXM"), gpus)[0]
+    if not kind or count is None or count != int(count):
+        return
+    for column, is_spot in (("Price", False), ("SpotPrice", True)):
+        price = _positive(row.get(column))
+        if price is None:
+            continue
+        try:
+            yield MarketOffer(
+                cloud, row.get("InstanceType") or name, row.get("Region") or "", kind.partition("-")[0], int(count),
+                gpus[kind].memory_gib, price, is_spot,
+            )  # fmt: skip
+        except ConfigError as error:
+            _log.debug("left out: %s", error)
+
+
+def _positive(text: str | None) -> float | None:
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
+
+
+def newest(
+    path: Path, gpus: Mapping[str, GpuType], *, must_fetch: bool, may_fetch: bool, age_max_s: float
+) -> Catalogue:
+    """Fetches a catalogue if `must_fetch`, or if `may_fetch` and the cached one is missing or older than `age_max_s`; else, or if
+    that fails, returns the cached one, SkyPilot's, or typical prices. With `must_fetch`, raises if fetching fails."""
+    found = kept(path)
+    age_s = None if found is None else found.age_s(unix_now())
+    if must_fetch or (may_fetch and (age_s is None or age_s > age_max_s)):
+        try:
+            fresh = fetch()
+        except (Unreachable, ConfigError) as error:
+            if must_fetch:
+                raise
+            _log.warning("%s", error)
+        else:
+            keep(fresh, path)
+            return fresh
+    return found or of_skypilot(SKYPILOT_FOLDER.expanduser(), gpus) or typical(gpus)
+
+
+@functools.cache
+def built_in_catalogue() -> Mapping[str, GpuType]:
+    """The GPU types in `echo2/cost_model/gpus.toml`."""
+    return parse_catalogue(tomllib.loads((files("echo2.cost_model") / "gpus.toml").read_text(encoding="utf-8")))
+
+
+@functools.cache
+def built_in_models() -> Mapping[str, ModelSize]:
+    """The model sizes in `echo2/cost_model/models.toml`."""
+    return parse_models(tomllib.loads((files("echo2.cost_model") / "models.toml").read_text(encoding="utf-8")))

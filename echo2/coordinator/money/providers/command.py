@@ -1,0 +1,106 @@
+"""Rents machines by the operator's own commands: one that starts a machine, one that ends it, one that lists those that exist.
+
+Each runs in a shell with `ECHO2_MACHINE_ID`, a name that clouds accept. `start` gets on its standard input the script that the
+machine has to run; it holds the join link, which is therefore on no command line. `list` prints a machine a line: its id, then
+optionally `starting`, `running` or `ending` and why; ids of other machines are ignored. Guarantees: `start` is not called for a
+machine that is listed, nor `stop` for one that is not; a command that takes longer than its limit is killed with its children.
+
+Settings: `start`, `stop`, `list`, and those of machine_setup.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import tempfile
+from asyncio.subprocess import Process
+from contextlib import suppress
+
+from echo2.base.errors import ConfigError, ResourceError, Unreachable
+from echo2.base.ids import RunId
+from echo2.coordinator.money.providers.machine_setup import (
+    KEYS,
+    LINK_VARIABLE,
+    base_arguments,
+    install_script,
+    join_script,
+)
+from echo2.coordinator.money.provisioning import MachineOffer, MachineState, ObservedMachine, machine_prefix
+
+LIMITS_S = {"start": 900.0, "stop": 300.0, "list": 60.0}  # clouds take minutes
+OUTPUT_BYTES_MAX = 1 << 20  # 20,000 machines
+ERROR_CHARS_MAX = 300  # its end says why
+STATES = {state.value: state for state in (MachineState.STARTING, MachineState.RUNNING, MachineState.ENDING)}
+
+
+class CommandProvider:
+    name = "command"
+
+    def __init__(self, offer: MachineOffer, run_id: RunId, model_path: str = "") -> None:
+        offer.allow(*LIMITS_S, *KEYS)
+        self._offer, self._prefix, self._base = offer, machine_prefix(run_id, offer.name), base_arguments(model_path)
+        self._commands = {what: offer.setting(what) for what in LIMITS_S}
+        self._install = install_script(offer)  # wrong settings are refused now, not at the first rent
+
+    def script(self, machine_id: str, join_link: str) -> str:
+        """What the machine has to run, as root or as a user that may install packages."""
+        link = f"export {LINK_VARIABLE}={shlex.quote(join_link)}\n"
+        return f"#!/bin/bash\n{link}{self._install}{join_script(self._offer, machine_id, self._base)}"
+
+    async def rent(self, machine_id: str, join_link: str) -> str:
+        if machine_id not in await self.observe():
+            await self._run("start", machine_id, self.script(machine_id, join_link))
+        return ""
+
+    async def release(self, machine_id: str) -> None:
+        if machine_id in await self.observe():
+            await self._run("stop", machine_id)
+
+    async def observe(self) -> dict[str, ObservedMachine]:
+        lines = [line.split(maxsplit=2) for line in (await self._run("list")).splitlines()]
+        return {words[0]: self._sighting(words) for words in lines if words and words[0].startswith(self._prefix)}
+
+    def _sighting(self, words: list[str]) -> ObservedMachine:
+        state = STATES.get(words[1].lower()) if len(words) > 1 else MachineState.RUNNING
+        if state is None:
+            raise ConfigError(
+                f"offer {self._offer.name}: list: expected one of {', '.join(STATES)} after {words[0]}, got {words[1][:40]!r}"
+            )
+        is_ending = state is MachineState.ENDING
+        return ObservedMachine(state, (words[2] if len(words) > 2 else "its list says so") if is_ending else "")
+
+    async def _run(self, what: str, machine_id: str = "", text: str = "") -> str:
+        """What the command prints. ResourceError if it fails, Unreachable if it takes too long or `list` fails."""
+        whose = f"offer {self._offer.name}, command {what}{f' for {machine_id}' if machine_id else ''}"
+        # Files, not pipes: what a command leaves running in the background may hold them open.
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            given.write(text.encode())
+            given.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                "/bin/sh", "-c", self._commands[what], stdin=given, stdout=output, stderr=errors, start_new_session=True,
+                env=os.environ | {"ECHO2_MACHINE_ID": machine_id},
+            )  # fmt: skip
+            try:
+                async with asyncio.timeout(LIMITS_S[what]):
+                    code = await process.wait()
+            except TimeoutError:
+                raise Unreachable(f"{whose}: expected it to end within {LIMITS_S[what]:.0f} s") from None
+            finally:
+                await _end(process)
+            for file in (output, errors):
+                file.seek(0)
+            if code == 0:
+                return output.read(OUTPUT_BYTES_MAX).decode(errors="replace")
+            problem = (errors.read(OUTPUT_BYTES_MAX) or output.read(OUTPUT_BYTES_MAX)).decode(errors="replace")
+        kind = Unreachable if what == "list" else ResourceError
+        raise kind(f"{whose}: expected exit code 0, got {code}: {problem.strip()[-ERROR_CHARS_MAX:]}")
+
+
+async def _end(process: Process) -> None:
+    """Kills a command that has not ended by itself, with its children."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()

@@ -1,0 +1,111 @@
+"""What a rented machine runs: a script that installs echo2, and one that joins the run. Both read the link from ECHO2_JOIN_LINK.
+
+Guarantees: echo2 itself comes from the coordinator (its own wheel, whose SHA-256 is in the script) or from the git address that the
+offer names; never by its name from a package index, where anybody may have taken that name. Its libraries come from the machine's
+index. Settings of the offer that are read here: see `KEYS`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from importlib.resources import files
+
+from echo2.base.errors import ConfigError
+from echo2.coordinator.fleet.wheel import running_wheel
+from echo2.coordinator.money.provisioning import MachineOffer, ObservedMachine
+
+KEYS = ("install", "extra", "setup", "arguments")
+"""`install`: `wheel` (from this coordinator, the default) or `git+URL`. `extra`: `worker` (vLLM, the default) or `engine`. `setup`:
+commands to run instead of the script, for an image that holds echo2. `arguments`: more options of echo-worker."""
+EXTRAS = ("worker", "engine")  # of pyproject.toml
+LINK_VARIABLE = "ECHO2_JOIN_LINK"  # not on a command line, which all users can read
+
+# --system-site-packages: an image that holds torch or vLLM need not fetch it again.
+_PREPARE = """\
+set -eu
+export HOME="${HOME:-/root}"
+if ! echo '#include <gmp.h>' | cc -E - >/dev/null 2>&1 && command -v apt-get >/dev/null; then
+  if [ "$(id -u)" = 0 ]; then sudo=; else sudo=sudo; fi
+  $sudo apt-get update -q
+  $sudo apt-get install -y -q build-essential python3-dev python3-venv libgmp-dev
+fi
+for python in python3 python3.13 python3.12 python3.11; do
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+done || { echo "echo2: expected Python 3.11 or newer on this machine: choose another image" >&2; exit 1; }
+"$python" -m venv --system-site-packages "$HOME/echo2-env"
+"""
+_FROM_GIT = """\
+"$HOME/echo2-env/bin/python" -m pip install {requirement}
+"""
+_FROM_COORDINATOR = """\
+"$HOME/echo2-env/bin/python" -m pip install 'grpcio>=1.71' 'protobuf>=6.33,<7' 'cryptography>=44'
+"$HOME/echo2-env/bin/python" - {sha256} "$HOME/{wheel}" <<'END_OF_FETCH'
+{fetch}END_OF_FETCH
+"$HOME/echo2-env/bin/python" -m pip install --force-reinstall --no-deps "$HOME/{wheel}"
+"$HOME/echo2-env/bin/python" -m pip install "$HOME/{wheel}[{extra}]"
+"""
+_JOIN = """\
+set -eu
+export HOME="${{HOME:-/root}}" PATH="${{HOME:-/root}}/echo2-env/bin:$PATH"
+umask 077
+printf %s "${variable}" > "$HOME/echo2-join.link"
+exec echo-worker join "@$HOME/echo2-join.link" {options}
+"""
+
+
+def install_script(offer: MachineOffer) -> str:
+    """A shell script that installs echo2 into ~/echo2-env. ConfigError for settings that would not."""
+    if own := offer.setting("setup", ""):
+        return f"set -eu\n{own}\n"
+    source, extra = offer.setting("install", "wheel"), offer.setting("extra", EXTRAS[0])
+    if extra not in EXTRAS:
+        raise ConfigError(f"offer {offer.name}: extra: expected one of {', '.join(EXTRAS)}, got {extra[:40]!r}")
+    if source.startswith("git+"):
+        return _PREPARE + _FROM_GIT.format(requirement=shlex.quote(f"echo2[{extra}] @ {source}"))
+    if source != "wheel":
+        raise ConfigError(
+            f"offer {offer.name}: install: expected wheel (from this coordinator) or git+URL, got {source[:80]!r}: the name echo2 "
+            "on a package index is not this project's"
+        )
+    wheel = running_wheel()
+    fetch = files(__package__).joinpath("fetch_wheel.py").read_text()
+    return _PREPARE + _FROM_COORDINATOR.format(sha256=wheel.sha256, wheel=wheel.name, fetch=fetch, extra=extra)
+
+
+def join_script(offer: MachineOffer, machine_id: str, base: list[str]) -> str:
+    """A shell script that becomes the worker `machine_id`. `base`: arguments that name the base checkpoint."""
+    own = [
+        "--name", machine_id, "--worker.price_usd_per_hour", f"{offer.usd_per_hour:g}",
+        "--worker.is_spot", str(offer.is_spot).lower(), *base,
+    ]  # fmt: skip
+    options = f"{shlex.join(own)} {offer.setting('arguments', '')}".strip()
+    return _JOIN.format(variable=LINK_VARIABLE, options=options)
+
+
+def base_arguments(model_path: str) -> list[str]:
+    """Arguments that name the base checkpoint: a worker looks for it on its machine or the hub before it asks peers for weights."""
+    return ["--model.path", model_path] if model_path else []
+
+
+def join_command(join_link: str, model_path: str = "") -> str:
+    """The shell command that makes a machine a worker of the run."""
+    return shlex.join(["echo-worker", "join", join_link, *base_arguments(model_path)])
+
+
+class ManualProvider:
+    """`rent` returns the command. `observe` is always empty, because the provider cannot see what a person does."""
+
+    name = "manual"
+
+    def __init__(self, offer: MachineOffer, model_path: str = "") -> None:
+        offer.allow()
+        self._model_path = model_path
+
+    async def rent(self, machine_id: str, join_link: str) -> str:
+        return join_command(join_link, self._model_path)
+
+    async def release(self, machine_id: str) -> None:
+        """Does nothing: the person has to end the machine."""
+
+    async def observe(self) -> dict[str, ObservedMachine]:
+        return {}

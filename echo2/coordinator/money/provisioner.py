@@ -1,0 +1,372 @@
+"""Rents, releases and watches the machines of the run, and journals each step.
+
+Guarantees: each request is saved before the provider is called, so a kill at any moment leaves no machine that costs money without
+the coordinator knowing: after a restart, requested machines are looked up at the provider, and machines that were being released
+are released. A machine that a provider lists and the journal does not know is adopted and reported; one that the journal has as
+gone is released. Each paid action is journalled with its reason and its cost. A preemption notice, from a provider or by hand,
+recalls the leases of the machine's workers at once. Waits `LOOK_S` between looks at the providers. Leaves to others: what to rent
+or release (renting), whether the operator lets the planner act (coordinator.planner_mode).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+
+from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
+from echo2.base.ids import PeerId
+from echo2.coordinator.ending import preempted, send_home
+from echo2.coordinator.fleet.members import Member
+from echo2.coordinator.fleet.tokens import Token
+from echo2.coordinator.hub import Hub
+from echo2.coordinator.money.market import built_in_catalogue
+from echo2.coordinator.money.provisioning import (
+    MachineOffer,
+    MachineState,
+    ObservedMachine,
+    Provider,
+    RentedMachine,
+    machine_prefix,
+)
+from echo2.coordinator.money.renting import NO_BOUND, Budget, FleetAdvice, advise, kind_text, rates_by_gpu
+from echo2.coordinator.persistence import PaidAction
+from echo2.outside import here
+
+LOOK_S = 5.0  # preemption notices come half a minute ahead
+LOST_AFTER_S = 60.0
+"""Seconds after the request for which a provider may not list a machine yet; after that the machine counts as lost."""
+ANSWER_S = 3.0
+"""Most seconds that a caller waits for a provider's answer. Clouds take minutes, so the request then goes on in the background."""
+MACHINES_MAX = 20_000  # as many as workers (hub); those that ended count
+REASON_CHARS_MAX = 1000  # an error of a cloud's library
+_log = logging.getLogger("echo2.coordinator")
+
+
+class Provisioner:
+    """Rents and releases machines. `make_link(label)`: makes a worker's token and its join link."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        offers: Sequence[MachineOffer],
+        providers: Mapping[str, Provider],
+        make_link: Callable[[str], tuple[Token, str]],
+    ) -> None:
+        self._hub, self._make_link, self._providers = hub, make_link, dict(providers)
+        kinds = built_in_catalogue()
+        self.machines = hub.money.machines
+        hub.money.offers = tuple(replace(offer, gpu=kind_text(offer.gpu, kinds)) for offer in offers)
+        hub.money.reprice(hub.settings.get("prices", {}))
+        self.advice = FleetAdvice(reason="nothing has been looked at yet")
+        self.problems: dict[str, str] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._rented_here: set[str] = set()
+
+    @property
+    def offers(self) -> dict[str, MachineOffer]:
+        """What may be rented, by name, at the prices of now."""
+        return {offer.name: offer for offer in self._hub.money.offers}
+
+    # ---- commands
+
+    async def rent(self, offer_name: str, label: str, reason: str) -> RentedMachine:
+        """Rents one machine of an offer; returns it, perhaps still starting. LimitExceeded beyond the offer's limit, the cap or the
+        budget; RunFinished once the run is over."""
+        self._hub.ending.check_open()
+        offer, now = self._offer(offer_name), self._hub.clock.now()
+        self._check_room(offer)
+        machine_id = machine_prefix(self._hub.options.run_id, offer.name) + here().rng.randbytes(3).hex()
+        token, link = self._make_link(label or machine_id)
+        machine = RentedMachine(
+            machine_id, offer.name, offer.provider, label, MachineState.WANTED, offer.usd_per_hour, now,
+            token_id=token.token_id,
+        )  # fmt: skip
+        self.machines[machine_id] = machine
+        self._rented_here.add(machine_id)
+        self._journal(machine, "rent", reason)
+        await self._in_time(machine, self._rent(machine, link))
+        return machine
+
+    def quote(self, offer_name: str, count: int = 1) -> dict[str, float]:
+        """What `count` machines of an offer would cost in USD/h, alone and together with present costs. Raises what renting the
+        last of them would raise. Calls no provider."""
+        self._hub.ending.check_open()
+        offer = self._offer(offer_name)
+        self._check_room(offer, count)
+        budget = self.budget()
+        after = budget.usd_per_hour + count * offer.usd_per_hour
+        left = (budget.usd_budget - budget.usd_spent) / after if budget.usd_budget > 0 and after > 0 else 0.0
+        return {
+            "usd_per_hour": count * offer.usd_per_hour, "usd_per_hour_after": after, "usd_per_hour_cap": budget.usd_per_hour_cap,
+            "usd_budget": budget.usd_budget, "usd_spent": budget.usd_spent, "budget_hours_after": left,
+        }  # fmt: skip
+
+    async def _rent(self, machine: RentedMachine, link: str) -> None:
+        try:
+            machine.command = await self._providers[machine.offer].rent(machine.machine_id, link)
+        except EchoError as error:
+            machine.rented_at = self._hub.clock.now()  # there was no machine, so it costs nothing
+            self._ended(machine, "rent failed", str(error))
+            raise
+        if machine.state is MachineState.WANTED:
+            machine.state = MachineState.STARTING
+        self._keep(machine)
+
+    async def release(self, machine_id: str, reason: str) -> None:
+        """Releases a machine; its workers' leases are recalled for other workers first."""
+        machine = self.machines.get(machine_id)
+        if machine is None:
+            raise MalformedMessage(f"machine: expected one of this run, got {machine_id[:80]!r}")
+        if not machine.is_open:
+            return
+        if machine_id in self._asking:
+            raise LimitExceeded(f"machine {machine_id}: its provider is still busy with it; try again in a moment")
+        machine.state = MachineState.RELEASING
+        self._journal(machine, "release", reason)
+        for worker in self.workers_of(machine):
+            send_home(self._hub, worker.peer_id, f"its machine is given back: {reason}")
+        await self._in_time(machine, self._release(machine, reason))
+
+    async def _release(self, machine: RentedMachine, reason: str) -> None:
+        await self._provider(machine).release(machine.machine_id)
+        self._ended(machine, "released", reason)
+
+    async def _in_time(self, machine: RentedMachine, work: Coroutine[None, None, None]) -> None:
+        """Waits up to `ANSWER_S` for a provider; slower work continues in the background, and its end is journalled."""
+        task = asyncio.create_task(work)
+        self._asking[machine.machine_id] = task
+        task.add_done_callback(lambda done: self._asked(machine, done))
+        await asyncio.wait((task,), timeout=ANSWER_S)
+        if task.done():
+            task.result()
+
+    def _asked(self, machine: RentedMachine, task: asyncio.Task[None]) -> None:
+        self._asking.pop(machine.machine_id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.problems[machine.offer] = str(error)
+
+    def preempted(self, whom: str, notice: str) -> None:
+        """Takes a preemption notice for a machine, or for one worker by its peer id. MalformedMessage if it is neither."""
+        machine = self.machines.get(whom)
+        if machine is not None:
+            self._on_notice(machine, notice)
+        elif PeerId(whom) in self._hub.membership.members:
+            preempted(self._hub, PeerId(whom), notice)
+            self._hub.flush_now()
+        else:
+            raise MalformedMessage(f"preemption notice: expected a machine or a worker of this run, got {whom[:80]!r}")
+
+    async def carry_out(self, by_whom: str, only_automatic: bool = False) -> int:
+        """Carries out the advice, once; returns how many machines were rented or released."""
+        advice, self.advice = self.advice, FleetAdvice(reason="being carried out")
+        count = 0
+        for release in advice.release:
+            await self.release(release.machine_id, f"{by_whom}: {release.reason}")
+            count += 1
+        for rental in advice.rent:
+            if only_automatic and not rental.is_automatic:
+                continue
+            for _ in range(rental.count):
+                await self.rent(rental.offer, "", f"{by_whom}: {rental.reason}")
+                count += 1
+        return count
+
+    # ---- looking
+
+    def workers_of(self, machine: RentedMachine) -> list[Member]:
+        """The workers that joined with the machine's token."""
+        return self._hub.money.workers_of(machine)
+
+    def budget(self) -> Budget:
+        section, money = self._hub.config.coordinator, self._hub.money.sums()
+        return Budget(money.usd_chosen_per_hour, money.usd_chosen, section.usd_per_hour_cap, section.usd_budget)
+
+    async def run(self) -> None:
+        """Looks at the providers, and acts if the operator lets the planner act, until cancelled."""
+        while True:
+            try:
+                await self.look()
+                await self._act()
+            except Exception as error:  # noqa: BLE001 - a cloud's library must not end the run: reported, and tried again
+                _log.exception("machines: %s", error)
+                self.problems["machines"] = f"{type(error).__name__}: {error}"
+            await asyncio.sleep(LOOK_S)
+
+    async def _act(self) -> None:
+        """In mode auto, carries out the advice that needs no approval. In any mode, releases what the advice gives back once the
+        budget is spent, and everything once the run is finished."""
+        if self._hub.ending.finish is not None:
+            await self._give_all_back(self._hub.ending.text)
+            return
+        may_act = self._hub.config.coordinator.planner_mode == "auto" or self.budget().is_spent
+        may_rent = any(rental.is_automatic for rental in self.advice.rent)
+        if not may_act or not (may_rent or self.advice.release):
+            return
+        try:
+            await self.carry_out("the planner", only_automatic=True)
+        except EchoError as error:
+            self.problems["the planner's rental"] = str(error)
+
+    async def _give_all_back(self, reason: str) -> None:
+        """Releases all open machines. An error of one provider does not stop the others; the next look tries again."""
+        for machine in [one for one in self.machines.values() if one.is_open and one.machine_id not in self._asking]:
+            if machine.state is not MachineState.RELEASING:
+                try:
+                    await self.release(machine.machine_id, reason)
+                except EchoError as error:
+                    self.problems[machine.offer] = str(error)
+
+    async def look(self) -> None:
+        """Asks all providers what machines exist, and makes new advice."""
+        for name in self.offers:
+            await self._look(name)
+        self._think()
+
+    async def _look(self, name: str) -> None:
+        """Asks one offer's provider and brings the journal up to date."""
+        try:
+            observed = await self._providers[name].observe()
+            self.problems.pop(name, None)
+        except EchoError as error:
+            if self.problems.get(name) != str(error):
+                self._hub.note("machine", f"offer {name}: {error}")
+            self.problems[name] = str(error)
+            return
+        for machine in [m for m in self.machines.values() if m.offer == name and not m.is_open]:
+            self._check_gone(machine, observed.get(machine.machine_id))
+        for machine in [m for m in self.machines.values() if m.offer == name and m.is_open]:
+            if machine.machine_id in self._asking:
+                continue
+            try:
+                await self._compare(machine, observed.get(machine.machine_id))
+            except EchoError as error:
+                self.problems[name] = str(error)
+        for machine_id in sorted(set(observed) - set(self.machines)):
+            self._take_in(self.offers[name], machine_id)
+
+    async def _compare(self, machine: RentedMachine, seen: ObservedMachine | None) -> None:
+        if machine.state is MachineState.RELEASING:  # an earlier process had begun it, or the provider did not answer
+            await self._in_time(machine, self._release(machine, "begun before"))
+        elif machine.provider == "manual" and machine.command:  # a person starts it: visible only by joins
+            self._is_now(machine, MachineState.RUNNING if self.workers_of(machine) else MachineState.STARTING)
+        elif seen is None:
+            self._missing(machine)
+        elif seen.state is MachineState.ENDING:
+            self._on_notice(machine, seen.notice)
+        else:
+            self._is_now(machine, seen.state)
+
+    def _check_gone(self, machine: RentedMachine, seen: ObservedMachine | None) -> None:
+        """Releases a machine that counts as gone but is still listed, and so still costs money: a request whose answer was lost may
+        have made it, or its release may have failed silently."""
+        is_there = seen is not None and seen.state is not MachineState.ENDING
+        if is_there and machine.machine_id not in self._asking:
+            machine.state, machine.ended_at = MachineState.RELEASING, None
+            self._journal(machine, "release", "it was taken for gone, and its provider lists it")
+
+    def _is_now(self, machine: RentedMachine, state: MachineState) -> None:
+        if machine.state is not state:
+            machine.state, machine.notice = state, ""
+            self._keep(machine)
+
+    def _missing(self, machine: RentedMachine) -> None:
+        if machine.state is MachineState.WANTED:
+            self._ended(machine, "rent undone", "the coordinator stopped before its provider had done it")
+        elif machine.state is MachineState.ENDING:
+            self._ended(machine, "preempted", machine.notice)
+        elif machine.machine_id not in self._rented_here or self._age_s(machine) >= LOST_AFTER_S:
+            self._ended(machine, "lost", "its provider does not list it any longer")
+
+    def _age_s(self, machine: RentedMachine) -> float:
+        return self._hub.clock.now() - machine.rented_at
+
+    def _take_in(self, offer: MachineOffer, machine_id: str) -> None:
+        now = self._hub.clock.now()
+        machine = RentedMachine(
+            machine_id, offer.name, offer.provider, "found", MachineState.STARTING, offer.usd_per_hour, now
+        )
+        self.machines[machine_id] = machine
+        self._journal(machine, "found", "its provider lists it and the journal did not know it")
+
+    def _on_notice(self, machine: RentedMachine, notice: str) -> None:
+        if machine.state in (MachineState.ENDING, MachineState.GONE):
+            return
+        machine.state, machine.notice = MachineState.ENDING, notice
+        for worker in self.workers_of(machine):
+            preempted(self._hub, worker.peer_id, notice)
+        self._journal(machine, "preemption notice", notice)
+
+    def _think(self) -> None:
+        hub = self._hub
+        if hub.ending.finish is not None:
+            self.advice = FleetAdvice(reason=hub.ending.text)
+            return
+        machines = list(self.machines.values())
+        workers = {machine.machine_id: self.workers_of(machine) for machine in machines if machine.is_open}
+        rates = rates_by_gpu(hub.membership.members.values(), built_in_catalogue())
+        offers = list(self.offers.values())
+        self.advice = advise(hub.plan, offers, machines, workers, rates, self.budget(), hub.clock.now())
+        if hub.paused and self.advice.rent:
+            self.advice = FleetAdvice(reason=hub.paused)
+
+    # ---- saving
+
+    def _ended(self, machine: RentedMachine, action: str, reason: str) -> None:
+        machine.state, machine.ended_at = MachineState.GONE, self._hub.clock.now()
+        token = self._hub.tokens.tokens.get(machine.token_id)
+        if token is not None and not token.is_revoked:
+            token.is_revoked = True
+            self._hub.state.save("tokens", token.token_id, token)
+        self._journal(machine, action, reason)
+
+    def _journal(self, machine: RentedMachine, action: str, reason: str) -> None:
+        """Saves the machine, the paid action and a line of the log before anything else happens."""
+        now = self._hub.clock.now()
+        spent = machine.usd_spent(now)
+        self._hub.state.paid_action(
+            PaidAction(now, action, machine.machine_id, reason[:REASON_CHARS_MAX], machine.usd_per_hour, spent)
+        )
+        cost = f", {spent:.4f} USD so far" if spent >= 0.0001 else ""
+        self._hub.state.require_sync()
+        self._hub.note("machine", f"{action}: {machine.machine_id} at {machine.usd_per_hour:g} USD/h{cost}: {reason}")
+        self._keep(machine)
+
+    def _keep(self, machine: RentedMachine) -> None:
+        self._hub.state.save("machines", machine.machine_id, machine)
+        self._hub.flush_now()
+
+    def _offer(self, name: str) -> MachineOffer:
+        offer = self.offers.get(name)
+        if offer is None:
+            raise MalformedMessage(f"offer: expected one of {', '.join(self.offers)}, got {name[:40]!r}")
+        return offer
+
+    def _provider(self, machine: RentedMachine) -> Provider:
+        provider = self._providers.get(machine.offer)
+        if provider is None:
+            raise NotAllowed(
+                f"machine {machine.machine_id}: expected its offer {machine.offer!r} in the offers file, to reach "
+                f"its provider {machine.provider}"
+            )
+        return provider
+
+    def _check_room(self, offer: MachineOffer, count: int = 1) -> None:
+        open_ones = [machine for machine in self.machines.values() if machine.is_open]
+        if len(self.machines) + count > MACHINES_MAX:
+            raise LimitExceeded(f"machines: expected {MACHINES_MAX} at most in a run's journal")
+        rented = sum(machine.offer == offer.name for machine in open_ones)
+        if rented + count > offer.machines_max:
+            left = max(0, offer.machines_max - rented)
+            told = f"{left} of them are left" if left else "all are rented"
+            raise LimitExceeded(f"offer {offer.name}: expected {offer.machines_max} machines at most, {told}")
+        budget = self.budget()
+        if offer.usd_per_hour > 0 and not budget.is_bounded:
+            raise LimitExceeded(f"offer {offer.name}: {NO_BOUND}")
+        if offer.usd_per_hour > 0 and budget.affordable(offer.usd_per_hour, offer.hours_least) < count:
+            raise LimitExceeded(
+                f"offer {offer.name}: {count * offer.usd_per_hour:g} USD/h more than the {budget.usd_per_hour:g} USD/h of now "
+                f"would go beyond the cap ({budget.usd_per_hour_cap:g} USD/h) or the budget ({budget.usd_budget:g} USD, "
+                f"{budget.usd_spent:.2f} spent); 0 is none"
+            )

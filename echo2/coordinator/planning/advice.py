@@ -1,0 +1,362 @@
+"""The adviser: what stops or limits the run, what the operator should do next, in order, and how the run goes. Pure.
+
+`advise` is a function of one snapshot of the run (`RunNow`) and the plan; nothing keeps advice. Guarantees: one verdict for every
+state of a run; if there is nothing to do, it says so, and it says so only while workers work and the learner waits for nothing
+unusual; one number for the utilisation and one for the end, measured where there is something to measure. Leaves to others: what
+the buttons do (actions), measuring.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from echo2.base.errors import ConfigError
+from echo2.base.ids import PeerId
+from echo2.base.units import format_duration
+from echo2.coordinator.fleet.members import Activation, Liveness, Member
+from echo2.cost_model.plan import Limit, Plan, Term
+from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerEstimate, WorkerState
+
+UTILISATION_SLACK = 0.05
+"""A utilisation below its target by no more than this is noise, not something to act on."""
+LONG_STEPS, LONG_S_MIN = 3.0, 15.0
+"""A wait is unusual if it is longer than this many steps take, and this many seconds."""
+FIRST_STEP_S = 180.0
+"""Before the first step: workers load the model and generate whole rollouts from nothing."""
+MORE_REWARDS = (
+    "Give rewards more reward processes (a learner's machine with more cores), or another machine for rewards (Ray, by "
+    "task.ray)"
+)
+MEASURED_STEPS = 5
+"""From so many steps on, the measured utilisation is told, not the predicted one."""
+
+
+class Act(enum.Enum):
+    """What the button does; NOTHING: there is none."""
+
+    NOTHING = ""
+    MAKE_LINK = "make_link"
+    APPLY_PLAN = "apply_plan"
+    APPROVE = "approve"
+    DISMISS = "dismiss"
+    RESUME = "resume"
+
+
+@dataclass(frozen=True, slots=True)
+class ToDo:
+    """One thing to do. `kind` of the first one is the verdict: good, info, warn or bad."""
+
+    text: str
+    kind: str
+    act: Act = Act.NOTHING
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunAdvice:
+    """`steps`: what to do, most urgent first; the first is the headline. `limits`: what stops or limits the run. `hours_left`: None
+    if it is not known. `assumed`: what is assumed rather than measured, each with how to set it."""
+
+    steps: tuple[ToDo, ...]
+    limits: str
+    utilisation: float
+    hours_left: float | None
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> ToDo:
+        return self.steps[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerFacts:
+    """The learner. `left_because`: why it left, if by an error. `silent_s`: since its last message. `step_s`: what a step takes,
+    waiting included; `train_s`: without. `waits_for`, `waits_s`: what its next step lacks, and for how long; empty while it
+    trains."""
+
+    is_there: bool = True
+    left_because: str = ""
+    silent_s: float = 0.0
+    silent_s_max: float = 60.0
+    step: int = 0
+    step_limit: int = 0
+    step_s: float = 0.0
+    train_s: float = 0.0
+    utilisation: float = 0.0
+    waits_for: str = ""
+    waits_s: float = 0.0
+    rewards_due: int = 0
+    open_leases: int = 0
+    rollouts_per_step: int = 0
+    prompts_exhausted: bool = False
+
+    @property
+    def waits_long(self) -> bool:
+        """Whether its wait is unusual."""
+        usual_s = LONG_STEPS * self.step_s if self.step else FIRST_STEP_S
+        return bool(self.waits_for) and self.waits_s > max(LONG_S_MIN, usual_s)
+
+    @property
+    def waits_for_rewards(self) -> bool:
+        """Whether rewards rather than workers keep the learner waiting: half a step's are due, or nothing else is."""
+        is_much = 2 * self.rewards_due >= max(1, self.rollouts_per_step)
+        return bool(self.waits_for) and self.rewards_due > 0 and (is_much or not self.open_leases)
+
+
+@dataclass(frozen=True, slots=True)
+class RunNow:
+    """What the advice depends on. `learner`: None before the first. `plan_waits_for`: what a first plan lacks. `idle`: why
+    connected workers get no work, if none does. `spare`: workers on standby that cost money, `spare_usd_per_hour` together.
+    `surplus`: active workers that the plan would put on standby. `wishes`: machines to rent or release that wait for the operator's
+    approval. `corrected`: why estimates are corrected. `unmeasured`: active workers whose rate is not known."""
+
+    finished: str = ""
+    is_cut_short: bool = False
+    paused: str = ""
+    open_machines: int = 0
+    learner: LearnerFacts | None = None
+    plan: Plan | None = None
+    plan_waits_for: str = ""
+    target: float = 0.98
+    alive: int = 0
+    active: int = 0
+    idle: str = ""
+    workers: int = 0
+    is_budget_spent: bool = False
+    usd_budget: float = 0.0
+    usd_per_hour: float = 0.0
+    spare: int = 0
+    spare_usd_per_hour: float = 0.0
+    surplus: int = 0
+    wishes: str = ""
+    may_act: bool = True
+    corrected: str = ""
+    unmeasured: int = 0
+
+    @property
+    def broken(self) -> tuple[Term, ...]:
+        """The plan's broken terms, a cause before what follows from it: with too few rewards, a pool has no more rate than they can
+        use; too few workers fill a batch too slowly, which breaks the staleness term as well. Else the most limiting first."""
+        terms = [term for term in self.plan.terms if not term.is_met] if self.plan else []
+        causes = (Limit.REWARDS, Limit.THROUGHPUT)
+        return tuple(sorted(terms, key=lambda term: (*(term.limit_kind is not cause for cause in causes), term.slack)))
+
+    @property
+    def utilisation(self) -> float:
+        if self.learner is not None and self.learner.step >= MEASURED_STEPS and self.learner.utilisation > 0:
+            return self.learner.utilisation
+        return self.plan.predicted_utilisation if self.plan is not None else 0.0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the learner trains so much less than it should that something is to be done."""
+        return (
+            self.learner is not None
+            and self.learner.step > 0
+            and self.learner.utilisation < self.target - UTILISATION_SLACK
+        )
+
+
+def advise(run: RunNow) -> RunAdvice:
+    stopped = _what_stops(run)
+    steps = [stopped] if stopped is not None else [*_what_helps(run)]
+    if not steps:
+        steps = [_nothing_to_do(run)]
+    return RunAdvice(tuple(steps), _limits(run), run.utilisation, _hours_left(run), tuple(_assumed(run)))
+
+
+def idle_text(members: Iterable[Member]) -> str:
+    """Why connected workers get no work, the two most frequent reasons first; empty if one of them works or none is connected."""
+    alive = [member for member in members if member.last_liveness is Liveness.ALIVE]
+    if not alive or any(member.last_activation is Activation.ACTIVE for member in alive):
+        return ""
+    reasons = Counter(f"{member.activation.value}: {member.activation_reason}" for member in alive)
+    return "; ".join(f"{count} on {reason}" for reason, count in reasons.most_common(2))
+
+
+def _what_stops(run: RunNow) -> ToDo | None:
+    """What keeps the run from going on at all, or has ended it."""
+    learner = run.learner
+    if run.finished:
+        left = f"; {_count(run.open_machines, 'rented machine')} is still being given back" if run.open_machines else ""
+        kind = "bad" if run.is_cut_short else "info" if left else "good"
+        text = run.finished[:1].upper() + run.finished[1:]
+        return ToDo(f"{text}{left or '. Nothing costs money any more'}.", kind)
+    if run.paused:
+        return ToDo(f"Resume the run when you want it to go on: {run.paused}.", "warn", Act.RESUME, "Resume")
+    if learner is None:
+        return ToDo("Start the learner: no learner has joined yet.", "info", Act.MAKE_LINK, "Make a join link")
+    if not learner.is_there:
+        if learner.left_because:
+            why = f"Mend what ended the learner, then start it again with the same command: {learner.left_because}"
+            return ToDo(why, "bad")
+        return ToDo(
+            "Start the learner again with the same command: it is away. It goes on from its last checkpoint.", "bad"
+        )
+    if run.is_budget_spent:
+        spent = f"${run.usd_budget:,.2f} are spent and all workers stand by"
+        return ToDo(f"Raise the budget to go on (page, or `echo2 ctl`): {spent}.", "bad")
+    if not run.alive:
+        text = "Start a worker: none is connected, so the learner has nothing to train on."
+        return ToDo(text, "bad", Act.MAKE_LINK, "Make a join link")
+    if learner.silent_s > learner.silent_s_max:
+        silent = f"nothing is heard of it for {format_duration(learner.silent_s)}, though its stream stands"
+        return ToDo(f"Look at the learner: {silent}.", "bad")
+    if not run.active and not (run.wishes and not run.may_act):
+        why = f" ({run.idle})" if run.idle else ""
+        return ToDo(f"Put a worker to work: {_count(run.alive, 'worker')} connected, none active{why}.", "bad")
+    return None
+
+
+def _what_helps(run: RunNow) -> Iterable[ToDo]:
+    """What the operator can do for a run that goes on, most urgent first. Rewards and prompts come before workers: more workers
+    would only wait with the others."""
+    learner, same = run.learner, f"at the same utilisation ({run.utilisation:.0%})"
+    assert learner is not None, "a run without a learner is stopped"
+    if learner.prompts_exhausted:
+        yield ToDo(
+            "Raise task.epochs or add prompts: they are used up, and the run ends after the groups in flight, about step "
+            f"{learner.step} of {learner.step_limit}.", "warn",
+        )  # fmt: skip
+        return
+    if learner.waits_for_rewards and (learner.waits_long or run.is_short):
+        due = f"{learner.rewards_due} rewards are due, and the learner has waited {format_duration(learner.waits_s)} for them"
+        yield ToDo(f"{MORE_REWARDS}: {due}. More workers would not help.", "bad" if learner.waits_long else "warn")
+        return
+    if run.is_short and run.broken and run.broken[0].limit_kind is Limit.REWARDS:
+        trains = f"the learner trains {learner.utilisation:.0%} of the time"
+        yield ToDo(f"{MORE_REWARDS}: {trains}; {_term_text(run.broken[0])}. More workers would not help.", "warn")
+        return
+    if learner.waits_long:
+        waits = f"the learner waits {format_duration(learner.waits_s)} for {learner.waits_for}"
+        yield ToDo(f"Look at what is missing: {waits}.", "bad")
+    if run.wishes and not run.may_act:
+        yield ToDo(f"{run.wishes}.", "warn", Act.APPROVE, "Do it")
+    if run.surplus and not run.may_act and run.plan is not None:
+        less = f"${run.usd_per_hour:.2f} -> ${run.plan.usd_per_hour:.2f}/h {same}"
+        yield ToDo(
+            f"Stand by {run.surplus} of {run.workers} workers: {less}.", "warn", Act.APPLY_PLAN, "Apply the plan"
+        )
+    if run.spare and run.spare_usd_per_hour > 0 and not run.broken:
+        less = f"${run.usd_per_hour:.2f} -> ${run.usd_per_hour - run.spare_usd_per_hour:.2f}/h {same}"
+        yield ToDo(f"Drop {run.spare} of {run.workers} workers: {less}.", "warn", Act.DISMISS, "Send them home")
+    if run.is_short:
+        trains = f"the learner trains {learner.utilisation:.0%} of the time"
+        for term in run.broken:
+            is_rate = term.limit_kind is Limit.THROUGHPUT
+            what = "Add workers or raise S" if is_rate else (term.remedy or f"Ease {term.limit_kind.value}")
+            button = (Act.MAKE_LINK, "Make a join link") if is_rate else (Act.NOTHING, "")
+            yield ToDo(f"{what[:1].upper()}{what[1:]}: {trains}; {_term_text(term)}.", "warn", *button)
+
+
+def _nothing_to_do(run: RunNow) -> ToDo:
+    learner = run.learner
+    assert learner is not None, "a run without a learner is stopped"
+    if not learner.step:
+        waits = f": the learner waits for {learner.waits_for}" if learner.waits_for else ""
+        return ToDo(f"Nothing to do: the first step is on its way{waits}.", "info")
+    text = f"Nothing to do: the learner trains {learner.utilisation:.0%} of the time at ${run.usd_per_hour:.2f}/h."
+    return ToDo(text, "info" if run.is_short else "good")
+
+
+def _limits(run: RunNow) -> str:
+    """What limits the run, in words: each broken term, most limiting first; if all hold, the tightest."""
+    if run.learner is not None and run.learner.waits_for_rewards:
+        return f"rewards: {run.learner.rewards_due} are due"
+    if run.plan is None:
+        return f"not known before {run.plan_waits_for or 'a first plan'}"
+    if run.broken:
+        return "; ".join(_term_text(term) for term in run.broken)
+    return f"nothing: all terms hold; the tightest is {_term_text(run.plan.binding_term)}"
+
+
+def _term_text(term: Term) -> str:
+    match term.limit_kind:
+        case Limit.THROUGHPUT:
+            return f"workers make {term.value:.3g} of the {term.limit:.3g} rollouts/s that the learner needs"
+        case Limit.REWARDS:
+            return f"reward processes judge {term.value:.3g} of the {term.limit:.3g} rollouts/s that the learner needs"
+        case Limit.BROADCAST:
+            return f"a version takes {term.value:.3g} s on the links and the next comes after {term.limit:.3g} s"
+        case Limit.STALENESS:
+            value = f"{term.value:.3g} s" if math.isfinite(term.value) else "for ever"
+            return f"a version, a long rollout and a batch take {value} of the {term.limit:.3g} s that S allows"
+        case _:
+            return f"{term.formula} is {term.value:.4g} of {term.limit:.4g} {term.unit}"
+
+
+def _hours_left(run: RunNow) -> float | None:
+    learner = run.learner
+    left = learner.step_limit - learner.step if learner is not None else 0
+    if learner is None or left <= 0 or run.finished or learner.train_s <= 0 or run.utilisation <= 0:
+        return None
+    return left * learner.train_s / run.utilisation / 3600
+
+
+def _assumed(run: RunNow) -> Iterable[str]:
+    if run.corrected:
+        yield run.corrected
+    if run.unmeasured:
+        yield f"{_count(run.unmeasured, 'worker')} not measured yet: taken as fast as others, scaled by their data sheets"
+    if run.usd_per_hour > 0:
+        yield "prices are what workers and offers declare (worker.price, offers file); traffic costs typical rates of mid 2026"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number != 1 else "")
+
+
+# ---- what if
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """Changes of some numbers in the present snapshot and config, to ask what the planner would say then; 0 leaves a number as it
+    is. `uplink_factor` scales the learner's uplink. `fleet_size` sets the number of workers: a smaller fleet keeps those that are
+    cheapest per rollout, a larger one adds copies of them."""
+
+    staleness_bound: int = 0
+    uplink_factor: float = 0.0
+    fleet_size: int = 0
+    target_utilisation: float = 0.0
+    usd_per_hour_cap: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.staleness_bound <= 64 and 0 <= self.fleet_size <= 2000):
+            raise ConfigError(f"what if: expected S of 0 (as it is) to 64 and a fleet of 1 to 2000, got {self}")
+        if not (0 <= self.uplink_factor <= 1e4 and 0 <= self.target_utilisation <= 1 and self.usd_per_hour_cap >= 0):
+            raise ConfigError(f"what if: expected an uplink factor up to 10000 and a target up to 1, got {self}")
+
+    def config(self, config: PlanConfig) -> PlanConfig:
+        bound = self.staleness_bound or config.staleness_bound
+        return replace(
+            config,
+            staleness_bound=bound,
+            fixed_kappa=min(config.fixed_kappa, bound),
+            target_utilisation=self.target_utilisation or config.target_utilisation,
+            usd_per_hour_cap=self.usd_per_hour_cap or config.usd_per_hour_cap,
+        )
+
+    def snapshot(self, snapshot: FleetSnapshot) -> FleetSnapshot:
+        learner, workers = snapshot.learner, snapshot.workers
+        if self.uplink_factor:
+            uplink = learner.link.uplink_bytes_per_s * self.uplink_factor
+            learner = replace(learner, link=replace(learner.link, uplink_bytes_per_s=uplink))
+        if self.fleet_size:
+            workers = _fleet_of(workers, self.fleet_size)
+        return replace(snapshot, learner=learner, workers=workers)
+
+
+def _fleet_of(workers: tuple[WorkerEstimate, ...], size: int) -> tuple[WorkerEstimate, ...]:
+    usable = [worker for worker in workers if worker.state is not WorkerState.UNAVAILABLE] or list(workers)
+    best = sorted(usable, key=lambda worker: (worker.price_usd_per_hour / worker.rollouts_per_s, worker.worker_id))
+    fleet = best[:size]
+    for index in range(size - len(fleet)):
+        like = best[index % len(best)]
+        copy_id = PeerId(f"{like.worker_id}+{index // len(best) + 1}")
+        fleet.append(replace(like, worker_id=copy_id, state=WorkerState.STANDBY, is_pinned=False))
+    return tuple(fleet)

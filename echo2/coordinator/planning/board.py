@@ -1,0 +1,186 @@
+"""Keeps what is known of the learner and of its published versions: which workers hold which version, and since when.
+
+Guarantees: bounded memory. A version's measured broadcast time runs from the moment the coordinator hears of its publication until
+every worker that was in the pool then, and still is, has reported it live. The broadcast efficiency starts from a prior and then
+follows the measured times of deltas against their predictions. Leaves to others: leases, the plan.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from echo2.base.errors import NotAllowed, VersionMismatch
+from echo2.base.ids import PeerId, Version
+from echo2.coordinator.planning.telemetry import LearnerHello, LearnerReport, PublishedVersion
+from echo2.cost_model.estimates import DELTA_PERIODS_MAX, DeltaSizeEstimator, RobustEstimator
+from echo2.cost_model.snapshot import BROADCAST_EFFICIENCY
+
+VERSIONS_KEPT = 64  # as many as S admits
+# Below a quarter it is not the links that are slow; the median of 15 ignores 7 outliers.
+EFFICIENCY_LEAST, EFFICIENCY_WINDOW = 0.25, 15
+
+
+@dataclass(slots=True)
+class VersionRow:
+    """One published version and its broadcast. `waiting`: workers of the pool that have not reported it live yet."""
+
+    published: PublishedVersion
+    published_at: float
+    predicted_s: float
+    pool_size: int
+    waiting: set[PeerId]
+    has_links_alone: bool = True  # no earlier version was still being sent when this one was published
+    live_after_s: dict[PeerId, float] = field(default_factory=dict)
+    complete_s: float | None = None
+
+
+@dataclass(slots=True)
+class Totals:
+    """Totals over the whole run; saved on disk."""
+
+    artifact_bytes: int = 0
+    full_bytes: int = 0
+    versions: int = 0
+
+
+@dataclass(slots=True)
+class LearnerBoard:
+    """`pipe_address`: address of a relay's byte pipes; set if the learner cannot be reached at its own address."""
+
+    peer_id: PeerId | None = None
+    hello: LearnerHello | None = None
+    report: LearnerReport = field(default_factory=LearnerReport)
+    train_time: RobustEstimator = field(default_factory=lambda: RobustEstimator("train_s"))
+    discarded: RobustEstimator = field(default_factory=lambda: RobustEstimator("discarded_rollouts"))
+    delta_size: DeltaSizeEstimator = field(default_factory=DeltaSizeEstimator)
+    reached: RobustEstimator = field(
+        default_factory=lambda: RobustEstimator("broadcast efficiency", BROADCAST_EFFICIENCY, window=EFFICIENCY_WINDOW)
+    )
+    pipe_address: str = ""
+    is_connected: bool = False
+    heard_at: float = 0.0
+    changed_at: float = 0.0
+    versions: OrderedDict[Version, VersionRow] = field(default_factory=OrderedDict)
+    totals: Totals = field(default_factory=Totals)
+    newest_complete: VersionRow | None = None
+
+    def came(self, peer_id: PeerId, hello: LearnerHello, model_digest: str, now: float) -> bool:
+        """A session began. Returns whether the learner's identity, address or model has changed. NotAllowed for a second learner
+        while the first is connected; VersionMismatch for another model."""
+        if self.is_connected and self.peer_id != peer_id:
+            raise NotAllowed(f"learner {peer_id}: this run has a learner already, {self.peer_id}, and it is connected")
+        if model_digest and hello.model_digest != model_digest:
+            raise VersionMismatch(
+                f"learner {peer_id}: run {hello.run_id} trains the model {model_digest[:16]}…, "
+                f"expected that digest, got {hello.model_digest[:16]}…"
+            )
+        old = self.hello
+        is_news = old is None or self.peer_id != peer_id or (
+            old.address, old.chunk_address, old.relay_address, old.model_digest,
+        ) != (
+            hello.address, hello.chunk_address, hello.relay_address, hello.model_digest,
+        )  # fmt: skip
+        self.peer_id, self.hello, self.is_connected = peer_id, hello, True
+        self.heard_at = self.changed_at = now
+        return is_news
+
+    def heard(self, report: LearnerReport, now: float) -> bool:
+        """Takes a report; returns whether a step was made since the last one."""
+        is_step = report.step != self.report.step
+        if report.train_s > 0 and (is_step or not self.train_time.is_measured):
+            self.train_time.observe(report.train_s, now)
+        steps, discarded = report.step - self.report.step, report.discarded_rollouts - self.report.discarded_rollouts
+        if steps > 0 and discarded >= 0:  # fewer than before: another process
+            self.discarded.observe(discarded / steps, now)
+        self.report, self.heard_at = report, now
+        return is_step
+
+    def cut(self, now: float) -> None:
+        self.is_connected, self.changed_at = False, now
+
+    def published(self, version: PublishedVersion, predicted_s: float, pool: Iterable[PeerId], now: float) -> None:
+        """A version was published. Idempotent, because a reconnect repeats it."""
+        if version.version in self.versions:
+            return
+        if version.parent is not None and 1 <= version.version - version.parent <= DELTA_PERIODS_MAX:
+            self.delta_size.observe(version.artifact_bytes, version.version - version.parent, now)
+        waiting, is_alone = set(pool), not any(row.waiting for row in self.versions.values())
+        self.versions[version.version] = VersionRow(version, now, predicted_s, len(waiting), waiting, is_alone)
+        self.totals.artifact_bytes += version.artifact_bytes
+        self.totals.full_bytes += version.full_snapshot_bytes
+        self.totals.versions += 1
+        while len(self.versions) > VERSIONS_KEPT:
+            self.versions.popitem(last=False)
+
+    def live(self, peer_id: PeerId, version: Version | None, now: float) -> None:
+        """A worker reports which version is live on its engine."""
+        if version is None:
+            return
+        for row in self.versions.values():
+            if row.published.version <= version and peer_id in row.waiting:
+                row.waiting.discard(peer_id)
+                row.live_after_s[peer_id] = now - row.published_at
+                self._complete(row, now)
+
+    def left(self, peer_id: PeerId, now: float) -> None:
+        """A worker left the pool: versions no longer wait for it."""
+        for row in self.versions.values():
+            if peer_id in row.waiting:
+                row.waiting.discard(peer_id)
+                self._complete(row, now)
+
+    def _complete(self, row: VersionRow, now: float) -> None:
+        if row.waiting or row.complete_s is not None or not row.live_after_s:
+            return
+        row.complete_s = now - row.published_at
+        if row.published.parent is not None and row.has_links_alone and row.predicted_s > 0 and row.complete_s > 0:
+            self.reached.observe(min(1.0, row.predicted_s / row.complete_s), now)
+        newest = self.newest_complete
+        if newest is None or newest.published.version < row.published.version:
+            self.newest_complete = row
+
+    @property
+    def address(self) -> str:
+        """The address at which workers reach the learner."""
+        return self.pipe_address or (self.hello.address if self.hello is not None else "")
+
+    @property
+    def chunk_address(self) -> str:
+        """Where workers connect to it for weights."""
+        return self.pipe_address or (self.hello.chunk_address if self.hello is not None else "")
+
+    @property
+    def train_s(self) -> float:
+        """T_train in seconds: the median of the newest steps; 0 before the first."""
+        return self.train_time.value_or(0.0)
+
+    @property
+    def broadcast_efficiency(self) -> float:
+        """The share of the planned rate that broadcasts reach: a prior at first, then the median of the newest; at least
+        `EFFICIENCY_LEAST`."""
+        return max(EFFICIENCY_LEAST, self.reached.value_or(BROADCAST_EFFICIENCY))
+
+    @property
+    def newest(self) -> VersionRow | None:
+        return next(reversed(self.versions.values()), None)
+
+    @property
+    def newest_version(self) -> Version:
+        told = [self.report.newest_version] + ([self.hello.newest_version] if self.hello else [])
+        return max(told)
+
+    @property
+    def delta_kappa(self) -> int:
+        """Steps between the newest delta and its parent."""
+        for row in reversed(self.versions.values()):
+            if row.published.parent is not None:
+                return max(1, row.published.version - row.published.parent)
+        return 1
+
+    @property
+    def delta_bytes(self) -> int:
+        """Bytes of a delta over `delta_kappa` steps, estimated from the published ones; 0 before the first."""
+        found = self.delta_size.at(self.delta_kappa)
+        return 0 if found is None else round(found.value)

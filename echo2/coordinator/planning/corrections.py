@@ -1,0 +1,86 @@
+"""What happened against what was predicted, and the correction of the estimates that follows from it. It ends with the run.
+
+Every `STEPS_A_LOOK` steps of one plan, the share of the wall clock's time in which the learner trained is compared with what the
+plan promised. The workers' rates that plans are made of are multiplied by `rate_ratio`, which moves half of the way (in the
+logarithm) at each look, within `RATIO_LEAST` and `RATIO_MOST`: what the model leaves out is so learned within some ten steps, and
+one bad stretch moves it by little. Waiting for rewards or prompts is no fault of the workers and corrects nothing. Guarantees:
+bounded memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from echo2.coordinator.planning.board import LearnerBoard, VersionRow
+from echo2.coordinator.planning.telemetry import LearnerReport
+from echo2.cost_model.estimates import Predicted, PredictionLog
+from echo2.cost_model.plan import Plan
+
+STEPS_A_LOOK = 5  # ten steps are two looks
+RATIO_LEAST, RATIO_MOST = 0.5, 1.1  # rates are too high rather than too low: nothing is added twice
+CLOSE = 0.01
+"""A utilisation this near to the promised one says that the estimates are right."""
+
+
+@dataclass(slots=True)
+class Corrections:
+    """`reason`: why the rates are corrected, in words; empty while they are not. One method for each thing that happens."""
+
+    board: LearnerBoard
+    log: PredictionLog = field(default_factory=PredictionLog)
+    rate_ratio: float = 1.0
+    reason: str = ""
+    _plan: Plan | None = None  # carried out
+    _began: tuple[int, float] | None = None  # step and time since which the plan has been looked at
+    _busy_s: float = 0.0
+    _spent: tuple[float, float] | None = None  # when a step was last reported, and the USD spent by then
+    _compared: VersionRow | None = None
+
+    def on_plan(self, plan: Plan, is_acted_on: bool, now: float) -> None:
+        """A plan was adopted. The same pool and period as before change nothing."""
+        self.log.predict(Predicted.UTILISATION, plan.predicted_utilisation, now)
+        if not is_acted_on:
+            return
+        # The meter counts machines only: no provider reports here what the traffic costs.
+        self.log.predict(Predicted.USD_PER_HOUR, plan.usd_per_hour - plan.egress_usd_per_hour, now)
+        if self._plan is None or (self._plan.kappa, self._plan.pool) != (plan.kappa, plan.pool):
+            self._began = None
+        self._plan = plan
+
+    def on_step(self, report: LearnerReport, spent_usd: float, now: float) -> None:
+        """The learner made a step. `spent_usd`: spent on all workers so far."""
+        if report.utilisation > 0:
+            self.log.measure(Predicted.UTILISATION, report.utilisation, now)
+        if self._spent is not None and now > self._spent[0]:
+            per_hour = max(0.0, spent_usd - self._spent[1]) / (now - self._spent[0]) * 3600
+            self.log.measure(Predicted.USD_PER_HOUR, per_hour, now)
+        self._spent = now, spent_usd
+        if self._plan is None:
+            return
+        if self._began is None or report.rewards_due or report.prompts_exhausted or report.step < self._began[0]:
+            self._began, self._busy_s = (report.step, now), 0.0
+            return
+        self._busy_s += report.train_s
+        if report.step - self._began[0] >= STEPS_A_LOOK and now > self._began[1]:
+            self._correct(min(1.0, self._busy_s / (now - self._began[1])), self._plan.predicted_utilisation)
+            self._began, self._busy_s = (report.step, now), 0.0
+
+    def _correct(self, measured: float, promised: float) -> None:
+        if promised <= 0 or abs(measured - promised) <= CLOSE:
+            return
+        ratio = self.rate_ratio * math.sqrt(max(measured, 1e-3) / promised)
+        self.rate_ratio = min(RATIO_MOST, max(RATIO_LEAST, ratio))
+        self.reason = (
+            f"workers' rates are taken {self.rate_ratio:.2f} times as measured, because the learner trained {measured:.0%} of "
+            f"the time where {promised:.0%} was promised"
+        )
+
+    def on_spread(self, row: VersionRow | None, now: float) -> None:
+        """A version is live on its whole pool. `row`: the newest such version. Idempotent."""
+        if row is None or row is self._compared:
+            return
+        self._compared = row
+        if row.complete_s is not None and row.predicted_s > 0:
+            self.log.predict(Predicted.BROADCAST_S, row.predicted_s, row.published_at)
+            self.log.measure(Predicted.BROADCAST_S, row.complete_s, now)

@@ -1,0 +1,344 @@
+"""Turns telemetry into the planner's snapshot and into the nodes of the broadcast plan.
+
+Guarantees: plans start from measurements. While the learner's step time is unknown, or no worker's rate is known, there is no
+snapshot. A worker that has not been measured starts from a prior for its GPU and is pinned in the pool until it has been measured.
+A worker's claims count only as far as its deliveries support them; while any worker has delivered, those that have not are
+left out of the snapshot. Leaves to others: planning (cost_model, broadcast).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from echo2.base.ids import PeerId
+from echo2.broadcast.plan import UNKNOWN_DOWNLINK_BYTES_PER_S, UNKNOWN_UPLINK_BYTES_PER_S, NodeLink
+from echo2.broadcast.reachability import Access, LinkKind
+from echo2.broadcast.trees import Needs
+from echo2.config.run import RunConfig
+from echo2.coordinator.fleet.members import Activation, Liveness, Member, OperatorSetting
+from echo2.coordinator.fleet.record import CLAIM_MARGIN
+from echo2.coordinator.planning.board import LearnerBoard
+from echo2.coordinator.planning.telemetry import LearnerHello, LinkReport
+from echo2.cost_model.machines import GpuType, kind_of_name
+from echo2.cost_model.market import EGRESS_USD_PER_GIB
+from echo2.cost_model.plan import Limit, Plan
+from echo2.cost_model.snapshot import (
+    DROPPED_SHARE_MAX,
+    JOIN_S,
+    SPOT_HAZARD_PER_HOUR,
+    FleetSnapshot,
+    Hysteresis,
+    LearnerEstimate,
+    LinkEstimate,
+    PlanConfig,
+    WorkerEstimate,
+    WorkerState,
+)
+
+DWELL_HEARTBEATS = 30  # two and a half minutes at the usual interval of 5 s
+IDLE_MOST = 10.0
+"""Limit on the idle seconds that a learner may claim per step (checkpoints, publications), in multiples of a step's training."""
+RATE_MIN = 1e-9  # a positive rate, which has been measured
+OVERDUE, OVERDUE_S_MIN = 3.0, 10.0  # times the prediction: the version hangs and holds no worker back any longer
+RATE_MARGIN = 1.1  # times the needed rate gets a version first: measured rates fluctuate, and swaps cost some
+
+
+def plan_config(config: RunConfig, board: LearnerBoard) -> PlanConfig:
+    """The planner's config from the run's; a period that the learner fixes overrides the option."""
+    hello, section, bound = board.hello, config.coordinator, config.staleness.bound
+    fixed = hello.kappa if hello is not None and hello.kappa_is_fixed else config.staleness.kappa
+    return PlanConfig(
+        staleness_bound=bound,
+        fixed_kappa=min(fixed, bound),
+        usd_per_hour_cap=section.usd_per_hour_cap,
+        usd_budget=section.usd_budget,
+        hysteresis=Hysteresis(dwell_s=DWELL_HEARTBEATS * section.heartbeat_interval),
+        broadcast_efficiency=board.broadcast_efficiency,
+        preemption_loss_s=section.report_interval,
+    )
+
+
+def _link(link: LinkReport) -> LinkEstimate:
+    return LinkEstimate(
+        link.uplink_bytes_per_s or UNKNOWN_UPLINK_BYTES_PER_S,
+        link.downlink_bytes_per_s or UNKNOWN_DOWNLINK_BYTES_PER_S,
+        min(link.rtt_s, 60.0),
+    )
+
+
+def is_measured(member: Member) -> bool:
+    """Whether the worker's rate and rollout time have been measured."""
+    return member.measures.value("rollouts_per_s") > RATE_MIN and member.measures.value("rollout_s_mean") > 0
+
+
+def _state(member: Member) -> WorkerState:
+    if member.last_liveness is not Liveness.ALIVE or member.activation.is_barred or member.is_barred_by_record:
+        return WorkerState.UNAVAILABLE
+    if member.setting is OperatorSetting.STANDBY or member.asks_too_much:
+        return WorkerState.UNAVAILABLE
+    if member.is_newcomer and not member.is_on_trial and member.setting is OperatorSetting.AUTOMATIC:
+        return WorkerState.UNAVAILABLE
+    if member.setting is OperatorSetting.DRAINING:
+        return WorkerState.DRAINING
+    return WorkerState.ACTIVE if member.last_activation is Activation.ACTIVE else WorkerState.STANDBY
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A worker's rates, and the seconds that its rollouts take."""
+
+    rollouts_per_s: float
+    tokens_per_s: float
+    rollout_s_mean: float
+    rollout_s_tail: float
+
+
+def measured_speed(member: Member) -> Speed:
+    """The speed from the worker's heartbeats, but no faster than its deliveries support."""
+    value = member.measures.value
+    mean_s, rate = value("rollout_s_mean"), believed_rate(member)
+    share = rate / value("rollouts_per_s") if value("rollouts_per_s") > 0 else 0.0
+    return Speed(rate, share * value("tokens_per_s"), mean_s, max(value("rollout_s_p95"), mean_s))
+
+
+def believed_rate(member: Member) -> float:
+    """Rollouts per second. For a newcomer this is its bare claim, which must not displace any worker."""
+    claimed = member.measures.value("rollouts_per_s")
+    delivered = member.record.delivered_per_s
+    return min(claimed, CLAIM_MARGIN * delivered) if delivered else claimed
+
+
+def prior_speed(
+    gpu: str,
+    measured: Sequence[tuple[str, Speed]],
+    catalogue: Mapping[str, GpuType],
+) -> Speed:
+    """The assumed speed of an unmeasured worker with this GPU, from the measured ones, each with its GPU's name.
+
+    The median over workers with the same GPU; else over all workers whose GPU the catalogue knows, each scaled to this GPU
+    (`_brought_over`); else over all workers, unscaled."""
+    own = kind_of_name(gpu, catalogue)
+    named = [(kind_of_name(name, catalogue), speed) for name, speed in measured]
+    kin = [
+        speed for (name, _), (kind, speed) in zip(measured, named, strict=True) if name == gpu or kind == own != ("", 1)
+    ]
+    if not kin and own[0]:
+        kin = [_brought_over(speed, kind, own, catalogue) for kind, speed in named if kind[0]]
+    speeds = kin or [speed for _, speed in measured]
+    return Speed(
+        median(one.rollouts_per_s for one in speeds),
+        median(one.tokens_per_s for one in speeds),
+        median(one.rollout_s_mean for one in speeds),
+        median(one.rollout_s_tail for one in speeds),
+    )
+
+
+def _brought_over(speed: Speed, of: tuple[str, int], to: tuple[str, int], catalogue: Mapping[str, GpuType]) -> Speed:
+    """Scales a speed from one GPU to another. `of` and `to`: a kind and the number of GPUs.
+
+    If reading the KV cache dominates a decode step, tokens/s scale with the bandwidth. If reading the weights dominates, they also
+    scale with the memory, because more memory holds more sequences per read of the weights. The square root of the memory ratio is
+    a compromise between the two."""
+    source, target = catalogue[of[0]], catalogue[to[0]]
+    quicker = target.bandwidth_gb_per_s / source.bandwidth_gb_per_s
+    faster = quicker * (target.memory_gib / source.memory_gib) ** 0.5 * to[1] / of[1]
+    return Speed(
+        speed.rollouts_per_s * faster,
+        speed.tokens_per_s * faster,
+        speed.rollout_s_mean / quicker,
+        speed.rollout_s_tail / quicker,
+    )
+
+
+def _worker(member: Member, speed: Speed, has_own_speed: bool, swap_s_max: float, spreads: bool) -> WorkerEstimate:
+    """The planner's estimate of one worker."""
+    return WorkerEstimate(
+        worker_id=member.peer_id,
+        rollouts_per_s=speed.rollouts_per_s,
+        price_usd_per_hour=member.hello.price_usd_per_hour,
+        link=_link(member.link),
+        rollout_s_mean=speed.rollout_s_mean,
+        rollout_s_tail=speed.rollout_s_tail,
+        tokens_per_s=speed.tokens_per_s,
+        join_s=0.0 if member.heartbeat.version is not None else JOIN_S,
+        hazard_per_hour=SPOT_HAZARD_PER_HOUR if member.hello.is_spot else 0.0,
+        apply_s=member.measures.value("apply_s"),
+        swap_s=min(member.measures.value("swap_s"), swap_s_max),
+        provider=member.hello.provider,
+        egress_usd_per_gib=EGRESS_USD_PER_GIB.get(member.hello.provider.lower(), 0.0),
+        state=_state(member),
+        state_since_s=member.activation_since,
+        is_relaying=spreads and _state(member) is WorkerState.ACTIVE,
+        is_pinned=_state(member) is not WorkerState.UNAVAILABLE
+        and (member.setting is OperatorSetting.ACTIVE or not has_own_speed or member.is_on_trial),
+    )
+
+
+def is_spreading(board: LearnerBoard, now: float) -> bool:
+    """Whether a broadcast is under way, in which active workers relay chunks. One that is far overdue no longer counts."""
+    newest = board.newest
+    if newest is None or not newest.waiting:
+        return False
+    return now - newest.published_at <= max(OVERDUE * newest.predicted_s, OVERDUE_S_MIN)
+
+
+class SnapshotMaker:
+    """Makes one snapshot, some workers at a time, so that a large fleet does not block the event loop.
+
+    Each worker is described as it is when its turn comes. `catalogue`: data sheets for priors; `rate_ratio`: by which
+    the rates are corrected, from what came of earlier plans (corrections); `spent_usd`: what counts against the budget.
+    """
+
+    def __init__(
+        self,
+        board: LearnerBoard,
+        members: Sequence[Member],
+        now: float,
+        catalogue: Mapping[str, GpuType],
+        rate_ratio: float = 1.0,
+        spent_usd: float = 0.0,
+    ) -> None:
+        self._rate_ratio, self._spent_usd = rate_ratio, spent_usd
+        self._board, self._now, self._catalogue = board, now, catalogue
+        there = [m for m in members if m.last_liveness is not Liveness.GONE and not m.activation.is_barred]
+        proven = [m for m in there if not m.is_newcomer or m.setting is OperatorSetting.ACTIVE]
+        has_proven = any(is_measured(m) and m.last_liveness is Liveness.ALIVE for m in proven)
+        self._living = proven if has_proven else there
+        self._measured = {m.peer_id: (m.hello.gpu, measured_speed(m)) for m in self._living if is_measured(m)}
+        self._priors: dict[str, Speed] = {}
+        self._spreads = is_spreading(board, now)
+        self._workers: list[WorkerEstimate] = []
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether enough is known: the learner, its step time, one worker's rate."""
+        return self._board.hello is not None and self._board.train_s > 0 and bool(self._measured)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self._workers) == len(self._living)
+
+    def go_on(self, count: int) -> None:
+        """Adds the next `count` workers."""
+        done, swap_s_max = len(self._workers), self._board.train_s
+        for member in self._living[done : done + count]:
+            known = self._measured.get(member.peer_id)
+            speed = known[1] if known else self._prior(member.hello.gpu)
+            speed = replace(
+                speed,
+                rollouts_per_s=speed.rollouts_per_s * self._rate_ratio,
+                tokens_per_s=speed.tokens_per_s * self._rate_ratio,
+            )
+            self._workers.append(_worker(member, speed, known is not None, swap_s_max, self._spreads))
+
+    def _prior(self, kind: str) -> Speed:
+        """The prior for a GPU name, computed once."""
+        if kind not in self._priors:
+            self._priors[kind] = prior_speed(kind, list(self._measured.values()), self._catalogue)
+        return self._priors[kind]
+
+    def snapshot(self) -> FleetSnapshot:
+        """Returns the snapshot; call it once `is_whole`."""
+        hello = self._board.hello
+        assert hello is not None and self.is_whole, "asked for where it is possible, and made whole"
+        steps_left = max(0, hello.step_limit - self._board.report.step)
+        learner = _learner(self._board, hello)
+        return FleetSnapshot(self._now, learner, tuple(self._workers), self._spent_usd, steps_left)
+
+
+def _learner(board: LearnerBoard, hello: LearnerHello) -> LearnerEstimate:
+    full, newest = float(max(hello.full_snapshot_bytes, 1)), board.newest
+    report = board.report
+    idle_s = min(report.idle_s, IDLE_MOST * board.train_s)  # the learner's own claim, so it is bounded
+    trained, evaluation = hello.rollouts_per_step, round(report.evaluation_rollouts)
+    discarded = min(
+        round(board.discarded.value_or(0.0)), math.floor(trained * DROPPED_SHARE_MAX / (1 - DROPPED_SHARE_MAX))
+    )
+    return LearnerEstimate(
+        # Workers also answer evaluations and what is discarded; the learner makes no step while it copies a checkpoint.
+        rollouts_per_step=trained + evaluation + discarded,
+        evaluation_rollouts=evaluation,
+        dropped_rollouts=discarded,
+        train_s=board.train_s + idle_s,
+        idle_s=idle_s,
+        link=_link(hello.link),
+        delta_bytes=float(board.delta_bytes or full),
+        full_snapshot_bytes=full,
+        rollouts_per_group=hello.rollouts_per_group,
+        delta_kappa=min(board.delta_kappa, 64),
+        delta_growth=board.delta_size.growth,
+        encode_s=newest.published.encode_s if newest else 0.0,
+        lengths=tuple(map(float, report.lengths)) if any(report.lengths) else (),
+        reward_s=report.reward_s,
+        reward_processes=report.reward_processes,
+    )
+
+
+def broadcast_nodes(board: LearnerBoard, members: Iterable[Member]) -> list[NodeLink]:
+    """The seed (the learner), then all connected workers, by peer ID. Workers whose links would slow the pool become late in the
+    plan if they are not needed (`needs_of`)."""
+    hello, seed = board.hello, board.peer_id
+    if hello is None or seed is None:
+        return []
+    there = [m for m in members if m.cut_at is None and m.last_liveness is not Liveness.GONE]
+    there = [m for m in there if m.setting is not OperatorSetting.BANNED]
+    hidden = {m.peer_id for m in there if not m.access.addresses}
+    # A learner that is reachable only through byte pipes dials the workers that it can. Pipes are used only if no worker
+    # can be dialled.
+    is_dialling = bool(board.pipe_address) and len(hidden) < len(there)
+    access = Access() if is_dialling else Access(addresses=(board.chunk_address,))
+    workers = [
+        replace(
+            _node(m.peer_id, m.name, _access(m, hidden), m.link),
+            region=region_of(m),
+            egress_usd_per_gib=EGRESS_USD_PER_GIB.get(m.hello.provider.lower(), 0.0),
+        )
+        for m in sorted(there, key=lambda m: m.peer_id)
+    ]
+    return [_node(seed, "learner", access, hello.link), *workers]
+
+
+def region_of(member: Member) -> str:
+    """The worker's provider and region, within which traffic is free. Empty if either is not known, because traffic between regions
+    of one provider is charged."""
+    hello = member.hello
+    return f"{hello.provider.lower()}/{hello.region.lower()}" if hello.provider and hello.region else ""
+
+
+def pool_usd_per_s(members: Iterable[Member]) -> float:
+    """What a second of the active pool costs: a second less of waiting for a version is worth at most this."""
+    return sum(m.hello.price_usd_per_hour for m in members if m.last_activation is Activation.ACTIVE) / 3600
+
+
+def needs_of(nodes: Sequence[NodeLink], members: Mapping[PeerId, Member], plan: Plan | None) -> Needs:
+    """Weights of the workers in `nodes`, and the share of the total that needs a version first.
+
+    An active worker's weight is its measured rate, or the median rate before it is measured; other workers weigh 0. The share is
+    what the plan's throughput term needs plus a margin (`RATE_MARGIN`); 1 without a plan."""
+    active = [m for node in nodes[1:] if (m := members[node.peer_id]).last_activation is Activation.ACTIVE]
+    rates = {m.peer_id: believed_rate(m) for m in active if is_measured(m) and not m.is_newcomer}
+    usual = median(rates.values()) if rates else 1.0
+    rates = {m.peer_id: rates.get(m.peer_id, usual) for m in active}
+    needed = next((term.limit for term in plan.terms if term.limit_kind is Limit.THROUGHPUT), None) if plan else None
+    total = sum(rates.values())
+    share = 1.0 if needed is None or total <= 0 else min(1.0, RATE_MARGIN * needed / total)
+    return Needs(tuple(rates.get(node.peer_id, 0.0) for node in nodes[1:]), share)
+
+
+def _access(member: Member, hidden: set[PeerId]) -> Access:
+    """How to reach the worker. A hidden one also gets the hidden peers that it has met without a relay: trees may use these
+    links."""
+    if member.peer_id not in hidden:
+        return Access(addresses=member.access.addresses)
+    met = {link.peer_id for link in member.heartbeat.links or () if link.kind != LinkKind.RELAYED}
+    return replace(member.access, met=tuple(sorted(met & hidden)))
+
+
+def _node(peer_id: PeerId, name: str, access: Access, link: LinkReport) -> NodeLink:
+    return NodeLink(
+        peer_id, name, access.addresses, link.uplink_bytes_per_s, link.downlink_bytes_per_s, link.rtt_s,
+        replace(access, addresses=()),
+    )  # fmt: skip

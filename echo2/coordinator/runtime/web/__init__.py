@@ -1,1 +1,0 @@
-"""The operator's page, its JSON API, metrics and health."""

@@ -1,0 +1,28 @@
+// One worker from near: what it is, what it costs, how it is met, what it said went wrong.
+import { $, ask, make, setText, toast } from "./dom.js";
+import { bytes, clock, dash, number, rate, seconds, usd, whole } from "./format.js";
+const FACTS = [
+  ["Machine", (w) => [w.gpu, w.engine, w.provider, w.region, w.is_spot ? "spot" : ""].filter(Boolean).join(" · ")],
+  ["State", (w) => [w.state, w.activation, w.reason].filter(Boolean).join(" · ")],
+  ["Waits for", (w) => w.waits_for || "nothing"],
+  ["Next lease", (w) => w.no_lease || "as soon as a group waits"],
+  ["Joined", (w, now) => `${clock(w.joined)}, ${seconds(Math.max(0, now - w.joined))} ago; heard ${seconds(Math.max(0, now - w.heard))} ago`],
+  ["Cost", (w) => `${usd(w.price)}/h, ${usd(w.usd_spent)} so far, ${w.usd_per_mtok == null ? dash : usd(w.usd_per_mtok)} per million useful tokens`],
+  ["Work", (w) => `${number(w.tokens_per_s)} tokens/s, ${whole(w.finished_rollouts)} rollouts finished, ${w.leases} leases, ${w.running} of ${w.slots} slots busy`],
+  ["Lost", (w) => w.given_up ? `${w.given_up} leases` : "no lease"],
+  ["Memory", (w) => w.memory_used ? `${bytes(w.memory_used)} of ${bytes(w.memory_total)}` : "not told"],
+  ["Network", (w) => `${rate(w.uplink)} up, ${rate(w.downlink)} down, ${w.can_be_dialled ? "can be dialled" : `cannot be dialled; is met at ${w.relays} relays`}`],
+  ["Links", (w) => (w.links || []).map((link) => `${link.peer}: ${link.kind} (${link.reason})`).join("; ") || "none"],
+  ["Peer id", (w) => w.peer_id],
+];
+export async function openWorker(peerId, now) {
+  let w;
+  try {
+    const response = await fetch("/api/worker?" + new URLSearchParams({ peer_id: peerId })); w = await response.json();
+    if (!response.ok) throw new Error(w.error);
+  } catch (error) { toast(error instanceof TypeError ? "The coordinator does not answer." : error.message, true); return; }
+  setText($("worker-dialog-title"), w.name);
+  $("worker-facts").replaceChildren(...FACTS.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, text(w, now)))));
+  $("worker-log").replaceChildren(...(w.log.length ? w.log.map((line) => make("li", {}, make("time", {}, clock(line.at)), make("span", { class: line.is_error ? "problem" : "quiet" }, line.is_error ? "error" : "warning"), make("span", {}, line.text))) : [make("li", { class: "empty" }, "None.")]));
+  ask($("worker-dialog"));
+}

@@ -1,0 +1,247 @@
+"""What a machine can do before it is measured: its kind, the roofline of its decode and prefill rates, how the model fits on it.
+
+The roofline (Williams, Waterman, Patterson, CACM 2009): a decode step of n sequences reads all weights and every sequence's KV
+cache once, and multiplies n tokens with the weights that each of them uses. A prefill step reads all weights once and multiplies
+`PREFILL_STEP_TOKENS` tokens, each of which attends to those before it. A step takes the longer of moving and computing, plus
+`STEP_S` of overhead. A swap that recomputes caches prefills all cached tokens again, once per version. Pure; one more sequence
+never lowers the rate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from echo2.base.errors import ConfigError, ResourceError
+from echo2.cost_model.sizing import (
+    FILL,
+    GPU_BYTES,
+    Fit,
+    ModelSize,
+    Quantisation,
+    RunLengths,
+    cpu_fit,
+    gpu_fit,
+    model_size,
+    spread_speed,
+)
+from echo2.cost_model.snapshot import checked_positive
+
+MEMORY_TOLERANCE = 0.15
+"""Largest relative difference between the memory size in a machine's name and the one in the kind's name."""
+_COUNT = re.compile(r"^(\d{1,3}) x (.+)$")  # `8 x H100`
+_MEMORY = re.compile(r"^(\d+)gi?b?$")  # `80GB`, `80GiB`, `80g`
+# Words in the names of GPUs that tell no kind.
+_TRADE_WORDS = frozenset(("nvidia", "geforce", "tesla", "generation", "gpu", "pcie"))
+_SOCKET_OR_MEMORY = re.compile(r"^(sxm|hbm)\d?e?$")  # `SXM5`, `HBM3e`: variants of one kind
+
+
+def kind_of_name(text: str, kinds: Collection[str]) -> tuple[str, int]:
+    """Returns the kind and the GPU count; an empty kind if none matches or the machine has GPUs of several kinds."""
+    return _kind_of_name(text, tuple(kinds))
+
+
+@lru_cache(maxsize=4096)
+def _kind_of_name(text: str, kinds: tuple[str, ...]) -> tuple[str, int]:
+    counted = _COUNT.match(text.strip())
+    count, name = (int(counted[1]), counted[2]) if counted else (1, text.strip())
+    if name in kinds:
+        return name, count
+    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word and word not in _TRADE_WORDS]
+    words = [word for word in words if not _SOCKET_OR_MEMORY.match(word)]
+    sizes = [float(found[1]) for word in words if (found := _MEMORY.match(word))]
+    plain = "".join(word for word in words if not _MEMORY.match(word))
+    fit = [kind for kind in kinds if kind.partition("-")[0].lower() in (plain, plain.removeprefix("rtx"))]
+    if len(fit) > 1 and sizes:
+        fit = [kind for kind in fit if abs(_size_of(kind) - sizes[0]) <= MEMORY_TOLERANCE * sizes[0]]
+    return (fit[0], count) if len(fit) == 1 and count > 0 else ("", 1)
+
+
+def _size_of(kind: str) -> float:
+    """Memory size in GB from the kind's name (`A100-80G` -> 80); 0 if the name does not give one."""
+    found = _MEMORY.match(kind.partition("-")[2].lower())
+    return float(found[1]) if found else 0.0
+
+
+BANDWIDTH_SHARE = 0.7
+"""Share of the data sheet's bandwidth that attention and matrix-vector kernels reach; assumed until a machine is measured."""
+DECODE_FLOPS_SHARE = 0.5
+"""Share of the data sheet's dense bf16 FLOPs that is reached."""
+STEP_S = 0.003
+"""Seconds per step for scheduling, sampling and kernel launches; assumed, of the order that vLLM's authors publish."""
+
+PREFILL_STEP_TOKENS = 2048
+"""Tokens prefilled per step: vLLM's usual budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The rates of one engine. `speed`: relative to one GPU (`sizing.spread_speed`). `tokens_each`: cached tokens of a sequence on
+    average. Quantised weights reduce the bytes read but are not assumed to speed up the matrix products."""
+
+    gpu: GpuType
+    size: ModelSize
+    speed: float = 1.0
+    quantisation: Quantisation = Quantisation.NONE
+
+    def step_s(self, sequences: int, tokens_each: float) -> float:
+        """Seconds of one decode step."""
+        cached = sequences * tokens_each * GPU_BYTES * self.size.kv_values_per_token
+        return self._longer_s(cached, 2.0 * sequences * self.size.active_parameters)
+
+    def tokens_per_s(self, sequences: int, tokens_each: float) -> float:
+        """Decode rate of all sequences together."""
+        return sequences / self.step_s(sequences, tokens_each)
+
+    def prefill_tokens_per_s(self, tokens_each: float) -> float:
+        """Prefill rate for whole sequences of `tokens_each` tokens, many at a time."""
+        attended = 2.0 * self.size.layer_count * self.size.query_width * tokens_each
+        return PREFILL_STEP_TOKENS / self._longer_s(
+            0.0, PREFILL_STEP_TOKENS * (2.0 * self.size.active_parameters + attended)
+        )
+
+    def _longer_s(self, cached: float, computed: float) -> float:
+        """Seconds of a step that moves the weights and `cached` bytes, or computes `computed` FLOP, whichever takes longer."""
+        moved = self.size.card_bytes(self.quantisation) + cached
+        moving_s = moved / (BANDWIDTH_SHARE * self.gpu.bandwidth_gb_per_s * 1e9 * self.speed)
+        computing_s = computed / (DECODE_FLOPS_SHARE * self.gpu.train_tflops * 1e12 * self.speed)
+        return max(moving_s, computing_s) + STEP_S
+
+
+TRAIN_FLOPS_SHARE = 0.35  # of the data sheet: what well-tuned dense training reaches
+GPUS_PER_WORKER = (1, 2, 4, 8, 16)  # tensor parallelism divides attention heads, whose number is a multiple of these
+CPU = "cpu"
+"""The kind for machines on which the embedded engine generates."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuType:
+    """One GPU type, from its data sheet. `train_tflops`: dense bf16."""
+
+    name: str
+    memory_gib: float
+    bandwidth_gb_per_s: float
+    usd_per_hour: float
+    train_tflops: float
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if one.name != "name":
+                checked_positive(f"GPU {self.name}", one.name, getattr(self, one.name))
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * (1 << 30))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPrior:
+    """Assumed performance of a worker with `gpu_count` GPUs. `tokens_per_s`: decode rate with all slots busy;
+    `prefill_tokens_per_s`: prefill rate while nothing is decoded. `fit`: how the model fits on it."""
+
+    gpu_count: int
+    slots: int
+    tokens_per_s: float
+    fit: Fit
+    prefill_tokens_per_s: float
+
+    @property
+    def sequence_tokens_per_s(self) -> float:
+        return self.tokens_per_s / self.slots
+
+
+def parse_catalogue(tables: Mapping[str, object]) -> dict[str, GpuType]:
+    """Parses the GPU types of the TOML file."""
+    found: dict[str, GpuType] = {}
+    wanted = {one.name for one in fields(GpuType)} - {"name"}
+    for name, table in tables.items():
+        if not isinstance(table, Mapping) or set(table) != wanted:
+            got = ", ".join(sorted(table)) if isinstance(table, Mapping) else repr(table)
+            raise ConfigError(f"catalogue: GPU {name}: expected the fields {', '.join(sorted(wanted))}, got {got}")
+        numbers: dict[str, float] = {}
+        for field_name, value in table.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"catalogue: GPU {name}: {field_name}: expected a number, got {value!r}")
+            numbers[str(field_name)] = float(value)
+        found[name] = GpuType(name, **numbers)
+    return found
+
+
+def gpu_of(catalogue: Mapping[str, GpuType], name: str) -> GpuType:
+    """The GPU type called `name`; raises ConfigError if the catalogue has none."""
+    if name not in catalogue:
+        raise ConfigError(f"gpu: expected one of {', '.join(sorted(catalogue))}, got {name!r}")
+    return catalogue[name]
+
+
+def worker_prior(
+    gpu: GpuType, size: ModelSize, run: RunLengths, tokens_each: float = 0.0, gpu_count: int = 0
+) -> WorkerPrior:
+    """The prior of a worker with `gpu_count` GPUs, laid out as the worker would; 0: the count with the most tokens/s per GPU,
+    the smallest of equals. Raises ResourceError if the model does not fit.
+
+    tokens_each: average cached tokens per sequence; 0: half of the longest.
+    """
+    if gpu.name == CPU:
+        return _prior(gpu, 1, size, cpu_fit(size, gpu.memory_bytes, run), tokens_each, run.quantisation)
+    priors, refusal = [], ""
+    for count in (gpu_count,) if gpu_count else GPUS_PER_WORKER:
+        try:
+            fit = gpu_fit(size, [gpu.memory_bytes] * count, run)
+            priors.append(_prior(gpu, count, size, fit, tokens_each, run.quantisation))
+        except ResourceError as error:
+            refusal = str(error)
+    if not priors:
+        raise ResourceError(f"GPU {gpu.name}: {refusal}")
+    return max(priors, key=lambda prior: (round(prior.tokens_per_s / prior.gpu_count, 6), -prior.gpu_count))
+
+
+def _prior(
+    gpu: GpuType, gpu_count: int, size: ModelSize, fit: Fit, tokens_each: float, quantisation: Quantisation
+) -> WorkerPrior:
+    """Builds the prior from the roofline's rates."""
+    engine = Roofline(gpu, size, spread_speed(fit.tensor_parallel), quantisation)
+    held = tokens_each or fit.sequence_tokens / FILL
+    sampled = fit.engine_count * engine.tokens_per_s(fit.sequences, held)
+    read = fit.engine_count * engine.prefill_tokens_per_s(held)
+    return WorkerPrior(gpu_count, fit.engine_count * fit.sequences, sampled, fit, read)
+
+
+def parse_models(tables: Mapping[str, object]) -> dict[str, ModelSize]:
+    """Parses model sizes from tables of transformers configs, by model name in lower case."""
+    found = {}
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"models: {name}: expected a table, got {table!r}")
+        found[name] = model_size(table)
+    return found
+
+
+STEP_S_MIN = 0.1
+"""Seconds to draw a batch and launch a step's kernels: thousands of launches of 10 us each, whatever their size. For a small model
+this is all the time a step takes."""
+
+
+def train_s_prior(gpu: GpuType, gpu_count: int, model_billions: float, tokens: float) -> float:
+    """Seconds of one optimiser step over `tokens` tokens: 6 FLOP per parameter and token at a typical efficiency, plus the
+    minimum time of any step."""
+    return STEP_S_MIN + 6 * model_billions * 1e9 * tokens / (gpu_count * gpu.train_tflops * 1e12 * TRAIN_FLOPS_SHARE)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """Prefill cost of one worker. `tokens_per_s`: its prefill rate. `recompute_tokens`, `recompute_s`: per version."""
+
+    tokens_per_s: float
+    recompute_tokens: float = 0.0
+    recompute_s: float = 0.0
+
+
+def prefill_cost(prior: WorkerPrior, tokens_held: float, *, recomputes: bool) -> PrefillCost:
+    """The prefill cost of a worker. `tokens_held`: average cached tokens of a sequence; the total is limited by the cache.
+    `recomputes`: whether swaps recompute KV caches."""
+    room = prior.fit.engine_count * prior.fit.cache_tokens
+    again = min(prior.slots * tokens_held, room) if recomputes else 0.0
+    return PrefillCost(prior.prefill_tokens_per_s, again, again / prior.prefill_tokens_per_s)

@@ -1,0 +1,211 @@
+"""OpenAI's API over HTTP, on Starlette: `chat/completions`, `completions`, `models`, and the sessions that agents' calls belong to.
+
+Guarantees: a session's key gives access to that session only; a refusal says why, and when to retry if a retry can help. Waits for
+each completion as long as its client does. Leaves to others: keys and body limits (access), calls and episodes (episodes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from echo2.base.errors import MalformedMessage
+from echo2.gateway.access import MASTER, AccessCheck, Bodies, error_response, key_of
+from echo2.gateway.episodes import Call, CallRefused, Choice, Episodes, Session
+from echo2.gateway.limits import LABEL_CHARS_MAX, REWARD_MAX, is_reward
+from echo2.gateway.replies import BytesOf, error_body, piece_of, pieces_of, reply_of
+from echo2.gateway.requests import CallRequest, body_of, chat_call, text_call
+from echo2.outside import unix_now
+
+KEEP_ALIVE_S = 15.0  # nginx ends a silent answer after 60 s
+PARSED_AT_ONCE_BYTES_MAX = 256 << 10  # parses in about a millisecond, so the loop may do it; larger ones go to a thread
+T = TypeVar("T")
+
+
+class GatewayApp:
+    """`master_key`: outside harnesses ask for episodes with it; each session has a key of its own."""
+
+    def __init__(self, episodes: Episodes, model: str, master_key: str, bytes_of: BytesOf) -> None:
+        self._episodes, self._model, self._master_key, self._bytes_of = episodes, model, master_key, bytes_of
+        self._bodies = Bodies()
+
+    def application(self) -> ASGIApp:
+        routes = []
+        for prefix in ("/v1", "/s/{session}/v1"):
+            routes += [
+                Route(f"{prefix}/chat/completions", partial(self._answered, call_of=chat_call), methods=["POST"]),
+                Route(f"{prefix}/completions", partial(self._answered, call_of=text_call), methods=["POST"]),
+                Route(f"{prefix}/models", self._models),
+            ]
+        routes += [
+            Route("/v1/sessions", self._seat, methods=["POST"]),
+            Route("/v1/sessions", self._counts),
+            Route("/v1/sessions/{session}/reward", self._reward, methods=["POST"]),
+            Route("/v1/sessions/{session}", self._give_up, methods=["DELETE"]),
+        ]
+        handlers = dict.fromkeys((CallRefused, MalformedMessage, ClientDisconnect, Exception), _error_answer)
+        return AccessCheck(Starlette(routes=routes, exception_handlers=handlers), self._caller_of)
+
+    # ---- calls
+
+    async def _answered(self, request: Request, call_of: Callable[[Mapping[str, object]], CallRequest]) -> Response:
+        session = self._session_of(request)
+        if self._episodes.is_spent(session):
+            raise CallRefused(400, "too_many_calls", "this episode has made all the calls that it may")
+        try:
+            parsed = await self._parsed(request, session.session_id, call_of)
+        except MalformedMessage:
+            session.call_count += 1
+            raise
+        is_obeyed = parsed.temperature is not None and session.problem.is_evaluation
+        ignored = [name for name in parsed.ignored if not (is_obeyed and name == "temperature")]
+        headers = {"x-echo2-ignored": ", ".join(ignored)} if ignored else {}
+        call = self._episodes.begin_call(session, parsed)
+        if parsed.is_streamed and not call.answer.done():
+            return StreamingResponse(self._streamed(call), media_type="text/event-stream", headers=headers)
+        choices = await self._waited(request, call)
+        now_s = int(unix_now())
+        if parsed.is_streamed:
+            body = "".join(pieces_of(call, choices, self._model, now_s, self._bytes_of))
+            return Response(body, media_type="text/event-stream", headers=headers)
+        return JSONResponse(reply_of(call, choices, self._model, now_s, self._bytes_of), headers=headers)
+
+    async def _waited(self, request: Request, call: Call) -> tuple[Choice, ...]:
+        """Returns the completions. Raises ClientDisconnect if the client hangs up first; its call stays open for a retry."""
+
+        async def end_of_connection() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        hung_up = asyncio.ensure_future(end_of_connection())
+        try:
+            both: list[asyncio.Future[Any]] = [call.answer, hung_up]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not call.answer.done():
+                raise ClientDisconnect
+            return call.answer.result()
+        finally:
+            hung_up.cancel()
+            self._episodes.leave(call)
+
+    async def _streamed(self, call: Call) -> AsyncIterator[str]:
+        now_s, sent, answer, pieces = int(unix_now()), "", call.answer, call.pieces
+        try:
+            while not answer.done():
+                coming = asyncio.ensure_future(pieces.get())
+                both: set[asyncio.Future[Any]] = {answer, coming}
+                await asyncio.wait(both, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                if coming.done():
+                    yield piece_of(call, coming.result(), self._model, now_s, is_first=not sent)
+                    sent += coming.result()
+                else:
+                    coming.cancel()
+                    if not answer.done():
+                        yield ": still sampling\n\n"
+            choices = answer.result()
+            if not choices[0].text.startswith(sent):
+                raise CallRefused(
+                    502, "sampled_anew", "another worker began this completion anew, and it came out otherwise"
+                )
+            for piece in pieces_of(call, choices, self._model, now_s, self._bytes_of, sent):
+                yield piece
+        except CallRefused as refused:
+            yield f"data: {json.dumps(error_body(refused))}\n\n"
+        finally:
+            self._episodes.leave(call)
+
+    async def _models(self, request: Request) -> Response:
+        self._session_of(request)
+        return JSONResponse({
+            "object": "list", "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "echo2"}],
+        })  # fmt: skip
+
+    # ---- sessions
+
+    async def _seat(self, request: Request) -> Response:
+        self._check_master(request)
+        body = await self._parsed(request, MASTER, dict)
+        label = body.get("label", "")
+        if not isinstance(label, str) or len(label) > LABEL_CHARS_MAX:
+            raise MalformedMessage(f"label: expected a text of at most {LABEL_CHARS_MAX} characters")
+        session = self._episodes.take_seat(label)
+        problem = session.problem
+        seat = {
+            "id": session.session_id, "key": session.key, "group": problem.root, "seat": session.seat,
+            "problem": dict(problem.description),
+        }  # fmt: skip
+        return JSONResponse(seat, status_code=201)
+
+    async def _reward(self, request: Request) -> Response:
+        session = self._session_of(request)
+        body = await self._parsed(request, session.session_id, dict)
+        value, parts = body.get("reward"), body.get("parts") or {}
+        numbers = [value, *parts.values()] if isinstance(parts, dict) and len(parts) <= 64 else [None]
+        for number in numbers:
+            if not is_reward(number):
+                raise MalformedMessage(
+                    f"reward: expected a number within {REWARD_MAX:,.0f} of 0, and parts as an object of such numbers"
+                )
+        assert isinstance(value, int | float) and isinstance(parts, dict), "checked above"
+        self._episodes.reward(session, float(value), {str(k)[:64]: float(v) for k, v in parts.items()})
+        return JSONResponse({"id": session.session_id, "is_ended": True})
+
+    async def _give_up(self, request: Request) -> Response:
+        session = self._session_of(request)
+        self._episodes.fail(session, "its harness gave it up")
+        return JSONResponse({"id": session.session_id, "is_ended": True})
+
+    async def _counts(self, request: Request) -> Response:
+        self._check_master(request)
+        return JSONResponse({"open": len(self._episodes.sessions), **asdict(self._episodes.counts)})
+
+    async def _parsed(self, request: Request, caller: str, parse: Callable[[Mapping[str, object]], T]) -> T:
+        """Parses the body with `parse`; a large body in a thread."""
+        async with self._bodies.read(request, caller) as data:
+            if len(data) <= PARSED_AT_ONCE_BYTES_MAX:
+                return parse(body_of(data))
+            return await self._episodes.long_work.run(caller, lambda: parse(body_of(data)))
+
+    # ---- who asks
+
+    def _caller_of(self, key: str) -> str | None:
+        """Returns the open session with this key, MASTER for the gateway's key, or None."""
+        if hmac.compare_digest(key.encode(), self._master_key.encode()):
+            return MASTER
+        session = self._episodes.find(key.partition(".")[0], key)
+        return session.session_id if session is not None else None
+
+    def _session_of(self, request: Request) -> Session:
+        """Returns the session that the path names, or else the key's. Raises CallRefused (401) unless the key is that session's or
+        the master's."""
+        caller, named = self._caller_of(key_of(request)), request.path_params.get("session")
+        session = self._episodes.sessions.get(str(caller or "") if named is None else str(named))
+        if session is None or caller not in (MASTER, session.session_id):
+            raise CallRefused(401, "invalid_api_key", "expected the key of an episode that has not ended")
+        return session
+
+    def _check_master(self, request: Request) -> None:
+        if self._caller_of(key_of(request)) != MASTER:
+            raise CallRefused(401, "invalid_api_key", "expected the gateway's key")
+
+
+async def _error_answer(request: Request, error: Exception) -> Response:
+    match error:
+        case CallRefused():
+            return error_response(error)
+        case MalformedMessage():
+            return error_response(CallRefused(400, "invalid_request_error", str(error)))
+        case ClientDisconnect():
+            return Response(status_code=499)
+    return error_response(CallRefused(500, "internal_error", f"{type(error).__name__}; see the learner's log"))

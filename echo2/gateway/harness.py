@@ -1,0 +1,150 @@
+"""Runs agents: a user's function in this process, or a program in one process per episode.
+
+Guarantees: when an episode is over, its program is killed with its whole process group; an exception or a non-zero exit is reported
+as a failure, never taken as a reward. Leaves to others: which episodes to run, for how long, and rewards that the task computes
+(episodes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import re
+import shlex
+import signal
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from echo2.base.errors import TaskError
+from echo2.base.import_path import imported
+
+OUTPUT_BYTES_MAX = 1 << 20  # only the last line counts; the rest is for the log
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # MODULE:FUNCTION; anything else is a command
+# What an interpreter needs to start; no keys, tokens or proxies of the learner.
+_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """An agent's input: the model's base URL, its API key, and its problem (index, prompt, answer, metadata)."""
+
+    base_url: str
+    api_key: str
+    problem: Mapping[str, Any]
+
+
+class Harness(Protocol):
+    async def play(self, episode: Episode) -> float | None:
+        """Plays one episode and returns its reward; None: the task scores it, or the agent has posted it. May raise anything; the
+        exception fails the episode."""
+        ...
+
+
+class FunctionHarness:
+    """Calls a user's `module:function`, async or not, with the `Episode`; it returns a number or None."""
+
+    def __init__(self, name: str, at_once: int) -> None:
+        self._function = imported(name, "agent.harness")
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="agent")
+
+    async def play(self, episode: Episode) -> float | None:
+        if inspect.iscoroutinefunction(self._function):
+            returned = await self._function(episode)
+        else:
+            returned = await asyncio.get_running_loop().run_in_executor(self._threads, self._function, episode)
+        return _number(returned)
+
+
+class ProgramHarness:
+    """Runs a command with OPENAI_BASE_URL, OPENAI_API_KEY and ECHO2_PROBLEM (JSON) in its environment.
+
+    Of the learner's environment it gets only `_PASSED_ON`. Its last line of output may be the reward: a number or
+    {"reward": number}.
+    """
+
+    def __init__(self, command: str) -> None:
+        self._arguments = shlex.split(command)
+
+    async def play(self, episode: Episode) -> float | None:
+        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        environment |= {
+            "OPENAI_BASE_URL": episode.base_url,
+            "OPENAI_API_KEY": episode.api_key,
+            "ECHO2_PROBLEM": json.dumps(dict(episode.problem)),
+            **past_proxies(episode.base_url),
+        }
+        process = await asyncio.create_subprocess_exec(
+            *self._arguments,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None and process.stderr is not None, "they are pipes"
+            said, told = await asyncio.gather(_last_of(process.stdout), _last_of(process.stderr))
+            status = await process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if status != 0:
+            raise TaskError(f"agent {self._arguments[0]}: expected it to exit with 0, got {status}: {told[-400:]}")
+        return _printed(said)
+
+
+def make_harness(told: str, at_once: int) -> Harness | None:
+    """Makes the harness that `agent.harness` names: module:function or a command; None if it is empty."""
+    if not told:
+        return None
+    return FunctionHarness(told, at_once) if _FUNCTION.fullmatch(told) else ProgramHarness(told)
+
+
+def past_proxies(url: str) -> dict[str, str]:
+    """The environment's `no_proxy` with the host of `url` added, in both spellings, since clients differ in which they read."""
+    host = urlsplit(url).hostname or ""
+    names = [name for key in ("no_proxy", "NO_PROXY") for name in re.split(r"[,\s]+", os.environ.get(key, "")) if name]
+    told = ",".join(dict.fromkeys([*names, host]))
+    return {"no_proxy": told, "NO_PROXY": told}
+
+
+def cause_of(error: BaseException) -> str:
+    """The error and its first cause: a client's own error often says only that the connection failed."""
+    first = error
+    for _ in range(16):
+        if first.__cause__ is None:
+            break
+        first = first.__cause__
+    told = f"{type(error).__name__}: {error}"
+    return told if first is error else f"{told} ({type(first).__name__}: {first})"
+
+
+async def _last_of(stream: asyncio.StreamReader) -> str:
+    """Reads the stream to its end and returns its last OUTPUT_BYTES_MAX bytes as text."""
+    held = b""
+    while data := await stream.read(1 << 16):
+        held = (held + data)[-OUTPUT_BYTES_MAX:]
+    return held.decode(errors="replace")
+
+
+def _printed(text: str) -> float | None:
+    try:
+        told = json.loads((text.strip().splitlines() or [""])[-1])
+    except ValueError:
+        return None
+    return _number(told.get("reward") if isinstance(told, dict) else told)
+
+
+def _number(told: object) -> float | None:
+    if told is None:
+        return None
+    if isinstance(told, bool | int | float):
+        return float(told)
+    raise TaskError(f"agent: expected a reward as a number, got {told!r:.80}")

@@ -1,0 +1,106 @@
+"""Plays tasksets of the verifiers library (0.4) through the gateway, with the library's own agents, turns and tools.
+
+    [task]   name = "verifiers", args = {taskset = "...", agent = {max_turns = 8}}, trusted_rewards = true
+    [agent]  harness = "echo2.gateway.verifiers_agent:play"
+
+Guarantees: rewards are the taskset's own; an episode in which anything but the model failed is lost, not scored 0; all episodes of
+a taskset share one set of servers, which run while any of them plays and restart after EPISODES_MAX episodes, since the library
+keeps what it allocates for each episode. Leaves to others: problems and their order (tasks), leases and tokens (the gateway),
+containment: verifiers' harness and tools run where `agent.runtime` says, by default on the learner's machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from echo2.base.errors import TaskError
+from echo2.gateway.harness import Episode
+from echo2.tasks.verifiers_task import loaded
+
+_HARNESS = {"id": "null"}  # a chat with the task's tools; the harness itself executes nothing
+_RUNTIME = {"type": "subprocess"}  # the only one that needs neither docker nor an account
+EPISODES_MAX = 256  # the library keeps memory of each episode
+_numbers = itertools.count()
+_stages: dict[str, _ServedTaskset] = {}
+
+
+async def play(episode: Episode) -> float:
+    """Plays one episode and returns its reward. Raises TaskError if anything but the model's answer failed."""
+    from verifiers.v1.clients import EvalClientConfig, ModelContext
+
+    told = episode.problem["metadata"]
+    key_name = f"ECHO2_EPISODE_KEY_{next(_numbers)}"  # the library reads keys only from the environment
+    os.environ[key_name] = episode.api_key
+    try:
+        client = EvalClientConfig(base_url=episode.base_url, api_key_var=key_name)
+        async with _playing(told) as stage:
+            played = await stage.env.run_episode(stage.tasks[int(told["own_index"])], ModelContext("policy", client))
+    finally:
+        del os.environ[key_name]
+    errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
+    if not played.ok or not played.traces:
+        raise TaskError(f"verifiers/{told['taskset']}: {errors[0].type}: {errors[0].message}" if errors else "no trace")
+    return float(played.traces[0].reward)
+
+
+class _ServedTaskset:
+    """A taskset's environment, and the servers that its episodes share, run by one asyncio task."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        from verifiers.v1.configs.agent import AgentConfig
+        from verifiers.v1.envs.single_agent.env import SingleAgentEnv, SingleAgentEnvConfig
+        from verifiers.v1.utils.loaders import taskset_config_type
+
+        options = {"id": told["taskset"], **told["options"]}
+        agent = AgentConfig.model_validate({"harness": dict(_HARNESS), "runtime": dict(_RUNTIME), **told["agent"]})
+        taskset = taskset_config_type(told["taskset"]).model_validate(options)
+        self.env: Any = SingleAgentEnv(SingleAgentEnvConfig(taskset=taskset, agent=agent))
+        self.tasks = loaded(told["taskset"], told["options"], int(told["size"]))
+        self.players = self.episodes = 0
+        self._is_over = asyncio.Event()
+        self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._serving = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        try:
+            async with self.env.serving():
+                self._is_ready.set_result(None)
+                await self._is_over.wait()
+        except Exception as error:
+            if self._is_ready.done():
+                raise
+            self._is_ready.set_exception(error)  # raised again in every episode that awaits `ready`
+
+    async def ready(self) -> None:
+        await asyncio.shield(self._is_ready)
+
+    async def end(self) -> None:
+        self._is_over.set()
+        await asyncio.gather(self._serving, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _playing(told: dict[str, Any]) -> AsyncIterator[_ServedTaskset]:
+    name = json.dumps([told["taskset"], told["options"], told["agent"]], sort_keys=True)
+    stage = _stages.get(name)
+    if stage is None:
+        stage = _stages[name] = _ServedTaskset(told)
+    stage.players += 1
+    stage.episodes += 1
+    if stage.episodes >= EPISODES_MAX and _stages.get(name) is stage:
+        del _stages[name]
+    try:
+        await stage.ready()
+        yield stage
+    finally:
+        stage.players -= 1
+        if not stage.players:
+            if _stages.get(name) is stage:
+                del _stages[name]
+            await stage.end()

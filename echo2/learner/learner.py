@@ -1,0 +1,475 @@
+"""`echo-learner`: joins the run, loads the model, trains, serves the last version, and releases everything.
+
+    joins --> loads, trains again on recorded batches --> trains --+--> last step, prompts' end, stop --> exports --> left
+                                                                   '--> a part failed, or it is refused --> left, with that error
+
+Guarantees: a clean stop leaves a checkpoint, a kill loses nothing that was acknowledged; the first failure of any part ends the
+run with that failure; however the run ends, the coordinator is told and everything is closed; the coordinator may disappear and
+return without disturbing training. Waits for: the coordinator before the first start, then the training loop, the coordinator's
+stream, or a failure, whichever comes first; `waits_for` names it. The waits after the export are bounded, and `stop` ends them at
+once. Leaves to others: loading (startup), steps (loop), groups (pool), command line and signals (cli).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from echo2.base.errors import ConfigError, EchoError, TaskError, Unreachable
+from echo2.base.hosts import is_loopback, joined
+from echo2.base.ids import PeerId, RunId, Version
+from echo2.broadcast.nat.facts import loopback_of, outward_host
+from echo2.broadcast.node import NodeCalls
+from echo2.control.session import ControlSession, enrolled, unless
+from echo2.control.waits import Backoff, Waits
+from echo2.learner.auditor import auditor_of
+from echo2.learner.loop import EVALUATION, TrainingLoop
+from echo2.learner.metrics import PrometheusEndpoint, open_sinks
+from echo2.learner.options import LearnerOptions
+from echo2.learner.publishing.publisher import BroadcasterFactory, PublishedArtifact, VersionPublisher
+from echo2.learner.publishing.schedule import SettingChoice, encode_cores
+from echo2.learner.publishing.seed import SeedNode
+from echo2.learner.recent import answer
+from echo2.learner.rollouts.agents import Agents
+from echo2.learner.rollouts.groups import TrainGroup
+from echo2.learner.rollouts.ingest import IngestService
+from echo2.learner.rollouts.pool import RolloutPool
+from echo2.learner.rollouts.workers import NEWS_S
+from echo2.learner.run_folder import RunFolder
+from echo2.learner.session import LearnerSession, hello_of, report_of
+from echo2.learner.startup import Prepared, export, prepare_here
+from echo2.outside import SteadyClock, here, monotonic
+from echo2.outside.ending import cancel_all
+from echo2.outside.under_way import under_way
+from echo2.trust.enrolment import find_coordinator, keep_renewed
+from echo2.trust.identity import JoinLink, Role
+from echo2.trust.ports import LEARNER
+from echo2.trust.tls import (
+    Credentials,
+    bind_server,
+    load_credentials,
+    load_or_create_identity,
+    new_server,
+    save_credentials,
+    server_credentials,
+)
+from echo2.wire.coordinator import FINISHED, STOPPED, leaving_reason
+from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2_grpc
+
+STOP_GRACE_S = 0.5  # for a call that is being answered; report streams never end by themselves
+LOOK_S = 0.25  # four looks a second cost nothing and delay an end by as little
+QUIET_S = 3.0
+"""A finished learner stays so long after no connected worker lacks its last version: one whose link is down can reconnect."""
+HEARD_S = 120.0
+"""A finished learner waits so long for a coordinator that must learn of it: until then workers cost money."""
+REMIND_FIRST_S, REMIND_EVERY_S = 3.0, 30.0
+"""A wait for rollouts is reported after 3 s, 9 s, 27 s, and then every 30 s."""
+_log = logging.getLogger("echo2.learner")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """State of the run at the end. `evaluations`: held-out reward by step."""
+
+    steps: int
+    is_finished: bool
+    version: Version
+    fingerprint: str
+    evaluations: dict[int, float]
+    utilisation: float
+    trained_rollouts: int
+    trained_tokens: int
+    dropped_stale_rollouts: int
+    over_stale_tokens: int
+    delta_bytes: int
+    keyframe_bytes: int
+    full_snapshot_bytes: int
+    export_folder: Path | None
+
+
+class LearnerDaemon:
+    """One run of one learner. Call `run` once, and `stop` on the same event loop. `learner` is None until everything is loaded."""
+
+    def __init__(
+        self,
+        options: LearnerOptions,
+        make_broadcaster: BroadcasterFactory = SeedNode,
+        make_prepared: Callable[[LearnerOptions, RunFolder], Prepared] = prepare_here,
+    ) -> None:
+        self.options = options
+        self.learner: Learner | None = None
+        self._make_broadcaster, self._make_prepared = make_broadcaster, make_prepared
+        self._waits = Waits(SteadyClock())
+        self._stopped = asyncio.Event()
+        self._starting = "its run folder"
+
+    def stop(self) -> None:
+        """Ends the run after the step in progress; `run` then returns its summary."""
+        self._stopped.set()
+        if self.learner is not None:
+            self.learner.loop.stop()
+
+    @property
+    def waits_for(self) -> tuple[str, float]:
+        """What the learner waits for, and for how many seconds; an empty text while it works."""
+        if self.learner is None:
+            return self._waits.longest()[0] or self._starting, 0.0
+        return self.learner.waits_for
+
+    async def run(self) -> RunSummary:
+        """Runs until the last step, `stop` or an error."""
+        folder, trainer = RunFolder(self.options.folder), ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        in_trainer = asyncio.get_running_loop().run_in_executor
+        try:
+            self._starting = "the coordinator"
+            credentials = await self._join()
+            self._starting = "the model and what was recorded to be trained again"
+            loading = in_trainer(trainer, lambda: self._make_prepared(self.options, folder))
+            prepared = await under_way(_log, "loading the model, restoring what the run has recorded", loading)
+            session = LearnerSession(ControlSession(credentials, self._waits, Backoff(here().rng)))
+            self.learner = Learner(
+                self.options, prepared, credentials, trainer, session, self._stopped, self._make_broadcaster
+            )
+            summary = await self.learner.run()
+            await in_trainer(trainer, prepared.team.stop)
+            return summary
+        finally:
+            if self.learner is not None:
+                self.learner.begin_wait("the step or the encoding under way to end")
+            trainer.shutdown(wait=True, cancel_futures=True)
+            folder.release()
+
+    async def _join(self) -> Credentials:
+        """Returns the credentials of an earlier start of this run, or enrols for new ones. Retries an unreachable coordinator until
+        it answers; raises `ConfigError` without a join link on the first start, `Unreachable` if stopped before."""
+        options = self.options
+        identity = load_or_create_identity(options.folder / "node")
+        kept = load_credentials(options.folder / "node", identity)
+        if kept is not None and kept.run_id == options.config.run.name:
+            return kept
+        if not options.join_link:
+            raise ConfigError(
+                f"run {options.config.run.name}: expected a join link on the learner's first start, got none"
+            )
+        link = JoinLink.parse(options.join_link)
+        self._waits.begin("coordinator", f"the coordinator at {link.address}")
+        backoff = Backoff(here().rng, longest_s=4.0)  # a person watches the first start
+        enrolling = asyncio.create_task(enrolled(link, identity, Role.LEARNER, self._waits, backoff))
+        credentials = await unless(self._stopped, enrolling)
+        if credentials is None:
+            raise Unreachable(f"coordinator at {link.address}: stopped before it answered")
+        save_credentials(options.folder / "node", credentials)
+        return credentials
+
+
+class Learner:
+    """One prepared learner. Construct it on the event loop that runs it."""
+
+    def __init__(
+        self,
+        options: LearnerOptions,
+        prepared: Prepared,
+        credentials: Credentials,
+        trainer: ThreadPoolExecutor,
+        session: LearnerSession,
+        stopped: asyncio.Event,
+        make_broadcaster: BroadcasterFactory,
+    ) -> None:
+        self.options, self._prepared, self._credentials, self._trainer = options, prepared, credentials, trainer
+        self.session, self._stopped = session, stopped
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ending: tuple[str, float] | None = None  # what it waits for after training, and since when
+        self.pool = RolloutPool(
+            prepared.groups, prepared.journal, prepared.history, prepared.prompts, prepared.evaluations, session, self
+        )
+        self.agents: Agents | None = None
+        if options.config.agent.is_on:
+            self.pool.agents = self.agents = Agents(options.config, options.folder, self.pool, self.fail)
+        self._server = new_server(LEARNER)
+        ingest = IngestService(
+            self.pool, RunId(options.config.run.name), credentials.coordinator_peer_id, self.fail,
+            requires_seeds=not options.config.worker.draft_tokens,
+        )  # fmt: skip
+        ingest_pb2_grpc.add_IngestServicer_to_server(ingest, self._server)
+        self.auditor = auditor_of(options, here().rng, self.pool, self.fail)
+        calls = NodeCalls(self.pool.groups.workers.is_proven, self._on_lost_chunks)
+        self._broadcaster = make_broadcaster(credentials, options, calls)
+        cores = encode_cores(prepared.model.device.type, os.cpu_count() or 1)
+        # With one core, the caller's own thread encodes.
+        self._encoders = ThreadPoolExecutor(cores, thread_name_prefix="encoder") if cores > 1 else None
+        self.publisher = VersionPublisher(
+            self._broadcaster, prepared.journal, prepared.schedule, self, prepared.fingerprint_key,
+            SettingChoice(cores), self._encoders, prepared.team.coder,
+        )  # fmt: skip
+        port = bind_server(
+            self._server, joined(options.host, options.config.learner.port), server_credentials(credentials)
+        )
+        self._own = loopback_of(options.host), port
+        self.address = options.config.learner.advertise or joined(
+            outward_host(options.host, credentials.coordinator_address), port
+        )
+        self.chunk_address = joined(self.address.rpartition(":")[0].strip("[]"), self._broadcaster.listen())
+        self.relay_address = ""
+        self._sinks = open_sinks(options.folder, options.config.run.name, options.config.learner.sinks)
+        if options.metrics_port:
+            self._sinks.append(PrometheusEndpoint(options.metrics_port, self._numbers_now))
+        self.loop = TrainingLoop(
+            options, prepared, self.pool, self.publisher, self.auditor, self._sinks, trainer, self._on_step
+        )
+        if stopped.is_set():
+            self.loop.stop()
+
+    # ---- life
+
+    async def run(self) -> RunSummary:
+        """Runs until the last step, `stop` or an error."""
+        await self._server.start()
+        await self._broadcaster.start()
+        if not is_loopback(self.address):
+            relay_port = await self._broadcaster.serve_relay(self.options.host, self.options.config.learner.relay_port)
+            self.relay_address = f"{self.address.rpartition(':')[0]}:{relay_port}"
+        _log.info("learner of run %s listens on %s", self.options.config.run.name, self.address)
+        prepared = self._prepared
+        try:
+            await self.publisher.take_up(prepared.published, prepared.schedule.newest, prepared.cut_off, prepared.base)
+            prepared.base = prepared.cut_off = None
+            if self.agents is not None:
+                await self.agents.start()
+                _log.info("agents ask %s; the key of outside harnesses is in %s", self.agents.url, self.agents.key_file)
+            self.pool.resume()
+            return await self._work()
+        finally:
+            await self._close()
+
+    async def _work(self) -> RunSummary:
+        begin = asyncio.get_running_loop().create_task
+        talking, training = begin(self.session.run(self)), begin(self.loop.run())
+        beside = [
+            begin(self._remind()),
+            begin(self._report_deliveries()),
+            begin(keep_renewed(self._credentials, self._save)),
+        ]
+        reason = STOPPED
+        try:
+            await asyncio.wait({talking, training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if training.done() and self.pool.exhausted is not None and not self.loop.is_finished:
+                reason = FINISHED  # the prompts ran out before the last step
+            if self._failure.done() and isinstance(self._failure.exception(), TaskError):
+                reason = FINISHED  # a person must mend the task: nobody is paid to wait for that
+            for ended in (self._failure, talking, training):
+                if ended.done():
+                    ended.result()
+            summary = await self._export()
+            self._on_step()
+            if self.loop.is_finished:
+                await self._serve_last_version()
+                reason = FINISHED
+                await self._await_coordinator()
+            return summary
+        except EchoError as error:
+            reason = leaving_reason(str(error), is_over=reason == FINISHED)
+            raise
+        finally:
+            self.begin_wait("the coordinator to be told that the learner leaves")
+            await self.session.leave(reason)
+            await cancel_all((training, talking, *beside))
+
+    async def _close(self) -> None:
+        self.begin_wait("rewards, broadcast and journal to close")
+        async with contextlib.AsyncExitStack() as rest:  # in reverse order, even if some of them raise
+            if self._encoders is not None:
+                rest.callback(self._encoders.shutdown, wait=True, cancel_futures=True)
+            for sink in self._sinks:
+                rest.callback(sink.close)
+            rest.callback(self._prepared.journal.close)
+            rest.callback(self._prepared.prompts.close)
+            rest.callback(self._prepared.evaluations.close)
+            rest.callback(self.auditor.close)
+            if self.agents is not None:
+                rest.push_async_callback(self.agents.close)
+            rest.push_async_callback(self._server.stop, STOP_GRACE_S)
+            rest.push_async_callback(self._broadcaster.stop)
+            await self.pool.close()
+
+    def fail(self, error: BaseException) -> None:
+        """The first failure of any part ends the run."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # mark as retrieved: the run may be ending for another reason
+
+    def begin_wait(self, what: str) -> None:
+        """Notes that from now on it waits for `what`, after training."""
+        self._ending = what, monotonic()
+
+    @property
+    def waits_for(self) -> tuple[str, float]:
+        """What the learner waits for, and for how many seconds; an empty text while it works."""
+        if self._ending is not None:
+            return self._ending[0], monotonic() - self._ending[1]
+        text, since = self.loop.waiting
+        what = self.pool.evaluation_waits_for if text == EVALUATION else self.pool.waits_for
+        if self.agents is not None and self.agents.failures.text:
+            what += f"; {self.agents.failures.text}"
+        return (what, monotonic() - since) if text else ("", 0.0)
+
+    # ---- the end
+
+    async def _export(self) -> RunSummary:
+        """Writes the last published version to the model folder if the run is complete; returns the summary."""
+        self.begin_wait("the finished model to be written")
+        loop, publisher, folder = self.loop, self.publisher, None
+        if loop.is_finished:
+            folder = self.options.folder / "model"
+            assert publisher.newest_version == loop.step, "the last step is always published"
+            held = publisher.newest_tensors, publisher.newest_version
+            in_trainer = asyncio.get_running_loop().run_in_executor
+            policy = await in_trainer(self._trainer, lambda: loop.p.team.whole(*held))
+            await asyncio.to_thread(export, loop.p.model, policy, loop.p.prompts.tokenizer, folder)
+            _log.info("finished after %d steps; the model lies in %s", loop.step, folder)
+        else:
+            _log.info(
+                "stopped after step %d of %d; saved in %s: the same command goes on from there",
+                loop.step, self.options.config.learner.steps, self.options.folder / "checkpoints",
+            )  # fmt: skip
+        groups, sent = self.pool.groups, publisher.bytes
+        return RunSummary(
+            loop.step, loop.is_finished, publisher.newest_version, f"{publisher.newest_fingerprint:016x}",
+            self.pool.evaluations.rewards, loop.utilisation.overall, groups.counts.trained, groups.counts.trained_tokens,
+            groups.counts.dropped_stale, groups.ledger.over_stale_tokens(), sent.deltas, sent.keyframes,
+            sent.full_snapshots, folder,
+        )  # fmt: skip
+
+    async def _serve_last_version(self) -> None:
+        """Serves the last version of a finished run while a connected worker lacks part of it, for at most `linger_s`. Later
+        workers fetch it from other workers."""
+        linger_s = self.options.limits.linger_s
+        if linger_s <= 0:
+            return
+        self.begin_wait(f"workers to fetch version {self.publisher.newest_version}")
+        _log.info("finished; serving the last version while it is fetched, up to %.0f s", linger_s)
+        began = needed_at = monotonic()
+        while not self._stopped.is_set() and monotonic() - began < linger_s:
+            if self._broadcaster.is_needed():
+                needed_at = monotonic()
+            elif monotonic() - needed_at >= QUIET_S:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), LOOK_S)
+
+    async def _await_coordinator(self) -> None:
+        """Waits up to `HEARD_S` for a connection to the coordinator."""
+        self.begin_wait("the coordinator, to tell it that the run is finished")
+        until = monotonic() + HEARD_S
+        while not self.session.is_connected and not self._stopped.is_set() and monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+        if not self.session.is_connected:
+            _log.warning(
+                "the coordinator was not told that the run is finished: workers go on waiting. Start this learner again "
+                "with the same command once the coordinator is back"
+            )
+
+    # ---- while training runs
+
+    def hello(self) -> coordinator_pb2.LearnerHello:
+        return hello_of(self.options, self.loop, self.address, self.chunk_address, self.relay_address)
+
+    def report(self) -> coordinator_pb2.LearnerReport:
+        return report_of(self.loop, self.waits_for)
+
+    def on_welcome(self, welcome: coordinator_pb2.LearnerWelcome) -> None:
+        self._broadcaster.hold_pipe_place(self._credentials.coordinator_peer_id, welcome.relay_address, self._own)
+
+    def on_order(self, order: coordinator_pb2.LearnerOrder) -> None:
+        match order.WhichOneof("kind"):
+            case "plan":
+                self._prepared.schedule.planned_kappa = order.plan.kappa or None
+                self.loop.facts.predicted_utilisation = order.plan.predicted_utilisation
+                self.pool.on_plan(order.plan.in_flight_cap_rollouts or None)
+            case "broadcast_plan":
+                self._broadcaster.apply_plan(order.broadcast_plan)
+            case "banned":
+                self._on_ban(PeerId(order.banned.peer_id), order.banned)
+            case "wanted":
+                self.session.show(answer(self.loop.recent, self._prepared.prompts.tokenizer, order.wanted))
+            case _:
+                pass  # from a newer release
+
+    def _on_ban(self, peer_id: PeerId, order: coordinator_pb2.WorkerBanned) -> None:
+        """Nothing is accepted from a worker that the coordinator bars or this learner accuses, until the coordinator takes it back;
+        then it starts with a clean slate."""
+        self._broadcaster.bar(peer_id, is_lifted=not order.is_banned)
+        if not order.is_lifted:
+            self.pool.barred[peer_id] = order.reason
+            _log.warning("nothing is taken from worker %s: %s", peer_id, order.reason)
+            return
+        self.auditor.release(peer_id)
+        self.pool.release(peer_id)
+        _log.info("worker %s is taken back", peer_id)
+
+    async def find_coordinator(self) -> None:
+        """Updates the coordinator's address in the credentials, if a join link shows how to find it."""
+        if self.options.join_link:
+            link = JoinLink.parse(self.options.join_link)
+            await find_coordinator(link, self.options.link_file, self._credentials, self._save)
+
+    def _save(self, credentials: Credentials) -> None:
+        save_credentials(self.options.folder / "node", credentials)
+
+    async def _remind(self) -> None:
+        """If a batch stays incomplete for long, offers every group that lacks rollouts again.
+
+        The coordinator ignores the groups that it still knows and leases again a group that it believed to be produced.
+        """
+        reminded_s = 0.0  # how long the wait had lasted at the last reminder
+        while True:
+            await asyncio.sleep(1.0)
+            self.pool.tick(monotonic())
+            what, waited_s = self.waits_for
+            if waited_s < reminded_s:
+                reminded_s = 0.0  # a new wait began
+            if waited_s >= reminded_s + min(REMIND_EVERY_S, max(REMIND_FIRST_S, 2 * reminded_s)):
+                reminded_s = waited_s
+                _log.info("waiting for %.0f s for %s", waited_s, what)
+                lacking = self.pool.lacking()
+                self.session.offer([spec for spec, _ in lacking], [tokens for _, tokens in lacking])
+
+    async def _report_deliveries(self) -> None:
+        """Reports what workers have delivered, every `NEWS_S` while the coordinator is connected."""
+        while True:
+            if self.session.is_connected:
+                tallies = self.pool.groups.workers.take_deliveries(monotonic())
+                if tallies is not None:
+                    self.session.delivered(tallies)
+            await asyncio.sleep(NEWS_S)
+
+    # ---- for the parts
+
+    def on_answer(self, group: TrainGroup) -> None:
+        """Answers of evaluations are audited like rollouts for training."""
+        self.auditor.consider((group,))
+
+    def on_evaluation(self, row: Mapping[str, object]) -> None:
+        self.loop.write_evaluation(row)
+
+    def _on_step(self) -> None:
+        self.session.report(self.report())
+
+    def on_version(self, version: Version) -> None:
+        self.pool.on_published(version)
+
+    def on_artifact(self, artifact: PublishedArtifact) -> None:
+        self.session.published(artifact)
+
+    def _on_lost_chunks(self, what: str) -> None:
+        self.publisher.replace_lost(what)
+
+    def _numbers_now(self) -> Mapping[str, float]:
+        """Numbers for Prometheus, which calls this from its own thread."""
+        text, since = self.loop.waiting
+        return {"step": self.loop.step, "waiting_s": monotonic() - since if text else 0.0}

@@ -1,0 +1,305 @@
+"""The training loop: batch, step, publication, checkpoint, row; repeat.
+
+Guarantees: a batch is on disk before it is trained on; the event loop keeps serving while a step runs, because the trainer has its
+own thread; publications and checkpoints are written while the next steps run; each second counts once, under the phase that spent
+it. Waits for: enough complete groups (pool), the trainer's thread, the previous version or checkpoint if another is due;
+`waiting` names the wait for rollouts or evaluation and its start. Leaves to others: serving (learner).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from echo2.base.errors import TrainingError
+from echo2.base.ids import Step, Version
+from echo2.base.units import format_seconds
+from echo2.cost_model.memory import CHECKPOINT_BYTES_PER_S, STEPS_MAX, steps_between
+from echo2.learner.auditor import Auditor
+from echo2.learner.metrics import (
+    RunFacts,
+    Sink,
+    StepTimes,
+    Utilisation,
+    audit_fields,
+    left_out_by_worker,
+    number_in,
+    peak_flops_of,
+    state_fields,
+    step_row,
+    task_fields,
+)
+from echo2.learner.options import LearnerOptions
+from echo2.learner.publishing.checkpoint import groups_state
+from echo2.learner.publishing.publisher import VersionPublisher
+from echo2.learner.recent import RecentRollouts
+from echo2.learner.rollouts.groups import Batch
+from echo2.learner.rollouts.pool import RolloutPool
+from echo2.learner.run_folder import keep_for_inspection
+from echo2.learner.startup import Prepared
+from echo2.learner.training.ranks import world_size
+from echo2.learner.training.trainer import StepResult
+from echo2.outside import monotonic, unix_now
+
+_log = logging.getLogger("echo2.learner")
+T = TypeVar("T")
+EVALUATION = "evaluation"
+"""What the loop waits for after its last step."""
+PUBLISH_WAITS_KEPT = 32
+"""Steps over which the wait for publications is averaged."""
+LEFT_OUT_LINES_MAX = 8
+"""Workers named per step in the log; the metrics count all of them."""
+
+
+class TrainingLoop:
+    """Runs the steps on the trainer's thread. `facts`: fields of rows that do not come from the step; the coordinator's plan
+    updates them. `waiting`: what the loop waits for (empty if nothing) and since when."""
+
+    def __init__(
+        self,
+        options: LearnerOptions,
+        prepared: Prepared,
+        pool: RolloutPool,
+        publisher: VersionPublisher,
+        auditor: Auditor,
+        sinks: Sequence[Sink],
+        executor: ThreadPoolExecutor,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.options, self.p, self.pool, self.publisher, self.auditor = options, prepared, pool, publisher, auditor
+        self.sinks, self.executor, self._on_step = sinks, executor, on_step
+        self.facts = RunFacts(
+            flops_per_position=prepared.model.flops_per_position, peak_flops=_peak_flops(prepared.model.device)
+        )
+        self.steps = options.config.learner.steps
+        self.checkpoint_every = options.config.learner.checkpoint_every_steps  # 0: by what a checkpoint and a step cost
+        self.utilisation = Utilisation()
+        self.last_row: Mapping[str, object] = {}
+        self.waiting: tuple[str, float] = ("", 0.0)
+        self.checkpoint_s = 0.0  # how long the newest checkpoint blocked the loop
+        self.publish_waits: deque[float] = deque(maxlen=PUBLISH_WAITS_KEPT)
+        self._checkpoint_task: asyncio.Task[None] | None = None
+        self._checkpointed = prepared.checkpoint_step
+        self._told_every = 0
+        self._is_stopping = self._was_stopped = False
+        self._is_warm = False
+        self._ended_at: deque[tuple[int, float]] = deque(maxlen=20)  # step and time of the newest steps
+        self.recent = RecentRollouts()
+
+    @property
+    def step(self) -> int:
+        return self.p.trainer.step_count
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step >= self.steps
+
+    @property
+    def idle_s(self) -> float:
+        """Average seconds per step spent waiting for checkpoints and publications."""
+        waited_s = sum(self.publish_waits) / max(1, len(self.publish_waits))
+        return waited_s + self.checkpoint_s / self.checkpoint_every_steps
+
+    @property
+    def checkpoint_every_steps(self) -> int:
+        """Steps between checkpoints: from the options, or from the current cost of a checkpoint and a step."""
+        if self.checkpoint_every or not self.utilisation.recent:
+            return self.checkpoint_every or STEPS_MAX
+        cost_s = self.checkpoint_s or self.p.team.checkpoint_bytes / (CHECKPOINT_BYTES_PER_S * world_size())
+        return steps_between(cost_s, *self.utilisation.means_s)
+
+    def stop(self) -> None:
+        """Ends the loop after the step in progress."""
+        self._is_stopping = self._was_stopped = True
+        self.pool.stop()
+
+    async def run(self) -> None:
+        """Trains until the last step or `stop`, then writes a checkpoint. If the prompts run out before the last step, raises
+        that error after the checkpoint.
+        """
+        if self.auditor.is_on:
+            newest = self.p.schedule.newest
+            scorer = await self._in_trainer(lambda: self.p.team.scorer(self.auditor.versions_max, newest))
+            self.auditor.begin(scorer, self.executor, lambda: bool(self.waiting[0]))
+            self.auditor.keep(newest, self.p.published)
+        self.p.published = {}  # drop the reference: the publisher holds them while they are the newest
+        await self._make_up()
+        while not self.is_finished and not self._is_stopping:
+            await self._one_step()
+        await self.publisher.settled()
+        await self._checkpoint(StepTimes())
+        await self._checkpoint_written()
+        if self.is_finished and not self._was_stopped:
+            self.waiting = (EVALUATION, monotonic())
+            await self.pool.evaluations_ended()
+            self.waiting = ("", 0.0)
+        if self.pool.exhausted is not None and not self.is_finished and not self._was_stopped:
+            raise self.pool.exhausted
+
+    async def _make_up(self) -> None:
+        """At a start, writes the rows of replayed steps, then starts the publication and evaluation that a kill prevented."""
+        for row in self.p.rows_again:
+            self._write(row)  # metrics.jsonl ignores a second row of the same step
+        is_last = self.is_finished and self.p.schedule.newest < self.step
+        if is_last or self.p.schedule.is_due(Step(self.step)):
+            await self._publish(await self._in_trainer(self.p.team.snapshot), StepTimes())
+        if is_last or not self.step:
+            self._write({"step": self.step, "unix_s": unix_now()})
+        self.pool.evaluate(self.p.schedule.newest, self.is_finished)
+
+    async def _one_step(self) -> None:
+        times = StepTimes()
+        began = monotonic()
+        self.waiting = ("rollouts", monotonic())
+        batch = await self.pool.next_batch()
+        self.waiting = ("", 0.0)
+        times.wait_s = monotonic() - began
+        if batch is None:
+            self._is_stopping = True
+            return
+        due_at = monotonic()
+        try:
+            result, snapshot, times.diff_s = await self._in_trainer(lambda: self._train(batch, times, due_at))
+        except TrainingError:
+            await asyncio.to_thread(keep_for_inspection, batch, self.p.folder.path)
+            raise
+        self.auditor.consider(batch.groups)
+        self.auditor.counts.steps += 1
+        if snapshot is not None:
+            await self._publish(snapshot, times)
+        waited_s = (times.wait_s if self._is_warm else 0.0) + times.publish_wait_s
+        self.utilisation.add(times.busy_s(result), waited_s)
+        self.publish_waits.append(times.publish_wait_s)
+        self._is_warm = True
+        if self._is_checkpoint_due():
+            await self._checkpoint(times)
+        if result.is_skipped:
+            await asyncio.to_thread(keep_for_inspection, batch, self.p.folder.path)
+        self._record(batch, result, times)
+
+    def _train(
+        self, batch: Batch, times: StepTimes, due_at: float
+    ) -> tuple[StepResult, Mapping[str, Tensor] | None, float]:
+        """Trains one step on the trainer's thread, which may first have to finish an audit. Returns the result, the snapshot if
+        one is due, and the seconds it took."""
+        times.audit_wait_s = monotonic() - due_at
+        next_step = Step(self.step + 1)
+        is_due = self.p.schedule.is_due(next_step) or next_step >= self.steps
+        result = self.p.team.step(batch, is_due)
+        began = monotonic()
+        snapshot = self.p.team.snapshot() if is_due else None
+        return result, snapshot, monotonic() - began
+
+    async def _in_trainer(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.executor, call)
+
+    async def _publish(self, snapshot: Mapping[str, Tensor], times: StepTimes) -> None:
+        self.auditor.keep(Version(self.step), snapshot)
+        times.publish_wait_s += await self.publisher.publish_soon(Version(self.step), snapshot)
+        self.pool.evaluate(Version(self.step), self.is_finished)
+
+    # ---- checkpoints
+
+    def _is_checkpoint_due(self) -> bool:
+        if self.checkpoint_every:
+            return self.step % self.checkpoint_every == 0
+        if self._checkpoint_task is not None and not self._checkpoint_task.done():
+            return False  # the disk is slow; do not make the loop wait for it
+        every, train_s = self.checkpoint_every_steps, self.utilisation.means_s[0]
+        if every != self._told_every:
+            self._told_every = every
+            _log.info(
+                "a checkpoint every %d steps: a step trains for %.3g s, so a restart trains again for %.3g s at most",
+                every, train_s, every * train_s,
+            )  # fmt: skip
+        return self.step - (self._checkpointed or 0) >= every
+
+    async def _checkpoint(self, times: StepTimes) -> None:
+        """Takes the state between two steps and writes it while the next steps run."""
+        if self._checkpointed == self.step:
+            return
+        began = monotonic()
+        await self._checkpoint_written()
+        await self.publisher.settled()
+        assert self.pool.groups.next_step == self.step, "checkpoints are taken between two steps"
+        journal_from = self.pool.begin_segment(self.options.config.run.name)
+        state = {"journal_from": journal_from, "groups": groups_state(self.pool.groups)}
+        tensors, version = self.publisher.newest_tensors, self.publisher.newest_version
+        checkpoint = await self._in_trainer(lambda: self.p.team.take(self.p.store, tensors, version, state))
+        self._checkpointed = Step(self.step)
+        self._checkpoint_task = asyncio.get_running_loop().create_task(
+            self._write_checkpoint(lambda: self.p.store.save(checkpoint))
+        )
+        times.checkpoint_s = self.checkpoint_s = monotonic() - began
+
+    async def _write_checkpoint(self, save: Callable[[], Step]) -> None:
+        self.p.journal.forget_before(await asyncio.to_thread(save))
+
+    async def _checkpoint_written(self) -> None:
+        """Waits for the running checkpoint. If it failed, raises its error, which ends the run: the next kill would lose work."""
+        if self._checkpoint_task is not None:
+            task, self._checkpoint_task = self._checkpoint_task, None
+            await task
+
+    # ---- rows
+
+    def _record(self, batch: Batch, result: StepResult, times: StepTimes) -> None:
+        row = step_row(batch, result, times, self.facts)
+        for peer_id, tokens in left_out_by_worker(batch, result).most_common(LEFT_OUT_LINES_MAX):
+            _log.warning(
+                "step %d: %d tokens of worker %s are left out: their log-probabilities are too far from the learner's own",
+                result.step, tokens, peer_id,
+            )  # fmt: skip
+        row |= state_fields(self.pool, self.publisher, self.p.schedule, self.utilisation)
+        row |= audit_fields(self.auditor)
+        row |= task_fields(batch, self.p.prompts.task_of)
+        if self.pool.agents is not None:
+            row |= self.pool.agents.numbers()
+        self.recent.add(batch)
+        self._write(row)
+        self._log_step(row)
+        _log.debug(
+            "step %d: lag %.1f, %.2f s busy, %.2f s waiting, version %d",
+            result.step, row["lag/mean"], row["step_s"], times.wait_s, self.p.schedule.newest,
+        )  # fmt: skip
+        self._on_step()
+
+    def _log_step(self, row: Mapping[str, object]) -> None:
+        """`step 12/200  reward 0.413  8,200 tokens/s  2.1 s a step (10 % waiting)  6.6 min left`."""
+        step, steps = self.step, self.steps
+        self._ended_at.append((step, monotonic()))
+        busy, wait = number_in(row, "step_s"), number_in(row, "phase/wait_s")
+        (first, began), (last, ended) = self._ended_at[0], self._ended_at[-1]
+        step_s = (ended - began) / (last - first) if last > first else busy + wait
+        parts = [
+            f"step {step}/{steps}",
+            f"reward {number_in(row, 'reward/mean'):.3f}",
+            f"{number_in(row, 'tokens') / step_s if step_s > 0 else 0.0:,.0f} tokens/s",
+            f"{format_seconds(step_s)} a step ({wait / (busy + wait) if busy + wait > 0 else 0.0:.0%} waiting)",
+        ]
+        if last > first and step < steps:
+            parts.append(f"{format_seconds((steps - step) * step_s)} left")
+        _log.info("%s", "  ".join(parts))
+
+    def write_evaluation(self, row: Mapping[str, object]) -> None:
+        """Writes an evaluation's row to all sinks except metrics.jsonl, which has only rows of steps."""
+        for sink in self.sinks[1:]:
+            sink.write({**row, "step": self.step, "eval/version": row["step"]})
+
+    def _write(self, row: Mapping[str, object]) -> None:
+        self.last_row = row
+        for sink in self.sinks:
+            sink.write(row)
+
+
+def _peak_flops(device: torch.device) -> float:
+    """Peak FLOP/s of all ranks; 0 if unknown."""
+    peak = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else 0.0
+    return peak * world_size()

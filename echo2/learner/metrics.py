@@ -1,0 +1,467 @@
+"""The learner's metrics: the row of each step, and the sinks that take it (metrics.jsonl, TensorBoard, Prometheus, ...).
+
+Guarantees: a row is one complete line; after a restart, a step that already has its row gets no second one. Every number of the
+last row is a Prometheus gauge, whose name follows from the row's name by rule. docs/learner.md lists names and meanings; a test
+compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import re
+import socket
+import statistics
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import make_wsgi_app
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from echo2.base.errors import ConfigError, PortBusy
+from echo2.base.ids import PeerId
+from echo2.learner.rollouts.groups import Batch
+from echo2.outside import unix_now
+from echo2.staleness.rule import lag_of
+
+if TYPE_CHECKING:
+    from echo2.learner.auditor import Auditor
+    from echo2.learner.publishing.publisher import VersionPublisher
+    from echo2.learner.publishing.schedule import PublicationSchedule
+    from echo2.learner.rollouts.pool import RolloutPool
+    from echo2.learner.training.loss import LossMetrics
+    from echo2.learner.training.trainer import StepResult
+
+Row = Mapping[str, object]
+
+PEAK_FLOPS_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+"""Dense bf16 peak FLOP/s by a part of the device name, from the manufacturers' data sheets."""
+
+
+@dataclass(slots=True)
+class Utilisation:
+    """The share of time that the learner trains: busy / (busy + waiting), both measured; of the last 50 steps (`recent`) and of all
+    since the process began. Evaluations, checkpoints' snapshots and a process's wait for its first batch (workers join, load,
+    compile) count as neither."""
+
+    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=50))
+    busy_s: float = 0.0
+    wait_s: float = 0.0
+
+    def add(self, busy_s: float, wait_s: float) -> None:
+        self.recent.append((busy_s, wait_s))
+        self.busy_s += busy_s
+        self.wait_s += wait_s
+
+    @property
+    def means_s(self) -> tuple[float, float]:
+        """Mean seconds per step over the window: busy, and busy plus waiting."""
+        count = max(1, len(self.recent))
+        busy_s = sum(busy for busy, _ in self.recent) / count
+        return busy_s, busy_s + sum(wait for _, wait in self.recent) / count
+
+    @property
+    def window(self) -> float:
+        busy_s, total_s = self.means_s
+        return busy_s / total_s if total_s > 0 else 1.0
+
+    @property
+    def overall(self) -> float:
+        total_s = self.busy_s + self.wait_s
+        return self.busy_s / total_s if total_s > 0 else 1.0
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds of one step outside the trainer's own phases."""
+
+    wait_s: float = 0.0
+    diff_s: float = 0.0
+    publish_wait_s: float = 0.0
+    checkpoint_s: float = 0.0
+    audit_wait_s: float = 0.0
+
+    def busy_s(self, result: StepResult) -> float:
+        return sum(result.phases_s.values()) + self.diff_s + self.audit_wait_s
+
+
+@dataclass(slots=True)
+class RunFacts:
+    """Facts in a row that do not come from the step."""
+
+    predicted_utilisation: float = 0.0
+    flops_per_position: float = 0.0
+    peak_flops: float = 0.0
+
+
+def reward_fields(batch: Batch) -> dict[str, float]:
+    rewards = [reward for group in batch.groups for reward in group.rewards]
+    equal = sum(max(group.rewards) - min(group.rewards) < 1e-12 for group in batch.groups)
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/equal_group_fraction": equal / len(batch.groups),
+    }
+
+
+def lag_fields(batch: Batch) -> dict[str, object]:
+    """`lag/histogram`[k]: tokens of this step with a lag of k. `lag/mean` and `lag/max` are over rollouts."""
+    tokens: Counter[int] = Counter()
+    oldest: list[int] = []
+    mixed = 0
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            for span in rollout.version_spans:
+                tokens[lag_of(batch.step, span.version)] += span.count
+            if rollout.oldest_version is not None:
+                oldest.append(lag_of(batch.step, rollout.oldest_version))
+            mixed += len(rollout.version_spans) > 1
+    return {
+        "lag/mean": statistics.fmean(oldest) if oldest else 0.0,
+        "lag/max": max(oldest, default=0),
+        "lag/histogram": [tokens.get(lag, 0) for lag in range(max(tokens, default=0) + 1)],
+        "rollouts/mixed_versions": mixed,
+    }
+
+
+def loss_fields(metrics: LossMetrics | None) -> dict[str, float]:
+    if metrics is None:
+        return {}
+    return {
+        "loss": metrics.loss,
+        "policy/entropy": metrics.entropy,
+        "ratio/mean": metrics.ratio_mean,
+        "ratio/max": metrics.ratio_max,
+        "ratio/ess": metrics.ratio_ess,
+        "ratio/rollout_ess": metrics.rollout_ratio_ess,
+        "clip_fraction": metrics.clip_low_fraction + metrics.clip_high_fraction,
+        "clip_fraction/low": metrics.clip_low_fraction,
+        "clip_fraction/high": metrics.clip_high_fraction,
+        "correction/weight_mean": metrics.correction_weight_mean,
+        "correction/altered_fraction": metrics.correction_altered_fraction,
+        "kl": metrics.kl_behaviour,
+        "kl/reference": metrics.kl_reference,
+    }
+
+
+def time_fields(result: StepResult, times: StepTimes, facts: RunFacts) -> dict[str, float]:
+    busy_s = times.busy_s(result)
+    fields = {f"phase/{name}_s": seconds for name, seconds in result.phases_s.items()}
+    fields |= {
+        "phase/wait_s": times.wait_s,
+        "phase/diff_s": times.diff_s,
+        "phase/publish_wait_s": times.publish_wait_s,
+        "phase/checkpoint_s": times.checkpoint_s,
+        "phase/audit_wait_s": times.audit_wait_s,
+        "step_s": busy_s,
+        "tokens_per_s": result.sampled_tokens / busy_s if busy_s > 0 else 0.0,
+        "positions_per_s": result.positions / busy_s if busy_s > 0 else 0.0,
+    }
+    if facts.peak_flops > 0 and busy_s > 0:
+        fields["mfu"] = facts.flops_per_position * result.positions / busy_s / facts.peak_flops
+    return fields
+
+
+def state_fields(
+    pool: RolloutPool, publisher: VersionPublisher, schedule: PublicationSchedule, utilisation: Utilisation
+) -> dict[str, object]:
+    held, counts, sent = pool.groups, pool.groups.counts, publisher.bytes
+    return {
+        "utilisation": utilisation.window,
+        "utilisation/overall": utilisation.overall,
+        "version": schedule.newest,
+        "kappa": schedule.kappa,
+        "delta/setting": publisher.choice.setting.name.lower(),
+        "delta/setting_reason": publisher.choice.reason,
+        "encode_s": publisher.last.encode_s if publisher.last else 0.0,
+        **{f"bytes/{name}": count for name, count in asdict(sent).items() if name != "versions"},
+        "rollouts/buffered": held.buffered_rollouts,
+        "rollouts/open": held.open_rollouts,
+        **{f"rollouts/{name}": count for name, count in asdict(counts).items() if name != "trained_tokens"},
+        "tokens/trained": counts.trained_tokens,
+        "tokens/over_stale": held.ledger.over_stale_tokens(),
+        "rewards/failed": pool.rewards.failed,
+        "rewards/score_s": pool.rewards.seconds,
+        "rewards/held": held.workers.completions_held,
+        "rewards/held_s": held.workers.seconds_held,
+    }
+
+
+def left_out_by_worker(batch: Batch, result: StepResult) -> Counter[PeerId]:
+    """Tokens left out of the step, by worker, because their reported log-probabilities are too far from the learner's own."""
+    found: Counter[PeerId] = Counter()
+    rollouts = [senders for group in batch.groups for senders in group.senders or [()] * len(group.rollouts)]
+    for senders, tokens in zip(rollouts, result.left_out, strict=False):
+        for peer_id in {sent.peer_id for sent in senders} if tokens else ():
+            found[peer_id] += tokens
+    return found
+
+
+def audit_fields(auditor: Auditor) -> dict[str, object]:
+    counts, draw = auditor.counts, auditor.draw
+    return {
+        "audit/tokens": counts.tokens,
+        "audit/rollouts": counts.rollouts,
+        "audit/s": counts.s,
+        "audit/waiting_rollouts": len(draw.waiting),
+        "audit/given_up_rollouts": draw.given_up,
+        "audit/unaudited_share_max": max(draw.unaudited.values(), default=0.0),
+        "audit/accused_workers": counts.accused,
+    }
+
+
+def optimiser_fields(result: StepResult) -> dict[str, float]:
+    """Empty if the user's own trainer has the optimiser."""
+    known = {"grad_norm": result.grad_norm, "lr": result.lr}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def task_fields(batch: Batch, task_of: Callable[[int], str]) -> dict[str, float]:
+    """Groups and mean reward of each task of a mixture in the batch. `task_of`: task name by cursor; empty without a mixture."""
+    rewards: dict[str, list[float]] = {}
+    groups: Counter[str] = Counter()
+    for group in batch.groups:
+        if name := task_of(group.cursor):
+            groups[name] += 1
+            rewards.setdefault(name, []).extend(group.rewards)
+    fields: dict[str, float] = {}
+    for name in sorted(groups):
+        fields |= {f"task/{name}/groups": groups[name], f"task/{name}/reward": statistics.fmean(rewards[name])}
+    return fields
+
+
+def step_row(batch: Batch, result: StepResult, times: StepTimes, facts: RunFacts) -> dict[str, object]:
+    """All fields about the step itself; `state_fields` adds the state of the run."""
+    completions = [len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts]
+    return {
+        "step": result.step,
+        "unix_s": unix_now(),
+        **reward_fields(batch),
+        **loss_fields(result.metrics),
+        **optimiser_fields(result),
+        "is_skipped": result.is_skipped,
+        "rollouts": batch.rollout_count,
+        "groups": len(batch.groups),
+        "tokens": result.sampled_tokens,
+        "reports/left_out_tokens": sum(result.left_out),
+        "reports/left_out_workers": len(left_out_by_worker(batch, result)),
+        "positions": result.positions,
+        "completion_tokens/mean": statistics.fmean(completions),
+        "completion_tokens/max": max(completions),
+        **lag_fields(batch),
+        **time_fields(result, times, facts),
+        "utilisation/predicted": facts.predicted_utilisation,
+    }
+
+
+def peak_flops_of(device_name: str) -> float:
+    """Peak FLOP/s of a device; 0 if unknown."""
+    return next((peak for part, peak in PEAK_FLOPS_BF16.items() if part in device_name), 0.0)
+
+
+def number_in(row: Row, name: str) -> float:
+    """A number of a row; 0 if it has none of that name."""
+    value = row.get(name, 0.0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+# ---- sinks
+
+
+class Sink(Protocol):
+    """Takes rows as they are made."""
+
+    def write(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """Appends to a file. `last_step`: step of the last complete row in it, -1 if it has none."""
+
+    def __init__(self, path: Path) -> None:
+        self.last_step = _mend(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        step = row["step"]
+        assert isinstance(step, int), "a row says its step"
+        if step <= self.last_step:
+            return
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        self.last_step = step
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _mend(path: Path) -> int:
+    """Cuts off a torn last line; returns the last step written, -1 if there is none."""
+    if not path.exists():
+        return -1
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) != len(data):
+        path.write_bytes(whole)
+    lines = whole.splitlines()
+    return int(json.loads(lines[-1])["step"]) if lines else -1
+
+
+class TensorBoard:
+    """Writes scalars to TensorBoard under the row's own names."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _no_package("tensorboard", error) from None
+        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call, unused-ignore]
+
+    def write(self, row: Row) -> None:
+        for name, value in row.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Tracker:
+    """Logs numbers to a run of Weights & Biases, in the mode that its environment variables set, or of Trackio, Hugging Face's
+    local tracker (data in `TRACKIO_DIR`, shown by `trackio show --project echo2`)."""
+
+    def __init__(self, name: str, run_id: str, **settings: object) -> None:
+        try:
+            module: Any = importlib.import_module(name)
+        except ImportError as error:
+            raise _no_package(name, error) from None
+        self._run: Any = module.init(project="echo2", name=run_id, resume="allow", **settings)
+
+    def write(self, row: Row) -> None:
+        self._run.log({k: v for k, v in row.items() if isinstance(v, int | float)}, step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _no_package(name: str, error: ImportError) -> ConfigError:
+    return ConfigError(f"sink {name}: expected the package {name} (pip install {name}), got: {error}")
+
+
+def open_sinks(folder: Path, run_id: str, names: Sequence[str]) -> list[Sink]:
+    """Opens metrics.jsonl, which comes first, and the sinks in `names`. Raises `ConfigError` for an unknown or missing one."""
+    unknown = sorted(set(names) - {"tensorboard", "wandb", "trackio"})
+    if unknown:
+        raise ConfigError(f"sink: expected tensorboard, wandb or trackio, got {unknown[0]!r}")
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
+    for name in names:
+        match name:
+            case "tensorboard":
+                sinks.append(TensorBoard(folder / "tensorboard"))
+            case "wandb":
+                sinks.append(Tracker("wandb", run_id, id=run_id, dir=str(folder)))
+            case _:
+                sinks.append(Tracker("trackio", run_id, embed=False, auto_log_gpu=False, auto_log_cpu=False))
+    return sinks
+
+
+def past_evaluations(folder: Path) -> dict[int, float]:
+    """Held-out reward by version from the lines written before a restart; cuts off a torn last line."""
+    path = folder / "evaluations.jsonl"
+    _mend(path)
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ())
+    return {int(row["step"]): float(row["eval/reward"]) for row in rows if "eval/reward" in row}
+
+
+def gauge_name(name: str) -> str:
+    """Gauge name of a row's field: `phase/wait_s` becomes `echo2_learner_phase_wait_s`."""
+    return "echo2_learner_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+class _BoundedServer(ThreadingMixIn, WSGIServer):
+    """A thread a connection, 16 at most, each ended after 10 s: prometheus_client's own server lets whoever connects and stays
+    silent, or sends a byte now and then, hold a thread for ever."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._free = threading.BoundedSemaphore(16)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        def end() -> None:
+            with contextlib.suppress(OSError):  # already closed
+                request.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(10.0, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            timer.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing: a request that ended early is the client's affair."""
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Logs nothing: scrapes are too frequent to log."""
+
+
+class PrometheusEndpoint(Collector):
+    """A sink that serves its last row, and what `now` returns at each request, at /metrics; on loopback only, because plain HTTP
+    authenticates nobody."""
+
+    def __init__(self, port: int, now: Callable[[], Mapping[str, float]]) -> None:
+        self._now, self._row = now, dict[str, object]()
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        try:
+            self._server = make_server("127.0.0.1", port, make_wsgi_app(registry), _BoundedServer, _QuietHandler)
+        except OSError as error:
+            raise PortBusy(f"learner.metrics_port: expected 127.0.0.1:{port} to be free, got {error}") from error
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_port)
+
+    def write(self, row: Row) -> None:
+        self._row = dict(row)
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in {**self._row, **self._now()}.items():
+            match value:
+                case bool() | int() | float():
+                    yield GaugeMetricFamily(gauge_name(name), f"{name} of the last step", value=float(value))
+                case list():
+                    family = GaugeMetricFamily(gauge_name(name), f"{name} of the last step", labels=["lag"])
+                    for lag, count in enumerate(value):
+                        family.add_metric([str(lag)], float(count))
+                    yield family
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

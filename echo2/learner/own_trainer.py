@@ -1,0 +1,344 @@
+"""A user's own trainer instead of ours: the learner hands it batches and takes its weights.
+
+On every rank the user's thread calls `begin`, `next_batch` and `hand_in` with that rank's tensors: DTensors of any placement, or
+tensors that are whole on each rank; rank 0 gathers them. Guarantees: batches are handed out one at a time, in order, each once it
+is on disk, on all ranks; after a restart the batches recorded since the last checkpoint are handed out again; weights are copied
+in the user's thread, so the trainer may change its tensors as soon as `hand_in` returns; if either side ends or fails, the other
+is woken. Waits for: the user's thread, in `step`; the learner, in `next_batch`, which ranks above 0 hear of through rank 0.
+
+The engine's collectives run in the user's thread. Rank 0's learner gathers in its own only while rank 0's user thread waits for a
+batch; the other ranks then wait for rank 0 too, so two threads never use one process group at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echo2.base.errors import ConfigError, StateError
+from echo2.base.ids import Step, Version
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, state_of
+from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
+from echo2.learner.rollouts.groups import Batch
+from echo2.learner.training.loading import (
+    config_json_of,
+    digest_of,
+    read_config,
+    read_ends,
+    read_generation_config,
+    size_of,
+)
+from echo2.learner.training.ranks import Ranks, whole
+from echo2.learner.training.scoring import VersionScorer, scorer_of
+from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
+from echo2.learner.training.trainer import StepResult
+from echo2.outside import monotonic
+from echo2.weights import fingerprint
+from echo2.weights.elements import published_tensors
+
+
+class TrainerLeft(StateError):
+    """The user's trainer ended before the run's last step; the next start hands out the untrained batches again."""
+
+
+class DeclaredModel:
+    """Describes to workers a model whose weights the user's trainer holds. `path`: its Hugging Face folder or id.
+
+    Loads the configuration and the table of tensors, but no weights. Raises `ConfigError` if there is no configuration.
+    """
+
+    def __init__(self, path: str, weights_dtype: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.path = path
+        self.device = torch.device("cpu")
+        self.dtype = torch.bfloat16 if weights_dtype == "bfloat16" else torch.float32
+        self.config = read_config(path)
+        self.stop_token_ids = read_ends(path)
+        self.size = size_of(self.config)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(self.config)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in published_tensors(skeleton).items()}
+        self.kept = self.shapes.keys() - dict(skeleton.named_parameters()).keys()  # as a router's correction bias
+        self.vocabulary_size = int(skeleton.get_input_embeddings().weight.shape[0])
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return self.parameter_count * self.dtype.itemsize
+
+    @property
+    def context_tokens(self) -> int:
+        return self.size.context_tokens
+
+    @property
+    def flops_per_position(self) -> float:
+        """FLOPs of forward and backward pass, assuming that all parameters are trained."""
+        return 6.0 * self.parameter_count
+
+    def check_length(self, tokens: int) -> None:
+        limit = self.context_tokens
+        if tokens > limit:
+            raise ConfigError(
+                f"model {self.path}: expected prompt and completion within its context of {limit} tokens, got up to {tokens}"
+            )
+
+    def config_json(self) -> bytes:
+        return config_json_of(self.config, self.size)
+
+    def digest(self) -> str:
+        return digest_of(self.config_json(), self.shapes.items(), str(self.dtype).removeprefix("torch."))
+
+    def check_table(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises `ConfigError` unless `tensors` have the model's names and shapes."""
+        missing, odd = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
+        if missing or odd:
+            how = ", a buffer: publish echo2.published_tensors(model)" if missing <= self.kept else ""
+            raise ConfigError(
+                f"publish: expected the {len(self.shapes)} tensors of {self.path}, "
+                + (
+                    f"{sorted(missing)[0]} is missing{how}"
+                    if missing
+                    else f"got {sorted(odd)[0]}, which it does not have"
+                )
+            )
+        for name, shape in self.shapes.items():
+            if tuple(tensors[name].shape) != shape:
+                raise ConfigError(f"publish: expected {name} of shape {shape}, got {tuple(tensors[name].shape)}")
+
+    def gathered(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+        """Copies the weights to host memory: parameters in the published dtype, buffers in their own; with several ranks a
+        collective that gives rank 0 whole tensors, one after another, and the others nothing."""
+        self.check_table(tensors)
+        copies: dict[str, Tensor] = {}
+        for name in sorted(self.shapes):
+            tensor = whole(tensors[name].detach())
+            if ranks.is_leader:
+                dtype = tensor.dtype if name in self.kept else self.dtype
+                copies[name] = tensor.to(device="cpu", dtype=dtype, copy=True)
+        return copies
+
+    def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes `policy` in Hugging Face layout."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+        with torch.no_grad():
+            for name, tensor in published_tensors(model).items():
+                tensor.data = policy[name].clone()  # in its own dtype
+        model.generation_config = read_generation_config(self.path) or model.generation_config
+        model.save_pretrained(folder)
+
+
+class OwnTrainer:
+    """Hands batches and weights between two threads: the user's, which calls `begin`, `next_batch` and `hand_in`, and the
+    learner's trainer thread. With several ranks, rank 0's."""
+
+    starts_from_base = False  # at a start the user may give the weights of a later step
+
+    def __init__(self, model: DeclaredModel, ranks: Ranks | None = None) -> None:
+        self.model = model
+        self.ranks = ranks or Ranks()
+        self.coder: VersionCoder = LocalCoder()
+        self.step_count = 0
+        self._changed = threading.Condition()
+        self._batch: Batch | None = None
+        self._is_published = False
+        self._is_trained = True
+        self._weights: dict[str, Tensor] | None = None
+        self._live: Mapping[str, Tensor] = {}
+        self._is_waiting = False  # the user's thread is in `next_batch`, so `_live` does not change
+        self._failure: BaseException | None = None
+        self._is_failure_told = False
+        self._is_over = False
+
+    @property
+    def trainer(self) -> OwnTrainer:
+        return self
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the published weights; the rest is in the user's own checkpoint."""
+        return self.model.snapshot_bytes
+
+    # ---- the user's thread
+
+    def begin(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Sets the initial weights, which are those after `step` steps."""
+        weights = self.model.gathered(tensors, self.ranks)
+        with self._changed:
+            self.step_count, self._weights, self._live = step, weights, tensors
+            self._changed.notify_all()
+
+    def next_batch(self) -> Batch | None:
+        """Waits for the batch to train on; None once the run is over. Raises `StateError` if the previous batch was not handed in,
+        or the learner's failure."""
+        with self._changed:
+            if not self._is_trained:
+                raise StateError(
+                    f"publish: expected it to be called after step {self.step_count + 1}, before more rollouts"
+                )
+            self._is_waiting = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_over or self._failure is not None or self._batch is not None)
+            self._is_waiting = False
+            self._raise_failure()
+            batch, self._batch = self._batch, None
+            self._is_trained = batch is None
+            return batch
+
+    def hand_in(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Reports that the batch was trained on and `step` steps are complete. Returns whether the weights were copied for
+        publication. Raises `StateError` for any other step."""
+        with self._changed:
+            self._raise_failure()
+            if self._is_trained or step != self.step_count + 1:
+                raise StateError(
+                    f"publish: expected step {self.step_count + (0 if self._is_trained else 1)}, got {step}"
+                )
+            is_published = self._is_published
+        weights = self.model.gathered(tensors, self.ranks) if is_published else None
+        with self._changed:
+            self._weights, self._live, self._is_trained, self.step_count = weights, tensors, True, step
+            self._changed.notify_all()
+        return is_published
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """Marks the run as over or failed and wakes both sides."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._is_over = True
+            self._changed.notify_all()
+
+    def untold_failure(self) -> BaseException | None:
+        """Returns the failure that ended the run if it has not been raised yet; at most once."""
+        with self._changed:
+            failure = None if self._is_failure_told else self._failure
+            self._is_failure_told = True
+            return failure
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self._is_failure_told = True
+            raise self._failure
+
+    # ---- the learner's trainer thread
+
+    def step(self, batch: Batch, is_published: bool = False) -> StepResult:
+        began = monotonic()
+        if self.ranks.count > 1:
+            self.ranks.tell({"is_published": is_published}, batch_to_bytes(batch))
+        with self._changed:
+            self._batch, self._is_published = batch, is_published
+            wanted = self.step_count + 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_over or self.step_count == wanted)
+            if self.step_count != wanted:
+                raise TrainerLeft(f"step {wanted}: the trainer left before it was done")
+        sampled = sum(len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts)
+        prompts = sum(len(group.spec.prompt_token_ids) * len(group.rollouts) for group in batch.groups)
+        phases = {"train": monotonic() - began}
+        return StepResult(wanted, phases, None, None, None, False, prompts + sampled, sampled)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """This step's weights: those copied at `hand_in`, or a copy made now, while the user's threads wait for a batch."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._weights is not None or self._is_waiting)
+            if self._weights is None and not self._is_waiting:
+                raise TrainerLeft("the trainer left before it gave its weights")
+            if self._weights is None:
+                self.ranks.tell({"is_gathered": True})
+                self._weights = self.model.gathered(self._live, self.ranks)
+            return self._weights
+
+    def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]:
+        return dict(snapshot)
+
+    def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return weights
+
+    def take(
+        self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
+    ) -> Checkpoint:
+        """Takes a checkpoint of ledger and published weights; the user's own checkpoint of this step has masters and optimiser."""
+        step = Step(self.step_count)
+        checkpoint = Checkpoint(step, {}, published, version, state_of(state, step, version))
+        store.begin(checkpoint)
+        return checkpoint
+
+    def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
+        """Loads the newest checkpoint. Raises `ConfigError` unless the user began with that step's weights, bit for bit if they
+        were published."""
+        newest = store.newest()
+        if self.step_count != (newest or 0):
+            raise ConfigError(
+                f"publish: expected the weights of step {newest or 0}, from which this run goes on, got step {self.step_count}"
+            )
+        if newest is None:
+            return None
+        checkpoint = store.load(newest, None)
+        if int(checkpoint.published_version) == int(newest) and self._weights is not None:
+            kept, given = fingerprint(dict(checkpoint.published), 0), fingerprint(self._weights, 0)
+            if kept != given:
+                raise ConfigError(
+                    f"publish: expected the weights that were published as version {newest}, fingerprint {kept:016x}, "
+                    f"got others, {given:016x}"
+                )
+        return checkpoint
+
+    def scorer(self, versions_max: int, newest: Version) -> VersionScorer:
+        """A scorer with its own copy of the model, since the trained one is the user's."""
+        return scorer_of(self.model.config, versions_max)
+
+    def stop(self) -> None:
+        """Ends the other ranks' wait for batches."""
+        self.ranks.tell({"is_over": True})
+
+
+class OwnTrainerFollower:
+    """The side of every rank above 0; the user's thread makes the same calls as on rank 0. `step_count`: completed steps."""
+
+    def __init__(self, model: DeclaredModel, ranks: Ranks) -> None:
+        self.model, self.ranks = model, ranks
+        self.step_count = 0
+        self._is_published = self._is_over = False
+        self._live: Mapping[str, Tensor] = {}
+
+    def begin(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        self.step_count, self._live = step, tensors
+        self.model.gathered(tensors, self.ranks)
+
+    def next_batch(self) -> Batch | None:
+        """Returns the same batch as on rank 0, or None at the end."""
+        while not self._is_over:
+            head, payload = self.ranks.hear()
+            if payload:
+                self._is_published = head["is_published"]
+                return batch_from_bytes(payload)
+            self._is_over = "is_over" in head
+            if not self._is_over:
+                self.model.gathered(self._live, self.ranks)
+        return None
+
+    def hand_in(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
+        if step != self.step_count + 1:
+            raise StateError(f"publish: expected step {self.step_count + 1}, got {step}")
+        self.step_count, self._live = step, tensors
+        if self._is_published:
+            self.model.gathered(tensors, self.ranks)
+        return self._is_published
+
+    def end(self) -> None:
+        """Waits until rank 0's learner has ended, for whose last version this rank's weights may be needed."""
+        if self._live and self.next_batch() is not None:
+            raise StateError(
+                f"rank {self.ranks.rank}: expected the trainer to take the batch of step {self.step_count}"
+            )

@@ -1,0 +1,425 @@
+"""Publishes versions, encoded off the critical path while the next step trains.
+
+Guarantees: versions are published one at a time and in order; the journal records on disk that a version may have left before its
+first byte is sent, so that a restart makes the same version again; deltas are computed from the last published weights, which
+nothing changes in place; a merged delta that cannot be composed is skipped. Waits for: the encoder's thread, never for the
+network. Leaves to others: when to publish and with which codec setting (schedule), coding (weights),
+chunks, signatures and transport (broadcast).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from echo2.base.errors import EchoError
+from echo2.base.ids import PeerId, Version
+from echo2.base.units import format_bytes
+from echo2.broadcast.node import NodeCalls
+from echo2.learner.options import LearnerOptions
+from echo2.learner.publishing.schedule import BaseSchedule, Merge, MergeSchedule, PublicationSchedule, SettingChoice
+from echo2.learner.rollouts.history import VersionPublished
+from echo2.learner.rollouts.journal import Journal
+from echo2.outside import monotonic
+from echo2.outside.under_way import far_text, under_way
+from echo2.trust.tls import Credentials
+from echo2.weights import (
+    CodecSetting,
+    DeltaHeader,
+    Encoding,
+    WeightSet,
+    compose,
+    encode_delta,
+    encode_keyframe,
+    fingerprint,
+)
+from echo2.wire.gen.echo2.v1 import broadcast_pb2
+
+
+class VersionCoder(Protocol):
+    """Encodes deltas and keyframes. Weight sets are snapshots from `TrainingSide`, never changed in place."""
+
+    def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int: ...
+
+    def delta(
+        self, parent: WeightSet, target: WeightSet, header: DeltaHeader, executor: Executor | None = None
+    ) -> Encoding:
+        """As `encode_delta`; the header names the versions of `parent` and `target`."""
+        ...
+
+    def keyframe(self, target: WeightSet, header: DeltaHeader, executor: Executor | None = None) -> Encoding: ...
+
+    def forget_before(self, version: Version) -> None:
+        """Releases earlier versions, except for the one named by `keep`."""
+        ...
+
+    def keep(self, version: Version | None) -> None:
+        """Exempts `version` from `forget_before`; None ends the exemption."""
+        ...
+
+
+class LocalCoder:
+    """Encodes weights that are all in this process."""
+
+    def fingerprint(self, version: Version, weights: WeightSet, key: int) -> int:
+        return fingerprint(weights, key)
+
+    def delta(
+        self, parent: WeightSet, target: WeightSet, header: DeltaHeader, executor: Executor | None = None
+    ) -> Encoding:
+        return encode_delta(parent, target, header, None, executor)
+
+    def keyframe(self, target: WeightSet, header: DeltaHeader, executor: Executor | None = None) -> Encoding:
+        return encode_keyframe(target, header, executor)
+
+    def forget_before(self, version: Version) -> None:
+        pass
+
+    def keep(self, version: Version | None) -> None:
+        pass
+
+
+class Broadcaster(Protocol):
+    """The learner's side of the broadcast: takes an artifact's frames as they are encoded and sends them to the fleet."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Chunk bytes that this machine has sent."""
+        ...
+
+    async def publish(
+        self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
+    ) -> int:
+        """Encodes the frames in a thread; returns the artifact's size in bytes once it is sealed.
+
+        Workers that need a keyframe fetch it; a delta is pushed to all. If an earlier process of this run already sealed the
+        artifact, an implementation may keep that one and encode no frames.
+        """
+        ...
+
+    def frames(self, version: Version, parent: Version) -> Iterator[bytes] | None:
+        """The frames of a delta as it was published; None if it is no longer stored."""
+        ...
+
+    async def publish_merged(
+        self, version: Version, parent: Version, frames: Iterator[bytes], fingerprint: str, full_snapshot_bytes: int
+    ) -> int:
+        """Offers a merged delta, which workers fetch if they need it; encodes the frames in a thread. Returns its size in bytes."""
+        ...
+
+    @property
+    def spread_bytes_per_s(self) -> float:
+        """Bytes per second at which an artifact reaches all workers; 0 while unknown."""
+        ...
+
+    def listen(self) -> int:
+        """Takes a port for the broadcast, the one after the learner's if that is configured, and returns it."""
+        ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def serve_relay(self, listen_host: str, port: int) -> int:
+        """Starts a relay for workers behind NATs; returns its port."""
+        ...
+
+    def hold_pipe_place(self, relay: PeerId, relay_address: str, own: tuple[str, int]) -> None:
+        """Keeps a reservation at the relay at `relay_address`, so that workers that cannot dial this learner reach it through the
+        relay's byte pipes. `own`: host and port at which this machine itself can dial the learner's server."""
+        ...
+
+    def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
+
+    def bar(self, peer_id: PeerId, *, is_lifted: bool) -> None:
+        """Stops exchanging chunks with a banned worker; `is_lifted` allows it again."""
+        ...
+
+    def is_needed(self) -> bool:
+        """Whether a connected worker is still fetching or lacks the newest version."""
+        ...
+
+
+BroadcasterFactory = Callable[[Credentials, LearnerOptions, NodeCalls], Broadcaster]
+"""Makes the broadcast node."""
+
+
+_log = logging.getLogger("echo2.learner")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedArtifact:
+    """A published artifact. `parent`: None for a keyframe. `fingerprint`: 16 hex digits."""
+
+    version: Version
+    parent: Version | None
+    artifact_bytes: int
+    full_snapshot_bytes: int
+    encode_s: float
+    fingerprint: str
+
+
+@dataclass(slots=True)
+class ByteCounts:
+    """Bytes that this process has published."""
+
+    deltas: int = 0
+    keyframes: int = 0
+    merged: int = 0
+    full_snapshots: int = 0  # size of full snapshots of the same versions
+    versions: int = 0
+
+
+class PublisherPort(Protocol):
+    """`on_version`: workers may sample with it from now on. `on_artifact`: it is out. `fail`: publishing failed."""
+
+    def on_version(self, version: Version) -> None: ...
+    def on_artifact(self, artifact: PublishedArtifact) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+
+
+class VersionPublisher:
+    """Publishes versions one after another. `newest_tensors`: weights of the last published version; in a sharded learner, this
+    rank's rows."""
+
+    def __init__(
+        self,
+        broadcaster: Broadcaster,
+        journal: Journal,
+        schedule: PublicationSchedule,
+        port: PublisherPort,
+        key: int,
+        choice: SettingChoice | None = None,
+        executor: Executor | None = None,
+        coder: VersionCoder | None = None,
+    ) -> None:
+        self.broadcaster = broadcaster
+        self.journal = journal
+        self.schedule = schedule
+        self.port = port
+        self.key = key
+        self.choice = choice or SettingChoice()
+        self.merges = MergeSchedule()
+        self.of_base = BaseSchedule()
+        self._executor = executor
+        self._coder = coder or LocalCoder()
+        self._plain: dict[tuple[Version, Version], list[bytes]] = {}  # mergeable copies of densely coded deltas
+        self.newest: Version | None = None
+        self.newest_tensors: Mapping[str, Tensor] = {}
+        self.newest_fingerprint = 0
+        self.bytes = ByteCounts()
+        self.last: PublishedArtifact | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_taken_up = self._is_something_lost = False
+
+    @property
+    def newest_version(self) -> Version:
+        """The last published version; one that is still being published does not count."""
+        assert self.newest is not None, "hold comes first"
+        return self.newest
+
+    def hold(self, tensors: Mapping[str, Tensor], version: Version) -> str:
+        """Sets `tensors` as the newest published weights without sending them; returns their fingerprint in hex."""
+        self.newest, self.newest_tensors = version, tensors
+        self.newest_fingerprint = self._coder.fingerprint(version, tensors, self.key)
+        self._coder.forget_before(version)
+        return f"{self.newest_fingerprint:016x}"
+
+    async def publish_keyframe(self) -> None:
+        """Publishes the newest weights as a keyframe: at the start, after a restart, and when the chain of deltas since the last
+        keyframe has grown long."""
+        self._is_something_lost = False
+        header = DeltaHeader(target_version=self.newest_version, fingerprint_key=self.key)
+        encoding = self._coder.keyframe(self.newest_tensors, header)
+        artifact = await self._send(encoding, self.newest_version, self.newest_tensors, None)
+        self.bytes.keyframes += artifact.artifact_bytes
+        self.schedule.keyframe_published(artifact.version, artifact.artifact_bytes)
+
+    async def take_up(
+        self,
+        tensors: Mapping[str, Tensor],
+        version: Version,
+        cut_off: tuple[Version, Mapping[str, Tensor]] | None,
+        base: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Publishes the newest version at a start. `cut_off`: the previous version and its weights, if a kill may have cut off the
+        delta from it; that delta is then sent again. A keyframe follows for newcomers if none was sent, and, with `base`, the
+        weights of version 0, a delta from that version; the coder keeps version 0 until then.
+        """
+        self.of_base.at = Version(0) if version == 0 else None
+        if cut_off is None:
+            self.hold(tensors, version)
+        else:
+            self.hold(cut_off[1], cut_off[0])
+            await self._publish(version, tensors)
+        self._is_taken_up = True
+        if not self.schedule.keyframe_bytes or self._is_something_lost:
+            await self.publish_keyframe()
+        if base is not None:
+            self._begin(self._publish_of_base(base))
+
+    async def _publish_of_base(self, base: Mapping[str, Tensor]) -> None:
+        """Publishes the newest version as a delta from the base, so that newcomers that have the base need no keyframe. Runs while
+        training continues; the next version waits for it."""
+        version, tensors = self.newest_version, self.newest_tensors
+        fingerprint = f"{self.newest_fingerprint:016x}"
+        self.of_base.at = version
+        try:
+            parent = await asyncio.to_thread(self._coder.fingerprint, Version(0), base, self.key)
+            header = DeltaHeader(version, Version(0), parent, fingerprint_key=self.key, setting=CodecSetting.FAST)
+            encoding = self._coder.delta(base, tensors, header, self._executor)
+            size = await self.broadcaster.publish_merged(
+                version, Version(0), iter(encoding), fingerprint, _bytes_of(tensors)
+            )
+        except EchoError as error:
+            _log.warning("no delta from the base to %d: %s", version, error)
+            self.of_base.at = None
+            return
+        finally:
+            self._coder.keep(None)
+            await asyncio.to_thread(self._coder.forget_before, version)
+        self.bytes.merged += size
+        _log.info("newcomers who have the base fetch %d bytes to version %s", size, self.of_base.at)
+        self.of_base.left(size, self.schedule.keyframe_bytes)
+
+    def replace_lost(self, what: str) -> None:
+        """Publishes a keyframe to replace an artifact that the disk damaged; workers waiting for it take the newest version."""
+        _log.error("%s of what was published is lost: the disk changed it; a keyframe takes its place", what)
+        self._is_something_lost = True
+        if self._is_taken_up and (self._task is None or self._task.done()):
+            self._begin(self.publish_keyframe())
+
+    async def publish_soon(self, version: Version, tensors: Mapping[str, Tensor]) -> float:
+        """Starts publishing `version` while the next step trains. Returns the seconds it waited for the previous version."""
+        began = monotonic()
+        await self.settled()
+        waited_s = monotonic() - began
+        self.port.on_version(version)
+        self.schedule.begin(version)
+        self._begin(self._publish(version, tensors))
+        return waited_s
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        self._task = asyncio.get_running_loop().create_task(work)
+        self._task.add_done_callback(self._done)
+
+    async def settled(self) -> None:
+        """Waits until no version is being published."""
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.port.fail(error)
+
+    async def _publish(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        self.journal.append(VersionPublished(version, ""))
+        await self.journal.commit()
+        header = DeltaHeader(
+            target_version=version,
+            parent_version=self.newest_version,
+            parent_fingerprint=self.newest_fingerprint,
+            fingerprint_key=self.key,
+            setting=self._choose_setting(tensors),
+        )
+        encoding = self._coder.delta(self.newest_tensors, tensors, header, self._executor)
+        artifact = await self._send(encoding, version, tensors, self.newest_version)
+        if encoding.encoded_bytes:
+            self.choice.encoded(
+                header.setting, artifact.full_snapshot_bytes, artifact.artifact_bytes, artifact.encode_s
+            )
+        await self._merge(tensors, header, artifact)
+        self.newest, self.newest_tensors, self.newest_fingerprint = version, tensors, int(artifact.fingerprint, 16)
+        await asyncio.to_thread(self._coder.forget_before, version)
+        self.journal.append(VersionPublished(version, artifact.fingerprint))
+        self.bytes.deltas += artifact.artifact_bytes
+        self.bytes.full_snapshots += artifact.full_snapshot_bytes
+        self.bytes.versions += 1
+        self.schedule.delta_published(version, artifact.artifact_bytes)
+        if self.schedule.is_keyframe_due or self._is_something_lost:
+            await self.publish_keyframe()
+
+    def _choose_setting(self, tensors: Mapping[str, Tensor]) -> CodecSetting:
+        has_changed = self.choice.choose(_bytes_of(tensors), self.broadcaster.spread_bytes_per_s)
+        if has_changed or not self.bytes.versions:
+            _log.info("deltas are coded %s", self.choice.reason)
+        return self.choice.setting
+
+    async def _merge(self, tensors: Mapping[str, Tensor], header: DeltaHeader, artifact: PublishedArtifact) -> None:
+        """Publishes the merged deltas that this version's delta completes."""
+        assert artifact.parent is not None, "a delta has a parent"
+        merges = self.merges.published(artifact.version, artifact.parent)
+        if header.setting is CodecSetting.DENSE:  # its positions depend on the weights, so it cannot be merged
+            fast = replace(header, setting=CodecSetting.FAST)
+            plain = self._coder.delta(self.newest_tensors, tensors, fast, self._executor)
+            self._plain[artifact.parent, artifact.version] = await asyncio.to_thread(list, plain)
+        for merge in merges:
+            if not await self._publish_merge(merge, artifact):
+                break
+        if (due := self.of_base.step(merges)) is not None:
+            before, self.of_base.at = self.bytes.merged, due.version
+            if due.middle > 0 and not await self._publish_merge(due, artifact):
+                self.of_base.at = None
+            elif due.middle > 0:
+                self.of_base.left(self.bytes.merged - before, self.schedule.keyframe_bytes)
+        if merges:
+            self._plain.clear()
+
+    async def _publish_merge(self, merge: Merge, artifact: PublishedArtifact) -> bool:
+        halves = [self._frames(merge.parent, merge.middle), self._frames(merge.middle, merge.version)]
+        if None in halves:
+            _log.debug("no delta from %d to %d: a part of it is no longer kept", merge.parent, merge.version)
+            return False
+        frames = compose(*(half for half in halves if half is not None))
+        try:
+            self.bytes.merged += await self.broadcaster.publish_merged(
+                merge.version, merge.parent, frames, artifact.fingerprint, artifact.full_snapshot_bytes
+            )
+        except EchoError as error:
+            _log.warning("no delta from %d to %d: %s", merge.parent, merge.version, error)
+            return False
+        return True
+
+    def _frames(self, parent: Version, version: Version) -> Iterator[bytes] | None:
+        plain = self._plain.get((parent, version))
+        return iter(plain) if plain is not None else self.broadcaster.frames(version, parent)
+
+    async def _send(
+        self, encoding: Encoding, version: Version, tensors: Mapping[str, Tensor], parent: Version | None
+    ) -> PublishedArtifact:
+        began = monotonic()
+        full_bytes = _bytes_of(tensors)
+        kind = "keyframe" if parent is None else f"delta from {parent}"
+
+        def far() -> str:
+            return far_text(encoding.encoded_bytes, 0, monotonic() - began)
+
+        sending = self.broadcaster.publish(version, parent, encoding, full_bytes)
+        size = await under_way(
+            _log, f"{kind} of version {version}, {format_bytes(full_bytes)} of weights", sending, far
+        )
+        # If the artifact was already sealed in the store, no frames were encoded and the encoding has no fingerprint.
+        if encoding.encoded_bytes:
+            found = encoding.fingerprint
+        else:
+            found = await asyncio.to_thread(self._coder.fingerprint, version, tensors, self.key)
+        artifact = PublishedArtifact(version, parent, size, full_bytes, monotonic() - began, f"{found:016x}")
+        self.last = artifact
+        self.port.on_artifact(artifact)
+        _log.info(
+            "published version %d (%s): %d bytes, %.2f %% of %d, in %.3f s",
+            version, kind, size, 100 * size / full_bytes, full_bytes, artifact.encode_s,
+        )  # fmt: skip
+        return artifact
+
+
+def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of the weights over all ranks."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())

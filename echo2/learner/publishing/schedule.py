@@ -1,0 +1,195 @@
+"""When a version is published, and when a keyframe, a merged delta or a delta from the base goes with it.
+
+Guarantees: a version is due kappa steps after the last; kappa is between 1 and S (1 if S is 0), because with a
+larger kappa the newest version would exceed the staleness bound before the next one arrives. Leaves to others: encoding and
+sending (publisher), choosing kappa (the user, else the coordinator's planner).
+
+Keyframes. A newcomer fetches the newest keyframe and the deltas after it. A keyframe of the newest version is due when
+those deltas together exceed `keyframe_share` of a keyframe's bytes, or when they number `chain_max`. So a newcomer fetches
+at most about (1 + share) keyframes' worth of bytes and applies at most about `chain_max` deltas.
+
+Merged deltas. The n-th publication also gets a delta from the publication 2^j before it, for each 2^j that divides n. It is
+merged from two halves that were published already. So a worker that is k publications behind needs at most 2 log2(k) + 1
+pieces.
+
+Deltas from the base. A worker that has the base checkpoint needs a delta from version 0 and the few deltas after it. At
+every `BASE_REACH`-th publication, the newest delta from version 0 is merged with the merged delta that continues it. Each
+start of the learner makes a new delta from the base, which it has loaded anyway.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from echo2.base.ids import Step, Version
+from echo2.weights import CodecSetting
+from echo2.weights.policy import BASE_SHARE_MAX, SettingCost, choose_setting, parents_to_publish
+
+MERGED_LAG_MAX = 64
+"""The most publications that a merged delta spans."""
+BASE_REACH = 16
+"""Publications between two deltas from the base: the learner's default for the length of a keyframe's chain, so that both
+are renewed about equally often."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationConfig:
+    """`kappa` None: the coordinator's plan chooses it; S - 1 until a plan arrives. `keyframe_share`, `chain_max`: see above."""
+
+    staleness_bound: int
+    kappa: int | None = None
+    keyframe_share: float = 1.0
+    chain_max: int = 32
+
+
+@dataclass(slots=True)
+class PublicationSchedule:
+    """The newest version, and the size of the chain of deltas after the newest keyframe."""
+
+    config: PublicationConfig
+    newest: Version = field(default_factory=lambda: Version(0))
+    planned_kappa: int | None = None
+    keyframe_bytes: int = 0
+    chain_bytes: int = 0
+    chain_length: int = 0
+
+    @property
+    def kappa(self) -> int:
+        bound = self.config.staleness_bound
+        wanted = self.config.kappa or self.planned_kappa or bound - 1
+        return max(1, min(wanted, bound))
+
+    def is_due(self, step: Step) -> bool:
+        """Whether to publish the weights after `step` optimiser steps."""
+        return step - self.newest >= self.kappa
+
+    def begin(self, version: Version) -> None:
+        """Notes that `version` is being published. The next is due kappa steps after it, however long publishing takes."""
+        assert version > self.newest, f"version {version} after {self.newest}"
+        self.newest = version
+
+    def delta_published(self, version: Version, delta_bytes: int) -> None:
+        """The delta to `version` was published."""
+        assert version == self.newest, f"version {version}, begun was {self.newest}"
+        self.chain_bytes += delta_bytes
+        self.chain_length += 1
+
+    def keyframe_published(self, version: Version, keyframe_bytes: int) -> None:
+        self.newest = max(self.newest, version)
+        self.keyframe_bytes = keyframe_bytes
+        self.chain_bytes = self.chain_length = 0
+
+    @property
+    def is_keyframe_due(self) -> bool:
+        over_bytes = self.chain_bytes > self.config.keyframe_share * self.keyframe_bytes
+        return self.chain_length > 0 and (over_bytes or self.chain_length >= self.config.chain_max)
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """A delta `parent` -> `version`, to be merged from `parent` -> `middle` and `middle` -> `version`."""
+
+    parent: Version
+    middle: Version
+    version: Version
+
+
+@dataclass(slots=True)
+class MergeSchedule:
+    """Which merged deltas go with a version. Counts publications from the version that this process found published."""
+
+    _ordinal: int = 0
+    _recent: deque[Version] = field(default_factory=lambda: deque(maxlen=MERGED_LAG_MAX + 1))
+
+    def published(self, version: Version, parent: Version) -> list[Merge]:
+        """The delta to `version` was published; returns the merges that are due, shortest span first. If `parent` is not the
+        last version that it knows, it counts from `parent` again."""
+        if not self._recent or self._recent[-1] != parent:
+            self._ordinal = 0
+            self._recent.clear()
+            self._recent.append(parent)
+        self._ordinal += 1
+        self._recent.append(version)
+        reaches = [self._ordinal - before for before in parents_to_publish(self._ordinal, MERGED_LAG_MAX)]
+        recent = self._recent
+        return [Merge(recent[-1 - reach], recent[-1 - reach // 2], version) for reach in reaches if reach > 1]
+
+
+@dataclass(slots=True)
+class BaseSchedule:
+    """`at`: the target of the newest delta from version 0; None: there is none, and none can be merged."""
+
+    at: Version | None = field(default_factory=lambda: Version(0))
+
+    def step(self, merges: Sequence[Merge], reach: int = BASE_REACH) -> Merge | None:
+        """The delta from version 0 that is due with these `merges` (shortest first), as a merge of two halves, or None."""
+        if self.at is None or len(merges) < reach.bit_length() - 1:
+            return None
+        merge = merges[reach.bit_length() - 2]
+        if merge.parent != self.at:
+            return None
+        return Merge(Version(0), self.at, merge.version)
+
+    def left(self, delta_bytes: int, keyframe_bytes: int) -> None:
+        """The delta from the base was published. If it saves a newcomer too little, no more are made."""
+        if delta_bytes > BASE_SHARE_MAX * keyframe_bytes:
+            self.at = None
+
+
+FIRST_SHARE = {CodecSetting.FAST: 0.0119, CodecSetting.DENSE: 0.0088}
+"""A delta's size as a share of the full weights' bytes; used until the first delta was encoded."""
+ENCODE_BYTES_PER_S = {CodecSetting.FAST: 6.2e9, CodecSetting.DENSE: 2.4e9}
+DECODE_BYTES_PER_S = {CodecSetting.FAST: 7.1e9, CodecSetting.DENSE: 2.2e9}
+"""Bytes of full weights per second and core. Measured, like the shares, at a learning rate of 3e-6, one step apart."""
+WORKER_CORES = 1
+"""A worker decodes in one thread: its other cores may be busy."""
+ENCODE_CORES_MAX = 3
+"""weights/encode codes this many blocks at a time: the one being consumed and two ahead."""
+
+
+def encode_cores(device_type: str, cores: int) -> int:
+    """Number of encoding threads: half of the cores, at most `ENCODE_CORES_MAX`. One if the model trains on the CPU, because
+    more threads would slow the training."""
+    return max(1, min(ENCODE_CORES_MAX, cores // 2)) if device_type != "cpu" else 1
+
+
+class SettingChoice:
+    """`setting`, `reason`: the latest choice. `cores`: number of encoding threads."""
+
+    def __init__(self, cores: int = 1) -> None:
+        self.cores = cores
+        self.setting = CodecSetting.FAST
+        self.reason = "nothing was published yet"
+        self._share = dict(FIRST_SHARE)
+        self._encode_bytes_per_s = dict(ENCODE_BYTES_PER_S)
+
+    def encoded(self, setting: CodecSetting, weights_bytes: int, encoded_bytes: int, seconds: float) -> None:
+        """Records the size and duration of an encoded delta. The other setting's figures are scaled by the same factors, so
+        that their proportions stay those of the benchmark."""
+        if encoded_bytes <= 0 or seconds <= 0 or weights_bytes <= 0:
+            return
+        share, rate = encoded_bytes / weights_bytes, weights_bytes / seconds / self.cores
+        for each in CodecSetting:
+            self._share[each] = share * FIRST_SHARE[each] / FIRST_SHARE[setting]
+            self._encode_bytes_per_s[each] = rate * ENCODE_BYTES_PER_S[each] / ENCODE_BYTES_PER_S[setting]
+
+    def choose(self, weights_bytes: int, spread_bytes_per_s: float) -> bool:
+        """Chooses the setting of the next delta; returns whether it changed. `spread_bytes_per_s`: the rate at which one
+        artifact reaches all workers; 0 if it is not known yet."""
+        before = self.setting
+        if spread_bytes_per_s <= 0:
+            self.setting, self.reason = CodecSetting.FAST, "fast: the uplink is not known yet"
+        else:
+            costs = {
+                each: SettingCost(
+                    self._share[each] * weights_bytes, self._encode_bytes_per_s[each], DECODE_BYTES_PER_S[each]
+                )
+                for each in CodecSetting
+            }
+            self.setting, why = choose_setting(
+                costs, weights_bytes, spread_bytes_per_s, self.cores, WORKER_CORES, self.setting
+            )
+            self.reason = f"{why} ({spread_bytes_per_s:.3g} bytes/s to all workers, {self.cores} cores encode)"
+        return self.setting is not before

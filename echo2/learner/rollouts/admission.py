@@ -1,0 +1,544 @@
+"""The open groups, of training and of the running evaluation: which tokens are admitted, which groups are trained on next.
+
+Guarantees: no batch has a token over the staleness bound (one rule, checked on arrival and again when a batch is drawn); an
+evaluation's group holds tokens of its version alone and is in no batch; a group enters at most one batch (ledger); a batch is R/n
+complete groups, those that would go stale first. A group whose tokens can no longer be used is closed and counted, and its prompt
+is offered again under another id, a limited number of times. Leaves to others: telling anyone (pool; once the run has begun, no
+other code changes the groups), whether tokens and log-probabilities come from the version named (audit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from echo2.base.errors import MalformedMessage
+from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.rng import turn_seed
+from echo2.base.rollout import (
+    FinishReason,
+    GroupSpec,
+    Rollout,
+    RolloutSegment,
+    SamplingParams,
+    SegmentVerdict,
+    Verdict,
+    Work,
+)
+from echo2.learner.rollouts.groups import (
+    NOBODY,
+    Batch,
+    Draw,
+    Group,
+    TrainGroup,
+    Turn,
+    TurnOf,
+    common_beginning,
+    empty_rollout,
+    extended,
+    extended_senders,
+    is_driven,
+    is_driven_root,
+    is_later_turn,
+    joined,
+    root_of,
+)
+from echo2.learner.rollouts.selection import GroupRules
+from echo2.learner.rollouts.workers import SenderRecords
+from echo2.staleness.ledger import Ledger
+from echo2.staleness.rule import is_admissible
+
+STEPS_REMEMBERED = 256
+"""For so many steps, the ledger remembers a trained group, whose late copies are answered DUPLICATE and afterwards CLOSED; and so
+many steps past the bound a version is known, so that late tokens are refused as stale, not as impossible."""
+RETRIES_MAX = {Work.TRAIN: 2, Work.EVALUATE: 64}
+"""How often a prompt is offered again after its group went stale or its worker was barred. A question left out would bias a
+result."""
+RELATION_NATS = 1e-3
+"""Tolerance for the relation between a token's two log-probabilities that the sampling parameters imply; float32 kernels differ by
+less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closure:
+    """A closed group. `retry`: the draw that replaces it, if its prompt gets another try."""
+
+    group_id: GroupId
+    reason: str  # complete | stale | quarantined | no contrast | reward failed | unused | restarted | evaluation over
+    retry: Draw | None = None
+
+
+@dataclass(slots=True)
+class Counts:
+    """Rollouts for training by outcome, counted since the run began."""
+
+    admitted: int = 0
+    duplicate: int = 0
+    refused: int = 0
+    dropped_stale: int = 0
+    dropped_quarantined: int = 0
+    dropped_equal_rewards: int = 0
+    dropped_reward_failed: int = 0
+    pruned: int = 0
+    trained: int = 0
+    trained_tokens: int = 0
+
+
+@dataclass(slots=True)
+class OpenGroups:
+    """`next_step`: the step of the next batch to be drawn. `published`: versions that workers may name. `accusations`: workers to
+    be accused of impossible reports, with the reason; the pool takes them."""
+
+    rules: GroupRules
+    ledger: Ledger
+    next_step: Step = field(default_factory=lambda: Step(0))
+    published: list[Version] = field(default_factory=lambda: [Version(0)])
+    groups: dict[GroupId, Group] = field(default_factory=dict)
+    closures: list[Closure] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    drops_for_step: int = 0
+    workers: SenderRecords = field(default_factory=SenderRecords)
+    accusations: list[tuple[PeerId, str]] = field(default_factory=list)
+
+    # ---- what is held
+
+    @property
+    def training(self) -> list[Group]:
+        return [group for group in self.groups.values() if group.is_training]
+
+    @property
+    def evaluation(self) -> list[Group]:
+        return [group for group in self.groups.values() if not group.is_training]
+
+    def incomplete_specs(self) -> list[GroupSpec]:
+        """Groups that still need a worker, oldest first; those of the evaluation last."""
+        return [group.spec for group in (*self.training, *self.evaluation) if not group.is_sampled]
+
+    @property
+    def in_flight_groups(self) -> int:
+        """Training groups offered or buffered. Groups drawn into a batch do not count, nor do the groups of later turns."""
+        return sum(group.is_training and not is_later_turn(name) for name, group in self.groups.items())
+
+    @property
+    def open_rollouts(self) -> int:
+        return sum(not rollout.is_finished for group in self.training for rollout in group.rollouts)
+
+    @property
+    def buffered_rollouts(self) -> int:
+        """Rollouts for training whose turns so far are all finished."""
+        finished = 0
+        for group in self.training:
+            if not is_later_turn(group.spec.group_id):
+                finished += sum(rollout.is_finished for rollout in group.rollouts)
+            elif not group.is_sampled:
+                finished -= 1
+        return finished
+
+    def turns(self, root: GroupId, index: int) -> list[Turn]:
+        """The turns of one rollout so far, including the one being sampled."""
+        turns: list[Turn] = []
+        at = TurnOf(root, index, 1 if is_driven(root) else 0)
+        while (group := self.groups.get(at.group_id)) is not None:
+            slot = index if at.turn == 0 else 0
+            turns.append(Turn(group.spec.prompt_token_ids, group.rollouts[slot], group.senders.get(slot, ())))
+            at = at.next
+        return turns
+
+    def family(self, root: GroupId, index: int | None = None) -> list[GroupId]:
+        """The ids of a group and its rollouts' later turns; with `index`, only that rollout's later turns."""
+        names = [root] if index is None else []
+        for each in range(len(self.groups[root].rollouts)) if index is None else (index,):
+            at = TurnOf(root, each, 1)
+            while at.group_id in self.groups:
+                names.append(at.group_id)
+                at = at.next
+        return names
+
+    def _oldest_version(self, root: GroupId) -> Version:
+        return min(self.groups[name].oldest_version for name in self.family(root))
+
+    # ---- opening
+
+    def open(self, spec: GroupSpec, draw: Draw) -> GroupSpec:
+        assert spec.group_id not in self.groups, f"group {spec.group_id} is open already"
+        self.groups[spec.group_id] = Group.opened(spec, draw)
+        return spec
+
+    def open_group(self, draw: Draw) -> GroupSpec:
+        """Opens a draw's group for training. The same draw always gives the same id, prompt and seed.
+
+        The expected step is a queueing estimate that assumes that groups finish in the order offered. A fleet nearly does that;
+        otherwise it is off by about one batch, and the admission rule still refuses stale tokens.
+        """
+        step = self.next_step + self.in_flight_groups // self.rules.groups_per_step
+        name = draw.group_id(is_driven=self.rules.is_driven)
+        return self.open(
+            GroupSpec(name, draw.prompt_token_ids, self.rules.rollouts_per_group, draw.sampling, step), draw
+        )
+
+    def open_question(self, draw: Draw, version: Version, samples: int) -> GroupSpec:
+        """Opens a question of the evaluation of `version`."""
+        name = draw.group_id(version, is_driven=self.rules.is_driven)
+        return self.open(
+            GroupSpec(name, draw.prompt_token_ids, samples, draw.sampling, int(version), Work.EVALUATE, version), draw
+        )
+
+    def move_up(self) -> list[GroupSpec]:
+        """Moves groups up when groups before them were closed; returns the specs that are due earlier, to be offered again.
+
+        Without this, a group could wait for ever for a version that is newer than its new position requires: the version comes
+        only with a step, and the step needs the group.
+        """
+        moved: list[GroupSpec] = []
+        roots = [group.spec.group_id for group in self.training if not is_later_turn(group.spec.group_id)]
+        families = [[self.groups[name] for name in self.family(root)] for root in roots]
+        families.sort(key=lambda members: (not all(m.is_sampled for m in members), members[0].spec.consume_step))
+        for position, members in enumerate(families):
+            step = self.next_step + position // self.rules.groups_per_step
+            for group in members:
+                if step < group.spec.consume_step and not group.is_sampled:
+                    group.spec = replace(group.spec, consume_step=step)
+                    moved.append(group.spec)
+        return moved
+
+    def open_turn(self, before: TurnOf, said: tuple[int, ...]) -> GroupSpec | None:
+        """Opens the turn after `before`, with the environment's tokens `said` appended; None if the group is gone."""
+        asked, root = self.groups.get(before.group_id), self.groups.get(before.root)
+        if asked is None or root is None:
+            return None
+        rollout = asked.rollouts[before.index if before.turn == 0 else 0]
+        prompt = asked.spec.prompt_token_ids + rollout.token_ids + said
+        return self._open_member(root, before.next, prompt, root.spec.sampling, root.spec.sampling)
+
+    def open_call(
+        self,
+        root: GroupId,
+        chain: int | None,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        temperature: float | None = None,
+    ) -> GroupSpec | None:
+        """Opens an agent's next call, after the last call of `chain`, which must have ended; `chain` None starts a chain. Length
+        and stops come from `sampling`; temperature, top-p and top-k from the problem, but an evaluation may choose `temperature`.
+
+        Returns None if the episode's group is gone. Raises `MalformedMessage` if the model lacks a token of the prompt.
+        """
+        if not prompt or min(prompt) < 0 or max(prompt) >= self.rules.vocabulary_size:
+            raise MalformedMessage(
+                f"prompt of a call of {root}: expected 1 or more token ids below {self.rules.vocabulary_size}, got "
+                f"{len(prompt)} from {min(prompt, default=0)!r:.40} to {max(prompt, default=0)!r:.40}"
+            )
+        group = self.groups.get(root)
+        if group is None or not is_driven_root(root):
+            return None
+        chain = group.add_chain() if chain is None else chain
+        of_problem = group.spec.sampling
+        if temperature is not None and not group.is_training:
+            of_problem = replace(of_problem, temperature=temperature)
+        return self._open_member(
+            group, TurnOf(root, chain, len(self.turns(root, chain)) + 1), prompt, sampling, of_problem
+        )
+
+    def _open_member(
+        self, root: Group, at: TurnOf, prompt: tuple[int, ...], sampling: SamplingParams, of_problem: SamplingParams
+    ) -> GroupSpec:
+        """Opens a group of one rollout. A worker cannot choose its seed: it follows from the problem's."""
+        sampling = replace(
+            sampling,
+            seed=turn_seed(of_problem.seed, at.index, at.turn),
+            temperature=of_problem.temperature,
+            top_p=of_problem.top_p,
+            top_k=of_problem.top_k,
+        )
+        spec = replace(root.spec, group_id=at.group_id, prompt_token_ids=prompt, rollout_count=1, sampling=sampling)
+        return self.open(spec, replace(root.draw, prompt_token_ids=prompt, sampling=sampling))
+
+    # ---- receiving
+
+    def receive(self, segment: RolloutSegment, attempt: int, sender: PeerId = NOBODY) -> SegmentVerdict:
+        """Takes a segment from the lease's `attempt`. The caller must make the rollout durable before it answers ADMITTED."""
+        group = self.groups.get(segment.group_id)
+        if group is None:
+            was_trained = self.ledger.is_trained(root_of(segment.group_id)) and segment.is_final
+            self.counts.duplicate += was_trained
+            verdict = Verdict.DUPLICATE if was_trained else Verdict.CLOSED
+            return SegmentVerdict(segment.group_id, segment.index, verdict, 0, "the group is not open")
+        if attempt < group.lease_attempt:
+            text = f"attempt {attempt} was superseded by attempt {group.lease_attempt}"
+            return SegmentVerdict(segment.group_id, segment.index, Verdict.CLOSED, 0, text)
+        exact = group.spec.exact_version
+        published = self.published if exact is None else [exact]
+        problem = problem_of_segment(segment, group.spec, self.rules.vocabulary_size, published)
+        if problem is not None:
+            return self._refuse(segment, problem, group, sender)
+        group.lease_attempt = attempt
+        held = group.rollouts[segment.index]
+        if held.is_finished:
+            self.counts.duplicate += segment.is_final and group.is_training
+            return _verdict(segment, Verdict.DUPLICATE, group)
+        if segment.offset > len(held.token_ids):
+            return _verdict(segment, Verdict.RESEND, group)
+        return self._grow(segment, group, held, sender)
+
+    def take_over(self, group_id: GroupId, attempt: int) -> list[Rollout] | None:
+        """The held rollouts, for the worker that continues as `attempt`; None if closed or taken over by a later attempt."""
+        group = self.groups.get(group_id)
+        if group is None or attempt < group.lease_attempt:
+            return None
+        group.lease_attempt = attempt
+        return list(group.rollouts)
+
+    def _grow(self, segment: RolloutSegment, group: Group, held: Rollout, sender: PeerId) -> SegmentVerdict:
+        senders, held_tokens = group.senders.get(segment.index, ()), len(held.token_ids)
+        grown = extended(held, segment)
+        if grown is None:  # a worker that lost its state may restart the rollout from its first token
+            if segment.offset != 0:
+                return self._refuse(segment, "its tokens differ from those held of the same positions", group)
+            senders, held_tokens = (), 0
+            grown = extended(empty_rollout(segment.group_id, segment.index), segment)
+            assert grown is not None, "a segment at offset 0 always fits an empty rollout"
+        problem = problem_of_end(grown, held_tokens, group.spec)
+        if problem is not None:
+            return self._refuse(segment, problem, group, sender)
+        if group.is_training and not self._is_fresh(grown):
+            self.close_family(root_of(segment.group_id), "stale")
+            text = (
+                f"its oldest token is of version {grown.oldest_version}; step {self.next_step} takes "
+                f"{self.next_step - self.rules.staleness_bound} or newer"
+            )
+            return SegmentVerdict(segment.group_id, segment.index, Verdict.STALE, 0, text)
+        if not grown.is_finished and group.is_training and self._is_hopeless(grown, group):
+            # It is admitted as it is, which tells its worker to stop.
+            grown = replace(grown, finish_reason=FinishReason.LENGTH)
+            group.pruned += 1
+            self.counts.pruned += 1
+        group.rollouts[segment.index] = grown
+        group.senders[segment.index] = extended_senders(senders, sender, len(grown.token_ids) - held_tokens)
+        if len(grown.token_ids) > held_tokens:
+            self.workers.on_tokens(sender, segment.group_id, segment.index)
+        if not grown.is_finished:
+            return _verdict(segment, Verdict.HELD, group)
+        self.workers.on_admission(group.senders[segment.index], sender)
+        self.counts.admitted += group.is_training
+        return _verdict(segment, Verdict.ADMITTED, group)
+
+    def _is_hopeless(self, rollout: Rollout, group: Group) -> bool:
+        rule = self.rules.pruning
+        if rule is None or not rule.may_prune(len(group.rollouts), group.pruned):
+            return False
+        numbers = group.spec.sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs)
+        return rule.is_hopeless(rollout.token_ids, numbers)
+
+    def _refuse(
+        self, segment: RolloutSegment, problem: str, group: Group, impossible_of: PeerId | None = None
+    ) -> SegmentVerdict:
+        """`impossible_of`: the sender, if no honest worker sends such a segment."""
+        if impossible_of is not None and (text := self.workers.on_impossible(impossible_of, problem)):
+            self.accusations.append((impossible_of, text))
+        self.counts.refused += group.is_training
+        index = segment.index
+        held = len(group.rollouts[index].token_ids) if 0 <= index < len(group.rollouts) else 0
+        text = f"rollout {index} of group {segment.group_id}: {problem}"
+        return SegmentVerdict(segment.group_id, index, Verdict.REFUSED, held, text)
+
+    # ---- rewards
+
+    def reward(self, group_id: GroupId, index: int, reward: float | None) -> None:
+        """Records the reward of a finished rollout; None if scoring failed. Ignored if the group is gone."""
+        group = self.groups.get(group_id)
+        if group is None or not group.rollouts[index].is_finished:
+            return
+        group.rewards[index] = reward
+        self.counts.dropped_reward_failed += reward is None and group.is_training
+        self._judge_ready(group)
+
+    def end_episode(self, root: GroupId, chains: Mapping[int, int], reward: float | None, *, is_final: bool) -> None:
+        """Records the end of an agent's episode (see `RolloutPool.end_episode`); drops the calls after those that count."""
+        group = self.groups[root]
+        for chain, kept in chains.items():
+            for group_id in self.family(root, chain)[kept if is_final else 0 :]:
+                del self.groups[group_id]
+                self.closures.append(Closure(group_id, "unused"))
+        counted = [chain for chain, kept in chains.items() if kept and is_final]
+        group.end_seat([chain for chain in chains if chain not in counted], None, is_final=False)
+        group.end_seat(counted, reward, is_final=is_final)
+        self.counts.dropped_reward_failed += is_final and reward is None and group.is_training
+        self._judge_ready(group)
+
+    def _judge_ready(self, group: Group) -> None:
+        """Drops a group with complete rewards if all scoring failed, or if the rewards are equal and may be replaced."""
+        if not group.is_ready:
+            return
+        known = [value for value in group.rewards.values() if value is not None]
+        if not known:
+            self.close_family(group.spec.group_id, "reward failed")
+        elif group.is_training and self.rules.drops(known, self.drops_for_step):
+            self.counts.dropped_equal_rewards += len(known)
+            self.drops_for_step += 1
+            self.close_family(group.spec.group_id, "no contrast")
+
+    # ---- drawing
+
+    @property
+    def is_batch_ready(self) -> bool:
+        """Asked after every call of the pool, so it counts instead of sorting."""
+        return sum(group.is_ready and group.is_training for group in self.groups.values()) >= self.rules.groups_per_step
+
+    def draw_batch(self) -> Batch | None:
+        """Draws the next batch; None if there are too few complete groups. Its groups are closed and entered in the ledger."""
+        self.drop_stale()
+        ready = [group.spec.group_id for group in self.training if group.is_ready]
+        ready.sort(key=self._oldest_version)  # stable: then in the order of their offers
+        if len(ready) < self.rules.groups_per_step:
+            return None
+        return self._consume(ready[: self.rules.groups_per_step])
+
+    def draw_recorded(self, group_ids: Sequence[GroupId], rewards: Sequence[Sequence[float | None]]) -> Batch:
+        """Draws the batch that the journal recorded: the same groups, in the same order, with the same rewards."""
+        for group_id, values in zip(group_ids, rewards, strict=True):
+            self.groups[group_id].rewards = dict(enumerate(values))
+        return self._consume(group_ids)
+
+    def _consume(self, chosen: Iterable[GroupId]) -> Batch:
+        step = self.next_step
+        trained: list[TrainGroup] = []
+        for name in chosen:
+            group = self.train_group(self.groups[name])
+            self.ledger.record(name, step, [span for rollout in group.rollouts for span in rollout.version_spans])
+            trained.append(group)
+            self.counts.trained += len(group.rollouts)
+            self.counts.trained_tokens += sum(len(rollout.token_ids) for rollout in group.rollouts)
+            self.close_family(name, "complete")
+        self.next_step = Step(step + 1)
+        self.drops_for_step = 0
+        self.ledger.forget_before(Step(self.next_step - STEPS_REMEMBERED))
+        return Batch(step, tuple(trained))
+
+    def train_group(self, group: Group) -> TrainGroup:
+        """Joins the turns of a complete group's rollouts. Rollouts whose reward failed are left out."""
+        rewards = {i: value for i in range(len(group.rollouts)) if (value := group.rewards.get(i)) is not None}
+        turns = {i: self.turns(group.spec.group_id, i) for i in rewards}
+        opening, spec = None, group.spec
+        if is_driven(spec.group_id):
+            opening = common_beginning([each[0].prompt_token_ids for each in turns.values()])
+            spec = replace(spec, prompt_token_ids=opening, rollout_count=len(group.rollouts))
+        whole = [joined(each, i, opening) for i, each in turns.items()]
+        return TrainGroup(
+            spec,
+            group.draw.cursor,
+            tuple(turn.rollout for turn in whole),
+            tuple(rewards.values()),
+            tuple(turn.insertions for turn in whole) if any(turn.insertions for turn in whole) else (),
+            tuple(turn.senders for turn in whole),
+        )
+
+    # ---- versions and closing
+
+    def publish(self, version: Version) -> None:
+        """From now on workers may name `version`."""
+        assert version > self.published[-1], f"version {version} after {self.published[-1]}"
+        floor = self.next_step - self.rules.staleness_bound - STEPS_REMEMBERED
+        self.published = [known for known in (*self.published, version) if known >= floor]
+
+    def _is_fresh(self, rollout: Rollout) -> bool:
+        oldest = rollout.oldest_version
+        return oldest is None or is_admissible(self.next_step, oldest, self.rules.staleness_bound)
+
+    def drop_stale(self) -> None:
+        """Closes every group for training with a token that is too old for the next step."""
+        stale = [group for group in self.training if not all(map(self._is_fresh, group.rollouts))]
+        self._close_roots(stale, "stale")
+
+    def drop_sent_by(self, peer_id: PeerId) -> None:
+        """Closes every group with a token that this worker reported; their prompts get another try."""
+        self._close_roots([group for group in self.groups.values() if group.is_sent_by(peer_id)], "quarantined")
+
+    def drop_unfinished_episodes(self) -> None:
+        """After a restart, closes problems whose agents had not finished, to be drawn again: the agents are gone."""
+        self._close_roots([g for g in self.training if is_driven_root(g.spec.group_id) and g.seats_open], "restarted")
+
+    def drop_evaluation(self) -> None:
+        for group_id in [group.spec.group_id for group in self.evaluation]:
+            del self.groups[group_id]
+            self.closures.append(Closure(group_id, "evaluation over"))
+
+    def _close_roots(self, members: Iterable[Group], reason: str) -> None:
+        for root in dict.fromkeys(root_of(member.spec.group_id) for member in members):
+            self.close_family(root, reason)
+
+    def close_family(self, root: GroupId, reason: str) -> None:
+        """Closes a group with all turns of its rollouts."""
+        group = self.groups[root]
+        if group.is_training:
+            self.counts.dropped_stale += group.begun_rollouts if reason == "stale" else 0
+            self.counts.dropped_quarantined += group.begun_rollouts if reason == "quarantined" else 0
+        is_retried = reason in ("stale", "quarantined") and group.draw.retry < RETRIES_MAX[group.spec.work]
+        retry = group.draw.again() if is_retried or reason == "restarted" else None
+        for group_id in self.family(root):
+            del self.groups[group_id]
+            self.closures.append(Closure(group_id, reason, retry if group_id == root else None))
+
+    def take_closures(self) -> list[Closure]:
+        """Returns the groups closed since the last call."""
+        taken, self.closures = self.closures, []
+        return taken
+
+
+def _verdict(segment: RolloutSegment, verdict: Verdict, group: Group) -> SegmentVerdict:
+    return SegmentVerdict(segment.group_id, segment.index, verdict, len(group.rollouts[segment.index].token_ids))
+
+
+# ---- what no honest worker sends, whatever its engine's numerical noise
+
+
+def problem_of_segment(
+    segment: RolloutSegment, spec: GroupSpec, vocabulary_size: int, published: Collection[Version]
+) -> str | None:
+    """Checks a segment by itself, before it is appended to the held tokens. Returns what was expected and what came."""
+    if not 0 <= segment.index < spec.rollout_count:
+        return f"expected an index of 0 to {spec.rollout_count - 1}, got {segment.index}"
+    if any(not 0 <= token < vocabulary_size for token in segment.token_ids):
+        return f"expected token ids of 0 to {vocabulary_size - 1}, got {max(segment.token_ids)}"
+    versions = [span.version for span in segment.version_spans]
+    if versions != sorted(versions):
+        return f"expected versions that never go back, got {versions[:8]}"
+    unknown = [version for version in dict.fromkeys(versions) if version not in published]
+    if unknown:
+        return f"expected published versions up to {max(published)}, got {unknown[0]}"
+    if segment.is_final and segment.offset == 0 and not segment.token_ids:
+        return "expected at least one token in a finished rollout, got none"
+    if spec.sampling.temperature != 1.0:
+        return None
+    # At temperature 1, a token's two numbers are equal without a filter, and a filter can only make a sampled token more likely.
+    for at, (logprob, raw) in enumerate(zip(segment.logprobs, segment.raw_logprobs, strict=True)):
+        if raw > logprob + RELATION_NATS or (not spec.sampling.is_filtered and raw < logprob - RELATION_NATS):
+            return (
+                f"expected the raw log-probability of token {segment.offset + at} to be "
+                f"{'at most' if spec.sampling.is_filtered else ''} that of sampling at temperature 1, {logprob:.6g}, got {raw:.6g}"
+            )
+    return None
+
+
+def problem_of_end(grown: Rollout, held_tokens: int, spec: GroupSpec) -> str | None:
+    """Checks a rollout that a segment has extended beyond the `held_tokens` held before: it must end where the sampling
+    parameters require, and nowhere else."""
+    sampling, count = spec.sampling, len(grown.token_ids)
+    if count > sampling.max_new_tokens:
+        return f"expected at most {sampling.max_new_tokens} tokens, got {count}"
+    stops = set(sampling.stop_token_ids)
+    early = [token for token in grown.token_ids[max(0, held_tokens - 1) : -1] if token in stops]
+    if early:
+        return f"expected it to end with its first stop token, got {early[0]} before its last token"
+    at_string = sampling.string_stop(grown.token_ids, max(0, held_tokens - 1))
+    if at_string is not None and at_string < count - 1:
+        return f"expected it to end with its first stop string, got {count - 1 - at_string} tokens behind it"
+    is_at_stop = grown.token_ids[-1:] and (
+        grown.token_ids[-1] in stops or sampling.string_stop(grown.token_ids, count - 1) is not None
+    )
+    match grown.finish_reason:
+        case FinishReason.STOP if (stops or sampling.stop_strings) and not is_at_stop:
+            return f"expected a stop token at its end, one of {sampling.stop_token_ids}, got {grown.token_ids[-1]}"
+        case FinishReason.LENGTH if count < sampling.max_new_tokens:
+            return f"expected {sampling.max_new_tokens} tokens where it ends for its length, got {count}"
+        case _:
+            return None

@@ -1,0 +1,439 @@
+"""Evaluations: when one is due, its held-out questions, leased for one version alone, its progress, its result and its files.
+
+    due --> opened --reports, rewards--> answered --all answered--> result
+              |   or agents' episodes        |
+              |<--- a worker is barred ------'
+              '--> no progress: again with the newest version, `MOVES_MAX` times, then given up
+
+Guarantees: version 0, the last one and the first of every `eval_every_steps` steps are evaluated, each with one line in
+evaluations.jsonl; questions are never trained on, the same every time, and their seeds follow from the run's secret, so that no
+worker knows them before the lease; an answer counts once; without a new answer for `patience_s` (longer where the fleet's answers
+take long) an evaluation ends or moves to a newer version, at once if newer versions overtook it before its first tokens.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import comb
+from pathlib import Path
+
+from echo2.base.errors import ConfigError
+from echo2.base.ids import GroupId, PeerId, Version
+from echo2.base.rng import derived_seed
+from echo2.config.run import RunConfig
+from echo2.learner.metrics import past_evaluations
+from echo2.learner.rollouts.groups import Draw, Group, TrainGroup, evaluated_version, is_later_turn, root_of
+from echo2.learner.rollouts.prompts import DRIVEN_PROMPT, Prompts, PromptWorld, TurnAnswer
+from echo2.outside import monotonic, unix_now
+from echo2.tasks.split import permuted
+from echo2.tasks.task import TaskInstance, TaskSpec
+
+OPEN_MAX = 256  # questions open at once: enough for a fleet of that many workers, little enough to hold
+MOVES_MAX = 3  # how often an evaluation that was partly sampled begins again with a newer version
+BEHIND_VERSIONS = 2
+"""An evaluation without samples moves to the newest version once this many newer ones were published."""
+OVERTAKEN_PATIENCE = 0.1
+"""Share of `patience_s` that a begun one waits once it was overtaken so: probably no worker holds its version now."""
+SLOW_TIMES = 4.0
+"""The next answer may take this many times the median answer's time; the first, while tokens come, this many times the patience."""
+
+Sample = tuple[float, Mapping[str, float]]
+"""A reward, and the scorer's other numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionSet:
+    """A set of `questions` prompts with `samples` completions each. `name`: as in the metrics."""
+
+    name: str
+    questions: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRules:
+    """`sets`: what to ask, in order. `is_driven`: agents play the questions."""
+
+    sets: tuple[QuestionSet, ...] = ()
+    patience_s: float = 600.0
+    is_driven: bool = False
+
+    @property
+    def questions(self) -> int:
+        return sum(each.questions for each in self.sets)
+
+    def at(self, number: int) -> tuple[int, int]:
+        """Position of the set that has question `number` (counted over all sets), and the question's position in it."""
+        for position, each in enumerate(self.sets):
+            if number < each.questions:
+                return position, number
+            number -= each.questions
+        raise IndexError(f"question {number} after the last")
+
+
+@dataclass(frozen=True, slots=True)
+class SetResult:
+    """`rewards[q][s]`: the reward of sample s of question q. `parts`: the scorer's other numbers, means over all samples."""
+
+    name: str
+    rewards: tuple[tuple[float, ...], ...]
+    parts: Mapping[str, float]
+
+    @property
+    def reward(self) -> float:
+        return statistics.fmean(value for rewards in self.rewards for value in rewards)
+
+    def pass_at(self, k: int) -> float:
+        """pass@k: probability that one or more of k samples pass (reward 1); unbiased estimate from n >= k samples a question."""
+        return statistics.fmean(
+            1.0 - comb(len(rewards) - sum(value >= 1.0 - 1e-9 for value in rewards), k) / comb(len(rewards), k)
+            for rewards in self.rewards
+        )
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The k of pass@k: 1, 2, 4, ... up to the number of samples per question."""
+        samples = min(len(rewards) for rewards in self.rewards)
+        return tuple(1 << power for power in range(samples.bit_length()))
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """If the evaluation was given up, `sets` is empty and `reason` says why. `lost`: episodes of agents that ended without a
+    reward; None if agents do not play."""
+
+    version: Version
+    sets: tuple[SetResult, ...]
+    rollouts: int
+    tokens: int
+    reason: str = ""
+    lost: int | None = None
+
+    @property
+    def reward(self) -> float:
+        """Mean over all questions of all sets."""
+        return statistics.fmean(statistics.fmean(rewards) for each in self.sets for rewards in each.rewards)
+
+    def row(self, wall_s: float) -> dict[str, object]:
+        """One line of evaluations.jsonl; docs/learner.md explains the names."""
+        row: dict[str, object] = {
+            "step": int(self.version), "eval/reward": self.reward, "eval/rollouts": self.rollouts,
+            "eval/tokens": self.tokens, "eval/wall_s": wall_s,
+        }  # fmt: skip
+        if self.lost is not None:
+            row["eval/lost_episodes"] = self.lost
+        for each in self.sets:
+            values = {"reward": each.reward} | {f"pass@{k}": each.pass_at(k) for k in each.ks} | dict(each.parts)
+            if len(self.sets) == 1:
+                row |= {f"eval/{name}": value for name, value in values.items() if name != "reward"}
+            row |= {f"eval/{each.name}/{name}": value for name, value in values.items()}
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionAnswer:
+    """A question's answer. `group_ids`: its group with all turns, which the journal keeps until the evaluation is over."""
+
+    samples: tuple[Sample, ...]
+    draw: Draw
+    group_ids: tuple[GroupId, ...]
+    senders: frozenset[PeerId]
+    rollouts: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class VersionEvaluation:
+    """The evaluation of one version. Methods that need the evaluation's open groups get them as `groups`."""
+
+    rules: EvaluationRules
+    version: Version
+    moves: int = 0
+    asked: int = 0  # questions opened so far
+    answers: dict[int, QuestionAnswer] = field(default_factory=dict)  # by the question's number
+    newer: list[Version] = field(default_factory=list)  # published since it began
+    _samples: dict[GroupId, dict[int, Sample]] = field(default_factory=dict)  # by index; of agents, by episode
+    _lost_episodes: int = 0
+    _lost_numbers: set[int] = field(default_factory=set)  # questions without any episode that got a reward
+    _seen: tuple[int, int] = (-1, -1)  # answers and tokens, at the last look
+    _progress_at: float | None = None
+    _answered_at: float | None = None  # or begun at
+    _begun_at: dict[GroupId, float] = field(default_factory=dict)
+    _answers_s: list[float] = field(default_factory=list)  # from a question's first tokens to its answer
+    _untimed: list[GroupId] = field(default_factory=list)  # answered since the last look
+
+    def wanted(self, groups: Sequence[Group]) -> range:
+        """Numbers of the questions to open now."""
+        is_open = sum(not is_later_turn(group.spec.group_id) for group in groups)
+        return range(self.asked, min(self.rules.questions, self.asked + max(0, OPEN_MAX - is_open)))
+
+    def on_sample(self, group: Group, index: int | None, reward: float | None, parts: Mapping[str, float]) -> None:
+        """Takes a sample's reward. `index`: of the rollout, whose failed scoring counts as 0; None for an agent's episode, which is
+        left out if it has no reward."""
+        if index is None and reward is None:
+            self._lost_episodes += 1
+            return
+        samples = self._samples.setdefault(group.spec.group_id, {})
+        samples[len(samples) if index is None else index] = (reward or 0.0, parts)
+
+    def on_answer(self, group: Group, members: Sequence[Group]) -> None:
+        """A question has all its rewards. `members`: its group and the groups of its rollouts' later turns."""
+        samples = self._samples.pop(group.spec.group_id)
+        self.answers[group.draw.cursor] = QuestionAnswer(
+            tuple(samples[key] for key in sorted(samples)),
+            group.draw,
+            tuple(member.spec.group_id for member in members),
+            frozenset(sent.peer_id for member in members for sender in member.senders.values() for sent in sender),
+            len(samples) if self.rules.is_driven else sum(member.begun_rollouts for member in members),
+            sum(member.token_count for member in members),
+        )
+        self._untimed.append(group.spec.group_id)
+
+    def on_lost(self, group_id: GroupId, number: int) -> None:
+        """A question was closed because all its episodes were lost."""
+        self._samples.pop(group_id, None)
+        self._lost_numbers.add(number)
+
+    def drop_sent_by(self, peer_id: PeerId) -> list[QuestionAnswer]:
+        """Drops the answers that a barred worker gave even in part, so that other workers answer the questions again."""
+        dropped = [number for number, answer in self.answers.items() if peer_id in answer.senders]
+        return [self.answers.pop(number) for number in dropped]
+
+    @property
+    def group_ids(self) -> list[GroupId]:
+        """All groups that answers came from."""
+        return [group_id for answer in self.answers.values() for group_id in answer.group_ids]
+
+    @property
+    def is_answered(self) -> bool:
+        return self.asked == self.rules.questions == len(self.answers) + len(self._lost_numbers)
+
+    # ---- results
+
+    def result(self) -> EvaluationResult:
+        """The result of an answered evaluation."""
+        assert self.is_answered, "an evaluation has a result once all of it is answered"
+        sets, begin = [], 0
+        for each in self.rules.sets:
+            numbers = range(begin, begin + each.questions)
+            samples = [self.answers[number].samples for number in numbers if number in self.answers]
+            begin += each.questions
+            if not samples:
+                continue
+            parts = [parts for question in samples for _, parts in question]
+            names = dict.fromkeys(name for values in parts for name in values)
+            means = {name: sum(values.get(name, 0.0) for values in parts) / len(parts) for name in names}
+            rewards = tuple(tuple(value for value, _ in question) for question in samples)
+            sets.append(SetResult(each.name, rewards, means))
+        if not sets:
+            return self.given_up(f"all {self._lost_episodes} episodes of agents were lost", ())
+        return EvaluationResult(self.version, tuple(sets), *self._size(()), lost=self._lost)
+
+    def given_up(self, reason: str, groups: Sequence[Group]) -> EvaluationResult:
+        return EvaluationResult(self.version, (), *self._size(groups), reason, self._lost)
+
+    @property
+    def _lost(self) -> int | None:
+        return self._lost_episodes if self.rules.is_driven else None
+
+    def _size(self, groups: Sequence[Group]) -> tuple[int, int]:
+        """Number of begun rollouts (of ended episodes, if agents play), and of sampled tokens."""
+        rollouts = sum(answer.rollouts for answer in self.answers.values())
+        if self.rules.is_driven:
+            rollouts += self._lost_episodes + sum(map(len, self._samples.values()))
+        else:
+            rollouts += sum(group.begun_rollouts for group in groups)
+        tokens = sum(answer.tokens for answer in self.answers.values()) + sum(group.token_count for group in groups)
+        return rollouts, tokens
+
+    # ---- time
+
+    def is_stuck(self, groups: Sequence[Group], now: float) -> bool:
+        """Whether to move or give up: the fleet has had more time for the next answer than it needs, or newer versions overtook the
+        evaluation before its first sample. Call it at every tick.
+
+        An overtaken evaluation without new answers probably has no worker: its version was replaced everywhere. An agent's answer
+        takes many calls, and while only rewards are missing, no worker is needed: then it gets the whole patience.
+        """
+        answered_at, progress_at = self._look(groups, now)
+        is_overtaken = len(self.newer) >= BEHIND_VERSIONS
+        if is_overtaken and not self.is_begun(groups):
+            return True
+        is_sampled = self.asked == self.rules.questions and all(group.is_sampled for group in groups)
+        patience_s = self.rules.patience_s
+        if is_overtaken and not self.rules.is_driven and not is_sampled:
+            patience_s *= OVERTAKEN_PATIENCE
+        if self._answers_s:
+            return now - answered_at >= max(patience_s, SLOW_TIMES * statistics.median(self._answers_s))
+        # How long an answer takes is not known yet: tokens count, for a while.
+        return now - progress_at >= patience_s or now - answered_at >= SLOW_TIMES * patience_s
+
+    def is_begun(self, groups: Sequence[Group]) -> bool:
+        return bool(self.answers) or any(group.is_begun for group in groups)
+
+    def _look(self, groups: Sequence[Group], now: float) -> tuple[float, float]:
+        """Notes the progress since the last look; returns when the last answer came, and when anything did."""
+        before = self._seen
+        self._seen = len(self.answers), self._size(groups)[1]
+        if self._progress_at is None or self._seen != before:
+            self._progress_at = now
+        if self._answered_at is None or self._seen[0] != before[0]:
+            self._answered_at = now
+        self._answers_s += [now - self._begun_at.pop(group_id, now) for group_id in self._untimed]
+        self._untimed.clear()
+        for group in groups:
+            if group.is_begun:
+                self._begun_at.setdefault(root_of(group.spec.group_id), now)
+        return self._answered_at, self._progress_at
+
+    def idle_s(self, now: float) -> float:
+        """Seconds since the last answer, or since the start."""
+        return 0.0 if self._answered_at is None else now - self._answered_at
+
+    def waits_for(self, groups: Sequence[Group]) -> str:
+        open_groups = sum(not group.is_sampled for group in groups)
+        return (
+            f"the evaluation of version {self.version}: {len(self.answers)} of {self.rules.questions} prompts answered, "
+            f"{open_groups} with workers or waiting for one"
+        )
+
+
+OWN = "held_out"  # name of the set held out of the run's own task
+QUESTIONS_MAX = 16_384  # of all sets together: as many groups as a coordinator takes in one message, four times
+EXAMPLES_KEPT = 8  # answers of each set in samples.jsonl: what a person reads
+_log = logging.getLogger("echo2.learner")
+
+
+class Evaluations:
+    """`rules` has no sets if nothing is evaluated. `rewards`: mean over all prompts, by version. Makes the worlds of further
+    tasks in the constructor, so that a wrong one raises `ConfigError` at the start."""
+
+    def __init__(self, folder: Path, config: RunConfig, prompts: Prompts, patience_s: float) -> None:
+        self._folder, self._prompts, task = folder, prompts, config.task
+        self._every_steps = task.eval_every_steps
+        self.rewards = past_evaluations(folder)
+        self._newest_due = max(self.rewards, default=-1)
+        self._due_at: dict[Version, float] = {}
+        sets: list[QuestionSet] = []
+        # By set: the temperature, and the set's world; of the run's own held-out prompts the position of the first.
+        self._sources: list[tuple[float, PromptWorld | int]] = []
+        first = 0
+        for name, count in prompts.held_out_counts:
+            if count:
+                sets.append(QuestionSet(name or OWN, count, task.eval_samples))
+                self._sources.append((_temperature(config, task.eval_samples), first))
+            first += count
+        for name, further in task.eval_sets.items():
+            world = prompts.make_world(TaskSpec(further.task, further.args, prompts.seed))
+            sets.append(QuestionSet(name, _count(name, further.prompts, world), further.samples))
+            self._sources.append((_temperature(config, further.samples), world))
+        names = [each.name for each in sets]
+        if len(set(names)) != len(names):
+            others = f"none called {OWN} or as a task of the mixture"
+            raise ConfigError(f"task.eval_sets: expected names that differ, {others}, got {names}")
+        self.rules = EvaluationRules(tuple(sets), patience_s, prompts.is_driven)
+        if self.rules.questions > QUESTIONS_MAX:
+            raise ConfigError(f"evaluation: expected at most {QUESTIONS_MAX} prompts, got {self.rules.questions}")
+
+    def is_due(self, version: Version, is_last: bool) -> bool:
+        """Whether to evaluate a newly published version; notes it if so."""
+        every = self._every_steps
+        is_due = self._newest_due < 0 or version // every > self._newest_due // every or is_last
+        if not is_due or version in self.rewards or not self.rules.questions:
+            return False
+        self._newest_due = max(self._newest_due, version)
+        self._due_at.setdefault(version, monotonic())
+        return True
+
+    @property
+    def rollouts_per_step(self) -> float:
+        """Rollouts that evaluations need from workers, averaged per step."""
+        return sum(each.questions * each.samples for each in self.rules.sets) / self._every_steps
+
+    # ---- questions, numbered over all sets
+
+    def draw(self, version: Version, number: int) -> Draw:
+        prompts = self._prompts
+        digest = hmac.digest(prompts.secret, f"{prompts.seed}/evaluation/{version}/{number}".encode(), "sha256")
+        temperature, _ = self._sources[self.rules.at(number)[0]]
+        sampling = replace(prompts.sampling, temperature=temperature, seed=int.from_bytes(digest[:8], "big") >> 1)
+        if temperature == 0:
+            sampling = replace(sampling, top_p=1.0, top_k=0)
+        # With agents, the agent decides what to ask the model.
+        tokens = DRIVEN_PROMPT if prompts.is_driven else prompts.tokens_of(self.problem(number)[0])
+        return Draw(number, 0, tokens, sampling)
+
+    def problem(self, number: int) -> tuple[TaskInstance, PromptWorld | None]:
+        """A question, and the world that scores its answer; None for the run's own world."""
+        position, place = self.rules.at(number)
+        _, source = self._sources[position]
+        if isinstance(source, int):
+            return self._prompts.held_out(source + place), None
+        size = source.size
+        seed = derived_seed(self._prompts.seed, self.rules.sets[position].name)
+        return source.instance(place if size is None else permuted(place, size, seed)), source
+
+    async def answer(self, number: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str) -> TurnAnswer:
+        """Answers a finished turn of a question."""
+        instance, world = self.problem(number)
+        return await self._prompts.answer_instance(instance.index, turns, context_tokens, sender, world)
+
+    def set_of(self, number: int) -> QuestionSet:
+        return self.rules.sets[self.rules.at(number)[0]]
+
+    # ---- files
+
+    def write_samples(self, group: TrainGroup) -> None:
+        """Appends the first few answers of each set to samples.jsonl."""
+        if self.rules.at(group.cursor)[1] >= EXAMPLES_KEPT:
+            return
+        text_of = self._prompts.text_of
+        head = {
+            "step": evaluated_version(group.spec.group_id),
+            "set": self.set_of(group.cursor).name,
+            "prompt": text_of(group.spec.prompt_token_ids),
+        }
+        with (self._folder / "samples.jsonl").open("a", encoding="utf-8") as samples:
+            for index, reward in enumerate(group.rewards):
+                sample = head | {"completion": text_of(group.text_of(index)[0]), "reward": reward}
+                samples.write(json.dumps(sample) + "\n")
+
+    def record(self, result: EvaluationResult) -> Mapping[str, object] | None:
+        """Writes the line of an ended evaluation and returns it; None, and a warning in the log, if it has no result."""
+        wall_s = monotonic() - self._due_at.get(result.version, monotonic())
+        if not result.sets:
+            _log.warning("no evaluation of version %d: %s", result.version, result.reason)
+            return None
+        row = {"unix_s": unix_now(), **result.row(wall_s)}
+        self.rewards[int(result.version)] = result.reward
+        with (self._folder / "evaluations.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row) + "\n")
+        _log.info(
+            "version %d: held-out reward %.3f over %d rollouts, %.1f s after it was due",
+            result.version, result.reward, result.rollouts, wall_s,
+        )  # fmt: skip
+        return row
+
+    def close(self) -> None:
+        for _, source in self._sources:
+            if not isinstance(source, int):
+                source.close()
+
+
+def _temperature(config: RunConfig, samples: int) -> float:
+    """One completion of a prompt is greedy; several, as pass@k needs them, are drawn as in training."""
+    return config.sampling.temperature if samples > 1 else 0.0
+
+
+def _count(name: str, prompts: int, world: PromptWorld) -> int:
+    questions = prompts or world.size or 0
+    if not questions or (world.size is not None and questions > world.size):
+        raise ConfigError(
+            f"task.eval_sets: {name}: expected 1 to {world.size or QUESTIONS_MAX} prompts of {world.name}, got {prompts}"
+        )
+    return questions

@@ -1,0 +1,342 @@
+"""Rollout groups: the completions of one prompt, their turns and calls, and the batch that trains on them.
+
+Guarantees: a group's id is a function of its draw, so that after a restart the same draw gives the same group. Every turn after the
+first, and every call of an agent, is leased as a group of one rollout, whose id names its root group, the rollout (for agents: the
+chain of calls) and the turn; no other record of the relation is needed. A turn's prompt is the previous turn's prompt and
+completion, followed by the environment's tokens. Tokens held never change; tokens that are sent again must equal them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from echo2.base.errors import StateError
+from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.rollout import (
+    FinishReason,
+    GroupSpec,
+    Rollout,
+    RolloutSegment,
+    SamplingParams,
+    VersionSpan,
+    Work,
+    joined_spans,
+)
+from echo2.base.routing import NO_ROUTING, joined_routing
+
+NOBODY = PeerId("")
+
+# ---- ids: g00000012 (training), e00000004-00017 (evaluation of version 4), the same with a or x if agents play; r2: third try
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Prompt number `cursor` of the run, or question number `cursor` of an evaluation. `retry`: 0 for the first try."""
+
+    cursor: int
+    retry: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+    def again(self) -> Draw:
+        """The same prompt with the same seed: a worker that lets a group fail or go stale cannot force another sample."""
+        return replace(self, retry=self.retry + 1)
+
+    def group_id(self, evaluated: Version | None = None, *, is_driven: bool = False) -> GroupId:
+        """`evaluated`: the version under evaluation. `is_driven`: agents play the prompt, call by call."""
+        tries = f"r{self.retry}" if self.retry else ""
+        if evaluated is None:
+            return GroupId(f"{'a' if is_driven else 'g'}{self.cursor:08d}{tries}")
+        return GroupId(f"{'x' if is_driven else 'e'}{evaluated:08d}-{self.cursor:05d}{tries}")
+
+
+def is_driven(group_id: GroupId) -> bool:
+    """Whether the group is an agent's problem, or one call of an agent."""
+    return group_id.startswith(("a", "x"))
+
+
+def is_driven_root(group_id: GroupId) -> bool:
+    """Whether the group stands for the episodes of one problem. It is never leased; the agents' calls are."""
+    return is_driven(group_id) and not is_later_turn(group_id)
+
+
+def evaluated_version(group_id: GroupId) -> Version | None:
+    """The version that a group (or a turn of one) evaluates; None for a training group."""
+    return Version(int(group_id[1:].partition("-")[0])) if group_id.startswith(("e", "x")) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOf:
+    """Turn number `turn`, counted from 0, of rollout `index` of the group `root`."""
+
+    root: GroupId
+    index: int
+    turn: int
+
+    @property
+    def group_id(self) -> GroupId:
+        """The id of this turn's group. The first turns of all rollouts of a prompt are leased as one group, the root."""
+        return GroupId(f"{self.root}.{self.index}.{self.turn}") if self.turn else self.root
+
+    @property
+    def next(self) -> TurnOf:
+        return replace(self, turn=self.turn + 1)
+
+
+def turn_of(group_id: GroupId, index: int) -> TurnOf:
+    """Maps rollout `index` of a leased group to its rollout and turn. Raises `StateError` if the id is malformed."""
+    root, *rest = group_id.split(".")
+    if not rest:
+        return TurnOf(group_id, index, 0)
+    if len(rest) != 2 or not all(part.isdigit() for part in rest):
+        raise StateError(f"group {group_id}: expected an id of GROUP.INDEX.TURN")
+    return TurnOf(GroupId(root), int(rest[0]), int(rest[1]))
+
+
+def is_later_turn(group_id: GroupId) -> bool:
+    return "." in group_id
+
+
+def root_of(group_id: GroupId) -> GroupId:
+    return GroupId(group_id.partition(".")[0])
+
+
+# ---- rollouts and turns
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """Tokens of the environment, inserted before the sampled token with index `position`. Empty: a turn begins there."""
+
+    position: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SentTokens:
+    """Worker `peer_id` reported `token_count` consecutive tokens of a rollout."""
+
+    peer_id: PeerId
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn: all tokens before it, its sampled tokens, and the workers that reported them. `joined` makes one of several:
+    then `insertions` are the environment's tokens between the sampled ones."""
+
+    prompt_token_ids: tuple[int, ...]
+    rollout: Rollout
+    senders: tuple[SentTokens, ...] = ()
+    insertions: tuple[Insertion, ...] = ()
+
+
+def empty_rollout(group_id: GroupId, index: int) -> Rollout:
+    """A rollout before its first token."""
+    return Rollout(group_id, index, (), (), (), (), FinishReason.UNFINISHED)
+
+
+def extended(held: Rollout, segment: RolloutSegment) -> Rollout | None:
+    """Returns `held` with the segment's new tokens appended; None if the overlap differs from the held tokens.
+
+    `segment.offset` must not be beyond the held tokens. ABORTED leaves the rollout unfinished, to be continued later.
+    """
+    held_count = len(held.token_ids)
+    assert segment.offset <= held_count, "a gap is answered with RESEND before"
+    overlap = min(held_count - segment.offset, len(segment.token_ids))
+    if segment.token_ids[:overlap] != held.token_ids[segment.offset : segment.offset + overlap]:
+        return None
+    new_spans: list[VersionSpan] = []
+    skipped = overlap
+    for span in segment.version_spans:
+        if span.count > skipped:
+            new_spans.append(VersionSpan(span.version, span.count - skipped))
+        skipped = max(0, skipped - span.count)
+    count = len(segment.token_ids)
+    return Rollout(
+        held.group_id,
+        held.index,
+        held.token_ids + segment.token_ids[overlap:],
+        held.logprobs + segment.logprobs[overlap:],
+        held.raw_logprobs + segment.raw_logprobs[overlap:],
+        joined_spans(held.version_spans, new_spans),
+        segment.finish_reason if segment.is_final else FinishReason.UNFINISHED,
+        joined_routing(held.routing, held_count, segment.routing.after(overlap, count), count - overlap),
+    )
+
+
+def extended_senders(held: tuple[SentTokens, ...], peer_id: PeerId, token_count: int) -> tuple[SentTokens, ...]:
+    """Returns `held` extended by `token_count` tokens of `peer_id`; unchanged if there are none or the worker is unknown."""
+    if token_count <= 0 or not peer_id:
+        return held
+    if held and held[-1].peer_id == peer_id:
+        return (*held[:-1], SentTokens(peer_id, held[-1].token_count + token_count))
+    return (*held, SentTokens(peer_id, token_count))
+
+
+def common_beginning(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The longest common prefix of the prompts."""
+    # In lexicographic order, a prefix shared by the first and the last prompt is shared by all prompts between them.
+    first, last = min(prompts), max(prompts)
+    same = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:same]
+
+
+def joined(turns: Sequence[Turn], index: int, opening: tuple[int, ...] | None = None) -> Turn:
+    """Joins all turns of one rollout, given in order, into rollout `index` of the first turn's root group.
+
+    `opening`: for an agent's calls, the prefix that the first call's prompt shares with its siblings'; it becomes the prompt.
+    The rest of that prompt becomes an insertion before the first sampled token, like the environment's tokens.
+    """
+    first, last = turns[0], turns[-1]
+    insertions: list[Insertion] = []
+    prompt = before = first.prompt_token_ids if opening is None else opening
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    raw_logprobs: tuple[float, ...] = ()
+    spans: tuple[VersionSpan, ...] = ()
+    routing = NO_ROUTING
+    senders: tuple[SentTokens, ...] = ()
+    for number, turn in enumerate(turns):
+        assert turn.prompt_token_ids[: len(before)] == before, "a turn's prompt begins with all that came before it"
+        said = turn.prompt_token_ids[len(before) :]
+        if said or number > 0 or opening is not None:  # an empty insertion marks a turn's start, too
+            insertions.append(Insertion(len(token_ids), said))
+        routing = joined_routing(routing, len(token_ids), turn.rollout.routing, len(turn.rollout.token_ids))
+        token_ids += turn.rollout.token_ids
+        logprobs += turn.rollout.logprobs
+        raw_logprobs += turn.rollout.raw_logprobs
+        spans = joined_spans(spans, turn.rollout.version_spans)
+        senders += turn.senders
+        before = turn.prompt_token_ids + turn.rollout.token_ids
+    group_id = first.rollout.group_id if opening is None else root_of(first.rollout.group_id)
+    reason = last.rollout.finish_reason
+    whole = Rollout(group_id, index, token_ids, logprobs, raw_logprobs, spans, reason, routing)
+    return Turn(prompt, whole, senders, tuple(insertions))
+
+
+# ---- groups
+
+
+@dataclass(slots=True)
+class Group:
+    """A prompt's rollouts and rewards.
+
+    `rollouts`: one entry per index, empty at first. `rewards`: by index, once known; None if scoring failed. `senders`: by index,
+    which worker reported which tokens. `pruned`: number of rollouts given up as hopeless. `seats_open`: number of agents' episodes
+    that have not ended; in a group of agents each rollout is one chain of calls and has no tokens.
+    """
+
+    spec: GroupSpec
+    draw: Draw
+    rollouts: list[Rollout] = field(default_factory=list)
+    rewards: dict[int, float | None] = field(default_factory=dict)
+    lease_attempt: int = 0
+    senders: dict[int, tuple[SentTokens, ...]] = field(default_factory=dict)
+    pruned: int = 0
+    seats_open: int = 0
+
+    @classmethod
+    def opened(cls, spec: GroupSpec, draw: Draw) -> Group:
+        """A group before its first sampled token."""
+        if is_driven_root(spec.group_id):
+            return cls(spec, draw, seats_open=spec.rollout_count)
+        return cls(spec, draw, [empty_rollout(spec.group_id, index) for index in range(spec.rollout_count)])
+
+    @property
+    def is_training(self) -> bool:
+        return self.spec.work is Work.TRAIN
+
+    @property
+    def is_sampled(self) -> bool:
+        return all(rollout.is_finished for rollout in self.rollouts)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.seats_open == 0 and len(self.rewards) == len(self.rollouts)
+
+    @property
+    def is_begun(self) -> bool:
+        return any(rollout.token_ids for rollout in self.rollouts)
+
+    @property
+    def begun_rollouts(self) -> int:
+        if is_driven_root(self.spec.group_id):
+            return len(self.rollouts)
+        return sum(bool(rollout.token_ids) for rollout in self.rollouts)
+
+    @property
+    def token_count(self) -> int:
+        return sum(len(rollout.token_ids) for rollout in self.rollouts)
+
+    @property
+    def oldest_version(self) -> Version:
+        """The oldest version of all tokens; a version beyond all others if there are no tokens."""
+        versions = [rollout.oldest_version for rollout in self.rollouts]
+        return min((version for version in versions if version is not None), default=Version(1 << 62))
+
+    def is_sent_by(self, peer_id: PeerId) -> bool:
+        return any(sent.peer_id == peer_id for senders in self.senders.values() for sent in senders)
+
+    def add_chain(self) -> int:
+        """Adds a chain of an agent's calls; returns its index."""
+        index = len(self.rollouts)
+        self.rollouts.append(replace(empty_rollout(self.spec.group_id, index), finish_reason=FinishReason.STOP))
+        return index
+
+    def end_seat(self, chains: Iterable[int], reward: float | None, *, is_final: bool) -> None:
+        """Records that an episode with these `chains` ended with `reward`. If not `is_final`, it was lost, and its seat stays open
+        for another episode."""
+        for chain in chains:
+            while len(self.rollouts) <= chain:
+                self.add_chain()
+            self.rewards[chain] = reward if is_final else None
+        self.seats_open -= is_final
+
+
+@dataclass(frozen=True, slots=True)
+class TrainGroup:
+    """A complete group. Rollouts whose reward failed are left out, so it may be ragged.
+
+    `rollouts` hold only the sampled tokens. `insertions` holds, for each rollout, the environment's tokens in between, which
+    the model reads but is not trained on; empty if all rollouts have one turn. `senders`: which worker reported which tokens.
+    """
+
+    spec: GroupSpec
+    cursor: int
+    rollouts: tuple[Rollout, ...]
+    rewards: tuple[float, ...]
+    insertions: tuple[tuple[Insertion, ...], ...] = ()
+    senders: tuple[tuple[SentTokens, ...], ...] = ()
+
+    def text_of(self, index: int) -> tuple[list[int], list[int]]:
+        """All tokens after the prompt of rollout `index`, the environment's included, and the indices of the sampled ones."""
+        token_ids = self.rollouts[index].token_ids
+        text: list[int] = []
+        sampled_at: list[int] = []
+        begin = 0
+        for insertion in self.insertions[index] if self.insertions else ():
+            sampled_at += range(len(text), len(text) + insertion.position - begin)
+            text += [*token_ids[begin : insertion.position], *insertion.token_ids]
+            begin = insertion.position
+        sampled_at += range(len(text), len(text) + len(token_ids) - begin)
+        text += token_ids[begin:]
+        return text, sampled_at
+
+    def tokens_of(self, index: int) -> int:
+        """Number of tokens after the prompt of rollout `index`, the environment's included."""
+        said = self.insertions[index] if self.insertions else ()
+        return len(self.rollouts[index].token_ids) + sum(len(insertion.token_ids) for insertion in said)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups that optimiser step `step`, counted from 0, trains on."""
+
+    step: Step
+    groups: tuple[TrainGroup, ...]
+
+    @property
+    def rollout_count(self) -> int:
+        return sum(len(group.rollouts) for group in self.groups)

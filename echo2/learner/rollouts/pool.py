@@ -1,0 +1,587 @@
+"""The learner's rollout groups from offer to batch: offers, reports, rewards, the journal, batches, evaluations.
+
+    opened --report--> sampled --reward--> ready --next_batch--> trained
+       |                  |  ^               |
+       |             another turn            |
+       '------- stale, barred, ... ----------'--> closed, maybe drawn again
+
+Guarantees: ADMITTED is answered only once the rollout is on disk, a batch is handed out only once its composition is on disk;
+groups in flight follow the plan's cap; after every call, closed groups are told, groups that are now due earlier are offered again
+and missing ones are drawn (`_settle`). Waits for: rewards (bounded by the task's limits) and, in `next_batch`, for enough complete
+groups. Runs on one event loop. Leaves to others: which tokens may be used (admission), who may report (ingest), when an evaluation
+has its result (evaluation).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from echo2.base.errors import EchoError, TaskError
+from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SamplingParams, SegmentVerdict, Verdict, Work
+from echo2.learner.audit import Habits
+from echo2.learner.rollouts.admission import RETRIES_MAX, OpenGroups
+from echo2.learner.rollouts.evaluation import MOVES_MAX, EvaluationResult, Evaluations, VersionEvaluation
+from echo2.learner.rollouts.groups import (
+    NOBODY,
+    Batch,
+    Draw,
+    Group,
+    TrainGroup,
+    TurnOf,
+    evaluated_version,
+    is_driven,
+    is_driven_root,
+    is_later_turn,
+    turn_of,
+)
+from echo2.learner.rollouts.history import (
+    EpisodeScored,
+    Finished,
+    GroupDropped,
+    History,
+    Opened,
+    SegmentBegan,
+    drawn_of,
+)
+from echo2.learner.rollouts.journal import Journal
+from echo2.learner.rollouts.prompts import Prompts, TurnAnswer
+from echo2.learner.rollouts.workers import WORKERS_MAX, FailureStreak
+from echo2.outside.ending import cancel_all
+from echo2.outside.guard import Mishaps
+from echo2.tasks.rewards import RewardFailure, Scored
+from echo2.tasks.visible import remedy
+
+_log = logging.getLogger("echo2.learner")
+
+
+class Coordinator(Protocol):
+    """Is told which groups need workers, and which workers are accused."""
+
+    def offer(self, specs: Sequence[GroupSpec]) -> None: ...
+    def close(self, group_ids: Sequence[GroupId], reason: str) -> None: ...
+    def accuse(self, peer_id: PeerId, reason: str, *, is_certain: bool) -> None: ...
+
+
+class AgentPlayers(Protocol):
+    """Plays the groups whose prompts come from agents. `on_tokens`: more tokens of a call came; `on_sampled`: all of
+    them. `numbers`: for the metrics."""
+
+    def drive(self, spec: GroupSpec, draw: Draw) -> None: ...
+    def on_tokens(self, rollout: Rollout) -> None: ...
+    def on_sampled(self, rollout: Rollout) -> None: ...
+    def on_closed(self, group_ids: Sequence[GroupId], reason: str) -> None: ...
+    def numbers(self) -> Mapping[str, float]: ...
+
+
+class Watcher(Protocol):
+    """Is told of a question's complete answer, of an evaluation's row, and of an error that ends the run."""
+
+    def on_answer(self, group: TrainGroup) -> None: ...
+    def on_evaluation(self, row: Mapping[str, object]) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+
+
+REWARDS_KEPT = 256  # the mean of a reward's time, which often varies as much as it is long, is then good to 6 %
+
+
+@dataclass(slots=True)
+class RewardSums:
+    """Counts and seconds of the rewards computed since the start, for the metrics; seconds of the newest, for the planner."""
+
+    scored: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    _newest: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=REWARDS_KEPT))
+
+    def add(self, seconds: float, is_last: bool) -> None:
+        """An answer of the task took `seconds`; `is_last`: it ended its rollout."""
+        self.seconds += seconds
+        self._newest.append((seconds, is_last))
+
+    @property
+    def seconds_each(self) -> float:
+        """Process seconds that a rollout takes, over the newest; 0 before the first."""
+        return sum(seconds for seconds, _ in self._newest) / max(1, sum(is_last for _, is_last in self._newest))
+
+
+class RolloutPool:
+    """Takes ownership of `groups`: from now on only this class changes them. Offers nothing before `resume`.
+
+    `cursor`: number of prompts drawn so far. `barred`: workers from which nothing is taken, with the reason. `cap_rollouts`: the
+    plan's bound on rollouts in flight; None: no plan yet.
+    """
+
+    def __init__(
+        self, groups: OpenGroups, journal: Journal, history: History, prompts: Prompts, evaluations: Evaluations,
+        coordinator: Coordinator, watcher: Watcher,
+    ) -> None:  # fmt: skip
+        self.groups, self.journal, self.prompts, self.evaluations = groups, journal, prompts, evaluations
+        self._coordinator, self._watcher = coordinator, watcher
+        self.agents: AgentPlayers | None = None
+        self.cursor = history.cursor
+        self.rewards = RewardSums()
+        self.failures = FailureStreak("rewards", groups.rules.rollouts_per_step)
+        self.exhausted: TaskError | None = None
+        self.barred: dict[PeerId, str] = {}
+        self._habits: dict[PeerId, Habits] = {}
+        self.cap_rollouts: int | None = None
+        self._retries: deque[Draw] = deque()
+        self._evaluation: VersionEvaluation | None = None
+        self._next_evaluation: Version | None = None
+        self._opened_in = dict(history.opened_in)
+        self._is_offering = self._is_stopping = False
+        self._progress, self._evaluation_ended = asyncio.Event(), asyncio.Event()
+        self._scoring: set[asyncio.Task[None]] = set()
+        self._mishaps = Mishaps(_log)
+
+    # ---- what is held
+
+    def lacking(self) -> list[tuple[GroupSpec, int]]:
+        """Every group that still needs a worker, with the number of its tokens received so far."""
+        return [(spec, self.groups.groups[spec.group_id].token_count) for spec in self.groups.incomplete_specs()]
+
+    def held_tokens(self, group_id: GroupId) -> dict[int, int]:
+        """How many tokens of each rollout of an open group have come; none of a group that is not open."""
+        group = self.groups.groups.get(group_id)
+        return {index: len(held.token_ids) for index, held in enumerate(group.rollouts)} if group is not None else {}
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the prompts are exhausted and the groups in flight cannot fill another batch."""
+        return self.exhausted is not None and self.groups.in_flight_groups < self.groups.rules.groups_per_step
+
+    @property
+    def rewards_due(self) -> int:
+        """Completions that wait for their reward, or whose reward is computed."""
+        return len(self._scoring)
+
+    @property
+    def waits_for(self) -> str:
+        """Describes what the next batch still lacks."""
+        groups = self.groups.training
+        ready = sum(group.is_ready for group in groups)
+        begun = sum(not group.is_sampled and group.is_begun for group in groups)
+        unbegun = sum(not group.is_sampled for group in groups) - begun
+        return (
+            f"rollouts: {ready} of {self.groups.rules.groups_per_step} groups complete, {begun} begun by workers, "
+            f"{unbegun} not begun, {self.rewards_due} rewards due"
+            + (f"; {self.failures.text}" if self.failures.text else "")
+        )
+
+    @property
+    def evaluation_waits_for(self) -> str:
+        """Describes what the running evaluation still lacks; empty if none is running."""
+        return self._evaluation.waits_for(self.groups.evaluation) if self._evaluation else ""
+
+    # ---- reports and rewards
+
+    async def report(
+        self, segments: Sequence[RolloutSegment], attempt: int, sender: PeerId = NOBODY
+    ) -> tuple[SegmentVerdict, ...]:
+        """Takes in the segments of one report for a lease that `sender` holds as its `attempt`."""
+        verdicts = tuple(self.groups.receive(segment, attempt, sender) for segment in segments)
+        for verdict in verdicts:
+            group = self.groups.groups.get(verdict.group_id)
+            if group is None or verdict.verdict not in (Verdict.ADMITTED, Verdict.HELD):
+                continue  # None: a later segment of this report made the group stale
+            rollout = group.rollouts[verdict.index]
+            if verdict.verdict is Verdict.ADMITTED:
+                self.journal.append(Finished(rollout, group.senders.get(verdict.index, ())))
+            if not is_driven(verdict.group_id):
+                if verdict.verdict is Verdict.ADMITTED:
+                    self._begin_scoring(rollout)
+            elif self.agents is not None:
+                if verdict.verdict is Verdict.ADMITTED:
+                    self.agents.on_sampled(rollout)
+                elif not rollout.is_finished:  # finished: by a later segment of this report
+                    self.agents.on_tokens(rollout)
+        accusations, self.groups.accusations = self.groups.accusations, []
+        for peer_id, text in accusations:
+            self.accuse(peer_id, text, is_certain=True)
+        self._settle()
+        # A duplicate is synced too: if the first acknowledgement was lost, the first copy may not be on disk yet.
+        if any(verdict.verdict in (Verdict.ADMITTED, Verdict.DUPLICATE) for verdict in verdicts):
+            await self.journal.commit()
+        return verdicts
+
+    def take_over(self, group_id: GroupId, attempt: int) -> Sequence[Rollout] | None:
+        """The rollouts of a group so far, for the worker that continues it as `attempt`; None if the group is closed or another
+        worker has taken it over."""
+        return self.groups.take_over(group_id, attempt)
+
+    def _begin_scoring(self, rollout: Rollout) -> None:
+        task = asyncio.get_running_loop().create_task(self._score(rollout))
+        self._scoring.add(task)
+        task.add_done_callback(self._end_scoring)
+
+    def _end_scoring(self, task: asyncio.Task[None]) -> None:
+        self._scoring.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._watcher.fail(error)
+
+    async def _score(self, rollout: Rollout) -> None:
+        """Gets the answer to a finished turn: a reward, or the environment's message that the next turn replies to."""
+        at = turn_of(rollout.group_id, rollout.index)
+        group = self.groups.groups.get(at.root)
+        if group is None:
+            return
+        turns = self.groups.turns(at.root, at.index)
+        authors = tuple(dict.fromkeys(sent.peer_id for sent in turns[-1].senders)) or (NOBODY,)
+        sender = self.groups.workers.likeliest(authors)
+        context_tokens = len(turns[-1].prompt_token_ids) + len(rollout.token_ids)
+        sampled = [turn.rollout.token_ids for turn in turns]
+        source = self.prompts if group.is_training else self.evaluations
+        try:
+            answer = await source.answer(group.draw.cursor, sampled, context_tokens, sender)
+        except EchoError:
+            raise  # the task's own: it ends the run
+        except Exception as error:  # noqa: BLE001 - a completion, that is a worker, can provoke it: it costs this reward alone
+            self._mishaps.note("the answer to a completion", sender, error)
+            answer = TurnAnswer(Scored(None, RewardFailure.FAULT, f"unforeseen {type(error).__name__}", 0.0))
+        if answer.scored is None:
+            self.rewards.add(answer.seconds, is_last=False)
+            spec = self.groups.open_turn(at, answer.said)
+            self._offer([] if spec is None else [spec])
+        else:
+            self._count(answer.scored, at, authors, sender)
+            reward = answer.scored.reward
+            self._reward(at, None if reward is None else reward.value, {} if reward is None else reward.parts)
+        self._settle()
+
+    def _count(self, scored: Scored, at: TurnOf, authors: Sequence[PeerId], sender: PeerId) -> None:
+        """`sender`: the one of the authors whose requests it delays."""
+        self.rewards.add(scored.seconds, is_last=True)
+        self.rewards.failed += scored.reward is None
+        self.rewards.scored += scored.reward is not None
+        if scored.reward is not None:
+            self.failures.on_success(sender)
+        else:
+            _log.warning("no reward for rollout %d of %s: %s", at.index, at.root, scored.message)
+            if too_many := self.failures.on_failure(scored.message, sender):
+                text = f"task {self.prompts.world.name}: {too_many}{remedy(self.failures.message)}"
+                self._watcher.fail(TaskError(text))
+        is_held = scored.failure is not None and scored.failure.is_held_against_sender
+        for author, text in self.groups.workers.on_scored(authors, scored.seconds, is_held):
+            self.accuse(author, text, is_certain=False)
+
+    def _reward(self, at: TurnOf, value: float | None, parts: Mapping[str, float]) -> None:
+        group = self.groups.groups.get(at.root)
+        if group is None:
+            return
+        if self._evaluation is not None and not group.is_training:
+            self._evaluation.on_sample(group, at.index, value, parts)
+            value = value or 0.0
+        self.groups.reward(at.root, at.index, value)
+        self._end_ready(group)
+
+    def _end_ready(self, group: Group) -> None:
+        """Tells the evaluation its answer once all its rewards are there."""
+        root = group.spec.group_id
+        if not group.is_ready or group.is_training:
+            return
+        if self._evaluation is not None and root not in self.groups.groups:
+            self._evaluation.on_lost(root, group.draw.cursor)
+        elif self._evaluation is not None:
+            whole = self.groups.train_group(group)
+            self._evaluation.on_answer(group, [self.groups.groups[name] for name in self.groups.family(root)])
+            self.groups.close_family(root, "complete")
+            self.evaluations.write_samples(whole)
+            self._watcher.on_answer(whole)
+
+    # ---- agents
+
+    def open_call(
+        self,
+        root: GroupId,
+        chain: int | None,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        temperature: float | None,
+    ) -> GroupId | None:
+        """Leases an agent's call as the next of `chain`; None starts a new one. Returns None if the group of its episode is closed.
+        `temperature` counts in evaluations only."""
+        spec = self.groups.open_call(root, chain, prompt, sampling, temperature)
+        self._offer([] if spec is None else [spec])
+        self._settle()
+        return None if spec is None else spec.group_id
+
+    def end_episode(
+        self,
+        root: GroupId,
+        chains: Mapping[int, int],
+        reward: float | None,
+        parts: Mapping[str, float],
+        *,
+        is_final: bool,
+    ) -> None:
+        """`chains`: how many calls of each count. `reward` None: the episode failed. Not final: another one takes its seat."""
+        group = self.groups.groups.get(root)
+        if group is None:
+            return
+        if self._evaluation is not None and not group.is_training and is_final:
+            self._evaluation.on_sample(group, None, reward, parts)
+        self.groups.end_episode(root, chains, reward, is_final=is_final)
+        if group.is_training:
+            counted = tuple(chain for chain, calls in chains.items() if calls and is_final)
+            lost = tuple(chain for chain in chains if chain not in counted)
+            self.journal.append(EpisodeScored(root, counted, reward, lost, is_final))
+        self._end_ready(group)
+        self._settle()
+
+    # ---- versions, workers, the plan
+
+    def on_published(self, version: Version) -> None:
+        """Accepts tokens sampled by `version` from now on."""
+        self.groups.publish(version)
+        if self._evaluation is not None and version > self._evaluation.version:
+            self._evaluation.newer.append(version)
+        self._settle()
+
+    def accuse(self, peer_id: PeerId, reason: str, *, is_certain: bool) -> None:
+        """Bars the worker, drops what it sent and was not trained on, and reports the accusation to the coordinator."""
+        self.barred[peer_id] = reason
+        self.groups.drop_sent_by(peer_id)
+        for answer in self._evaluation.drop_sent_by(peer_id) if self._evaluation is not None else ():
+            for group_id in answer.group_ids:
+                self.journal.append(GroupDropped(group_id))
+            if answer.draw.retry < RETRIES_MAX[Work.EVALUATE]:
+                self._open_question(answer.draw.again())
+        self._settle()
+        self._coordinator.accuse(peer_id, reason, is_certain=is_certain)
+
+    def release(self, peer_id: PeerId) -> None:
+        """The coordinator takes the worker back: it starts with a clean slate."""
+        self.barred.pop(peer_id, None)
+        self.groups.workers.forgive(peer_id)
+
+    def habits_of(self, peer_id: PeerId) -> Habits:
+        """What the worker reports about its engine; the weakest assumptions if it has reported nothing yet."""
+        return self._habits.get(peer_id, Habits())
+
+    def note_habits(self, peer_id: PeerId, told: Habits) -> None:
+        """Records a worker's habits. One that once did not draw by its seeds stays marked so: otherwise it could choose with
+        each report how it is tested."""
+        known = self._habits.get(peer_id, told)
+        if peer_id not in self._habits and len(self._habits) >= WORKERS_MAX:
+            del self._habits[next(iter(self._habits))]
+        self._habits[peer_id] = replace(told, draws_by_seed=told.draws_by_seed and known.draws_by_seed)
+
+    def on_plan(self, cap_rollouts: int | None) -> None:
+        self.cap_rollouts = cap_rollouts
+        self._settle()
+
+    # ---- batches
+
+    async def next_batch(self) -> Batch | None:
+        """Waits for the next batch and returns it once its composition is on disk; None after `stop` or once the prompts are
+        exhausted."""
+        while not self._is_stopping:
+            self._progress.clear()
+            batch = self.groups.draw_batch()
+            if batch is not None:
+                self.journal.append(drawn_of(batch))
+            self._settle()  # groups may have been closed as stale in either case
+            if batch is not None:
+                await self.journal.commit()
+                return batch
+            if self.is_short:
+                break
+            await self._progress.wait()
+        return None
+
+    def stop(self) -> None:
+        """Ends the wait for a batch and for evaluations; a batch that is already drawn is still handed out."""
+        self._is_stopping = True
+        self._progress.set()
+        self._evaluation_ended.set()
+
+    # ---- after every call
+
+    def _settle(self) -> None:
+        """Tells closures, moves up the groups behind them, draws missing groups, goes on with the evaluation, wakes the trainer."""
+        self._tell_closures()
+        if self._is_offering:
+            self._draw_missing()
+            self._settle_evaluation()
+        if self.groups.is_batch_ready or self.is_short:
+            self._progress.set()
+
+    def _tell_closures(self) -> None:
+        closures = self.groups.take_closures()
+        early = [closure for closure in closures if closure.reason != "complete"]
+        for closure in early:  # a batch has a record of its own, and an answer is kept until its evaluation is over
+            self.journal.append(GroupDropped(closure.group_id))
+        for reason in dict.fromkeys(closure.reason for closure in closures):
+            group_ids = [closure.group_id for closure in closures if closure.reason == reason]
+            self._coordinator.close(group_ids, reason)
+            if self.agents is not None:
+                self.agents.on_closed(group_ids, reason)
+        for closure in early:
+            if closure.retry is not None and evaluated_version(closure.group_id) is None:
+                self._retries.append(closure.retry)
+            elif closure.retry is not None:
+                self._open_question(closure.retry)
+        if early and (moved := self.groups.move_up()):
+            self._coordinator.offer(moved)
+
+    def _draw_missing(self) -> None:
+        cap = self.groups.rules.cap_groups(self.cap_rollouts)
+        while self.groups.in_flight_groups < cap:
+            if self._retries:
+                draw = self.prompts.seeded(self._retries.popleft())
+            else:
+                cursor = self.prompts.next_wanted(self.cursor)
+                if not self.prompts.split.has(cursor):
+                    self.exhausted = self.exhausted or self.prompts.exhaustion()
+                    return
+                self.cursor = cursor + 1
+                draw = self.prompts.draw(cursor)
+            self._offer([self.groups.open_group(draw)])
+
+    def _offer(self, specs: Sequence[GroupSpec]) -> None:
+        """Records opened groups and offers them; agents' problems are played instead, and their calls are offered."""
+        for spec in specs:
+            draw = self.groups.groups[spec.group_id].draw
+            self.journal.append(Opened(draw, spec))
+            self._opened_in[spec.group_id] = self.journal.segment
+            if is_driven_root(spec.group_id) and self.agents is not None:
+                self.agents.drive(spec, draw)
+        offered = [spec for spec in specs if not is_driven_root(spec.group_id)]
+        if offered and self._is_offering:
+            self._coordinator.offer(offered)
+
+    # ---- evaluations, one at a time
+
+    def evaluate(self, version: Version, is_last: bool) -> None:
+        """Evaluates a published version if it is due: after the running evaluation, and instead of any version that waits."""
+        if not self._is_offering or not self.evaluations.is_due(version, is_last):
+            return
+        if self._evaluation is None:
+            self._evaluation = VersionEvaluation(self.evaluations.rules, version)
+        elif version > self._evaluation.version:
+            self._next_evaluation = version
+        self._settle()
+
+    async def evaluations_ended(self) -> None:
+        """Waits until no evaluation is running, or for `stop`. An evaluation without progress ends by itself (`tick`)."""
+        while self._evaluation is not None and not self._is_stopping:
+            self._evaluation_ended.clear()
+            await self._evaluation_ended.wait()
+
+    def _open_question(self, draw: Draw) -> None:
+        if self._evaluation is not None and self._is_offering:
+            version = self._evaluation.version
+            self._evaluation.asked = max(self._evaluation.asked, draw.cursor + 1)
+            self._offer([self.groups.open_question(draw, version, self.evaluations.set_of(draw.cursor).samples)])
+
+    def _settle_evaluation(self) -> None:
+        while (evaluation := self._evaluation) is not None:
+            for number in evaluation.wanted(self.groups.evaluation):
+                self._open_question(self.evaluations.draw(evaluation.version, number))
+            if not evaluation.is_answered:
+                return
+            self._end_evaluation(evaluation, evaluation.result())
+
+    def tick(self, now: float) -> None:
+        """Moves an evaluation without progress to the newest version, or gives it up. Call about every second; `now`: seconds."""
+        evaluation, groups = self._evaluation, self.groups.evaluation
+        if evaluation is None or not evaluation.is_stuck(groups, now):
+            return
+        if not evaluation.newer or evaluation.moves >= MOVES_MAX:
+            reason = (
+                f"no answer to the evaluation of version {evaluation.version} came for {evaluation.idle_s(now):.0f} s, "
+                "longer than its answers take: no worker is at it, or only slow ones"
+            )
+            self._end_evaluation(evaluation, evaluation.given_up(reason, groups))
+        else:
+            moves = evaluation.moves + evaluation.is_begun(groups)
+            self._drop_evaluation(evaluation)
+            self._evaluation = VersionEvaluation(evaluation.rules, evaluation.newer[-1], moves)
+        self._settle()
+
+    def _drop_evaluation(self, evaluation: VersionEvaluation) -> None:
+        for group_id in evaluation.group_ids:
+            self.journal.append(GroupDropped(group_id))
+        self.groups.drop_evaluation()
+        self._evaluation = None
+        self._tell_closures()
+
+    def _end_evaluation(self, evaluation: VersionEvaluation, result: EvaluationResult) -> None:
+        self._drop_evaluation(evaluation)
+        version, self._next_evaluation = self._next_evaluation, None
+        self._evaluation = None if version is None else VersionEvaluation(self.evaluations.rules, version)
+        row = self.evaluations.record(result)
+        if row is not None:
+            self._watcher.on_evaluation(row)
+        self._evaluation_ended.set()
+
+    # ---- restarts
+
+    def begin_segment(self, run_id: str) -> Step:
+        """Starts a journal segment; returns the oldest segment that a restart from here needs."""
+        held = {*self.groups.groups, *(self._evaluation.group_ids if self._evaluation is not None else ())}
+        self._opened_in = {name: step for name, step in self._opened_in.items() if name in held}
+        published = tuple(self.groups.published)
+        self.journal.begin(SegmentBegan(run_id, self.groups.next_step, self.cursor, published))
+        return min(self._opened_in.values(), default=self.groups.next_step)
+
+    def resume(self) -> None:
+        """Starts work, or resumes it with the groups that the journal restored. Finished rollouts have no reward or next turn
+        yet, so they are scored. Restored groups are not offered here: the next hello sends them."""
+        self._is_offering = True
+        self.groups.drop_unfinished_episodes()
+        self.groups.drop_stale()
+        self.groups.move_up()  # the journal has the steps that groups were first offered for
+        self._resume_evaluation()
+        for group_id, group in self.groups.groups.items():
+            if is_driven(group_id) or is_later_turn(group_id):
+                continue
+            for index in range(len(group.rollouts)):
+                last = self.groups.turns(group_id, index)[-1].rollout
+                if last.is_finished and index not in group.rewards:
+                    self._begin_scoring(last)
+        self._settle()
+
+    def _resume_evaluation(self) -> None:
+        """Goes on with the newest evaluation that has no result, and drops the groups of others. Agents did not survive the
+        restart, so they play again, under other names: a worker that still samples for an earlier episode cannot add to a new
+        one."""
+        restored = {group.spec.group_id: group for group in self.groups.evaluation}
+        versions = {group.spec.exact_version for group in restored.values()}
+        left = [version for version in versions if version is not None and version not in self.evaluations.rewards]
+        newest = max(left, default=None) if self.evaluations.rules.questions else None
+        if newest is not None:
+            self._evaluation = VersionEvaluation(self.evaluations.rules, newest)
+        again: list[Draw] = []
+        for group_id, group in restored.items():
+            is_newest = group.spec.exact_version == newest
+            if is_newest and self._evaluation is not None:
+                self._evaluation.asked = max(self._evaluation.asked, group.draw.cursor + 1)
+            if is_newest and not is_driven(group_id) and not self.evaluations.rules.is_driven:
+                continue
+            del self.groups.groups[group_id]
+            self.journal.append(GroupDropped(group_id))
+            if is_newest and not is_later_turn(group_id):
+                again.append(group.draw.again())
+        if newest is not None and self._evaluation is not None:
+            # The power failed between the end of a question's group and the opening of its next one.
+            found = {draw.cursor for draw in again} | {group.draw.cursor for group in self.groups.evaluation}
+            lost = [number for number in range(self._evaluation.asked) if number not in found]
+            again += [self.evaluations.draw(newest, number) for number in lost]
+        for draw in again:
+            self._open_question(draw)
+
+    async def close(self) -> None:
+        """Stops offering and scoring and syncs the journal, which keeps what was admitted."""
+        self._is_offering = False
+        await cancel_all(self._scoring)
+        try:
+            await self.journal.commit()
+        except EchoError as error:
+            _log.warning("the journal's end was not synced: %s", error)

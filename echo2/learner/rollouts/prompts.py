@@ -1,0 +1,476 @@
+"""The learner's data plane: turns prompts into tokens and sampled tokens into rewards.
+
+Guarantees: the prompt of a cursor is the same after every restart; a prompt with tokens that the model does not have raises
+`ConfigError` before anything is sampled. Rewards and environment steps run under the reward pool's limits, and a failing one
+costs only its own rollout; an environment's message is appended as tokens to exactly the tokens that were sampled, which are
+never decoded and encoded again; an episode without room for another turn gets reward 0, as if no answer had come. Waits for: the
+pool, at most its time limit per turn. Leaves to others: the order of instances (tasks/split), leases for the next turn (pool).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Protocol, TypeVar
+
+from echo2.base.errors import ConfigError, TaskError
+from echo2.base.rollout import SamplingParams
+from echo2.config.run import RunConfig
+from echo2.learner.options import LearnerOptions
+from echo2.learner.rollouts.groups import Draw
+from echo2.learner.rollouts.selection import OverlongShaping
+from echo2.learner.training.loading import read_ends
+from echo2.tasks.chat_format import ChatFormat, ChatOptions
+from echo2.tasks.registry import is_environment, make_environment_source, make_task
+from echo2.tasks.rewards import Containment, RewardFailure, RewardPool, Scored, check_rewards, make_scorer
+from echo2.tasks.split import MixedSplit, TaskSplit
+from echo2.tasks.task import Reward, TaskInstance, TaskSpec
+from echo2.tasks.token_text import StopStrings
+
+SKIPS_MAX = 64
+"""Unwanted or too long prompts that may be skipped in a row before the next one is taken anyway."""
+DRIVEN_PROMPT = (0,)
+"""Placeholder for the prompt of a problem given to agents; it is never used."""
+_log = logging.getLogger("echo2.learner")
+_T = TypeVar("_T")
+
+
+# ---- worlds: where prompts come from and answers are judged
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAnswer:
+    """The answer to a finished turn: `scored` if the rollout has ended, else `said`, the tokens before the model's next turn, which
+    took `seconds`."""
+
+    scored: Scored | None
+    said: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+
+class PromptWorld(Protocol):
+    """Gives prompts by index and answers completions."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int | None: ...
+
+    @property
+    def reward_processes(self) -> int:
+        """Answers computed at once; 0: in this process, and none waits."""
+        ...
+
+    def instance(self, index: int) -> TaskInstance: ...
+
+    def name_of(self, index: int) -> str:
+        """Name of the instance's task; in a mixture, one of several."""
+        ...
+
+    async def answer(
+        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
+    ) -> TurnAnswer:
+        """Answers the last of an instance's turns. `room_tokens`: how many more tokens the context can hold. `sender`: the worker
+        that sampled the turn."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_world(spec: TaskSpec, chat: ChatFormat, containment: Containment | None = None) -> PromptWorld:
+    """Makes the world of the task or environment that `spec` describes."""
+    make = EnvironmentWorld if is_environment(spec) else TaskWorld
+    return make(spec, chat, containment)
+
+
+class TaskWorld:
+    """Scores a single completion."""
+
+    def __init__(self, spec: TaskSpec, chat: ChatFormat, containment: Containment | None = None) -> None:
+        self.task = make_task(spec)
+        self.name = self.task.name
+        self.size = self.task.size
+        self._scorer = make_scorer(self.task, spec, None, containment)
+        self.reward_processes = self._scorer.process_count
+        self._chat = chat
+
+    def instance(self, index: int) -> TaskInstance:
+        return self.task.sample(index)
+
+    def name_of(self, index: int) -> str:
+        return self.name
+
+    async def answer(
+        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
+    ) -> TurnAnswer:
+        scored = await _result(self._scorer.submit(index, self._chat.text_of(turns[-1]), sender))
+        return TurnAnswer(scored)
+
+    def close(self) -> None:
+        self._scorer.close()
+
+
+class EnvironmentWorld:
+    """Runs several turns. Each step gets all turns so far and runs in the pool, so nothing has to be replayed after a restart."""
+
+    def __init__(self, spec: TaskSpec, chat: ChatFormat, containment: Containment | None = None) -> None:
+        self._source = make_environment_source(spec)
+        self.name = self._source.name
+        self.size = self._source.size
+        self._pool = RewardPool(spec, None, containment)
+        self.reward_processes = self._pool.process_count
+        self._chat = chat
+
+    def instance(self, index: int) -> TaskInstance:
+        return TaskInstance(index, self._source.open(index).reset(), "")
+
+    def name_of(self, index: int) -> str:
+        return self.name
+
+    async def answer(
+        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
+    ) -> TurnAnswer:
+        texts = [self._chat.text_of(turn) for turn in turns]
+        stepped = await _result(self._pool.submit_step(index, texts, sender))
+        observation = stepped.observation
+        scored = Scored(None, stepped.failure, stepped.message, stepped.seconds)
+        if observation is None:
+            return TurnAnswer(scored)
+        if observation.reward is not None:
+            return TurnAnswer(replace(scored, reward=observation.reward))
+        messages = [{"role": message.role, "content": message.content} for message in observation.messages]
+        try:
+            said = self._chat.between(messages, turns[-1])
+        except ConfigError as error:  # what the environment says came from anywhere: it costs this rollout alone
+            return TurnAnswer(replace(scored, failure=RewardFailure.RAISED, message=str(error)))
+        if len(said) >= room_tokens:
+            return TurnAnswer(replace(scored, reward=Reward(0.0, {"cut": 1.0})))
+        return TurnAnswer(None, said, stepped.seconds)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+async def _result(future: Future[_T]) -> _T:
+    return future.result() if future.done() else await asyncio.wrap_future(future)
+
+
+class MixedWorld:
+    """The tasks and environments of a mixture as one world: an index encodes the task and its instance (tasks/split). `names`:
+    the run's names for them, in the same order."""
+
+    name = "mixture"
+
+    def __init__(self, names: Sequence[str], worlds: Sequence[PromptWorld]) -> None:
+        self.names, self.worlds = tuple(names), tuple(worlds)
+        self.reward_processes = sum(world.reward_processes for world in worlds)
+
+    @property
+    def size(self) -> int | None:
+        sizes = [world.size for world in self.worlds]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    def instance(self, index: int) -> TaskInstance:
+        world, own_index = self._of(index)
+        return replace(world.instance(own_index), index=index)
+
+    def name_of(self, index: int) -> str:
+        return self.names[index % len(self.worlds)]
+
+    async def answer(
+        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
+    ) -> TurnAnswer:
+        world, own_index = self._of(index)
+        return await world.answer(own_index, turns, room_tokens, sender)
+
+    def close(self) -> None:
+        for world in self.worlds:
+            world.close()
+
+    def _of(self, index: int) -> tuple[PromptWorld, int]:
+        own_index, task = divmod(index, len(self.worlds))
+        return self.worlds[task], own_index
+
+
+# ---- the run's prompts
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """The model's tokenizer, and constructors of the run's world and of others."""
+
+    tokenizer: Any
+    make_world: Callable[[], PromptWorld]
+    make_other: Callable[[TaskSpec], PromptWorld] | None = None  # for further evaluation sets
+
+
+def source_of(options: LearnerOptions, began: datetime | None = None) -> PromptSource:
+    """Makes the source of prompts from the run's options."""
+    model_path, containment = options.trainer.model_path, containment_of(options)
+    tokenizer = load_tokenizer(model_path)
+    chat_options = _chat_options(options.config, began)
+    turn_end = ChatFormat(tokenizer, chat_options).turn_end
+    ends = read_ends(model_path) if turn_end is None else (*read_ends(model_path), turn_end)
+    chat = ChatFormat(tokenizer, chat_options, ends)
+
+    def make(spec: TaskSpec) -> PromptWorld:
+        return make_world(spec, chat, containment)
+
+    def make_own() -> PromptWorld:
+        worlds = [make(spec) for spec in specs_of(options.config)]
+        return MixedWorld(list(mixture), worlds) if (mixture := options.config.task.mixture) else worlds[0]
+
+    return PromptSource(tokenizer, make_own, make)
+
+
+def specs_of(config: RunConfig) -> list[TaskSpec]:
+    """The tasks to train on."""
+    return [TaskSpec(name, args, config.run.seed) for name, args in config.task.asked]
+
+
+def _chat_options(config: RunConfig, began: datetime | None) -> ChatOptions:
+    """`began`: when the run began, for templates that ask for the date."""
+    task = config.task
+    options = ChatOptions(task.system_prompt, task.template_args, task.plain_prompts)
+    return options if began is None else replace(options, now=began)
+
+
+def containment_of(options: LearnerOptions) -> Containment:
+    """How the run's rewards are contained."""
+    task, folder = options.config.task, options.folder.absolute()
+    hidden = str(folder.parent if folder.name == "learner" else folder)  # the run's folder also has its workers' keys
+    return Containment(task.trusted_rewards, task.readable, (hidden,), task.ray)
+
+
+def check_rewards_of(options: LearnerOptions) -> None:
+    """Raises a `TaskError` or `ConfigError` if a reward of the run cannot be computed. Agents may bring rewards of their own."""
+    config = options.config
+    if config.agent.is_on:
+        return
+    further = (TaskSpec(one.task, one.args, config.run.seed) for one in config.task.eval_sets.values())
+    for spec in {spec.to_json(): spec for spec in (*specs_of(config), *further)}.values():
+        check_rewards(spec, containment_of(options))
+
+
+class Prompts:
+    """The run's prompts and rewards, with the model's tokenizer. `check_length`: raises for sequences too long for the model.
+    `context_tokens`: longest sequence of the run. `secret`: the run's; without it, a seed cannot be known before its lease.
+    `began`: when the run began."""
+
+    def __init__(
+        self,
+        options: LearnerOptions,
+        vocabulary_size: int,
+        stop_token_ids: Sequence[int],
+        source: PromptSource | None = None,
+        *,
+        check_length: Callable[[int], None] = lambda tokens: None,
+        context_tokens: int = 1 << 20,
+        secret: bytes = b"",
+        began: datetime | None = None,
+    ) -> None:
+        source = source or source_of(options, began)
+        config = options.config
+        self.tokenizer = source.tokenizer
+        if len(self.tokenizer) > vocabulary_size:
+            raise ConfigError(
+                f"model {options.trainer.model_path}: expected a tokenizer of at most {vocabulary_size} tokens (the "
+                f"model's embedding), got {len(self.tokenizer)}"
+            )
+        self.seed = config.run.seed
+        self.vocabulary_size = vocabulary_size
+        self.world = source.make_world()
+        self._make_other = source.make_other
+        self.split = _split_of(self.world, config)
+        buffer_tokens = config.learner.overlong_buffer_tokens
+        limit_tokens = config.sampling.max_new_tokens
+        self.overlong = OverlongShaping(limit_tokens, buffer_tokens) if buffer_tokens else None
+        self.stop_strings = StopStrings(self.tokenizer)
+        chat = _chat_options(config, began)
+        stops = _stops(stop_token_ids, ChatFormat(self.tokenizer, chat))
+        self.sampling = _sampling_of(config, stops, self.stop_strings)
+        self.chat = ChatFormat(self.tokenizer, chat, self.sampling.stop_token_ids)
+        self.check_length, self.context_tokens, self.secret = check_length, context_tokens, secret
+        self.prompt_tokens_max = config.sampling.max_prompt_tokens
+        self.is_driven = config.agent.is_on
+
+    def content(self) -> dict[str, object]:
+        """What prompts are made of, as digests: a run's data, its tokenizer with the template."""
+        worlds = self.world.worlds if isinstance(self.world, MixedWorld) else (self.world,)
+        data = [str(getattr(getattr(world, "task", None), "content", "")) for world in worlds]
+        vocabulary = sorted(getattr(self.tokenizer, "get_vocab", dict)().items())
+        told = json.dumps([vocabulary, getattr(self.tokenizer, "chat_template", None)])
+        return {"data": data, "tokenizer": hashlib.sha256(told.encode()).hexdigest()}
+
+    def next_wanted(self, cursor: int) -> int:
+        """The first cursor from `cursor` on whose prompt is short enough; after `SKIPS_MAX` misses, the next one."""
+        candidate = self.split.upcoming(cursor)
+        for _ in range(SKIPS_MAX):
+            if not self.split.has(candidate):
+                return candidate
+            if not self._is_too_long(self.split.train_index(candidate)):
+                return candidate
+            candidate = self.split.upcoming(candidate + 1)
+        return candidate
+
+    def _is_too_long(self, index: int) -> bool:
+        if self.is_driven:
+            return False
+        tokens = len(self._encoded(self.world.instance(index)))
+        if tokens > self.prompt_tokens_max:
+            _log.warning(
+                "prompt %d of task %s passed over: %d tokens, above sampling.max_prompt_tokens of %d",
+                index, self.world.name_of(index), tokens, self.prompt_tokens_max,
+            )  # fmt: skip
+        return tokens > self.prompt_tokens_max
+
+    def exhaustion(self) -> TaskError:
+        """The error for a run whose prompts are exhausted."""
+        return TaskError(
+            f"data set exhausted: task {self.world.name} has {self.split.train_count} training prompts, which were drawn "
+            f"{self.split.epochs_max} times over (task.epochs); expected prompts for every step, found no more"
+        )
+
+    def draw(self, cursor: int) -> Draw:
+        """Draws prompt number `cursor` of the run."""
+        if self.is_driven:  # the agent decides what to ask the model
+            return self.seeded(Draw(cursor, 0, DRIVEN_PROMPT, self.sampling))
+        prompt = self.tokens_of(self.world.instance(self.split.train_index(cursor)))
+        return self.seeded(Draw(cursor, 0, prompt, self.sampling))
+
+    def seeded(self, draw: Draw) -> Draw:
+        """Adds the prompt's seed: the same for every retry and after every restart, and unpredictable without the secret."""
+        digest = hmac.digest(self.secret, f"{self.seed}/{draw.cursor}".encode(), "sha256")
+        return replace(draw, sampling=replace(draw.sampling, seed=int.from_bytes(digest[:8], "big") >> 1))
+
+    def tokens_of(self, instance: TaskInstance) -> tuple[int, ...]:
+        """The prompt as token ids; raises `ConfigError` if the model cannot read it or it is too long."""
+        ids = self._encoded(instance)
+        if not ids or max(ids) >= self.vocabulary_size:
+            raise ConfigError(
+                f"prompt {instance.index} of task {self.world.name_of(instance.index)}: expected 1 or more token ids below "
+                f"{self.vocabulary_size}, got {len(ids)} up to {max(ids, default=-1)}: wrong tokenizer for this model?"
+            )
+        if len(ids) > self.prompt_tokens_max:
+            raise ConfigError(
+                f"prompt {instance.index} of task {self.world.name_of(instance.index)}: expected at most "
+                f"{self.prompt_tokens_max} tokens, got {len(ids)}; a larger sampling.max_prompt_tokens has workers keep room for it"
+            )
+        self.check_length(len(ids) + self.sampling.max_new_tokens)
+        return tuple(ids)
+
+    def _encoded(self, instance: TaskInstance) -> list[int]:
+        try:
+            return self.chat.prompt(instance.prompt)
+        except ConfigError as error:
+            raise ConfigError(
+                f"prompt {instance.index} of task {self.world.name_of(instance.index)}: {error}"
+            ) from error
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        return self.chat.text_of(token_ids)
+
+    async def answer(
+        self, cursor: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str = ""
+    ) -> TurnAnswer:
+        """Answers a finished turn of prompt `cursor` for training: if overlong shaping is on, the reward depends on the
+        completion's length. `context_tokens`: all tokens up to the turn's end. `sender`: the worker that sampled the turn.
+        """
+        answer = await self.answer_instance(self.split.train_index(cursor), turns, context_tokens, sender)
+        scored = answer.scored
+        if self.overlong is None or scored is None or scored.reward is None:
+            return answer
+        shaped = self.overlong.shaped(scored.reward.value, len(turns[-1]))
+        return TurnAnswer(replace(scored, reward=replace(scored.reward, value=shaped)))
+
+    async def answer_instance(
+        self,
+        index: int,
+        turns: Sequence[Sequence[int]],
+        context_tokens: int,
+        sender: str = "",
+        world: PromptWorld | None = None,
+    ) -> TurnAnswer:
+        """Answers a finished turn of instance `index` of the run's own world, or of `world`."""
+        room_tokens = self.context_tokens - context_tokens - self.sampling.max_new_tokens
+        return await (world or self.world).answer(index, turns, room_tokens, sender)
+
+    def task_of(self, cursor: int) -> str:
+        """Name of the task of prompt `cursor` in a mixture; empty for a single task."""
+        return self.world.name_of(self.split.train_index(cursor)) if self.is_mixed else ""
+
+    @property
+    def is_mixed(self) -> bool:
+        return isinstance(self.split, MixedSplit)
+
+    @property
+    def held_out_counts(self) -> tuple[tuple[str, int], ...]:
+        """Held-out instances per task, with the task's name in the mixture; a single task has an empty name."""
+        if isinstance(self.world, MixedWorld) and isinstance(self.split, MixedSplit):
+            counts = (split.held_out_count for split in self.split.splits)
+            return tuple(zip(self.world.names, counts, strict=True))
+        assert isinstance(self.split, TaskSplit), "one world has one split"
+        return (("", self.split.held_out_count),)
+
+    def held_out(self, position: int) -> TaskInstance:
+        return self.world.instance(self.split.held_out_index(position))
+
+    def make_world(self, spec: TaskSpec) -> PromptWorld:
+        """Makes the world of another task, with the run's tokenizer."""
+        if self._make_other is None:
+            raise ConfigError(f"task {spec.name}: expected none beside the run's own where prompts come from elsewhere")
+        return self._make_other(spec)
+
+    def close(self) -> None:
+        self.world.close()
+
+
+def _split_of(world: PromptWorld, config: RunConfig) -> TaskSplit | MixedSplit:
+    worlds = world.worlds if isinstance(world, MixedWorld) else [world]
+    splits = tuple(
+        TaskSplit(one.size, held_out, config.run.seed, config.task.epochs or None)
+        for one, held_out in zip(worlds, config.task.held_out.values(), strict=True)
+    )
+    if not isinstance(world, MixedWorld):
+        return splits[0]
+    return MixedSplit(splits, tuple(entry.weight for entry in config.task.mixture.values()))
+
+
+def load_tokenizer(path: str) -> Any:
+    """Loads the tokenizer in a model's folder; raises `ConfigError` if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {path}: expected a tokenizer beside the model: {error}") from None
+
+
+def _stops(model_stops: Sequence[int], chat: ChatFormat) -> tuple[int, ...]:
+    """The tokens that end a completion. Some chat models name the end of a turn in the tokenizer or the template alone."""
+    named = (getattr(chat.tokenizer, "eos_token_id", None), chat.turn_end)
+    further = {int(token) for token in named if token is not None} - set(model_stops)
+    if further and model_stops:
+        _log.warning(
+            "the tokenizer or its chat template ends a turn with token %s, the model's config names %s: completions end at any",
+            ", ".join(map(str, sorted(further))), model_stops,
+        )  # fmt: skip
+    return tuple(sorted({*model_stops, *further}))
+
+
+def _sampling_of(config: RunConfig, stop_token_ids: tuple[int, ...], stops: StopStrings) -> SamplingParams:
+    """How the run's tokens are drawn, without a seed."""
+    sampling = config.sampling
+    piece_ids, pieces = stops.pieces_of(sampling.stop)
+    return SamplingParams(
+        sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, stop_token_ids,
+        stop_strings=tuple(text.encode() for text in sampling.stop), stop_piece_ids=piece_ids, stop_pieces=pieces,
+    )  # fmt: skip

@@ -1,0 +1,268 @@
+"""Restores a learner from its run folder to exactly its previous state.
+
+Guarantees: the last checkpoint is loaded and every batch recorded since is trained on again, in order (replay).
+Leaves to others: sockets and the fleet (learner).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from echo2.base.errors import ConfigError, StateError
+from echo2.base.ids import RunId, Step, Version
+from echo2.base.rng import derived_seed
+from echo2.broadcast.store import LeftVersions
+from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions, chunk_folder
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back_groups
+from echo2.learner.publishing.replay import StandingVersion, replay
+from echo2.learner.publishing.schedule import PublicationConfig, PublicationSchedule
+from echo2.learner.rollouts.admission import OpenGroups
+from echo2.learner.rollouts.evaluation import Evaluations
+from echo2.learner.rollouts.history import History, SegmentBegan
+from echo2.learner.rollouts.journal import Journal, has_journal, read_journal
+from echo2.learner.rollouts.prompts import Prompts, PromptSource, load_tokenizer
+from echo2.learner.rollouts.selection import GroupRules, PruningRule
+from echo2.learner.run_folder import RunFolder
+from echo2.learner.training.adapter import AdapterOptions
+from echo2.learner.training.agreement import check_agreement
+from echo2.learner.training.model import PolicyModel, pick_device
+from echo2.learner.training.ranks import Ranks, local_device, ranks_of_environment
+from echo2.learner.training.team import PublishedModel, StepCounter, Team, TrainingSide
+from echo2.learner.training.trainer import Trainer
+from echo2.learner.training.trials import choose_attention, refuse_wrong_rows
+from echo2.outside.allocator import map_large
+from echo2.staleness.ledger import Ledger
+from echo2.weights.fingerprint import key_of_run
+
+MAPS_FROM_PARAMETERS = 10_000_000
+"""From this many parameters on, large blocks are mapped separately; in a smaller model, freed memory is not worth new pages."""
+_log = logging.getLogger("echo2.learner")
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Everything that does not need the network. `published`: weights of the newest published version, a snapshot from `team`.
+
+    `cut_off`: the previous version and its weights, if a kill may have come before the newest one was fully sent: workers that
+    have part of that delta wait for the rest. `base`: version 0, if workers may have that checkpoint and a later version is
+    published; `team`'s coder keeps it until the publisher has sent the delta from it.
+    """
+
+    folder: RunFolder
+    model: PublishedModel
+    trainer: StepCounter
+    team: TrainingSide
+    prompts: Prompts
+    evaluations: Evaluations
+    groups: OpenGroups
+    journal: Journal
+    history: History
+    store: CheckpointStore
+    schedule: PublicationSchedule
+    published: Mapping[str, Tensor]
+    fingerprint_key: int
+    trained_again: int
+    checkpoint_step: Step | None
+    cut_off: tuple[Version, Mapping[str, Tensor]] | None = None
+    base: Mapping[str, Tensor] | None = None
+    rows_again: tuple[Mapping[str, object], ...] = ()
+
+
+def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
+    """Makes model and optimiser of this rank in their initial state. A collective."""
+    check_agreement(options, ranks)
+    torch.set_num_threads(options.trainer.threads)
+    torch.manual_seed(derived_seed(options.config.run.seed, "trainer"))
+    device = pick_device(local_device(options.trainer.device))
+    given = options.trainer
+    model = PolicyModel(
+        given.model_path, given.weights_dtype, device, options.config.sampling.temperature, ranks, _adapter_of(given),
+        replays_routing=given.replays_routing,
+    )  # fmt: skip
+    if device.type == "cpu" and model.parameter_count >= MAPS_FROM_PARAMETERS:
+        map_large()
+    refuse_wrong_rows(model.policy, min(options.longest_tokens, model.context_tokens), f"model {given.model_path}")
+    choose_attention(model.policy, given.attention, device, ranks)
+    return Team(Trainer(model, given, options.config.learner.steps), options.folder)
+
+
+def _adapter_of(options: TrainerOptions) -> AdapterOptions | None:
+    if options.lora_rank == 0:
+        return None
+    return AdapterOptions(options.lora_rank, options.lora_alpha or 2 * options.lora_rank)
+
+
+def prepare_here(options: LearnerOptions, folder: RunFolder) -> Prepared:
+    """Prepares as rank 0 of the processes that torchrun started, or as a single process."""
+    return prepare(options, folder, ranks_of_environment(options.trainer.replicas))
+
+
+def prepare(options: LearnerOptions, folder: RunFolder, ranks: Ranks | None = None) -> Prepared:
+    """Loads the model, resumes the run and trains again on recorded batches. Call it on rank 0's trainer thread."""
+    return prepare_with(new_team(options, ranks or Ranks()), options, folder)
+
+
+def prepare_with(
+    team: TrainingSide, options: LearnerOptions, folder: RunFolder, source: PromptSource | None = None
+) -> Prepared:
+    """As `prepare`, with any training side and any source of prompts."""
+    trainer, model = team.trainer, team.model
+    began, config = folder.began(), options.config
+    prompts = Prompts(
+        options, model.vocabulary_size, model.stop_token_ids, source, check_length=model.check_length,
+        context_tokens=min(options.longest_tokens, model.context_tokens), secret=folder.secret(),
+        began=began,
+    )  # fmt: skip
+    base = team.snapshot()
+    identity = _identity_of(options, team, base) | prompts.content() | {"began": began.isoformat()}
+    folder.check_identity(identity, {"model_path": options.trainer.model_path})
+    bound = config.staleness.bound
+    rules = GroupRules(
+        bound,
+        config.learner.rollouts_per_step,
+        config.learner.rollouts_per_prompt,
+        model.vocabulary_size,
+        drops_equal_rewards=config.learner.drop_equal_groups,
+        pruning=PruningRule() if config.learner.prune_hopeless else None,
+        is_driven=config.agent.is_on,
+    )
+    store = CheckpointStore(folder.path / "checkpoints", options.limits)
+    store.check_room(team.checkpoint_bytes)
+    prepared = Prepared(
+        folder=folder,
+        model=model,
+        trainer=trainer,
+        team=team,
+        prompts=prompts,
+        evaluations=Evaluations(folder.path, config, prompts, options.limits.evaluation_patience_s),
+        groups=OpenGroups(rules, Ledger(bound)),
+        journal=Journal(folder.path / "journal"),
+        history=History(),
+        store=store,
+        schedule=PublicationSchedule(
+            PublicationConfig(bound, config.staleness.kappa or None, chain_max=options.limits.keyframe_chain_max)
+        ),
+        published=base,
+        fingerprint_key=key_of_run(config.run.name),
+        trained_again=0,
+        checkpoint_step=None,
+    )
+    if team.starts_from_base and not options.trainer.lora_rank:
+        prepared.base = base
+        team.coder.keep(Version(0))
+    _resume(prepared, options, team.load_newest(store))
+    if prepared.schedule.newest == 0:
+        prepared.base = None
+        team.coder.keep(None)
+    return prepared
+
+
+def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str, Tensor]) -> dict[str, object]:
+    """What must not change within a run; otherwise replaying the journal would not give the same weights."""
+    config, held_out = options.config, options.config.task.held_out
+    shares = [[name, one.task, one.args, one.weight, held_out[name]] for name, one in config.task.mixture.items()]
+    mixture: dict[str, object] = {"mixture": shares} if shares else {}
+    return {
+        "run_id": config.run.name,
+        "model_digest": team.model.digest(),
+        "base_fingerprint": f"{team.coder.fingerprint(Version(0), base, 0):016x}" if team.starts_from_base else "",
+        "weights_dtype": options.trainer.weights_dtype,
+        "lora": [options.trainer.lora_rank, options.trainer.lora_alpha],
+        "task": config.task.name,
+        "task_args": config.task.args,
+        "seed": config.run.seed,
+        "rollouts_per_step": config.learner.rollouts_per_step,
+        "rollouts_per_group": config.learner.rollouts_per_prompt,
+        "staleness_bound": config.staleness.bound,
+        "held_out_prompts": sum(held_out.values()),
+        **mixture,
+    }
+
+
+def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint | None) -> None:
+    journal_from = Step(0)
+    if checkpoint is not None:
+        put_back_groups(checkpoint.state["groups"], checkpoint.step, prepared.groups)
+        prepared.published = checkpoint.published
+        prepared.schedule.newest = checkpoint.published_version
+        prepared.checkpoint_step = checkpoint.step
+        journal_from = Step(int(checkpoint.state["journal_from"]))
+    elif not has_journal(prepared.journal.folder):
+        prepared.journal.begin(SegmentBegan(options.config.run.name, Step(0), 0, (Version(0),)))
+        return
+    records, newest_segment = read_journal(prepared.journal.folder, journal_from)
+    for segment, record in records:
+        if isinstance(record, SegmentBegan) and record.run_id != options.config.run.name:
+            raise StateError(
+                f"journal {prepared.journal.folder}: expected run {options.config.run.name}, got {record.run_id}"
+            )
+        prepared.history.apply(record, segment)
+    prepared.history.restore(prepared.groups)
+    prepared.journal.go_on(newest_segment)
+    left = LeftVersions(chunk_folder(options), RunId(options.config.run.name))
+    replayed = replay(StandingVersion(prepared.schedule.newest, prepared.published), prepared, left)
+    prepared.published, prepared.schedule.newest = replayed.newest.weights, replayed.newest.version
+    prepared.cut_off = (replayed.before.version, replayed.before.weights) if replayed.before is not None else None
+    prepared.trained_again, prepared.rows_again = replayed.batches, replayed.rows
+    _log.info(
+        "resumed at step %d: checkpoint of step %s, %d recorded batches trained on again, %d rollouts kept",
+        prepared.trainer.step_count,
+        "none" if checkpoint is None else checkpoint.step,
+        prepared.trained_again,
+        prepared.groups.buffered_rollouts,
+    )
+
+
+def follow(options: LearnerOptions, ranks: Ranks) -> None:
+    """Runs a rank other than rank 0, from its start to its end."""
+    new_team(options, ranks).follow()
+
+
+def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: object, folder: Path) -> None:
+    """Writes `policy`, a whole snapshot of `model`, as a Hugging Face folder in the published dtype; replaces `folder`."""
+    partial = folder.with_name(folder.name + ".partial")
+    model.save(policy, partial)
+    tokenizer.save_pretrained(partial)  # type: ignore[attr-defined]
+    if folder.exists():
+        previous = folder.with_name(folder.name + ".previous")
+        _remove(previous)
+        folder.rename(previous)
+        partial.rename(folder)
+        _remove(previous)
+        return
+    partial.rename(folder)
+
+
+def export_run(folder: Path, target: Path, model_path: str = "") -> Step:
+    """Writes the policy of a run folder's newest checkpoint as a Hugging Face folder; returns the checkpoint's step.
+
+    `model_path`: the base model, if it has moved since the run began. The run may be stopped or still running: checkpoints are
+    never changed in place. Raises `StateError` without a checkpoint, `ConfigError` if `target` is not empty.
+    """
+    if not (folder / "checkpoints").is_dir():
+        raise StateError(f"run folder {folder}: expected checkpoints, found none")
+    checkpoint = CheckpointStore(folder / "checkpoints", LearnerLimits(), is_owner=False).load_newest()
+    if checkpoint is None:
+        raise StateError(f"run folder {folder}: expected a whole checkpoint, found none yet")
+    identity = json.loads((folder / "run.json").read_text())
+    model_path = model_path or str(identity.get("model_path", ""))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"export: expected {target} to be empty or not there, got files in it")
+    rank, alpha = identity["lora"]
+    adapter = _adapter_of(TrainerOptions(model_path, lora_rank=int(rank), lora_alpha=int(alpha)))
+    model = PolicyModel(model_path, identity["weights_dtype"], torch.device("cpu"), 1.0, adapter=adapter)
+    model.load_masters(checkpoint.masters)
+    export(model, model.snapshot(), load_tokenizer(model_path), target)
+    return checkpoint.step
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,325 @@
+"""Reads a policy's weights: whole for a single process; layer by layer for several, so that no rank ever holds the whole model.
+
+Guarantees: a `Skeleton` has the same parameters as the whole model, filled from the same files; only those of one layer, or those
+outside all layers, are whole at a time, provided that each layer is sharded before the next is filled. Leaves to others: sharding
+(model.shard). If a checkpoint's tensor names differ from the model's (transformers converts them while loading), or if it is not in
+safetensors, there is no skeleton: each rank first loads the whole model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echo2.base.errors import ConfigError
+from echo2.cost_model.sizing import SIZE_KEY, ModelSize
+
+_log = logging.getLogger("echo2.learner")
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FETCHED, _POINTER = (".safetensors", ".bin", ".json", ".model"), b"version https://git-lfs."
+
+
+def load_whole(path: str, dtype: torch.dtype) -> Any:
+    """Loads a causal LM into host memory; raises `ConfigError` if that fails."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    config, local = read_config(path), _checked(path)
+    try:
+        model, told = AutoModelForCausalLM.from_pretrained(
+            str(local) if local.is_dir() else path, config=config, dtype=dtype, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
+    if missing := sorted(told["missing_keys"]):
+        raise ConfigError(
+            f"model {path}: expected all tensors of a {type(model).__name__} in its files, {len(missing)} are missing, first "
+            f"{missing[0]}: an unfinished download, or another model's config.json?"
+        )
+    if unexpected := sorted(told["unexpected_keys"]):
+        _log.warning(
+            "model %s: its files hold %d tensors that a %s does not have, first %s: neither trained nor written back",
+            path, len(unexpected), type(model).__name__, unexpected[0],
+        )  # fmt: skip
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and model.config.tie_word_embeddings and head.weight is not embedding.weight:
+        _log.warning(
+            "model %s: config.json says tie_word_embeddings, but its files hold a head that differs from the embedding; "
+            "both are trained, published and exported", path,
+        )  # fmt: skip
+        model.config.tie_word_embeddings = False
+    return model
+
+
+def read_config(path: str) -> Any:
+    """The model's configuration; its max_position_embeddings is the length served. Raises `ConfigError` if there is none.
+
+    Configs extended by YaRN as model cards say keep the original length there, and the factor beside it.
+    """
+    from transformers import AutoConfig
+
+    local = _checked(path)
+    try:
+        config = AutoConfig.from_pretrained(str(local) if local.is_dir() else path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) == "yarn":
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        config.max_position_embeddings = max(config.max_position_embeddings, int(original * rope["factor"]))
+    return config
+
+
+def read_generation_config(path: str) -> Any:
+    """The generation config beside the model; None if it has none."""
+    from transformers import GenerationConfig
+
+    local = _checked(path)
+    try:
+        return GenerationConfig.from_pretrained(str(local) if local.is_dir() else path)
+    except OSError:
+        return None
+
+
+def read_ends(path: str) -> tuple[int, ...]:
+    """Tokens that end a completion, by the generation config and the model's config."""
+    return stop_tokens_of(read_generation_config(path), read_config(path))
+
+
+def _checked(path: str) -> Path:
+    local = Path(path).expanduser()
+    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not (local / "config.json").is_file():
+        raise ConfigError(f"model {path}: expected a Hugging Face folder with config.json, found none")
+    if local.is_dir():
+        _check_files(local)
+    return local
+
+
+def _check_files(folder: Path) -> None:
+    """Raises `ConfigError`, naming the file, for one that a download has left unfinished."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.iterdir()):
+        if file.suffix not in _FETCHED or not file.is_file():
+            continue
+        with file.open("rb") as content:
+            if content.read(len(_POINTER)) == _POINTER:
+                raise ConfigError(
+                    f"model file {file}: expected its content, got the pointer that Git LFS leaves in its place; run "
+                    "`git lfs pull` in that folder, or download the model again"
+                )
+        if file.suffix == ".safetensors":
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(
+                    f"model file {file}: expected whole safetensors, got something else ({error}); download it again"
+                ) from None
+
+
+class Skeleton:
+    """A model whose parameters are on the meta device until `fill` reads them; its buffers are in memory."""
+
+    def __init__(self, hf_model: Any, files: dict[str, Path], dtype: torch.dtype, device: torch.device) -> None:
+        self.hf_model = hf_model
+        self._files, self._dtype, self._device = files, dtype, device
+        self._empty = dict(hf_model.named_parameters())  # keeps them alive, so that their ids stay unique
+        self._names = {id(p): name for name, p in self._empty.items()}
+        self._filled: dict[int, nn.Parameter] = {}  # by id of the meta parameter, so that tied ones stay tied
+
+    def fill(self, module: nn.Module) -> None:
+        """Reads the parameters of `module` that are still on the meta device."""
+        for owner in module.modules():
+            for leaf, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+                if parameter.is_meta:
+                    owner.register_parameter(leaf, self._read(parameter))
+
+    def _read(self, parameter: nn.Parameter) -> nn.Parameter:
+        found = self._filled.get(id(parameter))
+        if found is None:
+            tensor = self._tensor(self._names[id(parameter)])
+            found = self._filled[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        return found
+
+    def _tensor(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            # Copy: the tensor maps the file's pages, which are read-only and go away when the file is closed.
+            return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+
+    def forget(self) -> None:
+        """Drops references to filled parameters, so that they can be freed once they are sharded."""
+        self._filled.clear()
+
+
+def skeleton_of(path: str, dtype: torch.dtype, device: torch.device) -> Skeleton | None:
+    """Makes a skeleton; None if the files do not hold the model's tensors under its own names."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    local = _checked(path)
+    if not local.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            local = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
+    config = read_config(str(local))
+    try:
+        with no_init_weights(), init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
+    model.tie_weights()
+    model.generation_config = read_generation_config(str(local)) or model.generation_config
+    files = _files_of(local)
+    buffers = (name for name, _ in model.named_buffers() if name in model.state_dict())
+    odd = _odd([(name, tuple(p.shape)) for name, p in model.named_parameters()], files, [*buffers]) or _untied(
+        model, files
+    )
+    if odd:
+        _log.warning("model %s: each rank loads all of it first, since %s", path, odd)
+        return None
+    return Skeleton(model.eval(), files, dtype, device)
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    """The file of each tensor, by name; empty without safetensors files."""
+    from safetensors import safe_open
+
+    if (folder / _INDEX).is_file():
+        listed = json.loads((folder / _INDEX).read_text())["weight_map"]
+        return {str(name): folder / str(file) for name, file in listed.items()}
+    if not (folder / _ONE_FILE).is_file():
+        return {}
+    with safe_open(folder / _ONE_FILE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / _ONE_FILE)
+
+
+def _odd(wanted: Iterable[tuple[str, tuple[int, ...]]], files: dict[str, Path], buffers: list[str]) -> str:
+    """Why the files cannot be read tensor by tensor; empty if they can."""
+    from safetensors import safe_open
+
+    if not files:
+        return f"it has no {_ONE_FILE}"
+    if buffers:
+        return f"it keeps the buffer {buffers[0]}"
+    for name, shape in wanted:
+        if name not in files:
+            return f"its files have no tensor {name}"
+        with safe_open(files[name], framework="pt") as file:
+            found = tuple(file.get_slice(name).get_shape())
+        if found != shape:
+            return f"{name} has the shape {found} in its files, {shape} in the model"
+    return ""
+
+
+def _untied(model: Any, files: dict[str, Path]) -> str:
+    """Why tensors that the config calls tied are not, by the files; empty if they are."""
+    from safetensors import safe_open
+
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if other == name or name not in files:
+            continue
+        with safe_open(files[name], framework="pt") as file, safe_open(files[other], framework="pt") as others:
+            if not torch.equal(file.get_tensor(name), others.get_tensor(other)):
+                return f"config.json calls {name} and {other} tied, but its files hold different values"
+    return ""
+
+
+def size_of(config: Any) -> ModelSize:
+    """The model's size, counted on its own tensors without storage; raises `ConfigError` if transformers cannot make it."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ImportError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"model_type {config.model_type}: transformers cannot make a causal LM of it: {error}"
+        ) from None
+    text, embedding = config.get_text_config(decoder=True), model.get_input_embeddings().weight
+    layers, hidden = int(text.num_hidden_layers), int(text.hidden_size)
+    heads = int(getattr(text, "num_attention_heads", None) or 1)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    width = int(getattr(text, "head_dim", None) or hidden // heads)
+    kinds = [str(kind) for kind in getattr(text, "layer_types", None) or ["full_attention"] * layers]
+    attending = sum(("attention" in kind and kind != "linear_attention") or kind == "hybrid" for kind in kinds)
+    latent = int(getattr(text, "kv_lora_rank", None) or 0)
+    nope = int(getattr(text, "qk_nope_head_dim", None) or 0)
+    each = latent + int(text.qk_rope_head_dim) if latent else 2 * kv_heads * width
+    experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
+    count, chosen = _experts_of(experts), _chosen_of(text)
+    idle = sum(p.numel() for p in experts.values()) * max(0, count - chosen) // max(1, count)
+    down = next((p.numel() for name, p in experts.items() if name.endswith(("down_proj", "down_proj.weight"))), 0)
+    expert_width = down // (hidden * (1 if "down_proj.weight" in " ".join(experts) else max(1, count)))
+    head = model.get_output_embeddings()
+    linear = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    return ModelSize(
+        parameters=sum(p.numel() for p in model.parameters()),
+        kv_values_per_token=max(1, attending * each),
+        context_tokens=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
+        head_count=heads,
+        kv_head_count=kv_heads,
+        layer_count=layers,
+        hidden=hidden,
+        vocabulary=int(embedding.shape[0]),
+        idle_parameters=idle,
+        mlp_width=chosen * expert_width if experts else int(getattr(text, "intermediate_size", None) or 0),
+        has_head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+        head_width=nope + int(text.qk_rope_head_dim) if latent else width,
+        linear_parameters=0 if experts else sum(linear),  # with quantisation, vLLM workers refuse models with experts
+    )
+
+
+def _experts_of(experts: Mapping[str, Tensor]) -> int:
+    """How many experts a layer has: they lie in one tensor, or in tensors of their own."""
+    for name, tensor in experts.items():
+        first = name.partition(".experts.")[2].partition(".")[0]
+        if not first.isdigit():
+            return int(tensor.shape[0])
+    return len({name.partition(".experts.")[2].partition(".")[0] for name in experts})
+
+
+def _chosen_of(text: Any) -> int:
+    """How many experts a token is routed to, by the names that configurations have for it."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    return next((int(value) for name in names if isinstance(value := getattr(text, name, None), int)), 1)
+
+
+def config_json_of(config: Any, size: ModelSize, more: Mapping[str, object] | None = None) -> bytes:
+    """What workers, planner and coordinator hear of a model: its transformers config, as loaded, without path and version, and its
+    size; as canonical JSON: sorted keys, no whitespace."""
+    fields = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    fields |= {SIZE_KEY: asdict(size), **(more or {})}
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+def digest_of(config_json: bytes, table: Iterable[tuple[str, Sequence[int]]], dtype: str) -> str:
+    """sha256 over the config and the table of published tensors: names, shapes and their common dtype."""
+    rows = sorted([name, list(shape), dtype] for name, shape in table)
+    return hashlib.sha256(config_json + json.dumps(rows).encode()).hexdigest()
+
+
+def stop_tokens_of(generation_config: Any, config: Any) -> tuple[int, ...]:
+    """Tokens that end a completion: those of the generation config and of the model's config."""
+    found: dict[int, None] = {}
+    for ends in (getattr(generation_config, "eos_token_id", None), getattr(config, "eos_token_id", None)):
+        found |= dict.fromkeys(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    return tuple(map(int, found))

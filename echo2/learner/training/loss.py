@@ -1,0 +1,481 @@
+"""The policy-gradient loss on packed sequences, from top to bottom: inputs, corrections, losses, their sum, metrics.
+
+A new loss is one function and one row of `LOSSES`, or a user's own by `module:function`. Guarantees: the losses and gradients of a
+batch's micro-batches add up to those of the undivided batch, however it is split between rollouts; positions off the mask
+contribute neither loss nor gradient, whatever they hold (even NaN); ratios are bounded in log space, so every result is finite.
+
+Shapes: T tokens of one packed micro-batch, R rollouts in it, M metric sums. A rollout lies within one micro-batch. Three policies:
+behaviour (sampled the token, perhaps several versions ago on another machine), proximal (the learner's own weights when the batch
+is consumed), current (being optimised). docs/algorithms.md has the formulas and their sources.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echo2.base.errors import ConfigError
+from echo2.base.import_path import imported
+
+LOG_RATIO_LIMIT = 20.0  # e^20 is far beyond every clip and cap, and stays finite in float32
+
+
+# ---- inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """`sequence_T`: int64, the index of each packed token's rollout. `mask_T`: bool, which tokens count."""
+
+    sequence_T: Tensor
+    mask_T: Tensor
+    rollout_count: int
+
+    def sum_R(self, values_T: Tensor) -> Tensor:
+        """Sum of the counted tokens' values in each rollout."""
+        kept_T = torch.where(self.mask_T, values_T, torch.zeros_like(values_T))
+        return kept_T.new_zeros(self.rollout_count).index_add(0, self.sequence_T, kept_T)
+
+    def count_R(self) -> Tensor:
+        """Number of counted tokens of each rollout, float32."""
+        return self.sum_R(torch.ones_like(self.sequence_T, dtype=torch.float32))
+
+    def mean_T(self, values_T: Tensor) -> Tensor:
+        """For each token, the mean over the counted tokens of its rollout."""
+        return (self.sum_R(values_T) / self.count_R().clamp(min=1.0))[self.sequence_T]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """One packed micro-batch. All `_T` tensors are aligned: element i belongs to the same token.
+
+    logprobs_T: current policy, with gradient, at the sampling temperature. behaviour_logprobs_T: as the worker
+    reported them. proximal_logprobs_T: the learner's own before this batch's first step; None if the batch makes only
+    one step, because they then equal the current ones, detached. sequence_T: int64, index of the token's rollout. mask_T:
+    bool, False for prompt, padding and environment tokens.
+    """
+
+    logprobs_T: Tensor
+    behaviour_logprobs_T: Tensor
+    advantages_R: Tensor
+    sequence_T: Tensor
+    mask_T: Tensor
+    proximal_logprobs_T: Tensor | None = None
+    reference_logprobs_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.logprobs_T.shape
+        optional = (self.proximal_logprobs_T, self.reference_logprobs_T, self.entropy_T)
+        given = [self.behaviour_logprobs_T, self.sequence_T, self.mask_T, *(x for x in optional if x is not None)]
+        assert len(shape) == 1 and all(x.shape == shape for x in given), "packed tensors are 1-D and aligned"
+        assert self.mask_T.dtype == torch.bool, "mask_T is bool"
+
+    @property
+    def segments(self) -> Segments:
+        return Segments(self.sequence_T, self.mask_T, int(self.advantages_R.shape[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTotals:
+    """Counts over all micro-batches and ranks of one optimiser step: the global denominators.
+
+    If data parallelism averages gradients (FSDP, DDP), the caller multiplies the loss by the number of ranks.
+    """
+
+    token_count: int
+    rollout_count: int
+    completion_tokens_max: int
+
+    def __post_init__(self) -> None:
+        if min(self.token_count, self.rollout_count, self.completion_tokens_max) < 1:
+            raise ConfigError(f"batch totals: expected counts of at least 1, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """`loss`: a name of `LOSSES`, or a user's `module:function`. `clip_low`, `clip_high`: the ratio is clipped to 1 - low to 1 +
+    high (cispo uses only the upper bound). `correction`: a name of `CORRECTIONS`; `cap` bounds the weights of those that truncate.
+    """
+
+    loss: str = "dapo"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    correction: str = "behaviour"
+    cap: float = 2.0
+    kl_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        loss_named(self.loss)
+        if self.correction not in CORRECTIONS:
+            raise ConfigError(f"correction: expected one of {', '.join(CORRECTIONS)}, got {self.correction!r}")
+        if not (0 < self.clip_low <= 1 and 0 < self.clip_high < math.inf):
+            raise ConfigError(f"clip: expected 0 < low <= 1 and high > 0, got {self.clip_low} and {self.clip_high}")
+        if not 0 < self.cap < math.inf:
+            raise ConfigError(f"correction cap: expected above 0, got {self.cap}")
+        if not 0 <= self.kl_coefficient < math.inf:
+            raise ConfigError(f"KL coefficient: expected 0 or more, got {self.kl_coefficient}")
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """What a loss function reads; a user's own gets the same.
+
+    logprobs_T: current policy, float32, with gradient. log_ratio_T: current over anchor, with gradient, 0 off the mask; the anchor
+    is the behaviour policy, or the proximal one if the correction weighs tokens by their quotient (the caller applies those
+    weights). advantage_T: float32. segments: the rollout of each token and which tokens count, with sums and means by rollout.
+    Positions off the mask hold 0, and what a function returns for them is ignored.
+    """
+
+    logprobs_T: Tensor
+    log_ratio_T: Tensor
+    advantage_T: Tensor
+    behaviour_logprobs_T: Tensor
+    segments: Segments
+    config: LossConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """`loss_T`: each token's loss, with gradient. `ratio_T`: the ratio used. `low_T`, `high_T`: bool, the tokens stopped at the
+    lower and the upper bound, for the metrics."""
+
+    loss_T: Tensor
+    ratio_T: Tensor
+    low_T: Tensor
+    high_T: Tensor
+
+
+def masked_log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
+    """`numerator - denominator` in float32, clamped to +-`LOG_RATIO_LIMIT`; 0 at masked positions, even if they hold NaN."""
+    difference_T = numerator_T.to(torch.float32) - denominator_T.to(torch.float32)
+    # Replaced, not multiplied by zero: 0 times NaN is NaN, in the backward pass too.
+    kept_T = torch.where(mask_T, difference_T, torch.zeros_like(difference_T))
+    return kept_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+TOKEN_LOG_RATIO_MAX = 3.0
+"""Nats, a ratio of 20: a token whose reported number is further from the learner's own is left out."""
+ROLLOUT_LOG_RATIO_MAX = 1.0
+"""Nats. A rollout whose mean absolute difference exceeds this is left out whole. Together with the limit per token, no rollout
+weighs more than (2 + e^3) / 3, about 7.4 times, what it would weigh with honest numbers."""
+
+
+def believed(logprobs_T: Tensor, behaviour_logprobs_T: Tensor, segments: Segments) -> Tensor:
+    """bool_T: the counted tokens whose reported log-probability is close enough to the learner's own to train on."""
+    with torch.no_grad():
+        off_T = masked_log_ratio(logprobs_T, behaviour_logprobs_T, segments.mask_T).abs()
+        return segments.mask_T & (off_T <= TOKEN_LOG_RATIO_MAX) & (segments.mean_T(off_T) <= ROLLOUT_LOG_RATIO_MAX)
+
+
+# ---- corrections: weights, detached, that turn samples of the behaviour policy into samples of the proximal one
+
+Weights = tuple[Tensor, Tensor]
+"""Each token's weight from the log-ratio proximal over behaviour, and where a bound took effect (bool)."""
+
+
+def _tis_token(log_ratio_T: Tensor, segments: Segments, cap: float) -> Weights:
+    ratio_T = log_ratio_T.exp()
+    return ratio_T.clamp(max=cap), ratio_T > cap
+
+
+def _tis_sequence(log_ratio_T: Tensor, segments: Segments, cap: float) -> Weights:
+    """The product of the ratios over the rollout."""
+    sum_T = segments.sum_R(log_ratio_T)[segments.sequence_T]
+    return _tis_token(sum_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), segments, cap)
+
+
+def _decoupled(log_ratio_T: Tensor, segments: Segments, cap: float) -> Weights:
+    return log_ratio_T.exp(), torch.zeros_like(segments.mask_T)
+
+
+CORRECTIONS: Mapping[str, Callable[[Tensor, Segments, float], Weights] | None] = {
+    "behaviour": None,  # no weight: the loss's own ratio is current / behaviour
+    "tis_token": _tis_token,  # proximal / behaviour, truncated, token by token
+    "tis_sequence": _tis_sequence,
+    "decoupled": _decoupled,  # proximal / behaviour, without a bound
+}
+
+
+def correction_weights(tokens: PackedTokens, proximal_T: Tensor, config: LossConfig) -> Weights:
+    """Weight of each token, 0 off the mask, and where a bound took effect."""
+    rule, segments = CORRECTIONS[config.correction], tokens.segments
+    if rule is None:
+        return tokens.mask_T.to(torch.float32), torch.zeros_like(tokens.mask_T)
+    with torch.no_grad():
+        log_ratio_T = masked_log_ratio(proximal_T, tokens.behaviour_logprobs_T, tokens.mask_T)
+        weights_T, bounded_T = rule(log_ratio_T, segments, config.cap)
+        return weights_T * tokens.mask_T, bounded_T & tokens.mask_T
+
+
+# ---- losses; r is the ratio current over anchor, A the advantage
+
+
+def clipped(inputs: LossInputs) -> TokenLosses:
+    """-min(r A, clip(r) A), token by token."""
+    return _clipped(inputs.log_ratio_T, inputs)
+
+
+def gspo(inputs: LossInputs) -> TokenLosses:
+    """The same with one length-normalised ratio per rollout."""
+    return _clipped(inputs.segments.mean_T(inputs.log_ratio_T), inputs)
+
+
+def _clipped(log_ratio_T: Tensor, inputs: LossInputs) -> TokenLosses:
+    ratio_T, advantage_T = log_ratio_T.exp(), inputs.advantage_T
+    lowest, highest = 1.0 - inputs.config.clip_low, 1.0 + inputs.config.clip_high
+    loss_T = -torch.minimum(ratio_T * advantage_T, ratio_T.clamp(lowest, highest) * advantage_T)
+    return TokenLosses(loss_T, ratio_T, (ratio_T < lowest) & (advantage_T < 0), (ratio_T > highest) & (advantage_T > 0))
+
+
+def cispo(inputs: LossInputs) -> TokenLosses:
+    """-min(r, 1 + clip_high) A log p with the ratio detached: every token keeps a gradient."""
+    ratio_T, highest = inputs.log_ratio_T.exp(), 1.0 + inputs.config.clip_high
+    loss_T = -ratio_T.detach().clamp(max=highest) * inputs.advantage_T * inputs.logprobs_T
+    high_T = (ratio_T > highest) & (inputs.advantage_T > 0)
+    return TokenLosses(loss_T, ratio_T, torch.zeros_like(high_T), high_T)
+
+
+SECOND_MOMENT_MAX = 0.04  # m2po's limit on a rollout's mean (log r)^2: its paper's
+
+
+def m2po(inputs: LossInputs) -> TokenLosses:
+    """-r A. Of a rollout's tokens that push the policy further from the anchor (those that a clip would stop), the largest (log
+    r)^2 are left out until the others' mean is within the limit."""
+    ratio_T, advantage_T = inputs.log_ratio_T.exp(), inputs.advantage_T
+    with torch.no_grad():
+        square_T, sequence_T = inputs.log_ratio_T.square(), inputs.segments.sequence_T
+        away_T = inputs.log_ratio_T * advantage_T > 0  # False off the mask, where the log-ratio is 0
+        # By rollout, then by size: the mean of a rollout's k smallest squares rises with k, so a token stays if the mean up to it
+        # holds.
+        order_T = torch.argsort(square_T, stable=True)
+        order_T = order_T[torch.argsort(sequence_T[order_T], stable=True)]
+        counted_T = away_T[order_T].to(torch.float64)
+        running_T, number_T = torch.cumsum(square_T[order_T] * counted_T, 0), torch.cumsum(counted_T, 0)
+        first_T = torch.searchsorted(sequence_T[order_T], sequence_T[order_T])
+        sum_T = running_T - torch.nn.functional.pad(running_T, (1, 0))[first_T]
+        count_T = number_T - torch.nn.functional.pad(number_T, (1, 0))[first_T]
+        left_out_T = torch.empty_like(away_T)
+        left_out_T[order_T] = sum_T > SECOND_MOMENT_MAX * count_T
+        left_out_T &= away_T
+    loss_T = torch.where(left_out_T, torch.zeros_like(ratio_T), -ratio_T * advantage_T)
+    return TokenLosses(loss_T, ratio_T, left_out_T & (advantage_T < 0), left_out_T & (advantage_T > 0))
+
+
+class Divisor(enum.Enum):
+    """What the sum of token losses is divided by."""
+
+    TOKENS = "tokens"  # the number of tokens in the whole batch
+    CONSTANT = "constant"  # the number of rollouts times the longest completion allowed
+    EACH_ROLLOUT = "each rollout"  # each rollout's sum by its number of tokens, then by the number of rollouts
+    ROLLOUTS = "rollouts"  # the number of rollouts: one weighs in proportion to its length
+
+
+LossFunction = Callable[[LossInputs], TokenLosses | Tensor]
+LOSSES: dict[str, tuple[LossFunction, Divisor]] = {
+    "grpo": (clipped, Divisor.EACH_ROLLOUT),
+    "dapo": (clipped, Divisor.TOKENS),
+    "dr_grpo": (clipped, Divisor.CONSTANT),
+    "gspo": (gspo, Divisor.EACH_ROLLOUT),
+    "luspo": (gspo, Divisor.ROLLOUTS),
+    "cispo": (cispo, Divisor.TOKENS),
+    "m2po": (m2po, Divisor.TOKENS),
+}
+
+
+def loss_named(name: str) -> tuple[LossFunction, Divisor]:
+    """A row of `LOSSES`, or a user's own function, divided by tokens. Raises `ConfigError` if there is none of that name."""
+    if ":" in name:
+        return imported(name, "learner.loss"), Divisor.TOKENS
+    if name not in LOSSES:
+        raise ConfigError(f"learner.loss: expected one of {', '.join(LOSSES)} or module:function, got {name!r}")
+    return LOSSES[name]
+
+
+def token_losses(inputs: LossInputs) -> TokenLosses:
+    """Each token's loss; checks what a user's own function returns."""
+    name = inputs.config.loss
+    losses = loss_named(name)[0](inputs)
+    if not isinstance(losses, TokenLosses):
+        none_T = torch.zeros_like(inputs.segments.mask_T)
+        losses = TokenLosses(losses, inputs.log_ratio_T.exp(), none_T, none_T)
+    loss_T, count = losses.loss_T, len(inputs.logprobs_T)
+    if not isinstance(loss_T, Tensor) or loss_T.shape != (count,) or not (loss_T.requires_grad or not count):
+        came = type(loss_T).__name__
+        if isinstance(loss_T, Tensor):
+            came = f"shape {tuple(loss_T.shape)}" + ("" if loss_T.requires_grad else " without gradient")
+        raise ConfigError(
+            f"learner.loss {name}: expected a tensor of shape ({count},), each token's loss, computed with gradient from "
+            f"logprobs_T or log_ratio_T; got {came}"
+        )
+    return losses
+
+
+# ---- the loss of a micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """`loss`: scalar with gradient, this micro-batch's share. `sums_M`: float64, detached; add them up over
+    micro-batches and ranks, then read them with `loss_metrics`. `ratio_max`: scalar, detached, over the counted tokens.
+    """
+
+    loss: Tensor
+    sums_M: Tensor
+    ratio_max: Tensor
+
+
+def policy_loss(tokens: PackedTokens, config: LossConfig, totals: BatchTotals) -> PolicyLoss:
+    """Computes this micro-batch's share of the batch's loss, and its metric sums. Raises `ConfigError` if the KL coefficient
+    is above 0 and the reference log-probabilities are missing."""
+    mask_T, segments = tokens.mask_T, tokens.segments
+    nothing_T = torch.zeros_like(tokens.logprobs_T, dtype=torch.float32)
+    logprobs_T = torch.where(mask_T, tokens.logprobs_T.to(torch.float32), nothing_T)
+    behaviour_T = torch.where(mask_T, tokens.behaviour_logprobs_T, nothing_T)
+    proximal_T = logprobs_T.detach() if tokens.proximal_logprobs_T is None else tokens.proximal_logprobs_T
+    weights_T, bounded_T = correction_weights(tokens, proximal_T, config)
+    anchor_T = behaviour_T if config.correction == "behaviour" else proximal_T
+    log_ratio_T = masked_log_ratio(logprobs_T, anchor_T, mask_T)
+    advantage_T = tokens.advantages_R.to(torch.float32)[tokens.sequence_T]
+    inputs = LossInputs(logprobs_T, log_ratio_T, advantage_T, behaviour_T, segments, config)
+    losses = token_losses(inputs)
+    loss_T = torch.where(mask_T, losses.loss_T, nothing_T) * weights_T
+    kl_T = nothing_T
+    if tokens.reference_logprobs_T is not None:
+        # k3, never negative. Times the ratio, its gradient is unbiased off policy.
+        off_T = masked_log_ratio(tokens.reference_logprobs_T, logprobs_T, mask_T)
+        kl_T = torch.expm1(off_T) - off_T
+        loss_T = loss_T + config.kl_coefficient * kl_T * torch.where(mask_T, losses.ratio_T, 0.0)
+    elif config.kl_coefficient > 0:
+        raise ConfigError("KL coefficient above 0: expected log-probabilities of the reference model, got none")
+    loss = _divided(loss_T, segments, loss_named(config.loss)[1], totals)
+    with torch.no_grad():
+        moved_T = masked_log_ratio(logprobs_T, behaviour_T, mask_T)
+        ratio_max = moved_T.exp().masked_fill(~mask_T, 0.0).amax() if loss_T.numel() else loss
+        flags = {"clipped_low": losses.low_T, "clipped_high": losses.high_T, "altered": bounded_T}
+        sums_M = _metric_sums(tokens, {"weight": weights_T, "kl_reference": kl_T, **flags}, moved_T, loss)
+    return PolicyLoss(loss, sums_M, ratio_max.detach())
+
+
+def _divided(loss_T: Tensor, segments: Segments, divisor: Divisor, totals: BatchTotals) -> Tensor:
+    match divisor:
+        case Divisor.TOKENS:
+            return loss_T.sum() / totals.token_count
+        case Divisor.CONSTANT:
+            return loss_T.sum() / (totals.rollout_count * totals.completion_tokens_max)
+        case Divisor.EACH_ROLLOUT:
+            return (segments.sum_R(loss_T) / segments.count_R().clamp(min=1.0)).sum() / totals.rollout_count
+        case Divisor.ROLLOUTS:
+            return loss_T.sum() / totals.rollout_count
+
+
+# ---- metrics
+
+SUM_NAMES = (
+    "tokens", "rollouts", "loss", "ratio", "ratio_sq", "clipped_low", "clipped_high", "weight", "weight_sq", "altered",
+    "kl_behaviour", "kl_reference", "entropy", "sampled_nll", "rollout_ratio", "rollout_ratio_sq",
+)  # fmt: skip  # the elements of `PolicyLoss.sums_M`, in order: sums over tokens, unless the name says rollout
+
+
+@dataclass(frozen=True, slots=True)
+class LossMetrics:
+    """Metrics of one batch. Ratios are current over behaviour.
+
+    `ratio_ess`, `rollout_ratio_ess`: effective sample size (Kong 1992) as a fraction, by token and by rollout (1: on policy).
+    `entropy`, nats per token: of the model's distributions if given, else estimated as minus log p of the sampled tokens.
+    """
+
+    token_count: int
+    rollout_count: int
+    loss: float
+    ratio_mean: float
+    ratio_max: float
+    ratio_ess: float
+    rollout_ratio_ess: float
+    clip_low_fraction: float
+    clip_high_fraction: float
+    correction_weight_mean: float
+    correction_ess: float
+    correction_altered_fraction: float
+    kl_behaviour: float
+    kl_reference: float
+    entropy: float
+
+
+def loss_metrics(sums_M: Tensor, ratio_max: float) -> LossMetrics:
+    """Computes the metrics from sums added up over micro-batches and ranks."""
+    sums = dict(zip(SUM_NAMES, sums_M.tolist(), strict=True))
+    tokens, rollouts = max(sums["tokens"], 1.0), max(sums["rollouts"], 1.0)
+
+    def ess(name: str, count: float) -> float:
+        return sums[name] ** 2 / (count * sums[f"{name}_sq"]) if sums[f"{name}_sq"] > 0 else 1.0
+
+    return LossMetrics(
+        token_count=round(sums["tokens"]),
+        rollout_count=round(sums["rollouts"]),
+        loss=sums["loss"],
+        ratio_mean=sums["ratio"] / tokens,
+        ratio_max=ratio_max,
+        ratio_ess=ess("ratio", tokens),
+        rollout_ratio_ess=ess("rollout_ratio", rollouts),
+        clip_low_fraction=sums["clipped_low"] / tokens,
+        clip_high_fraction=sums["clipped_high"] / tokens,
+        correction_weight_mean=sums["weight"] / tokens,
+        correction_ess=ess("weight", tokens),
+        correction_altered_fraction=sums["altered"] / tokens,
+        kl_behaviour=sums["kl_behaviour"] / tokens,
+        kl_reference=sums["kl_reference"] / tokens,
+        entropy=(sums["entropy"] if sums["entropy"] > 0 else sums["sampled_nll"]) / tokens,
+    )
+
+
+def _metric_sums(tokens: PackedTokens, given: Mapping[str, Tensor], moved_T: Tensor, loss: Tensor) -> Tensor:
+    """`given`: values by token under their names. `moved_T`: log-ratio current over behaviour."""
+    segments, ratio_T = tokens.segments, moved_T.exp()
+    rollout_ratio_R = segments.sum_R(moved_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    rollout_ratio_R = rollout_ratio_R[segments.count_R() > 0].to(torch.float64)
+    by_token = {
+        **given,
+        "tokens": torch.ones_like(ratio_T),
+        "ratio": ratio_T,
+        "ratio_sq": ratio_T.square(),
+        "weight_sq": given["weight"].square(),
+        "kl_behaviour": ratio_T - 1.0 - moved_T,
+        "sampled_nll": -tokens.logprobs_T.detach(),
+        "entropy": torch.zeros_like(ratio_T) if tokens.entropy_T is None else tokens.entropy_T,
+    }
+    sums = {name: torch.where(tokens.mask_T, by_token[name].to(torch.float64), 0.0).sum() for name in by_token}
+    sums |= {
+        "rollouts": rollout_ratio_R.new_tensor(rollout_ratio_R.numel()),
+        "rollout_ratio": rollout_ratio_R.sum(),
+        "rollout_ratio_sq": rollout_ratio_R.square().sum(),
+        "loss": loss.detach().to(torch.float64),
+    }
+    return torch.stack([sums[name] for name in SUM_NAMES])
+
+
+# ---- what VCPO takes from the ratios
+
+
+def learning_rate_scale(sample_fraction: float, floor: float = 0.0) -> float:
+    """VCPO's factor on the learning rate: the square root of the effective sample fraction (the rule for Adam), at least
+    `floor`. Raises `ConfigError` if the fraction is not within 0 to 1."""
+    if not 0.0 <= sample_fraction <= 1.0 + 1e-6:
+        raise ConfigError(f"effective sample fraction: expected 0 to 1, got {sample_fraction}")
+    return max(floor, math.sqrt(min(1.0, sample_fraction)))
+
+
+def score_norm_sq_proxy(logprobs_T: Tensor, segments: Segments) -> Tensor:
+    """Approximates each rollout's squared gradient norm from its log-probabilities.
+
+    The gradient of log p(token) with respect to the logits is `onehot - p`, whose squared norm lies between
+    `(1 - p_token)^2` and twice that; tokens are summed as if independent. VCPO instead measures true gradient norms, with
+    one backward pass per rollout; this proxy costs nothing and keeps the order of sure and unsure rollouts.
+    """
+    with torch.no_grad():
+        return segments.sum_R((1.0 - torch.exp(logprobs_T.to(torch.float32).clamp(max=0.0))).square())

@@ -1,0 +1,577 @@
+"""The policy: a Hugging Face causal LM, its float32 masters and the published weights.
+
+Guarantees: with `weights_dtype` bfloat16 the parameters always hold `master.bfloat16()`, so the learner computes with exactly
+the published weights (on a CPU, where bf16 arithmetic is slow, the rounded values are stored in float32 tensors); the memory
+for logits is bounded by the device's free memory. Leaves to others: the layout of a batch (packing),
+the update (trainer).
+
+Shapes: B rows, W positions of a row, T sampled tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from echo2.base import routing
+from echo2.base.errors import ConfigError, StateError
+from echo2.base.routing import RoutingShape
+from echo2.learner.training.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
+from echo2.learner.training.loading import (
+    Skeleton,
+    config_json_of,
+    digest_of,
+    load_whole,
+    size_of,
+    skeleton_of,
+    stop_tokens_of,
+)
+from echo2.learner.training.packing import BLOCK, Attention, PackedInputs, UnitTree, block_mask, dense_mask
+from echo2.learner.training.ranks import Ranks, as_sharded, own_part
+from echo2.learner.training.token_scores import TokensToScore, columns_of
+from echo2.weights.elements import published_tensors
+from echo2.weights.routers import Routers
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+PROBE_TOLERANCE = 1e-3  # far above rounding in float32, far below a scale or a cap of the logits
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProbe:
+    """Input that tests whether hidden states times the head give the model's own logits."""
+
+    token_ids_BW: Tensor
+
+
+class Policy(nn.Module):
+    """The model as the trainer and the audit call it. For training, packed tokens give the log-probabilities of the sampled
+    tokens; for an audit, a sequence gives the columns of `TokenScores`. Both go through `forward`, where FSDP gathers the
+    ranks' rows."""
+
+    def __init__(self, hf_model: Any, temperature: float, slices_head: bool, replays_routing: bool = False) -> None:
+        super().__init__()
+        self.hf_model = hf_model
+        self.routers = Routers(hf_model, f"model_type {hf_model.config.model_type}") if replays_routing else None
+        self.temperature = temperature if temperature > 0 else 1.0
+        self.slices_head = slices_head
+        self.attention = Attention.DENSE
+        self._dense = hf_model.config._attn_implementation
+        self.uses_float_mask = self._dense == "eager"
+        self.windows = windows_of(hf_model.config)
+        self.is_packed = is_packable(hf_model.config)
+
+    def attend_by(self, attention: Attention) -> None:
+        """Switches the attention implementation; results equal those of `DENSE` up to rounding."""
+        self.hf_model.set_attn_implementation(
+            {Attention.DENSE: self._dense, Attention.FLEX: "flex_attention"}[attention]
+        )
+        self.attention = attention
+        self.uses_float_mask = self.hf_model.config._attn_implementation == "eager"
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """Shape of the replayed expert routing; None if the routers choose the experts themselves."""
+        return None if self.routers is None else self.routers.shape
+
+    @property
+    def row_multiple(self) -> int:
+        """The length of each row must be a multiple of this."""
+        return BLOCK if self.attention is Attention.FLEX else 1
+
+    def _masks(self, inputs: PackedInputs) -> Any:
+        """The mask of a packed row, or one for each kind of layer. None for rows of one sequence with padding behind it, which
+        layers that read from left to right do not see."""
+        if not self.is_packed:
+            return None
+        tree, places = inputs.tree, inputs.positions_BW
+        whole = self._mask(tree)
+        longest = int(places.max()) + 1 if any(self.windows.values()) else 0
+        masks = {
+            kind: self._mask(replace(tree, places_BW=places, window=window)) if 0 < window < longest else whole
+            for kind, window in self.windows.items()
+        }
+        return masks.get("", masks)
+
+    def _mask(self, tree: UnitTree) -> Tensor | BlockMask:
+        if self.attention is Attention.FLEX:
+            return block_mask(tree)
+        mask_B1WW = dense_mask(tree)[:, None]
+        if self.uses_float_mask:
+            return torch.zeros(mask_B1WW.shape, device=mask_B1WW.device).masked_fill(~mask_B1WW, -1e30)
+        if mask_B1WW.device.type == "cpu":  # else each layer makes its own and keeps it for the backward pass
+            return torch.zeros(mask_B1WW.shape, dtype=self.hf_model.dtype).masked_fill(~mask_B1WW, -torch.inf)
+        return mask_B1WW
+
+    def forward(
+        self, inputs: PackedInputs | TokensToScore | HeadProbe, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """For `PackedInputs`: logprobs_T with gradient and entropy_T without, in nats, both at the sampling temperature. For
+        `TokensToScore`: columns_CT and None. For a `HeadProbe`: the model's own logits, and hidden states times the head."""
+        if isinstance(inputs, HeadProbe):
+            return self._probed(inputs)
+        if self.routers is not None:
+            self.routers.give(None if isinstance(inputs, TokensToScore) else inputs.experts_PLK)
+        if isinstance(inputs, TokensToScore):
+            return self._scored(inputs), None
+        arguments = {
+            "input_ids": inputs.token_ids_BW,
+            "attention_mask": self._masks(inputs),
+            "position_ids": inputs.positions_BW,
+            "use_cache": False,
+        }
+        if not self.slices_head:
+            logits_BWV = self.hf_model(**arguments).logits
+            logits_TV = logits_BWV.flatten(0, 1)[inputs.predictor_T]
+            return self._read(logits_TV, inputs.target_T, with_entropy)
+        hidden_BWH = _backbone(self.hf_model)(**arguments)[0]
+        hidden_TH = hidden_BWH.flatten(0, 1)[inputs.predictor_T]
+        return self._headed(hidden_TH, inputs.target_T, with_entropy)
+
+    def _probed(self, probe: HeadProbe) -> tuple[Tensor, Tensor | None]:
+        whole = self.hf_model(input_ids=probe.token_ids_BW, use_cache=False).logits.float()
+        try:
+            hidden = _backbone(self.hf_model)(input_ids=probe.token_ids_BW, use_cache=False)[0]
+            return whole, self.hf_model.get_output_embeddings()(hidden).float()
+        except (AttributeError, TypeError):
+            return whole, None
+
+    def _scored(self, asked: TokensToScore) -> Tensor:
+        count, head = len(asked.target_T), self.hf_model.get_output_embeddings()
+        size = int(self.hf_model.get_input_embeddings().weight.shape[0])
+        if not self.slices_head:
+            logits_TV = self.hf_model(**asked.arguments, logits_to_keep=count).logits[0]
+            return columns_of(asked, logits_TV, size, lambda rows_TV: rows_TV)
+        hidden_TH = _backbone(self.hf_model)(**asked.arguments)[0][0, -count:]
+        return columns_of(asked, hidden_TH, size, head)
+
+    def _headed(self, hidden_TH: Tensor, target_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        head = self.hf_model.get_output_embeddings()
+        # More rows than this are computed in pieces, and recomputed in the backward pass, so that their logits fit.
+        rows = max(1, logit_bytes(free_bytes(hidden_TH.device)) // (4 * head.weight.shape[0]))
+        if hidden_TH.shape[0] <= rows:
+            return self._read(head(hidden_TH), target_T, with_entropy)
+        pieces = [
+            checkpoint(lambda h, t: self._read(head(h), t, with_entropy), h, t, use_reentrant=False)
+            for h, t in zip(torch.split(hidden_TH, rows), torch.split(target_T, rows), strict=True)
+        ]
+        entropy_T = torch.cat([e for _, e in pieces]) if with_entropy else None
+        return torch.cat([p for p, _ in pieces]), entropy_T
+
+    def _read(self, logits_TV: Tensor, target_T: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        logits_TV = logits_TV.float()
+        if self.temperature != 1.0:
+            logits_TV = logits_TV / self.temperature
+        total_T = logits_TV.logsumexp(-1)
+        logprobs_T = logits_TV.gather(-1, target_T[:, None])[:, 0] - total_T
+        if not with_entropy:
+            return logprobs_T, None
+        with torch.no_grad():
+            entropy_T = total_T - (torch.softmax(logits_TV, -1) * logits_TV).sum(-1)
+        return logprobs_T, entropy_T
+
+
+def shard(policy: Policy, ranks: Ranks, device: torch.device, skeleton: Skeleton | None = None) -> None:
+    """Shards the parameters over the ranks (FSDP2), layer by layer; gradients are summed over the ranks, not averaged. With a
+    `skeleton`, the weights of each layer are read just before the layer is sharded."""
+    mesh = ranks.mesh(device.type)
+    if mesh is None:
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    # With several replicas, each sums its micro-batches before the all-reduce (`meet_copies`): in float32, whatever the dtype.
+    summed = MixedPrecisionPolicy(reduce_dtype=torch.float32) if ranks.replicas > 1 else MixedPrecisionPolicy()
+    layer_classes = set(getattr(policy.hf_model, "_no_split_modules", None) or ())
+    for module in list(policy.modules()):
+        if type(module).__name__ in layer_classes:
+            if skeleton is not None:
+                skeleton.fill(module)
+            fully_shard(module, mesh=mesh, mp_policy=summed)
+            if skeleton is not None:
+                skeleton.forget()
+    if skeleton is not None:
+        skeleton.fill(policy)
+    fully_shard(policy, mesh=mesh, mp_policy=summed)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(policy: Policy) -> None:
+    """Drops gathered parameters, which a forward pass without a backward pass leaves behind: the next one would compute with them
+    whatever has been written since."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def windows_of(config: Any) -> dict[str, int]:
+    """How many places attention reaches back, its own included (0: all), by the kind of layer; by "" if there is one kind."""
+    text = config.get_text_config(decoder=True)
+    window = int(getattr(text, "sliding_window", None) or 0)
+    kinds = set(getattr(text, "layer_types", None) or [])
+    if _SLIDING in kinds:
+        return {_FULL: 0, _SLIDING: window}
+    return {"": 0 if kinds or getattr(text, "use_sliding_window", True) is False else window}
+
+
+def is_packable(config: Any) -> bool:
+    """Whether rows may hold several sequences: masks keep them apart in attention, not in layers that carry a state along."""
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or [])
+    return kinds <= {_FULL, _SLIDING}
+
+
+def _backbone(hf_model: Any) -> Any:
+    base = hf_model.get_base_model() if hasattr(hf_model, "get_base_model") else hf_model
+    return getattr(base, base.base_model_prefix)
+
+
+class PolicyModel:
+    """Loads the policy and keeps masters, parameters and published bits consistent.
+
+    `parameters`: the trained weights used for computing. `masters`: the float32 values that the optimiser updates; the same
+    tensors if the policy itself is float32.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        weights_dtype: str,
+        device: torch.device,
+        temperature: float,
+        ranks: Ranks | None = None,
+        adapter: AdapterOptions | None = None,
+        *,
+        replays_routing: bool = False,
+    ) -> None:
+        self.path = path
+        self.device = device
+        self.ranks = ranks or Ranks()
+        self.weights_dtype = weights_dtype
+        dtype = torch.bfloat16 if _computes_in_bf16(weights_dtype, device) else torch.float32
+        # With an adapter, load the whole base: workers compare their base with it by a fingerprint of all weights.
+        skeleton = skeleton_of(path, dtype, device) if self.ranks.count > 1 and adapter is None else None
+        self.hf_model = load_whole(path, dtype) if skeleton is None else skeleton.hf_model
+        if self.ranks.count == 1:
+            self.hf_model.to(device)
+        _switch_dropout_off(self.hf_model)
+        self.adapter = None if adapter is None else put_on_adapter(self.hf_model, adapter, weights_dtype)
+        self.config = self.hf_model.config
+        self.size = size_of(self.config)
+        self.policy = Policy(self.hf_model, temperature, slices_head=True, replays_routing=replays_routing)
+        shard(self.policy, self.ranks, device, skeleton)
+        self.names = [name for name, p in self.hf_model.named_parameters() if p.requires_grad]
+        self.published_names = [published_name(name) if adapter else name for name in self.names]
+        self.kept = (
+            {} if adapter else {n: t for n, t in published_tensors(self.hf_model).items() if n not in self.names}
+        )
+        if self.kept and self.ranks.count > 1:
+            raise ConfigError(
+                f"model {path}: expected one rank for a model that keeps {next(iter(self.kept))} beside its weights, got "
+                f"{self.ranks.count}"
+            )
+        self.parameters = [p for p in self.hf_model.parameters() if p.requires_grad]
+        check_dtypes(dict(zip(self.names, self.parameters, strict=True)), path)
+        self.is_rounded = weights_dtype == "bfloat16"
+        if self.is_rounded:
+            self.masters = [_master_of(p) for p in self.parameters]
+            self.round_to_policy()
+        else:
+            self.masters = [p.data for p in self.parameters]
+        self.policy.slices_head = self._head_can_be_sliced()  # last: the probe's forward pass gathers sharded rows
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self.hf_model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def context_tokens(self) -> int:
+        return self.size.context_tokens
+
+    def check_length(self, tokens: int) -> None:
+        """Raises `ConfigError` for sequences longer than the model's context."""
+        if tokens > self.context_tokens:
+            raise ConfigError(
+                f"model {self.path}: expected prompt and completion within its context of {self.context_tokens} "
+                f"tokens, got up to {tokens}: lower sampling.max_new_tokens or sampling.max_prompt_tokens, or state the longer "
+                "context in its config.json as its model card says (rope_scaling, max_position_embeddings)"
+            )
+
+    def enable_gradient_checkpointing(self, *, is_selective: bool = False) -> None:
+        """Recomputes layers in the backward pass: they keep only their inputs or, if `is_selective`, expensive results as well."""
+        how: dict[str, Any] = {"use_reentrant": False}
+        if is_selective:
+            how["context_fn"] = selective_contexts
+        if hasattr(self.hf_model, "activation_checkpointing_enable"):
+            self.hf_model.activation_checkpointing_enable(how)
+        else:  # its older name
+            self.hf_model.gradient_checkpointing_enable(how)
+        self.hf_model.train()
+
+    def round_to_policy(self) -> None:
+        """Sets the parameters to the masters rounded to bf16. A no-op for a float32 policy."""
+        if not self.is_rounded:
+            return
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.copy_(master.to(torch.bfloat16))
+
+    def meet_copies(self, *, is_due: bool) -> None:
+        """Call before each backward pass. `is_due`: all-reduce the gradients over the replicas in this pass, including what each
+        replica has accumulated since the last all-reduce. Once per update is enough; nothing else crosses between machines."""
+        if self.ranks.replicas > 1:
+            self.policy.set_requires_all_reduce(is_due)  # type: ignore[operator]
+
+    def gather_gradients(self) -> None:
+        """Call after each micro-batch: adds the gradients of bf16 parameters up in float32."""
+        if not self.is_rounded or not self.parameters or self.parameters[0].dtype == torch.float32:
+            return
+        self._add_gradients()
+
+    def hand_over_gradients(self) -> None:
+        """Call after the last micro-batch: gives the masters the gradients of the update."""
+        if self.is_rounded:
+            self._add_gradients()
+            return
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = parameter.grad
+
+    def _add_gradients(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter.grad is None:
+                continue
+            found = parameter.grad.to(torch.float32)
+            master.grad = found if master.grad is None else master.grad.add_(found)
+            parameter.grad = None
+
+    def forget_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def masters_by_name(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.masters, strict=True))
+
+    def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Loads a checkpoint's masters; raises `StateError` unless names and shapes are this model's."""
+        own = self.masters_by_name()
+        if own.keys() != tensors.keys():
+            odd = sorted(own.keys() ^ tensors.keys())[0]
+            raise StateError(f"checkpoint: expected the tensors of {self.path}, got another table, first at {odd}")
+        with torch.no_grad():
+            for name, master in own.items():
+                if master.shape != tensors[name].shape:
+                    raise StateError(
+                        f"checkpoint: expected {name} of shape {tuple(master.shape)}, got {tuple(tensors[name].shape)}"
+                    )
+                own_part(master).copy_(own_part(tensors[name]))
+        self.round_to_policy()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies the policy as it is published to host memory, each tensor under its Hugging Face name; with several ranks, each
+        copies its own rows. What is kept beside the weights has its own dtype."""
+        parts = (own_part(parameter.detach()) for parameter in self.parameters)
+        copies = host_copies(parts, self.published_dtype, pinned=self.device.type == "cuda")
+        rows = zip(self.published_names, copies, self.parameters, strict=True)
+        kept = {name: tensor.to("cpu", copy=True) for name, tensor in self.kept.items()}
+        return {name: as_sharded(part, parameter, self.ranks) for name, part, parameter in rows} | kept
+
+    @property
+    def published_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.is_rounded else torch.float32
+
+    def layout_of(self, published_name: str) -> Tensor | None:
+        """A tensor sharded over the ranks like the one published under this name; None if the name is unknown."""
+        return (dict(zip(self.published_names, self.masters, strict=True)) | self.kept).get(published_name)
+
+    def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes the snapshot `policy` in Hugging Face layout, in the published dtype; an adapter is merged into its base weights.
+        Tied tensors are written once."""
+        if self.adapter is not None:
+            base = load_whole(self.path, torch.float32)
+            merge_into(base, policy, self.adapter, self.weights_dtype)
+            base.save_pretrained(folder)
+            return
+        parameters = dict(self.hf_model.named_parameters(remove_duplicate=False))
+        buffers = {name: tensor for name, tensor in self.hf_model.state_dict().items() if name not in parameters}
+        trained = {name: tensor.contiguous() for name, tensor in policy.items()}
+        self.hf_model.save_pretrained(folder, state_dict={**buffers, **trained})
+        # It wrote the dtype that this process computes with, which on a CPU is not that of the tensors.
+        config = copy.deepcopy(self.config)
+        config.dtype = self.published_dtype
+        config.save_pretrained(folder)
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(int(p.numel()) for p in self.parameters)
+
+    @property
+    def flops_per_position(self) -> float:
+        """FLOPs of forward and backward pass: 2 per parameter for the forward pass, 2 for gradients with respect to inputs, and 2
+        per trained parameter for gradients with respect to weights."""
+        everything = sum(int(p.numel()) for p in self.hf_model.parameters())
+        return 4.0 * everything + 2.0 * self.parameter_count
+
+    @property
+    def snapshot_bytes(self) -> int:
+        kept = sum(int(tensor.nbytes) for tensor in self.kept.values())
+        return self.parameter_count * (2 if self.is_rounded else 4) + kept
+
+    def config_json(self) -> bytes:
+        """The config that workers receive; it also says if an adapter is published and if workers must report expert routing."""
+        more: dict[str, object] = {CONFIG_KEY: self.adapter.for_workers()} if self.adapter else {}
+        if self.policy.routers is not None:
+            more[routing.CONFIG_KEY] = True
+        return config_json_of(self.config, self.size, more)
+
+    def digest(self) -> str:
+        """sha256 over the config and the table of published tensors: names, shapes, dtypes."""
+        shapes = dict(zip(self.published_names, (p.shape for p in self.parameters), strict=True))
+        shapes |= {name: tensor.shape for name, tensor in self.kept.items()}
+        return digest_of(self.config_json(), shapes.items(), "bfloat16" if self.is_rounded else "float32")
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion, from the model's generation config."""
+        return stop_tokens_of(self.hf_model.generation_config, self.config)
+
+    def _head_can_be_sliced(self) -> bool:
+        """Whether hidden states times the head give the model's own logits (no scaling or cap in between)."""
+        ids = torch.arange(4, device=self.device)[None] % max(1, self.vocabulary_size)
+        with torch.no_grad():
+            whole, sliced = self.policy(HeadProbe(ids))
+        reshard(self.policy)
+        return sliced is not None and bool(torch.allclose(whole, sliced, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE))
+
+
+def pick_device(text: str) -> torch.device:
+    """`auto` picks the first CUDA device, or the CPU if there is none. Raises `ConfigError` for a device that is missing."""
+    if text == "auto":
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected auto, cpu or cuda[:n], got {text!r}: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device: expected one that is here, got {text!r} without a CUDA device")
+    return device
+
+
+def _computes_in_bf16(weights_dtype: str, device: torch.device) -> bool:
+    return weights_dtype == "bfloat16" and device.type != "cpu"
+
+
+def check_dtypes(parameters: Mapping[str, Tensor], path: str) -> None:
+    """Raises `ConfigError` unless all trained tensors share one floating-point dtype; otherwise the published weights would differ
+    from those the learner computes with."""
+    first = ""
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"model {path}: expected floating-point tensors to train, got {parameter.dtype} in {name} (a quantised "
+                "model? train the one that it was made from)"
+            )
+        first = first or name
+        if parameter.dtype != parameters[first].dtype:
+            raise ConfigError(
+                f"model {path}: expected tensors of one dtype, got {parameters[first].dtype} in {first} and "
+                f"{parameter.dtype} in {name}"
+            )
+
+
+def _master_of(parameter: Tensor) -> Tensor:
+    return parameter.detach().to(torch.float32).clone()
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    """Disables dropout: with it, the learner's log-probabilities would belong to no policy that ever sampled."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+LOGIT_BYTES_MIN = 64 << 20
+"""Bytes of logits at a time on a CPU, and on a GPU that is nearly full."""
+LOGIT_BYTES_MAX = 1 << 30
+"""Most bytes of logits at a time; larger pieces make the matrix product no faster."""
+_FREE_SHARE = 16
+"""Logits get 1/16 of free memory: their float32 copy, softmax and gradient exist at the same time, and other tensors need the
+rest."""
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that a tensor on the device could still take; 0 if unknown."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def logit_bytes(free: int) -> int:
+    """Bytes of logits to compute at a time, given `free` bytes of memory."""
+    return max(LOGIT_BYTES_MIN, min(LOGIT_BYTES_MAX, free // _FREE_SHARE))
+
+
+def host_copies(parts: Iterable[Tensor], dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
+    """Copies tensors to host memory in `dtype`. `pinned`: a GPU copies asynchronously into pinned memory, one tensor after another,
+    while the next is queued; all copies are complete on return."""
+    if not pinned:
+        return [part.to(device="cpu", dtype=dtype, copy=True) for part in parts]
+    copies, device = [], None
+    for part in parts:
+        device = part.device
+        room = torch.empty(part.shape, dtype=dtype, pin_memory=device.type == "cuda")
+        copies.append(room.copy_(part, non_blocking=True))
+    if device is not None and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def adamw_of(masters: Iterable[Tensor], device: torch.device, **settings: Any) -> torch.optim.AdamW:
+    """Makes AdamW: fused on a GPU; on a CPU the plain one, because recorded runs depend on its exact bits."""
+    return torch.optim.AdamW(masters, fused=True if device.type == "cuda" else None, **settings)
+
+
+class Chosen:
+    """Checkpoint policy for recomputed layers: keeps attention outputs and every second matrix product."""
+
+    def __init__(self) -> None:
+        self._products = {False: 0, True: 0}  # by pass: forward, recomputation
+
+    def __call__(self, context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if op in _ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if op not in _PRODUCTS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self._products[context.is_recompute] += 1
+        is_kept = self._products[context.is_recompute] % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective_contexts() -> Any:
+    """Contexts of one layer, for `torch.utils.checkpoint`."""
+    return create_selective_checkpoint_contexts(Chosen())  # type: ignore[no-untyped-call]
+
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}

@@ -1,0 +1,352 @@
+"""How a batch is laid out for the forward pass: prompts shared, completions packed into rows, rows into micro-batches.
+
+Guarantees: every completion is placed exactly once, whole, in a unit that begins with its prompt; a micro-batch has at most
+`token_budget` positions, padding included, unless a single row is longer. The layout depends only on the lengths, so a
+batch that is replayed is computed in the same order. Tensors and masks: `collate`.
+
+A unit is one prompt followed by some of its completions; a completion attends to its prompt and itself, never to a sibling.
+So n completions of a prompt cost one pass over the prompt instead of n. Units are packed into rows, first fit, longest
+first. Rows are kept short (`row_tokens`) because the cost of dense attention grows with the square of a row's length.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echo2.base.errors import ConfigError, MalformedMessage
+from echo2.base.routing import RoutingShape, unpacked
+from echo2.learner.rollouts.groups import TrainGroup
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+@dataclass(frozen=True, slots=True)
+class PackingLimits:
+    """`token_budget`: positions per micro-batch. `row_tokens`: length to which rows are filled; if the batch's longest
+    completion with its prompt is longer, that length applies instead. `is_packed`: whether a row may hold several
+    completions; else each has a row to itself."""
+
+    token_budget: int
+    row_tokens: int
+    is_packed: bool = True
+
+    def __post_init__(self) -> None:
+        if self.token_budget < 1 or self.row_tokens < 1:
+            raise ConfigError(f"packing: expected budgets of at least one token, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLengths:
+    """Lengths, in tokens, of a group's prompt and completions."""
+
+    prompt: int
+    completions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The prompt of `group`, followed by its completions `members` (indices within the group), in that order."""
+
+    group: int
+    members: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows of units, each padded to `width`."""
+
+    width: int
+    rows: tuple[tuple[Unit, ...], ...]
+
+    @property
+    def positions(self) -> int:
+        return self.width * len(self.rows)
+
+
+def plan_microbatches(groups: Sequence[GroupLengths], limits: PackingLimits) -> list[MicroBatch]:
+    """Lays out a batch of groups. Groups without completions are skipped."""
+    longest = max((g.prompt + c for g in groups for c in g.completions), default=0)
+    row_tokens = max(longest, min(limits.row_tokens, limits.token_budget))
+    units = [unit for index, group in enumerate(groups) for unit in _units(index, group, row_tokens, limits)]
+    units.sort(key=lambda unit: -unit.tokens)
+    rows = _first_fit(units, row_tokens) if limits.is_packed else [[unit] for unit in units]
+    return _stacked(sorted(rows, key=_row_tokens, reverse=True), limits.token_budget)
+
+
+def _units(index: int, group: GroupLengths, row_tokens: int, limits: PackingLimits) -> list[Unit]:
+    units: list[Unit] = []
+    members: list[int] = []
+    tokens = group.prompt
+    for member, length in enumerate(group.completions):
+        if members and (tokens + length > row_tokens or not limits.is_packed):
+            units.append(Unit(index, tuple(members), tokens))
+            members, tokens = [], group.prompt
+        members.append(member)
+        tokens += length
+    if members:
+        units.append(Unit(index, tuple(members), tokens))
+    return units
+
+
+def _first_fit(units: Sequence[Unit], row_tokens: int) -> list[list[Unit]]:
+    rows: list[list[Unit]] = []
+    free: list[int] = []
+    for unit in units:
+        place = next((i for i, room in enumerate(free) if room >= unit.tokens), None)
+        if place is None:
+            rows.append([unit])
+            free.append(row_tokens - unit.tokens)
+        else:
+            rows[place].append(unit)
+            free[place] -= unit.tokens
+    return rows
+
+
+def _row_tokens(row: Sequence[Unit]) -> int:
+    return sum(unit.tokens for unit in row)
+
+
+def _stacked(rows: Sequence[Sequence[Unit]], token_budget: int) -> list[MicroBatch]:
+    """Stacks rows, given longest first, into micro-batches. Each is as wide as its first row."""
+    stacks: list[list[tuple[Unit, ...]]] = []
+    for row in rows:
+        if stacks and (len(stacks[-1]) + 1) * _row_tokens(stacks[-1][0]) <= token_budget:
+            stacks[-1].append(tuple(row))
+        else:
+            stacks.append([tuple(row)])
+    return [MicroBatch(_row_tokens(stack[0]), tuple(stack)) for stack in stacks]
+
+
+BLOCK = 128
+"""Positions per side of a block: FlexAttention's own default."""
+
+
+class Attention(enum.Enum):
+    """Implementation of attention over packed rows."""
+
+    DENSE = "dense"  # torch's scaled_dot_product_attention with a mask of W x W
+    FLEX = "flex"  # torch's FlexAttention with a block mask; no gradient on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTree:
+    """Unit and part of each position: `unit_BW` and `part_BW`, int32. Each padding position is its own unit. `places_BW`: the
+    place of each position in its own sequence, where attention reaches back over a `window` of places only."""
+
+    unit_BW: Tensor
+    part_BW: Tensor
+    places_BW: Tensor | None = None
+    window: int = 0
+
+    def to(self, device: torch.device) -> UnitTree:
+        return UnitTree(self.unit_BW.to(device, non_blocking=True), self.part_BW.to(device, non_blocking=True))
+
+    def visible(self, b: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether position `query` attends to position `key` in row `b`; the arguments are index tensors that broadcast."""
+        part = self.part_BW[b, key]
+        same_part = (part == 0) | (part == self.part_BW[b, query])
+        seen = (self.unit_BW[b, key] == self.unit_BW[b, query]) & same_part & (key <= query)
+        if self.places_BW is None:
+            return seen
+        return seen & (self.places_BW[b, query] - self.places_BW[b, key] < self.window)
+
+
+def dense_mask(tree: UnitTree) -> Tensor:
+    """Returns a bool mask of shape (B, W, W), True where attention is allowed."""
+    unit_BW, part_BW = tree.unit_BW, tree.part_BW
+    width = unit_BW.shape[1]
+    same_unit = unit_BW[:, :, None] == unit_BW[:, None, :]
+    visible_part = (part_BW[:, None, :] == 0) | (part_BW[:, :, None] == part_BW[:, None, :])
+    seen = same_unit & visible_part & torch.ones(width, width, dtype=torch.bool, device=unit_BW.device).tril()
+    if tree.places_BW is None:
+        return seen
+    return seen & (tree.places_BW[:, :, None] - tree.places_BW[:, None, :] < tree.window)
+
+
+def block_mask(tree: UnitTree) -> BlockMask:
+    """Finds the blocks with any allowed pair, and those with only allowed pairs, for which FlexAttention evaluates no mask.
+
+    Works through one band of 128 queries after another, so that no W x W tensor exists: 2 MiB for a row of 16,384.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    rows, width = tree.unit_BW.shape
+    assert width % BLOCK == 0, "rows of whole blocks"
+    blocks, device = width // BLOCK, tree.unit_BW.device
+    any_BNN = torch.zeros(rows, blocks, blocks, dtype=torch.bool, device=device)
+    all_BNN = torch.zeros_like(any_BNN)
+    b, key = torch.arange(rows, device=device)[:, None, None], torch.arange(width, device=device)[None, None, :]
+    for band in range(blocks):
+        query = torch.arange(band * BLOCK, (band + 1) * BLOCK, device=device)[None, :, None]
+        seen = tree.visible(b, query, key).view(rows, BLOCK, blocks, BLOCK)
+        any_BNN[:, band] = seen.any(3).any(1)
+        all_BNN[:, band] = seen.all(3).all(1)
+    partial, full = _ordered(any_BNN & ~all_BNN), _ordered(all_BNN)
+
+    def mask_mod(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return tree.visible(b, query, key)
+
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(width, width))
+
+
+def _ordered(held_BNN: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of blocks per band of queries, and their indices in ascending order, with a head dimension of 1."""
+    numbers_BN = held_BNN.sum(-1, dtype=torch.int32)
+    indices_BNN = torch.argsort(held_BNN.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+    return numbers_BN[:, None], indices_BNN[:, None]
+
+
+_log = logging.getLogger("echo2.learner")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """Inputs of the forward pass. `predictor_T`: flat position (row * W + column) whose hidden state predicts each sampled token.
+    `experts_PLK`: int16, the experts that routers replay at each flat position; negative where routers choose themselves."""
+
+    token_ids_BW: Tensor
+    positions_BW: Tensor
+    tree: UnitTree
+    predictor_T: Tensor
+    target_T: Tensor
+    experts_PLK: Tensor | None = None
+
+    def to(self, device: torch.device) -> PackedInputs:
+        if device.type == "cpu":
+            return self
+        given = (self.token_ids_BW, self.positions_BW, self.predictor_T, self.target_T)
+        ids, positions, predictor, target = (tensor.to(device, non_blocking=True) for tensor in given)
+        experts = None if self.experts_PLK is None else self.experts_PLK.to(device, non_blocking=True)
+        return PackedInputs(ids, positions, self.tree.to(device), predictor, target, experts)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Inputs, and facts about each of the T sampled tokens. `behaviour_T`: float32 log-probabilities under the behaviour policy.
+    `sequence_T`: the token's rollout, numbered within the micro-batch."""
+
+    inputs: PackedInputs
+    behaviour_T: Tensor
+    sequence_T: Tensor
+    rollout_R: Tensor  # index of each rollout in the flat list of the whole batch
+
+    @property
+    def token_count(self) -> int:
+        return int(self.sequence_T.numel())
+
+    def behind(self, rollouts: int) -> PackedBatch:
+        """The same batch with its rollout numbers shifted by `rollouts`, the rollouts of the whole batch before its groups."""
+        return replace(self, rollout_R=self.rollout_R + rollouts) if rollouts else self
+
+
+def collated(
+    groups: Sequence[TrainGroup], layout: Iterable[MicroBatch], multiple: int = 1, routing: RoutingShape | None = None
+) -> Iterator[PackedBatch]:
+    """Yields each micro-batch as tensors, in order; prepares only the next one while the caller computes."""
+    rest = iter(layout)
+    first = next(rest, None)
+    if first is None:
+        return
+    made = collate(groups, first, multiple, routing)
+    with ThreadPoolExecutor(1, "collate") as pool:  # starts its thread only for a second micro-batch
+        for micro in rest:
+            following = pool.submit(collate, groups, micro, multiple, routing)
+            yield made
+            made = following.result()
+        yield made
+
+
+def lengths_of(groups: Sequence[TrainGroup]) -> list[GroupLengths]:
+    return [GroupLengths(len(g.spec.prompt_token_ids), tuple(map(g.tokens_of, range(len(g.rollouts))))) for g in groups]
+
+
+def collate(
+    groups: Sequence[TrainGroup], micro: MicroBatch, multiple: int = 1, routing: RoutingShape | None = None
+) -> PackedBatch:
+    """Lays out one micro-batch of `groups`, its rows padded to a multiple of `multiple` positions. With `routing`, includes the
+    experts that a model with that routing shape replays."""
+    first_rollout = _flat_offsets(groups)
+    width = -(-micro.width // multiple) * multiple
+    shape = (len(micro.rows), width)
+    # In numpy: each rollout takes several writes of a few tokens, and torch needs ten times as long for each.
+    ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    unit = np.tile(-np.arange(1, width + 1, dtype=np.int32), (len(micro.rows), 1))
+    part = np.zeros(shape, np.int32)
+    counting = np.arange(width, dtype=np.int64)
+    experts_PLK = None
+    if routing is not None:
+        size = (shape[0] * width, routing.routers, routing.chosen)
+        experts_PLK = torch.full(size, -1, dtype=torch.int16)
+    predictors: list[int] = []
+    targets: list[int] = []
+    behaviour: list[float] = []
+    sequence: list[int] = []
+    flat: list[int] = []
+    for b, row in enumerate(micro.rows):
+        column = 0
+        for number, piece in enumerate(row):
+            group = groups[piece.group]
+            prompt = group.spec.prompt_token_ids
+            start, end = column, column + piece.tokens
+            unit[b, start:end] = number
+            ids[b, start : start + len(prompt)] = prompt
+            positions[b, start : start + len(prompt)] = counting[: len(prompt)]
+            last_of_prompt = b * width + start + len(prompt) - 1
+            if experts_PLK is not None and routing is not None:
+                _lay_prompt(experts_PLK, group, b * width + start, routing)
+            column = start + len(prompt)
+            for member_number, member in enumerate(piece.members):
+                rollout = group.rollouts[member]
+                text, sampled_at = group.text_of(member)
+                count = len(text)
+                ids[b, column : column + count] = text
+                positions[b, column : column + count] = counting[len(prompt) : len(prompt) + count]
+                part[b, column : column + count] = member_number + 1
+                base = b * width + column
+                places = [base + place - 1 if place else last_of_prompt for place in sampled_at]
+                if experts_PLK is not None and routing is not None:
+                    _lay_rows(experts_PLK, rollout.routing.tokens, places, routing)
+                predictors += places
+                targets += rollout.token_ids
+                behaviour += group.spec.sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs)
+                sequence += [len(flat)] * len(rollout.token_ids)
+                flat.append(first_rollout[piece.group] + member)
+                column += count
+    tree = UnitTree(torch.from_numpy(unit), torch.from_numpy(part))
+    laid = torch.from_numpy(ids), torch.from_numpy(positions)
+    inputs = PackedInputs(*laid, tree, torch.tensor(predictors), torch.tensor(targets), experts_PLK)
+    return PackedBatch(inputs, torch.tensor(behaviour, dtype=torch.float32), torch.tensor(sequence), torch.tensor(flat))
+
+
+def _lay_prompt(experts_PLK: Tensor, group: TrainGroup, start: int, routing: RoutingShape) -> None:
+    """Lays out the routing of a group's prompt, which only one rollout of the group reports."""
+    rows = next((rollout.routing.prompt for rollout in group.rollouts if rollout.routing.prompt), b"")
+    _lay_rows(experts_PLK, rows, range(start, start + len(group.spec.prompt_token_ids) - 1), routing)
+
+
+def _lay_rows(experts_PLK: Tensor, rows: bytes, places: Sequence[int], routing: RoutingShape) -> None:
+    """Lays out the routing of `places`; if it is missing or does not fit this model, the model's own routers choose."""
+    if not rows or len(rows) != len(places) * routing.row_bytes:
+        return
+    try:
+        experts_PLK[list(places)] = torch.from_numpy(unpacked(rows, routing))
+    except MalformedMessage as error:
+        _log.warning("a rollout is trained on by the model's own routing: %s", error)
+
+
+def _flat_offsets(groups: Sequence[TrainGroup]) -> list[int]:
+    offsets = [0]
+    for group in groups:
+        offsets.append(offsets[-1] + len(group.rollouts))
+    return offsets

@@ -1,0 +1,254 @@
+"""The processes that train one model together: rank 0 leads, the others carry out its commands.
+
+Guarantees: every rank carries out the same commands in the same order; commands travel as bytes with a JSON head, never pickled;
+a single process does not touch torch.distributed, and every collective is the identity. Waits for: in `hear`, rank 0's next
+command, at most `IDLE_TIMEOUT_S`; in a collective, the slowest rank, at most `COLLECTIVE_TIMEOUT_S`. Leaves to others: starting
+the processes and ending them all if one fails (torchrun), the meaning of commands (team).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from echo2.base.errors import ConfigError
+
+IDLE_TIMEOUT_S = 86_400.0
+"""If rank 0 gets no rollouts, and so sends no command, for this long, the other ranks give up."""
+COLLECTIVE_TIMEOUT_S = 1800.0  # a checkpoint of a large model on a slow disk takes minutes
+
+
+class Ranks:
+    """A single process; `DistributedRanks` is one of several."""
+
+    rank = 0
+    count = 1
+    replicas = 1
+    """Copies of the weights. Each is sharded over `shards` consecutive ranks; the first copy starts at rank 0."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which one copy of the weights is sharded."""
+        return self.count // self.replicas
+
+    @property
+    def shard(self) -> int:
+        """Index of this rank's shard in its copy."""
+        return self.rank % self.shards
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums host tensors over the ranks, in order of rank, so that all ranks get the same bits."""
+        return values
+
+    def largest(self, value: float) -> float:
+        return value
+
+    def mesh(self, device_type: str) -> DeviceMesh | None:
+        """Device mesh of all ranks: one dimension, or (replica, shard) with several copies; None for a single process."""
+        return None
+
+    @property
+    def writers(self) -> dist.ProcessGroup | None:
+        """Process group for writing checkpoints, separate from training's; None for a single process."""
+        return None
+
+    @property
+    def encoders(self) -> dist.ProcessGroup | None:
+        """Gloo process group for collecting the sections of a version, separate from training's; None for a single process."""
+        return None
+
+    def meet(self) -> None:
+        """Barrier: returns once all ranks have called it."""
+
+    def gather(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What all ranks say, as JSON, in order of rank. A collective, over the writers' group."""
+        return [dict(said)]
+
+    def tell(self, head: Mapping[str, Any], payload: bytes = b"") -> None:
+        """On rank 0: sends the next command to the other ranks."""
+
+    def hear(self) -> tuple[dict[str, Any], bytes]:
+        """On the other ranks: waits for rank 0's next command and returns its head and payload."""
+        raise AssertionError("a process on its own has nobody to hear")
+
+    def close(self) -> None:
+        pass
+
+
+class DistributedRanks(Ranks):
+    """One of several processes, from torchrun's environment variables. ConfigError unless `replicas` divides their number."""
+
+    def __init__(self, replicas: int = 1) -> None:
+        check_replicas(replicas, world_size())
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        self._is_owner = not dist.is_initialized()  # the user's own engine may have initialised it
+        if self._is_owner:
+            dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+        self.rank = dist.get_rank()
+        self.count = dist.get_world_size()
+        self.replicas = replicas
+        idle = timedelta(seconds=IDLE_TIMEOUT_S)
+        self._commands: Any = dist.new_group(backend="gloo", timeout=idle)
+        self._sums: Any = dist.new_group(backend="gloo")
+        self._writers: Any = dist.new_group(backend="gloo")
+        self._encoders: Any = dist.new_group(backend="gloo", timeout=idle)
+        self._meshes: dict[str, DeviceMesh] = {}
+
+    def sum(self, values: Tensor) -> Tensor:
+        gathered = [torch.empty_like(values) for _ in range(self.count)]
+        dist.all_gather(gathered, values.contiguous(), group=self._sums)
+        return torch.stack(gathered).sum(0)  # the same order everywhere, so all ranks get the same bits
+
+    def largest(self, value: float) -> float:
+        found = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._sums)
+        return float(found)
+
+    def mesh(self, device_type: str) -> DeviceMesh | None:
+        if device_type not in self._meshes:
+            self._meshes[device_type] = (
+                init_device_mesh(device_type, (self.count,))
+                if self.replicas == 1
+                else init_device_mesh(device_type, (self.replicas, self.shards), mesh_dim_names=("replica", "shard"))
+            )
+        return self._meshes[device_type]
+
+    @property
+    def writers(self) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup = self._writers
+        return group
+
+    @property
+    def encoders(self) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup = self._encoders
+        return group
+
+    def meet(self) -> None:
+        self.sum(torch.zeros(1))
+
+    def gather(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+        text = _as_tensor(json.dumps(said).encode())
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.count)]
+        dist.all_gather(sizes, torch.tensor([text.numel()]), group=self._writers)
+        padded = torch.zeros(int(torch.stack(sizes).max()), dtype=torch.uint8)
+        padded[: text.numel()] = text
+        found = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(found, padded, group=self._writers)
+        return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(found, sizes, strict=True)]
+
+    def tell(self, head: Mapping[str, Any], payload: bytes = b"") -> None:
+        text = json.dumps(head).encode()
+        sizes = torch.tensor([len(text), len(payload)])
+        dist.broadcast(sizes, 0, group=self._commands)
+        dist.broadcast(_as_tensor(text + payload), 0, group=self._commands)
+
+    def hear(self) -> tuple[dict[str, Any], bytes]:
+        sizes = torch.zeros(2, dtype=torch.long)
+        dist.broadcast(sizes, 0, group=self._commands)
+        text, payload = (int(size) for size in sizes)
+        buffer = torch.empty(text + payload, dtype=torch.uint8)
+        dist.broadcast(buffer, 0, group=self._commands)
+        data = buffer.numpy().tobytes()
+        head: dict[str, Any] = json.loads(data[:text])
+        return head, data[text:]
+
+    def close(self) -> None:
+        if self._is_owner:
+            dist.destroy_process_group()
+
+
+def ranks_of_environment(replicas: int = 1) -> Ranks:
+    """The ranks that torchrun started, or a single process if it started none."""
+    if world_size() > 1:
+        return DistributedRanks(replicas)
+    check_replicas(replicas, 1)
+    return Ranks()
+
+
+def check_replicas(replicas: int, count: int) -> None:
+    """Raises `ConfigError` unless `replicas` copies of the weights can be spread evenly over `count` ranks."""
+    if replicas < 1 or count % replicas:
+        fitting = ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)
+        raise ConfigError(
+            f"learner.replicas: expected a divisor of the {count} ranks that torchrun started ({fitting}), got {replicas}"
+        )
+
+
+def world_size() -> int:
+    return _number("WORLD_SIZE", 1)
+
+
+def local_device(text: str) -> str:
+    """The device of this rank for the option `text`: with several ranks, each uses the GPU of its LOCAL_RANK."""
+    has_own = world_size() > 1 and text in ("auto", "cuda") and torch.cuda.is_available()
+    return f"cuda:{_number('LOCAL_RANK', 0)}" if has_own else text
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full value of a tensor; a collective if the tensor is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's shard, sharing storage; a tensor that is not sharded is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def on_host(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
+    """Copies a tensor to host memory, sharded as before and in `dtype` if given."""
+    part = own_part(tensor.detach()).to(device="cpu", dtype=dtype, copy=True)
+    return as_sharded(part, tensor, ranks)
+
+
+def as_sharded(part: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
+    """Wraps `part`, in host memory, as this rank's shard of a tensor laid out like `like`."""
+    mesh = ranks.mesh("cpu")
+    if not isinstance(like, DTensor) or mesh is None:
+        return part
+    return DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def first_row(tensor: Tensor, ranks: Ranks) -> int:
+    """Index in the whole tensor of the first row of this rank's shard."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    return min(ranks.shard * -(-tensor.shape[0] // ranks.shards), tensor.shape[0])
+
+
+def own_rows(tensor: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's rows of a whole tensor in host memory, sharded like `like`; not a collective."""
+    if not isinstance(like, DTensor):
+        return tensor
+    parts = torch.chunk(tensor, ranks.shards, 0)
+    part = parts[ranks.shard].clone() if ranks.shard < len(parts) else tensor[:0].clone()
+    assert part.shape == own_part(like).shape, "tensors are sharded by rows"
+    return as_sharded(part, like, ranks)
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {name}: expected a number, as torchrun sets it, got {text!r}"
+        ) from None

@@ -1,0 +1,411 @@
+"""Runs on all ranks what the learner asks for: steps, snapshots, scoring, checkpoints.
+
+Guarantees: on rank 0 each method first sends a command to the other ranks, then does rank 0's part; the others do theirs in
+`follow`. With one process it is a plain call. Only rank 0 has journal, ledger and network. Snapshots are not moved: each rank keeps
+its own rows until rank 0's `coder` releases them. Leaves to others: how commands travel (ranks), the work itself (trainer, model,
+scoring, checkpoint), coding (weights; the other ranks encode in a thread while training continues). Call all methods except the
+coder's from one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from echo2.base.errors import MalformedMessage, StateError
+from echo2.base.ids import Step, Version
+from echo2.cost_model.memory import checkpoint_bytes
+from echo2.learner.audit import Passage, Piece, ScoreUnderVersion, TokenScores
+from echo2.learner.publishing.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    load_shards,
+    published_shards,
+    put_back,
+    shards_of,
+    take,
+    write_shards,
+)
+from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
+from echo2.learner.rollouts.groups import Batch, Insertion, TrainGroup
+from echo2.learner.training.ranks import own_rows, whole
+from echo2.learner.training.scoring import OwnScorer, RankReader, readings_from_bytes, readings_to_bytes
+from echo2.learner.training.shards import HeldVersions, ShardFollower, ShardLeader
+from echo2.learner.training.token_scores import Reading
+from echo2.learner.training.trainer import StepResult, Trainer
+from echo2.wire.gen.echo2.v1 import rollout_pb2
+from echo2.wire.rollout import group_from_message, group_to_message, rollout_from_message, rollout_to_message
+
+
+class Scorer(ScoreUnderVersion, Protocol):
+    """Scores tokens under the published `versions` (ascending) that it keeps. `is_of_trainer`: it uses the model that trains, so
+    call it only on the trainer's thread; else it needs its own thread. `keep` may be called from a different thread."""
+
+    @property
+    def is_of_trainer(self) -> bool: ...
+
+    @property
+    def versions(self) -> list[Version]: ...
+
+    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        """Keeps a version. `tensors`: its published weights, as in a snapshot; never changed in place."""
+        ...
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Context in which all scoring takes place; versions kept at its start stay until its end."""
+        ...
+
+    def together(self, version: Version, asked: Sequence[tuple[Passage, Piece]]) -> list[TokenScores]:
+        """Scores independent pieces, all under one version."""
+        ...
+
+
+class PublishedModel(Protocol):
+    """The facts about the model that workers and prompts need."""
+
+    path: str
+    config: Any  # transformers'
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def parameter_count(self) -> int: ...
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def flops_per_position(self) -> float: ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def snapshot_bytes(self) -> int: ...
+
+    def check_length(self, tokens: int) -> None: ...
+
+    def config_json(self) -> bytes: ...
+
+    def digest(self) -> str: ...
+
+    def save(self, policy: Mapping[str, Tensor], folder: Path) -> None: ...
+
+
+class StepCounter(Protocol):
+    """`step_count`: completed steps."""
+
+    @property
+    def step_count(self) -> int: ...
+
+
+class TrainingSide(Protocol):
+    """Makes steps, snapshots and checkpoints. `starts_from_base`: after every start, the first snapshot is the base model's.
+
+    A snapshot may hold only this rank's rows (DTensors); `coder` encodes it, `whole` gathers all rows. Call all methods except the
+    coder's on the trainer's thread.
+    """
+
+    starts_from_base: bool
+    coder: VersionCoder
+
+    @property
+    def model(self) -> PublishedModel: ...
+
+    @property
+    def trainer(self) -> StepCounter: ...
+
+    @property
+    def checkpoint_bytes(self) -> int: ...
+
+    def step(self, batch: Batch, is_published: bool = False) -> StepResult: ...
+
+    def snapshot(self) -> dict[str, Tensor]: ...
+
+    def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]: ...
+
+    def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Turns whole weights of a published version, under the names of a snapshot, into a snapshot of that version."""
+        ...
+
+    def take(
+        self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
+    ) -> Checkpoint: ...
+
+    def load_newest(self, store: CheckpointStore) -> Checkpoint | None: ...
+
+    def scorer(self, versions_max: int, newest: Version) -> Scorer:
+        """Makes the scorer for audits; call it once. Each rank keeps its rows of `newest`, which is still held, and of later
+        versions."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+def batch_to_bytes(batch: Batch) -> bytes:
+    groups = [
+        {
+            "cursor": group.cursor,
+            "rewards": list(group.rewards),
+            "insertions": [[[i.position, list(i.token_ids)] for i in row] for row in group.insertions],
+            "rollouts": len(group.rollouts),
+        }
+        for group in batch.groups
+    ]
+    frames = [json.dumps({"step": batch.step, "groups": groups}).encode()]
+    for group in batch.groups:
+        frames.append(group_to_message(group.spec).SerializeToString())
+        frames += [rollout_to_message(rollout).SerializeToString() for rollout in group.rollouts]
+    return b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames)
+
+
+def batch_from_bytes(data: bytes) -> Batch:
+    frames = _frames(data)
+    head = json.loads(next(frames))
+    groups = []
+    for said in head["groups"]:
+        spec = group_from_message(rollout_pb2.GroupSpec.FromString(next(frames)), prompt_tokens_min=0)
+        rollouts = tuple(
+            rollout_from_message(rollout_pb2.RolloutSegment.FromString(next(frames))) for _ in range(said["rollouts"])
+        )
+        insertions = tuple(tuple(Insertion(at, tuple(ids)) for at, ids in row) for row in said["insertions"])
+        groups.append(TrainGroup(spec, said["cursor"], rollouts, tuple(said["rewards"]), insertions))
+    return Batch(Step(head["step"]), tuple(groups))
+
+
+def _frames(data: bytes) -> Iterator[bytes]:
+    view = memoryview(data)
+    while view:
+        length = int.from_bytes(view[:4], "little")
+        if len(view) < 4 + length:
+            raise MalformedMessage(f"batch of rank 0: expected a frame of {length} bytes, got {len(view) - 4}")
+        yield bytes(view[4 : 4 + length])
+        view = view[4 + length :]
+
+
+_log = logging.getLogger("echo2.learner")
+
+
+class Team:
+    """The trainers of all ranks, led from rank 0."""
+
+    starts_from_base = True
+
+    def __init__(self, trainer: Trainer, folder: Path | None = None) -> None:
+        """`folder`: this rank's own run folder, possibly on another disk than rank 0's; None: use rank 0's paths."""
+        self.trainer, self._folder = trainer, folder
+        self.model = trainer.model
+        self.ranks = trainer.ranks
+        self._shards = self._leader()
+        self.coder: VersionCoder = self._shards or LocalCoder()
+        self._held = HeldVersions()
+        self._writing: threading.Thread | None = None
+        self._coding: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._reader: RankReader | None = None
+        self._keeping = ThreadPoolExecutor(1, thread_name_prefix="keep")
+
+    def _leader(self) -> ShardLeader | None:
+        """On rank 0 of several ranks, the coder that joins the sections encoded by the ranks of the first replica; else None."""
+        group = self.ranks.encoders
+        return ShardLeader(group, self.ranks.shards) if group is not None and self.ranks.is_leader else None
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of masters, both moments and the published weights, over all ranks."""
+        return checkpoint_bytes(self.model.parameter_count, self.model.snapshot_bytes)
+
+    # ---- rank 0
+
+    def step(self, batch: Batch, is_published: bool = False) -> StepResult:
+        """Trains one step. `is_published`: the caller will take a snapshot after it."""
+        if self.ranks.count > 1:
+            self.ranks.tell({"command": "step"}, batch_to_bytes(batch))
+        return self.trainer.step(batch)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Returns rank 0's rows of the weights; by then all ranks hold theirs, as the version of this step."""
+        self.ranks.tell({"command": "snapshot"})
+        taken = self.model.snapshot()
+        self.ranks.meet()
+        return taken
+
+    def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]:
+        """Gathers all rows of a snapshot that is still held, tensor by tensor."""
+        self.ranks.tell({"command": "gather", "version": version})
+        return {name: whole(snapshot[name]) for name in sorted(snapshot)}
+
+    def hold(self, version: Version, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Distributes whole weights of a published version, under the names of a snapshot; each rank keeps its rows."""
+        for name in sorted(weights) if self.ranks.count > 1 else ():
+            whole_bytes = weights[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            self.ranks.tell({"command": "hold", "version": version, "name": name}, whole_bytes)
+        return {name: self._rows_of(name, tensor) for name, tensor in weights.items()}
+
+    def _rows_of(self, name: str, tensor: Tensor) -> Tensor:
+        layout = self.model.layout_of(name)
+        assert layout is not None, f"{name} is published"
+        return own_rows(tensor, layout, self.ranks)
+
+    def take(
+        self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
+    ) -> Checkpoint:
+        """Takes the state between two steps. The other ranks start writing theirs; the caller must `store.save` the result."""
+        checkpoint = take(self.trainer, published, version, state)
+        folder = store.begin(checkpoint)
+        self.ranks.tell({"command": "save", "folder": str(folder), "version": version})
+        return checkpoint
+
+    def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
+        """Restores the newest checkpoint on every rank; None if there is none."""
+        step = store.newest()
+        if step is None:
+            return None
+        self.ranks.tell({"command": "load", "folder": str(store.folder_of(step))})
+        checkpoint = store.load(step, self.trainer)
+        put_back(checkpoint, self.trainer, is_given_away=True)
+        return replace(checkpoint, shards={})  # the trainer has taken them
+
+    def scorer(self, versions_max: int, newest: Version) -> OwnScorer:
+        self.ranks.tell({"command": "audit", "versions_max": versions_max, "newest": newest})
+        self._reader = reader = RankReader(self.model, versions_max)
+
+        def begin(oldest: Version) -> None:
+            self.ranks.tell({"command": "begin_scoring", "oldest": oldest})
+            reader.begin()
+
+        def ask(version: Version, readings: Sequence[Reading], is_shared: bool) -> list[Tensor]:
+            head = {"command": "read", "version": version, "is_shared": is_shared}
+            self.ranks.tell(head, readings_to_bytes(readings) if self.ranks.count > 1 else b"")
+            return reader.read(version, readings, is_shared=is_shared)
+
+        def end() -> None:
+            self.ranks.tell({"command": "end_scoring"})
+            reader.end()
+
+        return OwnScorer(reader, begin, ask, end)
+
+    def stop(self) -> None:
+        """Ends the other ranks. Call it once, while no checkpoint is being written."""
+        if self._shards is not None:
+            self._shards.stop()
+        self.ranks.tell({"command": "stop"})
+        self.ranks.close()
+
+    # ---- other ranks
+
+    def follow(self) -> None:
+        """Carries out rank 0's commands until `stop`."""
+        assert self.ranks.encoders is not None, "several ranks have a group to code in"
+        follower = ShardFollower(self.ranks.encoders, self._held)
+        # A daemon thread, so that it cannot keep this process alive if rank 0 dies without sending "stop".
+        self._coding = threading.Thread(target=self._code, args=(follower,), name="sections", daemon=True)
+        self._coding.start()
+        while True:
+            head, payload = self.ranks.hear()
+            if self._failure is not None:
+                raise self._failure
+            match head["command"]:
+                case "step":
+                    self.trainer.step(batch_from_bytes(payload))
+                case "snapshot":
+                    self._held.keep(Version(self.trainer.step_count), self.model.snapshot())
+                    self.ranks.meet()
+                    self._keep_for_audits(Version(self.trainer.step_count))
+                case "audit":
+                    self._reader = RankReader(self.model, head["versions_max"])
+                    self._keep_for_audits(Version(head["newest"]))
+                case "begin_scoring" | "read" | "end_scoring":
+                    self._score(head, payload)
+                case "gather":
+                    held = self._held.of(Version(head["version"]))
+                    for name in sorted(held):
+                        whole(held[name])
+                case "hold":
+                    self._take_rows(Version(head["version"]), head["name"], payload)
+                case "save":
+                    self._begin_writing(self._own(head["folder"]), Version(head["version"]))
+                case "load":
+                    folder = self._own(head["folder"])
+                    checkpoint = load_shards(folder, self.trainer)
+                    put_back(checkpoint, self.trainer)
+                    self._held.keep(checkpoint.published_version, checkpoint.published)
+                case "stop":
+                    self._written()
+                    self._coding.join()
+                    self.ranks.close()
+                    return
+                case command:
+                    raise StateError(f"rank {self.ranks.rank}: expected a known command of rank 0, got {command!r}")
+
+    def _own(self, folder: str) -> Path:
+        """This rank's path of rank 0's checkpoint folder `folder`."""
+        return Path(folder) if self._folder is None else self._folder / "checkpoints" / Path(folder).name
+
+    def _keep_for_audits(self, version: Version) -> None:
+        """Keeps a version for scoring, in a thread: comparing all rows with the previous version takes seconds."""
+        if self._reader is not None:
+            self._keeping.submit(self._reader.kept.keep, version, self._held.of(version)).add_done_callback(self._kept)
+
+    def _kept(self, keeping: Future[None]) -> None:
+        error = keeping.exception()
+        if isinstance(error, Exception):
+            self._failure = error
+
+    def _score(self, head: Mapping[str, Any], payload: bytes) -> None:
+        assert self._reader is not None, "rank 0 says audit first"
+        match head["command"]:
+            case "begin_scoring":
+                self._keeping.submit(lambda: None).result()  # wait until all versions that rank 0 may name are kept
+                self._reader.kept.forget_before(Version(head["oldest"]))
+                self._reader.begin()
+            case "read":
+                readings = readings_from_bytes(payload)
+                self._reader.read(Version(head["version"]), readings, is_shared=head["is_shared"])
+            case _:
+                self._reader.end()
+
+    def _take_rows(self, version: Version, name: str, payload: bytes) -> None:
+        layout = self.model.layout_of(name)
+        assert layout is not None, f"{name} is published"
+        tensor = torch.frombuffer(bytearray(payload), dtype=self.model.published_dtype).view(layout.shape)
+        self._held.add(version, name, own_rows(tensor, layout, self.ranks))
+
+    def _code(self, follower: ShardFollower) -> None:
+        try:
+            follower.serve()
+        except Exception as error:  # noqa: BLE001 - the main thread raises it at the next command
+            self._failure = error
+
+    def _begin_writing(self, folder: Path, version: Version) -> None:
+        self._written()
+        shards = {**shards_of(self.trainer), **published_shards(self._held.of(version))}
+        self._writing = threading.Thread(target=self._write, args=(shards, folder), name="checkpoint")
+        self._writing.start()
+
+    def _write(self, shards: Mapping[str, Tensor], folder: Path) -> None:
+        try:
+            write_shards(shards, folder, self.ranks)
+        except Exception as error:  # noqa: BLE001 - the main thread raises it at the next command
+            self._failure = error
+
+    def _written(self) -> None:
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failure is not None:
+            raise self._failure

@@ -1,0 +1,424 @@
+"""Trains on one batch per step: one optimiser update, or several on parts of the batch, each phase timed.
+
+Guarantees: the gradients of the micro-batches add up to the gradient of the batch (loss); after a step the parameters
+equal the rounded masters; an update whose loss or gradient is not finite changes nothing and is counted, and more than
+`nonfinite_steps_max` in a row raise `TrainingError`. From the same state, the same batches give the same bits on a CPU with
+the same number of threads. Leaves to others: choosing the batch (rollouts), when to publish (schedule), threading: the
+caller must call all methods from one thread at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
+
+import torch
+from torch import Tensor
+
+from echo2.base.errors import TrainingError
+from echo2.base.rollout import FinishReason
+from echo2.cost_model.memory import ROW_WIDTHS
+from echo2.learner.options import TrainerOptions
+from echo2.learner.rollouts.groups import Batch, TrainGroup
+from echo2.learner.training.advantage import Advantages, group_advantages, minimum_variance_weights
+from echo2.learner.training.loss import (
+    SUM_NAMES,
+    BatchTotals,
+    LossMetrics,
+    PackedTokens,
+    PolicyLoss,
+    Segments,
+    believed,
+    learning_rate_scale,
+    loss_metrics,
+    policy_loss,
+    score_norm_sq_proxy,
+)
+from echo2.learner.training.model import PolicyModel, adamw_of
+from echo2.learner.training.packing import (
+    MicroBatch,
+    PackedBatch,
+    PackedInputs,
+    PackingLimits,
+    collated,
+    lengths_of,
+    plan_microbatches,
+)
+from echo2.learner.training.ranks import Ranks, whole
+
+
+def learning_rate(step: int, base: float, warmup_steps: int, total_steps: int, schedule: str) -> float:
+    """Rises linearly over the warm-up, then stays at `base` (`constant`) or falls to 0 at `total_steps` (`linear`, `cosine`).
+    `step` is counted from 0."""
+    if step < warmup_steps:
+        return base * (step + 1) / warmup_steps
+    if schedule == "constant" or total_steps <= warmup_steps:
+        return base
+    done = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+    return base * (1.0 - done) if schedule == "linear" else base * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+LR_SCALE_MIN = 0.1  # vcpo: a step of few effective rollouts still learns a little
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of one step. `phases_s`: seconds for load, forward, backward, optimiser and, if the option asks for it, emulated.
+    With several updates, `metrics` covers all of them, `grad_norm` is the largest, and `is_skipped` is true if any update
+    changed nothing.
+    """
+
+    step: int  # steps completed, this one included
+    phases_s: dict[str, float]
+    metrics: LossMetrics | None  # from this project's own loss
+    grad_norm: float | None
+    lr: float | None
+    is_skipped: bool
+    positions: int  # computed positions, including padding and prompts
+    sampled_tokens: int
+    # By rollout of the batch: tokens not trained on because their reported numbers are too far off.
+    left_out: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Stopwatch:
+    """Seconds per phase; on a GPU a phase ends when its kernels have finished."""
+
+    device: torch.device
+    spent_s: dict[str, float] = field(default_factory=dict)
+    since: float = field(default_factory=time.perf_counter)
+
+    def lap(self, phase: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.spent_s[phase] = self.spent_s.get(phase, 0.0) + now - self.since
+        self.since = now
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The groups of one update and their micro-batches. Of this rank's micro-batches `own`, the first `counted` contribute to
+    the loss. `rollouts`: the slice of the batch's flat list of rollouts. `before`: per micro-batch, the policy's
+    log-probabilities before the batch's first update; empty if they are not needed.
+    """
+
+    groups: Sequence[TrainGroup]
+    layout: list[MicroBatch]
+    own: list[MicroBatch]
+    counted: int
+    rollouts: slice
+    before: list[Tensor] = field(default_factory=list)
+
+
+class LentTensors:
+    """Lent tensors by name. The writer takes each once, in any order; the trainer calls `keep` from another thread."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._lock = threading.Lock()
+        self._are_own = False
+
+    @contextmanager
+    def taken(self, name: str) -> Iterator[Tensor | None]:
+        """Yields the tensor with its value at the time of lending; `keep` waits meanwhile. None if `name` was not lent."""
+        with self._lock:
+            yield self._tensors.pop(name, None)
+
+    def keep(self) -> None:
+        """Copies the tensors that are not written yet. Call it before they change. Idempotent."""
+        with self._lock:
+            if not self._are_own:
+                self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
+            self._are_own = True
+
+
+class Trainer:
+    """Holds the model and the optimiser. `step_count`: completed steps of the run."""
+
+    def __init__(self, model: PolicyModel, options: TrainerOptions, total_steps: int) -> None:
+        self.model = model
+        self.ranks: Ranks = model.ranks
+        self.options = options
+        self.total_steps = total_steps
+        self.step_count = 0
+        self.nonfinite_steps = 0
+        self.nonfinite_in_a_row = 0
+        self.optimiser = adamw_of(
+            model.masters,
+            model.device,
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.epsilon,
+            weight_decay=options.weight_decay,
+        )
+        self.lent: LentTensors | None = None
+        self.reference = self._reference_model()
+        if options.gradient_checkpointing:
+            model.enable_gradient_checkpointing(is_selective=options.gradient_checkpointing == "selective")
+        else:
+            model.hf_model.eval()
+
+    @property
+    def lends_state(self) -> bool:
+        """Whether a checkpoint borrows the masters and moments instead of copying them. They must lie in host memory on a single
+        rank and be separate from the parameters: an audit changes the parameters between two steps."""
+        return self.model.device.type == "cpu" and self.ranks.count == 1 and self.model.is_rounded
+
+    def step(self, batch: Batch) -> StepResult:
+        """Trains on one batch; raises `TrainingError` after too many non-finite updates in a row."""
+        torch.set_num_threads(self.options.threads)
+        watch = _Stopwatch(self.model.device)
+        parts = self._parts(batch)
+        watch.lap("load")
+        # Both need the log-probabilities from before the first update.
+        if len(parts) > 1 or self.options.advantage == "vcpo":
+            for part in parts:
+                part.before.extend(self._policy_logprobs(part))
+        advantages = self._advantages(batch.groups, parts)
+        watch.lap("forward")
+        left_out_N = torch.zeros(batch.rollout_count)
+        sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+        ratio_max, grad_norm, lr, tokens, is_skipped = 0.0, 0.0, 0.0, 0, False
+        for part in parts:
+            totals = self._totals(batch, advantages, part)
+            # With a single update the proximal policy is the current one, which the loss uses by default.
+            proximal = part.before if len(parts) > 1 else []
+            part_sums_M, part_max = self._accumulate(part, proximal, advantages, totals, left_out_N, watch)
+            norm, lr = self._update(loss_metrics(part_sums_M, part_max))
+            watch.lap("optimiser")
+            sums_M += part_sums_M
+            ratio_max, grad_norm = max(ratio_max, part_max), max(grad_norm, norm)
+            tokens, is_skipped = tokens + totals.token_count, is_skipped or lr == 0.0
+        self.step_count += 1
+        sums_M[SUM_NAMES.index("loss")] /= len(parts)
+        missing_s = self.options.emulated_step_s - sum(watch.spent_s.values())
+        if missing_s > 0.0:
+            time.sleep(missing_s)
+            watch.lap("emulated")
+        return StepResult(
+            self.step_count,
+            watch.spent_s,
+            loss_metrics(sums_M, ratio_max),
+            grad_norm,
+            lr,
+            is_skipped,
+            sum(micro.positions for part in parts for micro in part.layout),
+            tokens,
+            tuple(round(count) for count in self.ranks.sum(left_out_N).tolist()),
+        )
+
+    @property
+    def packing_limits(self) -> PackingLimits:
+        """Limits for packing; by default a row has `ROW_WIDTHS` times as many tokens as the model's hidden size."""
+        row_tokens = self.options.row_tokens or ROW_WIDTHS * int(
+            self.model.config.get_text_config(decoder=True).hidden_size
+        )
+        return PackingLimits(self.options.token_budget, row_tokens, self.model.policy.is_packed)
+
+    def _parts(self, batch: Batch) -> list[_Part]:
+        """Splits the batch into one part per update: whole groups, in order, as evenly as possible, at least one group each."""
+        count = min(self.options.updates_per_batch, len(batch.groups))
+        bounds = [index * len(batch.groups) // count for index in range(count + 1)]
+        parts: list[_Part] = []
+        first = 0
+        for groups in (batch.groups[begin:end] for begin, end in pairwise(bounds)):
+            layout = plan_microbatches(lengths_of(groups), self._limits_of(groups))
+            counted = len(layout[self.ranks.rank :: self.ranks.count])
+            last = first + sum(len(group.rollouts) for group in groups)
+            parts.append(_Part(groups, layout, self._own_share(layout), counted, slice(first, last)))
+            first = last
+        return parts
+
+    def _packed(self, part: _Part) -> Iterator[PackedBatch]:
+        """Yields this rank's micro-batches, prepared one ahead of the device."""
+        for micro in collated(part.groups, part.own, self.model.policy.row_multiple, self.model.policy.routing):
+            yield micro.behind(part.rollouts.start)
+
+    def _limits_of(self, groups: Sequence[TrainGroup]) -> PackingLimits:
+        """With several ranks, makes micro-batches small enough that each rank has one to compute."""
+        limits = self.packing_limits
+        if self.ranks.count == 1:
+            return limits
+        positions = sum(g.prompt + sum(g.completions) for g in lengths_of(groups))
+        budget = max(1, min(limits.token_budget, -(-positions // self.ranks.count)))
+        return replace(limits, token_budget=budget, row_tokens=min(limits.row_tokens, budget))
+
+    def _own_share(self, layout: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """This rank's micro-batches. All ranks must join the same collectives, so a rank that has one micro-batch too few adds a
+        dummy that does not count.
+        """
+        own = list(layout[self.ranks.rank :: self.ranks.count])
+        rounds = -(-len(layout) // self.ranks.count)
+        return own + [layout[0]] * (rounds - len(own))
+
+    def logprobs(self, groups: Sequence[TrainGroup]) -> list[Tensor]:
+        """Returns the current policy's log-probabilities of each rollout's tokens, for audits and tests."""
+        layout = plan_microbatches(lengths_of(groups), self.packing_limits)
+        found: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for micro in collated(groups, layout, self.model.policy.row_multiple, self.model.policy.routing):
+                logprobs_T, _ = self.model.policy(micro.inputs.to(self.model.device))
+                for index, rollout in enumerate(micro.rollout_R.tolist()):
+                    found[rollout] = logprobs_T[micro.sequence_T == index].cpu()
+        return [found[index] for index in range(len(found))]
+
+    # ---- parts of a step
+
+    def _policy_logprobs(self, part: _Part) -> list[Tensor]:
+        """The policy's log-probabilities of each micro-batch, by a forward pass without gradient."""
+        with torch.no_grad():
+            return [self.model.policy(micro.inputs.to(self.model.device))[0] for micro in self._packed(part)]
+
+    def _accumulate(
+        self,
+        part: _Part,
+        proximal: Sequence[Tensor],
+        advantages: Advantages,
+        totals: BatchTotals,
+        left_out_N: Tensor,
+        watch: _Stopwatch,
+    ) -> tuple[Tensor, float]:
+        """Accumulates the gradients of all micro-batches; returns the metric sums and the largest ratio, over all ranks."""
+        sums_M = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+        ratio_max = 0.0
+        for number, micro in enumerate(self._packed(part)):
+            watch.lap("load")
+            proximal_T = proximal[number] if proximal else None
+            loss, left_out_R = self._loss(micro, advantages, totals, number < part.counted, proximal_T)
+            left_out_N[micro.rollout_R] += left_out_R
+            watch.lap("forward")
+            self.model.meet_copies(is_due=number + 1 == len(part.own))
+            torch.autograd.backward(loss.loss)
+            self.model.gather_gradients()
+            watch.lap("backward")
+            sums_M += loss.sums_M.cpu()
+            ratio_max = max(ratio_max, float(loss.ratio_max))
+        return self.ranks.sum(sums_M), self.ranks.largest(ratio_max)
+
+    def _advantages(self, groups: Sequence[TrainGroup], parts: Sequence[_Part]) -> Advantages:
+        """Advantages over the whole batch, however many updates it is split into."""
+        rewards_R = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
+        group_R = torch.tensor([index for index, group in enumerate(groups) for _ in group.rewards])
+        weight_R = None
+        if self.options.advantage == "vcpo":
+            weight_R = self._variance_weights(parts, rewards_R.numel())
+        advantages = group_advantages(rewards_R, group_R, self.options.advantage, weight_R)
+        if self.options.trains_on_truncated:
+            return advantages
+        ended_R = torch.tensor([r.finish_reason is not FinishReason.LENGTH for group in groups for r in group.rollouts])
+        return replace(advantages, trained_R=advantages.trained_R & ended_R)
+
+    def _variance_weights(self, parts: Sequence[_Part], count: int) -> Tensor:
+        """Weights of the minimum-variance baseline, from the ratios of the whole batch; needed before the loss."""
+        log_ratio_R, norm_sq_R = torch.zeros(count), torch.zeros(count)
+        for part in parts:
+            for micro, logprobs_T in islice(zip(self._packed(part), part.before, strict=True), part.counted):
+                every_T = torch.ones_like(micro.sequence_T, dtype=torch.bool)
+                segments = Segments(micro.sequence_T, every_T, micro.rollout_R.numel())
+                believed_T = believed(logprobs_T.cpu(), micro.behaviour_T, segments)
+                segments = Segments(micro.sequence_T, believed_T, micro.rollout_R.numel())
+                log_ratio_R[micro.rollout_R] = segments.sum_R(logprobs_T.cpu() - micro.behaviour_T)
+                norm_sq_R[micro.rollout_R] = score_norm_sq_proxy(logprobs_T.cpu(), segments)
+        return minimum_variance_weights(self.ranks.sum(log_ratio_R), self.ranks.sum(norm_sq_R))
+
+    def _totals(self, batch: Batch, advantages: Advantages, part: _Part) -> BatchTotals:
+        """Totals that normalise the loss of one update."""
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts][part.rollouts]
+        is_trained_R = advantages.trained_R[part.rollouts].tolist()
+        trained = [r for r, is_trained in zip(rollouts, is_trained_R, strict=True) if is_trained]
+        tokens = sum(len(rollout.token_ids) for rollout in trained)
+        longest = max(group.spec.sampling.max_new_tokens for group in batch.groups)
+        return BatchTotals(max(1, tokens), max(1, len(trained)), longest)
+
+    def _loss(
+        self,
+        micro: PackedBatch,
+        advantages: Advantages,
+        totals: BatchTotals,
+        is_counted: bool,
+        proximal_T: Tensor | None,
+    ) -> tuple[PolicyLoss, Tensor]:
+        """Loss of a micro-batch, and per rollout the number of tokens left out because their reported numbers are too far off."""
+        device = self.model.device
+        inputs = micro.inputs.to(device)
+        logprobs_T, entropy_T = self.model.policy(inputs, self.options.with_entropy)
+        sequence_T, behaviour_T = micro.sequence_T.to(device), micro.behaviour_T.to(device)
+        asked_T = advantages.trained_R[micro.rollout_R].to(device)[sequence_T] & is_counted
+        segments = Segments(sequence_T, asked_T, micro.rollout_R.numel())
+        believed_T = believed(logprobs_T, behaviour_T, segments)
+        tokens = PackedTokens(
+            logprobs_T,
+            behaviour_T,
+            advantages.values_R[micro.rollout_R].to(device),
+            sequence_T,
+            believed_T,
+            proximal_logprobs_T=proximal_T,
+            reference_logprobs_T=self._reference_logprobs(inputs),
+            entropy_T=entropy_T,
+        )
+        left_out_R = segments.sum_R((asked_T & ~believed_T).to(torch.float32))
+        return policy_loss(tokens, self.options.loss, totals), left_out_R.cpu()
+
+    def _update(self, metrics: LossMetrics) -> tuple[float, float]:
+        """Clips the gradient, updates the masters and rounds them into the parameters. Returns the gradient norm and the learning
+        rate used, 0 if the update was skipped."""
+        self.model.hand_over_gradients()
+        grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.masters, self.options.grad_clip)))
+        lr = self._lr(metrics)
+        if math.isfinite(metrics.loss) and math.isfinite(grad_norm):
+            for group in self.optimiser.param_groups:
+                group["lr"] = lr
+            if self.lent is not None:
+                self.lent.keep()
+                self.lent = None
+            self.optimiser.step()
+            self.model.round_to_policy()
+            self.nonfinite_in_a_row = 0
+        else:
+            lr = 0.0
+            self._count_nonfinite(metrics.loss, grad_norm)
+        self.optimiser.zero_grad(set_to_none=True)
+        self.model.forget_gradients()
+        return grad_norm, lr
+
+    def _lr(self, metrics: LossMetrics) -> float:
+        o = self.options
+        lr = learning_rate(self.step_count, o.lr, o.warmup_steps, self.total_steps, o.schedule)
+        if o.advantage == "vcpo" and math.isfinite(metrics.rollout_ratio_ess):
+            lr *= learning_rate_scale(min(1.0, max(0.0, metrics.rollout_ratio_ess)), LR_SCALE_MIN)
+        return lr
+
+    def _count_nonfinite(self, loss: float, grad_norm: float) -> None:
+        self.nonfinite_steps += 1
+        self.nonfinite_in_a_row += 1
+        if self.nonfinite_in_a_row > self.options.nonfinite_steps_max:
+            raise TrainingError(
+                f"step {self.step_count}: expected a finite loss and gradient, got loss {loss} and gradient norm "
+                f"{grad_norm}, for {self.nonfinite_in_a_row} steps in a row; their batches are in not_finite/ of the run "
+                "folder"
+            )
+
+    # ---- the reference of the KL penalty
+
+    def _reference_model(self) -> PolicyModel | None:
+        if self.options.loss.kl_coefficient <= 0:
+            return None
+        model = self.model
+        reference = PolicyModel(model.path, model.weights_dtype, model.device, model.policy.temperature, model.ranks)
+        reference.hf_model.eval()
+        if model.policy.attention is not reference.policy.attention:
+            reference.policy.attend_by(model.policy.attention)
+        return reference
+
+    def _reference_logprobs(self, inputs: PackedInputs) -> Tensor | None:
+        if self.reference is None:
+            return None
+        with torch.no_grad():
+            logprobs_T: Tensor = self.reference.policy(replace(inputs, experts_PLK=None))[0]
+        return logprobs_T

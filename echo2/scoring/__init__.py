@@ -1,1 +1,0 @@
-"""Scoring: log-probabilities of existing tokens under a version's model. Workers do it for the learner's audits."""

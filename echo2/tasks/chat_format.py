@@ -1,0 +1,308 @@
+"""Renders chats with a model's template, token for token.
+
+Guarantees: sampled tokens are never re-encoded: the next prompt is the previous prompt, the sampled ids, and the template's text
+after them (`between`); a message that the template drops or refuses is rendered in a role that it supports, or ConfigError is
+raised, as for tools that it does not tell the model of; what a message or tool spells is never a control token. Leaves to others:
+limits on templates (rendering), the messages (world, gateway), where completions stop (token_text).
+
+Templates support different roles. If a template refuses a system message, its text is put before the first user message; a tool's
+message becomes a user message; adjacent messages of one role are joined if roles must alternate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, TypeVar
+
+from echo2.base.errors import ConfigError, LimitExceeded
+from echo2.tasks.rendering import render
+from echo2.tasks.task import ChatMessage, Prompt, prompt_text
+from echo2.tasks.token_text import named_ids
+
+_STARTED = datetime.now(UTC).replace(microsecond=0)  # for use outside a run, which tells when it began
+_Chat = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """`system_prompt`: opens every chat without a system message. `arguments`: passed to the template, such as enable_thinking.
+    `is_plain`: ignore the template; text prompts stay text, and environments' messages become plain lines. `now`: the moment that a
+    template which asks for the date is told, one for the whole run, so that a prompt is the same at every time."""
+
+    system_prompt: str = ""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    is_plain: bool = False
+    now: datetime = _STARTED
+
+
+class ChatFormat:
+    """One tokenizer with its template, if it has one. `ends`: tokens that end a completion, besides the tokenizer's own."""
+
+    def __init__(self, tokenizer: Any, options: ChatOptions | None = None, ends: Iterable[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.options = options or ChatOptions()
+        self._left_out = frozenset(ends) | named_ids(tokenizer)
+        self.is_chat = bool(tokenizer.chat_template) and not self.options.is_plain
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Decodes a completion, leaving out what begins, ends and pads a text. Other special tokens (`<answer>`) stay: they
+        are what the model wrote."""
+        return self._decoded([token for token in token_ids if int(token) not in self._left_out])
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """Encodes a task's prompt."""
+        if isinstance(prompt, str):
+            if not self.is_chat:
+                system = self.options.system_prompt
+                return self._plain(f"{system}\n{prompt}" if system else prompt, is_beginning=True)
+            prompt = (ChatMessage("user", prompt),)
+        return self.opening([{"role": message.role, "content": message.content} for message in prompt])
+
+    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Encodes a whole chat, up to the point where the model answers."""
+        mark, _ = marks_for([*messages, *tools, self.options.system_prompt])
+        chat = self.control_tokens.marked_chat(messages, mark)
+        if self.options.system_prompt and not any(message["role"] == "system" for message in chat):
+            chat.insert(0, {"role": "system", "content": self.options.system_prompt})
+        if not self.tokenizer.chat_template:
+            if tools:
+                raise ConfigError("chat template: expected one that tells the model of tools, the model has none")
+            text = prompt_text(tuple(ChatMessage(str(m["role"]), _content(m)) for m in chat))
+            return self.control_tokens.encode(text, mark, is_beginning=True)
+        tools = self.control_tokens.marked(tools, mark)
+        names = [str(tool.get("function", tool).get("name", "")) for tool in tools]
+        return self.control_tokens.encode(self._rendered(chat, tools, [*_contents(chat), *names]), mark)
+
+    def between(self, messages: Sequence[Mapping[str, Any]], turn: Sequence[int]) -> tuple[int, ...]:
+        """Encodes everything between the end of the model's `turn` and its next one: `messages`, and what the template adds."""
+        if not self.is_chat:
+            return tuple(self._plain("\n" + "\n".join(_content(message) for message in messages) + "\n"))
+        mark, other = marks_for(list(messages))
+        behind = self._behind(self.control_tokens.marked_chat(messages, mark), said=f"{other}answer{other}")
+        # If the model sampled its closing token, do not repeat that token.
+        closing = self._decoded(turn[-1:]) if turn else ""
+        if closing and int(turn[-1]) in self._special_ids and behind.startswith(closing):
+            # Encode both together: some tokenizers encode text differently after a special token.
+            whole, alone = self.control_tokens.encode(behind, mark), self.control_tokens.encode(closing, mark)
+            if whole[: len(alone)] == alone:
+                return tuple(whole[len(alone) :])
+            return tuple(self.control_tokens.encode(behind.removeprefix(closing), mark))
+        return tuple(self.control_tokens.encode(behind, mark))
+
+    @property
+    def turn_end(self) -> int | None:
+        """The control token with which the template closes the model's turn, whatever comes next; None if there is none."""
+        if not self.is_chat:
+            return None
+        try:
+            ends = [self.between(messages, ()) for messages in ([], [{"role": "user", "content": "?"}])]
+        except ConfigError:  # a template of single prompts
+            return None
+        for token, other in zip(*ends, strict=False):
+            if token != other:
+                return None
+            if token in self._special_ids or self._decoded([token]).strip():
+                return token if token in self._special_ids else None
+        return None
+
+    def _behind(self, messages: _Chat, said: str) -> str:
+        chat: _Chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}, *messages]
+        return self._rendered(chat, (), [said, *_contents(messages)]).rpartition(said)[2]
+
+    def _plain(self, text: str, *, is_beginning: bool = False) -> list[int]:
+        mark, _ = marks_for(text)
+        return self.control_tokens.encode(self.control_tokens.marked(text, mark), mark, is_beginning=is_beginning)
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return str(checked_call(lambda: self.tokenizer.decode(list(token_ids), skip_special_tokens=False)))
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return frozenset(self.tokenizer.all_special_ids) | {number for number, one in added.items() if one.special}
+
+    # ---- what a template takes
+
+    def _rendered(self, chat: _Chat, tools: Sequence[Mapping[str, Any]], must_hold: Sequence[str]) -> str:
+        """Renders the first variant of the chat in which the template keeps every message. Raises ConfigError if there is none."""
+        problem = ""
+        try:
+            template = self.tokenizer.get_chat_template(tools=list(tools) or None)
+        except ValueError as error:  # several by name, none of them the default
+            raise ConfigError(f"chat template: {error}") from None
+        arguments = {**self.tokenizer.special_tokens_map, **self.options.arguments}
+        for way in (chat, *_other_ways(chat)):
+            try:
+                text = render(template, way, tools, arguments, self.options.now)
+            except LimitExceeded as error:
+                raise ConfigError(f"chat template: {error}") from None
+            except ConfigError as error:
+                problem = problem or str(error)
+                continue
+            lost = [content for content in must_hold if content.strip() not in text]
+            if not lost:
+                return text
+            problem = problem or f"it leaves out {lost[0][:60]!r}"
+        raise ConfigError(
+            f"chat template: expected one that takes the roles {', '.join(dict.fromkeys(str(m['role']) for m in chat))}; "
+            f"{problem}"
+        )
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _contents(chat: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the texts that a rendering must contain. Leaves out the model's turns, since templates may drop its thoughts."""
+    return [_content(message) for message in chat if message["role"] != "assistant"]
+
+
+def _other_ways(chat: _Chat) -> list[_Chat]:
+    """Returns variants of the chat for templates that support fewer roles, each giving up more than the one before."""
+    untooled = [{"role": "user", "content": _content(m)} if m["role"] == "tool" else m for m in chat]
+    unsystemed = _folded(untooled)
+    return [untooled, _joined(untooled), unsystemed, _joined(unsystemed)]
+
+
+def _folded(chat: _Chat) -> _Chat:
+    """Moves the system messages' text to the start of the first user message."""
+    system = "\n\n".join(_content(message) for message in chat if message["role"] == "system")
+    rest = [dict(message) for message in chat if message["role"] != "system"]
+    first = next((message for message in rest if message["role"] == "user"), None)
+    if system and first is None:
+        return [{"role": "user", "content": system}, *rest]
+    if system and first is not None:
+        first["content"] = f"{system}\n\n{_content(first)}"
+    return rest
+
+
+def _joined(chat: _Chat) -> _Chat:
+    """Joins adjacent messages of one role."""
+    found: _Chat = []
+    for message in chat:
+        if found and found[-1]["role"] == message["role"]:
+            found[-1] = {**found[-1], "content": f"{_content(found[-1])}\n\n{_content(message)}"}
+        else:
+            found.append(dict(message))
+    return found
+
+
+_MARKS = range(0xE000, 0xF900)
+"""Unicode's private characters, which text does not contain."""
+_ANCHOR = "\n"
+"""Put before a piece and cut off again: some tokenizers write a blank before the first word of a text."""
+_T = TypeVar("_T")
+
+
+class ControlTokens:
+    """One tokenizer's control tokens: its special tokens and, but for the model's own turns, all added ones that the template
+    writes (`<tool_response>`)."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
+        template = str(tokenizer.chat_template or "")
+        special = {*map(str, tokenizer.all_special_tokens), *(token.content for token in added if token.special)}
+        written = {token.content for token in added if token.content in template}
+        self._special, self._written = _longest_first(special), _longest_first(special | written)
+
+    def marked_chat(self, chat: Iterable[Mapping[str, Any]], mark: str) -> list[dict[str, Any]]:
+        """The messages with marks; the model's own may hold the added tokens that are not special, which it samples itself."""
+        return [
+            _marked(dict(message), self._special if message["role"] == "assistant" else self._written, mark)
+            for message in chat
+        ]
+
+    def marked(self, value: Any, mark: str) -> Any:
+        """The text, or all texts in a JSON value, with marks."""
+        return _marked(value, self._written, mark)
+
+    def encode(self, text: str, mark: str = "", *, is_beginning: bool = False) -> list[int]:
+        """Encodes a text with marks, which are left out. `is_beginning`: with what the tokenizer puts around a text."""
+        first, *others = text.split(mark) if mark else [text]
+        if not others:
+            return self._encoded(first, is_framed=is_beginning)
+        body = self._encoded(first)
+        before, after = self._frame(first, body) if is_beginning else ([], [])
+        for piece in others:
+            body += self._continued(piece)
+        return [*before, *body, *after]
+
+    def _frame(self, text: str, body: list[int]) -> tuple[list[int], list[int]]:
+        framed = self._encoded(text, is_framed=True)
+        at = next((at for at in range(len(framed)) if framed[at : at + len(body)] == body), len(framed))
+        return framed[:at], framed[at + len(body) :]
+
+    def _continued(self, piece: str) -> list[int]:
+        anchor, whole = self._encoded(_ANCHOR), self._encoded(_ANCHOR + piece)
+        return whole[len(anchor) :] if whole[: len(anchor)] == anchor else self._encoded(piece)
+
+    def _encoded(self, text: str, *, is_framed: bool = False) -> list[int]:
+        ids = checked_call(lambda: self._tokenizer.encode(text, add_special_tokens=is_framed))
+        return [int(token) for token in ids]
+
+
+def marks_for(value: Any) -> tuple[str, str]:
+    """Two characters that occur in none of the texts in `value`. Raises ConfigError if there are none."""
+    taken = set[str]()
+    for text in _texts(value):
+        taken.update(text)
+    free = (chr(number) for number in _MARKS if chr(number) not in taken)
+    found = next(free, ""), next(free, "")
+    if not found[1]:
+        raise ConfigError(f"chat: expected text without all {len(_MARKS)} private characters of Unicode, got them all")
+    return found
+
+
+def checked_call(call: Callable[[], _T]) -> _T:
+    """The result of a call of the tokenizer. Raises ConfigError for whatever it raises."""
+    try:
+        return call()
+    except Exception as error:
+        raise ConfigError(
+            f"tokenizer: expected one that takes this text, got {type(error).__name__}: {error}"
+        ) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of its Rust code; it is no Exception
+            raise
+        raise ConfigError(
+            f"tokenizer: expected one that takes this text, its pattern or model failed on it: {error}"
+        ) from error
+
+
+def _longest_first(tokens: Iterable[str]) -> list[str]:
+    return sorted((token for token in tokens if len(token) > 1), key=lambda token: (-len(token), token))
+
+
+def _marked(value: Any, tokens: list[str], mark: str) -> Any:
+    if isinstance(value, str):
+        for token in tokens:
+            while token in value:  # again, since tokens may overlap themselves
+                value = value.replace(token, token[0] + mark + token[1:])
+        return value
+    if isinstance(value, Mapping):
+        return {_marked(key, tokens, mark): _marked(inner, tokens, mark) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_marked(inner, tokens, mark) for inner in value]
+    return value
+
+
+def _texts(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _texts(key)
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)

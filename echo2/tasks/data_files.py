@@ -1,0 +1,288 @@
+"""Reads problems from local files: JSON lines, a JSON array, parquet, or a folder in Hugging Face layout.
+
+Guarantees: rows come in a fixed order (files by name, rows in file order); a missing column, an empty cell or a broken line raises
+a `TaskError` that names the file, the row and what was found; a prompt that comes again is left out, so that no problem is both
+held out and trained on.
+
+Columns. The prompt is `prompt`, `problem` or `question`: text, or a chat as a list of {role, content}, where content is text or
+parts of type text. The answer is `answer`, `ground_truth`, `reward_model.ground_truth`, `final_answer` or `target`; if it is a
+worked answer that ends in `#### 42`, only the part after the mark counts. `data_source` is kept if present.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from echo2.base.errors import TaskError
+from echo2.tasks.mathematics import MathRow
+from echo2.tasks.task import ChatMessage, Prompt
+
+PROMPT_COLUMNS = ("prompt", "problem", "question")  # names in common data sets, most specific first
+# As above; `reward_model.ground_truth` is verl's.
+ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "target")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")  # the hub's parquet, what `save_to_disk` writes, and plain text
+ROWS_MAX = 5_000_000  # some GB as Python objects: the learner keeps all rows
+LINE_BYTES_MAX = 16 << 20  # a prompt of a million tokens, four times
+ARRAY_BYTES_MAX = 1 << 30  # it is read whole, which takes ten times as much memory
+FILES_MAX = 10_000  # a folder with more is not a split of one data set
+_ABOUT = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+)  # what a folder says about itself
+_SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}  # the hub's names, and short ones
+_WORKED_ANSWER_MARK = "####"  # GSM8K's format
+_NO_PYARROW = "{}: the package pyarrow is not installed ({})"  # said of both columnar formats
+
+Row = Mapping[str, object]
+_log = logging.getLogger("echo2.tasks")
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnChoice:
+    """Columns that the user names; empty: try the usual names."""
+
+    prompt: str = ""
+    answer: str = ""
+
+
+def read_math_rows(
+    path: Path, split: str = "train", columns: ColumnChoice | None = None, subset: str = ""
+) -> list[MathRow]:
+    """Reads all problems under `path`. In a folder, reads the files of `split`, and of `subset` if there are several."""
+    choice = columns or ColumnChoice()
+    rows: dict[Prompt, MathRow] = {}
+    repeated = 0
+    for file in data_files(path, split, subset):
+        for number, row in enumerate(_rows_of(file), start=1):
+            read = _math_row(row, f"{file.name} row {number}", choice)
+            repeated += read.prompt in rows
+            rows.setdefault(read.prompt, read)
+            if len(rows) > ROWS_MAX:
+                raise TaskError(f"data set {path}: expected at most {ROWS_MAX} rows, got more")
+    if not rows:
+        raise TaskError(f"data set {path}: expected rows, found none in split {split!r}")
+    if repeated:
+        _log.warning(
+            "data set %s: %d of %d rows repeat an earlier prompt and are left out", path, repeated, repeated + len(rows)
+        )
+    return list(rows.values())
+
+
+def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
+    """Returns the file itself, or the folder's files of `split` (`train-00000-of-00002.parquet`, `train/*.arrow`, ...)."""
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise TaskError(f"data set {path}: expected one of {', '.join(SUFFIXES)}, got {path.suffix or 'no suffix'}")
+        return [path]
+    if not path.is_dir():
+        raise TaskError(f"data set {path}: expected a file or folder, found nothing there")
+    found = sorted(p for suffix in SUFFIXES for p in path.rglob(f"*{suffix}") if not p.name.startswith("cache-"))
+    found = [p for p in found if p.name not in _ABOUT]
+    chosen = [p for p in found if split in _split_words(p.relative_to(path))] or _lone(found, path)
+    folders = sorted({folder for p in chosen if (folder := _subset_of(p.relative_to(path), split))})
+    if subset:
+        chosen = [p for p in chosen if subset in p.relative_to(path).parts[:-1]]
+    elif len(folders) > 1:
+        raise TaskError(f"data set {path}: expected the argument subset, one of {', '.join(folders)}")
+    if not chosen or len(chosen) > FILES_MAX:
+        names = ", ".join(str(p.relative_to(path)) for p in found[:8]) or "no data files"
+        raise TaskError(
+            f"data set {path}: expected 1 to {FILES_MAX} files of split {split!r}, found {names}; the argument split names another"
+        )
+    return chosen
+
+
+def _lone(files: list[Path], path: Path) -> list[Path]:
+    """The only file of a folder, if its name speaks of no split."""
+    return files if len(files) == 1 and not _SPLITS & _split_words(files[0].relative_to(path)) else []
+
+
+def _subset_of(relative: Path, split: str) -> str:
+    """Returns the folder of the data set's configuration, '' if none: `main/train-00000-of-00001.parquet` -> main."""
+    own = [part for part in relative.parts[:-1] if part not in (split, "data")]
+    return own[0] if own else ""
+
+
+def _split_words(relative: Path) -> set[str]:
+    """Returns the words that may name the split, the folders and the file name up to its first - . or _:
+    `data/train-00000-of-00002.parquet` -> {data, train}."""
+    stem = relative.name.replace("_", "-").replace(".", "-").split("-")[0]
+    return {*relative.parts[:-1], stem}
+
+
+def _rows_of(file: Path) -> Iterator[Row]:
+    match file.suffix:
+        case ".jsonl":
+            return _json_lines(file)
+        case ".json":
+            return _json_array(file)
+        case ".parquet":
+            return _parquet_rows(file)
+        case _:
+            return _arrow_rows(file)
+
+
+def _json_lines(file: Path) -> Iterator[Row]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(LINE_BYTES_MAX + 1), b""), start=1):
+            if len(line) > LINE_BYTES_MAX:
+                raise TaskError(f"{file.name} line {number}: expected at most {LINE_BYTES_MAX} bytes")
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise TaskError(f"{file.name} line {number}: expected a JSON object, got {error}") from error
+            if not isinstance(row, dict):
+                raise TaskError(f"{file.name} line {number}: expected a JSON object, got {type(row).__name__}")
+            yield row
+
+
+def _json_array(file: Path) -> Iterator[Row]:
+    """The rows of an array; of JSON lines too, which some name .json."""
+    with file.open("rb") as stream:
+        if stream.read(1 << 10).lstrip()[:1] == b"{":
+            yield from _json_lines(file)
+            return
+    if file.stat().st_size > ARRAY_BYTES_MAX:
+        raise TaskError(f"{file.name}: expected an array of at most {ARRAY_BYTES_MAX} bytes; write it as JSON lines")
+    try:
+        rows = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise TaskError(f"{file.name}: expected a JSON array of objects, got {error}") from error
+    if not isinstance(rows, list):
+        raise TaskError(f"{file.name}: expected a JSON array of objects, got {type(rows).__name__}")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise TaskError(f"{file.name} row {number}: expected a JSON object, got {type(row).__name__}")
+        yield row
+
+
+def _parquet_rows(file: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise TaskError(_NO_PYARROW.format(file, error)) from error
+    for batch in parquet.ParquetFile(file).iter_batches():
+        yield from batch.to_pylist()
+
+
+def _arrow_rows(file: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import ipc
+    except ImportError as error:
+        raise TaskError(_NO_PYARROW.format(file, error)) from error
+    with ipc.open_stream(str(file)) as reader:
+        for batch in reader:
+            yield from batch.to_pylist()
+
+
+def _math_row(row: Row, where: str, choice: ColumnChoice) -> MathRow:
+    prompt = _prompt(_cell(row, choice.prompt, PROMPT_COLUMNS, "prompt_column", where), where)
+    answer = _answer(_cell(row, choice.answer, ANSWER_COLUMNS, "answer_column", where), where)
+    if _WORKED_ANSWER_MARK in answer:
+        answer = answer.rpartition(_WORKED_ANSWER_MARK)[2]
+    return MathRow(prompt, answer.strip(), str(row.get("data_source") or ""))
+
+
+def _cell(row: Row, chosen: str, usual: tuple[str, ...], argument: str, where: str) -> object:
+    names = (chosen,) if chosen else usual
+    for name in names:
+        value: object = row
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and value not in ("", []):
+            return value
+    raise TaskError(
+        f"{where}: expected a column {' or '.join(names)} with something in it, got {', '.join(map(str, row)) or 'none'}; "
+        f"the argument {argument} names another"
+    )
+
+
+def _answer(value: object, where: str) -> str:
+    if isinstance(value, list) and len(value) == 1:
+        return _answer(value[0], where)
+    if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return str(value)
+    raise TaskError(
+        f"{where}: expected one answer as text or number, got {str(value)[:80]!r}; write several as one text, such as $3, -3$"
+    )
+
+
+def _prompt(value: object, where: str) -> Prompt:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        messages = [
+            ChatMessage(str(m["role"]), _content(m["content"], where))
+            for m in value
+            if isinstance(m, Mapping) and "role" in m and "content" in m
+        ]
+        if messages and len(messages) == len(value):
+            return tuple(messages)
+    raise TaskError(f"{where}: expected a prompt as text or as a list of {{role, content}}, got {str(value)[:80]!r}")
+
+
+def _content(value: object, where: str) -> str:
+    """A message's text, whole or in parts."""
+    if isinstance(value, str):
+        return value
+    parts = value if isinstance(value, list) else []
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    if texts and len(texts) == len(parts):
+        return "".join(texts)
+    raise TaskError(f"{where}: expected a message's content as text, or as parts of type text, got {str(value)[:80]!r}")
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")  # OWNER/NAME
+_FILES = [f"*{suffix}" for suffix in SUFFIXES]  # nothing else of a repository is fetched
+
+
+def local_data_set(path: str) -> Path:
+    """Returns the file or folder at `path`; for a hub ID, its folder in the cache, downloaded if missing. Raises `TaskError` if the
+    download fails or is not allowed."""
+    local = Path(path).expanduser()
+    if local.exists() or not _HUB_ID.fullmatch(path):
+        return local
+    cached = _cached(path)
+    if cached is not None:
+        return cached
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        raise TaskError(
+            f"data set {path}: expected a folder or one in the hub's cache {_cache()}, found neither (HF_HUB_OFFLINE is 1)"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(path, repo_type="dataset", allow_patterns=_FILES))
+    except Exception as error:  # noqa: BLE001  the hub's client raises whatever its transport does
+        raise TaskError(f"data set {path}: no such folder here, and not to be had from the hub: {error}") from None
+
+
+def folder_to_show(folder: Path) -> Path:
+    """Returns the folder that a contained process must see to read `folder`: files in the hub's cache are links to `blobs` beside
+    `snapshots`."""
+    kept = folder.parent.parent
+    return kept if folder.parent.name == "snapshots" and kept.name.startswith("datasets--") else folder
+
+
+def _cache() -> Path:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE", str(home / "hub"))).expanduser()
+
+
+def _cached(hub_id: str) -> Path | None:
+    """Returns the cached snapshot that `refs/main` names, else the newest one, else None."""
+    folder = _cache() / f"datasets--{hub_id.replace('/', '--')}"
+    main = folder / "refs" / "main"
+    if main.is_file() and (named := folder / "snapshots" / main.read_text().strip()).is_dir():
+        return named
+    return max(folder.glob("snapshots/*"), key=lambda snapshot: snapshot.stat().st_mtime, default=None)

@@ -1,0 +1,156 @@
+"""Makes tasks and environments from their specifications: the built-in ones by name, a user's own as `module:Class`.
+
+Guarantees: the same specification makes the same task in every process; wrong names and arguments are `ConfigError`s
+that list what was expected. Leaves to others: what the tasks do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from echo2.base.errors import ConfigError, TaskError
+from echo2.base.import_path import imported
+from echo2.tasks.built_in import DEFAULT_SIZE, ReasoningGym, SortDigits, Sums
+from echo2.tasks.data_files import ColumnChoice, local_data_set, read_math_rows
+from echo2.tasks.mathematics import MathTask
+from echo2.tasks.task import EnvironmentSource, Task, TaskSpec
+from echo2.tasks.tools import CalculatorEnvironments
+from echo2.tasks.verifiers_task import SIZE_MAX, VerifiersTask
+
+_TASK_MEMBERS = ("name", "size", "is_cheap", "sample", "score")  # what a class of a user must have to be a Task
+_SOURCE_MEMBERS = ("name", "size", "open")  # what it must have to be an EnvironmentSource
+
+
+def make_task(spec: TaskSpec) -> Task:
+    """Makes the task that `spec` describes. Raises `ConfigError` for an unknown name or argument."""
+    if is_environment(spec):
+        raise ConfigError(f"task {spec.name}: expected a task of one completion, got an environment of several turns")
+    if ":" in spec.name:
+        return cast(Task, _users_own(spec, _TASK_MEMBERS))
+    if spec.name not in _BUILT_IN:
+        raise ConfigError(
+            f"task: expected one of {', '.join(_BUILT_IN)} or a class of yours as module:Class, got {spec.name!r}"
+        )
+    maker = _BUILT_IN[spec.name]
+    _check_arguments(spec, maker)
+    task: Task = maker(seed=spec.seed, **spec.args)
+    return task
+
+
+def make_environment_source(spec: TaskSpec) -> EnvironmentSource:
+    """Makes the source of environments that `spec` describes. Raises `ConfigError` for an unknown name or argument."""
+    if ":" in spec.name:
+        return cast(EnvironmentSource, _users_own(spec, _SOURCE_MEMBERS))
+    if spec.name not in _BUILT_IN_ENVIRONMENTS:
+        raise ConfigError(
+            f"environment: expected one of {', '.join(_BUILT_IN_ENVIRONMENTS)} or a class of yours as module:Class, "
+            f"got {spec.name!r}"
+        )
+    maker = _BUILT_IN_ENVIRONMENTS[spec.name]
+    _check_arguments(spec, maker)
+    source: EnvironmentSource = maker(seed=spec.seed, **spec.args)
+    return source
+
+
+def is_environment(spec: TaskSpec) -> bool:
+    """Whether `spec` names environments (several turns) and not a task (one completion)."""
+    if ":" in spec.name:
+        return hasattr(imported(spec.name, "task.name"), "open")
+    return spec.name in _BUILT_IN_ENVIRONMENTS
+
+
+def turns_of(spec: TaskSpec) -> int:
+    """Returns the most completions of one episode: the argument `turns_max`, or its default; 1 for a task."""
+    if not is_environment(spec):
+        return 1
+    maker = imported(spec.name, "task.name") if ":" in spec.name else _BUILT_IN_ENVIRONMENTS[spec.name]
+    default = inspect.signature(maker).parameters.get("turns_max")
+    told = spec.args.get("turns_max", default.default if default is not None else 1)
+    return told if isinstance(told, int) and told >= 1 else 1
+
+
+def is_users_own(spec: TaskSpec) -> bool:
+    """Whether `spec` names a user's own class, not a built-in one."""
+    return ":" in spec.name
+
+
+def _sort_digits(seed: int, digit_count: int = 5) -> Task:
+    return SortDigits(digit_count)
+
+
+def _sums(seed: int, numbers: int = 10) -> Task:
+    return Sums(numbers)
+
+
+def _reasoning_gym(
+    seed: int, dataset: str = "", size: int = DEFAULT_SIZE, options: Mapping[str, object] | None = None
+) -> Task:
+    if not dataset:
+        raise ConfigError("task reasoning_gym: expected the argument dataset, such as dataset=number_sorting")
+    return ReasoningGym(dataset, seed, size, options)
+
+
+def _math(
+    seed: int,
+    path: str = "",
+    split: str = "train",
+    prompt_column: str = "",
+    answer_column: str = "",
+    subset: str = "",
+) -> Task:
+    if not path:
+        raise ConfigError(
+            "task math: expected the argument path, a .jsonl or .parquet file, a data set's folder or hub id"
+        )
+    rows = read_math_rows(local_data_set(path), split, ColumnChoice(prompt_column, answer_column), subset)
+    return MathTask(rows, f"math/{Path(path).name}")
+
+
+def _verifiers(
+    seed: int,
+    taskset: str = "",
+    options: Mapping[str, object] | None = None,
+    size: int = SIZE_MAX,
+    agent: Mapping[str, object] | None = None,
+) -> Task:
+    if not taskset:
+        raise ConfigError("task verifiers: expected the argument taskset, the name of an installed taskset")
+    return VerifiersTask(taskset, options or {}, size, agent)
+
+
+# Name in the run file, and what makes the task of its arguments.
+_BUILT_IN: Mapping[str, Callable[..., Task]] = {
+    "sort_digits": _sort_digits,
+    "sums": _sums,
+    "reasoning_gym": _reasoning_gym,
+    "math": _math,
+    "verifiers": _verifiers,
+}
+
+
+# As _BUILT_IN, for several turns.
+_BUILT_IN_ENVIRONMENTS: Mapping[str, Callable[..., EnvironmentSource]] = {"calculator": CalculatorEnvironments}
+
+
+def _check_arguments(spec: TaskSpec, maker: Callable[..., object]) -> None:
+    known = [name for name in inspect.signature(maker).parameters if name != "seed"]
+    unknown = sorted(set(spec.args) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"task {spec.name}: expected arguments among {', '.join(known) or 'none'}; got {', '.join(unknown)}"
+        )
+
+
+def _users_own(spec: TaskSpec, members: Sequence[str]) -> object:
+    maker = imported(spec.name, "task.name")
+    try:
+        made = maker(seed=spec.seed, **spec.args)
+    except TypeError as error:
+        raise ConfigError(f"task {spec.name}: expected a constructor (seed, **args), got {error}") from error
+    missing = [member for member in members if not hasattr(made, member)]
+    if missing:
+        raise TaskError(f"task {spec.name}: expected the members {', '.join(members)}, missing {', '.join(missing)}")
+    return made

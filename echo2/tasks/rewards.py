@@ -1,0 +1,610 @@
+"""Computes rewards: in this process for echo2's own plain comparisons, else in contained processes with limits on time,
+memory and output. The same pool steps multi-turn environments.
+
+Guarantees: if a scorer executes a completion's text, it does so in a process of its own, without network, files or keys; a reward
+is a finite number within bounds. A scorer that raises, hangs, exhausts memory or kills its process costs only that rollout; the
+failure is counted and reported in `Scored.failure`, and nothing here raises because of it. Leaves to others: what becomes of a
+rollout without a reward (it is dropped), which sender failures are counted against (scorer).
+
+A completion that made its scorer exhaust a limit (CPU time, memory, output) gets reward 0, unless a harmless text on the same
+instance does so too: then the instance is at fault, and its completions get no reward; any other failure gives no reward
+(None), since it may be the machine's or the scorer's fault. docs/tasks.md argues for this rule.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Protocol, TypeVar
+
+from echo2.base.errors import ConfigError, LimitExceeded, MalformedMessage, ResourceError, TaskError
+from echo2.contain.box import bubblewrap, view_here
+from echo2.contain.messages import Answer, Ending, Limits, error_text, foreign_object, shown
+from echo2.contain.pool import Pool, RunnerLost
+from echo2.contain.sandbox import GRACE_S, Launch, Sandbox
+from echo2.tasks import scorer as child
+from echo2.tasks.built_in import trusted_text
+from echo2.tasks.data_files import folder_to_show, local_data_set
+from echo2.tasks.registry import is_environment, is_users_own, make_task
+from echo2.tasks.task import ChatMessage, Observation, Reward, Task, TaskSpec
+from echo2.tasks.visible import own_files, own_modules, remedy
+
+_log = logging.getLogger("echo2.rewards")
+PARTS_MAX = 64  # each part is a curve on the page
+NAME_CHARS_MAX = 64  # a column's heading
+MESSAGES_MAX = 64  # of one step; an environment answers a turn with a few
+OWN_REWARD_MAX = 1e6  # keeps a group's mean and squares finite in float32
+EXHAUSTED = "exhausted"  # part of the reward 0 of a completion that used up its limits
+SAMPLE_TEXTS = ("0", "")  # a number, and nothing: what a scorer meets first from an untrained model
+PROBED_MAX = 100_000  # 10 MB of set
+
+
+class RewardFailure(enum.Enum):
+    """Why there is no reward, or why it is 0."""
+
+    RAISED = "raised"
+    EXHAUSTED = "exhausted"
+    TIMED_OUT = "timed_out"
+    OUT_OF_MEMORY = "out_of_memory"
+    DIED = "died"
+    TOO_LARGE = "too_large"
+    FAULT = "fault"
+
+    @property
+    def is_held_against_sender(self) -> bool:
+        """Whether the failure may be deliberate: any but those that are certainly the machine's or the scorer's fault."""
+        return self not in (RewardFailure.RAISED, RewardFailure.FAULT)
+
+
+# Failures for which the completion is to blame.
+_USED_UP = (RewardFailure.EXHAUSTED, RewardFailure.TIMED_OUT, RewardFailure.OUT_OF_MEMORY)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A reward, or why there is none. `seconds`: time taken, without waiting in the queue."""
+
+    reward: Reward | None
+    failure: RewardFailure | None
+    message: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """The world's answer to a completion, or why there is none. `seconds`: as in `Scored`."""
+
+    observation: Observation | None
+    failure: RewardFailure | None
+    message: str
+    seconds: float
+
+
+Result = TypeVar("Result", Scored, TurnResult)
+PROCESSES_MIN, PROCESSES_MAX = 2, 16  # one may hang while the other scores; more than 16 are for a cluster (task.ray)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardLimits:
+    """Bounds of the pool. `cpu_s` and `timeout_s` (wall time) apply to each request. `start_timeout_s` covers importing the task's
+    packages and reading its data."""
+
+    cpu_s: int = 2
+    timeout_s: float = 10.0
+    memory_bytes: int = 2 << 30
+    process_count: int = 2
+    queue_max: int = 1 << 16
+    start_timeout_s: float = 120.0
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def reward_processes(cores: int) -> int:
+    """Number of processes: a quarter of the cores, since the trainer uses the others, but at least two, so that one slow
+    completion does not block the others."""
+    return max(PROCESSES_MIN, min(PROCESSES_MAX, cores // 4))
+
+
+def limits_of(spec: TaskSpec) -> RewardLimits:
+    """Chooses default limits: built-in scorers need milliseconds, a user's own may run tests."""
+    count = reward_processes(available_cores())
+    if is_users_own(spec):
+        return RewardLimits(cpu_s=10, timeout_s=30.0, process_count=count)
+    return RewardLimits(process_count=count)
+
+
+@dataclass(frozen=True, slots=True)
+class Containment:
+    """How rewards are contained. `is_trusted`: they are not; they run with the learner's own rights. `readable`: paths that
+    contained rewards may read besides the task's own package and data. `hidden`: folders hidden from them even inside those. `ray`:
+    address of the Ray cluster that runs them; empty: this machine. `processes`: how many at once; 0: derived from the cores.
+    """
+
+    is_trusted: bool = False
+    readable: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    ray: str = ""
+    processes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCounts:
+    """Counts of rewards and failures since the start."""
+
+    scored: int = 0
+    raised: int = 0
+    exhausted: int = 0
+    timed_out: int = 0
+    out_of_memory: int = 0
+    died: int = 0
+    too_large: int = 0
+    fault: int = 0
+
+
+class RewardScorer(Protocol):
+    """Computes rewards of one task. Results come as futures, so that threads and event loops can both wait. `process_count`:
+    rewards computed at once; 0: in this process."""
+
+    process_count: int
+
+    def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
+        """Asks for the reward of a completion of instance `index`. Raises `LimitExceeded` if the queue is full. `sender`: the
+        completion's sender; senders whose rewards take long are queued behind others.
+        """
+        ...
+
+    def counts(self) -> RewardCounts: ...
+
+    def close(self) -> None:
+        """Ends the processes and cancels waiting requests."""
+        ...
+
+
+def make_scorer(
+    task: Task, spec: TaskSpec, limits: RewardLimits | None = None, containment: Containment | None = None
+) -> RewardScorer:
+    """Makes a scorer: in this process for echo2's own plain comparisons, else a pool. `spec` must be what `task` was made from.
+
+    A user's own task that says it is cheap is scored here only if rewards are trusted.
+    """
+    containment = containment or Containment()
+    if spec.name == "verifiers" and spec.args.get("agent") is not None and not containment.is_trusted:
+        raise ConfigError(
+            "task verifiers: expected task.trusted_rewards = true where its own agents play, for their tools and rewards run "
+            "with the learner's rights and see what models write"
+        )
+    if task.is_cheap and (containment.is_trusted or not is_users_own(spec)):
+        return InProcessScorer(task)
+    return RewardPool(spec, limits, containment)
+
+
+def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> None:
+    """Makes one reward process ready and scores a sample, so that a run whose rewards cannot work does not start.
+
+    Raises `TaskError` if none of SAMPLE_TEXTS and the sample's own answer gets a reward: one that does is enough, since a task may
+    refuse any text.
+    """
+    containment = replace(containment or Containment(), processes=1)
+    ask: Callable[[str], Future[Scored] | Future[TurnResult]]
+    texts: tuple[str, ...] = SAMPLE_TEXTS
+    if is_environment(spec):
+        pool = RewardPool(spec, None, containment)
+        ask, close = (lambda text: pool.submit_step(0, [text])), pool.close
+    else:
+        task = make_task(spec)
+        try:
+            texts = (task.sample(0).answer, *SAMPLE_TEXTS)
+        except Exception as error:
+            text = f"task {spec.name}: expected an instance from sample(0), got {error_text(error)}"
+            raise TaskError(text) from error
+        scorer = make_scorer(task, spec, None, containment)
+        ask, close = (lambda text: scorer.submit(0, text)), scorer.close
+    try:
+        messages = []
+        for text in texts:
+            result = ask(text).result()
+            if result.failure is None:
+                return
+            messages.append(result.message)
+            if result.failure is RewardFailure.FAULT:  # the process itself: another text does not help
+                break
+    finally:
+        close()
+    raise TaskError(
+        f"task {spec.name}: expected a reward for a sample before the run starts, got {messages[0]}{remedy(messages[0])}"
+    )
+
+
+class _Tally:
+    """Thread-safe counts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = RewardCounts()
+
+    def add(self, failure: RewardFailure | None) -> None:
+        name = "scored" if failure is None else failure.value
+        with self._lock:
+            self._counts = replace(self._counts, **{name: getattr(self._counts, name) + 1})
+
+    def read(self) -> RewardCounts:
+        with self._lock:
+            return self._counts
+
+
+class InProcessScorer:
+    """Scores in this process, for trusted scores that take microseconds: no queue, and each future is done at once."""
+
+    process_count = 0
+
+    def __init__(self, task: Task):
+        self._task = task
+        self._sample = lru_cache(maxsize=child.INSTANCES_CACHED)(task.sample)
+        self._tally = _Tally()
+
+    def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
+        began = time.monotonic()
+        answer = child.scored(self._task, self._sample(index), completion_text)
+        result = _scored(_told(answer, time.monotonic() - began), is_trusted=True, bound=OWN_REWARD_MAX)
+        self._tally.add(result.failure)
+        future: Future[Scored] = Future()
+        future.set_result(result)
+        return future
+
+    def counts(self) -> RewardCounts:
+        return self._tally.read()
+
+    def close(self) -> None:
+        pass
+
+
+class RewardPool:
+    """A pool of processes that score or step; contained, unless rewards are trusted."""
+
+    def __init__(self, spec: TaskSpec, limits: RewardLimits | None = None, containment: Containment | None = None):
+        containment = containment or Containment()
+        limits = limits or limits_of(spec)
+        if containment.processes:
+            limits = replace(limits, process_count=containment.processes)
+        self._is_trusted = containment.is_trusted
+        self._bound = OWN_REWARD_MAX if is_users_own(spec) else 1.0
+        self._tally = _Tally()
+        self._at_fault: dict[int, Scored] = {}  # instances that no completion could be scored on
+        self._sound: set[int] = set()  # instances on which a harmless text was scored
+        self._pool = _pool_of(spec, limits, containment)
+        self.process_count = self._pool.process_count
+
+    def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
+        if index in self._at_fault:
+            return self._done(self._at_fault[index])
+        answer: Future[Scored] = Future()
+        asked = self._ask(index, completion_text, sender)
+        asked.add_done_callback(lambda done: self._judge(done, answer, index))
+        return answer
+
+    def _ask(self, index: int, text: str, sender: str) -> Future[Scored]:
+        read = partial(_scored, is_trusted=self._is_trusted, bound=self._bound)
+        return self._pool.submit({"index": index, "text": text}, lambda a: read(_read(a)), sender)
+
+    def _judge(self, asked: Future[Scored], answer: Future[Scored], index: int) -> None:
+        """Passes the result on. Where a completion used up its limits, a harmless text is scored first: if that uses them up as
+        well, the instance is at fault, and neither this completion nor a later one of it is held against its sender."""
+        if asked.cancelled():
+            answer.cancel()
+        elif (error := asked.exception()) is not None:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
+        elif asked.result().failure not in _USED_UP or index in self._sound:
+            self._give(answer, asked.result())
+        else:
+            self._probe(asked.result(), answer, index)
+
+    def _probe(self, result: Scored, answer: Future[Scored], index: int) -> None:
+        def probed(probe: Future[Scored]) -> None:
+            is_known = not probe.cancelled() and probe.exception() is None
+            if is_known and probe.result().failure in _USED_UP:
+                text = f"instance {index} itself: scoring {SAMPLE_TEXTS[0]!r} fails too ({probe.result().message})"
+                _log.warning("%s; its completions get no reward", text)
+                self._at_fault[index] = Scored(None, RewardFailure.FAULT, text, 0.0)
+                self._give(answer, self._at_fault[index])
+                return
+            if is_known and len(self._sound) < PROBED_MAX:
+                self._sound.add(index)
+            self._give(answer, result)
+
+        try:
+            self._ask(index, SAMPLE_TEXTS[0], "").add_done_callback(probed)
+        except LimitExceeded:  # the queue is full; the next such completion asks again
+            self._give(answer, result)
+
+    def _give(self, answer: Future[Scored], result: Scored) -> None:
+        counted = self._counted(result)
+        if answer.set_running_or_notify_cancel():  # else whoever asked has given up meanwhile
+            answer.set_result(counted)
+
+    def _done(self, result: Scored) -> Future[Scored]:
+        future: Future[Scored] = Future()
+        future.set_result(self._counted(result))
+        return future
+
+    def submit_step(self, index: int, completions: Sequence[str], sender: str = "") -> Future[TurnResult]:
+        """Asks for the world's answer to the last of an episode's completions. Sends all of them, so that any process can
+        answer; the time limit grows with their number. The pool must have been made for environments.
+        """
+        read = partial(_stepped, is_trusted=self._is_trusted, bound=self._bound)
+        body = {"index": index, "completions": list(completions)}
+        return self._pool.submit(body, lambda a: self._counted(read(_read(a))), sender, max(1, len(completions)))
+
+    def counts(self) -> RewardCounts:
+        return self._tally.read()
+
+    def close(self) -> None:
+        """Waits at most one reward's time limit for the rewards in progress."""
+        self._pool.close()
+
+    def _counted(self, result: Result) -> Result:
+        self._tally.add(result.failure)
+        return result
+
+
+def _pool_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) -> Pool:
+    if containment.ray:
+        count = limits.process_count if containment.processes else processes_of_cluster(containment.ray)
+        there = replace(containment, ray="")
+        return Pool(lambda: RayRunner(spec, limits, there), bounds_of(limits), count, limits.queue_max)
+    launch = launch_of(spec, limits, containment)
+    return Pool(lambda: Sandbox(launch), launch.limits, limits.process_count, limits.queue_max)
+
+
+def bounds_of(limits: RewardLimits) -> Limits:
+    """Limits of one request, as contain takes them."""
+    return Limits(
+        cpu_s=limits.cpu_s, wall_s=limits.timeout_s, memory_bytes=limits.memory_bytes, start_s=limits.start_timeout_s
+    )
+
+
+def launch_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) -> Launch:
+    """Describes how to start the processes. Raises `ConfigError` if they cannot be contained and are not trusted."""
+    bounds = bounds_of(limits)
+    module = "echo2.tasks.scorer"
+    if containment.is_trusted:
+        _log.warning("%s", trusted_text(spec.name, spec.args))
+        return Launch(module, spec.to_json(), bounds, None)
+    try:
+        bubblewrap()
+    except ResourceError as error:
+        raise ConfigError(
+            f"task {spec.name}: expected to contain its rewards, which look at what models wrote, but {error}. "
+            "task.trusted_rewards = true runs them with the learner's rights instead: its keys and weights are then theirs"
+        ) from None
+    modules = own_modules(spec.name) if is_users_own(spec) else []
+    path = spec.args.get("path")
+    data = tuple(own_files(spec)) if modules else ()
+    if isinstance(path, str) and path and not modules:  # contained processes have no network, so fetch the data here
+        local = local_data_set(path)
+        spec, data = replace(spec, args={**spec.args, "path": str(local)}), (str(folder_to_show(local)),)
+    view = view_here(modules, (*containment.readable, *data), containment.hidden)
+    return Launch(module, spec.to_json(), bounds, view)
+
+
+# ---- answers
+
+
+@dataclass(frozen=True, slots=True)
+class _ScorerAnswer:
+    """A scorer's answer, or why there is none."""
+
+    answer: Mapping[str, object]
+    failure: RewardFailure | None
+    message: str
+    seconds: float
+
+
+# How the container's endings are told.
+_FAILURES = {
+    Ending.CPU_USED_UP: RewardFailure.EXHAUSTED,
+    Ending.OUTPUT_USED_UP: RewardFailure.EXHAUSTED,
+    Ending.TIMED_OUT: RewardFailure.TIMED_OUT,
+    Ending.DIED: RewardFailure.DIED,
+    Ending.REQUEST_TOO_LARGE: RewardFailure.TOO_LARGE,
+    Ending.FAULT: RewardFailure.FAULT,
+    Ending.CONTAINMENT_ENDED: RewardFailure.DIED,
+}
+
+
+def _read(answer: Answer) -> _ScorerAnswer:
+    if answer.ending is not Ending.ANSWERED:
+        return _ScorerAnswer({}, _FAILURES[answer.ending], answer.note, answer.seconds)
+    try:
+        return _told(foreign_object(answer.body), answer.seconds)
+    except MalformedMessage as error:
+        return _ScorerAnswer({}, RewardFailure.DIED, str(error), answer.seconds)
+
+
+def _told(answer: Mapping[str, object], seconds: float) -> _ScorerAnswer:
+    if "error" in answer:
+        failure = RewardFailure.OUT_OF_MEMORY if answer.get("is_memory") is True else RewardFailure.RAISED
+        return _ScorerAnswer({}, failure, shown(answer["error"]), seconds)
+    return _ScorerAnswer(answer, None, "", seconds)
+
+
+def _nought(told: _ScorerAnswer, is_trusted: bool) -> Reward | None:
+    """Returns reward 0 for a completion that exhausted its scorer, else None."""
+    is_used_up = told.failure is RewardFailure.EXHAUSTED or (
+        told.failure is RewardFailure.OUT_OF_MEMORY and not is_trusted
+    )
+    return Reward(0.0, {EXHAUSTED: 1.0}) if is_used_up else None
+
+
+def _scored(told: _ScorerAnswer, is_trusted: bool, bound: float) -> Scored:
+    if told.failure is not None:
+        return Scored(_nought(told, is_trusted), told.failure, told.message, told.seconds)
+    try:
+        return Scored(_reward(told.answer, bound), None, "", told.seconds)
+    except (MalformedMessage, TaskError) as error:
+        return Scored(None, RewardFailure.RAISED, shown(error), told.seconds)
+
+
+def _stepped(told: _ScorerAnswer, is_trusted: bool, bound: float) -> TurnResult:
+    if told.failure is not None:
+        reward = _nought(told, is_trusted)
+        observation = Observation((), reward) if reward is not None else None
+        return TurnResult(observation, told.failure, told.message, told.seconds)
+    try:
+        return TurnResult(_observation(told.answer, bound), None, "", told.seconds)
+    except (MalformedMessage, TaskError) as error:
+        return TurnResult(None, RewardFailure.RAISED, shown(error), told.seconds)
+
+
+def _reward(answer: Mapping[str, object], bound: float) -> Reward:
+    parts = answer.get("parts")
+    if (
+        not isinstance(parts, Mapping)
+        or len(parts) > PARTS_MAX
+        or any(len(str(name)) > NAME_CHARS_MAX for name in parts)
+    ):
+        raise MalformedMessage(f"reward: expected at most {PARTS_MAX} parts, got {shown(parts)}")
+    value = _number(answer.get("value"))
+    if abs(value) > bound:
+        raise MalformedMessage(f"reward: expected a value from {-bound:g} to {bound:g}, got {value:g}")
+    return Reward(value, {shown(name): _number(number) for name, number in parts.items()})
+
+
+def _number(found: object) -> float:
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise MalformedMessage(f"reward: expected a number, got {shown(found)}")
+    try:
+        number = float(found)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise MalformedMessage("reward: expected a finite number")
+    return number
+
+
+def _observation(answer: Mapping[str, object], bound: float) -> Observation:
+    if "value" in answer:
+        return Observation((), _reward(answer, bound))
+    messages = answer.get("messages")
+    if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
+        raise MalformedMessage(f"world: expected 1 to {MESSAGES_MAX} messages, got {shown(messages)}")
+    return Observation(tuple(_message(message) for message in messages))
+
+
+def _message(found: object) -> ChatMessage:
+    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(part, str) for part in found):
+        raise MalformedMessage(f"world: expected a message as [role, content], got {shown(found)}")
+    role, content = found
+    if role not in ("system", "user", "assistant", "tool"):
+        raise MalformedMessage(f"world: expected the role system, user, assistant or tool, got {shown(role)}")
+    return ChatMessage(role, content)
+
+
+CLUSTER_PROCESSES_MAX = 256  # bounds the actors that one learner keeps
+LOOK_S, TOLD_S = 1.0, 60.0  # how often a cluster is looked at, and how often a wait for it is logged
+_connecting = threading.Lock()
+
+
+def _ray() -> Any:
+    try:
+        import ray  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise ConfigError(f"task.ray: expected the package ray (pip install ray), got: {error}") from None
+    return ray
+
+
+def _connected(address: str) -> Any:
+    ray = _ray()
+    with _connecting:
+        if not ray.is_initialized():
+            try:
+                ray.init(address, namespace="echo2", log_to_driver=False, configure_logging=False)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ConfigError(f"task.ray: expected a Ray cluster at {address}, got: {error}") from None
+    return ray
+
+
+def processes_of_cluster(address: str) -> int:
+    """Returns one per CPU of the cluster, at most CLUSTER_PROCESSES_MAX. Raises ConfigError if it is unreachable or has no CPU."""
+    cpus = int(_connected(address).cluster_resources().get("CPU", 0))
+    if cpus < 1:
+        raise ConfigError(f"task.ray: expected a Ray cluster with CPUs at {address}, it offers none")
+    return min(CLUSTER_PROCESSES_MAX, cpus)
+
+
+class RayScorer:
+    """The actor, on the machine that Ray selected."""
+
+    def __init__(self, spec: TaskSpec, limits: RewardLimits, containment: Containment) -> None:
+        self._sandbox = Sandbox(launch_of(spec, limits, containment))
+
+    def ready(self) -> None:
+        """Returns once the actor is constructed, which fails on a machine that cannot contain rewards."""
+
+    def ask(self, body: Mapping[str, object], times: int) -> Answer:
+        return self._sandbox.ask(body, times)
+
+
+class RayRunner:
+    """A runner of `Pool` that holds one actor at a time. The cluster must be connected already."""
+
+    def __init__(self, spec: TaskSpec, limits: RewardLimits, containment: Containment) -> None:
+        self._told = spec, limits, containment
+        self._bounds = bounds_of(limits)
+        self._actor: Any = None
+
+    def prepare(self, is_wanted: Callable[[], bool]) -> bool:
+        """Waits for a machine with a free CPU before a request is taken from the queue. Returns False once `is_wanted` does."""
+        if self._actor is not None:
+            return True
+        ray, waited_s, problem = _ray(), 0.0, "it has no CPU free"
+        ready: Any = None
+        while is_wanted():
+            try:
+                if ready is None:
+                    made = ray.remote(RayScorer).options(num_cpus=1, scheduling_strategy="SPREAD", max_restarts=0)
+                    self._actor = made.remote(*self._told)
+                    ready = self._actor.ready.remote()
+                done, _ = ray.wait([ready], timeout=LOOK_S)
+                if done:
+                    ray.get(ready)
+                    return True
+            except ray.exceptions.RayError as error:
+                problem, ready = shown(error), None
+                self.kill()
+                threading.Event().wait(LOOK_S)
+            waited_s += LOOK_S
+            if waited_s >= TOLD_S:
+                waited_s = 0.0
+                _log.warning("a reward process waits for a machine of the Ray cluster: %s", problem)
+        return False
+
+    def ask(self, body: Mapping[str, object], times: int = 1) -> Answer:
+        ray = _ray()
+        limit_s = self._bounds.wall_s * times + 2 * GRACE_S + self._bounds.start_s
+        try:
+            answer: Answer = ray.get(self._actor.ask.remote(dict(body), times), timeout=limit_s)
+        except ray.exceptions.GetTimeoutError:
+            self.kill()
+            raise RunnerLost(f"no answer of a machine of the Ray cluster within {limit_s:.0f} s") from None
+        except ray.exceptions.RayError as error:
+            self.kill()
+            raise RunnerLost(shown(f"its machine of the Ray cluster is gone: {error}")) from None
+        return answer
+
+    def kill(self) -> None:
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            _ray().kill(actor)

@@ -1,1 +1,0 @@
-"""The data plane's I/O: files, processes, other packages."""

@@ -1,0 +1,127 @@
+"""Runs inside the containment (contain/inside): computes rewards and steps environments.
+
+Guarantees: only the handler's `answer`, which runs in a fork of its own for each request, reads completions; instances are drawn
+and packages imported before the fork. Whatever a task raises becomes an answer. Leaves to others: limits, processes, frames.
+
+Request {index, text} asks for the reward of a completion; the answer is {value, parts}. Request {index, completions} asks for the
+world's answer to an episode's last completion; the answer is {messages} or {value, parts}. If the task raises, the answer is
+{error, is_memory}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import lru_cache
+
+from echo2.base.errors import TaskError
+from echo2.contain.inside import Body, Handler, serve
+from echo2.contain.messages import error_text
+from echo2.tasks.registry import is_environment, is_users_own, make_environment_source, make_task
+from echo2.tasks.task import Environment, EnvironmentSource, Observation, Reward, Task, TaskInstance, spec_from_json
+
+INSTANCES_CACHED = 256  # 16 steps of the default 16 prompts; a miss costs a call of `sample`
+EPISODES_OPEN_MAX = 256  # a step of 16 groups of 16; an episode beyond them is replayed when it goes on
+
+Answer = dict[str, object]
+
+
+def scored(task: Task, instance: TaskInstance, text: str) -> Answer:
+    """Scores one completion. Whatever the task raises becomes the answer."""
+    return _caught(lambda: _reward(task.score(instance, text)))
+
+
+def _caught(work: Callable[[], Answer]) -> Answer:
+    try:
+        return work()
+    except MemoryError:
+        return {"error": "memory limit reached", "is_memory": True}
+    except Exception as error:  # noqa: BLE001 - the user's code; recorded, counted and reported by the parent
+        return {"error": error_text(error), "is_memory": False}
+
+
+def _reward(reward: Reward) -> Answer:
+    return {"value": reward.value, "parts": dict(reward.parts)}
+
+
+def _observation(observation: Observation) -> Answer:
+    if observation.reward is not None:
+        return _reward(observation.reward)
+    return {"messages": [[message.role, message.content] for message in observation.messages]}
+
+
+def _made(setup: str) -> Handler:
+    """Makes the request handler for the task or the environments that `setup` (a TaskSpec as JSON) describes."""
+    spec = spec_from_json(setup)
+    if is_environment(spec):
+        steps = EpisodeReplay(make_environment_source(spec))
+        return Handler(lambda body: _bytes(_caught(lambda: _observation(steps.step(_index(body), _completions(body))))))
+    task = make_task(spec)
+    sample = lru_cache(maxsize=INSTANCES_CACHED)(task.sample)
+    if not is_users_own(spec):
+        _warm(task)
+    return Handler(
+        lambda body: _bytes(_caught(lambda: _reward(task.score(sample(_index(body)), str(body["text"]))))),
+        lambda body: _ignored(sample(_index(body))),
+    )
+
+
+def _warm(task: Task) -> None:
+    """Scores some sample answers, so that the scorer's lazy imports are loaded before the first fork."""
+    for text in ("", (answer := task.sample(0).answer), f"\\boxed{{{answer}}}"):
+        with contextlib.suppress(Exception):  # a real completion will raise it again, and that is reported
+            task.score(task.sample(0), text)
+
+
+def _bytes(answer: Answer) -> bytes:
+    return json.dumps(answer).encode()
+
+
+def _ignored(_: object) -> None:
+    pass
+
+
+def _index(request: Body) -> int:
+    return int(str(request["index"]))
+
+
+def _completions(request: Body) -> tuple[str, ...]:
+    completions = request["completions"]
+    assert isinstance(completions, list), "an environment is asked with its completions"
+    return tuple(str(text) for text in completions)
+
+
+class EpisodeReplay:
+    """Steps episodes, given all completions so far. Keeps the newest EPISODES_OPEN_MAX open, so that most steps replay nothing."""
+
+    def __init__(self, source: EnvironmentSource):
+        self._source = source
+        self._open: OrderedDict[tuple[int, tuple[str, ...]], Environment] = OrderedDict()
+
+    def step(self, index: int, completions: tuple[str, ...]) -> Observation:
+        """Returns the world's answer to the last of `completions`. Raises `TaskError` if there are none or the episode is over."""
+        if not completions:
+            raise TaskError(f"{self._source.name} episode {index}: expected at least one completion")
+        environment = self._open.pop((index, completions[:-1]), None)
+        if environment is None:
+            environment = self._replayed(index, completions[:-1])
+        observation = environment.step(completions[-1])
+        if not observation.is_done:
+            self._open[(index, completions)] = environment
+            if len(self._open) > EPISODES_OPEN_MAX:
+                self._open.popitem(last=False)
+        return observation
+
+    def _replayed(self, index: int, completions: tuple[str, ...]) -> Environment:
+        environment = self._source.open(index)
+        environment.reset()
+        for text in completions:
+            if environment.step(text).is_done:
+                raise TaskError(f"{self._source.name} episode {index}: expected no completion after its end")
+        return environment
+
+
+if __name__ == "__main__":
+    serve(_made)

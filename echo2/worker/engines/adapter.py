@@ -1,0 +1,107 @@
+"""A low-rank adapter over a base model that the worker loads itself: only the adapter is published.
+
+Guarantees: the base equals, bit for bit, the one that the learner trains on (its fingerprint is checked before anything is
+sampled); after each update every touched matrix is base + scale * B A, computed in float32. Leaves to others: which adapter tensors
+are published (the learner), checking and writing them (live_weights).
+
+Names are those of peft's adapter files: `base_model.model.<module>.lora_A.weight` and `lora_B`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from echo2.base.errors import ConfigError, VersionMismatch
+from echo2.weights.fingerprint import fingerprint
+
+CONFIG_KEY = "echo2_adapter"
+"""The field of the learner's model config that says that it publishes an adapter, and describes it."""
+_PREFIX = "base_model.model."
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_RANK_MAX = 4096  # as the option model.lora_rank
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """The learner's description of its adapter. `base_fingerprint`: of the base's parameters in `dtype`, with key 0, in hex."""
+
+    rank: int
+    scale: float
+    dtype: str
+    base_fingerprint: str
+
+
+def adapter_spec(config: Mapping[str, object]) -> AdapterSpec | None:
+    """The adapter described by a learner's model config; None if whole weights are published. ConfigError if it is malformed."""
+    said = config.get(CONFIG_KEY)
+    if said is None:
+        return None
+    if not isinstance(said, Mapping):
+        raise ConfigError(f"{CONFIG_KEY}: expected an object, got {type(said).__name__}")
+    try:
+        found = AdapterSpec(int(said["rank"]), float(said["scale"]), str(said["dtype"]), str(said["base_fingerprint"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{CONFIG_KEY}: expected rank, scale, dtype and base_fingerprint, got {said}") from error
+    if not 1 <= found.rank <= _RANK_MAX or found.dtype not in _DTYPES:
+        raise ConfigError(f"{CONFIG_KEY}: expected a rank of 1 to {_RANK_MAX} and bfloat16 or float32, got {said}")
+    return found
+
+
+def load_base(path: str, spec: AdapterSpec) -> dict[str, torch.Tensor]:
+    """The base model's parameters by Hugging Face name, in the learner's dtype. May take seconds.
+
+    Raises ConfigError if it cannot be loaded, VersionMismatch if it is not the learner's base.
+    """
+    if not path:
+        raise ConfigError(
+            "model.path: the learner publishes an adapter only; expected the folder or hub id of its base model, got "
+            "nothing"
+        )
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {path}: cannot be loaded as a causal LM: {error}") from None
+    dtype = _DTYPES[spec.dtype]
+    found = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
+    found_fingerprint = f"{fingerprint(found, 0):016x}"
+    if found_fingerprint != spec.base_fingerprint:
+        raise VersionMismatch(
+            f"model.path {path}: expected the learner's base model, fingerprint {spec.base_fingerprint}, got {found_fingerprint}"
+        )
+    return found
+
+
+class Adapter:
+    """The adapter's live tensors, in float32, and its base."""
+
+    def __init__(self, base: Mapping[str, torch.Tensor], spec: AdapterSpec) -> None:
+        self._base = base
+        self._scale = spec.scale
+        self._modules = [
+            name.removesuffix(".weight") for name, tensor in base.items() if ".layers." in name and tensor.ndim == 2
+        ]
+        self.tensors: dict[str, torch.Tensor] = {}
+        for module in self._modules:
+            rows, columns = base[f"{module}.weight"].shape
+            self.tensors[f"{_PREFIX}{module}.lora_A.weight"] = torch.zeros(spec.rank, columns)
+            self.tensors[f"{_PREFIX}{module}.lora_B.weight"] = torch.zeros(rows, spec.rank)
+
+    def lay_base(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Writes the whole base into the live weights."""
+        for name, tensor in live.items():
+            if name not in self._base or self._base[name].shape != tensor.shape:
+                raise ConfigError(f"base model: expected {name} of shape {tuple(tensor.shape)}, found none")
+            tensor.copy_(self._base[name])
+
+    def merge(self, live: Mapping[str, torch.Tensor], touched: Iterable[str]) -> None:
+        """Recomputes the matrices to which the `touched` adapter tensors belong."""
+        for module in {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in touched}:
+            a = self.tensors[f"{_PREFIX}{module}.lora_A.weight"]
+            b = self.tensors[f"{_PREFIX}{module}.lora_B.weight"]
+            weight = live[f"{module}.weight"]
+            weight.copy_(torch.addmm(self._base[f"{module}.weight"].float(), b, a, alpha=self._scale))

@@ -1,0 +1,207 @@
+"""The embedded engine: PyTorch on one CPU thread, for machines without vLLM. Implements `worker.engine.Engine`.
+
+Models that the fused path does not support run on transformers' own modules, which is slower; a warning says so.
+Guarantees: those of the protocol; weights arrive by `swap` only, so nothing is generated before the first version. The asyncio side
+refuses bad requests at once; everything else happens in the thread of `StepLoop`. Leaves to others: tokenisation, leases, which
+version to load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from echo2.base import routing
+from echo2.base.errors import ConfigError, EngineError, LimitExceeded
+from echo2.base.ids import Version
+from echo2.base.rollout import FinishReason
+from echo2.base.staged import StagedVersion
+from echo2.cost_model.sizing import Fit, Quantisation
+from echo2.outside.allocator import give_back
+from echo2.worker.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
+from echo2.worker.engines.embedded.forward import CachedDecoder
+from echo2.worker.engines.embedded.live_weights import LiveWeights, Scatter, load_config, read_shape, why_not_fused
+from echo2.worker.engines.embedded.loop import ChangeableWeights, Forward, LiveSwap, StepLoop
+from echo2.worker.engines.embedded.slots import WAITING_MAX, BlockPool
+from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
+from echo2.worker.engines.outbox import LINGER_S, Outbox
+from echo2.worker.options import WorkerOptions
+
+STOP_TIMEOUT_S = 9.0  # a step takes seconds at most; within the 10 s that `Engine.stop` promises
+_log = logging.getLogger("echo2.worker")
+
+
+class CheckedWeights(ChangeableWeights, Protocol):
+    """Live weights that can check a version before it is applied."""
+
+    def checked(self, staged: StagedVersion) -> list[Scatter]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model's weights and forward pass, and its limits for requests."""
+
+    weights: CheckedWeights
+    make_forward: Callable[[BlockPool], Forward]
+    context_tokens: int
+    vocab_count: int
+    carries_state: bool = False
+
+
+def _model_of(source: str | Path | Mapping[str, object], adapter: Adapter | None) -> _Model:
+    config = load_config(source)
+    tells_routing = bool(config.pop(routing.CONFIG_KEY, False))
+    reason = why_not_fused(config)
+    if reason:
+        return _general_model(config, adapter, reason, tells_routing)
+    if tells_routing:
+        raise ConfigError("routing: the learner asks for that of a mixture of experts, got a dense model")
+    shape = read_shape(config)
+    live = LiveWeights(shape, adapter)
+    return _Model(live, partial(CachedDecoder, live), shape.context_tokens, shape.vocab_count)
+
+
+def _general_model(config: Mapping[str, object], adapter: Adapter | None, reason: str, tells_routing: bool) -> _Model:
+    from echo2.worker.engines.embedded.general import (
+        GeneralDecoder,  # imported here because it imports transformers
+        ModuleWeights,
+        StateDecoder,
+    )
+
+    weights = ModuleWeights(config, adapter, tells_routing=tells_routing)
+    _log.warning("generating by transformers' own modules, slower than the fused path: %s", reason)
+    decoder = StateDecoder if weights.carries_state else GeneralDecoder
+    make_forward = partial(decoder, weights)
+    return _Model(weights, make_forward, weights.context_tokens, weights.vocab_count, weights.carries_state)
+
+
+class EmbeddedEngine:
+    """Continuous batching over a cache in blocks. `context_tokens` 0 takes the model's; `slowdown` 2 halves the speed.
+
+    `cache_tokens`: cache size for all sequences together; 0: enough for every slot at full length. Tokens leave through `outbox`.
+    """
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, object],
+        *,
+        slot_count: int = 32,
+        context_tokens: int = 0,
+        cache_tokens: int = 0,
+        slowdown: float = 1.0,
+        outbox: Outbox | None = None,
+        adapter: Adapter | None = None,
+    ) -> None:
+        if slowdown < 1.0:
+            raise ConfigError(f"slowdown: expected 1 or more, got {slowdown}")
+        model = _model_of(config, adapter)
+        self.carries_state = model.carries_state
+        context = context_tokens or model.context_tokens
+        if not 2 <= context <= model.context_tokens:
+            raise ConfigError(f"context_tokens: expected 2 to the model's {model.context_tokens}, got {context}")
+        self._vocab_count = model.vocab_count
+        self._context_tokens = context
+        self._slot_count = slot_count
+        self._outbox = outbox or Outbox()
+        self._weights = model.weights
+        self._loop = StepLoop(
+            model.weights, model.make_forward, slot_count, context, self._outbox, slowdown, cache_tokens
+        )
+        self._thread: threading.Thread | None = None
+        self._ids_in_use: set[str] = set()
+        self._swap_order = asyncio.Lock()
+
+    @property
+    def version(self) -> Version | None:
+        return self._loop.version
+
+    @property
+    def slot_count(self) -> int:
+        return self._slot_count
+
+    @property
+    def draws_by_seed(self) -> bool:
+        return True
+
+    async def start(self) -> None:
+        if self._thread is not None:
+            raise EngineError("the embedded engine was started before; make a new one")
+        self._outbox.bind(asyncio.get_running_loop(), self._loop.notify)
+        self._thread = threading.Thread(target=self._loop.run, name="echo2-engine", daemon=True)
+        self._thread.start()
+        await asyncio.wrap_future(self._loop.call(lambda: None))
+        await asyncio.to_thread(give_back)  # returns memory that timing the matrix products used
+
+    async def stop(self) -> None:
+        self._loop.stop()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+            if self._thread.is_alive():
+                raise EngineError(f"the step loop did not end within {STOP_TIMEOUT_S} s")
+        self._outbox.close()
+
+    def submit(self, request: GenerateRequest) -> None:
+        self._check(request)
+        self._loop.call(lambda: self._loop.submit(request))
+        self._ids_in_use.add(request.request_id)
+
+    async def next_chunks(self) -> Sequence[TokenChunk]:
+        chunks = await self._outbox.take()
+        for chunk in chunks:
+            if chunk.finish_reason is not FinishReason.UNFINISHED:
+                self._ids_in_use.discard(chunk.request_id)
+        return chunks
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._ids_in_use:
+            await asyncio.wrap_future(self._loop.call(lambda: self._loop.abort(request_id)))
+
+    async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
+        async with self._swap_order:
+            scatters = await asyncio.to_thread(self._weights.checked, staged)
+            swap = LiveSwap(staged.version, staged.parent, scatters, mode)
+            stood_still_s = await asyncio.wrap_future(self._loop.swap(swap))
+            swap.scatters.clear()
+            await asyncio.to_thread(give_back)
+            return stood_still_s
+
+    async def fingerprint(self, key: int) -> int:
+        return await asyncio.wrap_future(self._loop.call(lambda: self._weights.fingerprint(key)))
+
+    def stats(self) -> EngineStats:
+        return self._loop.stats()
+
+    def _check(self, request: GenerateRequest) -> None:
+        whose = f"request {request.request_id}"
+        if request.request_id in self._ids_in_use:
+            raise EngineError(f"{whose}: expected a new id, got one whose last chunk was not taken yet")
+        if len(self._ids_in_use) >= WAITING_MAX:
+            raise LimitExceeded(f"{whose}: the engine holds {WAITING_MAX} requests already")
+        refuse_bad_request(request, self._context_tokens, self._vocab_count)
+
+
+def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> EmbeddedEngine:
+    """Makes a worker's embedded engine, not started; it computes on the CPU and ignores `gpus`."""
+    if options.config.worker.quantisation == Quantisation.FP8.value:
+        raise ConfigError("worker.quantisation: fp8 is vLLM's; for the embedded engine expected none")
+    adapter = adapter_spec(config)
+    engine = EmbeddedEngine(
+        {key: value for key, value in config.items() if key != CONFIG_KEY},
+        adapter=None if adapter is None else Adapter(load_base(options.config.model.path, adapter), adapter),
+        slot_count=fit.sequences,
+        context_tokens=fit.sequence_tokens,
+        cache_tokens=fit.cache_tokens,
+        slowdown=options.config.worker.slowdown,
+        outbox=Outbox(linger_s=LINGER_S),
+    )
+    if engine.carries_state and options.config.worker.swap_mode == SwapMode.KEEP_KV.value:
+        raise ConfigError(
+            "worker.swap_mode: keep_kv is not for layers with a state, computed again at every swap; expected recompute_kv"
+        )
+    return engine

@@ -1,0 +1,278 @@
+"""The forward pass of the embedded engine: fused float32 layers over a cache in blocks, on one CPU thread.
+
+Guarantees: `decode` returns the logits of one token per slot, `fill` only writes keys and values; both read the live weights at the
+moment of the call, so a swap between calls needs no further step. Agrees with the Hugging Face forward pass to float32 rounding.
+torch multiplies float32 matrices with MKL, which leaves half the vector width of some processors unused; its other library, oneDNN,
+is slower on small batches: both are timed once on the model's own matrices, for each class of row counts (`Products`).
+
+Shapes: T tokens, D hidden, R rows of q, k, v, Q query rows, V vocabulary; those of the cache are listed in kernels.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from echo2.worker.engines.embedded import kernels
+from echo2.worker.engines.embedded.live_weights import LayerWeights, LiveWeights
+from echo2.worker.engines.embedded.slots import BLOCK_TOKENS, BlockPool, Copy, Fill, blocks_for
+
+ROW_CLASSES = (1, 4, 8, 16, 32, 64, 256)
+"""A batch is assigned to the largest class that does not exceed its number of rows."""
+TRIALS = 5  # the least of five is free of other programs
+STEP_ROWS, PIECE_ROWS, BLOCK_ROWS = 8, 64, 256
+"""oneDNN compiles and caches code for each new shape, so row counts are padded with zeros: up to `PIECE_ROWS` rows to a multiple of
+`STEP_ROWS`, above that to a multiple of `PIECE_ROWS`, at most `BLOCK_ROWS` at a time. oneDNN is so much faster than MKL on many
+rows that the zeros cost less. A layer, too, processes `BLOCK_ROWS` rows at a time, so that intermediate values stay in the
+processor's cache."""
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def _by_onednn(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return product
+
+
+@dataclass(slots=True)
+class Products:
+    """`product(rows, weight, bias)` returns `rows @ weight.T + bias`; uses MKL until `choose` has been called."""
+
+    _chosen: list[Product] = field(default_factory=lambda: [F.linear] * len(ROW_CLASSES))
+
+    def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        count = rows.shape[0]
+        if count > BLOCK_ROWS:
+            return self._product_of_many(rows, weight, bias)
+        chosen = self._chosen[_class_of(count)]
+        missing = -count % (PIECE_ROWS if count > PIECE_ROWS else STEP_ROWS)
+        if chosen is F.linear or not missing:
+            return chosen(rows, weight, bias)
+        return chosen(F.pad(rows, (0, 0, 0, missing)), weight, bias)[:count]
+
+    def _product_of_many(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = torch.empty(rows.shape[0], weight.shape[0])
+        for begin in range(0, rows.shape[0], BLOCK_ROWS):
+            part = slice(begin, begin + BLOCK_ROWS)
+            out[part] = self.product(rows[part], weight, bias)
+        return out
+
+    def choose(self, weights: Sequence[torch.Tensor]) -> None:
+        """Times both libraries on matrices of these sizes; keeps MKL where oneDNN is missing or not faster."""
+        if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            return
+        for at, rows in enumerate(ROW_CLASSES):
+            if _spent_s(_by_onednn, weights, rows) < _spent_s(F.linear, weights, rows):
+                self._chosen[at] = _by_onednn
+
+
+def _class_of(count: int) -> int:
+    at = 0
+    while at + 1 < len(ROW_CLASSES) and count >= ROW_CLASSES[at + 1]:
+        at += 1
+    return at
+
+
+def _spent_s(product: Product, weights: Sequence[torch.Tensor], row_count: int) -> float:
+    """Seconds of the fastest of a few trials, which other load on the machine distorts least."""
+    inputs = [torch.zeros(row_count, weight.shape[1]) for weight in weights]
+    fastest = float("inf")
+    for _ in range(TRIALS):
+        began = time.perf_counter()
+        for rows, weight in zip(inputs, weights, strict=True):
+            product(rows, weight, None)
+        fastest = min(fastest, time.perf_counter() - began)
+    return fastest
+
+
+_EMPTY = np.zeros(0, np.float32)
+SHORT_TOKENS = 256
+"""Up to this context length our own kernel computes a prefill's attention: a torch call per sequence costs more than it saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows `rows` of a pass; they are the tokens of `runs`, one after another."""
+
+    rows: slice
+    runs: list[Fill]
+    slots_T: np.ndarray
+    positions_T: np.ndarray
+
+
+def _blocks(fills: Sequence[Fill]) -> Iterator[_Block]:
+    """Splits all fills, in their order, into blocks of BLOCK_ROWS rows; the last may be shorter."""
+    begin, runs, room = 0, list[Fill](), BLOCK_ROWS
+    for fill in fills:
+        done = 0
+        while done < len(fill.token_ids):
+            runs.append(Fill(fill.slot, fill.start + done, fill.token_ids[done : done + room]))
+            done += len(runs[-1].token_ids)
+            room -= len(runs[-1].token_ids)
+            if not room:
+                yield _block(begin, runs)
+                begin, runs, room = begin + BLOCK_ROWS, [], BLOCK_ROWS
+    if runs:
+        yield _block(begin, runs)
+
+
+def _block(begin: int, runs: list[Fill]) -> _Block:
+    counts = [len(run.token_ids) for run in runs]
+    positions = [np.arange(run.start, run.start + count) for run, count in zip(runs, counts, strict=True)]
+    slots_T = np.repeat([run.slot for run in runs], counts)
+    return _Block(slice(begin, begin + sum(counts)), runs, slots_T, np.concatenate(positions))
+
+
+class CachedDecoder:
+    """One model with its cache; `blocks` maps the positions of slots to cache blocks. Not thread-safe: one thread calls it."""
+
+    def __init__(self, weights: LiveWeights, blocks: BlockPool) -> None:
+        shape = weights.shape
+        self._weights = weights
+        self._shape = shape
+        self._blocks = blocks
+        context_tokens = blocks.tables.shape[1] * BLOCK_TOKENS
+        # The system maps pages when they are first touched, 2 MB at a time because numpy requests huge pages. Each block is
+        # contiguous here, and the lowest free block is taken first, so only blocks in use take memory.
+        size = (blocks.block_count, shape.layer_count, 2, shape.kv_head_count, BLOCK_TOKENS, shape.head_dim)
+        self._cache = np.zeros(size, np.float32)
+        angles = np.arange(context_tokens, dtype=np.float32)[:, None] * shape.rope_frequencies[None, :]
+        scale = np.float32(shape.rope_scale)
+        self._angles = (np.cos(angles) * scale, np.sin(angles) * scale)
+        padded = -(-context_tokens // kernels.LANES) * kernels.LANES
+        self._scratch = (np.zeros(padded, np.float32), np.zeros(padded, np.int32))
+        self._products = Products()
+
+    @property
+    def block_bytes(self) -> int:
+        """Memory of one block of the cache."""
+        return int(self._cache[:1].nbytes)
+
+    def warm_up(self) -> None:
+        """Compiles the kernels and chooses the matrix products, so that the first token does not wait for that."""
+        layer = self._weights.layers[0]
+        self._products.choose([layer.qkv, layer.output, layer.gate_up, layer.down])
+        self._blocks.reserve(0, 2)
+        self.fill([Fill(0, 0, (0,))])
+        self.decode([0], [0], [1])
+        self._blocks.keep(0, 0)
+
+    def decode(self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Logits [T, V] after feeding one token to each of T slots at the given positions."""
+        places = np.asarray(slots, np.int64), np.asarray(positions, np.int64)
+
+        hidden = self._embed(token_ids)
+        normed = self._norm(hidden, self._weights.layers[0].input_norm)
+        for index, layer in enumerate(self._weights.layers):
+            qkv = self._project(index, layer, normed, *places)
+            is_last = index + 1 == len(self._weights.layers)
+            norm = self._weights.final_norm if is_last else self._weights.layers[index + 1].input_norm
+            normed = self._finish(layer, hidden, self._attend(index, qkv, *places), norm, normed)
+        return self._products.product(normed, self._weights.head)
+
+    def fill(self, fills: Sequence[Fill]) -> None:
+        """Computes keys and values of runs of tokens, all runs in one pass."""
+        blocks = list(_blocks(fills))
+        hidden = self._embed([token for fill in fills for token in fill.token_ids])
+        normed = self._norm(hidden, self._weights.layers[0].input_norm)
+        last = len(self._weights.layers) - 1
+        for index, layer in enumerate(self._weights.layers):
+            # Attention is causal: a block needs only itself and the blocks before it, whose keys are cached by then.
+            for block in blocks:
+                rows, places = block.rows, (block.slots_T, block.positions_T)
+                if index == last:  # only its keys and values are needed
+                    self._project(index, layer, normed[rows], *places, has_queries=False)
+                    continue
+                attended = self._attend_block(index, self._project(index, layer, normed[rows], *places), block)
+                norm = self._weights.layers[index + 1].input_norm
+                self._finish(layer, hidden[rows], attended, norm, normed[rows])
+
+    tells_routing = False
+
+    def routing(self, slot: int, first: int, count: int) -> bytes:
+        raise AssertionError("dense models have no routers")
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copies cached positions between blocks, of all layers."""
+        for copy in copies:
+            self._cache[copy.target, :, :, :, : copy.count] = self._cache[copy.source, :, :, :, : copy.count]
+
+    def _embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        return torch.index_select(self._weights.embedding, 0, torch.tensor(token_ids, dtype=torch.int64))
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(hidden)
+        kernels.rms_norm(hidden.numpy(), weight.numpy(), self._shape.norm_epsilon, out.numpy())
+        return out
+
+    def _project(
+        self,
+        index: int,
+        layer: LayerWeights,
+        normed: torch.Tensor,
+        slots_T: np.ndarray,
+        positions_T: np.ndarray,
+        *,
+        has_queries: bool = True,
+    ) -> torch.Tensor:
+        skipped = 0 if has_queries else self._shape.head_count * self._shape.head_dim
+        bias = None if layer.qkv_bias is None else layer.qkv_bias[skipped:]
+        qkv = self._products.product(normed, layer.qkv[skipped:], bias)
+        q_norm = _EMPTY if layer.q_norm is None else layer.q_norm.numpy()
+        k_norm = _EMPTY if layer.k_norm is None else layer.k_norm.numpy()
+        norms = (q_norm, k_norm, self._shape.norm_epsilon)
+        places = (slots_T, positions_T, self._blocks.tables)
+        kernels.rotate_and_cache(qkv.numpy(), norms, self._angles, places, self._cache, index)
+        return qkv
+
+    def _finish(
+        self, layer: LayerWeights, hidden: torch.Tensor, attended: torch.Tensor, norm: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Output projection, MLP and both residual additions into `hidden`; returns it after the next `norm`, in `out`."""
+        epsilon, product = self._shape.norm_epsilon, self._products.product
+        for begin in range(0, len(hidden), BLOCK_ROWS):
+            rows = slice(begin, begin + BLOCK_ROWS)
+            residual, normed = hidden[rows].numpy(), out[rows]
+            delta = product(attended[rows], layer.output, layer.output_bias)
+            kernels.add_and_norm(residual, delta.numpy(), layer.mlp_norm.numpy(), epsilon, normed.numpy())
+            gate, up = product(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            delta = product(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+            kernels.add_and_norm(residual, delta.numpy(), norm.numpy(), epsilon, normed.numpy())
+        return out
+
+    def _attend(self, index: int, qkv: torch.Tensor, slots_T: np.ndarray, positions_T: np.ndarray) -> torch.Tensor:
+        out = torch.empty(len(slots_T), self._shape.head_count * self._shape.head_dim)
+        places = (slots_T, positions_T, self._blocks.tables)
+        kernels.attend(qkv.numpy(), places, self._cache, index, out.numpy(), self._scratch)
+        return out
+
+    def _attend_block(self, index: int, qkv: torch.Tensor, block: _Block) -> torch.Tensor:
+        if all(run.start + len(run.token_ids) <= SHORT_TOKENS for run in block.runs):
+            return self._attend(index, qkv, block.slots_T, block.positions_T)
+        out = torch.empty(qkv.shape[0], self._shape.head_count * self._shape.head_dim)
+        begin = 0
+        for run in block.runs:
+            rows = slice(begin, begin + len(run.token_ids))
+            out[rows] = self._attend_long(index, qkv[rows, : out.shape[1]], run)
+            begin = rows.stop
+        return out
+
+    def _attend_long(self, index: int, query_TQ: torch.Tensor, run: Fill) -> torch.Tensor:
+        count, end = len(query_TQ), run.start + len(query_TQ)
+        query = query_TQ.reshape(1, count, self._shape.head_count, -1).transpose(1, 2)
+        key, value = (self._gathered(index, kind, run.slot, end) for kind in (0, 1))
+        mask = torch.arange(end) <= torch.arange(run.start, end)[:, None] if run.start else None
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=not run.start, enable_gqa=True
+        )
+        return attended.transpose(1, 2).reshape(count, -1)
+
+    def _gathered(self, index: int, kind: int, slot: int, count: int) -> torch.Tensor:
+        """Keys (`kind` 0) or values (1) of a slot's first `count` positions, contiguous, as [1, G, count, E]."""
+        blocks = self._cache[self._blocks.tables[slot, : blocks_for(count)], index, kind]
+        run = blocks.transpose(1, 0, 2, 3).reshape(1, blocks.shape[1], -1, blocks.shape[3])
+        return torch.from_numpy(run[:, :, :count])

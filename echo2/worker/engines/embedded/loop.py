@@ -1,0 +1,441 @@
+"""The step loop of the embedded engine: one thread that owns the slots, the caches and the live weights, and draws tokens.
+
+Guarantees: commands (submit, abort, swap, fingerprint) act between two steps; every sampled token carries the version of the
+weights that sampled it; a token depends only on its own logits, sampling parameters and random number, never on the rest of the
+batch; filters apply in the order temperature, top-k, top-p; ties at the cutoff are kept by top-k and cut in token order by top-p.
+Waits for commands when nothing runs, and for the outbox when it is full.
+
+Shapes: T sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+
+from echo2.base.errors import EchoError, EngineError, LimitExceeded
+from echo2.base.ids import Version
+from echo2.base.rng import uniform
+from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.base.routing import NO_ROUTING, Routing
+from echo2.worker.engines.embedded.live_weights import Scatter
+from echo2.worker.engines.embedded.slots import BlockPool, Copy, Fill, SlotSequence, SlotTable
+from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode
+from echo2.worker.engines.outbox import Outbox, SampledToken
+
+
+class Forward(Protocol):
+    """A model's forward pass over its cache. `decode` returns logits; `fill` computes keys and values only."""
+
+    def warm_up(self) -> None: ...
+
+    def decode(self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor: ...
+
+    def fill(self, fills: Sequence[Fill]) -> None: ...
+
+    def copy(self, copies: Sequence[Copy]) -> None: ...
+
+    @property
+    def tells_routing(self) -> bool:
+        """Whether it records which experts computed each cached position."""
+        ...
+
+    def routing(self, slot: int, first: int, count: int) -> bytes:
+        """Packed rows (base/routing) of cached positions of a slot."""
+        ...
+
+
+COMMANDS_MAX = 65_536  # as many as requests may wait
+PREFILL_TOKENS_MAX = 2_048  # a prompt's share of a step, so that others sample on
+HOLD_STEPS = 6
+"""A swap that recomputes caches waits up to this many steps for sequences about to end: those need no recomputing, and their
+successors' prompts are computed once instead of twice. That saves more than the slots that stay empty meanwhile cost."""
+_T = TypeVar("_T")
+
+
+class ChangeableWeights(Protocol):
+    """The live weights of a model."""
+
+    def apply(self, scatters: Iterable[Scatter]) -> None: ...
+
+    def fingerprint(self, key: int) -> int: ...
+
+
+@dataclass(slots=True)
+class LiveSwap:
+    """A checked version on its way into the live weights."""
+
+    version: Version
+    parent: Version | None
+    scatters: list[Scatter]
+    mode: SwapMode
+
+
+@dataclass(slots=True)
+class _Counters:
+    sampled_tokens: int = 0
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    swap_s: float = 0.0
+    swap_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """A command for the thread to `run` between two steps; `fail` is called instead if the thread stops first."""
+
+    run: Callable[[], None]
+    fail: Callable[[EchoError], object]
+
+
+@dataclass(slots=True)
+class _PendingSwap:
+    swap: LiveSwap
+    done: Future[float]
+    steps_left: int = HOLD_STEPS
+
+
+@dataclass(slots=True)
+class StepLoop:
+    """`run` is the thread's function. Methods marked "in the thread", `run_commands` and `step` run in that thread; the others may
+    be called from any thread."""
+
+    weights: ChangeableWeights
+    make_forward: Callable[[BlockPool], Forward]
+    slot_count: int
+    context_tokens: int
+    outbox: Outbox
+    slowdown: float = 1.0
+    cache_tokens: int = 0
+    version: Version | None = None
+    _counters: _Counters = field(default_factory=_Counters)
+    _commands: deque[_Command] = field(default_factory=deque)
+    _wake: threading.Condition = field(default_factory=threading.Condition)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _pending_swap: _PendingSwap | None = None
+    _table: SlotTable = field(init=False)
+    _forward: Forward = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._table = SlotTable(self.slot_count, self.context_tokens, self.cache_tokens)
+        self._forward = self.make_forward(self._table.blocks)
+
+    def run(self) -> None:
+        """Steps until stopped. On a failure, fails waiting commands and closes the outbox with that failure."""
+        failure: EchoError | None = None
+        try:
+            torch.set_num_threads(1)
+            with torch.inference_mode():
+                self.warm_up()
+                while not self._stop.is_set():
+                    self.run_commands()
+                    self.step()
+        except EchoError as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001  the top of a thread: no caller can report it
+            failure = EngineError(f"the step loop failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        self.stop()
+        self._refuse_what_waits(failure or EngineError("the engine is stopped"))
+        self.outbox.close(failure)
+
+    def stop(self) -> None:
+        """Ends `run` after the current step."""
+        self._stop.set()
+        self.notify()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def notify(self) -> None:
+        """Wakes the thread to check for work, for example after the outbox has been emptied."""
+        with self._wake:
+            self._wake.notify_all()
+
+    def call(self, command: Callable[[], _T]) -> Future[_T]:
+        """Runs `command` in the thread, between two steps, unless the future is cancelled before."""
+        done: Future[_T] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(command())
+            except EchoError as error:
+                done.set_exception(error)
+            except BaseException as error:
+                done.set_exception(error)
+                raise
+
+        def fail(error: BaseException) -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
+
+        self._post(_Command(run, fail))
+        return done
+
+    def submit(self, request: GenerateRequest) -> None:
+        """In the thread: queues a request."""
+        self._table.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """In the thread: ends a running or waiting request. Its last chunk follows the tokens already sampled."""
+        if self._table.abort(request_id):
+            self.outbox.put([SampledToken(request_id, self.version or Version(0), FinishReason.ABORTED)])
+
+    def swap(self, swap: LiveSwap) -> Future[float]:
+        """Makes a version live according to its mode; the future's result is the seconds that generation paused."""
+        done: Future[float] = Future()
+        done.set_running_or_notify_cancel()  # a swap cannot be cancelled
+
+        def begin() -> None:
+            if self._pending_swap is not None:
+                done.set_exception(EngineError(f"version {swap.version}: another swap is under way"))
+                return
+            self._pending_swap = _PendingSwap(swap, done)
+            self._table.is_holding = swap.mode is not SwapMode.KEEP_KV
+            self._swap_if_ready()
+
+        self._post(_Command(begin, done.set_exception))
+        return done
+
+    def stats(self) -> EngineStats:
+        counters = self._counters
+        return EngineStats(
+            running_sequences=len(self._table.running),
+            waiting_sequences=len(self._table.waiting),
+            sampled_tokens=counters.sampled_tokens,
+            decode_s=counters.decode_s,
+            prefill_s=counters.prefill_s,
+            swap_s=counters.swap_s,
+            swap_count=counters.swap_count,
+            prompt_tokens=self._table.counts.asked,
+            shared_prompt_tokens=self._table.counts.shared,
+            prefilled_tokens=self._table.counts.filled,
+        )
+
+    def _post(self, command: _Command) -> None:
+        with self._wake:
+            if self._stop.is_set():
+                raise EngineError("the engine is stopped")
+            if len(self._commands) >= COMMANDS_MAX:
+                raise LimitExceeded(f"the engine has {COMMANDS_MAX} commands waiting already")
+            self._commands.append(command)
+            self._wake.notify_all()
+
+    def run_commands(self) -> None:
+        """Runs the waiting commands; waits while there is neither a command nor anything to generate."""
+        with self._wake:
+            self._wake.wait_for(
+                lambda: self._commands or self._stop.is_set() or self._has_work() or self._is_swap_ready()
+            )
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command.run()
+
+    def _has_work(self) -> bool:
+        table = self._table
+        if self.outbox.is_full:
+            return False
+        return self.version is not None and bool(table.running or (table.waiting and not table.is_holding))
+
+    def step(self) -> None:
+        """Admits, prefills, decodes one token of every ready sequence, and carries out a pending swap that is ready."""
+        if not self._has_work():
+            self._swap_if_ready()
+            return
+        began = time.monotonic()
+        self._table.admit()
+        self._prefill()
+        self._decode()
+        self._swap_if_ready()
+        if self.slowdown > 1.0:
+            self._stop.wait((time.monotonic() - began) * (self.slowdown - 1.0))
+
+    def _prefill(self) -> None:
+        began = time.monotonic()
+        self._forward.copy(self._table.next_copies())
+        fills = self._table.next_fills(PREFILL_TOKENS_MAX)
+        if fills:
+            self._forward.fill(fills)
+            self._table.filled(fills)
+            self._forward.copy(self._table.next_copies())
+        self._counters.prefill_s += time.monotonic() - began
+
+    def _decode(self) -> None:
+        batch = self._table.decodable()
+        if not batch:
+            return
+        assert self.version is not None, "nothing is decoded before the first version is live"
+        began = time.monotonic()
+        logits = self._forward.decode(
+            [sequence.tokens[-1] for sequence in batch],
+            [sequence.slot for sequence in batch],
+            [sequence.cached for sequence in batch],
+        )
+        routings = [self._routing_of(sequence) for sequence in batch]
+        params = [sequence.request.sampling for sequence in batch]
+        numbers = [uniform(s.request.sampling.seed, s.completion_count) for s in batch]
+        drawn = draw(logits, params, numbers)
+        tokens = []
+        for sequence, token_id, logprob, raw, routing in zip(
+            batch, drawn.token_ids, drawn.logprobs, drawn.raw_logprobs, routings, strict=True
+        ):
+            reason = self._table.extend(sequence, token_id)
+            request_id = sequence.request.request_id
+            tokens.append(SampledToken(request_id, self.version, reason, token_id, logprob, raw, routing))
+            if reason is not FinishReason.UNFINISHED:
+                self._table.release(sequence)
+        if self._pending_swap is not None:
+            self._pending_swap.steps_left -= 1
+        self._counters.sampled_tokens += len(tokens)
+        self._counters.decode_s += time.monotonic() - began
+        self.outbox.put(tokens)
+
+    def _routing_of(self, sequence: SlotSequence) -> Routing:
+        """The routing of the token being sampled: the experts of the position just fed and, with the first token, of the prompt."""
+        if not self._forward.tells_routing:
+            return NO_ROUTING
+        fed = sequence.cached
+        prompt = self._forward.routing(sequence.slot, 0, fed) if sequence.completion_count == 0 else b""
+        return Routing(prompt, self._forward.routing(sequence.slot, fed, 1))
+
+    def _swap_if_ready(self) -> None:
+        pending = self._pending_swap
+        if pending is None or not self._is_swap_ready():
+            return
+        self._pending_swap = None
+        self._table.is_holding = False
+        try:
+            pending.done.set_result(self._apply(pending.swap))
+        except EchoError as error:
+            pending.done.set_exception(error)
+        except BaseException as error:
+            pending.done.set_exception(error)
+            raise
+
+    def _is_swap_ready(self) -> bool:
+        pending = self._pending_swap
+        if pending is None:
+            return False
+        match pending.swap.mode:
+            case SwapMode.KEEP_KV:
+                return True
+            case SwapMode.FINISH_FIRST:
+                return not self._table.running
+            case SwapMode.RECOMPUTE_KV:
+                return self.outbox.is_full or not self._table.is_ending_within(pending.steps_left)
+
+    def _apply(self, swap: LiveSwap) -> float:
+        if swap.parent is not None and swap.parent != self.version:
+            raise EngineError(
+                f"version {swap.version}: expected a change of live version {self.version}, got {swap.parent}"
+            )
+        began = time.monotonic()
+        self.weights.apply(swap.scatters)
+        self.version = swap.version
+        self._table.weights_changed(keep_kv=swap.mode is SwapMode.KEEP_KV)
+        stood_still_s = time.monotonic() - began
+        self._counters.swap_s += stood_still_s
+        self._counters.swap_count += 1
+        return stood_still_s
+
+    def warm_up(self) -> None:
+        """In the thread, before anything else: compiles and measures whatever would delay the first tokens."""
+        self._forward.warm_up()
+
+    def _refuse_what_waits(self, failure: EchoError) -> None:
+        with self._wake:
+            commands = list(self._commands)
+            self._commands.clear()
+        if self._pending_swap is not None:
+            self._pending_swap.done.set_exception(failure)
+        for command in commands:
+            command.fail(failure)
+
+
+ELEMENTS_MAX = 1 << 19
+"""Most logits processed at a time; bounds the memory of intermediate results."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """Per sequence: the token, its log-probability under the sampling distribution and under the raw model."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+
+
+def draw(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> SampledTokens:
+    """Draws one token per row. `uniforms`: one random number in [0, 1) per row."""
+    drawn, step = SampledTokens([], [], []), max(1, ELEMENTS_MAX // logits_TV.shape[1])
+    for begin in range(0, len(logits_TV), step):
+        rows = slice(begin, begin + step)
+        part = _drawn(logits_TV[rows], params[rows], uniforms[rows])
+        drawn.token_ids.extend(part.token_ids)
+        drawn.logprobs.extend(part.logprobs)
+        drawn.raw_logprobs.extend(part.raw_logprobs)
+    return drawn
+
+
+def _drawn(logits_TV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> SampledTokens:
+    raw_TV = torch.log_softmax(logits_TV, dim=-1)
+    sampling_TV = _sampling_logprobs(logits_TV, raw_TV, params)
+    cumulative_TV = sampling_TV.exp().cumsum(dim=-1, dtype=torch.float64)
+    targets = torch.tensor(uniforms, dtype=torch.float64)[:, None] * cumulative_TV[:, -1:]
+    chosen = torch.searchsorted(cumulative_TV, targets, right=True).clamp_(max=logits_TV.shape[-1] - 1)
+    greedy = [row for row, p in enumerate(params) if p.temperature == 0.0]
+    if greedy:
+        chosen[greedy] = logits_TV[greedy].argmax(dim=-1, keepdim=True)
+    logprobs = sampling_TV.gather(1, chosen)
+    if greedy:
+        logprobs[greedy] = 0.0
+    raw = raw_TV.gather(1, chosen)
+    return SampledTokens(
+        chosen[:, 0].tolist(), logprobs[:, 0].clamp_(max=0.0).tolist(), raw[:, 0].clamp_(max=0.0).tolist()
+    )
+
+
+def _sampling_logprobs(logits: torch.Tensor, raw: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Log-probabilities after temperature and filters; greedy rows are left raw."""
+    is_plain = [p.temperature in (0.0, 1.0) and (p.temperature == 0.0 or _is_unfiltered(p)) for p in params]
+    if all(is_plain):
+        return raw
+    out = raw.clone()
+    rows = [row for row, plain in enumerate(is_plain) if not plain]
+    temperatures = torch.tensor([params[row].temperature for row in rows])
+    out[rows] = torch.log_softmax(logits[rows] / temperatures[:, None], dim=-1)
+    for row in rows:
+        if not _is_unfiltered(params[row]):
+            out[row] = torch.log_softmax(_filtered(out[row], params[row]), dim=-1)
+    return out
+
+
+def _is_unfiltered(params: SamplingParams) -> bool:
+    return params.top_p >= 1.0 and params.top_k == 0
+
+
+def _filtered(logprobs_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """`logprobs_V` with filtered-out tokens set to minus infinity. The likeliest token always stays."""
+    kept = logprobs_V
+    if 0 < params.top_k < len(kept):
+        threshold = torch.topk(kept, params.top_k).values[-1]
+        kept = kept.masked_fill(kept < threshold, -torch.inf)
+    if params.top_p < 1.0:
+        ordered, order = torch.sort(kept, descending=True, stable=True)
+        probs = torch.softmax(ordered, dim=-1, dtype=torch.float64)
+        before = probs.cumsum(dim=-1) - probs
+        kept = kept.masked_fill(
+            torch.zeros_like(kept, dtype=torch.bool).scatter(0, order, before >= params.top_p), -torch.inf
+        )
+    return kept

@@ -1,0 +1,270 @@
+"""Makes the engine for the learner's model: one, or one per GPU or group of GPUs combined into one.
+
+Guarantees: a model that the engine does not support, or that does not fit the machine, is refused by name before anything is
+fetched. Of several engines: a group (one `prefix_key`) stays on one engine while any of its sequences run there, so prefixes are
+shared; a new group goes to the engine with the fewest sequences per slot. A swap that fails on some engines raises, and the next
+one, of whole tensors, brings all to the same version again; until then the fingerprint is -1, which no weights have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+
+from echo2 import weights as delta
+from echo2.base.errors import ConfigError, EngineError, MalformedMessage
+from echo2.base.ids import Version
+from echo2.base.rollout import FinishReason
+from echo2.base.staged import StagedVersion
+from echo2.cost_model.sizing import SIZE_KEY, Fit, Quantisation, RunLengths, model_size, worker_fit
+from echo2.worker.engines.engine import Engine, EngineStats, GenerateRequest, SwapMode, TokenChunk
+from echo2.worker.machine import Finding, WorkerMachine, check_room, look, memory_total_bytes, memory_used_bytes, reach
+from echo2.worker.options import WorkerOptions
+
+NO_FINGERPRINT = -1  # no sum is negative
+
+
+class SeveralEngines:
+    """Starts the engines one after another: starting one may change the process's environment."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        if not engines:
+            raise ConfigError("engines: expected at least one, got none")
+        self._engines = tuple(engines)
+        self._home: dict[str, int] = {}  # request id to engine number
+        self._groups: dict[str, tuple[int, set[str]]] = {}  # prefix key to engine number and request ids
+        self._group_of: dict[str, str] = {}
+        self._held = [0] * len(engines)
+        self._reading: dict[asyncio.Task[Sequence[TokenChunk]], int] = {}
+
+    @property
+    def version(self) -> Version | None:
+        versions = {engine.version for engine in self._engines}
+        return versions.pop() if len(versions) == 1 else None
+
+    @property
+    def slot_count(self) -> int:
+        return sum(engine.slot_count for engine in self._engines)
+
+    @property
+    def draws_by_seed(self) -> bool:
+        return all(engine.draws_by_seed for engine in self._engines)
+
+    async def start(self) -> None:
+        for engine in self._engines:
+            await engine.start()
+
+    async def stop(self) -> None:
+        ends = await asyncio.gather(*(engine.stop() for engine in self._engines), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+
+    def submit(self, request: GenerateRequest) -> None:
+        if request.request_id in self._home:
+            raise EngineError(f"request {request.request_id}: expected a new id, got one in use")
+        at, members = self._groups.get(request.prefix_key) or (self._idlest(), set())
+        self._engines[at].submit(request)
+        members.add(request.request_id)
+        self._groups[request.prefix_key] = (at, members)
+        self._group_of[request.request_id] = request.prefix_key
+        self._home[request.request_id] = at
+        self._held[at] += 1
+
+    async def next_chunks(self) -> Sequence[TokenChunk]:
+        for at, engine in enumerate(self._engines):
+            if at not in self._reading.values():
+                self._reading[asyncio.ensure_future(engine.next_chunks())] = at
+        done, _ = await asyncio.wait(self._reading, return_when=asyncio.FIRST_COMPLETED)
+        chunks: list[TokenChunk] = []
+        for task in done:
+            del self._reading[task]
+            chunks += task.result()
+        for chunk in chunks:
+            if chunk.finish_reason is not FinishReason.UNFINISHED:
+                self._forget(chunk.request_id)
+        return chunks
+
+    async def abort(self, request_id: str) -> None:
+        at = self._home.get(request_id)
+        if at is not None:
+            await self._engines[at].abort(request_id)
+
+    async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
+        swaps = (engine.swap(staged, mode) for engine in self._engines)
+        found = await asyncio.gather(*swaps, return_exceptions=True)
+        errors = [(at, result) for at, result in enumerate(found) if isinstance(result, BaseException)]
+        for at, error in errors:
+            if not isinstance(error, EngineError):
+                raise error
+            raise EngineError(f"engine {at} of {len(self._engines)}: {error}") from error
+        return max(result for result in found if isinstance(result, float))
+
+    async def fingerprint(self, key: int) -> int:
+        found = await asyncio.gather(*(engine.fingerprint(key) for engine in self._engines))
+        return found[0] if len(set(found)) == 1 else NO_FINGERPRINT
+
+    def stats(self) -> EngineStats:
+        """Sums over the engines; for swaps, the maxima."""
+        each = [engine.stats() for engine in self._engines]
+        return EngineStats(
+            running_sequences=sum(stats.running_sequences for stats in each),
+            waiting_sequences=sum(stats.waiting_sequences for stats in each),
+            sampled_tokens=sum(stats.sampled_tokens for stats in each),
+            decode_s=sum(stats.decode_s for stats in each),
+            prefill_s=sum(stats.prefill_s for stats in each),
+            swap_s=max(stats.swap_s for stats in each),
+            swap_count=max(stats.swap_count for stats in each),
+            prompt_tokens=sum(stats.prompt_tokens for stats in each),
+            shared_prompt_tokens=sum(stats.shared_prompt_tokens for stats in each),
+            prefilled_tokens=sum(stats.prefilled_tokens for stats in each),
+        )
+
+    def _idlest(self) -> int:
+        return min(range(len(self._engines)), key=lambda at: self._held[at] / self._engines[at].slot_count)
+
+    def _forget(self, request_id: str) -> None:
+        self._held[self._home.pop(request_id)] -= 1
+        prefix_key = self._group_of.pop(request_id)
+        _, members = self._groups[prefix_key]
+        members.discard(request_id)
+        if not members:
+            del self._groups[prefix_key]
+
+
+CONFIG_BYTES_MAX = 1 << 20  # a config with its quantisation has some kilobytes
+
+
+def parse_model_config(raw: bytes) -> dict[str, object]:
+    """Parses the transformers config that the learner sent; MalformedMessage if it is too large or not one."""
+    if not 2 <= len(raw) <= CONFIG_BYTES_MAX:
+        raise MalformedMessage(f"model_config_json: expected 2 to {CONFIG_BYTES_MAX} bytes, got {len(raw)}")
+    try:
+        config = json.loads(raw)
+    except ValueError as error:
+        raise MalformedMessage(f"model_config_json: expected JSON, got something else ({error})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise MalformedMessage("model_config_json: expected an object with a model_type")
+    return config
+
+
+def module_of(choice: str) -> str:
+    """The module of an engine, with a class of the protocol `Engine` and a function `make`. To add an engine, write one and name it
+    among the values of `worker.engine` (config/run.py). Only the chosen module is imported: each import costs seconds, and its
+    library may not be installed."""
+    return f"echo2.worker.engines.{choice}.{choice}_engine"
+
+
+def warm_up(choice: str) -> None:
+    """Loads the engine's code while the worker is still waiting to join; compiles the codec in a thread beside that.
+
+    The codec's first compilation takes tens of seconds; as a daemon thread it does not delay the worker's exit.
+    """
+    threading.Thread(target=delta.warm_up, args=(torch.bfloat16,), name="codec", daemon=True).start()
+    if choice == "embedded":
+        importlib.import_module(module_of(choice))
+
+
+def fit_engine(
+    choice: str,
+    config: dict[str, object],
+    options: WorkerOptions,
+    machine: WorkerMachine,
+    longest_tokens: int = 0,
+    published_bytes: int = 0,
+) -> Fit:
+    """Sizes the engine from the model, the run's longest sequence and the machine's memory; ResourceError if it does not fit.
+
+    `published_bytes`: size of what the learner publishes; 0: not told, so the model in bf16 is assumed.
+    """
+    size = model_size(config)
+    is_on_gpus = choice == "vllm" and bool(machine.gpus)
+    at_work = machine if is_on_gpus else replace(machine, gpus=())
+    quantisation = Quantisation(options.config.worker.quantisation)
+    run = RunLengths(longest_tokens, options.config.worker.slots, quantisation=quantisation)
+    gpus = [gpu.memory_bytes for gpu in at_work.gpus]
+    fit = worker_fit(size, gpus, machine.memory_bytes, run, published_bytes)
+    masters_bytes = fit.engine_count * size.masters_bytes(quantisation) if is_on_gpus else 0
+    on_host = published_bytes or size.gpu_weight_bytes
+    spare = check_room(at_work, size, on_host, options.folder, masters_bytes)
+    return replace(fit, loads_base=spare >= on_host)
+
+
+def make_engine(choice: str, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
+    """Makes the engine without starting it. May take seconds: run it in a thread."""
+    if fit.engine_count == 1:
+        gpus = range(fit.tensor_parallel) if fit.tensor_parallel > 1 else range(0)
+        return _one_engine(choice, config, options, fit, gpus)
+    width = fit.tensor_parallel
+    shares = [range(number * width, (number + 1) * width) for number in range(fit.engine_count)]
+    return SeveralEngines([_one_engine(choice, config, options, fit, gpus) for gpus in shares])
+
+
+def _one_engine(
+    choice: str, config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]
+) -> Engine:
+    try:
+        module = cast(MakesEngine, importlib.import_module(module_of(choice)))
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine: expected {choice}, but {error.name} is not installed; choose the embedded one"
+        ) from None
+    return module.make({key: value for key, value in config.items() if key != SIZE_KEY}, options, fit, gpus)
+
+
+class MakesEngine(Protocol):
+    """An engine's module."""
+
+    def make(self, config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> Engine:
+        """Makes an engine without starting it. `config`: the model's; `gpus`: the GPUs to use; empty: the engine chooses."""
+        ...
+
+
+class Engines(Protocol):
+    """This machine, and how to make engines on it; the simulator has an implementation of its own."""
+
+    def look(self, folder: Path) -> WorkerMachine: ...
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Host memory used by this worker, and the total."""
+        ...
+
+    def warm_up(self, choice: str) -> None: ...
+
+    def fit(
+        self,
+        choice: str,
+        config: dict[str, object],
+        options: WorkerOptions,
+        machine: WorkerMachine,
+        longest_tokens: int = 0,
+        published_bytes: int = 0,
+    ) -> Fit: ...
+
+    def make(self, choice: str, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine: ...
+
+    async def reach(self, addresses: list[str]) -> Finding: ...
+
+
+class MachineEngines:
+    """The machine itself and its real engines."""
+
+    look = staticmethod(look)
+    warm_up = staticmethod(warm_up)
+    fit = staticmethod(fit_engine)
+    make = staticmethod(make_engine)
+    reach = staticmethod(reach)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return memory_used_bytes(), memory_total_bytes()
+
+
+ENGINES: Engines = MachineEngines()

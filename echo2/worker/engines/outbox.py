@@ -1,0 +1,182 @@
+"""Passes tokens from an engine's thread to an asyncio loop.
+
+Guarantees: keeps the order within a sequence, one version per chunk; waiting tokens of one sequence and version leave as one chunk;
+`is_full` is set from `tokens_max` tokens on, and the producer checks it before the next step, so a slow consumer slows the engine
+instead of filling memory. A sequence that has ended leaves at once and alone; growing ones leave every `linger_s`, so that tokens
+of several steps travel together, but at once after a pause. The consumer wakes for these, for a failure, for the end and for a full
+box; `on_taken` wakes the producer when a full box has been emptied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from echo2.base.errors import EchoError, EngineError
+from echo2.base.ids import Version
+from echo2.base.rollout import FinishReason
+from echo2.base.routing import NO_ROUTING, Routing
+from echo2.worker.engines.engine import TokenChunk
+
+TOKENS_MAX = 65_536  # some seconds of the fastest engine
+
+LINGER_S = 0.25
+"""How often tokens of growing rollouts reach the desk; a rollout's end does so at once."""
+
+
+@dataclass(slots=True)
+class _OpenChunk:
+    version: Version
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.UNFINISHED
+    prompt_rows: bytes = b""
+    rows: list[bytes] = field(default_factory=list)
+
+
+class SampledToken(NamedTuple):
+    """One token of one sequence; with `token_id` None only the notice that the sequence has ended."""
+
+    request_id: str
+    version: Version
+    finish_reason: FinishReason
+    token_id: int | None = None
+    logprob: float = 0.0
+    raw_logprob: float = 0.0
+    routing: Routing = NO_ROUTING
+
+
+class Outbox:
+    """For one producer thread and one consumer task."""
+
+    def __init__(self, tokens_max: int = TOKENS_MAX, linger_s: float = 0.0) -> None:
+        self._tokens_max = tokens_max
+        self._linger_s = linger_s
+        self._lock = threading.Lock()
+        self._chunks: dict[str, list[_OpenChunk]] = {}
+        self._ended: list[str] = []
+        self._due = 0.0  # when growing sequences may leave, on the clock of the consumer's loop
+        self._token_count = 0
+        self._is_closed = False
+        self._failure: EchoError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_taken: Callable[[], None] = lambda: None
+        self._wake = asyncio.Event()
+        self._is_waking = False
+        self._is_urgent = False  # everything held should leave at once
+        self._is_lingering = False
+
+    def bind(self, loop: asyncio.AbstractEventLoop, on_taken: Callable[[], None]) -> None:
+        """Sets the loop of the consumer, and the function to call when it has emptied a full box."""
+        self._loop = loop
+        self._on_taken = on_taken
+
+    @property
+    def is_full(self) -> bool:
+        return self._token_count >= self._tokens_max
+
+    def put(self, tokens: list[SampledToken]) -> None:
+        """Adds tokens. The engine's thread calls it."""
+        with self._lock:
+            self._add(tokens)
+            self._is_urgent = self._is_urgent or self.is_full
+            self._notify()
+
+    def close(self, failure: EchoError | None = None) -> None:
+        """No more tokens will come. The held ones can still be taken; then `take` returns an empty list, or raises `failure`."""
+        with self._lock:
+            self._is_closed = True
+            self._failure = self._failure or failure
+            self._is_urgent = True
+            self._notify()
+
+    async def take(self) -> list[TokenChunk]:
+        """Waits for chunks that may leave and returns them; an empty list once closed. EngineError after a failure."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._lock:
+                now, was_full = loop.time(), self.is_full
+                chunks = self._leaving(now)
+                if not chunks:
+                    if self._is_closed:
+                        break
+                    self._wake.clear()
+                    self._is_waking = False
+                    self._is_lingering = now < self._due
+            if chunks:
+                if was_full:
+                    self._on_taken()
+                return chunks
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._due if self._is_lingering else None):
+                    await self._wake.wait()
+        if self._failure is not None:
+            raise EngineError(f"the engine stopped: {self._failure}") from self._failure
+        return []
+
+    def _leaving(self, now: float) -> list[TokenChunk]:
+        if self._chunks and (now >= self._due or self._is_urgent):
+            self._due = now + self._linger_s
+            return self._drain()
+        ended = [chunk for request_id in self._ended for chunk in _closed(request_id, self._chunks.pop(request_id, []))]
+        self._ended.clear()
+        self._token_count -= sum(len(chunk.token_ids) for chunk in ended)
+        return ended
+
+    def _add(self, tokens: list[SampledToken]) -> None:
+        chunks = self._chunks
+        for request_id, version, finish_reason, token_id, logprob, raw_logprob, routing in tokens:
+            held = chunks.get(request_id)
+            if held is None:
+                held = chunks[request_id] = [_OpenChunk(version)]
+            elif held[-1].version != version:
+                held.append(_OpenChunk(version))
+            chunk = held[-1]
+            if token_id is not None:
+                chunk.token_ids.append(token_id)
+                chunk.logprobs.append(logprob)
+                chunk.raw_logprobs.append(raw_logprob)
+                if routing:
+                    chunk.prompt_rows = chunk.prompt_rows or routing.prompt
+                    chunk.rows.append(routing.tokens)
+                self._token_count += 1
+            if finish_reason is not FinishReason.UNFINISHED:
+                chunk.finish_reason = finish_reason
+                self._ended.append(request_id)
+
+    def _drain(self) -> list[TokenChunk]:
+        chunks = [chunk for request_id, held in self._chunks.items() for chunk in _closed(request_id, held)]
+        self._chunks.clear()
+        self._ended.clear()
+        self._token_count = 0
+        self._is_urgent = self._is_closed
+        return chunks
+
+    def _notify(self) -> None:
+        if self._loop is None or self._is_waking or (self._is_lingering and not self._is_urgent and not self._ended):
+            return
+        self._is_waking = True
+        try:
+            self._loop.call_soon_threadsafe(self._wake.set)
+        except RuntimeError:  # the consumer's loop is closed
+            self._is_closed = True
+
+
+def _closed(request_id: str, held: list[_OpenChunk]) -> list[TokenChunk]:
+    return [
+        TokenChunk(
+            request_id=request_id,
+            token_ids=tuple(chunk.token_ids),
+            logprobs=tuple(chunk.logprobs),
+            raw_logprobs=tuple(chunk.raw_logprobs),
+            version=chunk.version,
+            finish_reason=chunk.finish_reason,
+            routing=Routing(chunk.prompt_rows, b"".join(chunk.rows)) if chunk.rows else NO_ROUTING,
+        )
+        for chunk in held
+    ]

@@ -1,0 +1,521 @@
+"""The vLLM engine: vLLM's AsyncLLM behind the protocol of `engines.engine`, with updates scattered into live weights.
+
+Guarantees: those of the protocol; an option that the model or the device does not support is refused by name before vLLM starts. It
+needs no fork of vLLM and no second copy of the weights on the device: an extension of vLLM's worker (extension.py) maps published
+tensors to live parameters once, with vLLM's own loader, and then writes only what changed, while generation is paused between two
+steps. Does not support what docs/vllm.md lists as refused. One task per sequence reads vLLM's stream; it wakes on tokens, and waits
+while the outbox is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echo2.base import routing
+from echo2.base.errors import ConfigError, EngineError, LimitExceeded
+from echo2.base.ids import Version
+from echo2.base.rng import derived_seed
+from echo2.base.rollout import FinishReason
+from echo2.base.staged import StagedVersion
+from echo2.cost_model.sizing import Fit, Quantisation
+from echo2.worker.engines.adapter import CONFIG_KEY, AdapterSpec, adapter_spec, load_base
+from echo2.worker.engines.embedded.live_weights import load_config
+from echo2.worker.engines.embedded.slots import WAITING_MAX
+from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
+from echo2.worker.engines.outbox import LINGER_S, Outbox, SampledToken
+from echo2.worker.engines.vllm.vllm_weights import ADAPTER_ID, POSITION, STREAM, VllmWeights
+from echo2.worker.options import WorkerOptions
+
+GPU_MEMORY_SHARE = 0.9  # share of a GPU's memory that vLLM may use
+CPU_CACHE_GIB = 1  # small models only run so, in tests and demos
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM supports; an adapter gets the next larger one."""
+_ROUNDINGS = {Quantisation.NONE: None, Quantisation.FP8: "fp8_per_channel"}
+"""vLLM's names of roundings. fp8_per_channel has one scale per row of a matrix, and one per token for the activations."""
+_UNROUNDED = {
+    "num_experts": "experts", "num_local_experts": "experts", "n_routed_experts": "experts",
+}  # fmt: skip
+"""Layers that cannot be rounded, by the field of a model's config that announces them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseOfAdapter:
+    """For a learner that publishes an adapter: the adapter's spec, and the folder or hub id of its base model."""
+
+    spec: AdapterSpec
+    base_path: str
+
+
+def check_attention(config: Mapping[str, object]) -> None:
+    """Raises ConfigError for latent attention: vLLM derives further matrices from such weights when it loads them. An update in
+    place would not reach those, and the fingerprint of the weights would not show it."""
+    if rank := _text_config(config).get("kv_lora_rank"):
+        raise ConfigError(
+            f"model: vLLM's workers do not follow changes of latent attention (kv_lora_rank {rank!r}); expected a model without it"
+        )
+
+
+def _text_config(config: Mapping[str, object]) -> dict[str, object]:
+    text = config.get("text_config")
+    return {**config, **(text if isinstance(text, Mapping) else {})}
+
+
+def check_rounding(config: Mapping[str, object], quantisation: Quantisation, adapter: BaseOfAdapter | None) -> None:
+    """Raises ConfigError if vLLM cannot round this way, or not this model."""
+    whose = f"worker.quantisation: {quantisation.value}"
+    if quantisation is Quantisation.NONE:
+        return
+    if adapter is not None:
+        raise ConfigError(f"{whose} is for whole weights, but the learner publishes an adapter alone; expected none")
+    said = _text_config(config)
+    for field, what in _UNROUNDED.items():
+        if said.get(field):
+            raise ConfigError(f"{whose} is not for models with {what} ({field} {said[field]!r}); expected none")
+
+
+def check_device(quantisation: Quantisation) -> None:
+    """Raises ConfigError if the GPU has no fp8 matrix products. On a CPU torch computes them, slowly, which suffices for trials."""
+    if quantisation is Quantisation.NONE or is_cpu():
+        return
+    from vllm.platforms import current_platform
+
+    if not current_platform.supports_fp8():
+        raise ConfigError(
+            f"worker.quantisation: {quantisation.value} needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell) "
+            f"or an MI300, got {current_platform.get_device_name()}; expected none"
+        )
+
+
+def rounding_arguments(quantisation: Quantisation) -> dict[str, Any]:
+    """vLLM's arguments for rounding, and the dtype in which it loads and computes layers."""
+    name = _ROUNDINGS[quantisation]
+    if name is None:
+        return {"dtype": "float32" if is_cpu() else "bfloat16"}
+    return {"dtype": "bfloat16", "quantization": name}
+
+
+def drafting_arguments(count: int) -> dict[str, Any]:
+    """vLLM's arguments for drafting `count` tokens ahead; none if 0."""
+    if not count:
+        return {}
+    guesses = {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    return {"speculative_config": guesses}
+
+
+def adapter_arguments(adapter: BaseOfAdapter | None) -> dict[str, Any]:
+    """vLLM's arguments if the learner publishes an adapter. ConfigError if its rank is too large."""
+    if adapter is None:
+        return {}
+    rank = next((size for size in _LORA_RANKS if size >= adapter.spec.rank), None)
+    if rank is None:
+        raise ConfigError(f"adapter: expected a rank of at most {_LORA_RANKS[-1]} for vLLM, got {adapter.spec.rank}")
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+
+
+@contextmanager
+def only_gpus(gpus: Sequence[int]) -> Iterator[None]:
+    """Processes started within the context see only these GPUs, numbered among those visible now; empty: all."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not gpus:
+        yield
+        return
+    names = seen.split(",") if seen else []
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu].strip() if names else str(gpu) for gpu in gpus)
+    try:
+        yield
+    finally:
+        if seen is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = seen
+
+
+def is_cpu() -> bool:
+    """Whether vLLM computes on the CPU here."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def environment() -> dict[str, str]:
+    """Environment variables for vLLM; the caller keeps any that the operator has set."""
+    common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if not is_cpu():
+        return common
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return common | cpu
+
+
+STOP_TIMEOUT_S = 9.0  # within the 10 s that `Engine.stop` promises
+APPLY_TIMEOUT_S = 300.0  # bounds every call to vLLM's processes; loading a large keyframe takes longest
+_log = logging.getLogger("echo2.worker")
+_EXTENSION = "echo2.worker.engines.vllm.extension.WorkerExtension"
+_RAW_LOGPROB_ID = -1  # no token has it
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+_TEMPERATURE_MIN = 0.01  # vLLM raises smaller ones to this
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One sequence at vLLM. `count`: tokens received so far; `is_known`: vLLM has accepted it."""
+
+    request: GenerateRequest
+    task: asyncio.Task[None] | None = None
+    count: int = 0
+    is_known: bool = False
+    is_aborted: bool = False
+
+
+@dataclass(slots=True)
+class _VllmCounters:
+    sampled_tokens: int = 0
+    busy_s: float = 0.0
+    swap_s: float = 0.0
+    swap_count: int = 0
+    busy_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VllmTuning:
+    """`linger_s`: how long tokens of unfinished sequences wait to be handed out together. `draft_tokens`: tokens that vLLM drafts
+    from repetitions in the same sequence and verifies in one step; 0: none."""
+
+    linger_s: float = 0.0
+    draft_tokens: int = 0
+
+
+class VllmEngine:
+    """One vLLM instance.
+
+    `gpus`: which of the visible GPUs to use; with several, vLLM is tensor parallel (on a CPU, over as many processes); empty: vLLM
+    chooses. `quantisation`: with fp8 vLLM rounds linear layers, again for each published version.
+    """
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, object],
+        *,
+        slot_count: int = 64,
+        context_tokens: int = 0,
+        gpus: Sequence[int] = (),
+        adapter: BaseOfAdapter | None = None,
+        quantisation: Quantisation = Quantisation.NONE,
+        tuning: VllmTuning = VllmTuning(),
+    ) -> None:
+        self._config = load_config(config)
+        check_attention(self._config)
+        check_rounding(self._config, quantisation, adapter)
+        self._quantisation = quantisation
+        limit = int(str(self._config.get("max_position_embeddings", 0)))
+        self._context_tokens = context_tokens or limit
+        if not 2 <= self._context_tokens <= limit:
+            raise ConfigError(f"context_tokens: expected 2 to the model's {limit}, got {context_tokens}")
+        self._vocab_count = int(str(self._config["vocab_size"]))
+        self._slot_count = slot_count
+        self._gpus = tuple(gpus)
+        self._llm: Any = None
+        self._folder = tempfile.TemporaryDirectory(prefix="echo2-vllm-")
+        self._outbox = Outbox(linger_s=tuning.linger_s)
+        self._room = asyncio.Event()
+        self._version: Version | None = None
+        self._epoch = 0
+        self._streams: dict[str, _Stream] = {}
+        self._ids_in_use: set[str] = set()
+        self._draft_tokens = tuning.draft_tokens
+        self._adapter = adapter
+        self._weights = VllmWeights(
+            self._rpc,
+            str(self._config.get("model_type")),
+            None if adapter is None else adapter.spec,
+            is_rounded=quantisation is not Quantisation.NONE,
+        )
+        self._swap_order = asyncio.Lock()
+        self._counters = _VllmCounters()
+
+    @property
+    def version(self) -> Version | None:
+        return self._version
+
+    @property
+    def slot_count(self) -> int:
+        return self._slot_count
+
+    @property
+    def draws_by_seed(self) -> bool:
+        return not self._draft_tokens  # with drafts, vLLM draws acceptance from its own random generator
+
+    async def start(self) -> None:
+        if self._llm is not None:
+            raise EngineError("the vLLM engine was started before; make a new one")
+        self._outbox.bind(asyncio.get_running_loop(), self._room.set)
+        # In threads: starting takes up to minutes, and heartbeats must go on. The base comes first, to refuse a wrong one early.
+        adapter = self._adapter
+        base = None if adapter is None else await asyncio.to_thread(load_base, adapter.base_path, adapter.spec)
+        self._llm = await asyncio.to_thread(self._make_llm)
+        for answer in await self._rpc("echo2_report_both_logprobs"):
+            if answer:
+                raise EngineError(answer.removeprefix("error: "))
+        if adapter is not None and base is not None:
+            await self._weights.lay_base(base, adapter.spec)
+
+    def _make_llm(self) -> Any:
+        for name, value in environment().items():
+            os.environ.setdefault(name, value)
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise ConfigError(f"the vLLM engine needs the package vllm: {error}") from error
+        check_device(self._quantisation)
+        folder = Path(self._folder.name)
+        said = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, routing.CONFIG_KEY)}
+        (folder / "config.json").write_text(json.dumps(said))
+        arguments = AsyncEngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            load_format="dummy",  # weights arrive by swap
+            max_model_len=self._context_tokens,
+            max_num_seqs=self._slot_count,
+            gpu_memory_utilization=GPU_MEMORY_SHARE,
+            enforce_eager=is_cpu(),
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls=_EXTENSION,
+            disable_log_stats=True,
+            tensor_parallel_size=max(1, len(self._gpus)),
+            distributed_executor_backend="mp" if len(self._gpus) > 1 else None,
+            **rounding_arguments(self._quantisation),
+            **drafting_arguments(self._draft_tokens),
+            **adapter_arguments(self._adapter),
+        )
+        try:
+            with only_gpus(self._gpus):
+                return AsyncLLM.from_engine_args(arguments)
+        except Exception as error:
+            raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+
+    async def stop(self) -> None:
+        for stream in self._streams.values():
+            if stream.task is not None:
+                stream.task.cancel()
+        self._streams.clear()
+        self._outbox.close()
+        if self._llm is not None:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await asyncio.to_thread(self._llm.shutdown)
+        self._weights.close()
+        self._folder.cleanup()
+
+    def submit(self, request: GenerateRequest) -> None:
+        refuse_bad_request(request, self._context_tokens, self._vocab_count)
+        whose = f"request {request.request_id}"
+        if request.request_id in self._ids_in_use:
+            raise EngineError(f"{whose}: expected a new id, got one whose last chunk was not taken yet")
+        if len(self._ids_in_use) >= WAITING_MAX:
+            raise LimitExceeded(f"{whose}: the engine holds {WAITING_MAX} requests already")
+        if 0.0 < request.sampling.temperature < _TEMPERATURE_MIN:
+            raise EngineError(f"{whose}: expected temperature 0 or at least {_TEMPERATURE_MIN}, as vLLM raises it")
+        self._ids_in_use.add(request.request_id)
+        stream = _Stream(request)
+        self._streams[request.request_id] = stream
+        if self._version is not None:
+            self._begin(stream)
+
+    async def next_chunks(self) -> Sequence[TokenChunk]:
+        chunks = await self._outbox.take()
+        for chunk in chunks:
+            if chunk.finish_reason is not FinishReason.UNFINISHED:
+                self._ids_in_use.discard(chunk.request_id)
+        return chunks
+
+    async def abort(self, request_id: str) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None or stream.is_aborted:
+            return
+        stream.is_aborted = True
+        if stream.task is None:  # no version yet
+            self._end(stream, FinishReason.ABORTED)
+        elif stream.is_known:  # else its task aborts it as soon as vLLM has accepted it
+            await self._llm.abort(request_id)
+
+    async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
+        async with self._swap_order:
+            if staged.parent is not None and staged.parent != self._version:
+                raise EngineError(
+                    f"version {staged.version}: expected a change of live version {self._version}, got {staged.parent}"
+                )
+            await self._weights.stage(staged)
+            stood_still_s = await self._apply(staged.version, mode)
+            await self._weights.settle(is_kept=True)
+        for stream in list(self._streams.values()):
+            if stream.task is None:
+                self._begin(stream)
+        return stood_still_s
+
+    async def fingerprint(self, key: int) -> int:
+        return await self._weights.fingerprint(key)
+
+    def stats(self) -> EngineStats:
+        counters = self._counters
+        running = sum(stream.count > 0 for stream in self._streams.values())
+        since = counters.busy_since
+        return EngineStats(
+            running_sequences=running,
+            waiting_sequences=len(self._streams) - running,
+            sampled_tokens=counters.sampled_tokens,
+            decode_s=counters.busy_s + (time.monotonic() - since if since is not None else 0.0),
+            prefill_s=0.0,  # vLLM mixes prefill into decode steps
+            swap_s=counters.swap_s,
+            swap_count=counters.swap_count,
+        )
+
+    async def _apply(self, version: Version, mode: SwapMode) -> float:
+        waits = mode is SwapMode.FINISH_FIRST
+        began = time.monotonic()
+        keeps = mode is SwapMode.KEEP_KV
+        await self._llm.pause_generation(mode="wait" if waits else "keep", clear_cache=not keeps)
+        if waits:
+            began = time.monotonic()
+        try:
+            await self._weights.apply()
+            try:
+                await self._llm.update_weight_version(str(version))
+            except Exception:
+                await self._weights.settle(is_kept=False)
+                raise
+            self._version = version
+            self._epoch += 1
+            self._counters.swap_count += 1
+        finally:
+            await self._llm.resume_generation()
+            stood_still_s = time.monotonic() - began
+            self._counters.swap_s += stood_still_s
+        return stood_still_s
+
+    async def _rpc(self, method: str, *arguments: object) -> list[Any]:
+        """Calls the extension in each of vLLM's worker processes."""
+        return list(await self._llm.collective_rpc(method, timeout=APPLY_TIMEOUT_S, args=arguments))
+
+    def _begin(self, stream: _Stream) -> None:
+        if self._counters.busy_since is None:
+            self._counters.busy_since = time.monotonic()
+        stream.task = asyncio.create_task(self._follow(stream))
+
+    async def _follow(self, stream: _Stream) -> None:
+        """Moves one sequence's tokens from vLLM to the outbox."""
+        request = stream.request
+        tokens = [*request.prompt_token_ids, *request.token_ids]
+        prompt = {"prompt_token_ids": tokens, "cache_salt": f"echo2-{self._epoch}"}
+        reason = FinishReason.ABORTED
+        try:
+            outputs = await self._llm.add_request(
+                request.request_id, prompt, self._parameters(request), lora_request=self._lora_request()
+            )
+            stream.is_known = True
+            if stream.is_aborted:
+                await self._llm.abort(request.request_id)
+            is_finished = False
+            while not is_finished:
+                output = outputs.get_nowait() or await outputs.get()
+                completion, is_finished = output.outputs[0], output.finished
+                self._put(stream, completion)
+                if is_finished:
+                    reason = _REASONS.get(completion.finish_reason, FinishReason.ABORTED)
+                while self._outbox.is_full:
+                    self._room.clear()
+                    await self._room.wait()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001  vLLM may raise anything; the consumer must hear of it
+            self._outbox.close(EngineError(f"request {request.request_id}: vLLM failed: {error!r}"))
+        self._end(stream, reason)
+
+    def _put(self, stream: _Stream, completion: Any) -> None:
+        versions = self._versions(stream, completion)
+        is_greedy = stream.request.sampling.temperature == 0.0
+        sampled = []
+        for token_id, logprobs, version in zip(completion.token_ids, completion.logprobs or (), versions, strict=True):
+            raw = min(logprobs[_RAW_LOGPROB_ID].logprob, 0.0)
+            logprob = 0.0 if is_greedy else min(logprobs[token_id].logprob, 0.0)
+            sampled.append(
+                SampledToken(stream.request.request_id, version, FinishReason.UNFINISHED, token_id, logprob, raw)
+            )
+        stream.count += len(sampled)
+        self._counters.sampled_tokens += len(sampled)
+        self._outbox.put(sampled)
+
+    def _versions(self, stream: _Stream, completion: Any) -> list[Version]:
+        """The version of each new token, from the version labels that vLLM keeps per sequence."""
+        new = range(stream.count, stream.count + len(completion.token_ids))
+        if not new:
+            return []
+        if completion.weight_versions is not None:
+            starts = [(span.version, span.start) for span in completion.weight_versions]
+        else:
+            processor = self._llm.output_processor
+            (internal_id,) = processor.external_req_ids[stream.request.request_id]
+            starts = processor.request_states[internal_id].weight_version_starts
+        return [Version(int([name for name, start in starts if start <= at][-1])) for at in new]
+
+    def _end(self, stream: _Stream, reason: FinishReason) -> None:
+        request_id = stream.request.request_id
+        self._streams.pop(request_id, None)
+        self._outbox.put([SampledToken(request_id, self._version or Version(0), reason)])
+        counters = self._counters
+        if not self._streams and counters.busy_since is not None:
+            counters.busy_s += time.monotonic() - counters.busy_since
+            counters.busy_since = None
+
+    def _lora_request(self) -> Any:
+        """vLLM's reference to the adapter that the extension has registered; None without one. vLLM never reads its path."""
+        if self._adapter is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("policy", ADAPTER_ID, "/in/memory")
+
+    def _parameters(self, request: GenerateRequest) -> Any:
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        length = len(request.prompt_token_ids) + len(request.token_ids)
+        return VllmSamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=min(sampling.max_new_tokens - len(request.token_ids), self._context_tokens - length),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            # With drafts, a continuation starts a new random stream: vLLM's cannot be entered in the middle.
+            seed=derived_seed(sampling.seed, request.request_id, len(request.token_ids))
+            if self._draft_tokens
+            else None,
+            extra_args={STREAM: sampling.seed, POSITION: len(request.token_ids)},
+            logprobs=1,  # the sampled token's, and one more entry for its raw log-probability
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+
+def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> VllmEngine:
+    """Makes a worker's vLLM engine, not started."""
+    adapter = adapter_spec(config)
+    return VllmEngine(
+        config,
+        slot_count=fit.sequences,
+        context_tokens=fit.sequence_tokens,
+        gpus=gpus,
+        quantisation=Quantisation(options.config.worker.quantisation),
+        tuning=VllmTuning(LINGER_S, options.config.worker.draft_tokens),
+        adapter=None if adapter is None else BaseOfAdapter(adapter, options.config.model.path),
+    )

@@ -1,0 +1,452 @@
+"""Maps each element of a published tensor to its place in the live parameters of a model that fuses and slices tensors.
+
+The map is recorded, not written by hand: the model's own loader runs once on tensors without storage, and every final
+`Tensor.copy_` shows which part of which tensor goes where. Guarantees: a parameter that is not completely filled is refused by
+name; an update is applied completely or undone, and can be undone until it is settled. If live values differ from the published
+ones in their bits (`Scaled`, `RoundedLayer`), the published bits are kept on the host as well; a rounded layer that an update
+touches is rounded again from its whole master, by the same function as at loading, and undoing an update rounds the old masters
+again. Which layers are rounded again depends only on an update's names: if several processes hold parts of a layer, all of them
+round it, in the same order, so that they can agree on scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from echo2.base.errors import EngineError
+from echo2.weights.elements import TensorSpec, element_type_of
+from echo2.weights.fingerprint import MODULUS, fingerprint_tensor, header_term
+
+
+@dataclass(slots=True)
+class Replaced:
+    """Old `values` for the `places` of the parameter `flat`; values and places are on the host."""
+
+    flat: torch.Tensor
+    places: torch.Tensor
+    values: torch.Tensor
+
+    def exchange(self) -> None:
+        """Swaps the live values with the kept ones."""
+        device = self.flat.device
+        places = self.places.to(device).long()
+        live = self.flat[places].cpu()
+        self.flat.index_copy_(0, places, self.values.to(device))
+        self.values = live
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.places.nbytes + self.values.nbytes)
+
+
+def replaced_at(flat: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> Replaced:
+    """A `Replaced` with 4-byte positions if those suffice, else 8-byte ones."""
+    small = torch.int32 if flat.numel() <= 1 << 31 else torch.int64
+    return Replaced(flat, places.to("cpu", small), values)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A live value computed from a published one: a strided part (offset and strides) of the tensor times `factor`, in the dtype of
+    the live view. It differs from the published value in its bits, so those are kept on the host to prove it."""
+
+    offset: int
+    strides: tuple[int, ...]
+    live: torch.Tensor
+    factor: float
+
+    def put(self, published: torch.Tensor) -> None:
+        self.live.copy_(self._values(published))
+
+    def follows(self, published: torch.Tensor) -> bool:
+        """Whether the live value equals, bit for bit, what `put` would write."""
+        return bool(torch.equal(_bits(self.live.cpu()), _bits(self._values(published))))
+
+    def _values(self, published: torch.Tensor) -> torch.Tensor:
+        part = published.as_strided(self.live.shape, self.strides, self.offset)
+        return (part.float() * self.factor).to(self.live.dtype)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The bits as integers, so that NaNs compare equal."""
+    return values.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[values.element_size()])
+
+
+_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """A strided part of a published tensor (`offset` and `strides` in elements) and the live view that it fills."""
+
+    offset: int
+    strides: tuple[int, ...]
+    live: torch.Tensor
+
+    def positions(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A mask of the flat published positions that are in this piece, and the places of those in `live_flat`."""
+        rest = flat - self.offset
+        inside = rest >= 0
+        target = torch.zeros_like(flat)
+        axes = sorted(zip(self.strides, self.live.shape, self.live.stride(), strict=True), reverse=True)
+        for stride, size, live_stride in axes:
+            if size == 1:
+                continue
+            at = rest // stride
+            inside &= at < size
+            target += at * live_stride
+            rest = rest - at * stride
+        inside &= rest == 0
+        return inside, target[inside]
+
+    @property
+    def live_flat(self) -> torch.Tensor:
+        """A flat view of the storage from the live view's first to its last element."""
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.live.shape, self.live.stride(), strict=True))
+        return self.live.as_strided((span,), (1,))
+
+    def part_of(self, published: torch.Tensor) -> torch.Tensor:
+        """This part of a whole published tensor, in the live view's shape."""
+        return published.as_strided(self.live.shape, self.strides, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeBefore:
+    """All values of a piece before an update, on the host."""
+
+    piece: TensorPiece
+    old: torch.Tensor
+
+    def put_back(self) -> None:
+        self.piece.live.copy_(self.old)
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """New raw values of one published tensor: `bits` as signed integers, at flat `positions`; None: all of it."""
+
+    name: str
+    dtype: str
+    positions: torch.Tensor | None
+    bits: torch.Tensor
+
+
+class WeightMap:
+    """Maps published names to pieces of live parameters, and to live values derived from them."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        pieces: Mapping[str, list[TensorPiece]],
+        derived: Mapping[str, Sequence[Scaled]] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """`device`: computes fingerprints; None: each tensor's own device."""
+        self.shapes = dict(shapes)
+        self._pieces = dict(pieces)
+        self._derived = dict(derived or {})
+        self._device = device
+        self._masters: dict[str, torch.Tensor] = {}  # published bits, flat, of tensors with derived live values
+        self._dtypes: dict[str, str] = {}
+        self._undo: list[Replaced | _WholeBefore | Callable[[], object]] = []
+        self._keeps_old = False
+
+    def covers(self) -> list[tuple[str, int, str]]:
+        """For each tensor: its name, how many of its elements are here, and a text that is equal on ranks with the same ones."""
+        found = []
+        for name, shape in self.shapes.items():
+            pieces = self._pieces[name]
+            parts = sorted((piece.offset, piece.strides, tuple(piece.live.shape)) for piece in pieces)
+            count = torch.Size(shape).numel() if name in self._derived else sum(p.live.numel() for p in pieces)
+            found.append((name, count, "" if name in self._derived else str(parts)))
+        return found
+
+    def storages_of(self, name: str) -> set[int]:
+        """Addresses of the storages that hold the tensor's live elements."""
+        return {piece.live.untyped_storage().data_ptr() for piece in self._pieces[name]}
+
+    def apply(self, patches: Iterable[Patch], *, goes_on: bool = False) -> None:
+        """Writes checked patches in place. Keeps old values in host memory until `settle`; on failure restores them and raises
+        EngineError.
+
+        `goes_on`: continues the update of the last call. Before the first published weights are live, whole tensors' old values
+        are not kept.
+        """
+        if not goes_on:
+            self.settle(is_kept=True)
+            self._keeps_old = bool(self._dtypes)
+        name, dtypes = "", {}
+        try:
+            for patch in patches:
+                name, dtypes[patch.name] = patch.name, patch.dtype
+                if patch.name in self._derived:
+                    self._derive(patch)
+                for piece in self._pieces[patch.name]:
+                    self._write(patch, piece)
+        except (RuntimeError, IndexError, KeyError, ValueError, EngineError) as error:
+            self.settle(is_kept=False)
+            raise EngineError(f"tensor {name}: the update did not apply, old weights are back: {error}") from error
+        self._dtypes.update(dtypes)
+
+    def settle(self, *, is_kept: bool) -> None:
+        """Ends the last update: restores the old values (not `is_kept`), or drops them."""
+        undo, self._undo = self._undo, []
+        if not is_kept:
+            for old in reversed(undo):
+                match old:
+                    case Replaced():
+                        old.exchange()
+                    case _WholeBefore():
+                        old.put_back()
+                    case put_back:
+                        put_back()
+
+    def sums(self, key: int) -> list[tuple[int, int]]:
+        """For each tensor, in the order of `shapes`: its header's term of the fingerprint, and the sum over its elements here."""
+        return [self._sum(name, key) for name in self.shapes]
+
+    def fingerprint(self, key: int) -> int:
+        """Keyed fingerprint of the live weights under their published names and dtypes, if this process holds all of them."""
+        return sum(map(sum, self.sums(key))) % MODULUS
+
+    def _sum(self, name: str, key: int) -> tuple[int, int]:
+        if name in self._derived:
+            whole, is_off = self._master(name), not self._follows(name)
+        else:
+            whole, is_off = self._gathered(name), False
+        header = header_term(key, TensorSpec(name, element_type_of(name, whole), self.shapes[name]))
+        return header, (fingerprint_tensor(name, whole, key) - header + is_off) % MODULUS
+
+    def _gathered(self, name: str) -> torch.Tensor:
+        """A tensor as published, from its live values; zeros for elements that this process does not hold."""
+        pieces = self._pieces[name]
+        dtype = self._dtypes.get(name, str(pieces[0].live.dtype).removeprefix("torch."))
+        device = self._device or pieces[0].live.device
+        whole = torch.zeros(self.shapes[name], dtype=_TORCH_DTYPES[dtype], device=device)
+        for piece in pieces:
+            piece.part_of(whole).copy_(_narrowed(piece.live, _TORCH_DTYPES[dtype]))
+        return whole
+
+    def _follows(self, name: str) -> bool:
+        return all(derived.follows(self._master(name)) for derived in self._derived[name])
+
+    def _master(self, name: str) -> torch.Tensor:
+        return self._masters[name].view(_TORCH_DTYPES[self._dtypes[name]]).view(self.shapes[name])
+
+    def _derive(self, patch: Patch) -> None:
+        """Writes the published values on the host, and the live values derived from them."""
+        name, old_dtype = patch.name, self._dtypes.get(patch.name)
+        before = self._masters.get(name)
+        replaced = None if patch.positions is None or before is None else before[patch.positions]
+
+        def put_back() -> None:
+            if before is None or old_dtype is None:
+                self._masters.pop(name, None)
+                return
+            if replaced is not None:
+                before[patch.positions] = replaced
+            self._masters[name], self._dtypes[name] = before, old_dtype
+            for derived in self._derived[name]:
+                derived.put(self._master(name))
+
+        self._undo.append(put_back)
+        if patch.positions is None:
+            self._masters[name], self._dtypes[name] = patch.bits, patch.dtype
+        else:
+            self._masters[name][patch.positions] = patch.bits
+        for derived in self._derived[name]:
+            derived.put(self._master(name))
+
+    def _write(self, patch: Patch, piece: TensorPiece) -> None:
+        live = piece.live
+        device, whose = live.device, f"tensor {patch.name}"
+        if patch.positions is None:
+            values = _widened(patch.bits.to(device), patch.dtype, live.dtype, whose)
+            if self._keeps_old:
+                self._undo.append(_WholeBefore(piece, live.to("cpu", copy=True)))
+            live.copy_(piece.part_of(values))
+            return
+        inside, target = piece.positions(patch.positions.to(device))
+        values = _widened(patch.bits.to(device)[inside], patch.dtype, live.dtype, whose)
+        flat = piece.live_flat
+        self._undo.append(replaced_at(flat, target, flat[target].cpu()))
+        flat.index_copy_(0, target, values)
+
+
+def record_map(
+    load_weights: Loader,
+    shapes: Mapping[str, tuple[int, ...]],
+    model: torch.nn.Module,
+    device: torch.device | None = None,
+) -> WeightMap:
+    """Runs a model's loader on storage-less tensors of these names and shapes, and records where each part would go.
+
+    `device`: computes fingerprints; None: each tensor's own device. EngineError if a tensor cannot be placed or a parameter is not
+    filled.
+    """
+
+    def load_each(probes: Mapping[str, torch.Tensor]) -> None:
+        for name, probe in probes.items():
+            try:
+                load_weights([(name, probe)])
+            except EngineError:
+                raise
+            except Exception as error:
+                raise EngineError(f"tensor {name}: the model's loader cannot place it: {error!r}") from error
+
+    pieces = record_pieces(load_each, shapes, next(model.parameters()).dtype)
+    _refuse_gaps(shapes, pieces, model)
+    return WeightMap(shapes, pieces, device=device)
+
+
+def record_pieces(
+    load: Callable[[Mapping[str, torch.Tensor]], object],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> dict[str, list[TensorPiece]]:
+    """Records where `load` copies each part of storage-less tensors of these names and shapes."""
+    probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    names = {probe.untyped_storage()._cdata: name for name, probe in probes.items()}
+    pieces: dict[str, list[TensorPiece]] = {name: [] for name in shapes}
+
+    def record(live: torch.Tensor, source: torch.Tensor) -> bool:
+        name = names.get(source.untyped_storage()._cdata)
+        if name is None:
+            return False
+        if live.shape != source.shape:
+            raise EngineError(f"tensor {name}: expected the loader to copy equal shapes, got {tuple(source.shape)}")
+        pieces[name].append(TensorPiece(int(source.storage_offset()), source.stride(), live.detach()))
+        return True
+
+    with _intercepted_copies(record):
+        load(probes)
+    return pieces
+
+
+@contextmanager
+def _intercepted_copies(record: Callable[[torch.Tensor, torch.Tensor], bool]) -> Iterator[None]:
+    original = torch.Tensor.copy_
+
+    def copy(live: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        return live if record(live, source) else original(live, source, non_blocking)
+
+    torch.Tensor.copy_ = copy  # type: ignore[method-assign, assignment]
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.Tensor.copy_ = original  # type: ignore[method-assign]
+
+
+def _refuse_gaps(
+    shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, list[TensorPiece]], model: torch.nn.Module
+) -> None:
+    filled: dict[int, int] = {}
+    for name in shapes:
+        if not pieces[name]:
+            raise EngineError(f"tensor {name}: the model's loader places none of its elements")
+        for piece in pieces[name]:
+            storage = piece.live.untyped_storage().data_ptr()
+            filled[storage] = filled.get(storage, 0) + piece.live.numel()
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            count = filled.get(parameter.untyped_storage().data_ptr(), 0)
+            is_padded = hasattr(module, "num_embeddings_padded")  # vLLM pads vocabularies
+            if count != parameter.numel() and not (is_padded and count):
+                raise EngineError(f"parameter {name}: published tensors fill {count} of {parameter.numel()} elements")
+
+
+def _widened(bits: torch.Tensor, published: str, live: torch.dtype, whose: str) -> torch.Tensor:
+    """Exact values in the live dtype from published bits; EngineError if the dtypes do not allow that."""
+    if _TORCH_DTYPES[published] == live:
+        return bits.view(live)
+    if published == "bfloat16" and live == torch.float32:
+        return (bits.to(torch.int32) << 16).view(torch.float32)
+    raise EngineError(f"{whose}: expected an engine of dtype {published} or float32, got {live}")
+
+
+def _narrowed(live: torch.Tensor, published: torch.dtype) -> torch.Tensor:
+    """The published values from live ones, bit for bit."""
+    if live.dtype == published:
+        return live
+    return (live.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedLayer:
+    """`live`: the tensors that the layer computes with, by parameter name; `rounded`: computes the same tensors from a master."""
+
+    name: str
+    master: torch.Tensor
+    live: Mapping[str, torch.Tensor]
+    rounded: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+
+    def put(self) -> None:
+        """Rounds the master and writes the result over the live values."""
+        for name, values in self.rounded(self.master).items():
+            self.live[name].copy_(values)
+
+    def follows(self) -> bool:
+        """Whether the live values equal, bit for bit, what `put` would write."""
+        made = self.rounded(self.master)
+        return all(torch.equal(_raw(self.live[name]), _raw(values)) for name, values in made.items())
+
+
+class RoundedMap:
+    """`weights` maps published names to the masters of `layers`, and to the parameters that are not rounded."""
+
+    def __init__(self, weights: WeightMap, layers: Sequence[RoundedLayer]) -> None:
+        self._weights = weights
+        self._layers = {_storage(layer.master): layer for layer in layers}
+        self._touched: set[int] = set()
+        self._rounded: list[RoundedLayer] = []
+
+    def covers(self) -> list[tuple[str, int, str]]:
+        """As for the weight map."""
+        return self._weights.covers()
+
+    def apply(self, patches: Iterable[Patch], *, goes_on: bool = False) -> None:
+        """Writes checked patches into masters and unrounded parameters. Rounded values stay as they are until `follow`."""
+        if not goes_on:
+            self._touched, self._rounded = set(), []
+        self._weights.apply(self._noted(patches), goes_on=goes_on)
+
+    def _noted(self, patches: Iterable[Patch]) -> Iterator[Patch]:
+        for patch in patches:
+            if len(patch.bits):
+                self._touched |= self._weights.storages_of(patch.name)
+            yield patch
+
+    def follow(self) -> None:
+        """Rounds again the layers that the update touched. Call `settle` afterwards, whether or not this succeeds."""
+        self._rounded = [layer for storage, layer in self._layers.items() if storage in self._touched]
+        for layer in self._rounded:
+            layer.put()
+
+    def settle(self, *, is_kept: bool) -> None:
+        """Ends the last update: keeps or undoes it."""
+        self._weights.settle(is_kept=is_kept)
+        rounded, self._rounded = self._rounded, []
+        for layer in () if is_kept else rounded:
+            layer.put()
+
+    def sums(self, key: int) -> list[tuple[int, int]]:
+        """As for the weight map, but with wrong sums for the tensors of a layer whose live values do not follow from its master."""
+        is_off = {storage for storage, layer in self._layers.items() if not layer.follows()}
+        return [
+            (header, total + bool(is_off & self._weights.storages_of(name)))
+            for name, (header, total) in zip(self._weights.shapes, self._weights.sums(key), strict=True)
+        ]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _raw(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.uint8)

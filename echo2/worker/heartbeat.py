@@ -1,0 +1,267 @@
+"""What the worker reports about itself: hello and heartbeat for the coordinator, status for its owner.
+
+Every figure is counted or measured here or in the part that it describes. To add a field to the heartbeat, declare it in
+`proto/echo2/v1/coordinator.proto` and set it in `WorkerStatus.heartbeat`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from echo2.base.hosts import joined
+from echo2.base.ids import PeerId, Version
+from echo2.broadcast.nat.facts import HostFacts
+from echo2.broadcast.nat.reach import Nat
+from echo2.broadcast.node import BroadcastNode, NodeStats
+from echo2.control.waits import Waits
+from echo2.outside import SteadyClock
+from echo2.trust.tls import PROTOCOL_VERSION, Credentials
+from echo2.wire.bounds import LOG_CHARS_MAX, LOG_LINES_MAX
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2
+from echo2.worker.control import CommandAnswer
+from echo2.worker.leases_service import LeaseService
+from echo2.worker.machine import Finding, Hardware, advertised_finding
+from echo2.worker.options import WorkerOptions
+from echo2.worker.reports import Reports
+from echo2.worker.weights import Weights
+
+BEATS_BETWEEN_LINKS = 6
+"""Unchanged links are sent again after this many heartbeats, since one may have been lost."""
+MEMORY_INTERVAL_S = 10.0
+"""How often memory use is read, which takes a file for every thread and process of this worker."""
+_log = logging.getLogger("echo2.worker")
+
+
+class LogTail(logging.Handler):
+    """Keeps the newest warnings and errors of this process, each as one printable line; any thread may log. `count`: lines kept so
+    far, those dropped since included."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: deque[coordinator_pb2.LogLine] = deque(maxlen=LOG_LINES_MAX)
+        self.count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text = f"{text}: {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
+        line = " ".join(text.split())
+        line = "".join(c if c.isprintable() else "?" for c in line[:LOG_CHARS_MAX])
+        is_error = record.levelno >= logging.ERROR
+        self._lines.append(coordinator_pb2.LogLine(unix_s=record.created, is_error=is_error, text=line))
+        self.count += 1
+
+    def message(self) -> coordinator_pb2.LogTail:
+        return coordinator_pb2.LogTail(lines=list(self._lines))
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How others reach this worker: `own` is where it listens, `advertised` the addresses of its hello, `port` where others dial
+    it; `is_told`: the operator named the address; `nat` finds out the rest."""
+
+    advertised: list[str]
+    own: list[str]
+    port: int
+    is_told: bool
+    nat: Nat
+    coordinator: PeerId
+
+    def message(self) -> coordinator_pb2.Reach | None:
+        """As the transport found out; None while unknown, so that the hello's addresses apply."""
+        return reach_of(self.nat.facts, self.own, self.port, self.coordinator)
+
+
+def reach_of(facts: HostFacts, own: list[str], port: int, coordinator: PeerId) -> coordinator_pb2.Reach | None:
+    """How peers reach a worker with these facts. The coordinator's relay comes first, to spare the learner's uplink."""
+    if facts.is_reachable is None:
+        return None
+    if facts.is_reachable:
+        return coordinator_pb2.Reach(addresses=[joined(facts.public_host, port)])
+    relays = sorted(facts.relays, key=lambda peer: (peer != coordinator, peer))
+    access = broadcast_pb2.PeerAccess(lan_addresses=own, public_host=facts.public_host, relays=relays)
+    return coordinator_pb2.Reach(access=access)
+
+
+class WorkerStatus:
+    """One per worker. `weights` is None until the engine has started; `slot_count` is the engine's once that is known."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        credentials: Credentials,
+        hardware: Hardware,
+        parts: tuple[LeaseService, Reports, BroadcastNode, Waits],
+        reach: Reach,
+        memory_bytes: Callable[[], tuple[int, int]],
+        log: LogTail | None,
+    ) -> None:
+        self.weights: Weights | None = None
+        self.slot_count = options.config.worker.slots
+        self.findings: dict[str, Finding] = {}
+        self.reach = reach
+        self._options, self._run_id, self._hardware = options, credentials.run_id, hardware
+        self._leases, self._reports, self._node, self._waits = parts
+        self._clock = SteadyClock()
+        self._read_memory, self._memory_bytes, self._memory_due = memory_bytes, (0, 0), -math.inf
+        self._log_tail, self._sent_lines = log, 0
+        self._sent_links: list[coordinator_pb2.PeerLink] | None = None
+        self._beats = 0
+        self._idle_since: float | None = None
+
+    def add_finding(self, finding: Finding) -> None:
+        """Logs a finding about the machine and keeps it for the status."""
+        if self.findings.get(finding.what) != finding:
+            self.findings[finding.what] = finding
+            _log.log(logging.INFO if finding.is_good else logging.WARNING, "%s", finding.line())
+
+    def on_host_facts(self, facts: HostFacts) -> None:
+        """Records the relay's check of whether this worker answers at the address that its operator named."""
+        if self.reach.is_told and facts.is_reachable is not None:
+            self.add_finding(advertised_finding(self.reach.advertised[0], facts.public_host, facts.is_reachable))
+
+    def hello(self) -> coordinator_pb2.WorkerHello:
+        self._sent_links, self._sent_lines = None, 0  # a new stream, perhaps to a new coordinator: send all of it again
+        options, worker = self._options, self._options.config.worker
+        tickets = (self._reports.ticket_of(lease_id) for lease_id in self._leases.machine.lease_ids)
+        return coordinator_pb2.WorkerHello(
+            protocol_version=PROTOCOL_VERSION,
+            name=options.name,
+            run_id=self._run_id,
+            addresses=self.reach.advertised,
+            price_usd_per_hour=self._hardware.price.usd_per_hour,
+            is_spot=worker.is_spot,
+            gpu=self._hardware.machine.gpu_text,
+            engine=self._hardware.engine,
+            slot_count=self.slot_count,
+            link=self._link(),
+            held_tickets=[ticket for ticket in tickets if ticket is not None],
+            quantisation="" if worker.quantisation == "none" else worker.quantisation,
+            provider=self._hardware.place.provider,
+            region=self._hardware.place.region,
+        )
+
+    def heartbeat(self) -> coordinator_pb2.Heartbeat:
+        now, node, weights = self._clock.now(), self._node.stats(), self.weights
+        rates, window = self._leases.rates.rates(now), self._leases.rates
+        live = weights.live if weights else None
+        stats = self._leases.engine.stats() if self._leases.engine else None
+        waits_for, waits_since_s = self._wait(live, node)
+        used_bytes, total_bytes = self._memory(now)
+        return coordinator_pb2.Heartbeat(
+            version=live or 0,
+            has_version=live is not None,
+            running_sequences=stats.running_sequences if stats else 0,
+            waiting_sequences=stats.waiting_sequences if stats else 0,
+            sampled_tokens=window.sampled_tokens,
+            finished_rollouts=window.finished_rollouts,
+            rollouts_per_s=rates.rollouts_per_s,
+            tokens_per_s=rates.tokens_per_s,
+            rollout_s_mean=rates.rollout_s_mean,
+            rollout_s_p95=rates.rollout_s_p95,
+            swap_s=weights.pause_s if weights else 0.0,
+            apply_s=weights.apply_s if weights else 0.0,
+            link=self._link(),
+            sent_chunk_bytes=node.sent_chunk_bytes,
+            received_chunk_bytes=node.received_chunk_bytes,
+            newest_chunk_count=node.newest_chunk_count,
+            newest_chunks_held=node.newest_chunks_held,
+            newest_version_in_flight=node.newest_version_in_flight,
+            waits_for=waits_for,
+            waits_since_s=waits_since_s,
+            fingerprint=weights.fingerprint if weights else "",
+            memory_used_bytes=used_bytes,
+            memory_total_bytes=total_bytes,
+            reach=self.reach.message(),
+            links=self._links_if_changed(node),
+            log=self._log_if_changed(),
+        )
+
+    def answer(self) -> CommandAnswer:
+        """For `echo-worker status`."""
+        sent = self._sent_links, self._beats, self._sent_lines
+        beat, node = self.heartbeat(), self._node.stats()
+        self._sent_links, self._beats, self._sent_lines = sent  # the coordinator has not received this heartbeat
+        stats = self._leases.engine.stats() if self._leases.engine else None
+        facts = self.reach.nat.facts
+        return {
+            "run": self._run_id,
+            "name": self._options.name,
+            "engine": self._hardware.engine,
+            "version": beat.version if beat.has_version else None,
+            "weights": self.weights.state if self.weights else "no engine yet",
+            "fingerprint": beat.fingerprint,
+            "leases": len(self._leases.machine.lease_ids),
+            "running": beat.running_sequences,
+            "waiting": beat.waiting_sequences,
+            "sampled_tokens": beat.sampled_tokens,
+            "finished_rollouts": beat.finished_rollouts,
+            "prompt_tokens": stats.prompt_tokens if stats else 0,
+            "shared_prompt_tokens": stats.shared_prompt_tokens if stats else 0,
+            "prefilled_tokens": stats.prefilled_tokens if stats else 0,
+            "tokens_per_s": round(beat.tokens_per_s, 1),
+            "rollouts_per_s": round(beat.rollouts_per_s, 3),
+            "tokens_not_reported": self._leases.machine.unheld_tokens,
+            "newest_version_in_flight": beat.newest_version_in_flight,
+            "chunks": f"{beat.newest_chunks_held} of {beat.newest_chunk_count or '?'}",
+            "price_usd_per_hour": self._hardware.price.usd_per_hour,
+            "slots": self.slot_count,
+            **{finding.what: finding.text for finding in self.findings.values()},
+            "way": node.way,
+            "waits_for": beat.waits_for,
+            "waits_since_s": round(beat.waits_since_s, 1),
+            "also_waits_for": "; ".join(f"{text} ({since_s:.1f} s)" for text, since_s in self._waits.by_age()[1:]),
+            "can_be_dialled": {True: "yes", False: "no", None: "not known"}[facts.is_reachable],
+            "relays": len(facts.relays),
+            "links": [f"{link.peer_id[-8:]} {link.way}" for link in node.links],
+        }
+
+    def _link(self) -> coordinator_pb2.Link:
+        """The link's rates: as declared by the emulation or the uplink limit, else as measured; 0: not known."""
+        link = self._options.config.worker.emulated_link
+        measured = self._node.stats().uplink_bytes_per_s
+        return coordinator_pb2.Link(
+            uplink_bytes_per_s=link.uplink_bytes_per_s or self._options.config.worker.uplink_limit or measured,
+            downlink_bytes_per_s=link.downlink_bytes_per_s,
+            rtt_s=link.rtt_s,
+        )
+
+    def _wait(self, live: Version | None, node: NodeStats) -> tuple[str, float]:
+        """What this worker has been waiting for longest, and for how many seconds; empty while it generates."""
+        now, has_work = self._clock.now(), bool(self._leases.machine.lease_ids)
+        self._idle_since = None if has_work or live is None else self._idle_since or now
+        text, since_s = self._waits.longest()
+        if text or has_work:
+            is_silent = not text and not self._leases.machine.is_running
+            return ("the learner's verdict on finished rollouts", 0.0) if is_silent else (text, since_s)
+        if self._idle_since is None:
+            return node.waits_for, 0.0
+        return "a lease", now - self._idle_since
+
+    def _memory(self, now: float) -> tuple[int, int]:
+        if now >= self._memory_due:
+            self._memory_due = now + MEMORY_INTERVAL_S
+            self._memory_bytes = self._read_memory()
+        return self._memory_bytes
+
+    def _log_if_changed(self) -> coordinator_pb2.LogTail | None:
+        """The log tail if it has new lines. None before the first: the coordinator then keeps the previous process's last lines."""
+        if self._log_tail is None or self._log_tail.count == self._sent_lines:
+            return None
+        self._sent_lines = self._log_tail.count
+        return self._log_tail.message()
+
+    def _links_if_changed(self, node: NodeStats) -> coordinator_pb2.LinkTable | None:
+        self._beats += 1
+        links = [
+            coordinator_pb2.PeerLink(peer_id=link.peer_id, kind=link.way.kind.value, reason=link.way.reason)
+            for link in sorted(node.links, key=lambda link: (link.peer_id, link.way.kind.value, link.way.reason))
+        ]
+        if links == self._sent_links and self._beats < BEATS_BETWEEN_LINKS:
+            return None
+        self._sent_links, self._beats = links, 0
+        return coordinator_pb2.LinkTable(links=links)

@@ -1,1 +1,0 @@
-"""Inference engines behind the protocol of `echo2.worker.engine`."""

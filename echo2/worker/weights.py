@@ -1,0 +1,382 @@
+"""Takes versions from the broadcast to the engine: decode while receiving, swap, check, commit.
+
+Guarantees: a version goes live only if its bits have the fingerprint that the learner signed and the engine's own fingerprint
+agrees; until then the tokens that it samples are held, and they are discarded if it does not. One artifact at a time, each on top
+of the host's version. If a later version is already here, a version is only committed to the host and skips the engine, at most
+`SKIPS_MAX` times in a row. `FAILURES_MAX` failures in a row end the worker with the last reason. Decoding and hashing run in a
+thread of their own. Waits for the next artifact, its chunks, leases that only the live version may sample, the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from echo2.base.clock import Clock
+from echo2.base.errors import EchoError, EngineError, IntegrityError, VersionMismatch
+from echo2.base.ids import Version
+from echo2.base.staged import TensorUpdate
+from echo2.base.units import format_bytes
+from echo2.broadcast.artifact import ArtifactId
+from echo2.broadcast.catch_up import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
+from echo2.broadcast.node import BroadcastNode
+from echo2.broadcast.store import FileSpill
+from echo2.control.waits import Waits
+from echo2.weights import ContainerDecoder, FrameReader, HostWeights, StagedDelta
+from echo2.worker.base_checkpoint import BaseCheckpointLoader
+from echo2.worker.engines.engine import Engine, SwapMode
+from echo2.worker.leases_service import LeaseService
+from echo2.worker.progress import ProgressLines, ShowsProgress
+from echo2.worker.rollouts import TokenGate
+
+SKIPS_MAX = 8  # each skip makes the live weights a version older
+FAILURES_MAX = 5  # one may be a damaged artifact; five in a row are this machine's fault
+Tensors = Iterable[tuple[str, tuple[int, ...], str]]
+_log = logging.getLogger("echo2.worker")
+_T = TypeVar("_T")
+
+
+def model_digest(config_json: bytes, tensors: Tensors) -> str:
+    """What the learner announces: SHA-256, in hex, of the transformers config and the tensors' names, shapes and dtypes."""
+    table = sorted([name, list(shape), dtype] for name, shape, dtype in tensors)
+    return hashlib.sha256(config_json + json.dumps(table).encode()).hexdigest()
+
+
+class HostSnapshot:
+    """All of the host's weights as a staged version. Read it before the next commit."""
+
+    parent = None
+
+    def __init__(self, host: HostWeights) -> None:
+        assert host.version is not None, "a host without weights has no version"
+        self._host = host
+        self.version = host.version
+
+    def updates(self) -> Iterator[TensorUpdate]:
+        assert self._host.version == self.version, "the host moved on"
+        for spec in self._host.table.specs:
+            yield TensorUpdate(spec.name, spec.element.name, spec.shape, None, self._host.bits(spec.name))
+
+
+class WeightsPort(Protocol):
+    """What the weights need of the rest of the worker, on the loop's thread."""
+
+    def on_decoded(self, is_keyframe: bool, weights_bytes: int, seconds: float) -> None:
+        """An artifact was decoded: bytes of the whole weights, seconds on the decoder's thread."""
+        ...
+
+    def on_bad_artifact(self, version: Version | None) -> None:
+        """The artifact was bad: fetch one that applies to `version` (None: a keyframe)."""
+        ...
+
+    @property
+    def on_live(self) -> Callable[[Version], None]:
+        """Called with each version that goes live."""
+        ...
+
+
+class Weights:
+    """The host's copy and the engine's live version; one caller calls its methods one at a time. `model`: digest and config of the
+    learner's model. Staged data that exceeds its share of memory spills to `folder`.
+
+    `version`: committed on the host; `live`: proven on the engine; `pause_s` and `apply_s`: how long generation paused for the last
+    swap, and the time from decoded to proven; `state`: in words, for the status.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        mode: SwapMode,
+        gate: TokenGate,
+        clock: Clock,
+        port: WeightsPort,
+        model: tuple[str, bytes],
+        folder: Path,
+    ) -> None:
+        self.host = HostWeights.empty()
+        self.version: Version | None = None
+        self.live: Version | None = None
+        self.fingerprint = ""
+        self.pause_s = self.apply_s = 0.0
+        self.state = "waits for a version"
+        self._engine, self._mode, self._gate, self._clock, self._port = engine, mode, gate, clock, port
+        self._model, self._folder = model, folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="echo2-decode")
+        self._decoder: ContainerDecoder | None = None
+        self._reader = FrameReader()
+        self._decode_s = 0.0
+        self._skips = self._failures = 0
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self) -> None:
+        """The next artifact begins."""
+        self._decoder, self._reader = ContainerDecoder(self.host, spill=FileSpill(self._folder)), FrameReader()
+        self._decode_s, self.state = 0.0, "receives and decodes"
+
+    async def chunk(self, payload: bytes) -> None:
+        """Takes the next bytes of the artifact; they are decoded before this returns."""
+        decoder = self._decoder
+        if decoder is None:
+            return  # decoding failed earlier: ignore the rest of the artifact
+
+        def feed() -> None:
+            for frame in self._reader.feed(payload):
+                decoder.feed(frame)
+
+        try:
+            await self._decoded(feed)
+        except EchoError as error:
+            self._refuse(str(error))
+
+    async def finish(self, more_is_here: bool) -> None:
+        """The artifact is complete. Returns once its version is live, committed or refused. `more_is_here`: a complete artifact of
+        a later version can follow at once."""
+        if self._decoder is None:
+            return
+        try:
+            staged = await self._decoded(self._decoder.finish)
+        except EchoError as error:
+            self._refuse(str(error))
+            return
+        if staged.parent is None or self.version is None:
+            self._check_model((s.name, s.shape, s.element.name) for s in staged.table.specs)
+        weights_bytes = sum(s.element_count * s.element.bits_dtype.itemsize for s in staged.table.specs)
+        self._port.on_decoded(staged.parent is None, weights_bytes, self._decode_s)
+        if more_is_here and self._skips < SKIPS_MAX and self.live is not None:
+            self._skips += 1
+            await self._commit(staged)
+            self.state = "waits for a version"
+            return
+        self._skips = 0
+        await self._go_live(staged.version, staged)
+
+    async def adopt(self, weights: HostWeights) -> None:
+        """Takes weights that already have the fingerprint of a version. Returns when it is live."""
+        assert weights.version is not None, "what is adopted is a version"
+        self.drop()
+        self._check_model((s.name, s.shape, s.element.name) for s in weights.table.specs)
+        self.host, self.version = weights, weights.version
+        await self._go_live(weights.version, None)
+
+    def drop(self) -> None:
+        """The artifact will not be completed."""
+        self._decoder, self.state = None, "waits for a version"
+
+    # -- to the engine
+
+    async def _go_live(self, version: Version, staged: StagedDelta | None) -> None:
+        """Swaps until the engine's fingerprint proves the version: first by `staged`, if the engine is at its parent, then by the
+        host's whole weights, whose bits are verified."""
+        began = self._clock.now()
+        delta = staged if staged is not None and staged.parent in (None, self.live) else None
+        if staged is not None and delta is None:
+            await self._commit(staged)
+        while True:
+            self.state = "swaps"
+            self._gate.hold(version)
+            try:
+                self.pause_s = await self._engine.swap(HostSnapshot(self.host) if delta is None else delta, self._mode)
+                failure = ""
+            except EngineError as error:
+                failure = str(error)
+                _log.warning("the engine kept version %s: %s", self._engine.version, error)
+            if delta is not None:
+                await self._commit(delta)
+                delta = None
+            if not failure:
+                self.state = "checks the engine's weights"
+                if await self._is_proven(version):
+                    break
+                failure = f"the engine's weights differ from version {version} after the swap"
+                self._gate.discard()
+            self._count_failure(failure)
+        self._failures, self.live = 0, version
+        self.fingerprint, self.apply_s = f"{self.host.fingerprint():016x}", self._clock.now() - began
+        self.state = "waits for a version"
+        self._gate.release()
+        _log.info(
+            "version %d is live: paused for %.0f ms, %.0f ms after arrival",
+            version,
+            1e3 * self.pause_s,
+            1e3 * self.apply_s,
+        )
+        self._port.on_live(version)
+
+    async def _is_proven(self, version: Version) -> bool:
+        """Compares the engine's fingerprint, computed from its live weights, with the host's, which equals the learner's."""
+        found = await self._engine.fingerprint(self.host.key)
+        expected = await self._in_thread(self.host.fingerprint)
+        if found != expected:
+            _log.error("version %d: expected fingerprint %016x of the engine, got %016x", version, expected, found)
+        return found == expected
+
+    async def _commit(self, staged: StagedDelta) -> None:
+        await self._in_thread(lambda: self.host.commit(staged))
+        self.version, self._decoder = staged.version, None
+
+    def _refuse(self, message: str) -> None:
+        """The artifact does not decode, or not to its fingerprint."""
+        self.drop()
+        self._count_failure(message)
+        _log.warning("a version was bad, fetching it another way: %s", message)
+        # One failure may be a bad copy. After a second, the delta or the host copy may be wrong; a keyframe needs neither. The
+        # engine keeps its proven version. A base checkpoint that no version proved yet may be the wrong parent at once.
+        if self._failures > 1 or self.version is None:
+            self.host, self.version = HostWeights.empty(), None
+        self._port.on_bad_artifact(self.version)
+
+    def _count_failure(self, message: str) -> None:
+        self._failures += 1
+        if self._failures >= FAILURES_MAX:
+            self._gate.discard()
+            raise IntegrityError(
+                f"no version could be put live, {self._failures} times in a row; the last time: {message}"
+            )
+
+    def _check_model(self, tensors: Tensors) -> None:
+        """VersionMismatch unless the received weights belong to the model that the learner announced."""
+        expected, config_json = self._model
+        found = model_digest(config_json, tensors)
+        if found != expected:
+            raise VersionMismatch(
+                f"the learner's model: expected weights of digest {expected[:16]}, as it announced, those that came have "
+                f"{found[:16]}: names, shapes or types of its tensors differ"
+            )
+
+    async def _decoded(self, work: Callable[[], _T]) -> _T:
+        """Runs `work` on the decoder's thread and adds its duration to the decoding time."""
+
+        def timed() -> _T:
+            began = self._clock.now()
+            try:
+                return work()
+            finally:
+                self._decode_s += self._clock.now() - began
+
+        return await self._in_thread(timed)
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class WeightReceiver:
+    """Passes the broadcast node's deliveries to the weights, and shows how much has arrived; `run` is its loop. `base`: a local
+    checkpoint that may turn out to be the required version."""
+
+    def __init__(
+        self,
+        node: BroadcastNode,
+        leases: LeaseService,
+        waits: Waits,
+        base: BaseCheckpointLoader,
+        progress: ShowsProgress,
+        on_live: Callable[[Version], None],
+    ) -> None:
+        self.on_live = on_live
+        self._node, self._leases, self._waits = node, leases, waits
+        self._base, self._progress, self._lines = base, progress, ProgressLines()
+        self._artifact: ArtifactId | None = None
+        self._received_bytes = 0
+
+    async def run(self, weights: Weights) -> None:
+        """Runs until the node stops; raises IntegrityError if no version can be put live."""
+        self._waits.begin("weights", "the first weights")
+        async for step in self._node.progress():
+            match step:
+                case ArtifactBegun(header):
+                    self._artifact, self._received_bytes = header.artifact, 0
+                    _log.debug("receiving %s", header.artifact)
+                    await self._stand_on_base(weights, header.artifact)
+                    weights.begin()
+                    await self._adopt(weights, header.artifact)
+                case BlockArrived(artifact, payload):
+                    self._show(weights, artifact, len(payload))
+                    if not await self._adopt(weights, artifact):
+                        await weights.chunk(payload)
+                case ArtifactSealed(artifact, _, total_bytes):
+                    _log.debug("received %s, %s", artifact, format_bytes(total_bytes))
+                    self._end_show(artifact)
+                    await self._wait_for_leases(artifact.version)
+                    await weights.finish(self._more_is_here(artifact.version))
+                    if weights.version is not None:
+                        self._base.end()
+                    if weights.live is not None:
+                        self._waits.end("weights")
+                case ArtifactDropped(artifact, reason):
+                    _log.info("%s is not needed: %s", artifact, reason)
+                    self._end_show(artifact)
+                    weights.drop()
+
+    async def _wait_for_leases(self, version: Version) -> None:
+        """Waits for leases that only the live version may sample; the leases bound the wait."""
+        exact = len(self._leases.machine.exact_leases)
+        if exact:
+            self._waits.begin("version", f"{exact} evaluation leases to end before version {version} goes live")
+        await self._leases.version_may_go_live(version)
+        self._waits.end("version")
+
+    async def _stand_on_base(self, weights: Weights, artifact: ArtifactId) -> None:
+        """If the first artifact is a delta, takes the base checkpoint as its parent. Decoding fails if the parent's fingerprint,
+        which the delta names, is another."""
+        if artifact.parent is None or weights.version is not None:
+            return
+        candidate = await self._base.candidate()
+        if candidate is not None:
+            weights.host = candidate
+            _log.info("this machine's base checkpoint and %s lead to version %d", artifact, artifact.version)
+
+    async def _adopt(self, weights: Weights, artifact: ArtifactId) -> bool:
+        """Uses the base checkpoint instead of a keyframe if their fingerprints are equal; returns whether it did."""
+        if artifact.parent is not None or weights.version is not None:
+            return False
+        fingerprint = self._node.library.fingerprint_of(artifact)
+        base = self._base.proven(artifact.version, fingerprint) if fingerprint else None
+        if base is None:
+            return False
+        _log.info("version %d is this machine's base checkpoint: nothing to fetch", artifact.version)
+        self._end_show(artifact)
+        self._node.adopted(artifact)
+        self._base.end()
+        await weights.adopt(base)
+        self._waits.end("weights")
+        return True
+
+    def _show(self, weights: Weights, artifact: ArtifactId, more_bytes: int) -> None:
+        self._received_bytes += more_bytes
+        sizes = [offered.total_bytes for offered in self._node.artifacts_available() if offered.artifact == artifact]
+        # Bars only until the first version is live; later a version that takes long gets log lines.
+        progress = self._progress if weights.live is None else self._lines
+        progress.at(_name_of(artifact), self._received_bytes, max(sizes, default=0))
+
+    def _end_show(self, artifact: ArtifactId) -> None:
+        for progress in (self._progress, self._lines):
+            progress.ended(_name_of(artifact))
+
+    def on_decoded(self, is_keyframe: bool, weights_bytes: int, seconds: float) -> None:
+        self._node.planner.on_decoded(is_keyframe, weights_bytes, seconds)
+
+    def on_bad_artifact(self, version: Version | None) -> None:
+        assert self._artifact is not None, "an artifact was under way"
+        self._node.refetch(self._artifact)
+        if version is None:
+            self._node.set_base(None)  # the base checkpoint may not be what the delta was made from
+            self._node.set_live(None)
+
+    def _more_is_here(self, version: Version) -> bool:
+        return any(
+            offered.is_complete and offered.artifact.version > version and offered.artifact.parent in (None, version)
+            for offered in self._node.artifacts_available()
+        )
+
+
+def _name_of(artifact: ArtifactId) -> str:
+    """The artifact's name on screen and in the log."""
+    return f"{'download' if artifact.parent is None else 'catch-up'} of version {artifact.version}"

@@ -1,0 +1,194 @@
+"""Families of models: a tiny random one of each, as a learner trains it and an embedded worker generates with it.
+
+    python -m tests.contract.families       # writes the table of docs/models.md
+
+The configurations are those of the installed transformers, so a release that changes a family changes the table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from echo2.base.errors import EchoError
+from echo2.base.ids import GroupId, Version
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.base.staged import TensorUpdate
+from echo2.cost_model.sizing import model_size
+from echo2.learner.options import TrainerOptions
+from echo2.learner.rollouts.groups import TrainGroup
+from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.trainer import Trainer
+from echo2.learner.training.trials import refuse_wrong_rows
+from echo2.weights.elements import bits_of, published_tensors
+from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
+from echo2.worker.engines.engine import GenerateRequest, SwapMode
+from tests.contract.engine_rig import Staged
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
+WINDOW, PROMPT, NEW, ROLLOUTS = 24, 40, 24, 3
+RATIO_OFF_MAX = 1e-5
+"""Rounding of float32: products are summed in another order in a row of several sequences."""
+
+COMMON: dict[str, object] = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+WINDOWED = {"sliding_window": WINDOW}
+MIXED = WINDOWED | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GROUPED: dict[str, object] = {
+    "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+LATENT = GROUPED | {
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+LINEAR: dict[str, object] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "Llama": ("llama", {}),
+    "Qwen2, Qwen2.5": ("qwen2", {}),
+    "Qwen3": ("qwen3", {}),
+    "Mistral": ("mistral", WINDOWED),
+    "Ministral": ("ministral3", WINDOWED),
+    "Phi-3, Phi-4": ("phi3", WINDOWED),
+    "Starcoder2": ("starcoder2", WINDOWED),
+    "Gemma 2": ("gemma2", WINDOWED | {"query_pre_attn_scalar": 16}),
+    "Gemma 3": ("gemma3_text", WINDOWED | {"query_pre_attn_scalar": 16}),
+    "Granite": ("granite", {}),
+    "OLMo 2": ("olmo2", {}),
+    "OLMo 3": ("olmo3", WINDOWED),
+    "SmolLM3": ("smollm3", {}),
+    "Command R7B, Aya": ("cohere2", WINDOWED),
+    "GLM-4": ("glm4", {}),
+    "Seed-OSS": ("seed_oss", {}),
+    "EXAONE 4": ("exaone4", WINDOWED),
+    "Hunyuan": ("hunyuan_v1_dense", {}),
+    "ERNIE 4.5": ("ernie4_5", {}),
+    "Nemotron": ("nemotron", {}),
+    "Qwen3-MoE": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "Mixtral": ("mixtral", EXPERTS | WINDOWED),
+    "OLMoE": ("olmoe", EXPERTS),
+    "gpt-oss": ("gpt_oss", EXPERTS | MIXED),
+    "DeepSeek-V3, Kimi-K2": ("deepseek_v3", LATENT),
+    "GLM-4.5, GLM-4.6": ("glm4_moe", GROUPED),
+    "GLM-4.7-Flash": ("glm4_moe_lite", LATENT),
+    "MiniMax-M2": ("minimax_m2", EXPERTS),
+    "Granite-MoE": ("granitemoe", EXPERTS),
+    "ERNIE 4.5 MoE": ("ernie4_5_moe", EXPERTS | {"moe_num_experts": 6, "moe_k": 2}),
+    "Llama 4": ("llama4_text", EXPERTS | {"intermediate_size_mlp": 64, "attention_chunk_size": WINDOW}),
+    "Qwen3.5": ("qwen3_5_text", LINEAR),
+    "Qwen3-Next": ("qwen3_next", EXPERTS | LINEAR | {"shared_expert_intermediate_size": 32}),
+    "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "Falcon-H1": ("falcon_h1", {}),
+    "Mamba": ("mamba", {"state_size": 8}),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`rows`: how the learner lays out a batch. `ratio_off`: how far the ratio of its policy to the worker's is from 1 at most, at
+    lag 0, or why it is refused. `is_counted`: whether the planner's count of parameters is the model's."""
+
+    rows: str
+    ratio_off: float | str
+    is_counted: bool
+
+
+def save_tiny(model_type: str, more: dict[str, object], folder: Path) -> torch.nn.Module:
+    """A random model of the family. Every tensor that it publishes differs from what its class begins with."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(COMMON | more)), dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in published_tensors(model).values():
+            tensor.add_(0.08 * torch.randn_like(tensor))
+    model.save_pretrained(folder)
+    return model
+
+
+async def generated(
+    config: dict[str, Any], published: dict[str, torch.Tensor], prompt: tuple[int, ...]
+) -> list[Rollout]:
+    """Completions of one prompt by an embedded worker that has what the learner published."""
+    engine = EmbeddedEngine(config, slot_count=ROLLOUTS, context_tokens=len(prompt) + NEW + 1)
+    await engine.start()
+    updates = [
+        TensorUpdate(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), None, bits_of(tensor))
+        for name, tensor in published.items()
+    ]
+    tokens: list[list[int]] = [[] for _ in range(ROLLOUTS)]
+    raw: list[list[float]] = [[] for _ in range(ROLLOUTS)]
+    try:
+        await engine.swap(Staged(Version(0), None, updates), SwapMode.RECOMPUTE_KV)
+        for number in range(ROLLOUTS):
+            sampling = SamplingParams(max_new_tokens=NEW - 2 * number, seed=number)
+            engine.submit(GenerateRequest(str(number), prompt, (), sampling, "prompt"))
+        running = ROLLOUTS
+        while running:
+            for chunk in await engine.next_chunks():
+                tokens[int(chunk.request_id)] += chunk.token_ids
+                raw[int(chunk.request_id)] += chunk.raw_logprobs
+                running -= chunk.finish_reason is not FinishReason.UNFINISHED
+    finally:
+        await engine.stop()
+    spans = [(VersionSpan(Version(0), len(ids)),) for ids in tokens]
+    return [
+        Rollout(GroupId("g"), n, tuple(ids), tuple(raw[n]), tuple(raw[n]), spans[n], FinishReason.LENGTH)
+        for n, ids in enumerate(tokens)
+    ]
+
+
+def outcome_of(model_type: str, more: dict[str, object]) -> Outcome:
+    prompt = tuple((7 * place + 3) % 96 for place in range(PROMPT))
+    with tempfile.TemporaryDirectory() as name:
+        model = save_tiny(model_type, more, Path(name))
+        learner = PolicyModel(name, "float32", torch.device("cpu"), 1.0)
+        config = json.loads(learner.config_json())
+        is_counted = model_size(config).parameters == sum(p.numel() for p in model.parameters())
+        rows = "packed" if learner.policy.is_packed else "one sequence each"
+        try:
+            refuse_wrong_rows(learner.policy, PROMPT + NEW, f"model_type {model_type}")
+            rollouts = asyncio.run(generated(config, learner.snapshot(), prompt))
+        except EchoError as error:
+            return Outcome(rows, str(error), is_counted)
+        spec = GroupSpec(GroupId("g"), prompt, ROLLOUTS, SamplingParams(max_new_tokens=NEW), 0)
+        group = TrainGroup(spec, 0, tuple(rollouts), (0.0,) * ROLLOUTS)
+        found = Trainer(learner, TrainerOptions(name, weights_dtype="float32"), 1).logprobs([group])
+    worker = torch.cat([torch.tensor(rollout.raw_logprobs) for rollout in rollouts])
+    return Outcome(rows, float(((torch.cat(found) - worker).exp() - 1).abs().max()), is_counted)
+
+
+def table() -> str:
+    lines = ["| family | `model_type` | rows of the learner | ratio at lag 0 is 1 within |", "|---|---|---|---|"]
+    for family, (model_type, more) in FAMILIES.items():
+        found = outcome_of(model_type, more)
+        assert found.is_counted, f"{family}: the planner counts another number of parameters"
+        ratio = f"refused: {found.ratio_off}" if isinstance(found.ratio_off, str) else "1e-5"
+        assert isinstance(found.ratio_off, str) or found.ratio_off <= RATIO_OFF_MAX, f"{family}: {found.ratio_off}"
+        lines.append(f"| {family} | `{model_type}` | {found.rows} | {ratio} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    logging.getLogger("echo2").setLevel(logging.ERROR)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Every family of models trains on what its workers sample, or is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.families import FAMILIES, RATIO_OFF_MAX, outcome_of
+
+REFUSED = {"Mamba"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_learners_policy_is_the_workers_at_lag_0(family: str) -> None:
+    """Windows of attention, sinks, a router's correction bias and states: beyond the window, in rows that share a prompt."""
+    found = outcome_of(*FAMILIES[family])
+    assert found.is_counted, "the planner's count is the model's"
+    if family in REFUSED:
+        assert isinstance(found.ratio_off, str) and FAMILIES[family][0] in found.ratio_off
+    else:
+        assert isinstance(found.ratio_off, float) and found.ratio_off <= RATIO_OFF_MAX, found

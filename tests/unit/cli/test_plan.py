@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.base.errors import ConfigError, ResourceError
+from echo2.cli.main import make_parser
+from echo2.cli.plan import evaluation_rollouts
+from echo2.cli.plan_text import PlannedRun, alternatives, as_json, planned
+from echo2.config.run import RunConfig
+from echo2.cost_model.question import PoolOffer
+from echo2.cost_model.snapshot import LinkEstimate
+from tests.patience import WAIT_S
+from tests.unit.cost_model.fleets import learner
+from tests.unit.cost_model.test_question import question
+
+EXAMPLE_8B = Path(__file__).parents[3] / "examples" / "configs" / "math-qwen3-8b.toml"
+LONG = "--sampling.max_new_tokens=8192"
+EIGHT = ("--billions", "8")
+
+
+def run(*arguments: str) -> int:
+    own, rest = make_parser().parse_known_args(arguments)
+    return int(own.command(own, rest))
+
+
+def test_plan_as_json_says_pool_terms_and_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", *EIGHT, "--json", LONG, "--learner.prompts_per_step=128", "--what-if", "uplink=1gbit,S=4") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["is_feasible"] and told["staleness_bound"] == 4
+    assert sum(told["pool_by_kind"].values()) == len(told["pool"]) > 0
+    assert {"cheapest", "fastest", "fewest workers"} <= set(told["alternatives"])
+    assert told["alternatives"]["cheapest"]["usd_per_hour"] <= told["alternatives"]["fastest"]["usd_per_hour"] + 1e-9
+    assert told["alternatives"]["fewest workers"]["workers"] <= told["alternatives"]["cheapest"]["workers"]
+
+
+def test_the_plan_counts_evaluations_and_checkpoints_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the utilisation that it tells, in what workers have to make, and in the hours."""
+
+    def told(*more: str) -> dict[str, Any]:
+        assert run("plan", *EIGHT, "--json", LONG, "--learner.prompts_per_step=128", "--staleness.bound=8", *more) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    plain = told("--task.eval_prompts=0", "--learner.checkpoint_every_steps=100000")
+    full = told("--task.eval_prompts=512", "--task.eval_every_steps=4", "--learner.checkpoint_every_steps=1")
+    assert plain["predicted_utilisation"] > 0.99
+    share = full["learner"]["idle_s"] / full["learner"]["train_s"]
+    assert 0.01 < share < 0.5 and full["predicted_utilisation"] <= 1 - share + 1e-9
+    assert full["learner"]["rollouts_per_step"] == plain["learner"]["rollouts_per_step"] + 128
+    assert full["run"]["hours"] > plain["run"]["hours"] * (1 + 0.9 * share)
+
+
+def test_plan_prints_the_inequality_the_sums_and_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(
+        '[model]\nbillions = 4\n[learner]\ntrain = "60s"\nuplink = "20mbit"\n'
+        '[[worker]]\ngpu = "RTX4090"\ncount = 2\nuplink = "20mbit"\n'
+    )
+    assert run("plan", "--fleet", str(fleet), "--explain", LONG, "--learner.prompts_per_step=128") == 0
+    printed = capsys.readouterr().out
+    for said in ("what limits the run", "(3)", "not feasible with these machines", "would do: "):
+        assert said in printed
+    assert "alternatives" not in printed, "there is none to choose from"
+
+
+def test_the_budget_is_judged_by_the_whole_runs_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    def budget_of(*more: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        assert run("plan", *EIGHT, "--json", LONG, "--learner.prompts_per_step=128", *more) == 0
+        told: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return told, next(term for term in told["terms"] if term["limit_kind"] == "usd_budget")
+
+    told, term = budget_of("--coordinator.usd_budget=1000000")
+    assert told["is_feasible"] and term["value"] == pytest.approx(told["run"]["hours"] * told["usd_per_hour"], rel=0.01)
+    short = f"--coordinator.usd_budget={term['value'] / 3:.2f}"
+    told, term = budget_of(short)
+    assert not told["is_feasible"] and term["value"] > term["limit"]
+    assert any(one["what_if"].startswith("budget=") for one in told["advice"])
+    assert run("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", short) == 0
+    printed = capsys.readouterr().out
+    assert "not feasible with this budget" in printed and "the run  " in printed, "what it costs is said, too"
+
+
+FLEETS = {
+    "few machines": '[[worker]]\ngpu = "RTX4090"\ncount = 2\n',
+    "slow uplink": '[learner]\nuplink = "3mbit"\n[[worker]]\ngpu = "H200"\ncount = 8\n',
+    "short step": '[learner]\ntrain = "40s"\n[[worker]]\ngpu = "H100"\ncount = 8\n',
+}
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [pytest.param(text, marks=[] if name == "slow uplink" else pytest.mark.soak) for name, text in FLEETS.items()],
+    ids=FLEETS,
+)
+def test_advice_holds_when_it_is_followed(fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of advice is taken as it is printed and given back to the same command."""
+    path = tmp_path / "fleet.toml"
+    path.write_text(fleet)
+    asked = (
+        "plan",
+        "--billions",
+        "4",
+        "--fleet",
+        str(path),
+        LONG,
+        "--learner.prompts_per_step=64",
+        "--staleness.bound=2",
+    )
+    assert run(*asked) == 0
+    found = re.findall(r"workers (\$[\d.]+/h)   \(--what-if (\S+)\)", capsys.readouterr().out)
+    assert found
+    for price, what_if in found:
+        assert run(*asked, "--what-if", what_if) == 0
+        printed = capsys.readouterr().out
+        assert "not feasible with" not in printed and f"workers {price}" in printed, what_if
+
+
+def test_the_headline_is_the_whole_price_of_the_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", "--learner.steps=100")
+    assert run(*asked, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    total = told["usd_per_hour"] + told["learner"]["price_usd_per_hour"]
+    assert told["learner"]["price_usd_per_hour"] > 0
+    assert told["run"]["usd"] == pytest.approx(told["run"]["hours"] * total)
+    assert told["run"]["hours"] == pytest.approx(
+        100 * (told["learner"]["train_s"] - told["learner"]["idle_s"]) / told["predicted_utilisation"] / 3600
+    )
+    assert run(*asked) == 0
+    printed = capsys.readouterr().out
+    assert f"= ${total:.2f}/h" in printed and f"and ${told['run']['usd']:,.2f}" in printed
+    assert "100 steps: about" in printed
+
+
+def test_the_audits_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def audit_s(*more: str) -> float | None:
+        assert run("plan", *EIGHT, LONG, "--sampling.max_prompt_tokens=2", "--json", *more) == 0
+        found: float | None = json.loads(capsys.readouterr().out)["audit_s_per_step"]
+        return found
+
+    default, half = audit_s(), audit_s("--learner.audit_share=0.06")
+    assert default and half == pytest.approx(default / 2)
+    assert audit_s("--learner.audit_share=0") is None and audit_s("--model.lora_rank=8") is None
+    assert run("plan", *EIGHT, LONG) == 0
+    assert "audit: the learner scores" in capsys.readouterr().out
+
+
+def test_the_models_size_is_read_where_it_lies_and_never_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    shape = {
+        "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 1000, "head_dim": 16, "tie_word_embeddings": True, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    local, cached = tmp_path / "my-12B-model", tmp_path / "hub" / "models--me--my-12B" / "snapshots" / "abc"
+    for folder in (local, cached):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(shape))
+    for path, origin in ((str(local), local), ("me/my-12B", cached)):
+        assert run("plan", f"--model.path={path}") == 0
+        printed = capsys.readouterr().out
+        assert f"({origin / 'config.json'})" in printed and "model    0.000" in printed
+        assert "0.0 s" not in printed and not re.search(r"-\d+(\.\d+)?%", printed)
+    for path in ("me/other-12B", str(tmp_path / "other-12B")):
+        with pytest.raises(ConfigError, match=r"expected (its )?config\.json.*--billions"):
+            run("plan", f"--model.path={path}")
+    with pytest.raises(ConfigError, match=r"expected a model to plan for.*--model\.path"):
+        run("plan")
+
+
+def planned_3090(capsys: pytest.CaptureFixture[str], tmp_path: Path, *more: str) -> dict[str, Any]:
+    path = tmp_path / "fleet.toml"
+    path.write_text('[[worker]]\ngpu = "RTX3090"\ngpus = 2\ncount = 60\n')
+    asked = ("--learner.drop_equal_groups=false", "--staleness.kappa=1", "--coordinator.usd_per_hour_cap=0")
+    assert run("plan", str(EXAMPLE_8B), "--fleet", str(path), "--json", *asked, *more) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["is_feasible"]
+    return found
+
+
+def test_recomputed_caches_enlarge_the_pool_and_an_option_takes_them_off(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recomputed, kept = (planned_3090(capsys, tmp_path, *more) for more in ((), ("--worker.swap_mode=keep_kv",)))
+    assert len(kept["pool"]) < len(recomputed["pool"]) < 1.4 * len(kept["pool"])
+    (cost,) = recomputed["prefill"].values()
+    assert cost["recompute_s"] == pytest.approx(31.7, rel=0.05) and not cost["is_measured"]
+    (cost,) = kept["prefill"].values()
+    assert cost["recompute_s"] == 0.0
+
+
+def test_the_share_of_groups_that_dynamic_sampling_throws_away_is_said_and_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", "--task.eval_prompts=0")
+    assert run(*asked, "--json") == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert run(*asked, "--json", "--learner.drop_equal_groups=true", "--what-if", "dropped=0.5") == 0
+    half = json.loads(capsys.readouterr().out)
+    batch = plain["learner"]["rollouts_per_step"]
+    assert (half["learner"]["rollouts_per_step"], half["learner"]["dropped_rollouts"]) == (2 * batch, batch)
+    assert half["learner"]["train_s"] == plain["learner"]["train_s"], "no step is made of what is thrown away"
+    assert half["run"]["hours"] == pytest.approx(plain["run"]["hours"], rel=0.05)
+    assert run(*asked, "--learner.drop_equal_groups=true") == 0
+    printed = capsys.readouterr().out
+    assert "25% of the groups are assumed to have equal rewards" in printed and "--what-if dropped=" in printed
+    assert run(*asked) == 0
+    assert "are assumed to have equal rewards" not in capsys.readouterr().out
+
+
+def test_explain_shows_what_workers_prefill(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text(
+        '[[worker]]\ngpu = "RTX3090"\ngpus = 2\ncount = 60\n[[worker]]\ngpu = "H100"\ncount = 1\ntokens_per_s = 9000\n'
+    )
+    assert run("plan", str(EXAMPLE_8B), "--fleet", str(path), "--explain") == 0
+    printed = capsys.readouterr().out
+    assert "prefill     2xRTX3090: 3506 tokens/s read" in printed and "again at each version, 31.7 s" in printed
+    assert "of the sampling is left" in printed
+    assert "prefill     H100: in its measured rate" in printed
+
+
+SINGLE = '[learner]\ngpu = "H100"\ngpu_count = 8\n[[worker]]\ngpu = "RTX4090"\ncount = 30\nprice_usd_per_hour = 0.35\n'
+
+
+def planned_for(fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    path = tmp_path / "fleet.toml"
+    path.write_text(fleet)
+    assert run("plan", str(EXAMPLE_8B), "--fleet", str(path), "--json", *more) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_thirty_single_cards_are_thirty_cards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is a worker of its own, at its own price; pairs are asked for by `gpus = 2`."""
+    single = planned_for(SINGLE, tmp_path, capsys)
+    assert single["pool_by_kind"] == {"RTX4090": 30}
+    assert single["usd_per_hour"] == pytest.approx(30 * 0.35)
+    pairs = planned_for(SINGLE.replace("count = 30", "count = 15\ngpus = 2"), tmp_path, capsys)
+    assert pairs["pool_by_kind"] == {"2xRTX4090": 15} and pairs["usd_per_hour"] == pytest.approx(30 * 0.35)
+    assert pairs["throughput_rollouts_per_s"] > 1.5 * single["throughput_rollouts_per_s"], "as many cards"
+
+
+def test_single_cards_stand_beside_machines_of_two_and_assumed_prices_make_a_range() -> None:
+    cards = PoolOffer("RTX4090", 24, 0.35, LinkEstimate(12.5e6, 5e7, 0.08))
+    asked = replace(question(), offers=(cards,), learner=learner(rollouts_per_step=256, train_s=200.0))
+    answer = planned(asked)
+    single = alternatives(asked, answer)["single cards"]
+    assert asked.prior(cards).gpu_count == 2 and single is not None and single.is_feasible
+    assert single.usd_per_hour == pytest.approx(0.35 * len(single.pool)), "one card a worker"
+    of_one = replace(asked, offers=(replace(cards, gpus=1),))
+    assert "single cards" not in alternatives(of_one, planned(of_one)), "the answer takes them anyway"
+    for is_assumed, low, high in ((True, 0.5, 2.0), (False, 1.0, 1.0)):
+        told = as_json(asked, answer, PlannedRun(10, "a test", prices_are_assumed=is_assumed))["run"]
+        assert (told["usd_low"], told["usd_high"]) == (low * told["usd"], high * told["usd"])
+
+
+def test_machines_that_do_not_hold_the_model_are_left_out_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = ("--model.path=Qwen/Qwen3-32B",)
+    with pytest.raises(ResourceError, match=r"no machine on offer holds the model.* 1 x RTX4090: .*such GPUs"):
+        planned_for(SINGLE, tmp_path, capsys, *large)
+    told = planned_for(SINGLE + '[[worker]]\ngpu = "H200"\ncount = 4\n', tmp_path, capsys, *large)
+    assert set(told["pool_by_kind"]) == {"H200"} and "such GPUs" in told["left_out"]["1 x RTX4090"]
+
+
+def test_the_learners_gpus_of_the_fleet_file_reach_memory_and_audit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fleet.toml"
+
+    def printed(gpu: str, count: int) -> str:
+        path.write_text(SINGLE.replace("gpu_count = 8", f"gpu_count = {count}").replace("H100", gpu))
+        assert run("plan", str(EXAMPLE_8B), "--fleet", str(path)) == 0
+        return capsys.readouterr().out
+
+    eight, two = printed("H100", 8), printed("H100", 2)
+    assert "learner: 33.6 GB on each of 8 GPUs" in eight and "the learner scores 4.94 s a step" in eight
+    assert "on each of 2 GPUs" in two and "the learner scores 19.9 s a step" in two
+    assert "GPU memory is SHORT: 95.0 GB needed on each of 2 GPUs, 76.9 GB there" in two and "4 such GPUs" in two
+    assert "SHORT" not in eight
+    with pytest.raises(ConfigError, match="gpu_count: expected a number above 0"):
+        printed("H100", 0)
+
+
+def test_one_card_is_told_beside_the_width_that_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", *EIGHT, "--json", LONG) == 0
+    rows = [
+        (row["machine"].split()[0], row["GPUs a worker"]) for row in json.loads(capsys.readouterr().out)["machines"]
+    ]
+    assert [gpus for name, gpus in rows if name == "RTX4090"] == ["1", "2"]
+    assert [gpus for name, gpus in rows if name == "H100"] == ["1"]
+
+
+def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("plan", *EIGHT, "--plot", str(tmp_path / "plan.png"), LONG, "--json", "--staleness.bound=2")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('[[worker]]\ngpu = "GTX"\n', "gpu: expected one of"),
+        ("[[worker]]\nprice_usd_per_hour = -1\n", "price_usd_per_hour"),
+        ("[[worker]]\ncolour = 1\n", "no such field: colour"),
+        ("[[worker]]\ngpus = -1\n", "gpus: expected a finite number, 0 to 64"),
+        ("[learner]\ntrain = true\n", "train: expected a number"),
+        ('[[worker]]\nuplink = "fast"\n', "worker 0: uplink: .*expected"),
+        ('[learner]\ntrain = "nan"\n', "learner: train: .*expected"),
+        ("worker = 3\n", "worker: expected"),
+        ("[[", "expected TOML"),
+    ],
+)
+def test_bad_fleet_files_are_refused_by_name(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        run("plan", *EIGHT, "--fleet", str(path), "--json")
+
+
+def test_help_is_printed_without_loading_the_planner() -> None:
+    heavy = {"numpy", "scipy", "torch", "rich"}
+    code = f"import sys; from echo2.cli.main import make_parser; make_parser(); print({heavy!r} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_all_that_is_evaluated_is_planned_for() -> None:
+    task = {"eval_prompts": 8, "eval_samples": 2, "eval_every_steps": 4}
+    assert evaluation_rollouts(RunConfig.model_validate({"task": task})) == 4.0
+    assert evaluation_rollouts(RunConfig.model_validate({"task": task, "agent": {"harness": "agent:play"}})) == 4.0
+    one, two = {"task": "sums"}, {"task": "sort_digits", "eval_prompts": 4}
+    mixed = {
+        **task,
+        "mixture": {"one": one, "two": two},
+        "eval_sets": {"more": {"task": "sums", "prompts": 6, "samples": 2}},
+    }
+    assert evaluation_rollouts(RunConfig.model_validate({"task": mixed})) == (2 * (8 + 4) + 12) / 4

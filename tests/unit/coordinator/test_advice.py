@@ -1,0 +1,205 @@
+"""The advice for each state of a run: the first sentence, what else to do, one utilisation and one end; and colours."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echo2.coordinator.planning.advice import Act, LearnerFacts, RunNow, advise
+from echo2.cost_model.plan import Limit, Plan, Term
+
+CSS = Path(__file__).parents[3] / "echo2" / "coordinator" / "web" / "static" / "page.css"
+CONTRAST_LEAST = 4.5  # WCAG AA
+
+BUSY = LearnerFacts(
+    step=40,
+    step_limit=100,
+    step_s=4.0,
+    train_s=3.6,
+    utilisation=0.97,
+    open_leases=12,
+    rollouts_per_step=256,
+    silent_s=1.0,
+)
+
+
+def plan(
+    value: float, limit: float, kind: Limit = Limit.THROUGHPUT, remedy: str = "", usd_per_hour: float = 7.36
+) -> Plan:
+    term = Term(kind, "mu_pool >= R / T_train", value, limit, "rollouts/s", value / limit - 1, remedy)
+    return Plan(2, (), (), (), 64, 0.98, 1.0, 0.5, value, usd_per_hour, 0.1, value >= limit, (term,), kind, "", "")
+
+
+LIVE = RunNow(learner=BUSY, plan=plan(5.0, 5.0), alive=50, active=50, workers=50, usd_per_hour=52.05)
+
+
+def with_learner(**facts: object) -> RunNow:
+    return replace(LIVE, learner=replace(BUSY, **facts))  # type: ignore[arg-type]
+
+
+LACKS = "rollouts: 1 of 4 groups complete, 3 begun by workers, 0 not begun, 0 rewards due"
+DUE = "rollouts: 0 of 4 groups complete, 0 begun by workers, 0 not begun, 193 rewards due"
+PRICE = "3 on standby: it asks 2 USD/h, what spends the budget in an hour is 0.5: the operator may activate it"
+
+
+@pytest.mark.parametrize(
+    ("run", "text", "act"),
+    [
+        (RunNow(), "Start the learner: no learner has joined yet.", Act.MAKE_LINK),
+        (with_learner(is_there=False), "Start the learner again with the same command: it is away.", Act.NOTHING),
+        (
+            with_learner(is_there=False, left_because="DiskFull: no room"),
+            "Mend what ended the learner, then start it again with the same command: DiskFull: no room",
+            Act.NOTHING,
+        ),
+        (with_learner(silent_s=75.0), "Look at the learner: nothing is heard of it for 75 s", Act.NOTHING),
+        (replace(LIVE, alive=0, active=0), "Start a worker: none is connected", Act.MAKE_LINK),
+        (
+            replace(LIVE, alive=3, active=0, idle=PRICE),
+            f"Put a worker to work: 3 workers connected, none active ({PRICE}).",
+            Act.NOTHING,
+        ),
+        (
+            with_learner(waits_for=DUE, waits_s=60.0, rewards_due=193),
+            "Give rewards more reward processes (a learner's machine with more cores), or another machine for rewards (Ray",
+            Act.NOTHING,
+        ),
+        (
+            with_learner(waits_for=DUE, waits_s=2.0, rewards_due=193, utilisation=0.3),
+            "Give rewards more reward processes",
+            Act.NOTHING,
+        ),
+        (
+            with_learner(waits_for=LACKS, waits_s=90.0),
+            f"Look at what is missing: the learner waits 2 min for {LACKS}.",
+            Act.NOTHING,
+        ),
+        (with_learner(waits_for=LACKS, waits_s=9.0), "Nothing to do: the learner trains 97% of the time", Act.NOTHING),
+        (
+            with_learner(prompts_exhausted=True, waits_for=LACKS),
+            "Raise task.epochs or add prompts: they are used up, and the run ends after the groups in flight, about step 40 of",
+            Act.NOTHING,
+        ),
+        (
+            replace(LIVE, is_budget_spent=True, usd_budget=100),
+            "Raise the budget to go on (page, or `echo2 ctl`): $100.00 are spent",
+            Act.NOTHING,
+        ),
+        (
+            replace(LIVE, spare=26, spare_usd_per_hour=44.69),
+            "Drop 26 of 50 workers: $52.05 -> $7.36/h at the same utilisation (97%).",
+            Act.DISMISS,
+        ),
+        (
+            replace(LIVE, surplus=26, may_act=False),
+            "Stand by 26 of 50 workers: $52.05 -> $7.36/h at the same utilisation (97%).",
+            Act.APPLY_PLAN,
+        ),
+        (replace(LIVE, wishes="Rent 2 x h100 (+$5.00/h)", may_act=False), "Rent 2 x h100 (+$5.00/h).", Act.APPROVE),
+        (
+            replace(with_learner(utilisation=0.4), plan=plan(2.0, 5.0)),
+            "Add workers or raise S: the learner trains 40% of the time; workers make 2 of the 5 rollouts/s",
+            Act.MAKE_LINK,
+        ),
+        (LIVE, "Nothing to do: the learner trains 97% of the time at $52.05/h.", Act.NOTHING),
+        (with_learner(step=0), "Nothing to do: the first step is on its way.", Act.NOTHING),
+        (
+            with_learner(step=0, waits_for=LACKS, waits_s=300.0),
+            "Look at what is missing: the learner waits 5 min for rollouts: 1 of 4",
+            Act.NOTHING,
+        ),
+        (
+            replace(LIVE, finished="run r is finished after 120 steps", learner=replace(BUSY, is_there=False), alive=0),
+            "Run r is finished after 120 steps. Nothing costs money any more.",
+            Act.NOTHING,
+        ),
+        (
+            replace(LIVE, finished="run r is finished after 120 steps", open_machines=1),
+            "Run r is finished after 120 steps; 1 rented machine is still being given back.",
+            Act.NOTHING,
+        ),
+    ],
+)
+def test_the_first_sentence_says_what_to_do_now(run: RunNow, text: str, act: Act) -> None:
+    told = advise(run).headline
+    assert told.text.startswith(text) and told.act is act
+    assert bool(told.label) is (act is not Act.NOTHING), "a button has a name, and only a button"
+    is_well = run is LIVE or (bool(run.finished) and not run.open_machines) or "97% of the time" in told.text
+    assert (told.kind == "good") is is_well, "green is a run that works, or one that is finished and paid"
+
+
+def test_when_rewards_are_the_limit_no_workers_are_advised() -> None:
+    """193 rewards are due and workers stand idle: whatever the plan lacks, more workers would wait with the others."""
+    run = replace(
+        with_learner(waits_for=DUE, waits_s=60.0, rewards_due=193, utilisation=0.3),
+        plan=plan(2.0, 5.0),
+        wishes="Rent 2",
+    )
+    told = advise(replace(run, may_act=False))
+    assert len(told.steps) == 1 and "Ray" in told.headline.text and "More workers would not help" in told.headline.text
+    assert told.limits == "rewards: 193 are due"
+
+
+def test_rewards_that_the_plan_finds_too_slow_come_before_the_workers_that_are_missing_for_it() -> None:
+    rewards = plan(2.0, 5.0, Limit.REWARDS, "name a Ray cluster").terms
+    run = replace(with_learner(utilisation=0.4), plan=replace(plan(1.0, 5.0), terms=plan(1.0, 5.0).terms + rewards))
+    (only,) = advise(run).steps
+    assert (
+        only.text.startswith("Give rewards more reward processes") and "reward processes judge 2 of the 5" in only.text
+    )
+
+
+def test_steps_come_in_order_with_one_utilisation_one_end_and_what_is_assumed() -> None:
+    short = replace(
+        with_learner(utilisation=0.5),
+        plan=plan(9.0, 5.0, Limit.STALENESS, "raise S to 6"),
+        corrected="halved",
+        unmeasured=2,
+    )
+    short = replace(short, plan=replace(short.plan, terms=(replace(short.plan.terms[0], slack=-0.8),)))
+    told = advise(replace(short, wishes="Rent 1 x spot (+$1.00/h)", may_act=False))
+    assert [one.act for one in told.steps] == [Act.APPROVE, Act.NOTHING]
+    assert told.steps[1].text.startswith("Raise S to 6: the learner trains 50% of the time;")
+    assert told.utilisation == 0.5 and told.hours_left == pytest.approx(60 * 3.6 / 0.5 / 3600)
+    assert told.assumed[0] == "halved" and told.assumed[1].startswith("2 workers not measured yet")
+    early = advise(replace(with_learner(step=2, utilisation=0.1), paused=""))
+    assert early.utilisation == 0.98, "before anything is measured, what the plan promises"
+
+
+def test_a_paused_run_is_to_be_resumed_and_nothing_else() -> None:
+    told = advise(replace(LIVE, paused="paused by the operator", active=0))
+    assert [one.act for one in told.steps] == [Act.RESUME]
+
+
+def luminance(colour: str) -> float:
+    digits = colour.lstrip("#")
+    digits = "".join(2 * one for one in digits) if len(digits) == 3 else digits
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    red, green, blue = (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_every_text_stands_out_from_what_is_behind_it() -> None:
+    themes = [
+        dict(re.findall(r"--([\w-]+):\s*(#[0-9a-f]+)", block))
+        for block in re.findall(r":root[^{]*\{([^}]*)\}", CSS.read_text())
+    ]
+    themes = [theme for theme in themes if "ink" in theme]
+    assert len(themes) == 3, "light, dark by the system, dark by choice"
+    for theme in themes:
+        pairs = [(text, behind) for text in ("ink", "soft", "accent") for behind in ("bg", "panel", "hover")]
+        pairs += [(kind, f"{kind}-bg") for kind in ("good", "warn", "bad", "idle", "info")]
+        pairs += [(kind, "panel") for kind in ("good", "warn", "bad", "second")] + [
+            ("accent-ink", "accent"),
+            ("panel", "bad"),
+        ]
+        found = {pair: contrast(theme[pair[0]], theme[pair[1]]) for pair in pairs}
+        assert not {pair: ratio for pair, ratio in found.items() if ratio < CONTRAST_LEAST}

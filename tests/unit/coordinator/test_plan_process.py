@@ -1,0 +1,118 @@
+"""What a large fleet's coordinator computes in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from echo2.base.errors import ConfigError
+from echo2.coordinator.plan_process import FLEET_MIN, PlanProcess
+from echo2.coordinator.planning.pool_plan import make_plan
+from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
+from tests.unit.cost_model.fleets import learner, worker
+
+
+def fails() -> None:
+    raise ConfigError("expected one")
+
+
+def dies_in_a_child(parent: int) -> str:
+    if os.getpid() != parent:
+        os._exit(9)
+    return "here"
+
+
+def run(process: PlanProcess, work, *args, fleet: int = FLEET_MIN):
+    return asyncio.run(process.run(fleet, work, *args))
+
+
+@pytest.fixture
+def process() -> Iterator[PlanProcess]:
+    made = PlanProcess()
+    yield made
+    made.close()
+
+
+def test_large_fleets_work_is_done_in_one_other_process_and_small_ones_here(process: PlanProcess) -> None:
+    child = run(process, os.getpid)
+    assert child != os.getpid() and run(process, os.getpid) == child
+    assert run(process, os.getpid, fleet=FLEET_MIN - 1) == os.getpid()
+    with pytest.raises(ConfigError, match="expected one"):
+        run(process, fails)
+    snapshot = FleetSnapshot(0.0, learner(), tuple(worker(f"w{index}", 1.0) for index in range(5)))
+    first = make_plan(snapshot, PlanConfig(4), None)
+    assert run(process, make_plan, snapshot, PlanConfig(4), None) == first, "the same plan there as here"
+
+
+def test_work_of_a_process_that_dies_is_done_here_and_the_next_has_a_new_one(
+    process: PlanProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert run(process, dies_in_a_child, os.getpid()) == "here"
+        assert run(process, dies_in_a_child, os.getpid()) == "here"
+    assert sum("planner's process ended" in line for line in caplog.messages) == 1
+    assert run(process, os.getpid) != os.getpid()
+
+
+def test_work_is_done_here_while_no_process_can_be_started(
+    process: PlanProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def without_descriptors() -> int:
+        free = os.dup(0)
+        os.close(free)  # the lowest one that is free
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            return await process.run(FLEET_MIN, os.getpid)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert asyncio.run(without_descriptors()) == os.getpid()
+    assert any("could not be started" in line for line in caplog.messages)
+    assert run(process, os.getpid) != os.getpid()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.05, 0.5])
+def test_closing_ends_work_under_way_and_a_process_that_is_being_started(after_s: float) -> None:
+    async def closed() -> None:
+        process, begun = PlanProcess(), time.monotonic()
+        task = asyncio.create_task(process.run(FLEET_MIN, time.sleep, 60.0))
+        await asyncio.sleep(after_s)
+        process.close()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert time.monotonic() - begun < 10
+
+    asyncio.run(closed())
+    while any("spawn_main" in " ".join(child.cmdline()) for child in psutil.Process().children()):
+        pass
+
+
+def test_the_process_ends_with_one_that_is_killed() -> None:
+    script = (
+        "import asyncio, os\nfrom echo2.coordinator.plan_process import PlanProcess\n"
+        "async def main():\n    print(await PlanProcess().run(100, os.getpid), flush=True)\n    await asyncio.sleep(60)\n"
+        "asyncio.run(main())"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.send_signal(signal.SIGKILL)
+        child.wait(10)
+
+
+def test_close_before_the_first_work() -> None:
+    process = PlanProcess()
+    process.close()
+    assert run(process, math.gcd, 12, 18, fleet=1) == 6

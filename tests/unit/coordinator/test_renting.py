@@ -1,0 +1,107 @@
+"""What to rent and what to give back: by need, price, limits and money."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from echo2.base.ids import PeerId, RunId
+from echo2.coordinator.fleet.members import Activation, Liveness, Member
+from echo2.coordinator.money.provisioning import MachineOffer, MachineState, RentedMachine
+from echo2.coordinator.money.renting import (
+    IDLE_RELEASE_S,
+    JOIN_S_MAX,
+    RENT_AT_ONCE,
+    Budget,
+    FleetAdvice,
+    advise,
+    rates_by_gpu,
+    shortage_rollouts_per_s,
+)
+from echo2.coordinator.planning.telemetry import Heartbeat, WorkerHello
+from echo2.cost_model.plan import Limit, Plan, Term
+
+NOW = 10_000.0
+SMALL, BIG = MachineOffer("small", "local", "RTX 4090", 0.4), MachineOffer("big", "local", "H100", 2.4)
+RICH = Budget(1, 0, usd_per_hour_cap=1000)
+RATES = {"RTX 4090": 1.0, "H100": 5.0, "": 1.0}
+
+
+def plan(value: float, limit: float) -> Plan:
+    term = Term(Limit.THROUGHPUT, "mu_pool >= R / T_train", value, limit, "rollouts/s", value / limit - 1)
+    return Plan(2, (), (), (), 64, 0.7, 1.0, 0.5, value, 1.0, 0.1, value >= limit, (term,), Limit.THROUGHPUT, "", "")
+
+
+def machine(
+    name: str, offer: MachineOffer, state: MachineState = MachineState.RUNNING, rented_at: float = NOW
+) -> RentedMachine:
+    return RentedMachine(name, offer.name, offer.provider, "", state, offer.usd_per_hour, rented_at)
+
+
+def worker(rate: float = 0.0, activation: Activation = Activation.ACTIVE, since: float = NOW) -> Member:
+    hello = WorkerHello(1, "w", RunId("r"), gpu="H100")
+    return Member(
+        PeerId("w"), hello, 0.0, NOW, heartbeat=Heartbeat(rollouts_per_s=rate), last_activation=activation,
+        activation_since=since,
+    )  # fmt: skip
+
+
+def ask(
+    lack: Plan | None, machines: list[RentedMachine], workers: dict[str, list[Member]], purse: Budget = RICH
+) -> FleetAdvice:
+    return advise(lack, [SMALL, BIG], machines, workers, RATES, purse, NOW)
+
+
+def test_the_cheapest_rollouts_are_rented_as_many_as_are_missing() -> None:
+    assert shortage_rollouts_per_s(plan(3, 9)) == 6
+    (wish,) = ask(plan(3, 9), [], {}).rent
+    assert (wish.offer, wish.count, wish.usd_per_hour) == ("small", RENT_AT_ONCE, 4 * 0.4)
+    dearer = advise(plan(3, 9), [replace(SMALL, usd_per_hour=0.6), BIG], [], {}, RATES, RICH, NOW)
+    assert [(wish.offer, wish.count) for wish in dearer.rent] == [("big", 2)]
+    assert "lacks 6 rollouts/s" in dearer.rent[0].reason
+
+
+def test_nothing_is_rented_without_need_plan_or_room() -> None:
+    assert ask(plan(9, 9), [], {}) == FleetAdvice(reason="the pool makes what the learner needs")
+    assert "no plan yet" in ask(None, [], {}).reason
+    full = [machine(f"m{i}", SMALL) for i in range(8)] + [machine(f"n{i}", BIG) for i in range(8)]
+    busy = {one.machine_id: [worker(1.0)] for one in full}
+    assert ask(plan(3, 9), full, busy) == FleetAdvice(reason="there is no offer with room")
+
+
+def test_machines_on_their_way_count_as_there() -> None:
+    coming = [machine("m", BIG, MachineState.STARTING), machine("n", BIG, MachineState.WANTED)]
+    assert "on their way" in ask(plan(3, 9), coming, {}).reason
+    (wish,) = ask(plan(3, 9), coming[:1], {}).rent
+    assert (wish.offer, wish.count) == ("small", 1)
+
+
+def test_an_offer_that_nobody_has_measured_is_tried_with_one() -> None:
+    (wish,) = advise(plan(3, 9), [SMALL], [], {}, {}, RICH, NOW).rent
+    assert (wish.count, "nobody has measured" in wish.reason) == (1, True)
+    assert rates_by_gpu([worker(4.0), worker(6.0), worker(0.0)], ()) == {"H100": 5.0, "": 5.0}
+
+
+def test_cap_and_budget_bound_what_is_rented() -> None:
+    (wish,) = ask(plan(3, 9), [], {}, Budget(1.0, 0.0, usd_per_hour_cap=1.9)).rent
+    assert (wish.offer, wish.count) == ("small", 2)
+    assert "cap or the budget" in ask(plan(3, 9), [], {}, Budget(1.0, 0.0, usd_per_hour_cap=1.2)).reason
+    assert "cap or the budget" in ask(plan(3, 9), [], {}, Budget(1.0, 8.9, usd_budget=10)).reason
+    spent = ask(plan(3, 9), [machine("m", BIG)], {"m": [worker(1.0)]}, Budget(1.0, 10.0, usd_budget=10))
+    assert [one.machine_id for one in spent.release] == ["m"]
+
+
+def test_idle_and_useless_machines_are_given_back_the_dearest_first() -> None:
+    idle = worker(1.0, Activation.STANDBY, NOW - IDLE_RELEASE_S)
+    machines = [
+        machine("a", SMALL, rented_at=NOW - JOIN_S_MAX),
+        machine("b", BIG),
+        machine("c", BIG),
+        machine("d", BIG),
+    ]
+    joined = {"b": [idle], "c": [worker(1.0)], "d": [worker(1.0, Activation.STANDBY, NOW - 10)]}
+    released = ask(plan(9, 9), machines, joined).release
+    assert [one.machine_id for one in released] == ["b", "a"]
+    assert ("stood by for 10 min" in released[0].reason, "no worker has joined" in released[1].reason) == (True, True)
+    gone = replace(idle, last_liveness=Liveness.GONE, heard_at=NOW - IDLE_RELEASE_S)
+    assert [one.machine_id for one in ask(plan(9, 9), machines[1:2], {"b": [gone]}).release] == ["b"]
+    assert ask(plan(9, 9), machines[1:2], {"b": [worker(1.0)]}).release == ()

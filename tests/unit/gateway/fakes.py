@@ -1,0 +1,173 @@
+"""A model of letters and a fleet that samples when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echo2.gateway.episodes import Call, CallRefused, Choice, Completion, Episodes, Scored, Session
+from echo2.gateway.harness import Episode
+from echo2.gateway.limits import GatewayLimits
+from echo2.gateway.requests import CallRequest, chat_call
+
+
+class LetterCodec:
+    """A model whose tokens are letters; an answer may be written in other tokens than its text would be encoded in."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Sequence[int]:
+        return [ord(c) for c in "".join(f"[{m['role']}]{m['content']}" for m in messages) + "[me]"]
+
+    def encode_after(self, messages: Sequence[Mapping[str, Any]], turn: Sequence[int]) -> Sequence[int]:
+        return self.encode_chat(messages, ())
+
+    def encode_text(self, text: str, *, is_beginning: bool) -> Sequence[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, token_ids: tuple[int, ...], stops: tuple[str, ...], *, has_tools: bool) -> tuple[str, list[Any]]:
+        return "".join(chr(token - 1000 if 1000 <= token < 55_000 else token) for token in token_ids), []
+
+
+def letter_bytes(token_id: int) -> bytes:
+    return chr(token_id).encode()
+
+
+def completion(text: str, shift: int = 0) -> Completion:
+    tokens = tuple(ord(c) + shift for c in text)
+    return Completion(tokens, (-0.5,) * len(tokens), (0,) * len(tokens), is_cut=False)
+
+
+@dataclass(frozen=True)
+class Lease:
+    root: str
+    chain: int | None
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float | None
+
+
+@dataclass(frozen=True)
+class End:
+    root: str
+    chains: Mapping[int, int]
+    reward: float | None
+    parts: Mapping[str, float]
+    is_final: bool
+    failure: str
+
+
+class RecordingFleet:
+    """Records leases and ends. `on_lease`: called with the group of each lease; `broken`: raised by each lease instead."""
+
+    def __init__(self, on_lease: Callable[[str], None] = lambda group_id: None) -> None:
+        self.on_lease = on_lease
+        self.leases: dict[str, Lease] = {}
+        self.ends: list[End] = []
+        self.broken: Exception | None = None
+        self.score_answer: Scored | str = "no task"
+        self._depths: dict[tuple[str, int], int] = {}
+        self._chains = 0
+
+    def lease(
+        self,
+        root: str,
+        chain: int | None,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        stops: tuple[str, ...],
+        temperature: float | None,
+    ) -> tuple[str, int] | None:
+        if self.broken is not None:
+            raise self.broken
+        number = self._chains if chain is None else chain
+        self._chains += chain is None
+        depth = self._depths[root, number] = self._depths.get((root, number), 0) + 1
+        group_id = f"{root}.{number}.{depth}"
+        self.leases[group_id] = Lease(root, chain, prompt, max_tokens, temperature)
+        self.on_lease(group_id)
+        return group_id, number
+
+    def end_episode(self, root: str, chains: Mapping[int, int], outcome: Scored | str, *, is_final: bool) -> None:
+        reward, parts = (None, {}) if isinstance(outcome, str) else outcome
+        self.ends.append(End(root, chains, reward, parts, is_final, outcome if isinstance(outcome, str) else ""))
+
+    async def score(self, root: str, token_ids: tuple[int, ...]) -> Scored | str:
+        return self.score_answer
+
+
+class PlayedByHand:
+    """A harness whose episodes last until they are ended; `begun` lists them."""
+
+    def __init__(self) -> None:
+        self.begun: list[Episode] = []
+
+    async def play(self, episode: Episode) -> float | None:
+        self.begun.append(episode)
+        await asyncio.Event().wait()
+        return None
+
+
+class World:
+    """Episodes with a recording fleet and a clock that is set by hand. To be made within a running loop."""
+
+    def __init__(self, harness: PlayedByHand | None = None, **limits: Any) -> None:
+        given: dict[str, Any] = {
+            "context_tokens": 400, "max_new_tokens": 50, "vocabulary_size": 2048, "token_bytes_max": 4, **limits
+        }  # fmt: skip
+        keys = iter(range(10**6))
+        self.now = 0.0
+        self.fleet = RecordingFleet()
+        self.episodes = Episodes(
+            GatewayLimits(**given), LetterCodec(), self.fleet, lambda: self.now, lambda: f"k{next(keys)}", harness
+        )
+
+    @property
+    def last_end(self) -> End:
+        return self.fleet.ends[-1]
+
+    def begin(self, session: Session, request: CallRequest) -> tuple[Call, list[str]]:
+        """The call, and the groups that it is leased as."""
+        before = set(self.fleet.leases)
+        call = self.episodes.begin_call(session, request)
+        return call, [group_id for group_id in self.fleet.leases if group_id not in before]
+
+    def sample(self, group_id: str, text: str) -> None:
+        self.episodes.on_completion(group_id, completion(text, shift=1000))
+
+    def ask(self, session: Session, *said: str, answer: str = "ok", n: int = 1) -> list[str]:
+        """A chat whose messages alternate, asked and answered. Returns its groups."""
+        call, groups = self.begin(session, chat(*said, n=n))
+        for number, group_id in enumerate(groups):
+            self.sample(group_id, answer + (str(number) if number else ""))
+        assert call.answer.done()
+        return groups
+
+    def refusal(self, session: Session, request: CallRequest) -> CallRefused:
+        """Why the call is refused, at once or by its answer."""
+        before = len(self.fleet.leases)
+        try:
+            error = self.episodes.begin_call(session, request).answer.exception()
+        except CallRefused as refused:
+            error = refused
+        assert isinstance(error, CallRefused) and len(self.fleet.leases) == before
+        return error
+
+
+def chat(*said: str, **options: Any) -> CallRequest:
+    """A chat whose messages alternate between user and assistant."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(said)]
+    return chat_call({"messages": messages, **options})
+
+
+def texts_of(call: Call) -> list[str]:
+    choices: tuple[Choice, ...] = call.answer.result()
+    return [choice.text for choice in choices]
+
+
+def begun(**limits: Any) -> tuple[World, Session]:
+    """A world with a problem of two seats, one of them taken."""
+    world = World(**limits)
+    world.episodes.open_problem("a1", 2, {"index": 5})
+    return world, world.episodes.take_seat("")

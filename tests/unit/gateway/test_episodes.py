@@ -1,0 +1,549 @@
+"""Agents' episodes: what a request continues, who gets a seat, what becomes of what is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import random
+import tracemalloc
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.base.errors import MalformedMessage
+from echo2.gateway.episodes import PIECES_S, Call, CallRefused, certain_part
+from echo2.gateway.requests import chat_call, text_call
+from tests.patience import WAIT_S
+from tests.unit.gateway.fakes import LetterCodec, PlayedByHand, World, begun, chat, texts_of
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        async def whole() -> None:
+            await test(*arguments, **named)
+
+        asyncio.run(whole())
+
+    return run
+
+
+async def settle() -> None:
+    """Lets the tasks under way go on, as far as they can without time."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@in_loop
+async def test_sampled_tokens_stand_in_the_next_prompt_as_the_same_ids() -> None:
+    world, session = begun()
+    (first,) = world.ask(session, "hi", answer="yo")
+    (second,) = world.ask(session, "hi", "yo", "so?", answer="no")
+    leases = world.fleet.leases
+    opening = leases[first].prompt_token_ids
+    assert leases[second].prompt_token_ids[: len(opening) + 2] == (*opening, 1000 + ord("y"), 1000 + ord("o"))
+    assert leases[second].chain == 0 and world.episodes.counts.branches == 0
+
+
+@in_loop
+async def test_a_history_that_differs_begins_a_chain_of_its_own_and_is_counted() -> None:
+    world, session = begun()
+    leases = world.fleet.leases
+    world.ask(session, "hi", answer="yo")
+    (other,) = world.ask(session, "hi", "YO", "so?")
+    assert leases[other].chain is None and world.episodes.counts.branches == 1
+    (again,) = world.ask(session, "hi", "yo", "so?", answer="one")
+    (twice,) = world.ask(session, "hi", "yo", "and?", answer="two")
+    assert leases[again].chain == 0 and leases[twice].chain is None, "two continue one answer: the second branches"
+    assert leases[twice].prompt_token_ids[:8] == leases[again].prompt_token_ids[:8]
+    world.episodes.reward(session, 1.0, {})
+    assert world.last_end.chains == {0: 2, 1: 1, 2: 1} and world.last_end.reward == 1.0 and world.last_end.is_final
+
+
+@in_loop
+async def test_choices_are_chains_and_each_may_be_continued() -> None:
+    world, session = begun()
+    call, groups = world.begin(session, chat("hi", n=3))
+    for number, group_id in enumerate(groups):
+        assert not call.answer.done()
+        world.sample(group_id, f"yo{number}")
+    assert texts_of(call) == ["yo0", "yo1", "yo2"]
+    (second,) = world.ask(session, "hi", "yo2", "so?")
+    assert world.fleet.leases[second].chain == 2
+
+
+@in_loop
+async def test_texts_and_token_ids_continue_as_chats_do() -> None:
+    world, session = begun()
+    leases = world.fleet.leases
+    _, (first,) = world.begin(session, text_call({"prompt": "one"}))
+    world.sample(first, " two")
+    _, (second,) = world.begin(session, text_call({"prompt": "one two three"}))
+    sampled = tuple(1000 + ord(c) for c in " two")
+    assert leases[second].prompt_token_ids == (*map(ord, "one"), *sampled, *map(ord, " three"))
+    world.sample(second, "!")
+    whole = [*leases[second].prompt_token_ids, 1000 + ord("!"), 7]
+    _, (third,) = world.begin(session, text_call({"prompt": whole}))
+    assert leases[third].chain == 0 and world.episodes.counts.branches == 0
+
+
+@in_loop
+async def test_token_ids_that_the_model_does_not_have_are_refused() -> None:
+    world, session = begun(vocabulary_size=2000)
+    for tokens in ([2000], [1, 2, 10**12], [10**4000]):
+        refused = world.refusal(session, text_call({"prompt": tokens}))
+        assert refused.status == 400 and "token ids below 2000" in refused.message and len(refused.message) < 200
+    assert world.begin(session, text_call({"prompt": [1999]}))[1], "a refused call takes no room"
+    for tokens in ([-1], [1.5], [True]):
+        with pytest.raises(MalformedMessage, match="prompt: expected"):
+            text_call({"prompt": tokens})
+
+
+@in_loop
+async def test_a_retry_takes_the_answer_whose_client_disconnected() -> None:
+    world, session = begun()
+    for is_sampled_before in (True, False):
+        request = chat(f"hi {is_sampled_before}")
+        call, (group_id,) = world.begin(session, request)
+        world.episodes.leave(call)
+        if is_sampled_before:
+            world.sample(group_id, "yo")
+            assert not call.answer.done()
+        retry, groups = world.begin(session, request)
+        assert groups == [], "nothing is sampled twice"
+        if not is_sampled_before:
+            world.sample(group_id, "yo")
+        assert texts_of(retry) == ["yo"]
+    call, (abandoned,) = world.begin(session, chat("never read"))
+    world.episodes.leave(call)
+    world.sample(abandoned, "lost")
+    world.episodes.reward(session, 1.0, {})
+    assert world.last_end.chains == {0: 1, 1: 1, 2: 0}, "a completion that no client received does not count"
+
+
+@in_loop
+async def test_a_lost_episode_restarts_then_is_dropped_and_never_scored_0() -> None:
+    harness = PlayedByHand()
+    world = World(harness, restarts_max=1)
+    world.episodes.open_problem("a1", 1, {})
+    (first,) = world.episodes.sessions.values()
+    world.ask(first, "hi")
+    world.episodes.fail(first, "its machine died")
+    assert (world.last_end.reward, world.last_end.is_final, world.last_end.chains) == (None, False, {0: 0})
+    (second,) = world.episodes.sessions.values()
+    assert second.session_id != first.session_id
+    world.episodes.fail(second, "again")
+    assert (world.last_end.reward, world.last_end.is_final) == (None, True) and not world.episodes.sessions
+    assert (world.episodes.counts.restarted, world.episodes.counts.dropped) == (1, 1)
+    await world.episodes.close()
+
+
+@in_loop
+async def test_an_episode_that_ends_makes_room_for_the_next_and_its_program_is_ended() -> None:
+    harness = PlayedByHand()
+    world = World(harness, harnesses_max=1)
+    for number in range(3):
+        world.episodes.open_problem(f"a{number}", 1, {"index": number})
+    for number in range(3):
+        await settle()
+        assert [episode.problem["index"] for episode in harness.begun] == list(range(number + 1))
+        (session,) = world.episodes.sessions.values()
+        world.ask(session, "hi")
+        if number == 1:
+            world.episodes.close_problem("a1", "stale")
+        else:
+            world.episodes.reward(session, 1.0, {})
+        await settle()
+        assert session.playing is not None and session.playing.cancelling()
+    await world.episodes.close()
+
+
+@in_loop
+async def test_a_harness_gives_the_reward_or_leaves_it_to_the_task_or_breaks() -> None:
+    world = World()
+    plays: list[Any] = [0.25, None, None, OSError("no such tool")]
+
+    class Harness:
+        async def play(self, episode: Any) -> float | None:
+            (session,) = world.episodes.sessions.values()
+            world.ask(session, "hi")
+            outcome = plays.pop(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome  # type: ignore[no-any-return]
+
+    world = World(Harness(), restarts_max=0)  # type: ignore[arg-type]
+    answers: list[Any] = [(0.75, {"exact": 0.5}), "it cannot be judged"]
+    for number in range(4):
+        if number in (1, 2):
+            world.fleet.score_answer = answers.pop(0)
+        world.episodes.open_problem(f"a{number}", 1, {})
+        await settle()
+    assert [end.reward for end in world.fleet.ends] == [0.25, 0.75, None, None]
+    assert world.fleet.ends[1].parts == {"exact": 0.5}
+    await world.episodes.close()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e300, 10**400], ids=str)
+@pytest.mark.parametrize("is_part", [False, True])
+@in_loop
+async def test_a_reward_that_cannot_be_averaged_loses_the_episode(
+    number: float, is_part: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, session = begun(restarts_max=0)
+    world.ask(session, "hi")
+    with caplog.at_level(logging.WARNING):
+        world.episodes.reward(session, 1.0 if is_part else number, {"exact": number if is_part else 1.0})
+    end = world.last_end
+    assert (end.reward, end.chains, end.parts) == (None, {0: 0}, {})
+    assert "expected a reward within 1,000,000 of 0" in caplog.text
+    assert (world.episodes.counts.rewarded, world.episodes.counts.dropped) == (0, 1)
+
+
+@in_loop
+async def test_idle_and_endless_episodes_are_lost_but_not_those_that_wait_for_the_fleet() -> None:
+    world, session = begun(idle_s=10.0, episode_s=100.0)
+    _, (group_id,) = world.begin(session, chat("hi"))
+    world.now = 50.0
+    world.episodes.expire()
+    assert not world.fleet.ends
+    world.sample(group_id, "yo")
+    world.now = 59.0
+    world.episodes.expire()
+    assert not world.fleet.ends, "it was answered 9 s ago, however slow the fleet was"
+    world.ask(session, "hi", "yo", "so?")
+    world.now = 70.0
+    world.episodes.expire()
+    assert [end.is_final for end in world.fleet.ends] == [False]
+    assert world.refusal(session, chat("hi")).status == 410
+    world, session = begun(idle_s=1e9, episode_s=100.0)
+    world.begin(session, chat("hi"))
+    world.now = 101.0
+    world.episodes.expire()
+    assert len(world.fleet.ends) == 1
+
+
+@in_loop
+async def test_seats_are_given_by_label_and_the_surplus_is_told_when_to_retry() -> None:
+    world = World()
+    for root in ("a1", "a2"):
+        world.episodes.open_problem(root, 2, {})
+    seated = [world.episodes.take_seat(label) for label in ("x", "y", "x", "y")]
+    assert [session.problem.root for session in seated] == ["a1", "a2", "a1", "a2"]
+    with pytest.raises(CallRefused) as full:
+        world.episodes.take_seat("")
+    assert full.value.status == 429 and full.value.retry_after_s > 0
+    world.episodes.close_problem("a1", "stale")
+    assert world.refusal(seated[0], chat("hi")).status == 410
+
+
+@in_loop
+async def test_limits_hold_and_say_so() -> None:
+    world, session = begun(calls_max=3, calls_at_once_max=1, context_tokens=40)
+    _, (group_id,) = world.begin(session, chat("hi"))
+    lease = world.fleet.leases[group_id]
+    assert lease.max_tokens == 40 - len(lease.prompt_token_ids)
+    for _ in range(2):
+        assert world.refusal(session, chat("hi")).status == 429
+    world.sample(group_id, "yo")
+    assert world.refusal(session, chat("x" * 50)).code == "context_length_exceeded"
+    world.ask(session, "two")
+    assert world.refusal(session, chat("hi")).code == "too_many_calls"
+
+
+@in_loop
+async def test_a_text_without_room_is_refused_before_it_is_encoded_and_counts_as_a_call() -> None:
+    encoded: list[str] = []
+
+    class Codec(LetterCodec):
+        def encode_chat(self, messages: Any, tools: Any) -> list[int]:
+            encoded.append("chat")
+            return [1]
+
+        def encode_text(self, text: str, *, is_beginning: bool) -> list[int]:
+            encoded.append("text")
+            return [1]
+
+    world, session = begun(calls_max=3)
+    world.episodes.codec = Codec()
+    for text in ("x" * 1601, "é" * 801):
+        for request in (text_call({"prompt": text}), chat(text)):
+            is_spent = world.episodes.is_spent(session)
+            refused = world.refusal(session, request)
+            assert refused.status == 400
+            assert refused.code == ("too_many_calls" if is_spent else "context_length_exceeded")
+    assert not encoded and world.episodes.is_spent(session)
+
+
+async def leased(call: Call) -> None:
+    """Waits until the call's prompt is encoded, or the call is refused."""
+    async with asyncio.timeout(WAIT_S):
+        while not call.prompt_token_ids and not call.answer.done():
+            await asyncio.sleep(0.001)  # a real thread encodes it
+
+
+@in_loop
+async def test_a_long_text_is_encoded_in_a_thread_and_its_call_is_like_any_other_meanwhile() -> None:
+    world, session = begun(encoded_at_once_max=100, calls_at_once_max=2, episode_s=1e9, vocabulary_size=2048)
+    long = chat("x" * 120)
+    call, groups = world.begin(session, long)
+    assert not groups and not call.prompt_token_ids
+    world.now = 10_000.0
+    world.episodes.expire()
+    assert not world.fleet.ends, "it waits for the gateway, so it is not idle"
+    world.episodes.leave(call)
+    assert world.begin(session, long) == (call, []), "its retry takes it over"
+    assert len(world.begin(session, chat("short"))[1]) == 1 and world.refusal(session, chat("another")).code == "busy"
+    await leased(call)
+    assert len(world.fleet.leases) == 2 and len(call.prompt_token_ids) == 130
+    other = world.episodes.take_seat("")
+    unfinished, _ = world.begin(other, long)
+    world.episodes.fail(other, "broke")
+    await leased(unfinished)
+    await asyncio.sleep(0.05)
+    assert len(world.fleet.leases) == 2, "of an episode that has ended"
+    await world.episodes.close()
+
+
+@in_loop
+async def test_a_text_that_cannot_be_encoded_is_refused_by_what_the_codec_says() -> None:
+    class Codec(LetterCodec):
+        error: Exception = MalformedMessage("no template")
+
+        def encode_chat(self, messages: Any, tools: Any) -> list[int]:
+            raise self.error
+
+    world, session = begun(encoded_at_once_max=100)
+    world.episodes.codec = codec = Codec()
+    for error, status, text in ((codec.error, 400, "no template"), (KeyError("role"), 500, "KeyError")):
+        codec.error = error
+        for size in (5, 120):
+            call, _ = world.begin(session, chat("x" * size))
+            await leased(call)
+            refused = call.answer.exception()
+            assert isinstance(refused, CallRefused) and refused.status == status and text in refused.message
+    assert not session.calls
+    await world.episodes.close()
+
+
+@in_loop
+async def test_an_episode_keeps_each_token_once() -> None:
+    world, session = begun(context_tokens=40_000)
+    rng = random.Random(1)
+    prompt = [rng.randrange(300, 2000) for _ in range(20_000)]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(100):
+            _, (group_id,) = world.begin(session, text_call({"prompt": prompt}))
+            assert world.fleet.leases[group_id].chain == (0 if number else None)
+            world.sample(group_id, "ok")
+            prompt = [*prompt, 1000 + ord("o"), 1000 + ord("k"), 300 + number]
+            world.fleet.leases.clear()
+        kept = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert kept < 2_000_000 and 4 * 20_000 < session.kept_bytes < 200_000, (kept, session.kept_bytes)
+
+
+@in_loop
+async def test_an_episode_that_keeps_too_much_is_told_so_and_may_end() -> None:
+    world, session = begun(session_bytes_max=20_000, context_tokens=4000)
+    for number in range(3):
+        _, (group_id,) = world.begin(session, text_call({"prompt": [number + 1] * 1000}))
+        world.sample(group_id, "ok")
+    refused = world.refusal(session, text_call({"prompt": [4] * 1000}))
+    assert (refused.status, refused.code) == (400, "episode_too_large") and "at most 20000 bytes" in refused.message
+    world.episodes.reward(session, 1.0, {})
+    assert world.last_end.reward == 1.0
+
+
+@in_loop
+async def test_texts_and_ids_continue_the_longest_beginning_that_is_known() -> None:
+    rng = random.Random(3)
+    for _ in range(40):
+        world, session = begun(context_tokens=4000)
+        texts: dict[str, tuple[int, ...]] = {}
+        for _ in range(15):
+            prompt = rng.choice(["", *texts]) + "".join(rng.choice("aé") for _ in range(rng.randrange(1, 4)))
+            if rng.random() < 0.3:
+                prompt = prompt[: rng.randrange(1, len(prompt) + 1)]
+            known = max((text for text in texts if prompt.startswith(text) and text != prompt), key=len, default="")
+            ids = (*texts.get(known, ()), *map(ord, prompt[len(known) :]))
+            is_text = rng.random() < 0.5
+            _, (group_id,) = world.begin(session, text_call({"prompt": prompt if is_text else list(ids)}))
+            assert world.fleet.leases[group_id].prompt_token_ids == ids
+            world.sample(group_id, "a")
+            if is_text:
+                texts.setdefault(prompt + "a", (*ids, 1000 + ord("a")))
+
+
+@in_loop
+async def test_calls_of_all_episodes_together_have_a_limit() -> None:
+    world, first = begun(calls_in_flight_max=3)
+    second = world.episodes.take_seat("")
+    _, (group_id, _) = world.begin(first, chat("hi", n=2))
+    assert world.refusal(second, chat("hi", n=2)).code == "busy"
+    assert len(world.begin(second, chat("hi"))[1]) == 1
+    refused = world.refusal(second, chat("hi"))
+    assert (refused.status, refused.code) == (429, "busy") and refused.retry_after_s > 0
+    world.sample(group_id, "yo")
+    assert len(world.begin(second, chat("hi"))[1]) == 1, "one has ended"
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({}, "messages: expected a list"),
+        ({"messages": [{"role": "king", "content": ""}]}, "role: expected one of"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content: expected text"),
+        ({"messages": [{"role": "user", "content": "x"}], "n": 99}, "n: expected a whole number from 1 to 16"),
+        ({"messages": [{"role": "user", "content": "x"}], "stop": ["y" * 65]}, "stop: expected"),
+        ({"messages": [{"role": "user", "content": "x"}], "max_tokens": "9"}, "max_tokens: expected"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}]},
+            "tool_calls: expected",
+        ),
+    ],
+)
+def test_what_is_not_of_the_api_is_refused_by_name(body: dict[str, Any], text: str) -> None:
+    with pytest.raises(MalformedMessage, match=text):
+        chat_call(body)
+
+
+def test_options_that_are_not_obeyed_are_named() -> None:
+    call = chat_call({"messages": [{"role": "user", "content": "x"}], "temperature": 0.1, "seed": 4, "model": "m"})
+    assert call.ignored == ("seed", "temperature")
+
+
+@in_loop
+async def test_random_histories_never_encode_again_what_was_sampled() -> None:
+    rng = random.Random(5)
+    for _ in range(60):
+        world, session = begun(context_tokens=4000)
+        known: list[tuple[str, ...]] = [()]
+        ids: dict[tuple[str, ...], tuple[int, ...]] = {}
+        for number in range(12):
+            history = (*rng.choice(known), f"q{rng.randrange(3)}")
+            (group_id,) = world.ask(session, *history, answer=f"a{number}")
+            prompt = world.fleet.leases[group_id].prompt_token_ids
+            before = ids.get(history[:-1], ())
+            assert prompt[: len(before)] == before
+            answered = (*history, f"a{number}")
+            ids[answered] = (*prompt, *(ord(c) + 1000 for c in f"a{number}"))
+            known.append(answered)
+        world.episodes.reward(session, 1.0, {})
+        assert sum(world.last_end.chains.values()) == 12
+
+
+@in_loop
+async def test_evaluations_are_seated_first_but_never_under_a_label() -> None:
+    """Rewards of one label are compared, so its seats are those of one problem to train on."""
+    world = World()
+    world.episodes.open_problem("a1", 2, {"index": 5})
+    world.episodes.open_problem("x1", 1, {"index": 9}, is_evaluation=True)
+    assert world.episodes.take_seat("mine").problem.root == "a1"
+    assert world.episodes.take_seat("").problem.root == "x1"
+    world.episodes.close_problem("a1", "stale")
+    world.episodes.open_problem("x2", 1, {"index": 8}, is_evaluation=True)
+    with pytest.raises(CallRefused, match="no episode is wanted"):
+        world.episodes.take_seat("other")
+    assert world.episodes.take_seat("").problem.root == "x2"
+    harness = PlayedByHand()
+    own = World(harness, harnesses_max=1)
+    own.episodes.open_problem("a1", 1, {"index": 5})
+    own.episodes.open_problem("x1", 1, {"index": 9}, is_evaluation=True)
+    own.episodes.open_problem("a2", 1, {"index": 6})
+    await settle()
+    (first,) = own.episodes.sessions.values()
+    own.episodes.fail(first, "broke")
+    await settle()
+    assert [episode.problem["index"] for episode in harness.begun] == [5, 9], "the one under way is left alone"
+    await own.episodes.close()
+
+
+@in_loop
+async def test_the_temperature_of_a_request_counts_only_in_evaluations() -> None:
+    world = World()
+    world.episodes.open_problem("x1", 1, {"index": 9}, is_evaluation=True)
+    world.episodes.open_problem("a1", 1, {"index": 5})
+    for is_evaluation in (True, False):
+        session = world.episodes.take_seat("")
+        for temperature, obeyed in ((0.3, 0.3), (0, 0.0), ("hot", None), (True, None), (None, None)):
+            _, (group,) = world.begin(session, chat(repr(temperature), temperature=temperature))
+            assert world.fleet.leases[group].temperature == (obeyed if is_evaluation else None)
+
+
+# ---- streams: nothing is sent that a later token could take back
+
+letters = st.text("abc", max_size=12)
+
+
+@given(letters, st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+def test_the_certain_part_of_any_beginning_stands_in_the_whole(text: str, stops: list[str]) -> None:
+    cut = min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))
+    whole = text[:cut]  # what the client reads in the end
+    for length in range(len(text) + 1):
+        beginning = text[:length]
+        if not any(stop in beginning for stop in stops):  # then the completion has ended
+            assert whole.startswith(certain_part(beginning, stops))
+
+
+def test_an_incomplete_character_waits_for_its_bytes() -> None:
+    assert certain_part("caf\ufffd", ()) == "caf" and certain_part("a\ufffdb", ()) == "a\ufffdb"
+    assert certain_part("so </ans", ("</answer>",)) == "so " and certain_part("so </b>", ("</answer>",)) == "so </b>"
+
+
+def pieces_of(world: World, call: Call, group_id: str, *texts: str) -> list[str]:
+    """The pieces streamed as the completion grows to each text."""
+    for text in texts:
+        world.now += PIECES_S
+        world.episodes.on_tokens(group_id, tuple(1000 + ord(c) for c in text))
+    return [call.pieces.get_nowait() for _ in range(call.pieces.qsize())]
+
+
+@in_loop
+async def test_a_stream_sends_only_new_and_certain_text() -> None:
+    world, session = begun()
+    call, (group,) = world.begin(session, chat("hi", stream=True, stop=["END"]))
+    assert pieces_of(world, call, group, "he", "hel", "helloE", "hello EN") == ["he", "l", "lo", " "]
+    world.sample(group, "hello END")
+    assert texts_of(call) == ["hello END"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stream": False}, {"n": 2}, {"logprobs": True}, {"return_token_ids": True}, {"tools": [{"type": "function"}]}],
+)
+@in_loop
+async def test_what_is_read_from_the_whole_is_not_sent_in_pieces(options: dict[str, Any]) -> None:
+    world, session = begun()
+    call, (first, *_) = world.begin(session, chat("hi", **{"stream": True, **options}))
+    assert not pieces_of(world, call, first, "hello")
+
+
+@in_loop
+async def test_a_retry_reads_the_stream_from_its_beginning() -> None:
+    world, session = begun()
+    request = chat("hi", stream=True)
+    call, (group,) = world.begin(session, request)
+    pieces_of(world, call, group, "he")
+    world.episodes.leave(call)
+    assert not pieces_of(world, call, group, "hell"), "no client reads it"
+    retry, groups = world.begin(session, request)
+    assert not groups and pieces_of(world, retry, group, "hello") == ["hello"]
+
+
+@in_loop
+async def test_a_worker_that_reports_each_token_does_not_have_the_text_decoded_each_time() -> None:
+    world, session = begun()
+    call, (group,) = world.begin(session, chat("hi", stream=True))
+    assert pieces_of(world, call, group, "h") == ["h"]
+    for length in range(2, 50):
+        world.episodes.on_tokens(group, (1000 + ord("h"),) * length)
+    assert call.pieces.empty()

@@ -1,0 +1,312 @@
+"""A rollout pool on a stage: its coordinator, journal, prompts and rewards are played, and it can be killed at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from echo2.base.errors import DiskFull, TaskError
+from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.rollout import (
+    FinishReason,
+    GroupSpec,
+    Rollout,
+    RolloutSegment,
+    SamplingParams,
+    Verdict,
+    VersionSpan,
+    Work,
+)
+from echo2.learner.rollouts.admission import OpenGroups
+from echo2.learner.rollouts.evaluation import EvaluationResult, EvaluationRules, QuestionSet
+from echo2.learner.rollouts.groups import Batch, Draw, TrainGroup, evaluated_version
+from echo2.learner.rollouts.history import History, Record, SegmentBegan
+from echo2.learner.rollouts.pool import RolloutPool
+from echo2.learner.rollouts.prompts import TurnAnswer
+from echo2.learner.rollouts.selection import GroupRules
+from echo2.staleness.ledger import Ledger
+from echo2.tasks.rewards import RewardFailure, Scored
+from echo2.tasks.task import Reward
+
+STOP, PROMPTS = 1, 400
+ALICE, BOB = PeerId("alice"), PeerId("bob")
+SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(STOP,))
+GREEDY = replace(SAMPLING, temperature=0.0)
+PATIENCE_S = 60.0
+LOOP = asyncio.new_event_loop()
+
+
+def draw(cursor: int) -> Draw:
+    return Draw(cursor, 0, (5, 6, 7), replace(SAMPLING, seed=cursor))
+
+
+def piece(
+    group_id: str, index: int, tokens: Sequence[int], offset: int = 0, version: int = 0, **changes: Any
+) -> RolloutSegment:
+    """Tokens of a rollout; the stop token ends it."""
+    finish = FinishReason.STOP if tokens and tokens[-1] == STOP else FinishReason.UNFINISHED
+    numbers = tuple(-0.5 for _ in tokens)
+    spans = (VersionSpan(Version(version), len(tokens)),) if tokens else ()
+    segment = RolloutSegment(GroupId(group_id), index, offset, tuple(tokens), numbers, numbers, spans, finish)
+    return replace(segment, **changes)
+
+
+class Journal:
+    """In memory. `synced`: how many records no power cut can take."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[Step, Record]] = []
+        self.synced, self.segment, self.is_full = 0, Step(0), False
+
+    def begin(self, first: SegmentBegan) -> None:
+        self.segment = first.step
+        self.append(first)
+        self.synced = len(self.records)
+
+    def append(self, record: Record) -> None:
+        if self.is_full:
+            raise DiskFull("journal: no space left")
+        self.records.append((self.segment, record))
+
+    async def commit(self) -> None:
+        target = len(self.records)
+        await asyncio.sleep(0)
+        self.synced = max(self.synced, target)
+
+
+class Prompts:
+    """The run's prompts; each answer is given by the test. `due`: what waits for it."""
+
+    world = SimpleNamespace(name="stage")
+
+    def __init__(self, count: int) -> None:
+        self.split = SimpleNamespace(has=lambda cursor: cursor < count)
+        self.due: list[asyncio.Future[TurnAnswer]] = []
+
+    def next_wanted(self, cursor: int) -> int:
+        return cursor
+
+    def exhaustion(self) -> TaskError:
+        return TaskError("data set exhausted")
+
+    def draw(self, cursor: int) -> Draw:
+        return draw(cursor)
+
+    def seeded(self, draw: Draw) -> Draw:
+        return draw
+
+    async def answer(self, *arguments: Any) -> TurnAnswer:
+        future: asyncio.Future[TurnAnswer] = asyncio.get_running_loop().create_future()
+        self.due.append(future)
+        return await future
+
+
+class Evaluations:
+    """Every version is due. `results`: of the ended evaluations, in order; they survive a kill, as their file does."""
+
+    def __init__(self, rules: EvaluationRules, prompts: Prompts) -> None:
+        self.rules, self.answer = rules, prompts.answer
+        self.results: list[EvaluationResult] = []
+
+    @property
+    def rewards(self) -> dict[int, float]:
+        return {int(result.version): result.reward for result in self.results if result.sets}
+
+    def is_due(self, version: Version, is_last: bool) -> bool:
+        return bool(self.rules.questions) and version not in self.rewards
+
+    def draw(self, version: Version, number: int) -> Draw:
+        return Draw(number, 0, (5, 6), replace(GREEDY if self.rules.is_driven else SAMPLING, seed=number))
+
+    def set_of(self, number: int) -> QuestionSet:
+        return self.rules.sets[self.rules.at(number)[0]]
+
+    def write_samples(self, group: TrainGroup) -> None: ...
+
+    def record(self, result: EvaluationResult) -> Mapping[str, object] | None:
+        self.results.append(result)
+        return result.row(1.0) if result.sets else None
+
+
+class Stage:
+    """`offered`: the groups that the coordinator gives out. `acknowledged`: rollouts that workers were told are admitted."""
+
+    def __init__(
+        self, rules: GroupRules | None = None, sets: Sequence[QuestionSet] = (), prompts: int = PROMPTS
+    ) -> None:
+        self.rules = rules or GroupRules(2, 4, 2, 50)
+        self.loop = LOOP
+        self.journal, self.prompts = Journal(), Prompts(prompts)
+        self.evaluations = Evaluations(EvaluationRules(tuple(sets), PATIENCE_S, self.rules.is_driven), self.prompts)
+        self.offered: dict[GroupId, GroupSpec] = {}
+        self.closed: list[tuple[GroupId, str]] = []
+        self.accused: list[tuple[PeerId, str, bool]] = []
+        self.batches: list[Batch] = []
+        self.answered: list[TrainGroup] = []
+        self.failures: list[BaseException] = []
+        self.acknowledged: set[tuple[GroupId, int]] = set()
+        self.checkpoint: tuple[Step, OpenGroups] = Step(0), self.new_groups()
+        self.journal.begin(SegmentBegan("run", Step(0), 0, (Version(0),)))
+        self.start()
+
+    def new_groups(self) -> OpenGroups:
+        return OpenGroups(self.rules, Ledger(self.rules.staleness_bound))
+
+    def start(self, kept: int | None = None) -> None:
+        """Begins, or comes back from the checkpoint and the journal. `kept`: how many of the unsynced records the disk has."""
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.run_ready()
+        if kept is not None:
+            del self.journal.records[self.journal.synced + kept :]
+        self.prompts.due.clear()
+        self.driven: dict[GroupId, GroupSpec] = {}
+        self.sampled: list[Rollout] = []
+        self.grown: list[Rollout] = []
+        groups, history = self.restored()
+        groups.take_closures()
+        groups.drop_stale()
+        pool: Any = RolloutPool
+        self.pool: RolloutPool = self.loop.run_until_complete(
+            self._made(pool, groups, self.journal, history, self.prompts, self.evaluations, self, self)
+        )
+        self.pool.agents = self if self.rules.is_driven else None
+        self.tell(self.pool.resume)
+        self.offered = {spec.group_id: spec for spec, _ in self.pool.lacking()}  # as the hello says
+
+    def restored(self) -> tuple[OpenGroups, History]:
+        """What a start finds on the disk, after it has trained again."""
+        history, (step, at_checkpoint) = History(), self.checkpoint
+        groups = self.new_groups()
+        groups.next_step, groups.published = at_checkpoint.next_step, list(at_checkpoint.published)
+        groups.ledger.trained = dict(at_checkpoint.ledger.trained)
+        for segment, record in self.journal.records:
+            if segment >= step:
+                history.apply(record, segment)
+        history.restore(groups)
+        while history.next_batch(groups) is not None:
+            pass
+        return groups, history
+
+    @staticmethod
+    async def _made(make: Any, *parts: Any) -> RolloutPool:
+        made: RolloutPool = make(*parts)
+        return made
+
+    def take_checkpoint(self) -> None:
+        """Begins a segment and forgets those that the pool says no restart needs."""
+        oldest = self.pool.begin_segment("run")
+        at = self.new_groups()
+        at.next_step, at.published = self.pool.groups.next_step, list(self.pool.groups.published)
+        at.ledger.trained = dict(self.pool.groups.ledger.trained)
+        self.checkpoint = oldest, at
+        kept = [(segment, record) for segment, record in self.journal.records if segment >= oldest]
+        self.journal.records, self.journal.synced = kept, len(kept)
+
+    # ---- what happens to it
+
+    def run_ready(self) -> None:
+        for _ in range(4):
+            self.loop.run_until_complete(asyncio.sleep(0))
+
+    def tell(self, method: Any, *arguments: Any, **named: Any) -> Any:
+        """Calls a method of the pool on its loop."""
+
+        async def call() -> Any:
+            return method(*arguments, **named)
+
+        result = self.loop.run_until_complete(call())
+        self.run_ready()
+        return result
+
+    def report(self, *segments: RolloutSegment, attempt: int = 0, sender: PeerId = ALICE) -> list[Verdict]:
+        verdicts = self.loop.run_until_complete(self.pool.report(segments, attempt, sender))
+        self.acknowledged |= {(v.group_id, v.index) for v in verdicts if v.verdict is Verdict.ADMITTED}
+        self.run_ready()
+        return [verdict.verdict for verdict in verdicts]
+
+    def reward(self, value: float | None, said: tuple[int, ...] = (), number: int = 0) -> None:
+        """Answers a completion, by default the one that waits longest: with a reward, or with the environment's tokens."""
+        future = self.prompts.due.pop(number)
+        failure = RewardFailure.RAISED if value is None else None
+        scored = Scored(None if value is None else Reward(value, {"exact": value}), failure, "planted", 0.25)
+        future.set_result(TurnAnswer(None, said) if said else TurnAnswer(scored))
+        self.run_ready()
+
+    def next_batch(self) -> Batch | None:
+        """A batch if one is ready; else the trainer's wait is given up."""
+
+        async def ask() -> Batch | None:
+            try:
+                return await asyncio.wait_for(
+                    self.pool.next_batch(), 0.001 if not self.pool.groups.is_batch_ready else 5
+                )
+            except TimeoutError:
+                return None
+
+        batch = self.loop.run_until_complete(ask())
+        self.batches += [] if batch is None else [batch]
+        self.run_ready()
+        return batch
+
+    def fill(self, group_id: GroupId, version: int = 0, rewards: Sequence[float | None] = (0.0, 1.0)) -> None:
+        """Samples a whole group and scores it."""
+        for index, value in enumerate(rewards):
+            assert self.report(piece(group_id, index, [9, STOP], version=version)) == [Verdict.ADMITTED]
+            self.reward(value, number=-1)
+
+    @property
+    def questions(self) -> list[GroupId]:
+        return [name for name, spec in self.offered.items() if spec.work is Work.EVALUATE]
+
+    def answer(self, group_id: GroupId, reward: float = 1.0, sender: PeerId = ALICE) -> None:
+        """All samples of a question, scored."""
+        version = evaluated_version(group_id)
+        assert version is not None
+        for index in range(self.offered[group_id].rollout_count):
+            self.report(piece(group_id, index, [9, STOP], version=version), sender=sender)
+            self.reward(reward, number=-1)
+
+    # ---- as the coordinator
+
+    def offer(self, specs: Sequence[GroupSpec]) -> None:
+        self.offered |= {spec.group_id: spec for spec in specs}
+
+    def close(self, group_ids: Sequence[GroupId], reason: str) -> None:
+        for group_id in group_ids:
+            self.offered.pop(group_id, None)
+            self.closed.append((group_id, reason))
+
+    def accuse(self, peer_id: PeerId, reason: str, *, is_certain: bool) -> None:
+        self.accused.append((peer_id, reason, is_certain))
+
+    # ---- as the watcher
+
+    def on_answer(self, group: TrainGroup) -> None:
+        self.answered.append(group)
+
+    def on_evaluation(self, row: Mapping[str, object]) -> None: ...
+
+    def fail(self, error: BaseException) -> None:
+        self.failures.append(error)
+
+    # ---- as the agents
+
+    def drive(self, spec: GroupSpec, draw: Draw) -> None:
+        self.driven[spec.group_id] = spec
+
+    def on_tokens(self, rollout: Rollout) -> None:
+        self.grown.append(rollout)
+
+    def on_sampled(self, rollout: Rollout) -> None:
+        self.sampled.append(rollout)
+
+    def on_closed(self, group_ids: Sequence[GroupId], reason: str) -> None:
+        for group_id in group_ids:
+            self.driven.pop(group_id, None)
+
+    def numbers(self) -> Mapping[str, float]:
+        return {}

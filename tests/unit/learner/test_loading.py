@@ -1,0 +1,130 @@
+"""Model folders: what is loaded, what is refused by name, and what is written back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from echo2.base.errors import ConfigError
+from echo2.learner.rollouts.prompts import load_tokenizer
+from echo2.learner.startup import export
+from echo2.learner.training.adapter import AdapterOptions
+from echo2.learner.training.loading import load_whole, read_ends, skeleton_of
+from echo2.learner.training.model import PolicyModel
+from echo2.worker.engines.embedded.live_weights import read_shape
+from tests.unit.learner.tiny import make_tiny_model
+
+CPU = torch.device("cpu")
+
+
+def base_of(folder: Path, dtype: torch.dtype) -> Path:
+    """A base model with head and embedding tied, in this dtype."""
+    make_tiny_model(folder)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    return folder
+
+
+def changed(folder: Path, **fields: object) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    return folder
+
+
+@pytest.mark.parametrize("adapter", [None, AdapterOptions(2, 4)], ids=["whole", "adapter"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_exported_model_has_the_tensors_the_dtype_and_the_size_of_its_base(
+    tmp_path: Path, dtype: str, adapter: AdapterOptions | None
+) -> None:
+    base = base_of(tmp_path / "base", getattr(torch, dtype))
+    model = PolicyModel(str(base), dtype, CPU, 1.0, adapter=adapter)
+    export(model, model.snapshot(), load_tokenizer(str(base)), tmp_path / "out")
+    of_base, of_export = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
+    assert {name: (t.shape, t.dtype) for name, t in of_export.items()} == {
+        name: (t.shape, t.dtype) for name, t in of_base.items()
+    }
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size == (base / "model.safetensors").stat().st_size
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["dtype"] == dtype and said == json.loads((base / "config.json").read_text())
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (base, tmp_path / "out")]
+    assert torch.equal(*logits)
+
+
+def test_a_head_that_differs_from_the_embedding_is_read_as_the_files_say(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = base_of(tmp_path / "base", torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    model = PolicyModel(str(folder), "bfloat16", CPU, 1.0)
+    assert "tie_word_embeddings" in caplog.text
+    assert torch.equal(model.snapshot()["lm_head.weight"], head)
+    assert not read_shape(json.loads(model.config_json())).is_tied, "workers read it the same way"
+    assert skeleton_of(str(folder), torch.float32, CPU) is None, "several ranks too"
+    assert "lm_head.weight and model.embed_tokens.weight tied" in caplog.text
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert load_whole(str(folder), torch.float32).config.tie_word_embeddings
+    assert skeleton_of(str(folder), torch.float32, CPU) is not None
+
+
+def test_tensors_that_the_files_lack_or_have_too_many_of_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    norm = tensors.pop("model.layers.1.self_attn.q_norm.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 are missing, first model\.layers\.1\.self_attn\.q_norm\.weight"):
+        load_whole(str(folder), torch.float32)
+    whole = {**tensors, "model.layers.1.self_attn.q_norm.weight": norm, "model.extra.weight": norm.clone()}
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    load_whole(str(folder), torch.float32)
+    assert "1 tensors that a Qwen3ForCausalLM does not have, first model.extra.weight" in caplog.text
+
+
+def test_what_ends_a_completion_is_what_any_file_calls_its_end(tmp_path: Path) -> None:
+    folder = changed(make_tiny_model(tmp_path / "model"), eos_token_id=7)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
+    assert PolicyModel(str(folder), "bfloat16", CPU, 1.0).stop_token_ids == read_ends(str(folder)) == (1, 5, 7)
+
+
+def test_a_context_extended_by_yarn_is_as_long_as_the_factor_says(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": theta, "rope_scaling": yarn}))
+    model = PolicyModel(str(folder), "bfloat16", CPU, 1.0)
+    assert model.context_tokens == 1024
+    model.check_length(1024)
+    assert read_shape(json.loads(model.config_json())).context_tokens == 1024
+    changed(folder, max_position_embeddings=2048)
+    assert PolicyModel(str(folder), "bfloat16", CPU, 1.0).context_tokens == 2048, "it says more already"
+
+
+def test_a_file_that_a_download_left_unfinished_is_named(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    with pytest.raises(ConfigError, match=r"model file .*model\.safetensors: expected whole safetensors"):
+        load_whole(str(folder), torch.float32)
+    pointer = b"version https://git-lfs.example/spec/v1\noid sha256:" + b"ab" * 32 + b"\nsize 1204\n"
+    weights.write_bytes(pointer)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: .* pointer .* `git lfs pull`"):
+        load_whole(str(folder), torch.float32)
+    weights.write_bytes(whole)
+    (folder / "tokenizer.json").write_bytes(pointer)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: .* pointer"):
+        load_whole(str(folder), torch.float32)

@@ -1,0 +1,126 @@
+"""The hand-over between the learner's thread and a user's, with the two in any order."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import echo2
+from echo2.base.errors import ConfigError, StateError
+from echo2.base.ids import Step
+from echo2.learner.options import LearnerLimits
+from echo2.learner.own_trainer import DeclaredModel, OwnTrainer, TrainerLeft
+from echo2.learner.publishing.checkpoint import CheckpointStore
+from echo2.learner.rollouts.groups import Batch
+from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.ranks import Ranks
+from tests.contract.families import LATENT, save_tiny
+from tests.patience import WAIT_S
+from tests.unit.learner.own_two_ranks import STEPS
+from tests.unit.learner.tiny import make_tiny_model
+
+
+def trainer_of(path: Path) -> tuple[OwnTrainer, dict[str, torch.Tensor]]:
+    model = DeclaredModel(str(path), "bfloat16")
+    weights = {name: torch.ones(shape) for name, shape in model.shapes.items()}
+    own = OwnTrainer(model)
+    own.begin(0, weights)
+    return own, weights
+
+
+def stepping(own: OwnTrainer, step: int, failures: list[BaseException]) -> threading.Thread:
+    def run() -> None:
+        try:
+            own.step(Batch(Step(step), ()), is_published=True)
+        except TrainerLeft as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_declared_model_is_told_as_the_learners_own_is(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "model")
+    for dtype in ("bfloat16", "float32"):
+        own = PolicyModel(str(path), dtype, torch.device("cpu"), 1.0)
+        declared = DeclaredModel(str(path), dtype)
+        assert declared.config_json() == own.config_json() and declared.digest() == own.digest()
+        assert declared.stop_token_ids == own.stop_token_ids == (1,)
+
+
+def test_buffers_of_the_models_files_are_published_in_their_own_dtype(tmp_path: Path) -> None:
+    model = save_tiny("deepseek_v3", LATENT, tmp_path / "model").to(torch.bfloat16)
+    declared = DeclaredModel(str(tmp_path / "model"), "bfloat16")
+    for name in declared.kept:
+        model.get_buffer(name).data = torch.full(declared.shapes[name], 1 / 3)
+    with pytest.raises(ConfigError, match=r"bias is missing, a buffer: publish echo2\.published_tensors\(model\)"):
+        declared.gathered(dict(model.named_parameters()), Ranks())
+    told = declared.gathered(echo2.published_tensors(model), Ranks())
+    assert {name for name, tensor in told.items() if tensor.dtype == torch.float32} == declared.kept
+    assert any(name.endswith("e_score_correction_bias") for name in declared.kept)
+    declared.save(told, tmp_path / "out")
+    written = PolicyModel(str(tmp_path / "out"), "bfloat16", torch.device("cpu"), 1.0).kept
+    assert all(torch.equal(written[name], told[name]) for name in declared.kept)
+
+
+def test_a_batch_that_is_there_before_it_is_asked_for_is_taken(tmp_path: Path) -> None:
+    own, weights = trainer_of(make_tiny_model(tmp_path / "model"))
+    failures: list[BaseException] = []
+    for step in range(3):
+        thread = stepping(own, step, failures)
+        while own._batch is None:
+            thread.join(0.001)
+        batch = own.next_batch()
+        assert batch is not None and batch.step == step
+        with pytest.raises(StateError, match=f"expected it to be called after step {step + 1}, before more rollouts"):
+            own.next_batch()
+        with pytest.raises(StateError, match=f"publish: expected step {step + 1}, got {step + 2}"):
+            own.hand_in(step + 2, weights)
+        assert own.hand_in(step + 1, weights)
+        thread.join(WAIT_S)
+        assert not thread.is_alive() and not failures
+
+
+def test_whoever_waits_is_woken_when_the_other_leaves(tmp_path: Path) -> None:
+    own, _ = trainer_of(make_tiny_model(tmp_path / "model"))
+    failures: list[BaseException] = []
+    thread = stepping(own, 0, failures)
+    own.end()
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and isinstance(failures[0], TrainerLeft)
+
+
+def test_a_tensor_parallel_engine_on_two_ranks_publishes_bit_for_bit_and_goes_on(tmp_path: Path) -> None:
+    model, folder = make_tiny_model(tmp_path / "model"), tmp_path / "run"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "tests.unit.learner.own_two_ranks"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments, str(model), str(folder)],
+        env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads((folder / "summary.json").read_text())
+    assert said["steps"] == STEPS and said["followed"] == said["fingerprint"]
+    assert [2, 0] in said["versions"] and [4, 2] in said["versions"]  # deltas were applied
+    # The engine's layout is its own: some tensors are split, some are on both ranks.
+    assert set(said["layouts"].values()) == {"DTensor", "Tensor"}
+    trained, followed = torch.load(folder / "trained.pt"), torch.load(folder / "followed.pt")
+    start = torch.load(folder / "start.pt")
+    assert trained.keys() == followed.keys()
+    assert all(torch.equal(followed[name], tensor) for name, tensor in trained.items())
+    assert any(not torch.equal(start[name], tensor) for name, tensor in trained.items())
+    kept = CheckpointStore(folder / "checkpoints", LearnerLimits(), is_owner=False).load_newest()
+    assert kept is not None and kept.step == STEPS
+    assert all(torch.equal(kept.published[name], tensor) for name, tensor in trained.items())
+    went_on, refused = json.loads((folder / "again.json").read_text())
+    assert went_on == str(STEPS)
+    assert "expected the weights that were published as version 4, fingerprint" in refused and "got others" in refused

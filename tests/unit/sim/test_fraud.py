@@ -1,0 +1,101 @@
+"""Each lie about rollouts and offers against a fleet of real daemons: who finds it, and what the fleet still does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from echo2.base.rng import derived_rng
+from echo2.learner.auditor import Auditor
+from echo2.learner.learner import LearnerDaemon
+from echo2.sim.byzantine import ByzantineSender, Misbehaviour
+from echo2.sim.fraud import Fraud, FraudulentWorker
+from echo2.sim.scenario import Scenario
+from echo2.sim.world import World, WorldOutcome
+
+FOR_S = 50.0
+SEEDS = (3, pytest.param(5, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.soak))
+
+FOUND = {
+    Fraud.FORGED_NUMBERS: ("audit: its log-probabilities are",),
+    Fraud.OLDER_TOKENS: ("audit: its tokens differ from those", "audit: its tokens are not those"),
+    Fraud.BEST_OF: ("audit: its tokens differ from those", "audit: its tokens are not those"),
+    Fraud.MEMORISED: ("audit: its tokens differ from those", "audit: its tokens are not those"),
+    Fraud.EARLY_LENGTH: ("of its reports could not be true",),
+}
+"""Lies that are found, and what the operator reads of one."""
+
+
+def world_of(seed: int) -> World:
+    """Two honest workers. One turn a prompt, so that completions of 20 tokens are looked at whole."""
+    return World(replace(Scenario.of(seed), turns=1, plan_interval_s=5.0), workers=2)
+
+
+def with_liars(seed: int, lie: Fraud | None, count: int = 1) -> WorldOutcome:
+    world = world_of(seed)
+    for number in range(count if lie is not None else 0):
+        world.add_worker(FraudulentWorker(lie, derived_rng(seed, "lie", number)))  # type: ignore[arg-type]
+    outcome = world.run(FOR_S)
+    assert not outcome.failure, "\n".join([*outcome.events[-40:], outcome.failure])
+    return outcome
+
+
+def alone(seed: int, known: dict[int, int] = {}) -> int:  # noqa: B006  (what two honest workers do is measured once)
+    """Steps of the two honest workers by themselves."""
+    if seed not in known:
+        known[seed] = with_liars(seed, None).steps
+    return known[seed]
+
+
+def said(outcome: WorldOutcome, text: str) -> list[str]:
+    return [line for line in outcome.events if text in line]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("lie", FOUND, ids=lambda lie: lie.name.lower())
+def test_a_lie_about_rollouts_is_found_and_the_others_go_on(lie: Fraud, seed: int) -> None:
+    """The checkers hold beside it: no honest worker is accused, nothing of theirs is lost."""
+    outcome = with_liars(seed, lie)
+    is_banned, is_quarantined = said(outcome, "w2 is banned now"), said(outcome, "w2 is quarantined now")
+    assert is_banned or is_quarantined, outcome.events[-20:]
+    assert any(said(outcome, text) for text in FOUND[lie]), outcome.events[-20:]
+    if is_banned:
+        assert outcome.restarts["w NotAllowed"], "it is turned away when it comes again"
+    assert outcome.steps >= 0.75 * alone(seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "lie", [Fraud.OWN_BEST_OF, Fraud.HARD_BACK, Fraud.LOW_PRICE, Fraud.HIGH_PRICE], ids=lambda lie: lie.name.lower()
+)
+def test_a_lie_that_is_not_found_slows_nobody_down(lie: Fraud, seed: int) -> None:
+    """Best of four without seeds is bounded by how much of the work it does; the others gain nothing."""
+    outcome = with_liars(seed, lie)
+    assert not said(outcome, "is banned")
+    assert outcome.steps >= 0.75 * alone(seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_many_silent_identities_with_endless_room_starve_nobody(seed: int) -> None:
+    world = world_of(seed)
+    for number in range(5):
+        world.add_worker(ByzantineSender(Misbehaviour.FALSE_ROOM, derived_rng(seed, "liar", number)))
+    outcome = world.run(FOR_S)
+    assert not outcome.failure, "\n".join([*outcome.events[-40:], outcome.failure])
+    assert outcome.steps >= 0.6 * alone(seed)
+
+
+def auditor_of(world: World) -> Auditor:
+    learner = world.daemons["learner"]
+    assert isinstance(learner, LearnerDaemon) and learner.learner is not None
+    return learner.learner.auditor
+
+
+def test_honest_workers_are_looked_at_and_never_accused() -> None:
+    """Over changes of versions, hands and turns."""
+    world = World(replace(Scenario.of(6), turns=3, audit_share=1.0), workers=3)
+    outcome = world.run(FOR_S)
+    assert not outcome.failure, outcome.failure
+    auditor = auditor_of(world)
+    assert auditor.counts.rollouts >= 40 and not auditor.accused

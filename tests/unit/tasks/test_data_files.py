@@ -1,0 +1,169 @@
+"""Data files: the usual columns in every layout, and errors that name the file, the row and what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import TaskError
+from echo2.tasks.data_files import ColumnChoice, folder_to_show, local_data_set, read_math_rows
+from echo2.tasks.rewards import Containment, RewardLimits, launch_of
+from echo2.tasks.task import ChatMessage, TaskSpec
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+ROWS = [
+    {"prompt": "1+1?", "answer": "2", "data_source": "sums"},
+    {"prompt": CHAT, "reward_model": {"style": "rule", "ground_truth": "4"}, "data_source": "sums"},
+    {"question": "3+3?", "answer": "three and three\n#### 6"},
+]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_usual_columns_are_found_in_json_lines(tmp_path: Path) -> None:
+    rows = read_math_rows(write_jsonl(tmp_path / "x.jsonl", ROWS))
+    assert [row.answer for row in rows] == ["2", "4", "6"]
+    assert rows[1].prompt == (ChatMessage("system", "Be brief."), ChatMessage("user", "2+2?"))
+    assert [row.data_source for row in rows] == ["sums", "sums", ""]
+
+
+def test_content_in_parts_and_a_list_of_one_answer_are_read_as_what_they_mean(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "How much "}, {"type": "text", "text": "is 2+2?"}]
+    (row,) = read_math_rows(
+        write_jsonl(tmp_path / "x.jsonl", [{"prompt": [{"role": "user", "content": parts}], "final_answer": ["$4$"]}])
+    )
+    assert row.prompt == (ChatMessage("user", "How much is 2+2?"),) and row.answer == "$4$"
+
+
+def test_a_problem_that_comes_again_is_read_once_so_that_none_is_held_out_and_trained_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows: list[dict[str, object]] = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(12)]
+    read = read_math_rows(write_jsonl(tmp_path / "x.jsonl", rows * 20))
+    assert [row.prompt for row in read] == [row["question"] for row in rows]
+    assert "228 of 240 rows repeat an earlier prompt" in caplog.text
+
+
+def test_parquet_and_arrow_folders_in_hugging_face_layout_give_the_split_asked_for(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc, parquet
+
+    table = arrow.Table.from_pylist([{"problem": "1+1?", "answer": "2"}, {"problem": "2+2?", "answer": "4"}])
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    for split, part in (("train", table), ("test", table.slice(0, 1))):
+        parquet.write_table(part, tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet")
+    assert len(read_math_rows(tmp_path / "hub")) == 2
+    assert len(read_math_rows(tmp_path / "hub", "test")) == 1
+    (tmp_path / "saved" / "train").mkdir(parents=True)
+    with ipc.new_stream(str(tmp_path / "saved" / "train" / "data-00000-of-00001.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert [row.answer for row in read_math_rows(tmp_path / "saved")] == ["2", "4"]
+
+
+def hub_cache(home: Path, rows: list[dict[str, object]]) -> Path:
+    """The layout that the hub's client leaves: snapshots are links to blobs."""
+    kept = home / "hub" / "datasets--org--puzzles"
+    for subset in ("main", "worked"):
+        blob = write_jsonl(kept / "blobs" / subset, rows)
+        for commit in ("aaa", "bbb"):
+            link = kept / "snapshots" / commit / subset / "train-00000-of-00001.jsonl"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(blob)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("aaa")
+    return kept
+
+
+def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = hub_cache(tmp_path, ROWS)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    folder = local_data_set("org/puzzles")
+    assert folder == kept / "snapshots" / "aaa" and folder_to_show(folder) == kept
+    assert len(read_math_rows(folder, subset="main")) == 3
+    with pytest.raises(TaskError, match="expected the argument subset, one of main, worked"):
+        read_math_rows(folder)
+    with pytest.raises(TaskError, match=r"org/other: expected a folder or one in the hub's cache"):
+        local_data_set("org/other")
+    with pytest.raises(TaskError, match="found nothing there"):
+        read_math_rows(local_data_set("./org/puzzles"))
+
+
+def test_a_contained_scorer_reads_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_cache(tmp_path, [{"prompt": "1+1?", "answer": "2"}])
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    spec = TaskSpec("math", {"path": "org/puzzles", "subset": "main"}, 0)
+    launch = launch_of(spec, RewardLimits(), Containment())
+    assert str(tmp_path / "hub" / "datasets--org--puzzles") in (launch.view.readable if launch.view else ())
+    told = json.loads(launch.setup)
+    assert told["args"]["path"] == str(tmp_path / "hub" / "datasets--org--puzzles" / "snapshots" / "aaa")
+
+
+def test_columns_that_the_user_names_come_first(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "no", "q": "yes", "answer": "1", "a": "2"}])
+    row = read_math_rows(path, columns=ColumnChoice("q", "a"))[0]
+    assert (row.prompt, row.answer) == ("yes", "2")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "x", "solution": "1"}\n', r"x.jsonl row 1: expected a column answer or .*got prompt, solution"),
+        ('{"prompt": "x", "answer": ""}\n', "expected a column answer"),
+        ('{"prompt": "x", "answer": "1"}\n{"prompt": 5, "answer": "1"}\n', "row 2: expected a prompt as text or"),
+        (
+            '{"prompt": [{"role": "user", "content": null}], "answer": "1"}\n',
+            "row 1: expected a message's content as text, or as parts of type text, got 'None'",
+        ),
+        ('{"prompt": "x", "answer": ["$3$", "$-3$"]}\n', "row 1: expected one answer .* write several as one text"),
+        ('{"prompt": "x", "answer": {"value": 1}}\n', "row 1: expected one answer"),
+        ("not json\n", "x.jsonl line 1: expected a JSON object"),
+        ("[1]\n", "line 1: expected a JSON object, got list"),
+        ("\n", "expected rows, found none"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_place(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(content)
+    with pytest.raises(TaskError, match=message):
+        read_math_rows(path)
+
+
+def test_missing_paths_splits_and_kinds_are_said(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "set" / "train.jsonl", ROWS)
+    with pytest.raises(TaskError, match=r"files of split 'test', found train.jsonl"):
+        read_math_rows(tmp_path / "set", "test")
+    with pytest.raises(TaskError, match="found nothing there"):
+        read_math_rows(tmp_path / "nowhere")
+    (tmp_path / "x.csv").write_text("a,b\n")
+    with pytest.raises(TaskError, match="got .csv"):
+        read_math_rows(tmp_path / "x.csv")
+
+
+def test_an_array_and_a_lone_file_are_read_and_other_columns_named(tmp_path: Path) -> None:
+    array = tmp_path / "x.json"
+    array.write_text(json.dumps([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]))
+    assert [row.answer for row in read_math_rows(array)] == ["1", "2"]
+    array.write_text('{"prompt": "a", "answer": "3"}\n')
+    assert [row.answer for row in read_math_rows(array)] == ["3"], "lines under the other name"
+    array.write_text("[1]")
+    with pytest.raises(TaskError, match="x.json row 1: expected a JSON object, got int"):
+        read_math_rows(array)
+    array.write_text("1")
+    with pytest.raises(TaskError, match="x.json: expected a JSON array of objects, got int"):
+        read_math_rows(array)
+    lone = tmp_path / "set"
+    lone.mkdir()
+    write_jsonl(lone / "problems.jsonl", [{"instruction": "a", "output": "1"}])
+    with pytest.raises(TaskError, match="the argument prompt_column names another"):
+        read_math_rows(lone)
+    (row,) = read_math_rows(lone, columns=ColumnChoice("instruction", "output"))
+    assert (row.prompt, row.answer) == ("a", "1")

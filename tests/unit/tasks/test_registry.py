@@ -1,0 +1,80 @@
+"""The registry: built-in names, a user's class, and errors that say what was expected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import ConfigError, TaskError
+from echo2.tasks.registry import is_environment, make_environment_source, make_task
+from echo2.tasks.task import Task, TaskSpec
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "configs"
+
+
+def test_every_built_in_task_can_be_made_and_is_the_same_when_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n")
+    specs = {
+        "sort_digits": TaskSpec("sort_digits", {"digit_count": 3}, 1),
+        "reasoning_gym": TaskSpec("reasoning_gym", {"dataset": "spell_backward"}, 1),
+        "math": TaskSpec("math", {"path": str(path)}, 1),
+    }
+    for spec in specs.values():
+        first, again = make_task(spec), make_task(spec)
+        assert first.sample(0) == again.sample(0)
+        assert first.score(first.sample(0), first.sample(0).answer).value == 1.0
+
+
+def test_a_class_of_the_users_is_made_with_seed_and_arguments() -> None:
+    task: Task = make_task(TaskSpec("tests.unit.tasks.naughty:Naughty", {"is_cheap": True}, seed=5))
+    assert task.is_cheap
+    assert task.score(task.sample(2), "fine").parts == {"seed": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (TaskSpec("chess"), "expected one of sort_digits, .* or a class of yours as module:Class, got 'chess'"),
+        (TaskSpec("calculator"), "expected a task of one completion, got an environment of several turns"),
+        (TaskSpec("sort_digits", {"digits": 3}), "expected arguments among digit_count; got digits"),
+        (TaskSpec("math"), "expected the argument path"),
+        (TaskSpec("reasoning_gym"), "expected the argument dataset"),
+        (TaskSpec("no.such.module:Task"), "expected an importable module no.such.module"),
+        (TaskSpec("tests.unit.tasks.naughty:Absent"), "expected a function or class Absent"),
+        (TaskSpec("tests.unit.tasks.naughty:Naughty", {"colour": 1}), r"expected a constructor \(seed, \*\*args\)"),
+    ],
+)
+def test_a_wrong_specification_is_a_configuration_error(spec: TaskSpec, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_task(spec)
+
+
+def test_a_class_that_is_no_task_is_told_what_it_lacks() -> None:
+    with pytest.raises(TaskError, match="missing size, is_cheap, sample, score"):
+        make_task(TaskSpec("tests.unit.tasks.naughty:NotATask"))
+
+
+def test_environments_are_made_by_name_and_told_apart_from_tasks() -> None:
+    spec = TaskSpec("calculator", {"turns_max": 2}, seed=3)
+    assert is_environment(spec) and not is_environment(TaskSpec("sort_digits"))
+    assert not is_environment(TaskSpec("tests.unit.tasks.naughty:Naughty"))
+    users_own = TaskSpec("echo2.tasks.tools:CalculatorEnvironments", {"turns_max": 2}, seed=3)
+    assert is_environment(users_own)
+    assert make_environment_source(spec) == make_environment_source(users_own)
+    with pytest.raises(ConfigError, match="expected one of calculator"):
+        make_environment_source(TaskSpec("maze"))
+    with pytest.raises(ConfigError, match="arguments among turns_max; got turns"):
+        make_environment_source(TaskSpec("calculator", {"turns": 2}))
+
+
+def test_the_example_of_a_users_task_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE)
+    task = make_task(TaskSpec("palindromes:Palindromes", {"letters": 3}, seed=1))
+    instance = task.sample(4)
+    beginning = instance.answer
+    assert task.sample(4) == instance and len(beginning) == 3
+    assert task.score(instance, beginning + beginning[::-1]).value == 1.0
+    assert task.score(instance, "x" + beginning).value == 0.0

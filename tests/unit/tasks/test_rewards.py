@@ -1,0 +1,290 @@
+"""Rewards: both scorers keep one contract, and a reward that misbehaves costs only itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from echo2.base.errors import ConfigError, LimitExceeded, ResourceError, TaskError
+from echo2.tasks import rewards
+from echo2.tasks.built_in import PLAIN_TASKS
+from echo2.tasks.registry import make_task
+from echo2.tasks.rewards import (
+    Containment,
+    InProcessScorer,
+    RewardFailure,
+    RewardLimits,
+    RewardPool,
+    RewardScorer,
+    check_rewards,
+    make_scorer,
+)
+from echo2.tasks.task import TaskSpec
+from tests.patience import WAIT_S
+
+SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {}, seed=3)
+CHEAP_SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {"is_cheap": True}, seed=3)
+TRUSTED = Containment(is_trusted=True)
+LIMITS = RewardLimits(cpu_s=1, timeout_s=3.0, memory_bytes=2 << 30, process_count=2)
+
+
+@contextmanager
+def opened(
+    spec: TaskSpec, limits: RewardLimits = LIMITS, containment: Containment | None = None
+) -> Iterator[RewardScorer]:
+    scorer = make_scorer(make_task(spec), spec, limits, containment)
+    try:
+        yield scorer
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "containment"),
+    [(SPEC, None), (SPEC, TRUSTED), (CHEAP_SPEC, None), (CHEAP_SPEC, TRUSTED)],
+    ids=["contained", "trusted pool", "cheap but contained", "in process"],
+)
+def test_rewards_come_with_their_parts_and_a_raising_one_costs_only_itself(
+    spec: TaskSpec, containment: Containment | None
+) -> None:
+    with opened(spec, containment=containment) as scorer:
+        futures = [scorer.submit(index, text) for index, text in enumerate(["fine", "raise", "nan", "chatter", "fine"])]
+        results = [future.result(WAIT_S) for future in futures]
+        assert [r.reward.value if r.reward else None for r in results] == [1.0, None, None, 4.0, 5.0]
+        assert results[0].reward is not None and results[0].reward.parts == {"seed": 3.0}
+        assert [r.failure for r in results[1:3]] == [RewardFailure.RAISED, RewardFailure.RAISED]
+        assert results[1].message == "ValueError: no such answer"
+        assert (scorer.counts().scored, scorer.counts().raised) == (3, 2)
+
+
+def test_a_reward_that_nobody_waits_for_any_more_ends_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    with opened(SPEC, replace(LIMITS, process_count=1)) as scorer:
+        assert scorer.submit(0, "fine").cancel()
+        assert scorer.submit(1, "fine").result(WAIT_S).reward is not None  # one process: the other is done before it
+    assert "callback" not in caplog.text
+
+
+def test_an_instance_that_nothing_can_be_scored_on_is_no_senders_fault() -> None:
+    with opened(replace(SPEC, name="tests.unit.tasks.naughty:BadRow")) as scorer:
+        for _ in range(2):  # the second is known
+            result = scorer.submit(1, "fine", "honest").result(WAIT_S)
+            assert result.reward is None and result.failure is RewardFailure.FAULT
+            assert not result.failure.is_held_against_sender and "instance 1 itself" in result.message
+        spun = scorer.submit(0, "spin", "liar").result(WAIT_S)
+        assert spun.failure in (RewardFailure.EXHAUSTED, RewardFailure.TIMED_OUT)  # the latter on a busy machine
+        assert scorer.submit(2, "fine").result(WAIT_S).failure is None
+        assert scorer.counts().fault == 2
+
+
+def test_what_a_completion_used_up_is_worth_0_and_other_failures_nothing_and_the_pool_goes_on() -> None:
+    expected = {
+        "hang": (RewardFailure.TIMED_OUT, None),
+        "eat": (RewardFailure.OUT_OF_MEMORY, 0.0),
+        "die": (RewardFailure.DIED, None),
+        "kill": (RewardFailure.RAISED, None),  # a contained process may signal nobody
+        "spin": (RewardFailure.EXHAUSTED, 0.0),
+    }
+    with opened(SPEC) as scorer:
+        futures = {text: scorer.submit(0, text, "sender") for text in expected}
+        results = {text: future.result(WAIT_S) for text, future in futures.items()}
+        assert {t: (r.failure, r.reward.value if r.reward else None) for t, r in results.items()} == expected
+        assert all(r.reward is None or r.reward.parts == {"exhausted": 1.0} for r in results.values())
+        assert scorer.submit(0, "fine").result(WAIT_S).failure is None
+        counts = scorer.counts()
+        assert (counts.scored, counts.timed_out, counts.out_of_memory, counts.exhausted) == (1, 1, 1, 1)
+
+
+def test_trusted_rewards_that_fail_cost_only_themselves_too() -> None:
+    with opened(SPEC, containment=Containment(is_trusted=True)) as scorer:
+        texts = ["hang", "eat", "kill", "fine"]
+        results = [scorer.submit(index, text).result(WAIT_S) for index, text in enumerate(texts)]
+        assert [r.failure for r in results] == [
+            RewardFailure.TIMED_OUT,
+            RewardFailure.OUT_OF_MEMORY,
+            RewardFailure.FAULT,
+            None,
+        ]
+        assert [r.reward is None for r in results] == [True, True, True, False]
+
+
+def test_without_containment_rewards_are_refused_unless_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> str:
+        raise ResourceError("no user namespaces")
+
+    monkeypatch.setattr(rewards, "bubblewrap", fails)
+    with pytest.raises(ConfigError, match="no user namespaces.* task.trusted_rewards = true"):
+        RewardPool(SPEC)
+    RewardPool(SPEC, containment=Containment(is_trusted=True)).close()
+    with pytest.raises(ConfigError, match="trusted_rewards"):
+        make_scorer(make_task(CHEAP_SPEC), CHEAP_SPEC)
+
+
+def test_a_task_that_cannot_be_made_in_the_child_is_reported_with_its_reason() -> None:
+    with pytest.raises(ResourceError, match="expected an importable module no, found none"):
+        RewardPool(TaskSpec("no.such:Task"), LIMITS)
+    pool = RewardPool(TaskSpec("tests.unit.tasks.naughty:Absent"), LIMITS)
+    try:
+        result = pool.submit(0, "x").result(WAIT_S)
+        assert result.failure is RewardFailure.FAULT and result.reward is None
+        assert "expected a function or class Absent" in result.message
+    finally:
+        pool.close()
+
+
+def test_the_queue_is_bounded_and_a_closed_pool_refuses_and_cancels() -> None:
+    pool = RewardPool(SPEC, RewardLimits(timeout_s=0.5, process_count=1, queue_max=2))
+    futures = []
+    with pytest.raises(LimitExceeded, match="at most 2 requests waiting"):
+        for _ in range(10):
+            futures.append(pool.submit(0, "hang"))
+    pool.close()
+    assert futures[-1].cancelled()
+    with pytest.raises(TaskError, match="closed"):
+        pool.submit(0, "fine")
+
+
+def test_a_completion_over_the_limit_costs_only_itself() -> None:
+    with opened(SPEC) as scorer:
+        assert scorer.submit(0, "x" * (17 << 20)).result(WAIT_S).failure is RewardFailure.TOO_LARGE
+        assert scorer.submit(0, "fine").result(WAIT_S).failure is None
+
+
+def test_plain_comparisons_of_our_own_stay_in_this_process_and_others_do_not() -> None:
+    plain = TaskSpec("sort_digits")
+    with opened(plain) as own, opened(CHEAP_SPEC, containment=TRUSTED) as trusted:
+        assert isinstance(own, InProcessScorer) and isinstance(trusted, InProcessScorer)
+    with opened(CHEAP_SPEC) as cheap, opened(SPEC) as dear:
+        assert isinstance(cheap, RewardPool) and isinstance(dear, RewardPool)
+    for name in PLAIN_TASKS:
+        assert make_task(TaskSpec(name)).is_cheap
+
+
+def test_environments_are_stepped_in_the_pool_whichever_process_answers() -> None:
+    pool = RewardPool(TaskSpec("calculator", {"turns_max": 3}, seed=1), LIMITS)
+    try:
+        call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+        steps = [pool.submit_step(index, [call]) for index in range(4)]
+        for step in steps:
+            observation = step.result(WAIT_S).observation
+            assert observation is not None
+            assert observation.messages[0].content == "42"
+        ends = [pool.submit_step(index, [call, "I give up"]) for index in range(4)]
+        for end in ends:
+            observation = end.result(WAIT_S).observation
+            assert observation is not None and observation.reward is not None
+            assert observation.reward.value == 0.0
+        late = pool.submit_step(0, [call, "I give up", "again"]).result(WAIT_S)
+        assert late.failure is RewardFailure.RAISED and "no completion after its end" in late.message
+    finally:
+        pool.close()
+
+
+def test_a_contained_scorer_reads_a_data_set_of_the_hubs_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no network, and of the cache it sees this data set alone."""
+    pytest.importorskip("math_verify")
+    with TemporaryDirectory() as home:
+        kept = Path(home) / "hub" / "datasets--org--puzzles"
+        (kept / "blobs").mkdir(parents=True)
+        (kept / "blobs" / "b").write_text(json.dumps({"prompt": "1/4+1/4?", "answer": "0.5"}) + "\n")
+        (kept / "snapshots" / "aaa").mkdir(parents=True)
+        (kept / "snapshots" / "aaa" / "train.jsonl").symlink_to(Path("../../blobs/b"))
+        monkeypatch.setenv("HF_HOME", home)
+        monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+        with opened(TaskSpec("math", {"path": "org/puzzles"}), RewardLimits()) as scorer:
+            result = scorer.submit(0, "\\boxed{\\frac{1}{2}}").result(WAIT_S)
+            assert result.reward is not None and result.reward.value == pytest.approx(1.0, abs=0.3), result.message
+
+
+def test_real_scorers_fit_within_the_default_limits() -> None:
+    pytest.importorskip("math_verify")
+    pytest.importorskip("reasoning_gym")
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "sums.jsonl"
+        path.write_text(json.dumps({"prompt": "1/4+1/4?", "answer": "0.5"}) + "\n")
+        specs = [TaskSpec("math", {"path": str(path)}), TaskSpec("reasoning_gym", {"dataset": "spell_backward"})]
+        answers = ["\\boxed{\\frac{1}{2}}", make_task(specs[1]).sample(0).answer]
+        for spec, answer in zip(specs, answers, strict=True):
+            with opened(spec, RewardLimits()) as scorer:
+                for text, expected in ((answer, 1.0), ("no idea", 0.0)):
+                    result = scorer.submit(0, text).result(WAIT_S)
+                    assert result.reward is not None, result.message
+                    assert result.reward.value == pytest.approx(expected, abs=0.3)
+
+
+OWN_TASK = """
+from {name}_sorter import Sorter
+from echo2.tasks.task import Reward, TaskInstance
+
+
+class Own:
+    name, size, is_cheap = "own", 8, False
+
+    def __init__(self, seed, words="", hidden=False):
+        self.words, self.hidden, self.sorter = words, hidden, Sorter()
+
+    def sample(self, index):
+        return TaskInstance(index, "sort", "ab")
+
+    def score(self, instance, text):
+        from {name}_late import WORTH
+        if self.hidden:
+            __import__("importlib").import_module("{name}_unseen")
+        known = open(self.words).read().split() if self.words else ["ab"]
+        return Reward(WORTH if self.sorter.sort(text) in known else 0.0)
+"""
+
+
+def own_task(folder: Path, monkeypatch: pytest.MonkeyPatch, **args: object) -> TaskSpec:
+    """A task in several files beside one another, which nobody has installed."""
+    name = f"own_{folder.name}".replace("-", "_")
+    (folder / f"{name}.py").write_text(OWN_TASK.format(name=name))
+    (folder / f"{name}_sorter.py").write_text(
+        f"from {name}_deep.order import sort\nclass Sorter:\n    sort = staticmethod(sort)\n"
+    )
+    (folder / f"{name}_deep").mkdir()
+    (folder / f"{name}_deep" / "__init__.py").write_text("")
+    (folder / f"{name}_deep" / "order.py").write_text("def sort(text):\n    return ''.join(sorted(text))\n")
+    (folder / f"{name}_late.py").write_text("WORTH = 1.0\n")
+    (folder / f"{name}_unseen.py").write_text("")
+    (folder / "words.txt").write_text("ab xyz")
+    (folder / "secret.txt").write_text("hidden")
+    monkeypatch.syspath_prepend(folder)
+    return TaskSpec(f"{name}:Own", args, seed=0)
+
+
+def test_a_task_in_several_files_is_scored_contained_and_sees_the_files_that_its_arguments_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = own_task(tmp_path, monkeypatch, words=str(tmp_path / "words.txt"))
+    check_rewards(spec)
+    with opened(spec) as scorer:
+        results = [scorer.submit(0, text).result(WAIT_S) for text in ("ba", "zyx", "q")]
+        assert [r.reward.value if r.reward else r.message for r in results] == [1.0, 1.0, 0.0]
+
+
+def test_what_a_reward_lacks_is_named_before_the_run_with_what_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = own_task(tmp_path, monkeypatch, hidden=True)
+    module = spec.name.partition(":")[0]
+    with pytest.raises(TaskError) as told:
+        check_rewards(spec)
+    unseen = tmp_path / f"{module}_unseen.py"
+    assert f"No module named '{module}_unseen'" in str(told.value) and f'task.readable = ["{unseen}"]' in str(
+        told.value
+    )
+    check_rewards(spec, Containment(readable=(str(unseen),)))
+
+
+def test_a_reward_that_fails_for_some_texts_only_does_not_keep_a_run_from_starting() -> None:
+    check_rewards(SPEC)
+    with pytest.raises(
+        TaskError, match=r"naughty:Always.*expected a reward for a sample before the run starts, got ValueError"
+    ):
+        check_rewards(TaskSpec("tests.unit.tasks.naughty:Always", {}, seed=3))

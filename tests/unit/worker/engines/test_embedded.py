@@ -1,0 +1,371 @@
+"""What the embedded engine promises beyond the contract: reproducible streams, back-pressure, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo2.base.errors import ConfigError, EngineError
+from echo2.base.ids import Version
+from echo2.base.rng import uniform
+from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
+from echo2.worker.engines.embedded.forward import CachedDecoder, Products, _by_onednn
+from echo2.worker.engines.embedded.live_weights import LiveWeights, read_shape
+from echo2.worker.engines.embedded.loop import LiveSwap, StepLoop, draw
+from echo2.worker.engines.embedded.slots import BlockPool, Fill
+from echo2.worker.engines.engine import GenerateRequest, SwapMode
+from echo2.worker.engines.outbox import Outbox, SampledToken
+from tests.contract.engine_rig import keyframe_of, make_versions, tiny_config
+
+CONFIG = tiny_config("qwen3")
+BASE = keyframe_of(make_versions(CONFIG)[0], 0)
+PROMPT = (5, 6, 7, 8)
+_T = TypeVar("_T")
+
+
+def run(body: Coroutine[Any, Any, _T]) -> _T:
+    return asyncio.run(asyncio.wait_for(body, 60))
+
+
+def request(name: str, count: int = 30, done: Sequence[int] = ()) -> GenerateRequest:
+    sampling = SamplingParams(temperature=1.2, top_p=0.95, max_new_tokens=count, seed=4)
+    return GenerateRequest(name, PROMPT, tuple(done), sampling, name)
+
+
+async def collect(engine: EmbeddedEngine, *names: str) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {name: [] for name in names}
+    left = set(names)
+    while left:
+        for chunk in await engine.next_chunks():
+            if chunk.request_id in tokens:
+                tokens[chunk.request_id] += chunk.token_ids
+            if chunk.finish_reason is not FinishReason.UNFINISHED:
+                left.discard(chunk.request_id)
+    return tokens
+
+
+async def said(engine: EmbeddedEngine, name: str, prompt: Sequence[int]) -> tuple[int, ...]:
+    """The whole of one turn."""
+    engine.submit(replace(request(name, 12), prompt_token_ids=tuple(prompt)))
+    return (*prompt, *(await collect(engine, name))[name])
+
+
+def test_six_turns_are_those_of_an_engine_that_computes_each_anew() -> None:
+    async def played(*, keeps: bool) -> tuple[tuple[int, ...], int]:
+        engine = EmbeddedEngine(CONFIG, slot_count=2)
+        await engine.start()
+        await engine.swap(BASE, SwapMode.RECOMPUTE_KV)
+        tokens: tuple[int, ...] = PROMPT
+        for turn in range(5):
+            tokens = (*await said(engine, f"turn{turn}", tokens), 3, 4)
+            if not keeps:
+                engine._loop._table.weights_changed(keep_kv=False)  # the same weights, with nothing left in the cache
+        counts = engine.stats()
+        await engine.stop()
+        assert counts.prompt_tokens == counts.prefilled_tokens + counts.shared_prompt_tokens
+        return tokens, counts.prefilled_tokens
+
+    (with_cache, prefilled), (without, all_prefilled) = run(played(keeps=True)), run(played(keeps=False))
+    assert with_cache == without
+    assert prefilled < all_prefilled / 5
+
+
+async def generated(*requests: GenerateRequest, slot_count: int = 4) -> dict[str, list[int]]:
+    engine = EmbeddedEngine(CONFIG, slot_count=slot_count)
+    await engine.start()
+    for one in requests:
+        engine.submit(one)
+    await engine.swap(BASE, SwapMode.RECOMPUTE_KV)
+    tokens = await collect(engine, *(one.request_id for one in requests))
+    await engine.stop()
+    return tokens
+
+
+def test_a_sequence_is_the_same_alone_and_in_any_batch() -> None:
+    alone = run(generated(request("mine")))["mine"]
+    others = [request(f"other{index}", count=10 + 7 * index) for index in range(6)]
+    for slot_count in (1, 3, 8):
+        assert run(generated(*others, request("mine"), slot_count=slot_count))["mine"] == alone
+
+
+def test_a_continuation_on_another_worker_goes_on_in_the_same_random_stream() -> None:
+    whole = run(generated(request("mine")))["mine"]
+    for cut in (1, 13, 29):
+        assert run(generated(request("mine", done=whole[:cut])))["mine"] == whole[cut:]
+
+
+def test_the_seed_alone_chooses_the_stream() -> None:
+    other = request("c")
+    other = replace(other, sampling=replace(other.sampling, seed=5))
+    tokens = run(generated(request("a"), request("b"), other))
+    assert tokens["a"] == tokens["b"] != tokens["c"]
+
+
+def test_a_slowed_engine_takes_that_much_longer() -> None:
+    async def body() -> None:
+        engine = EmbeddedEngine(CONFIG, slot_count=2, slowdown=4.0)
+        await engine.start()
+        await engine.swap(BASE, SwapMode.RECOMPUTE_KV)
+        began = time.monotonic()
+        engine.submit(request("slow"))
+        await collect(engine, "slow")
+        took_s = time.monotonic() - began
+        # The pause after the last step is not waited for; all others are.
+        assert took_s > 3.0 * engine.stats().decode_s * 0.9
+        await engine.stop()
+
+    run(body())
+
+
+def test_stop_ends_with_sequences_running_and_consumers_waiting() -> None:
+    async def body() -> None:
+        engine = EmbeddedEngine(CONFIG, slot_count=2)
+        await engine.start()
+        waiting = asyncio.create_task(engine.next_chunks())
+        engine.submit(request("never begun"))
+        await engine.stop()
+        assert await waiting == []
+        assert await engine.next_chunks() == []
+        with pytest.raises(EngineError, match="stopped"):
+            engine.submit(request("too late"))
+        with pytest.raises(EngineError, match="stopped"):
+            await engine.swap(BASE, SwapMode.KEEP_KV)
+
+    run(body())
+
+
+def test_nothing_is_sampled_while_the_outbox_is_full() -> None:
+    async def body() -> None:
+        engine = EmbeddedEngine(CONFIG, slot_count=4, outbox=Outbox(20))
+        await engine.start()
+        await engine.swap(BASE, SwapMode.RECOMPUTE_KV)
+        names = [f"r{index}" for index in range(4)]
+        for name in names:
+            engine.submit(request(name, count=60))
+        while engine.stats().sampled_tokens < 20:
+            await engine.fingerprint(1)  # commands are obeyed also when the box is full
+        await engine.fingerprint(1)
+        assert engine.stats().sampled_tokens < 20 + 4
+        tokens = await collect(engine, *names)
+        assert all(len(tokens[name]) == 60 for name in names)
+        await engine.stop()
+
+    run(body())
+
+
+def test_outbox_joins_tokens_of_one_version_and_ends_with_its_failure() -> None:
+    async def body() -> None:
+        box = Outbox()
+        box.bind(asyncio.get_running_loop(), lambda: None)
+
+        def token(name: str, version: int, token_id: int) -> SampledToken:
+            return SampledToken(name, version, FinishReason.UNFINISHED, token_id, -1.0, -2.0)  # type: ignore[arg-type]
+
+        box.put([token("a", 1, 10), token("b", 1, 20)])
+        box.put([token("a", 1, 11), token("a", 2, 12)])
+        chunks = await box.take()
+        assert [(c.request_id, c.token_ids, c.version) for c in chunks] == [
+            ("a", (10, 11), 1),
+            ("a", (12,), 2),
+            ("b", (20,), 1),
+        ]
+        waiting = asyncio.create_task(box.take())
+        await asyncio.sleep(0)
+        box.close(EngineError("the reason"))
+        with pytest.raises(EngineError, match="the reason"):
+            await waiting
+
+    run(body())
+
+
+def test_growing_sequences_linger_in_the_outbox_and_an_end_leaves_alone() -> None:
+    async def body() -> None:
+        box = Outbox(linger_s=30.0)
+        box.bind(asyncio.get_running_loop(), lambda: None)
+
+        def token(name: str = "a", reason: FinishReason = FinishReason.UNFINISHED) -> SampledToken:
+            return SampledToken(name, Version(1), reason, 7, -1.0, -2.0)
+
+        taking = asyncio.create_task(box.take())
+        box.put([token()])
+        assert [chunk.token_ids for chunk in await taking] == [(7,)], "the first after a pause need not wait"
+        taking = asyncio.create_task(box.take())
+        box.put([token(), token("b")])
+        box.put([token(), token("b")])
+        await asyncio.wait([taking], timeout=0.05)
+        assert not taking.done()
+        box.put([token("a", FinishReason.LENGTH)])
+        assert [(chunk.request_id, chunk.token_ids) for chunk in await taking] == [("a", (7, 7, 7))]
+        taking = asyncio.create_task(box.take())
+        await asyncio.wait([taking], timeout=0.05)
+        assert not taking.done(), "an end hurries nobody else"
+        box.close()
+        assert [(chunk.request_id, chunk.token_ids) for chunk in await taking] == [("b", (7, 7))]
+        brief = Outbox(linger_s=0.01)
+        brief.bind(asyncio.get_running_loop(), lambda: None)
+        for _ in range(2):
+            brief.put([token()])
+            assert len(await brief.take()) == 1, "after a while growing ones leave too"
+        brief.put([token()])
+        brief.close()
+        assert len(await brief.take()) == 1 and await brief.take() == []
+
+    run(body())
+
+
+def test_a_swap_waits_a_few_steps_for_sequences_about_to_end_and_admits_nothing_meanwhile() -> None:
+    weights = LiveWeights(read_shape(CONFIG))
+    box = Outbox()
+    loop = StepLoop(weights, partial(CachedDecoder, weights), 2, 64, box)
+
+    def swap(version: int, mode: SwapMode = SwapMode.RECOMPUTE_KV) -> None:
+        staged = dataclasses.replace(BASE, version=Version(version))
+        loop.swap(LiveSwap(staged.version, None, weights.checked(staged), mode))
+        loop.run_commands()
+
+    async def tokens() -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for chunk in await box.take():
+            found.setdefault(chunk.request_id, []).extend([chunk.version] * len(chunk.token_ids))
+        return found
+
+    with torch.inference_mode():
+        swap(0)
+        for name, count in (("short", 6), ("long", 50), ("next", 4)):
+            loop.submit(request(name, count))
+        loop.step()
+        swap(1)
+        assert loop.version == 0
+        for _ in range(4):
+            loop.step()
+            assert loop.version == 0
+        loop.step()
+        assert loop.version == 1, "as soon as the short one has ended"
+        loop.step()
+        assert asyncio.run(tokens()) == {"short": [0] * 6, "long": [0] * 6 + [1], "next": [1]}
+        swap(2, SwapMode.KEEP_KV)
+        assert loop.version == 2, "kept caches cost nothing, so nothing is waited for"
+        loop.step()
+        loop.step()
+        swap(3)
+        loop.step()
+        assert loop.version == 3, "the other one ended"
+        swap(4)
+        assert loop.version == 4, "what is left runs on for longer than a swap waits"
+
+
+def test_bad_options_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="context_tokens"):
+        EmbeddedEngine(CONFIG, context_tokens=10_000)
+    with pytest.raises(ConfigError, match="slowdown"):
+        EmbeddedEngine(CONFIG, slowdown=0.5)
+    with pytest.raises(EngineError, match="slots"):
+        EmbeddedEngine(CONFIG, slot_count=0)
+
+
+SLOTS, CONTEXT = 16, 8192
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_few_tokens_in_many_slots_of_a_long_context_take_a_few_pages() -> None:
+    config = tiny_config("qwen3", head_dim=64, num_key_value_heads=4, max_position_embeddings=CONTEXT)
+    weights = LiveWeights(read_shape(config))
+    blocks = BlockPool(SLOTS, CONTEXT)
+    decoder = CachedDecoder(weights, blocks)
+    with torch.inference_mode():
+        decoder.warm_up()
+        before = resident_bytes()
+        for slot in range(SLOTS):
+            assert blocks.reserve(slot, 8)
+        decoder.fill([Fill(slot, 0, (1, 2, 3, 4, 5, 6, 7)) for slot in range(SLOTS)])
+        decoder.decode([8] * SLOTS, list(range(SLOTS)), [7] * SLOTS)
+    used = decoder.block_bytes * blocks.touched_count
+    assert used < 4 << 20
+    assert resident_bytes() - before < used + (8 << 20), "a page for each slot, head and layer is 768 MiB"
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_p=st.sampled_from([0.05, 0.5, 0.95, 1.0]),
+    top_k=st.sampled_from([0, 1, 3, 50]),
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(params=st.lists(PARAMS, min_size=1, max_size=6), seed=st.integers(0, 10**6), number=st.floats(0, 1 - 2**-53))
+def test_a_row_does_not_depend_on_its_neighbours(params: list[SamplingParams], seed: int, number: float) -> None:
+    logits = torch.randn(len(params), 17, generator=torch.Generator().manual_seed(seed)) * 4
+    together = draw(logits, params, [number] * len(params))
+    for row, one in enumerate(params):
+        alone = draw(logits[row : row + 1], [one], [number])
+        assert alone.token_ids == [together.token_ids[row]]
+        assert alone.logprobs == [together.logprobs[row]]
+        assert math.isfinite(together.logprobs[row]), "only a token that can be drawn is drawn"
+        assert together.logprobs[row] <= 0 and together.raw_logprobs[row] <= 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(params=PARAMS, seed=st.integers(0, 10**6))
+def test_drawn_probabilities_add_up_to_one(params: SamplingParams, seed: int) -> None:
+    count = 4001
+    logits = torch.randn(1, 11, generator=torch.Generator().manual_seed(seed)).repeat(count, 1)
+    drawn = draw(logits, [params] * count, [(i + 0.5) / count for i in range(count)])
+    by_token = dict(zip(drawn.token_ids, drawn.logprobs, strict=True))
+    for token, logprob in by_token.items():
+        assert abs(drawn.token_ids.count(token) / count - math.exp(logprob)) < 2 / count
+    assert sum(math.exp(logprob) for logprob in by_token.values()) > 1 - 11 * 2 / count
+
+
+def test_top_k_keeps_k_and_top_p_keeps_the_smallest_set() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+
+    def support(params: SamplingParams) -> set[int]:
+        return set(draw(logits.repeat(200, 1), [params] * 200, [i / 200 for i in range(200)]).token_ids)
+
+    assert support(SamplingParams(top_k=2)) == {0, 1}
+    assert support(SamplingParams(top_p=0.79)) == {0, 1}
+    assert support(SamplingParams(top_p=0.81)) == {0, 1, 2}
+    assert support(SamplingParams(top_p=0.01)) == {0}
+    assert support(SamplingParams(temperature=0.0)) == {0}
+
+
+def test_uniform_numbers_fill_the_interval_evenly_and_streams_differ() -> None:
+    numbers = [uniform(12345, position) for position in range(5000)]
+    assert all(0.0 <= number < 1.0 for number in numbers)
+    tenths = [sum(int(number * 10) == tenth for number in numbers) for tenth in range(10)]
+    assert max(abs(count - 500) for count in tenths) < 5 * math.sqrt(450)
+    assert len(set(numbers) | {uniform(12346, position) for position in range(5000)}) == 10_000
+
+
+def test_whatever_is_chosen_gives_the_same_product() -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(96, 64), torch.randn(64, 96)]
+    products = Products()
+    with torch.inference_mode():
+        products.choose(weights)
+        for count in (1, 3, 8, 40, 300):
+            for weight in weights:
+                rows, bias = torch.randn(count, weight.shape[1]), torch.randn(weight.shape[0])
+                expected = (rows.double() @ weight.double().T + bias).float()
+                for found in (products.product(rows, weight, bias), _by_onednn(rows, weight, bias)):
+                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(products.product(rows, weight), F.linear(rows, weight), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,195 @@
+"""How a model goes on a machine: slots by memory, engines by GPUs, refusals by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from echo2.base.errors import ConfigError, EngineError, ResourceError
+from echo2.base.rollout import FinishReason, SamplingParams
+from echo2.base.staged import StagedVersion
+from echo2.config.run import RunConfig
+from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
+from echo2.worker.engines.engine import GenerateRequest, SwapMode
+from echo2.worker.engines.making import NO_FINGERPRINT, SeveralEngines, fit_engine, make_engine
+from echo2.worker.engines.vllm.vllm_engine import VllmEngine, only_gpus
+from echo2.worker.machine import WorkerMachine, parse_gpus
+from echo2.worker.options import WorkerOptions
+from tests.contract.engine_rig import delta_of, keyframe_of, make_versions, tiny_config
+from tests.unit.cost_model.test_sizing import QWEN3_8B
+
+CPU = WorkerMachine(gpus=(), cores=2, memory_bytes=16 << 30, free_disk_bytes=100 << 30, has_vllm=False)
+FOUR_GPUS = replace(CPU, gpus=parse_gpus("NVIDIA L40S, 46068, 580.65\n" * 4), has_vllm=True, memory_bytes=200 << 30)
+
+
+def options(folder: Path, **worker: object) -> WorkerOptions:
+    return WorkerOptions("", folder, RunConfig.model_validate({"worker": worker}))
+
+
+def test_sequences_are_by_memory_and_capped_as_told(tmp_path: Path) -> None:
+    small = tiny_config("qwen3")
+    assert fit_engine("embedded", small, options(tmp_path), CPU, 64).sequences == 64
+    told = fit_engine("embedded", small, options(tmp_path, slots=7), CPU, 64)
+    assert (told.sequences, told.engine_count, told.sequence_tokens) == (7, 1, 64)
+
+
+def test_gpus_become_engines_and_a_model_too_large_for_one_is_spread_over_several(tmp_path: Path) -> None:
+    fit = fit_engine("vllm", QWEN3_8B, options(tmp_path), FOUR_GPUS, 2560)
+    assert fit.engine_count == 4 and "4 engines" in fit.reason
+    large = QWEN3_8B | {"num_hidden_layers": 100}
+    fit = fit_engine("vllm", large, options(tmp_path), FOUR_GPUS, 2560)
+    assert (fit.engine_count, fit.tensor_parallel) == (2, 2) and "2 engines" in fit.reason
+    one_gpu = replace(FOUR_GPUS, gpus=FOUR_GPUS.gpus[:1])
+    with pytest.raises(ResourceError, match="in equal parts of 32 heads, they do not"):
+        fit_engine("vllm", large, options(tmp_path), one_gpu, 9216)
+
+
+def test_the_base_is_loaded_where_memory_is_left(tmp_path: Path) -> None:
+    """8B in bf16: 21.8 GB while a keyframe is taken, 16.4 GB of a base."""
+
+    def loads_base(memory_gb: int) -> bool:
+        machine = replace(FOUR_GPUS, memory_bytes=memory_gb * 10**9)
+        return fit_engine("vllm", QWEN3_8B, options(tmp_path), machine, 2560).loads_base
+
+    assert loads_base(40) and not loads_base(32), "a worker with less memory goes without"
+
+
+def test_a_model_beyond_the_machine_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="memory: expected"):
+        fit_engine("embedded", QWEN3_8B, options(tmp_path), CPU)
+
+
+def test_the_embedded_engine_refuses_to_round_by_name(tmp_path: Path) -> None:
+    rounding, small = options(tmp_path, quantisation="fp8"), tiny_config("qwen3")
+    fit = fit_engine("embedded", small, rounding, FOUR_GPUS)
+    with pytest.raises(ConfigError, match="worker.quantisation: fp8 is vLLM's.*expected none"):
+        make_engine("embedded", small, rounding, fit)
+
+
+def test_layers_with_a_state_refuse_to_keep_their_cache_by_name(tmp_path: Path) -> None:
+    keeping = options(tmp_path, swap_mode="keep_kv")
+    hybrid = tiny_config("lfm2", layer_types=["conv", "full_attention", "conv"])
+    fit = fit_engine("embedded", tiny_config("qwen3"), keeping, CPU, 64)
+    with pytest.raises(ConfigError, match="worker.swap_mode: keep_kv is not for layers with a state.*recompute_kv"):
+        make_engine("embedded", hybrid, keeping, fit)
+    assert make_engine("embedded", hybrid, options(tmp_path), fit).version is None
+
+
+def test_latent_attention_is_refused_on_vllm_which_would_not_follow_its_changes() -> None:
+    with pytest.raises(ConfigError, match="latent attention"):
+        VllmEngine({**tiny_config("qwen3"), "kv_lora_rank": 8})
+
+
+@pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_models_whose_layers_cannot_follow_are_refused_before_vllm_starts(tmp_path: Path, field: str) -> None:
+    rounding = options(tmp_path, quantisation="fp8")
+    fit = fit_engine("vllm", tiny_config("qwen3"), rounding, FOUR_GPUS)
+    with pytest.raises(ConfigError, match=rf"worker.quantisation: fp8 is not for models with .* \({field} 8\)"):
+        make_engine("vllm", tiny_config("qwen3", **{field: 8}), rounding, fit)
+
+
+def test_rounded_weights_take_less_of_a_card_and_their_masters_the_hosts_memory(tmp_path: Path) -> None:
+    rounding = options(tmp_path, quantisation="fp8")
+    exact = fit_engine("vllm", QWEN3_8B, options(tmp_path), FOUR_GPUS, 2560)
+    rounded = fit_engine("vllm", QWEN3_8B, rounding, FOUR_GPUS, 2560)
+    assert rounded.cache_tokens > 1.2 * exact.cache_tokens and rounded.engine_count == 4
+    assert "masters in the host's memory" in rounded.reason
+    small = replace(FOUR_GPUS, memory_bytes=60 << 30)
+    assert fit_engine("vllm", QWEN3_8B, options(tmp_path), small, 2560).engine_count == 4
+    with pytest.raises(ResourceError, match="memory: expected"):
+        fit_engine("vllm", QWEN3_8B, rounding, small, 2560)
+
+
+def test_an_engine_is_shown_its_gpus_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with only_gpus((2,)):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6, 7")
+    with only_gpus((1, 2)):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"
+    with only_gpus(()):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "4, 6, 7"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4, 6, 7"
+
+
+CONFIG = tiny_config("qwen3")
+MODELS = make_versions(CONFIG)
+_T = TypeVar("_T")
+
+
+class FailsOnce(EmbeddedEngine):
+    """Refuses its next swap when told to, as an engine whose process is short of memory would."""
+
+    fails = False
+
+    async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
+        if self.fails:
+            self.fails = False
+            raise EngineError(f"version {staged.version}: no memory")
+        return await super().swap(staged, mode)
+
+
+def run(test: Coroutine[Any, Any, _T]) -> _T:
+    return asyncio.run(asyncio.wait_for(test, 60))
+
+
+def request(name: str, group: str, count: int = 40) -> GenerateRequest:
+    return GenerateRequest(name, (1, 2, 3), (), SamplingParams(max_new_tokens=count), group)
+
+
+def test_a_group_stays_together_and_new_groups_go_where_there_is_room() -> None:
+    async def body() -> None:
+        engines = [EmbeddedEngine(CONFIG, slot_count=8) for _ in range(2)]
+        both = SeveralEngines(engines)
+        await both.start()
+        for group in "abc":
+            for index in range(2):
+                both.submit(request(f"{group}{index}", group))
+        await both.swap(keyframe_of(MODELS[0], 0), SwapMode.RECOMPUTE_KV)
+        both.submit(request("a2", "a"))
+        with pytest.raises(EngineError, match="expected a new id"):
+            both.submit(request("a2", "b"))
+        for engine in engines:
+            await engine.fingerprint(1)  # commands are obeyed in order: what was submitted is counted by now
+        sizes = [engine.stats().running_sequences + engine.stats().waiting_sequences for engine in engines]
+        ended = 0
+        while ended < 7:
+            ended += sum(chunk.finish_reason is not FinishReason.UNFINISHED for chunk in await both.next_chunks())
+        assert both.stats().sampled_tokens == 7 * 40
+        assert sorted(sizes) == [2, 5] or sum(sizes) < 7, "a, c on one engine and b on the other"
+        both.submit(request("a2", "a", 1))  # ids are free again after their end
+        await both.stop()
+
+    run(body())
+
+
+def test_a_swap_that_fails_on_one_engine_is_seen_and_whole_tensors_repair_it() -> None:
+    async def body() -> None:
+        steady, failing = EmbeddedEngine(CONFIG, slot_count=2), FailsOnce(CONFIG, slot_count=2)
+        both = SeveralEngines([steady, failing])
+        await both.start()
+        await both.swap(keyframe_of(MODELS[0], 0), SwapMode.RECOMPUTE_KV)
+        before = await both.fingerprint(5)
+        failing.fails = True
+        with pytest.raises(EngineError, match="engine 1 of 2: version 1: no memory"):
+            await both.swap(delta_of(MODELS[0], MODELS[1], 0, 1), SwapMode.RECOMPUTE_KV)
+        assert both.version is None
+        assert await both.fingerprint(5) == NO_FINGERPRINT
+        await both.swap(keyframe_of(MODELS[1], 1), SwapMode.RECOMPUTE_KV)
+        assert both.version == 1
+        assert await both.fingerprint(5) == await steady.fingerprint(5) != before
+        await both.stop()
+
+    run(body())
+
+
+def test_no_engine_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        SeveralEngines([])

@@ -1,0 +1,323 @@
+"""The base checkpoint of this machine: in memory only as long as it may be needed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import http.server
+import json
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from echo2.base.ids import RunId, Version
+from echo2.broadcast.route import BaseCheckpoint
+from echo2.weights import HostWeights
+from echo2.worker import base_checkpoint
+from echo2.worker import base_checkpoint as hub
+from echo2.worker.base_checkpoint import (
+    KEYFRAME_TIMES,
+    STALLED_S,
+    BaseCheckpointLoader,
+    HubPace,
+    download,
+    find_base,
+    load_base,
+)
+
+RUN = RunId("r")
+
+
+class Node:
+    """What a node was told of the base."""
+
+    def __init__(self) -> None:
+        self.told: list[BaseCheckpoint | None] = []
+        self.is_sought: list[bool] = []
+
+    def set_base(self, base: BaseCheckpoint | None, *, is_sought: bool = False) -> None:
+        self.told.append(base)
+        self.is_sought.append(is_sought)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(2):
+        save_file({f"w{number}": torch.full((64,), float(number))}, str(tmp_path / f"{number}.safetensors"))
+    return tmp_path
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostWeights]]:
+    """The weights of each load."""
+    found: list[weakref.ref[HostWeights]] = []
+    original = base_checkpoint.load_base
+
+    def load(*arguments: object) -> HostWeights | None:
+        weights = original(*arguments)  # type: ignore[arg-type]
+        if weights is not None:
+            found.append(weakref.ref(weights))
+        return weights
+
+    monkeypatch.setattr(base_checkpoint, "load_base", load)
+    return found
+
+
+def is_gone(weights: weakref.ref[HostWeights]) -> bool:
+    gc.collect()
+    return weights() is None
+
+
+async def offered(loader: BaseCheckpointLoader) -> Node:
+    node = Node()
+    await loader.offer_to(node)  # type: ignore[arg-type]
+    assert node.is_sought == [True, False]
+    return node
+
+
+def test_weights_are_in_memory_only_until_another_way_is_taken(
+    folder: Path, loads: list[weakref.ref[HostWeights]]
+) -> None:
+    async def scene() -> None:
+        ended, mismatched, given = (BaseCheckpointLoader(RUN, str(folder), "m") for _ in range(3))
+        for loader in (ended, mismatched, given):
+            assert (await offered(loader)).told[-1] == BaseCheckpoint(Version(0), 0.0)
+        fingerprint = given._fingerprint
+        ended.end()
+        assert mismatched.proven(Version(3), "0" * 16) is None
+        assert sum(map(is_gone, loads)) == 2, "given up, or no keyframe's"
+        weights = given.proven(Version(0), fingerprint)
+        assert weights is not None and given.proven(Version(0), fingerprint) is None, "given once"
+        del weights
+        assert all(map(is_gone, loads)), "the loader keeps nothing of what it gave"
+        again = await mismatched.candidate()
+        assert again is not None and f"{again.fingerprint():016x}" == fingerprint, "a delta from the base may come yet"
+        assert await ended.candidate() is None
+
+    asyncio.run(scene())
+
+
+def test_where_memory_is_short_or_the_store_has_a_version_only_a_delta_from_the_base_has_it_loaded(
+    folder: Path, loads: list[weakref.ref[HostWeights]]
+) -> None:
+    async def scene() -> None:
+        loader = BaseCheckpointLoader(RUN, str(folder), "m", loads_ahead=False)
+        assert (await offered(loader)).told[-1] == BaseCheckpoint(Version(0), 0.0) and not loads
+        assert loader.proven(Version(0), "0" * 16) is None and not loads
+        weights = await loader.candidate()
+        assert weights is not None and weights.version == 0 and len(loads) == 1
+
+    asyncio.run(scene())
+
+
+def test_loading_stops_between_two_files_once_it_is_not_wanted(folder: Path) -> None:
+    looks: list[bool] = []
+
+    def is_wanted() -> bool:
+        looks.append(not looks)
+        return looks[-1]
+
+    assert load_base(folder, is_wanted) is None and looks == [True, False]
+    assert load_base(folder) is not None
+
+
+def test_a_download_that_was_given_up_half_way_is_no_checkpoint(tmp_path: Path) -> None:
+    names = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+    for name in names[:2]:
+        save_file({"w": torch.zeros(4)}, str(tmp_path / name))
+    assert find_base(str(tmp_path), "m") is None, "the hub is asked for the rest"
+    save_file({"w": torch.zeros(4)}, str(tmp_path / names[2]))
+    assert find_base(str(tmp_path), "m") == tmp_path
+
+
+def test_the_hub_is_waited_for_as_long_as_it_is_worth_it_and_let_go_with_the_base(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """However long that is: a large model over a usual link takes more than ten minutes."""
+    asked: list[float] = []
+    ended: list[str] = []
+
+    async def download(model_id: str, keyframe_s: Callable[[], float]) -> Path | None:
+        asked.append(keyframe_s())
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(model_id)
+        return None
+
+    async def scene() -> None:
+        monkeypatch.setattr(base_checkpoint, "download", download)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        loader = BaseCheckpointLoader(RUN, "nobody/at-all", "m", keyframe_s=lambda: 7.0)
+        node = Node()
+        offering = asyncio.create_task(loader.offer_to(node))  # type: ignore[arg-type]
+        async with asyncio.timeout(20):
+            while not asked:
+                await asyncio.sleep(0.01)
+        assert node.is_sought == [True], "nothing is fetched beside it"
+        loader.end()
+        await asyncio.wait_for(offering, 10)
+        assert node.told[-1] is None and ended == ["nobody/at-all"] and asked == [7.0]
+        here = BaseCheckpointLoader(RUN, "nobody/at-all", "m")
+        assert (await offered(here)).told[-1] is None and len(asked) == 1, "a worker with a version asks no hub"
+
+    asyncio.run(scene())
+
+
+OF_32B = 65_500_000_000
+
+
+def given_up_at(bytes_per_s: float, keyframe_s: float, whole_bytes: int = OF_32B, until_s: int = 3600) -> float | None:
+    pace = HubPace(0.0, whole_bytes)
+    for now in range(0, until_s, 5):
+        came = min(whole_bytes, int(bytes_per_s * now))
+        pace.record(came, now)
+        if pace.why_given_up(keyframe_s, now):
+            return float(now)
+        if came == whole_bytes:
+            return None
+    return None
+
+
+def test_a_large_model_on_a_usual_link_is_waited_for() -> None:
+    """32B at 400 Mbit/s takes 22 minutes, a keyframe over the same link nearly as long."""
+    assert given_up_at(50e6, keyframe_s=0.7 * OF_32B / 50e6) is None
+
+
+def test_a_hub_that_is_much_slower_than_peers_is_given_up_soon() -> None:
+    found = given_up_at(5e6, keyframe_s=0.7 * OF_32B / 50e6)
+    assert found is not None and found <= 60
+
+
+@given(st.floats(0, 1800), st.floats(1e6, 1e9))
+def test_a_download_that_stops_is_given_up_within_its_time(stops_at: float, bytes_per_s: float) -> None:
+    pace, now = HubPace(0.0, OF_32B), 0.0
+    while not pace.why_given_up(math.inf, now):
+        pace.record(int(bytes_per_s * min(now, stops_at)), now)
+        now += 5.0
+        assert now <= stops_at + STALLED_S + 10.0
+
+
+def test_one_that_gets_faster_is_judged_by_its_last_minute() -> None:
+    pace, keyframe_s = HubPace(0.0, OF_32B), 1000.0
+    needed = OF_32B / (KEYFRAME_TIMES * keyframe_s)
+    came = 0.0
+    for now in range(0, 200, 5):
+        came += 5 * needed * (0.1 if now < 20 else 2.0)
+        pace.record(int(came), now)
+        assert not pace.why_given_up(keyframe_s, now), now
+
+
+PIECE = 1 << 14
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A model hub with one model, `a/b`. `pause` is waited for after each piece of its weights, and `sent` counts the pieces."""
+
+    files: ClassVar = {"model.safetensors": b"x" * (20 * PIECE), "config.json": b"{}", "pytorch_model.bin": b"y"}
+    pause_s: ClassVar = 0.0
+    sent: ClassVar = 0
+    is_cut: ClassVar = threading.Event()  # set once the client has closed the connection
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        answer: object = {"id": "a/b", "sha": "a" * 40, "siblings": self._listed("rfilename")}
+        if "/tree/" in path:
+            answer = self._listed("path")
+        name = path.rpartition("/")[2]
+        data = self.files.get(name) or json.dumps(answer).encode()
+        self.send_response(200 if name in self.files or path.startswith("/api/models/a/b") else 404)
+        for header, value in (("ETag", name), ("X-Repo-Commit", "a" * 40), ("Content-Length", str(len(data)))):
+            self.send_header(header, value)
+        self.end_headers()
+        if self.command != "GET":
+            return
+        try:
+            for begin in range(0, len(data), PIECE):
+                self.wfile.write(data[begin : begin + PIECE])
+                if len(data) > PIECE:
+                    type(self).sent += 1
+                    threading.Event().wait(self.pause_s)
+        except OSError:
+            self.is_cut.set()
+
+    do_HEAD = do_GET
+
+    def _listed(self, key: str) -> list[dict[str, object]]:
+        return [{"type": "file", key: name, "size": len(data), "oid": name} for name, data in self.files.items()]
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    from huggingface_hub import constants
+
+    class Own(Hub):
+        is_cut: ClassVar = threading.Event()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Own) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever).start()
+        at = f"http://127.0.0.1:{server.server_port}"
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, at)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", at)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", PIECE)
+        monkeypatch.setattr(hub, "LOOK_S", 0.05)
+        yield Own
+        server.shutdown()
+
+
+def test_weights_and_config_alone_are_brought_and_what_is_there_is_not_brought_twice(served: type[Hub]) -> None:
+    folder = asyncio.run(download("a/b", lambda: math.inf))
+    assert folder is not None
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert (folder / "model.safetensors").read_bytes() == served.files["model.safetensors"]
+    assert asyncio.run(download("a/b", lambda: math.inf)) == folder and served.sent == 20
+
+
+def test_a_download_that_is_not_wanted_any_more_ends_with_the_piece_on_its_way(served: type[Hub]) -> None:
+    served.pause_s = 0.05
+
+    async def scene() -> None:
+        task = asyncio.create_task(download("a/b", lambda: math.inf))
+        async with asyncio.timeout(60):
+            while served.sent < 2:
+                await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(served.is_cut.wait, 30)
+        assert served.sent < 20
+
+    asyncio.run(scene())
+
+
+def test_a_download_much_slower_than_a_keyframe_is_given_up(
+    served: type[Hub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hub, "JUDGED_FROM_S", 0.3)
+    served.pause_s = 0.2
+    with caplog.at_level("INFO", "echo2.worker"):
+        assert asyncio.run(download("a/b", lambda: 0.01)) is None
+    assert "download of a/b from the hub is given up: it would take" in caplog.text and served.sent < 20
+
+
+def test_what_the_hub_does_not_have_is_left_to_peers(served: type[Hub], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "echo2.worker"):
+        assert asyncio.run(download("a/none", lambda: math.inf)) is None
+    assert "a/none cannot be had from the hub" in caplog.text

@@ -1,0 +1,519 @@
+"""The whole worker, in process, against a small real run: enrolment, broadcast, embedded engine, reports, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from echo2.base.errors import BadToken, NotAllowed, StateError, VersionMismatch
+from echo2.base.ids import GroupId
+from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
+from echo2.config.run import RunConfig
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.worker.control import ask
+from echo2.worker.options import WorkerLimits, WorkerOptions
+from echo2.worker.weights import model_digest
+from echo2.worker.worker import Worker, WorkerDaemon
+from tests.contract.engine_rig import make_versions, tiny_config
+from tests.unit.worker.peers import SmallRun
+
+CONFIG = tiny_config("qwen3")
+LIMITS = WorkerLimits(reconnect_s_max=0.3)
+
+
+def options(run: SmallRun, folder: Path, **more: object) -> WorkerOptions:
+    """`slowdown`, `model_path`: options of the run file; the rest of `more`: of the process."""
+    worker = {"engine": "embedded", "slots": 8, "price_usd_per_hour": 0.5, "slowdown": more.pop("slowdown", 1.0)}
+    config = RunConfig.model_validate({"worker": worker, "model": {"path": more.pop("model_path", "")}})
+    given = {"join_link": run.link(), "name": "w1", "listen_host": "127.0.0.1", "limits": LIMITS}
+    return WorkerOptions(folder=folder, config=config, **(given | more))  # type: ignore[arg-type]
+
+
+def group(name: str, count: int = 4, tokens_max: int = 24, prompt: tuple[int, ...] = (5, 6, 7)) -> GroupSpec:
+    return GroupSpec(GroupId(name), prompt, count, SamplingParams(max_new_tokens=tokens_max, seed=3), 0)
+
+
+def worker_of(daemon: WorkerDaemon) -> Worker:
+    assert daemon.worker is not None, "it has enrolled"
+    return daemon.worker
+
+
+@asynccontextmanager
+async def working(run: SmallRun, folder: Path, **more: object) -> AsyncIterator[WorkerDaemon]:
+    """A daemon that runs for the block and is drained after it."""
+    daemon = WorkerDaemon(options(run, folder, **more))
+    task = asyncio.create_task(daemon.run())
+    try:
+        yield daemon
+        daemon.stop("the test ends")
+        await asyncio.wait_for(task, 20)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def prepared(run: SmallRun, digest: str = "") -> list[torch.nn.Module]:
+    """The learner has joined and published version 0."""
+    run.model_config_json = json.dumps(CONFIG).encode()
+    models = make_versions(CONFIG)
+    table = [(name, tuple(p.shape), "bfloat16") for name, p in models[0].named_parameters()]
+    run.model_digest = digest or model_digest(run.model_config_json, table)
+    run.coordinator.learner = run.whereabouts
+    await run.publish(0, models[0])
+    return models
+
+
+def judged(models: list[torch.nn.Module], prompt: tuple[int, ...], rollout: Rollout) -> float:
+    """The largest difference between the rollout's raw log-probabilities and the versions' own, token by token."""
+    tokens = torch.tensor([[*prompt, *rollout.token_ids]])
+    versions = [span.version for span in rollout.version_spans for _ in range(span.count)]
+    worst = 0.0
+    with torch.no_grad():
+        by_version = {v: models[v](tokens).logits[0].log_softmax(-1) for v in set(versions)}
+    for i, (token, version) in enumerate(zip(rollout.token_ids, versions, strict=True)):
+        expected = by_version[version][len(prompt) + i - 1, token].item()
+        worst = max(worst, abs(expected - rollout.raw_logprobs[i]))
+    return worst
+
+
+async def until(is_so: Callable[[], object], within_s: float = 60.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+def test_a_worker_joins_gets_weights_generates_and_delivers_whole_groups(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            run.coordinator.groups = [group(f"g{i}") for i in range(4)]
+            begun = time.monotonic()
+            async with working(run, tmp_path / "w") as daemon:
+                await run.learner.until(lambda it: it.reports)
+                assert time.monotonic() - begun < 30.0, "join to first token; benchmarks tell how long"
+                await run.learner.until(lambda it: len(it.finished) == 16)
+                await run.coordinator.until(lambda it: len(it.ended) == 4)
+                assert {e.reason for e in run.coordinator.ended} == {coordinator_pb2.LeaseEnded.REASON_FINISHED}
+                await run.coordinator.until(lambda it: it.heartbeats[-1].finished_rollouts == 16)
+                beat = run.coordinator.heartbeats[-1]
+                assert run.published is not None
+                assert (beat.version, beat.fingerprint) == (0, f"{run.published.fingerprint():016x}")
+                assert beat.sampled_tokens >= 16  # the rate needs a longer window than this takes: test_telemetry
+                status = await ask(daemon.folder, "status")
+                assert (status["version"], status["finished_rollouts"]) == (0, 16)
+            assert run.coordinator.leavings == ["the test ends"]
+            hello = run.coordinator.hellos[0]
+            assert (hello.name, hello.price_usd_per_hour, hello.slot_count, hello.engine) == ("w1", 0.5, 8, "embedded")
+            assert hello.quantisation == ""
+            for key, rollout in run.learner.finished.items():
+                assert judged(models, (5, 6, 7), rollout) < 1e-4, key
+
+    asyncio.run(scene())
+
+
+def test_a_version_that_comes_midway_is_swapped_in_and_tokens_say_who_sampled_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            run.coordinator.groups = [group(f"g{i}", 4, 200) for i in range(200)]  # work until the version is here
+            async with working(run, tmp_path / "w", slowdown=12.0) as daemon:
+                await run.learner.until(lambda it: len(it.held) == 4)
+                fingerprint = await run.publish(1, models[1])
+                await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
+                run.coordinator.groups.clear()
+                assert run.coordinator.heartbeats[-1].fingerprint == fingerprint
+                await until(lambda: daemon.worker is not None and not daemon.worker.leases.machine.lease_ids)
+            assert "the engine kept version" not in caplog.text, "the delta itself was put in place"
+            mixed = [r for r in run.learner.finished.values() if len(r.version_spans) == 2]
+            assert mixed, "some rollout spans both versions"
+            for rollout in run.learner.finished.values():
+                assert judged(models, (5, 6, 7), rollout) < 1e-4
+
+    asyncio.run(scene())
+
+
+def test_a_drain_hands_partials_back_at_once_and_another_worker_goes_on(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            run.coordinator.groups = [group("g1", 4, 200)]
+            run.coordinator.report_interval_s = 60.0  # nothing but the drain reports
+            async with working(run, tmp_path / "w1", slowdown=6.0) as daemon:
+                await until(lambda: daemon.worker is not None and daemon.worker.leases.rates.sampled_tokens > 40)
+                assert not run.learner.held
+                begun = time.monotonic()
+                daemon.stop("preempted")
+                await run.coordinator.until(lambda it: it.ended)
+                assert time.monotonic() - begun < 20.0, "no report was due for a minute; benchmarks tell how long"
+                assert worker_of(daemon).leases.unheld_tokens == 0
+            assert run.coordinator.ended[0].reason == coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
+            sampled = worker_of(daemon).leases.rates.sampled_tokens
+            assert sum(len(run.learner.rollout_of(key).token_ids) for key in run.learner.held) == sampled
+            partials = {key: run.learner.rollout_of(key).token_ids for key in run.learner.held}
+            run.coordinator.groups = [group("g1", 4, 200)]
+            run.coordinator.continues = {"g1"}
+            async with working(run, tmp_path / "w2") as second:
+                await run.learner.until(lambda it: len(it.finished) == 4)
+            assert worker_of(second).leases.rates.sampled_tokens == 4 * 200 - sampled
+            for key, rollout in run.learner.finished.items():
+                assert rollout.token_ids[: len(partials[key])] == partials[key]
+                assert judged(models, (5, 6, 7), rollout) < 1e-4
+
+    asyncio.run(scene())
+
+
+def test_the_owner_can_let_it_finish_or_send_it_away(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            run.coordinator.groups = [group("g1", 4, 200)]
+            daemon = WorkerDaemon(options(run, tmp_path / "w", slowdown=12.0))
+            task = asyncio.create_task(daemon.run())
+            await run.learner.until(lambda it: it.held)
+            assert await ask(daemon.folder, "drain") == {"text": "finishing 1 leases, then leaving"}
+            await asyncio.wait_for(task, 30)
+            assert len(run.learner.finished) == 4
+            assert run.coordinator.leavings == ["drained"]
+            run.coordinator.groups = [group("g2", 4, 200)]
+            task = asyncio.create_task(WorkerDaemon(options(run, tmp_path / "w", slowdown=12.0)).run())
+            await run.learner.until(lambda it: ("g2", 0) in it.held)
+            await ask(daemon.folder, "leave")
+            await asyncio.wait_for(task, 10)
+            assert run.coordinator.ended[-1].reason == coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
+
+    asyncio.run(scene())
+
+
+def test_generation_goes_on_while_coordinator_and_learner_are_away(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            run.coordinator.groups = [group("g1", 4, 200)]
+            async with working(run, tmp_path / "w", slowdown=12.0) as daemon:
+                await run.learner.until(lambda it: it.held)
+                await run.stop("coordinator")
+                await run.stop("learner")
+                await until(lambda: daemon.worker is not None and daemon.worker.leases.rates.finished_rollouts == 4)
+                assert not run.learner.finished
+                await run.start_learner()
+                await run.learner.until(lambda it: len(it.finished) == 4)
+                await run.start_coordinator()
+                await run.coordinator.until(lambda it: len(it.hellos) == 2)
+                run.coordinator.groups = [group("g2", 2, 8)]
+                await run.learner.until(lambda it: len(it.finished) == 6)
+
+    asyncio.run(scene())
+
+
+def test_a_restart_keeps_identity_and_needs_no_token(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            async with working(run, tmp_path / "w"):
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+            run.coordinator.heartbeats.clear()
+            async with working(run, tmp_path / "w", join_link=run.link("spent")):
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+
+    asyncio.run(scene())
+
+
+def test_weights_of_another_model_than_the_one_announced_end_the_worker(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run, digest="f" * 64)
+            with pytest.raises(VersionMismatch, match="expected weights of digest ffff"):
+                await asyncio.wait_for(WorkerDaemon(options(run, tmp_path / "w")).run(), 60)
+
+    asyncio.run(scene())
+
+
+def test_a_worker_lays_out_its_memory_by_the_run_s_longest_sequence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            told = run.whereabouts
+            told.longest_sequence_tokens = 40
+            run.coordinator.learner = told
+            run.coordinator.groups = [group("g0", 4, 24)]
+            daemon = WorkerDaemon(options(run, tmp_path / "w"))
+            task = asyncio.create_task(daemon.run())
+            await run.learner.until(lambda it: len(it.finished) == 4)
+            assert "8 sequences of up to 40 tokens" in caplog.text
+            told.longest_sequence_tokens = 41
+            run.coordinator.outbox.put_nowait(coordinator_pb2.WorkerOrder(learner=told))
+            with pytest.raises(VersionMismatch, match="expected 40 tokens, .* it is now 41; start this worker anew"):
+                await asyncio.wait_for(task, 20)
+
+    with caplog.at_level("INFO", logger="echo2.worker"):
+        asyncio.run(scene())
+
+
+def test_a_worker_ends_when_the_learner_comes_back_with_another_model(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            told = run.whereabouts
+            task = asyncio.create_task(WorkerDaemon(options(run, tmp_path / "w")).run())
+            await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+            told.model_digest = "f" * 64
+            run.coordinator.outbox.put_nowait(coordinator_pb2.WorkerOrder(learner=told))
+            with pytest.raises(VersionMismatch, match="the learner's model: expected .* it now trains .*ffff"):
+                await asyncio.wait_for(task, 20)
+
+    asyncio.run(scene())
+
+
+def test_a_run_that_never_said_its_longest_sequence_may_say_it(tmp_path: Path) -> None:
+    """An older learner did not, and its worker laid out its memory by the model's whole context."""
+
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            told = run.whereabouts
+            told.longest_sequence_tokens = 0
+            run.coordinator.learner = told
+            run.coordinator.groups = [group("g0", 4, 24)]
+            async with working(run, tmp_path / "w"):
+                await run.learner.until(lambda it: len(it.finished) == 4)
+                told.longest_sequence_tokens = 41
+                run.coordinator.outbox.put_nowait(coordinator_pb2.WorkerOrder(learner=told))
+                run.coordinator.groups = [group("g1", 4, 24)]
+                await run.learner.until(lambda it: len(it.finished) == 8)
+
+    asyncio.run(scene())
+
+
+def test_refusals_end_the_worker_with_the_error_that_they_name(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            with pytest.raises(BadToken, match="expected one that is known"):
+                await WorkerDaemon(options(run, tmp_path / "w", join_link=run.link("bad"))).run()
+            run.coordinator.refusal = coordinator_pb2.Refusal(code="NotAllowed", message="this worker is banned")
+            with pytest.raises(NotAllowed, match="banned"):
+                await WorkerDaemon(options(run, tmp_path / "w")).run()
+        async with SmallRun(tmp_path / "other") as other:
+            with pytest.raises(StateError, match="give this run a folder of its own"):
+                await WorkerDaemon(options(other, tmp_path / "w")).run()
+
+    asyncio.run(scene())
+
+
+def test_the_base_checkpoint_of_this_machine_goes_live_once_its_fingerprint_is_the_signed_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "echo2.worker")
+
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            for name, model in (("base", models[0]), ("another", models[1])):
+                (tmp_path / name).mkdir()
+                tensors = {key: value.detach().clone() for key, value in model.named_parameters()}
+                save_file(tensors, str(tmp_path / name / "model.safetensors"))
+            run.coordinator.groups = [group("g1")]
+            async with working(run, tmp_path / "w1", model_path=str(tmp_path / "base")):
+                await run.learner.until(lambda it: len(it.finished) == 4)
+                assert "nothing to fetch" in caplog.text
+                await run.publish(1, models[1])
+                await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
+            caplog.clear()
+            run.coordinator.groups = [group("g2")]
+            async with working(run, tmp_path / "w2", model_path=str(tmp_path / "another")):
+                await run.learner.until(lambda it: len(it.finished) == 8)
+            assert "base checkpoint in" in caplog.text and "nothing to fetch" not in caplog.text
+            for rollout in run.learner.finished.values():
+                assert judged(models, (5, 6, 7), rollout) < 1e-4
+
+    asyncio.run(scene())
+
+
+def test_a_worker_that_has_a_version_loads_no_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "echo2.worker")
+
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            async with working(run, tmp_path / "w"):
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+            base = await asyncio.to_thread(saved, tmp_path / "base", models[0])
+            run.coordinator.heartbeats.clear()
+            async with working(run, tmp_path / "w", model_path=base):
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+            assert "base checkpoint in" not in caplog.text, "its store has the version"
+
+    asyncio.run(scene())
+
+
+def saved(folder: Path, model: torch.nn.Module) -> str:
+    folder.mkdir()
+    tensors = {key: value.detach().clone() for key, value in model.named_parameters()}
+    save_file(tensors, str(folder / "model.safetensors"))
+    return str(folder)
+
+
+def moved(model: torch.nn.Module) -> torch.nn.Module:
+    """A later version: few weights differ."""
+    later = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in later.parameters():
+            parameter.view(-1)[::50] *= 1.01
+    return later
+
+
+def test_a_newcomer_with_the_base_fetches_one_merged_delta_and_no_keyframe(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "echo2")
+
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            later = moved(models[0])
+            await run.publish_of_base(7, later, models[0])
+            run.coordinator.learner.newest_version = 7
+            await run.publish(8, moved(later))
+            await asyncio.to_thread(saved, tmp_path / "base", models[0])
+            async with working(run, tmp_path / "w1", model_path=str(tmp_path / "base")) as daemon:
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].version == 8)
+                beat = run.coordinator.heartbeats[-1]
+                assert run.published is not None and beat.fingerprint == f"{run.published.fingerprint():016x}"
+                assert worker_of(daemon).weights is not None and worker_of(daemon).weights.host.version == 8
+                worker_of(daemon).weights.host.verify()
+            assert "catching up by base" in caplog.text and "base checkpoint and delta 0->7" in caplog.text
+            held = [left.name for left in (tmp_path / "w1" / "chunks").glob("*.artifact")]
+            sizes = [(tmp_path / "w1" / "chunks" / name).stat().st_size for name in held]
+            assert sum(sizes) < run.published.total_bytes / 3, "no keyframe was fetched"
+
+    asyncio.run(scene())
+
+
+def test_a_base_that_is_another_models_is_given_up_for_a_keyframe(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "echo2")
+
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            later = moved(models[0])
+            await run.publish_of_base(7, later, models[0])
+            await asyncio.to_thread(saved, tmp_path / "base", models[1])
+            async with working(run, tmp_path / "w1", model_path=str(tmp_path / "base")) as daemon:
+                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].version == 7)
+                assert worker_of(daemon).weights is not None
+                worker_of(daemon).weights.host.verify()
+                assert run.published is not None
+                assert run.coordinator.heartbeats[-1].fingerprint == f"{run.published.fingerprint():016x}"
+            assert "parent's fingerprint" in caplog.text
+
+    asyncio.run(scene())
+
+
+def test_its_rate_is_declared_before_it_asks_for_work_and_its_clock_is_compared(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            run.coordinator.clock_ahead_s = 3600.0
+            run.coordinator.lease_s = 3630.0  # by the coordinator's clock in half a minute
+            async with working(run, tmp_path / "w1"):
+                await run.coordinator.until(lambda it: it.requests)
+                declared = [beat for beat in run.coordinator.heartbeats if beat.tokens_per_s > 0]
+                assert declared and declared[0].sampled_tokens == 0, "what the probe samples is nobody's"
+                told = await ask(tmp_path / "w1", "status")
+                assert "measured before the first lease" in str(told["rate"])
+                assert "behind the coordinator's" in str(told["clock"]) and "synchronised" in str(told["clock"])
+                assert told["price_usd_per_hour"] == 0.5 and told["slots"] == 8
+                run.coordinator.groups = [group("g1")]
+                await run.learner.until(lambda it: len(it.finished) == 4)
+            assert run.coordinator.heartbeats[-1].sampled_tokens <= 4 * 24
+
+    asyncio.run(scene())
+
+
+def test_a_coordinator_that_moved_is_found_through_the_link(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            await prepared(run)
+            async with working(run, tmp_path / "w1"):
+                await run.coordinator.until(lambda it: it.heartbeats)
+                await run.stop("coordinator")
+                old, run.coordinator_address = run.coordinator_address, "127.0.0.1:0"
+                await run.start_coordinator()
+                assert run.coordinator_address != old
+                await run.coordinator.until(lambda it: len(it.hellos) == 2, within_s=40.0)
+
+    asyncio.run(scene())
+
+
+REPORT_INTERVAL_S = 0.5
+SLACK_S = 2.0
+"""For a report's and a heartbeat's way, on a busy machine."""
+
+SLOWDOWN = 100
+"""Times slower than the machine can: even a fast one would need some 20 s, so the kill after 4 s is in the middle."""
+
+REPORTS = 8
+"""Reports before the kill: 4 s, more than `SLACK_S` and one interval after the first tokens."""
+
+
+async def watched_tokens(run: SmallRun, seen: list[tuple[float, int]]) -> None:
+    """Notes when each heartbeat came and how many tokens it counts."""
+    noted = 0
+    while True:
+        await run.coordinator.until(lambda it, noted=noted: len(it.heartbeats) > noted, within_s=60.0)
+        for beat in run.coordinator.heartbeats[noted:]:
+            seen.append((time.monotonic(), beat.sampled_tokens))
+            noted += 1
+
+
+def test_a_killed_worker_costs_at_most_one_report_interval_of_tokens(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+            run.coordinator.report_interval_s = REPORT_INTERVAL_S
+            run.coordinator.groups = [group("g1", 8, 230)]
+            arguments = ["-m", "tests.unit.worker.worker_process", run.link(), str(tmp_path / "w1"), str(SLOWDOWN), "8"]
+            doomed = await asyncio.create_subprocess_exec(sys.executable, *arguments, env={**os.environ})
+            seen: list[tuple[float, int]] = []
+            watching = asyncio.create_task(watched_tokens(run, seen))
+            try:
+                await run.learner.until(lambda it: len(it.reports) >= REPORTS, within_s=60.0)
+                killed_at = time.monotonic()
+            finally:
+                doomed.kill()
+                await doomed.wait()
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            held = {key: run.learner.rollout_of(key).token_ids for key in run.learner.held}
+            reported = sum(map(len, held.values()))
+            before = [tokens for at, tokens in seen if at <= killed_at - REPORT_INTERVAL_S - SLACK_S]
+            assert reported >= max(before) > 0
+            assert 0 < reported < 8 * 230, "it was killed in the middle"
+            run.coordinator.groups = [group("g1", 8, 230)]
+            run.coordinator.continues = {"g1"}
+            async with working(run, tmp_path / "w2") as second:
+                await run.learner.until(lambda it: len(it.finished) == 8, within_s=60.0)
+            assert second.worker.leases.rates.sampled_tokens == 8 * 230 - reported
+            for key, rollout in run.learner.finished.items():
+                with contextlib.suppress(KeyError):
+                    assert rollout.token_ids[: len(held[key])] == held[key]
+                assert judged(models, (5, 6, 7), rollout) < 1e-4
+
+    asyncio.run(scene())
