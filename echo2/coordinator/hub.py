@@ -240,7 +240,7 @@ class Hub:
         self.ending.check_open()
         now = self.clock.now()
         is_new = peer_id not in self.membership.members
-        member = self.membership.came(peer_id, hello, now)
+        member = self.membership.on_hello(peer_id, hello, now)
         member.price_limit, member.paused = self.money.limit_of(member, self.config.coordinator), self.paused
         member.is_wanted &= not (is_new and self.plan is not None and self.config.coordinator.planner_mode == "auto")
         old = self.workers.pop(peer_id, None)
@@ -276,8 +276,8 @@ class Hub:
 
     def worker_beat(self, peer_id: PeerId, heartbeat: HeartbeatFacts) -> None:
         before, access = self.membership.members[peer_id].link, self.membership.members[peer_id].access
-        member = self.membership.heard(peer_id, heartbeat, self.clock.now())
-        self.board.live(peer_id, heartbeat.version, self.clock.now())
+        member = self.membership.on_message(peer_id, heartbeat, self.clock.now())
+        self.board.on_live(peer_id, heartbeat.version, self.clock.now())
         self.corrections.on_spread(self.board.newest_complete, self.clock.now())
         self._review(self.membership.change_of(member, self.clock.now()))
         self.book.handle(le.Rated(peer_id, heartbeat.rollouts_per_s), self.clock.now())
@@ -290,11 +290,11 @@ class Hub:
 
     def worker_event(self, peer_id: PeerId, event: le.Event) -> None:
         """Takes a lease request, progress or the end of a lease."""
-        self.membership.heard(peer_id, None, self.clock.now())
+        self.membership.on_message(peer_id, None, self.clock.now())
         self.handle(event)
 
     def worker_left(self, peer_id: PeerId, reason: str) -> None:
-        self.membership.left(peer_id, self.clock.now())
+        self.membership.on_leave(peer_id, self.clock.now())
         member = self.membership.members[peer_id]
         self.note("worker", f"{member.name} leaves: {reason or 'no reason given'}", peer_id, "leaves")
         if PREEMPTION_WORD in reason:
@@ -307,7 +307,7 @@ class Hub:
             return
         del self.workers[peer_id]
         self.handle(le.RolloutsWanted(peer_id, 0, Version(0)))
-        self.membership.cut(peer_id, self.clock.now())
+        self.membership.on_disconnect(peer_id, self.clock.now())
         self._review(self.membership.change_of(self.membership.members[peer_id], self.clock.now()))
 
     def _allow(self, peer_id: PeerId) -> None:
@@ -333,11 +333,11 @@ class Hub:
         if change.after is Liveness.GONE or change.activation.is_barred:
             why = change.after if change.after is Liveness.GONE else change.activation
             self.handle(le.WorkerLost(member.peer_id, why.value))
-            self.board.left(member.peer_id, now)
+            self.board.on_leave(member.peer_id, now)
         else:
             self.handle(le.WorkerAllowed(member.peer_id, change.may_lease))
             if change.activation is not Activation.ACTIVE:
-                self.board.left(member.peer_id, now)
+                self.board.on_leave(member.peer_id, now)
         self.plan_needed.set()
         self.broadcast_needed.set()
 

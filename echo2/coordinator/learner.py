@@ -83,7 +83,7 @@ class LearnerSide:
                 f"was told, got {hello.staleness_bound}: start both with the same config"
             )
         hub.ending.check_learner()
-        is_news = hub.board.came(peer_id, replace(hello, open_groups=()), self._model_digest, hub.clock.now())
+        is_news = hub.board.on_hello(peer_id, replace(hello, open_groups=()), self._model_digest, hub.clock.now())
         hub.ending.learner_came(hello)
         self.left_because = ""
         if self.session is not None:
@@ -125,7 +125,7 @@ class LearnerSide:
     def reported(self, report: LearnerReport) -> None:
         hub = self._hub
         now = hub.clock.now()
-        is_step, money = hub.board.heard(report, now), hub.money.sums()
+        is_step, money = hub.board.on_report(report, now), hub.money.sums()
         if is_step:
             hub.corrections.on_step(report, money.usd_useful, now)
         point = CurvePoint(
@@ -149,7 +149,7 @@ class LearnerSide:
         hub = self._hub
         late = hub.broadcast_plan.late if hub.broadcast_plan is not None else frozenset()
         pool = [member.peer_id for member in hub.membership.pool() if member.peer_id not in late]
-        hub.board.published(version, self.predicted_broadcast_s(version.artifact_bytes), pool, hub.clock.now())
+        hub.board.on_publish(version, self.predicted_broadcast_s(version.artifact_bytes), pool, hub.clock.now())
         hub.state.meta("totals", json.dumps(asdict(hub.board.totals)))
         hub.flush_soon()
 
@@ -173,7 +173,7 @@ class LearnerSide:
         if self.session is not session:
             return  # a newer session has replaced it
         self.session = None
-        self._hub.board.cut(self._hub.clock.now())
+        self._hub.board.on_disconnect(self._hub.clock.now())
         self._hub.note("learner", "its stream is over; workers go on with the leases they hold")
 
 

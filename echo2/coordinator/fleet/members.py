@@ -281,7 +281,7 @@ class Membership:
             self.members[member.peer_id] = member
             self._bar(member)
 
-    def came(self, peer_id: PeerId, hello: WorkerHello, now: float) -> Member:
+    def on_hello(self, peer_id: PeerId, hello: WorkerHello, now: float) -> Member:
         """A session began. NotAllowed for a banned peer, LimitExceeded when the fleet is full."""
         hello = replace(hello, held_leases=())  # only the lease book needs them, once
         member = self.members.get(peer_id)
@@ -306,7 +306,7 @@ class Membership:
         member.is_restored = member.has_left = False
         return member
 
-    def heard(self, peer_id: PeerId, heartbeat: Heartbeat | None, now: float) -> Member:
+    def on_message(self, peer_id: PeerId, heartbeat: Heartbeat | None, now: float) -> Member:
         member = self.members[peer_id]
         member.heard_at = now
         if heartbeat is not None:
@@ -316,13 +316,13 @@ class Membership:
             member.measures.observe(heartbeat, now)
         return member
 
-    def cut(self, peer_id: PeerId, now: float) -> None:
+    def on_disconnect(self, peer_id: PeerId, now: float) -> None:
         """The worker's stream broke."""
         member = self.members.get(peer_id)
         if member is not None and member.cut_at is None:
             member.cut_at = now
 
-    def left(self, peer_id: PeerId, now: float) -> None:
+    def on_leave(self, peer_id: PeerId, now: float) -> None:
         """The worker disconnected cleanly."""
         member = self.members[peer_id]
         member.has_left, member.cut_at = True, now

@@ -66,7 +66,7 @@ class LearnerBoard:
     totals: Totals = field(default_factory=Totals)
     newest_complete: VersionRow | None = None
 
-    def came(self, peer_id: PeerId, hello: LearnerHello, model_digest: str, now: float) -> bool:
+    def on_hello(self, peer_id: PeerId, hello: LearnerHello, model_digest: str, now: float) -> bool:
         """A session began. Returns whether the learner's identity, address or model has changed. NotAllowed for a second learner
         while the first is connected; VersionMismatch for another model."""
         if self.is_connected and self.peer_id != peer_id:
@@ -86,7 +86,7 @@ class LearnerBoard:
         self.heard_at = self.changed_at = now
         return is_news
 
-    def heard(self, report: LearnerReport, now: float) -> bool:
+    def on_report(self, report: LearnerReport, now: float) -> bool:
         """Takes a report; returns whether a step was made since the last one."""
         is_step = report.step != self.report.step
         if report.train_s > 0 and (is_step or not self.train_time.is_measured):
@@ -97,10 +97,10 @@ class LearnerBoard:
         self.report, self.heard_at = report, now
         return is_step
 
-    def cut(self, now: float) -> None:
+    def on_disconnect(self, now: float) -> None:
         self.is_connected, self.changed_at = False, now
 
-    def published(self, version: PublishedVersion, predicted_s: float, pool: Iterable[PeerId], now: float) -> None:
+    def on_publish(self, version: PublishedVersion, predicted_s: float, pool: Iterable[PeerId], now: float) -> None:
         """A version was published. Idempotent, because a reconnect repeats it."""
         if version.version in self.versions:
             return
@@ -114,7 +114,7 @@ class LearnerBoard:
         while len(self.versions) > VERSIONS_KEPT:
             self.versions.popitem(last=False)
 
-    def live(self, peer_id: PeerId, version: Version | None, now: float) -> None:
+    def on_live(self, peer_id: PeerId, version: Version | None, now: float) -> None:
         """A worker reports which version is live on its engine."""
         if version is None:
             return
@@ -124,7 +124,7 @@ class LearnerBoard:
                 row.live_after_s[peer_id] = now - row.published_at
                 self._complete(row, now)
 
-    def left(self, peer_id: PeerId, now: float) -> None:
+    def on_leave(self, peer_id: PeerId, now: float) -> None:
         """A worker left the pool: versions no longer wait for it."""
         for row in self.versions.values():
             if peer_id in row.waiting:

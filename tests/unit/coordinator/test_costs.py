@@ -33,7 +33,7 @@ class Bill:
         self.on: dict[PeerId, str] = {}
 
     def come(self, peer_id: PeerId = A, usd_per_s: float = 1.0, limit: PriceLimit | None = None) -> Member:
-        member = self.fleet.came(peer_id, hello(peer_id, usd_per_s), self.now)
+        member = self.fleet.on_hello(peer_id, hello(peer_id, usd_per_s), self.now)
         member.price_limit = limit or member.price_limit
         self._judge(member)
         return member
@@ -43,7 +43,7 @@ class Bill:
         self._judge(self.fleet.members[peer_id])
 
     def leave(self, peer_id: PeerId) -> None:
-        self.fleet.left(peer_id, self.now)
+        self.fleet.on_leave(peer_id, self.now)
         self._judge(self.fleet.members[peer_id])
 
     def _judge(self, member: Member) -> None:
@@ -62,7 +62,7 @@ class Bill:
         """The bill then; only those named have said anything meanwhile."""
         self.now += seconds
         for peer_id in heard:
-            self.fleet.heard(peer_id, None, self.now)
+            self.fleet.on_message(peer_id, None, self.now)
         for _ in self.fleet.changes(self.now):
             pass
         return self.costs()
@@ -155,7 +155,7 @@ def test_a_worker_that_is_away_is_charged_once_it_is_back() -> None:
     bill = Bill()
     bill.come()
     bill.after(1, A)
-    bill.fleet.cut(A, bill.now)
+    bill.fleet.on_disconnect(A, bill.now)
     assert bill.after(2).usd_spent == 1, "nothing is decided yet"
     bill.come()
     assert bill.costs().usd_spent == 3
@@ -165,7 +165,7 @@ def test_a_worker_that_turns_out_to_be_gone_is_not_charged_for_the_time_that_it_
     bill = Bill()
     bill.come()
     bill.after(1, A)
-    bill.fleet.cut(A, bill.now)
+    bill.fleet.on_disconnect(A, bill.now)
     bill.after(2)
     assert bill.after(10) == costs((1, 1, 1), (0, 0, 0))
     bill.come()
@@ -257,7 +257,7 @@ def test_no_second_is_charged_twice_and_none_of_a_gone_worker(steps: list[tuple[
             assert found.usd_spent == before.usd_spent
         match what:
             case "cut":
-                bill.fleet.cut(A, bill.now)
+                bill.fleet.on_disconnect(A, bill.now)
             case "come":
                 bill.come()
             case "leave":

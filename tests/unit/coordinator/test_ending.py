@@ -223,7 +223,7 @@ def test_the_bill_counts_machines_on_standby_and_shows_the_useful_share_beside_i
         run = Scene(tmp_path, Cloud())
         hello: dict[str, Any] = {"price_usd_per_hour": 2.0}
         for name in ("works", "idles"):
-            member = run.hub.membership.came(PeerId(name), WorkerHello(1, name, RUN, **hello), run.clock.now())
+            member = run.hub.membership.on_hello(PeerId(name), WorkerHello(1, name, RUN, **hello), run.clock.now())
             run.hub._review(run.hub.membership.change_of(member, run.clock.now()))
         run.hub.set_worker(PeerId("idles"), OperatorSetting.STANDBY, "too many")
 
@@ -231,7 +231,7 @@ def test_the_bill_counts_machines_on_standby_and_shows_the_useful_share_beside_i
             for _ in range(3600):
                 run.clock.time += 1.0
                 for name in ("works", "idles"):
-                    run.hub.membership.heard(PeerId(name), None, run.clock.now())
+                    run.hub.membership.on_message(PeerId(name), None, run.clock.now())
             run.hub.money.sums()
 
         an_hour()

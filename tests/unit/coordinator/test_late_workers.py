@@ -43,7 +43,7 @@ def test_a_version_is_expected_and_complete_when_all_that_are_not_late_hold_it(t
         hub.learner.published(PublishedVersion(Version(1), Version(0), 10**6, 10**9, 0.1, "f"))
         for name in ("w0", "w1", "w3"):
             assert hub.board.newest_complete is None
-            hub.board.live(PeerId(name), Version(1), clock.now() + 2.0)
+            hub.board.on_live(PeerId(name), Version(1), clock.now() + 2.0)
         complete = hub.board.newest_complete
         assert complete is not None and complete.complete_s == pytest.approx(2.0)
 

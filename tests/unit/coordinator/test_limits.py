@@ -52,7 +52,7 @@ def test_no_plan_spends_beyond_the_cap_and_none_at_all_beyond_the_budget(tmp_pat
         for number in range(12):
             peer = PeerId(f"w{number}")
             hello = WorkerHello(1, peer, RunId("r"), price_usd_per_hour=round(draw.uniform(0.1, 3.0), 2))
-            member = hub.membership.came(peer, hello, clock.now())
+            member = hub.membership.on_hello(peer, hello, clock.now())
             member.is_wanted = False
             hub.membership.change_of(member, clock.now())
         everybody = list(hub.membership.members)
@@ -92,7 +92,7 @@ def test_a_spent_budget_stops_all_spending_in_any_mode_and_is_said(tmp_path: Pat
         commands = Commands(hub, "h", 1, [], {})
         peers = [PeerId(f"w{number}") for number in range(4)]
         for peer in peers:
-            hub.membership.came(peer, WorkerHello(1, peer, RunId("r"), price_usd_per_hour=1.0), clock.now())
+            hub.membership.on_hello(peer, WorkerHello(1, peer, RunId("r"), price_usd_per_hour=1.0), clock.now())
         if has_plan:
             hub.adopt_plan(plan(peers), peers, is_acted_on=True)
         for _ in range(40):
@@ -104,7 +104,7 @@ def test_a_spent_budget_stops_all_spending_in_any_mode_and_is_said(tmp_path: Pat
             assert working_usd(hub) == (4.0 if hub.money.sums().usd_chosen < 8.0 else 0.0)
         assert 8.0 <= hub.money.sums().usd_chosen <= 8.0 + 0.4 + 1e-9, "what one step of the clock costs"
         assert "budget of 8 USD is spent" in hub.membership.members[peers[0]].activation_reason
-        hub.board.came(PeerId("learner"), board(10.0).hello, "", clock.now())
+        hub.board.on_hello(PeerId("learner"), board(10.0).hello, "", clock.now())
         assert any("budget" in step.text and "spent" in step.text for step in commands.advice().steps)
         commands.change_settings({"usd_budget": 20.0}, {})
         for _ in range(BUDGET_TICKS):
@@ -121,7 +121,9 @@ def test_a_rented_machine_is_paid_once_and_leaves_the_rest_of_the_cap_to_others(
         hub = Hub(options(tmp_path, usd_per_hour_cap=3.0), Identity.generate(), store, store.load(), clock, never)
         for number, price in enumerate((2.0, 1.0, 0.5)):
             peer = PeerId(f"w{number}")
-            member = hub.membership.came(peer, WorkerHello(1, peer, RunId("r"), price_usd_per_hour=price), clock.now())
+            member = hub.membership.on_hello(
+                peer, WorkerHello(1, peer, RunId("r"), price_usd_per_hour=price), clock.now()
+            )
             member.is_wanted = False
             hub.membership.change_of(member, clock.now())
         token = hub.tokens.create("secret" * 8, "worker", "", 3600.0, 0, clock.now())
@@ -135,7 +137,7 @@ def test_a_rented_machine_is_paid_once_and_leaves_the_rest_of_the_cap_to_others(
         assert PeerId("w0") in working and len(working) == 2, "2 USD/h for the machine, 1 for one of the others"
         clock.time += 3600.0
         hub.board = board(10.0)
-        hub.membership.heard(PeerId("w0"), BEAT, clock.now())
+        hub.membership.on_message(PeerId("w0"), BEAT, clock.now())
         snapshot = await snapshot_of(hub)
         assert snapshot is not None and snapshot.spent_usd == pytest.approx(4.5), "two hours of 2 and one of 0.5"
         store.close()

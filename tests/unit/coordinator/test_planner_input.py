@@ -52,7 +52,7 @@ def fleet(*gpus: str) -> Membership:
     membership = Membership(LivenessRule(15.0, 45.0), 100, WorkerRecords(60.0))
     for index, gpu in enumerate(gpus):
         hello = WorkerHello(1, f"w{index}", RUN, gpu=gpu, slot_count=4, link=LinkReport(1e6, 2e6, 0.05))
-        membership.change_of(membership.came(PeerId(f"w{index}"), hello, 0.0), 0.0)
+        membership.change_of(membership.on_hello(PeerId(f"w{index}"), hello, 0.0), 0.0)
     return membership
 
 
@@ -61,9 +61,9 @@ def board(*train_s: float) -> LearnerBoard:
     hello = LearnerHello(
         1, RUN, "a:1", "m", b"{}", "d", 4, 64, 8, Step(0), Version(0), full_snapshot_bytes=10**9, chunk_address="a:1"
     )
-    made.came(PeerId("learner"), hello, "", 0.0)
+    made.on_hello(PeerId("learner"), hello, "", 0.0)
     for step, seconds in enumerate(train_s, start=1):
-        made.heard(LearnerReport(step=Step(step), train_s=seconds), float(step))
+        made.on_report(LearnerReport(step=Step(step), train_s=seconds), float(step))
     return made
 
 
@@ -81,8 +81,8 @@ def fleet_snapshot(
 def test_one_wild_heartbeat_or_step_moves_no_estimate() -> None:
     membership = fleet("H100")
     for at in range(6):
-        membership.heard(PeerId("w0"), BEAT, float(at))
-    membership.heard(PeerId("w0"), replace(BEAT, rollouts_per_s=500.0, rollout_s_mean=0.01), 7.0)
+        membership.on_message(PeerId("w0"), BEAT, float(at))
+    membership.on_message(PeerId("w0"), replace(BEAT, rollouts_per_s=500.0, rollout_s_mean=0.01), 7.0)
     told = fleet_snapshot(board(10.0, 10.0, 900.0, 10.0), list(membership.members.values()), 8.0, {})
     assert told is not None
     assert (told.workers[0].rollouts_per_s, told.workers[0].rollout_s_mean) == (2.0, 10.0)
@@ -98,7 +98,7 @@ def test_what_the_learner_reports_of_rewards_lengths_and_discarded_groups_is_in_
             Step(step), train_s=10.0, evaluation_rollouts=8.0, idle_s=1.0, discarded_rollouts=32 * step,
             reward_s=2.0, reward_processes=4, lengths=tuple(range(10, 74)),
         )  # fmt: skip
-        known.heard(report, float(step))
+        known.on_report(report, float(step))
     told = fleet_snapshot(known, measured_fleet("H100", "H100", "H100"), 12.0, {})
     assert told is not None
     learner = told.learner
@@ -118,7 +118,7 @@ def test_a_learner_that_begins_anew_and_one_that_claims_too_much_change_the_plan
     """A new process counts what it discards from 0 again; no claim makes it more than two thirds of what is generated."""
     known = board(10.0)
     for step, count in enumerate(counts, start=2):
-        known.heard(LearnerReport(Step(step), train_s=10.0, discarded_rollouts=count), float(step))
+        known.on_report(LearnerReport(Step(step), train_s=10.0, discarded_rollouts=count), float(step))
     told = fleet_snapshot(known, measured_fleet("H100", "H100", "H100"), 12.0, {})
     assert told is not None and told.learner.dropped_rollouts == dropped
 
@@ -134,7 +134,7 @@ def measured_fleet(*gpus: str) -> list[Member]:
     """All but the last have been measured."""
     membership = fleet(*gpus)
     for index in range(len(gpus) - 1):
-        membership.heard(PeerId(f"w{index}"), BEAT, 1.0)
+        membership.on_message(PeerId(f"w{index}"), BEAT, 1.0)
     return list(membership.members.values())
 
 
@@ -182,7 +182,7 @@ def test_delta_sizes_of_several_versions_make_one_estimate() -> None:
     made = board(10.0)
     for version, size in ((1, 100), (2, 110), (3, 10_000), (4, 105), (5, 102)):
         published = PublishedVersion(Version(version), Version(version - 1), size, 10**9, 0.1, "f")
-        made.published(published, 1.0, [], float(version))
+        made.on_publish(published, 1.0, [], float(version))
     assert made.delta_kappa == 1 and made.delta_bytes == 105
 
 
@@ -195,10 +195,10 @@ def test_pool_relays_while_a_version_is_on_its_way_and_not_overdue() -> None:
         return [one.is_relaying for one in told.workers]
 
     assert relaying(5.0) == [False] * 3
-    made.published(PublishedVersion(Version(1), Version(0), 100, 10**9, 0.1, "f"), 8.0, [PeerId("w0")], 10.0)
+    made.on_publish(PublishedVersion(Version(1), Version(0), 100, 10**9, 0.1, "f"), 8.0, [PeerId("w0")], 10.0)
     assert relaying(20.0) == [True] * 3
     assert relaying(10.0 + 3 * 8.0 + 1.0) == [False] * 3
-    made.live(PeerId("w0"), Version(1), 21.0)
+    made.on_live(PeerId("w0"), Version(1), 21.0)
     assert relaying(22.0) == [False] * 3
 
 
@@ -209,9 +209,9 @@ def test_efficiency_of_broadcasts_follows_what_deltas_reached_alone_on_the_links
 
     def broadcast(version: int, took_s: float, parent: int | None, then_waits: bool = False) -> None:
         told = None if parent is None else Version(parent)
-        made.published(PublishedVersion(Version(version), told, 100, 10**9, 0.1, "f"), 3.0, [one], 100.0 * version)
+        made.on_publish(PublishedVersion(Version(version), told, 100, 10**9, 0.1, "f"), 3.0, [one], 100.0 * version)
         if not then_waits:
-            made.live(one, Version(version), 100.0 * version + took_s)
+            made.on_live(one, Version(version), 100.0 * version + took_s)
 
     broadcast(1, 60.0, None)  # a keyframe is fetched by those who need it: it says nothing
     assert made.broadcast_efficiency == 0.8
@@ -239,8 +239,8 @@ def test_predictions_stand_next_to_what_happened() -> None:
     log = reckoning.log
     assert log.mean_absolute_error(Predicted.UTILISATION) == pytest.approx(0.05)
     assert log.mean_absolute_error(Predicted.USD_PER_HOUR) == pytest.approx(0.0, abs=1e-9)
-    made.published(PublishedVersion(Version(1), Version(0), 100, 10**9, 0.1, "f"), 3.0, [PeerId("w0")], 20.0)
-    made.live(PeerId("w0"), Version(1), 25.0)
+    made.on_publish(PublishedVersion(Version(1), Version(0), 100, 10**9, 0.1, "f"), 3.0, [PeerId("w0")], 20.0)
+    made.on_live(PeerId("w0"), Version(1), 25.0)
     for _ in range(2):
         reckoning.on_spread(made.newest_complete, 25.0)
     (compared,) = log.comparisons(Predicted.BROADCAST_S)

@@ -95,7 +95,7 @@ class Scene:
         peer_id = PeerId(name)
         self.hub.tokens.tokens[machine.token_id].peers.add(peer_id)
         hello = WorkerHello(1, name, RUN, price_usd_per_hour=2.0)
-        self.hub.membership.came(peer_id, hello, self.clock.now())
+        self.hub.membership.on_hello(peer_id, hello, self.clock.now())
         self.hub._allow(peer_id)
         groups = tuple(GroupSpec(GroupId(f"g{i}"), (1,), 1, SamplingParams(max_new_tokens=8), 0) for i in range(leases))
         self.hub.book.handle(le.WorkerAllowed(peer_id, True), self.clock.now())

@@ -40,9 +40,9 @@ class Fleet:
 
     def worker(self, name: str, beat: Heartbeat = BEAT, price: float = 1.0, now: float = 0.0) -> Member:
         peer_id = PeerId(name)
-        member = self.membership.came(peer_id, WorkerHello(1, name, RunId("r"), price_usd_per_hour=price), now)
+        member = self.membership.on_hello(peer_id, WorkerHello(1, name, RunId("r"), price_usd_per_hour=price), now)
         self.membership.change_of(member, now)
-        self.membership.heard(peer_id, beat, now)
+        self.membership.on_message(peer_id, beat, now)
         return member
 
     def delivers(self, member: Member, rollouts: float, now: float = 0.0) -> None:
@@ -55,7 +55,7 @@ class Fleet:
 
     def plan(self, now: float = 0.0) -> Plan:
         known = board(1.0)
-        known.published(PublishedVersion(Version(1), Version(0), 1000, 10**9, 0.0, "f"), 0.0, [], 0.0)
+        known.on_publish(PublishedVersion(Version(1), Version(0), 1000, 10**9, 0.0, "f"), 0.0, [], 0.0)
         snapshot = fleet_snapshot(known, list(self.membership.members.values()), now, {})
         assert snapshot is not None
         return plan_of(snapshot, PlanConfig(4, hysteresis=Hysteresis(dwell_s=0.0)))

@@ -15,7 +15,7 @@ def test_a_learner_whose_stream_stands_and_who_says_nothing_is_told(tmp_path: Pa
     async def scene() -> None:
         run = Scene(tmp_path, Cloud())
         hello = LearnerHello(1, RUN, "a:1", "m", b"{}", "d", 4, 64, 8, Step(0), Version(0))
-        run.hub.board.came(PeerId("learner"), hello, "", run.clock.now())
+        run.hub.board.on_hello(PeerId("learner"), hello, "", run.clock.now())
         beat_s = run.options.config.coordinator.heartbeat_interval
 
         def told() -> list[float]:
@@ -26,7 +26,7 @@ def test_a_learner_whose_stream_stands_and_who_says_nothing_is_told(tmp_path: Pa
         assert told() == []
         run.clock.time += 0.2 * beat_s
         assert told() == [heard_at]
-        run.hub.board.heard(LearnerReport(step=Step(1)), run.clock.now())
+        run.hub.board.on_report(LearnerReport(step=Step(1)), run.clock.now())
         assert told() == []
 
     asyncio.run(asyncio.wait_for(scene(), 30))
