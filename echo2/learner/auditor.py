@@ -31,12 +31,12 @@ from echo2.learner.audit import (
     Habits,
     KindNoise,
     Passage,
-    examined,
+    Scorer,
+    examine,
     passage_of,
 )
 from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.groups import NOBODY, TrainGroup
-from echo2.learner.training.team import Scorer
 from echo2.outside import monotonic, unix_now
 
 TURN_TOKENS = 16_384
@@ -180,7 +180,7 @@ class Auditor:
         """Returns the evidence of each rollout, and the seconds that took."""
         begun = monotonic()
         with scorer.turn():
-            found = examined(passages, scorer.versions, scorer, scorer.together)
+            found = examine(passages, scorer)
         return found, monotonic() - begun
 
     def _in_thread(self, thread: Executor, call: Callable[..., Any], *arguments: object) -> asyncio.Future[Any]:

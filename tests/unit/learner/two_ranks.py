@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from echo2.base.errors import EchoError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.audit import Habits, Passage, examined, passage_of
+from echo2.learner.audit import Habits, Passage, examine, passage_of
 from echo2.learner.options import LearnerLimits, LearnerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch, SentTokens, TrainGroup
@@ -74,7 +74,7 @@ def scored(team: Team, published: Mapping[str, torch.Tensor]) -> tuple[list[floa
     team.step(batch(STEPS))
     scorer.keep(Version(STEPS + 1), team.snapshot())
     with scorer.turn():
-        found = examined(passages(), scorer.versions, scorer, scorer.together)
+        found = examine(passages(), scorer)
     numbers = [number for each in found for one in each for number in one.exact.logprobs.tolist()]
     result = team.step(batch(STEPS + 1)).metrics
     assert result is not None
