@@ -30,10 +30,9 @@ import math
 import random
 import statistics
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,9 +41,6 @@ from echo2.base.ids import PeerId, Version
 from echo2.base.rng import rollout_seed, turn_seed, uniforms
 from echo2.base.rollout import Rollout, SamplingParams
 from echo2.learner.rollouts.groups import Insertion, TrainGroup
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FALSE_ALARMS_A_DAY = 1e-6  # one honest worker in a million worker-days
 DAY_S = 86_400.0  # then the bets begin anew
@@ -127,23 +123,11 @@ class Evidence:
     uniforms: Column
 
 
-class Scorer(Protocol):
-    """Scores tokens under the published `versions` (ascending) that it keeps. `is_of_trainer`: it uses the model that trains, so
-    call it only on the trainer's thread; else it needs its own thread. `keep` may be called from a different thread."""
-
-    @property
-    def is_of_trainer(self) -> bool: ...
+class ScoreUnderVersion(Protocol):
+    """Scores tokens under the published `versions` (ascending) that it keeps."""
 
     @property
     def versions(self) -> list[Version]: ...
-
-    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """Keeps a version. `tensors`: its published weights, as in a snapshot; never changed in place."""
-        ...
-
-    def turn(self) -> AbstractContextManager[None]:
-        """Context in which all scoring takes place; versions kept at its start stay until its end."""
-        ...
 
     def score(
         self, version: Version, asked: Sequence[tuple[Passage, Piece]], cached: int | None = None
@@ -210,7 +194,7 @@ def pieces_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habi
     return tuple(pieces)
 
 
-def examine(passages: Sequence[Passage], scorer: Scorer) -> list[list[Evidence]]:
+def examine(passages: Sequence[Passage], scorer: ScoreUnderVersion) -> list[list[Evidence]]:
     """Scores the passages within a turn of `scorer`; returns, for each, the evidence of the pieces whose version it keeps.
 
     Pieces that continue no cache are scored version by version, so each version is loaded once. A chain of pieces that share a

@@ -15,6 +15,7 @@ from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rng import rollout_seed, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.audit import Bets, Evidence, Habits, KindNoise, Passage, examine, passage_of
+from echo2.learner.auditor import Scorer
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import SentTokens, TrainGroup
 from echo2.learner.training.adapter import AdapterOptions
@@ -24,7 +25,7 @@ from echo2.learner.training.scoring import (
     VersionScorer,
     rows_by_name,
 )
-from echo2.learner.training.team import Scorer, Team
+from echo2.learner.training.team import Team
 from echo2.learner.training.token_scores import cache_name
 from echo2.learner.training.trainer import Trainer
 from echo2.worker.engines.embedded.loop import draw
