@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from echo2.base.errors import VersionMismatch
 from echo2.base.ids import PeerId
-from echo2.broadcast.nat.facts import shows_certificate
 from echo2.broadcast.nat.pipes import pipe_address
+from echo2.broadcast.nat.reach import shows_certificate
 from echo2.coordinator.leases import events as le
 from echo2.coordinator.persistence import CurvePoint
 from echo2.coordinator.planning.board import LearnerBoard, Totals

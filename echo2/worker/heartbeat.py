@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId, Version
-from echo2.broadcast.nat.facts import HostFacts
-from echo2.broadcast.nat.reach import Nat
+from echo2.broadcast.nat.reach import HostFacts, Nat
 from echo2.broadcast.node import BroadcastNode, NodeStats
 from echo2.control.waits import Waits
 from echo2.outside import SteadyClock

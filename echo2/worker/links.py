@@ -19,7 +19,7 @@ from echo2.base.errors import MalformedMessage, ResourceError, StateError, Trust
 from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason
-from echo2.broadcast.nat.facts import outward_host
+from echo2.broadcast.nat.reach import outward_host
 from echo2.broadcast.node import BroadcastNode
 from echo2.control.session import ControlSession, Party, check_interval, enrolled
 from echo2.control.waits import Backoff, Waits

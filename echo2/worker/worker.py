@@ -23,7 +23,7 @@ from typing import Any
 from echo2.base.errors import DiskFull, Dismissed, EchoError, ProtocolError, ResourceError, VersionMismatch
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.base.rng import derived_rng
-from echo2.broadcast.nat.facts import HostFacts, HostOptions
+from echo2.broadcast.nat.reach import HostFacts, HostOptions
 from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions
 from echo2.control.session import ControlSession, unless
 from echo2.control.waits import Backoff, Waits

@@ -72,7 +72,7 @@ SHELL_FILES |= {
     f"echo2/broadcast/{name}.py"
     for name in (
         "catch_up", "connection", "connections", "exchange", "library", "link", "node", "store", "stripes", "transport", "uplink",
-        "nat/access", "nat/facts", "nat/host", "nat/libp2p", "nat/pipes", "nat/probing", "nat/reach", "nat/relay",
+        "nat/access", "nat/host", "nat/libp2p", "nat/pipes", "nat/probing", "nat/reach", "nat/relay",
     )
 }  # fmt: skip
 SHELL_FILES |= {

@@ -7,7 +7,7 @@ import pytest
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
-from echo2.broadcast.nat.facts import HostFacts
+from echo2.broadcast.nat.reach import HostFacts
 from echo2.cli import learner
 from echo2.cli.main import main
 from echo2.cli.options import with_values

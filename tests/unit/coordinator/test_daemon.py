@@ -17,8 +17,7 @@ from google.protobuf.message import Message
 
 from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError, TrustError
 from echo2.base.ids import RunId
-from echo2.broadcast.nat.facts import outward_host
-from echo2.broadcast.nat.reach import Nat
+from echo2.broadcast.nat.reach import Nat, outward_host
 from echo2.broadcast.plan import can_connect
 from echo2.config.run import RunConfig
 from echo2.coordinator.commands import Commands
