@@ -99,7 +99,7 @@ SHELL_FILES |= {
 SHELL_FILES |= {
     f"echo2/worker/{name}.py"
     for name in (
-        "base_checkpoint", "control", "heartbeat", "leases_service", "links", "machine", "progress", "rates", "reports", "weights",
+        "base_checkpoint", "control", "generation", "heartbeat", "links", "machine", "progress", "reports", "weights",
         "worker", "engines/adapter", "engines/making", "engines/outbox",
         *(f"engines/embedded/{name}" for name in ("embedded_engine", "forward", "general", "kernels", "live_weights", "loop")),
         *(f"engines/vllm/{name}" for name in ("extension", "vllm_engine", "vllm_weights", "weight_map")),

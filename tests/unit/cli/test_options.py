@@ -13,8 +13,7 @@ from echo2.cli.main import main
 from echo2.cli.options import with_values
 from echo2.cli.worker import worker_options
 from echo2.config.load import load_config
-from echo2.worker.heartbeat import reach_of
-from echo2.worker.links import dialled_port
+from echo2.worker.heartbeat import dialled_port, reach_of
 
 
 @pytest.mark.parametrize("name", ["../../x y", "-x", "a/b", "x" * 64])
