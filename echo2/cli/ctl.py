@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from echo2.base.errors import ConfigError
-from echo2.cli.operator import OPERATOR_FOLDER, OperatorClient
-from echo2.cli.options import link_text
+from echo2.cli.operator import operator_at
 
 # Short names of what `set` changes most.
 SETTINGS = {"budget": "usd_budget", "cap": "usd_per_hour_cap", "S": "staleness_bound"}
@@ -24,8 +24,8 @@ WORDS = """advice | set budget=USD cap=USD/H S=STEPS price.OFFER=USD/H | pause [
 worker NAME drain|standby|active|automatic|quarantine|ban [REASON] | do ACTION JSON"""
 
 
-def control(own: argparse.Namespace) -> int:
-    """Carries out one command; returns the exit code."""
+def control(own: argparse.Namespace, _: Sequence[str]) -> int:
+    """`echo2 ctl`: carries out one command; returns the exit code."""
     name, body = request_of(own.words)
     answer = asyncio.run(_act(own.run, name, body))
     print(
@@ -36,8 +36,7 @@ def control(own: argparse.Namespace) -> int:
 
 async def _act(run: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
     link = Path(run) / "links" / "operator.link"
-    text = link_text(f"@{link}") if link.is_file() else link_text(run)
-    async with OperatorClient(text, OPERATOR_FOLDER.expanduser()) as operator:
+    async with operator_at(f"@{link}" if link.is_file() else run) as operator:
         return await operator.act(name, body)
 
 

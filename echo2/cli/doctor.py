@@ -28,8 +28,9 @@ from echo2.base.errors import EchoError, PortBusy, ResourceError
 from echo2.base.units import format_bytes
 from echo2.broadcast.nat.probing import OwnLink, look_at_own_link
 from echo2.broadcast.reachability import LinkKind, own_reach
-from echo2.cli.options import MODULES, link_text
+from echo2.cli.options import MODULES, link_text, make_importable
 from echo2.cli.sizing import LearnerMachine, fit_rows, guessed_model_of, learner_line, lengths_of, shortages
+from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.cost_model.sizing import ModelSize, worker_fit
@@ -60,8 +61,10 @@ ADVICE = {
 }
 
 
-def run_doctor(own: argparse.Namespace, config: RunConfig) -> int:
-    """Prints the findings; raises ResourceError, after all of them, if any is bad."""
+def run_doctor(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    """`echo2 doctor`: prints the findings; raises ResourceError, after all of them, if any is bad."""
+    make_importable(own.config)
+    config = load_config(own.config, own.preset, parse_overrides(rest))
     folder = own.folder or Path.cwd()
     found = list(_findings(folder, link_text(own.link) if own.link else "", config))
     if own.json:

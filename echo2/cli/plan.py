@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from echo2.cli.sizing import (
     model_of,
     verdict,
 )
-from echo2.config.load import load_config, parse_overrides
+from echo2.config.load import load_config, parse_overrides, read_toml
 from echo2.config.run import RunConfig
 from echo2.coordinator.money.market import built_in_catalogue, built_in_models
 from echo2.cost_model.machines import CPU, GpuType, gpu_of, parse_catalogue, train_s_prior
@@ -98,16 +97,6 @@ def assumptions(fleet: Mapping[str, object], what_ifs: Sequence[str]) -> tuple[b
 
 
 # ---- reading
-
-
-def read_toml(path: Path) -> dict[str, object]:
-    """Reads a TOML file. Raises `ConfigError` that names it."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a readable TOML file, got: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: expected TOML, got a syntax error: {error}") from None
 
 
 def load_catalogue(path: Path | None) -> dict[str, GpuType]:

@@ -324,7 +324,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (_UNIT + "wire/test_rollout.py",)),
     # agents, mixtures, streams
     Mutant("a task of a mixture is drawn at others' positions", "tasks/split.py",
-           "cycle * self._counts[task] + self._ranks[slot]", "cycle * len(self._places) + self._ranks[slot]", (_UNIT + "tasks/test_mixture.py",)),
+           "cycle * self._counts[task] + self._ranks[slot]", "cycle * len(self._places) + self._ranks[slot]", (_UNIT + "tasks/test_split.py",)),
     Mutant("a lost episode of an evaluation is worth 0", "learner/rollouts/evaluation.py",
            "        if index is None and reward is None:\n", "        if False:\n", (_UNIT + "learner/test_agent_groups.py",)),
     Mutant("an evaluated agent samples as the run does", _ADMISSION,

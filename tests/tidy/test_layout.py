@@ -57,10 +57,7 @@ for _room in ("learner.shell", "worker.shell"):
     ALLOWED[_room] |= {"control.shell"}
 
 # Pure part and shell of a package lie side by side, and these files are the shell.
-SHELL_FILES = {
-    f"echo2/gateway/{name}.py"
-    for name in ("access", "app", "episodes", "harness", "long_work", "server", "verifiers_agent")
-}
+SHELL_FILES = {f"echo2/gateway/{name}.py" for name in ("access", "app", "episodes", "harness", "verifiers_agent")}
 SHELL_FILES |= {f"echo2/contain/{name}.py" for name in ("box", "inside", "kernel", "pool", "program_inside", "sandbox")}
 SHELL_FILES |= {
     f"echo2/tasks/{name}.py"

@@ -126,3 +126,14 @@ def test_each_example_plan_and_doctor_agree_on_the_learners_gpus(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert finding_of(path, machine(asked)).is_good
     assert asked == 1 or not finding_of(path, machine(asked // 2)).is_good
+
+
+def test_what_the_learner_needs_names_its_copies_and_those_that_do_not_fit_the_gpus() -> None:
+    size = built_in_models()["qwen3-8b"]
+    lines = {
+        replicas: learner_line(load_config([], None, {"learner.replicas": str(replicas)}), size, 8, 80 << 30)
+        for replicas in (1, 2, 3)
+    }
+    assert "on each of 8 GPUs (" in lines[1]
+    assert "on each of 8 GPUs, 2 copies of 4 each (" in lines[2]
+    assert "learner.replicas = 3 does not divide 8 ranks: such a learner does not start" in lines[3]
