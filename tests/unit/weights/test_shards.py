@@ -27,6 +27,7 @@ from echo2.weights.fingerprint import whole_fingerprint
 from tests.unit.weights.models import (
     ALL_TYPES,
     KEY,
+    Weights,
     delta_header,
     gaussian_pair,
     random_tensor,
@@ -34,7 +35,6 @@ from tests.unit.weights.models import (
 )  # fmt: skip
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-Weights = dict[str, torch.Tensor]
 
 
 def in_sections(old: Weights | None, new: Weights, header: DeltaHeader) -> bytes:
