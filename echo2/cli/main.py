@@ -196,7 +196,7 @@ def _add_status(commands: Commands) -> None:
 
 def _add_ctl(commands: Commands) -> None:
     parser = add_command(
-        commands, "ctl", "ctl:control", "change a run that goes on: budget, cap, S, pause, stop, workers"
+        commands, "ctl", "operator:control", "change a run that goes on: budget, cap, S, pause, stop, workers"
     )
     parser.add_argument("run", metavar="RUN", help="the run's folder, an operator's link, or @FILE with one")
     parser.add_argument(

@@ -23,7 +23,7 @@ from echo2.cli.sizing import (
     learner_run,
     lengths_of,
     model_of,
-    verdict,
+    shortages,
 )
 from echo2.config.load import load_config, parse_overrides, read_toml
 from echo2.config.run import RunConfig
@@ -74,13 +74,13 @@ def run_plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
         print_answer(question, answer, run, own.explain)
         print_fits(question)
         gpu, gpu_count = learner_gpus(config, fleet, question.model, catalogue)
-        here = LearnerMachine(gpu_count, gpu.memory_bytes)
-        if gpu.name == CPU:
-            here = LearnerMachine(0, memory_bytes=gpu.memory_bytes)
-        print(
-            learner_line(config, question.model, here.gpu_count, gpu.memory_bytes)
-            + verdict(config, question.model, here)
+        is_cpu = gpu.name == CPU
+        here = LearnerMachine(
+            0 if is_cpu else gpu_count, 0 if is_cpu else gpu.memory_bytes, gpu.memory_bytes if is_cpu else 0
         )
+        short = shortages(config, question.model, here)
+        lacks = "".join(f"; {one.what} is SHORT: {one.text}; what would fit: {one.would_fit}" for one in short)
+        print(learner_line(config, question.model, here) + lacks)
         print(audit_line(audit_s))
     return 0
 
