@@ -5,14 +5,13 @@ Guarantees: a command's effect is saved before it returns. Leaves to others: acc
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 from base64 import urlsafe_b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echo2.base.errors import LimitExceeded, MalformedMessage, RunFinished, Unreachable
+from echo2.base.errors import MalformedMessage, RunFinished
 from echo2.base.ids import PeerId
 from echo2.coordinator.ending import dismiss
 from echo2.coordinator.fleet.members import Activation, Liveness, Member, OperatorSetting
@@ -24,7 +23,7 @@ from echo2.coordinator.money.provisioner import Provisioner
 from echo2.coordinator.money.provisioning import MachineOffer, Provider
 from echo2.coordinator.planning.advice import LONG_S_MIN, LearnerFacts, RunAdvice, RunNow, advise, idle_text
 from echo2.coordinator.planning.input import is_measured, plan_config
-from echo2.outside import here, monotonic
+from echo2.outside import here
 from echo2.trust.identity import JoinLink, Role
 from echo2.wire.coordinator import (
     heartbeat_to_message,
@@ -64,7 +63,6 @@ class Commands:
         providers: Mapping[str, Provider],
     ) -> None:
         self.hub, self._enrol_host, self._enrol_port = hub, enrol_host, enrol_port
-        self.rollouts = RolloutQuestions(hub.learner.tell)
         self.provisioner = Provisioner(hub, offers, providers, self._machine_link)
 
     def _machine_link(self, label: str) -> tuple[Token, str]:
@@ -178,7 +176,7 @@ class Commands:
     def stop_run(self, reason: str) -> None:
         """Ends the run: workers are dismissed, machines are released, and the learner is told that it is over."""
         cause = f"stopped by the operator{f': {reason}' if reason else ''}"
-        self.hub.ending.learner_finished(cause, is_stopped=True)
+        self.hub.ending.finish_run(cause, is_stopped=True)
         if self.hub.learner.session is not None:
             self.hub.learner.session.refuse(RunFinished(self.hub.ending.text))
         self.hub.flush_now()
@@ -304,54 +302,3 @@ class Commands:
             heartbeat=heartbeat_to_message(member.heartbeat), heartbeat_age_s=max(0.0, now - member.heard_at),
             leases=len(self.hub.book.leases_of(member.peer_id)), usd_spent=member.usd_spent,
         )  # fmt: skip
-
-
-ASKED_MAX = 8  # each answer may carry a whole rollout
-ANSWER_S = 10.0  # a busy learner answers between two messages
-LIST_FRESH_S = 2.0  # one question serves all open pages
-
-
-class RolloutQuestions:
-    """Asks the learner for rollouts to show, a few questions at a time. `send`: sends it an order; returns False if none is
-    connected."""
-
-    def __init__(self, send: Callable[[pb.LearnerOrder], bool]) -> None:
-        self._send = send
-        self._open: dict[int, asyncio.Future[pb.RolloutsShown]] = {}
-        self._asked = 0
-        self._list: asyncio.Task[pb.RolloutsShown] | None = None
-        self._list_at = float("-inf")
-
-    async def newest(self) -> pb.RolloutsShown:
-        """The list of the newest rollouts, at most `LIST_FRESH_S` old."""
-        has_failed = self._list is not None and self._list.done() and self._list.exception() is not None
-        if self._list is None or has_failed or monotonic() - self._list_at > LIST_FRESH_S:
-            self._list_at = monotonic()
-            self._list = asyncio.get_running_loop().create_task(self._ask("", 0))
-        return await asyncio.shield(self._list)
-
-    async def tokens(self, rollout_id: str, offset: int) -> pb.RolloutsShown:
-        """One rollout's tokens, from token `offset` on."""
-        return await self._ask(rollout_id, offset)
-
-    def answered(self, shown: pb.RolloutsShown) -> None:
-        waiting = self._open.get(shown.request)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(shown)
-
-    async def _ask(self, rollout_id: str, offset: int) -> pb.RolloutsShown:
-        """Sends a request and waits for the answer. LimitExceeded if too many are open, Unreachable if no learner answers."""
-        if len(self._open) >= ASKED_MAX:
-            raise LimitExceeded(f"rollouts: expected at most {ASKED_MAX} questions at a time; try again")
-        self._asked += 1
-        request = self._asked
-        waiting = self._open[request] = asyncio.get_running_loop().create_future()
-        try:
-            wanted = pb.RolloutsWanted(request=request, rollout_id=rollout_id, offset=offset)
-            if not self._send(pb.LearnerOrder(wanted=wanted)):
-                raise Unreachable("rollouts: the learner keeps them, and it is not connected")
-            return await asyncio.wait_for(waiting, ANSWER_S)
-        except TimeoutError:
-            raise Unreachable(f"rollouts: expected the learner's answer within {ANSWER_S:.0f} s, got none") from None
-        finally:
-            del self._open[request]

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import IO
 
 from echo2.base.errors import ConfigError, DiskFull, EchoError, PortBusy, StateError
 from echo2.base.hosts import is_loopback, joined
@@ -35,8 +35,7 @@ from echo2.coordinator.fleet.wheel import SetupService
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.learner import LearnerReachability
 from echo2.coordinator.leases import events as le
-from echo2.coordinator.leases.long_tail import is_quiet, moves, pace_of, prefill_rate, work_of
-from echo2.coordinator.money.market import built_in_catalogue
+from echo2.coordinator.leases.long_tail import is_quiet, moves, pace_of
 from echo2.coordinator.money.offers import MakeProvider, Renting, load_offers, make_provider
 from echo2.coordinator.operator import OperatorService
 from echo2.coordinator.options import CoordinatorOptions
@@ -44,7 +43,7 @@ from echo2.coordinator.persistence import StateStore
 from echo2.coordinator.planning.service import Planning
 from echo2.coordinator.store import SqlStore
 from echo2.coordinator.streams import CoordinatorService
-from echo2.coordinator.web.page import PageListener
+from echo2.coordinator.web.page import Dashboard
 from echo2.outside import monotonic, unix_now
 from echo2.outside.ending import cancel_all
 from echo2.outside.guard import noting
@@ -69,30 +68,6 @@ def links_folder(folder: Path) -> Path:
     return folder / "links"
 
 
-class Page(Protocol):
-    """The operator's page; `run` serves it until `stop`."""
-
-    address: str
-    url: str
-    token_file: Path | None
-
-    async def run(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-class PagePort(Protocol):
-    """The page's port, bound before anything of the page runs."""
-
-    port: int
-
-    def page(self, commands: Commands, folder: Path, keys: tls.Credentials) -> Page: ...
-
-    def close(self) -> None: ...
-
-
-OpenPage = Callable[[str, int], PagePort]
-_Bound = TypeVar("_Bound", int, "PagePort")
 OpenGarbage = Callable[[], AbstractContextManager[Callable[[], None]]]
 OpenStore = Callable[[str, RunId, Path], StateStore]
 
@@ -130,25 +105,27 @@ def collected_garbage() -> Iterator[Callable[[], None]]:
 
 
 class CoordinatorDaemon:
-    """The process. `started`: set once both ports listen; addresses and links are known from then on."""
+    """The process. `started`: set once both ports listen; addresses and links are known from then on. `has_page`: it serves the
+    operator's page."""
 
     def __init__(
         self,
         options: CoordinatorOptions,
-        open_page: OpenPage = PageListener,
+        *,
+        has_page: bool = True,
         open_store: OpenStore = SqlStore,
         garbage: OpenGarbage = collected_garbage,
         provider: MakeProvider = make_provider,
     ) -> None:
         self.options, self._keys = options, options.folder / "coordinator"
         self._provider = provider
-        self._open_page, self._open_store, self._garbage = open_page, open_store, garbage
+        self._has_page, self._open_store, self._garbage = has_page, open_store, garbage
         self.started = asyncio.Event()
         self.enrol_address = self.services_address = self.dashboard_url = ""
         self.links: dict[str, str] = {}
         self.hub: Hub | None = None
         self._commands: Commands
-        self._page: Page
+        self._page: Dashboard | None = None
         self._own: tls.Credentials
         self._authority: RunAuthority
         self._stop = asyncio.Event()
@@ -193,14 +170,13 @@ class CoordinatorDaemon:
         enrol_port = ports.bind(
             "enrol_port", lambda at: tls.bind_server(enrolment, joined(section.host, at), enrol_shown)
         )
-        web_host = section.dashboard_host or section.host
-        page_port = ports.bind("dashboard_port", lambda at: self._open_page(web_host, at))
-        opened.callback(page_port.close)
+        if self._has_page:
+            ports.bind("dashboard_port", lambda at: self._open_page(opened, at))
         hub.flush_now()
         self.services_address = joined(options.link_host, port)
         self.enrol_address = joined(options.link_host, enrol_port)
         commands = self._commands = Commands(hub, options.link_host, enrol_port, offers, providers)
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(hub, commands.rollouts), services)
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(CoordinatorService(hub), services)
         coordinator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(commands), services)
         enrolment_pb2_grpc.add_RenewalServicer_to_server(RenewalService(hub, authority), services)
         service = EnrolmentService(hub, authority, self.services_address)
@@ -216,15 +192,24 @@ class CoordinatorDaemon:
         if has_relay:
             await self._serve_relay(ports, opened)
         self._write_links()
-        self._page = page_port.page(commands, options.folder, own)
-        self.dashboard_url = self._page.url
-        tls.write_secret(links_folder(options.folder) / "dashboard.url", f"{self._page.address}\n".encode())
+        if self._page is not None:
+            self._page.set_up(commands, options.folder, own)
+            self.dashboard_url = self._page.url
+            tls.write_secret(links_folder(options.folder) / "dashboard.url", f"{self._page.address}\n".encode())
+
+    def _open_page(self, opened: AsyncExitStack, port: int) -> int:
+        section = self.options.config.coordinator
+        page = self._page = Dashboard(section.dashboard_host or section.host, port)
+        opened.callback(page.close)
+        return page.port
 
     async def _serve_relay(self, ports: _Ports, opened: AsyncExitStack) -> None:
         """Starts the relay through which workers behind NATs find out how they can be reached, and reach each other. Loads its
         library in a thread, because that takes longer than the rest of the start."""
         await asyncio.to_thread(importlib.import_module, "echo2.broadcast.nat.reach")
-        from echo2.broadcast.nat.reach import HostOptions, Nat
+        from echo2.broadcast.nat.facts import HostOptions
+        from echo2.broadcast.nat.reach import Nat
+        from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
 
         hub, loop, options = self._running_hub, asyncio.get_running_loop(), self.options
 
@@ -238,7 +223,8 @@ class CoordinatorDaemon:
         host, wanted = options.config.coordinator.host, ports.wanted("relay_port")
         relay = Nat(self._own)
         opened.push_async_callback(relay.close)
-        port = await relay.serve(HostOptions(host, wanted, is_barred=is_banned, proven=proven))
+        book = RelayBook(RelayLimits())
+        port = await relay.serve(HostOptions(host, wanted, book=book, is_barred=is_banned, proven=proven))
         ports.save("relay_port", port)
         hub.flush_now()
         hub.relay, hub.relay_address = relay, joined(options.link_host, port)
@@ -250,9 +236,10 @@ class CoordinatorDaemon:
         hub, page = self._running_hub, self._page
         self.started.set()
         _log.info("listening: enrolment at %s, services at %s", self.enrol_address, self.services_address)
-        where = f"; its access token is in {page.token_file}" if page.token_file is not None else ""
-        _log.info("dashboard at %s%s", page.address, where)
-        serving = asyncio.create_task(page.run())
+        if page is not None:
+            where = f"; its access token is in {page.token_file}" if page.token_file is not None else ""
+            _log.info("dashboard at %s%s", page.address, where)
+        serving = asyncio.create_task(page.run() if page is not None else self._stop.wait())
         serving.add_done_callback(lambda _: self.stop())
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -270,7 +257,9 @@ class CoordinatorDaemon:
         except ExceptionGroup as group:  # the first one says why; others follow from the end
             raise group.exceptions[0] from None
         finally:
-            page.stop()
+            self.stop()
+            if page is not None:
+                page.stop()
             await asyncio.wait((serving,), timeout=STOP_GRACE_S)
             (outcome,) = await cancel_all((serving,))
             hub.close()
@@ -351,16 +340,16 @@ class _Ports:
     def wanted(self, name: str) -> int:
         return int(getattr(self._hub.config.coordinator, name)) or int(self._saved.get(name, "0"))
 
-    def bind(self, name: str, bind: Callable[[int], _Bound]) -> _Bound:
-        """`bind(port)` binds it and returns the port, or an object that has it."""
+    def bind(self, name: str, bind: Callable[[int], int]) -> int:
+        """`bind(port)` binds it and returns the port."""
         try:
-            bound = bind(self.wanted(name))
+            port = bind(self.wanted(name))
         except PortBusy:
             if not self._takes_free_ports:
                 raise
-            bound = bind(0)
-        self.save(name, bound if isinstance(bound, int) else bound.port)
-        return bound
+            port = bind(0)
+        self.save(name, port)
+        return port
 
     def save(self, name: str, port: int) -> None:
         """The caller flushes: once all ports are bound, so a start that fails writes nothing."""
@@ -393,9 +382,7 @@ def consolidate(hub: Hub) -> int:
     if not is_quiet(hub.book, hub.clock.now()):
         return 0
     members = hub.membership.members
-    work, gpus = work_of(hub.board), built_in_catalogue()
-    reads = {gpu: prefill_rate(gpu, *work, gpus) for gpu in {member.hello.gpu for member in members.values()}}
-    paces = {peer_id: pace_of(member, reads[member.hello.gpu]) for peer_id, member in members.items()}
+    paces = {peer_id: pace_of(member) for peer_id, member in members.items()}
     names = {peer_id: member.name for peer_id, member in members.items()}
     # Until the new worker has the lease: a report, and its travel.
     hand_over_s = hub.config.coordinator.report_interval + 1.0

@@ -77,7 +77,7 @@ class RunEnding:
         if self.finish is not None and self.finish.is_stopped:
             self._reopen("resumed by the operator")
 
-    def learner_came(self, hello: LearnerHello) -> None:
+    def reopen_for(self, hello: LearnerHello) -> None:
         """Reopens a finished run if the learner that came has steps left."""
         if self.finish is None or hello.step >= hello.step_limit:
             return
@@ -89,7 +89,7 @@ class RunEnding:
         self._hub.state.require_sync()
         self._hub.note("run", f"goes on: {why}; workers may join again")
 
-    def learner_finished(self, cause: str = "", is_stopped: bool = False) -> None:
+    def finish_run(self, cause: str = "", is_stopped: bool = False) -> None:
         """Saves the end and its cause, closes all groups, and dismisses every worker. Idempotent."""
         hub = self._hub
         if self.finish is not None:
@@ -115,7 +115,7 @@ class RunEnding:
 def dismiss(hub: Hub, peer_id: PeerId, reason: str, why: Dismissed | None = None) -> None:
     """Dismisses a worker: its process then exits. It may join again."""
     session = hub.workers.get(peer_id)
-    hub.worker_left(peer_id, reason)
+    hub.part_with(peer_id, reason)
     if session is not None:
         session.refuse(why or Dismissed(reason))
 

@@ -2,13 +2,11 @@
 
     event --> core decides --> noted (state) and queued (_outgoing) --once in this turn of the loop--> saved --> sent
                                                               cannot be saved: nothing is sent, the daemon stops
-    a worker's stream:  came --> [ welcome, activation, broadcast plan ] --> beats, lease events --> left (clean) --> cut
-                          '-- came again: the newer stream takes the older one's place
 
 Runs only on the event loop's thread. Guarantees: an order that follows from a change is sent only after that change is
 saved (`_flush`); all changes of one turn of the loop are saved in one transaction. Waits for nothing: the streams, the page and
-`tick` call it. Leaves to others: decisions (leases, fleet, board), the learner's stream (learner), planning
-(planning), gRPC (services).
+`tick` call it. Leaves to others: decisions (leases, fleet, board), the
+streams (streams, learner), planning (planning).
 """
 
 from __future__ import annotations
@@ -18,20 +16,18 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from echo2.base.clock import Clock
 from echo2.base.errors import EchoError, MalformedMessage, NotAllowed
-from echo2.base.ids import PeerId, Version
+from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.reachability import MetAddresses
 from echo2.coordinator.ending import RunEnding
 from echo2.coordinator.fleet.members import (
     ON_TRIAL,
     Activation,
-    Change,
     Liveness,
     LivenessRule,
     Member,
@@ -50,21 +46,13 @@ from echo2.coordinator.plan_process import PlanProcess
 from echo2.coordinator.planning.board import LearnerBoard
 from echo2.coordinator.planning.corrections import Corrections
 from echo2.coordinator.planning.parts import PlanParts
-from echo2.coordinator.planning.telemetry import Heartbeat as HeartbeatFacts
-from echo2.coordinator.planning.telemetry import WorkerHello
-from echo2.coordinator.sessions import (
-    StreamSession,
-    barring_of,
-    check_hello,
-    check_quantisation,
-    order_of,
-    whereabouts_of,
-)
+from echo2.coordinator.sessions import StreamSession
 from echo2.cost_model.plan import Plan
 from echo2.outside.guard import PeerLines
 from echo2.trust.identity import Identity
 from echo2.wire.broadcast import plan_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.rollout import Ticket, group_to_message, sign_ticket
 
 if TYPE_CHECKING:
     from echo2.broadcast.nat.reach import Nat
@@ -77,7 +65,6 @@ WORKERS_MAX = 20_000  # 4,000 heartbeats a second; measured are 2,000 workers, b
 TOKENS_MAX = 10_000  # revoked and expired ones count; one for each rented machine
 EVENTS_MAX = 5_000  # what the page's log can show, and a day of a large fleet's joins
 BUDGET_TICKS = 10  # five seconds: a fleet of 1,000 USD an hour spends a dollar beyond the budget
-LINK_CHANGE = 0.2  # measured rates fluctuate by less
 PREEMPTION_WORD = "preemption"
 """Marks the reason of a worker that leaves because its cloud preempts it."""
 _log = logging.getLogger("echo2.coordinator")
@@ -171,14 +158,14 @@ class Hub:
         """Carries out the lease book's actions."""
         for action in actions:
             match action:
-                case le.SaveGroup(group_id) | le.DropGroup(group_id):
+                case le.SaveGroup(group_id):
                     self.state.save("groups", group_id, self.book.groups.get(group_id))
-                case le.SaveLease(lease_id) | le.DropLease(lease_id):
+                case le.SaveLease(lease_id):
                     self.state.save("leases", lease_id, self.book.leases.get(lease_id))
                 case le.Note(kind, text):
                     self.note(kind, text)
                 case le.Grant():
-                    self._outgoing.append((action.worker_id, order_of(action, self.options.run_id, self.identity)))
+                    self._outgoing.append((action.worker_id, _order_of(action, self.options.run_id, self.identity)))
                 case le.Revoke(worker_id, lease_id, reason):
                     revoke = pb.LeaseRevoke(lease_id=lease_id, reason=reason)
                     self._outgoing.append((worker_id, pb.WorkerOrder(lease_revoke=revoke)))
@@ -232,136 +219,60 @@ class Hub:
 
     # ---- workers
 
-    def worker_came(self, peer_id: PeerId, hello: WorkerHello, session: WorkerSession) -> None:
-        """Starts a worker's session. Raises an EchoError, before any change, if the worker is refused."""
-        check_hello(self.options.run_id, f"worker {hello.name or peer_id}", hello.protocol_version, hello.run_id)
-        self.learner.check_model(peer_id, hello)
-        check_quantisation(hello, self.config.worker.quantisation != "none")
-        self.ending.check_open()
-        now = self.clock.now()
-        is_new = peer_id not in self.membership.members
-        member = self.membership.on_hello(peer_id, hello, now)
-        member.price_limit, member.paused = self.money.limit_of(member, self.config.coordinator), self.paused
-        member.is_wanted &= not (is_new and self.plan is not None and self.config.coordinator.planner_mode == "auto")
-        old = self.workers.pop(peer_id, None)
-        if old is not None:
-            old.end()
-        self.workers[peer_id] = session
-        self.note("worker", f"{member.name} {'joined' if is_new else 'is back'}: {hello.gpu or 'cpu'}, "
-                  f"{hello.slot_count} slots, {hello.price_usd_per_hour:g} USD/h, "
-                  f"{len(hello.held_leases)} leases held", peer_id, "joins")  # fmt: skip
-        session.send(pb.WorkerOrder(welcome=self._welcome()))
-        activation = pb.Activation(is_active=member.activation is Activation.ACTIVE, reason=member.activation_reason)
-        session.send(pb.WorkerOrder(activation=activation))
-        if self.broadcast_plan is not None:
-            self.send_broadcast_plan(session)
-        self.handle(le.WorkerCame(peer_id, hello.held_leases))  # before it may lease: discards its old lease request
-        self._review(self.membership.change_of(member, now))
-        self._allow(peer_id)
-        self.state.save("members", peer_id, member)
-        self.broadcast_needed.set()
-        self.plan_needed.set()
-
-    def _welcome(self) -> pb.WorkerWelcome:
-        return pb.WorkerWelcome(
-            run_id=self.options.run_id,
-            staleness_bound=self.learner_bound,
-            heartbeat_interval_s=self.config.coordinator.heartbeat_interval,
-            report_interval_s=self.config.coordinator.report_interval,
-            learner=whereabouts_of(self.board),
-            relay_address=self.relay_address,
-            unix_s=self.clock.now(),
-            banned_peer_ids=self.membership.banned,
-        )
-
-    def worker_beat(self, peer_id: PeerId, heartbeat: HeartbeatFacts) -> None:
-        before, access = self.membership.members[peer_id].link, self.membership.members[peer_id].access
-        member = self.membership.on_message(peer_id, heartbeat, self.clock.now())
-        self.board.on_live(peer_id, heartbeat.version, self.clock.now())
-        self.corrections.on_spread(self.board.newest_complete, self.clock.now())
-        self._review(self.membership.change_of(member, self.clock.now()))
-        self.book.handle(le.Rated(peer_id, heartbeat.rollouts_per_s), self.clock.now())
-        if heartbeat.links is not None or member.access != access:
-            self.broadcast_needed.set()
-        after = member.link
-        for old, new in zip(asdict(before).values(), asdict(after).values(), strict=True):
-            if abs(new - old) > LINK_CHANGE * max(new, old, 1e-3):
-                self.broadcast_needed.set()
-
-    def worker_event(self, peer_id: PeerId, event: le.Event) -> None:
-        """Takes a lease request, progress or the end of a lease."""
-        self.membership.on_message(peer_id, None, self.clock.now())
-        self.handle(event)
-
-    def worker_left(self, peer_id: PeerId, reason: str) -> None:
+    def part_with(self, peer_id: PeerId, reason: str) -> None:
+        """A worker leaves, or is sent home: its leases go to others at once."""
         self.membership.on_leave(peer_id, self.clock.now())
         member = self.membership.members[peer_id]
         self.note("worker", f"{member.name} leaves: {reason or 'no reason given'}", peer_id, "leaves")
         if PREEMPTION_WORD in reason:
             self.journal_worker("preempted", member, reason)
-        self._review(self.membership.change_of(member, self.clock.now()))
+        self.review(member)
 
-    def worker_cut(self, peer_id: PeerId, session: WorkerSession) -> None:
-        """The worker's stream ended; ignored if a newer stream has replaced it."""
-        if self.workers.get(peer_id) is not session:
-            return
-        del self.workers[peer_id]
-        self.handle(le.RolloutsWanted(peer_id, 0, Version(0)))
-        self.membership.on_disconnect(peer_id, self.clock.now())
-        self._review(self.membership.change_of(self.membership.members[peer_id], self.clock.now()))
+    def allow(self, member: Member) -> None:
+        """Tells the lease book whether the worker may be given leases now."""
+        self.handle(le.WorkerAllowed(member.peer_id, member.may_lease))
 
-    def _allow(self, peer_id: PeerId) -> None:
-        member = self.membership.members[peer_id]
-        may = member.last_liveness is Liveness.ALIVE and member.last_activation is Activation.ACTIVE
-        self.handle(le.WorkerAllowed(peer_id, may))
-
-    def _review(self, change: Change | None) -> None:
+    def review(self, member: Member) -> None:
         """Reacts to a change of a worker's liveness or activation: leases, money, plans, and a message to the worker."""
+        now = self.clock.now()
+        change = self.membership.change_of(member, now)
         if change is None:
             return
-        member, now = change.member, self.clock.now()
+        state, activation = member.last_liveness, member.activation
         meter([member], now)
         self.state.save("members", member.peer_id, member)
-        if change.after is not change.before and change.after is not Liveness.ALIVE:
+        if state is not change.liveness_before and state is not Liveness.ALIVE:
             silent_s = now - member.heard_at
-            text = f"{member.name} is {change.after.value}: last heard {silent_s:.1f} s ago"
-            self.note("worker", text, member.peer_id, change.after.value)
-        if change.activation is not change.worked and change.worked is not None:
-            if change.activation.is_barred or change.worked.is_barred:
-                self.state.require_sync()
-            self._tell_activation(change)
-        if change.after is Liveness.GONE or change.activation.is_barred:
-            why = change.after if change.after is Liveness.GONE else change.activation
-            self.handle(le.WorkerLost(member.peer_id, why.value))
-            self.board.on_leave(member.peer_id, now)
+            text = f"{member.name} is {state.value}: last heard {silent_s:.1f} s ago"
+            self.note("worker", text, member.peer_id, state.value)
+        if change.activation_before not in (activation, None):
+            self._send_activation(member, change.activation_before)
+        if state is Liveness.GONE or activation.is_barred:
+            self.handle(le.WorkerLost(member.peer_id, (state if state is Liveness.GONE else activation).value))
         else:
-            self.handle(le.WorkerAllowed(member.peer_id, change.may_lease))
-            if change.activation is not Activation.ACTIVE:
-                self.board.on_leave(member.peer_id, now)
+            self.allow(member)
+        if state is Liveness.GONE or activation is not Activation.ACTIVE:
+            self.board.on_leave(member.peer_id, now)
         self.plan_needed.set()
         self.broadcast_needed.set()
 
-    def _tell_activation(self, change: Change) -> None:
-        member = change.member
-        self.note("activation", f"{member.name} is {change.activation.value} now: {member.activation_reason}")
-        self.journal_worker(change.activation.value, member, member.activation_reason)
-        was_barred = change.worked is not None and change.worked.is_barred
-        if change.activation.is_barred or was_barred:
-            self.learner.tell(barring_of(member))
-        if Activation.BANNED in (change.activation, change.worked):
-            is_lifted = change.activation is not Activation.BANNED
+    def _send_activation(self, member: Member, before: Activation) -> None:
+        activation = member.activation
+        self.note("activation", f"{member.name} is {activation.value} now: {member.activation_reason}")
+        self.journal_worker(activation.value, member, member.activation_reason)
+        if activation.is_barred or before.is_barred:
+            self.state.require_sync()
+            self.learner.send_barring(member)
+        if Activation.BANNED in (activation, before):
+            is_lifted = activation is not Activation.BANNED
             ban = pb.WorkerOrder(banned=pb.BannedPeer(peer_id=member.peer_id, is_lifted=is_lifted))
             for worker in list(self.workers.values()):
                 worker.send(ban)
-        if change.activation is Activation.BANNED:
-            session = self.workers.get(member.peer_id)
-            if session is not None:
-                session.refuse(
-                    NotAllowed(f"worker {member.name} is banned: {member.setting_reason or 'no reason given'}")
-                )
-            return
-        order = pb.Activation(is_active=change.activation is Activation.ACTIVE, reason=member.activation_reason)
-        self.send(member.peer_id, pb.WorkerOrder(activation=order))
+        if activation is not Activation.BANNED:
+            order = pb.Activation(is_active=activation is Activation.ACTIVE, reason=member.activation_reason)
+            self.send(member.peer_id, pb.WorkerOrder(activation=order))
+        elif (session := self.workers.get(member.peer_id)) is not None:
+            session.refuse(NotAllowed(f"worker {member.name} is banned: {member.setting_reason or 'no reason given'}"))
 
     def set_worker(self, peer_id: PeerId, setting: OperatorSetting, reason: str) -> None:
         """Applies the operator's setting for a worker, and saves it."""
@@ -370,8 +281,15 @@ class Hub:
             self._want([member], self.plan.pool, self.plan.reason)
         self.state.save("members", peer_id, member)
         self.state.require_sync()
-        self._review(self.membership.change_of(member, self.clock.now()))
+        self.review(member)
         self.flush_now()
+
+    def accuse(self, peer_id: PeerId, reason: str, is_certain: bool) -> None:
+        """Bans the worker, or quarantines it if the finding is not certain. A worker that is already banned stays banned."""
+        member = self.membership.members.get(peer_id)
+        if member is not None and member.setting is not OperatorSetting.BANNED:
+            self.note("audit", f"{member.name}: {reason}")
+            self.set_worker(peer_id, OperatorSetting.BANNED if is_certain else OperatorSetting.QUARANTINED, reason)
 
     # ---- what the operator changes
 
@@ -411,7 +329,7 @@ class Hub:
         self.note("run", why or "resumed by the operator")
         for member in self.membership.members.values():
             member.paused = why
-            self._review(self.membership.change_of(member, self.clock.now()))
+            self.review(member)
         self.plan_needed.set()
         self.flush_now()
 
@@ -427,7 +345,7 @@ class Hub:
             member.wanted_reason = ON_TRIAL if member.is_on_trial else reason
             if member.peer_id in over:
                 member.wanted_reason = "beyond the cap or the budget"
-            self._review(self.membership.change_of(member, self.clock.now()))
+            self.review(member)
 
     def adopt_plan(self, plan: Plan, choosable: Iterable[PeerId], is_acted_on: bool) -> None:
         """Adopts a plan of the pool. The learner always gets it; workers are activated by it only if `is_acted_on`.
@@ -445,7 +363,7 @@ class Hub:
             usd_per_hour=plan.usd_per_hour, reason=plan.reason,
         )  # fmt: skip
         if update != self.plan_update:
-            self.learner.tell(pb.LearnerOrder(plan=update))
+            self.learner.send(pb.LearnerOrder(plan=update))
         if self.plan_update is None or self.plan_update.kappa != plan.kappa:
             self.note("plan", plan.reason)
         self.plan_update = update
@@ -457,7 +375,7 @@ class Hub:
     def adopt_broadcast_plan(self, plan: BroadcastPlan) -> list[WorkerSession]:
         """Sends the plan to the learner now. Returns the workers' sessions, to which the caller sends it at its own pace."""
         self.broadcast_plan, self._plan_parts = plan, PlanParts(plan)
-        self.learner.tell(pb.LearnerOrder(broadcast_plan=plan_to_message(plan)))
+        self.learner.send(pb.LearnerOrder(broadcast_plan=plan_to_message(plan)))
         _log.debug("broadcast plan %d: %s over %d nodes: %s", plan.epoch, plan.topology, len(plan.nodes), plan.reason)
         return list(self.workers.values())
 
@@ -477,8 +395,8 @@ class Hub:
     def tick(self) -> None:
         """Checks liveness and deadlines, meters money and saves telemetry; called twice a second."""
         now = self.clock.now()
-        for change in list(self.membership.changes(now)):
-            self._review(change)
+        for member in list(self.membership.members.values()):
+            self.review(member)
         self.handle(le.Tick())
         meter(self.membership.members.values(), now)
         self._ticks += 1
@@ -523,3 +441,16 @@ class Hub:
         with suppress(EchoError):
             self.flush_now()
         self._is_closed = True
+
+
+def _order_of(grant: le.Grant, run_id: RunId, identity: Identity) -> pb.WorkerOrder:
+    """The order for a grant. `identity`: the coordinator's, which signs the ticket."""
+    ticket = Ticket(grant.lease_id, grant.group.group_id, grant.worker_id, grant.attempt, grant.deadline, run_id)
+    return pb.WorkerOrder(
+        lease_grant=pb.LeaseGrant(
+            ticket=sign_ticket(ticket, identity),
+            group=group_to_message(grant.group),
+            is_continuation=grant.is_continuation,
+            is_renewal=grant.is_renewal,
+        )
+    )

@@ -1,8 +1,8 @@
 """The coordinator's side of the learner's stream: passes its messages to the book and the board, and sends it orders.
 
-    away --came--> here --leaving("finished")--> the run ends (ending)
-      ^             |  '-- came again: the newer stream takes the older one's place
-      '----cut------'      meanwhile workers go on with the leases that they hold
+    away --hello--> here --leaving("finished")--> the run ends (ending)
+      ^              |  '-- hello again: the newer stream takes the older one's place
+      '-- broken ----'      meanwhile workers go on with the leases that they hold
 
 Guarantees: a learner of another run, staleness bound or model is refused before anything has changed; one that connects is always
 sent the plan, the broadcast plan and all barred workers. Leaves to others: gRPC and messages (streams), decisions (leases/book,
@@ -14,29 +14,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from echo2.base.errors import VersionMismatch
+from echo2.base.errors import LimitExceeded, MalformedMessage, Unreachable, VersionMismatch
 from echo2.base.ids import PeerId
+from echo2.broadcast.nat.facts import shows_certificate
 from echo2.broadcast.nat.pipes import pipe_address
-from echo2.broadcast.nat.reach import shows_certificate
+from echo2.coordinator.fleet.members import Activation, Member
 from echo2.coordinator.leases import events as le
 from echo2.coordinator.persistence import CurvePoint
 from echo2.coordinator.planning.board import LearnerBoard, Totals
-from echo2.coordinator.planning.telemetry import LearnerHello, LearnerReport, PublishedVersion, WorkerHello
-from echo2.coordinator.sessions import StreamSession, barring_of, check_hello, whereabouts_of
+from echo2.coordinator.planning.telemetry import LearnerReport, PublishedVersion, WorkerHello
+from echo2.coordinator.sessions import StreamSession, check_hello, expect_hello
+from echo2.outside import monotonic
+from echo2.trust.identity import Role
+from echo2.wire import coordinator as wire
+from echo2.wire.bounds import check
 from echo2.wire.broadcast import plan_to_message
-from echo2.wire.coordinator import (
-    STOPPED,
-    cause_of_end,
-    learner_hello_from_message,
-    learner_hello_to_message,
-    learner_report_from_message,
-    learner_report_to_message,
-)
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.rollout import group_id_from_wire
 
 if TYPE_CHECKING:
     from echo2.coordinator.hub import Hub
@@ -44,13 +42,67 @@ if TYPE_CHECKING:
 LearnerStream = StreamSession[pb.LearnerOrder]
 
 
+ASKED_MAX = 8  # each answer may carry a whole rollout
+ANSWER_S = 10.0  # a busy learner answers between two messages
+LIST_FRESH_S = 2.0  # one question serves all open pages
+
+
+class RolloutQuestions:
+    """Asks the learner for rollouts to show, a few questions at a time. `send`: sends it an order; returns False if none is
+    connected."""
+
+    def __init__(self, send: Callable[[pb.LearnerOrder], bool]) -> None:
+        self._send = send
+        self._open: dict[int, asyncio.Future[pb.RolloutsShown]] = {}
+        self._asked = 0
+        self._list: asyncio.Task[pb.RolloutsShown] | None = None
+        self._list_at = float("-inf")
+
+    async def newest(self) -> pb.RolloutsShown:
+        """The list of the newest rollouts, at most `LIST_FRESH_S` old."""
+        has_failed = self._list is not None and self._list.done() and self._list.exception() is not None
+        if self._list is None or has_failed or monotonic() - self._list_at > LIST_FRESH_S:
+            self._list_at = monotonic()
+            self._list = asyncio.get_running_loop().create_task(self._ask("", 0))
+        return await asyncio.shield(self._list)
+
+    async def tokens(self, rollout_id: str, offset: int) -> pb.RolloutsShown:
+        """One rollout's tokens, from token `offset` on."""
+        return await self._ask(rollout_id, offset)
+
+    def on_answer(self, shown: pb.RolloutsShown) -> None:
+        waiting = self._open.get(shown.request)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(shown)
+
+    async def _ask(self, rollout_id: str, offset: int) -> pb.RolloutsShown:
+        """Sends a request and waits for the answer. LimitExceeded if too many are open, Unreachable if no learner answers."""
+        if len(self._open) >= ASKED_MAX:
+            raise LimitExceeded(f"rollouts: expected at most {ASKED_MAX} questions at a time; try again")
+        self._asked += 1
+        request = self._asked
+        waiting = self._open[request] = asyncio.get_running_loop().create_future()
+        try:
+            wanted = pb.RolloutsWanted(request=request, rollout_id=rollout_id, offset=offset)
+            if not self._send(pb.LearnerOrder(wanted=wanted)):
+                raise Unreachable("rollouts: the learner keeps them, and it is not connected")
+            return await asyncio.wait_for(waiting, ANSWER_S)
+        except TimeoutError:
+            raise Unreachable(f"rollouts: expected the learner's answer within {ANSWER_S:.0f} s, got none") from None
+        finally:
+            del self._open[request]
+
+
 class LearnerSide:
     """The learner's session and its messages. `session`: None while the learner is away."""
+
+    role = Role.LEARNER
 
     def __init__(self, hub: Hub, meta: Mapping[str, str]) -> None:
         self._hub = hub
         self.session: LearnerStream | None = None
-        self.has_come = asyncio.Event()
+        self.is_back = asyncio.Event()
+        self.rollouts = RolloutQuestions(self.send)
         self._model_digest = meta.get("model_digest", "")
         self.left_because = ""  # the error that made it leave
 
@@ -62,7 +114,7 @@ class LearnerSide:
                 f"{hello.model_digest[:16]}…: empty its folder"
             )
 
-    def tell(self, order: pb.LearnerOrder) -> bool:
+    def send(self, order: pb.LearnerOrder) -> bool:
         """Sends an order at once. Returns False while the learner is away: on connect it is sent all that it must know."""
         if self.session is None:
             return False
@@ -73,26 +125,29 @@ class LearnerSide:
         if self.session is not None:
             self.session.end()
 
-    def came(self, peer_id: PeerId, hello: LearnerHello, session: LearnerStream) -> None:
+    async def on_hello(self, peer_id: PeerId, first: pb.LearnerMessage, session: LearnerStream) -> None:
         """Starts the learner's session. Raises VersionMismatch or NotAllowed, before anything has changed, if it is refused."""
-        hub = self._hub
-        check_hello(hub.options.run_id, f"learner {peer_id}", hello.protocol_version, hello.run_id)
+        hub, whose = self._hub, f"learner {peer_id}"
+        expect_hello(first, whose)
+        hello = wire.learner_hello_from_message(first.hello, whose)
+        check_hello(hub.options.run_id, whose, hello.protocol_version, hello.run_id)
         if hello.staleness_bound != hub.learner_bound:
             raise VersionMismatch(
-                f"learner {peer_id}: expected staleness bound S = {hub.learner_bound} as the coordinator "
+                f"{whose}: expected staleness bound S = {hub.learner_bound} as the coordinator "
                 f"was told, got {hello.staleness_bound}: start both with the same config"
             )
         hub.ending.check_learner()
         is_news = hub.board.on_hello(peer_id, replace(hello, open_groups=()), self._model_digest, hub.clock.now())
-        hub.ending.learner_came(hello)
+        hub.ending.reopen_for(hello)
         self.left_because = ""
-        if self.session is not None:
-            self.session.end()
+        self.close()
         self.session = session
         self._model_digest = hello.model_digest
         hub.state.meta("model_digest", hello.model_digest)
         hub.state.meta("learner_peer_id", peer_id)
-        hub.state.meta("learner_hello", learner_hello_to_message(hub.board.hello or hello).SerializeToString().hex())
+        hub.state.meta(
+            "learner_hello", wire.learner_hello_to_message(hub.board.hello or hello).SerializeToString().hex()
+        )
         hub.note("learner", f"{hello.model_name} at step {hello.step}, version {hello.newest_version}, "
                   f"{len(hello.open_groups)} groups open, at {hello.address}")  # fmt: skip
         interval_s = hub.config.coordinator.heartbeat_interval
@@ -106,23 +161,55 @@ class LearnerSide:
             session.send(pb.LearnerOrder(broadcast_plan=plan_to_message(hub.broadcast_plan)))
         for member in hub.membership.members.values():
             if member.activation.is_barred:
-                session.send(barring_of(member))
+                self.send_barring(member)
         if is_news:
             hub.board.pipe_address = ""
-            self.moved()
-        self.has_come.set()
+            self.send_whereabouts()
+        self.is_back.set()
         hub.handle(le.GroupsSynced(hello.open_groups))
         hub.broadcast_needed.set()
         hub.plan_needed.set()
 
-    def moved(self) -> None:
-        """Tells all workers that the learner's address or model has changed."""
-        order = pb.WorkerOrder(learner=whereabouts_of(self._hub.board))
-        for worker_id in self._hub.workers:
-            self._hub.send(worker_id, order)
-        self._hub.broadcast_needed.set()
+    def on_message(self, peer_id: PeerId, message: pb.LearnerMessage) -> None:
+        hub, whose = self._hub, f"learner {peer_id}"
+        match message.WhichOneof("kind"):
+            case "report":
+                self._on_report(wire.learner_report_from_message(message.report, whose))
+            case "offer":
+                self._on_lease_event(le.GroupsOffered(*wire.offer_from_message(message.offer, whose)))
+            case "close":
+                check(message.close, whose)
+                ids = tuple(group_id_from_wire(group_id) for group_id in message.close.group_ids)
+                self._on_lease_event(le.GroupsClosed(ids, message.close.reason))
+            case "delivered":
+                self._on_lease_event(wire.delivered_from_message(message.delivered, whose))
+            case "published":
+                self.on_publish(wire.published_from_message(message.published, whose))
+            case "accused":
+                check(message.accused, whose)
+                hub.accuse(PeerId(message.accused.peer_id), message.accused.reason, message.accused.is_certain)
+            case "shown":
+                check(message.shown, whose)
+                self.rollouts.on_answer(message.shown)
+            case "leaving":
+                check(message.leaving, whose)
+                self._on_leave(message.leaving.reason)
+            case other:
+                raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
 
-    def reported(self, report: LearnerReport) -> None:
+    def on_end(self, peer_id: PeerId, session: LearnerStream) -> None:
+        """The learner's stream ended; ignored if a newer one has replaced it."""
+        if self.session is not session:
+            return
+        self.session = None
+        self._hub.board.on_disconnect(self._hub.clock.now())
+        self._hub.note("learner", "its stream is over; workers go on with the leases they hold")
+
+    def _on_lease_event(self, event: le.Event) -> None:
+        self._hub.board.heard_at = self._hub.clock.now()
+        self._hub.handle(event)
+
+    def _on_report(self, report: LearnerReport) -> None:
         hub = self._hub
         now = hub.clock.now()
         is_step, money = hub.board.on_report(report, now), hub.money.sums()
@@ -137,21 +224,22 @@ class LearnerSide:
             # A report on the way from one step to the next has the new step and the last one's measures; an evaluation follows
             # its step. Both are told again.
             hub.state.sample(point)
-            hub.state.meta("learner_report", learner_report_to_message(report).SerializeToString().hex())
+            hub.state.meta("learner_report", wire.learner_report_to_message(report).SerializeToString().hex())
             hub.flush_soon()
 
-    def said(self, event: le.Event) -> None:
-        """Takes an offer or a closure of groups."""
-        self._hub.board.heard_at = self._hub.clock.now()
-        self._hub.handle(event)
-
-    def published(self, version: PublishedVersion) -> None:
+    def on_publish(self, version: PublishedVersion) -> None:
         hub = self._hub
         late = hub.broadcast_plan.late if hub.broadcast_plan is not None else frozenset()
         pool = [member.peer_id for member in hub.membership.pool() if member.peer_id not in late]
         hub.board.on_publish(version, self.predicted_broadcast_s(version.artifact_bytes), pool, hub.clock.now())
         hub.state.meta("totals", json.dumps(asdict(hub.board.totals)))
         hub.flush_soon()
+
+    def _on_leave(self, reason: str) -> None:
+        self._hub.note("learner", f"leaves: {reason or 'no reason given'}")
+        self.left_because = "" if reason == wire.STOPPED else reason
+        if (cause := wire.cause_of_end(reason)) is not None:
+            self._hub.ending.finish_run(cause)
 
     def predicted_broadcast_s(self, artifact_bytes: int) -> float:
         """Predicted seconds until all workers that are not late have the artifact, by the broadcast plan, plus the slowest apply in
@@ -163,18 +251,36 @@ class LearnerSide:
         apply_s = max((member.heartbeat.apply_s for member in hub.membership.pool()), default=0.0)
         return plan.predicted_needed_s * artifact_bytes / plan.predicted_bytes + apply_s
 
-    def leaving(self, reason: str) -> None:
-        self._hub.note("learner", f"leaves: {reason or 'no reason given'}")
-        self.left_because = "" if reason == STOPPED else reason
-        if (cause := cause_of_end(reason)) is not None:
-            self._hub.ending.learner_finished(cause)
+    def send_barring(self, member: Member) -> None:
+        """Tells the learner whether this worker is barred now, and why."""
+        is_lifted = not member.activation.is_barred
+        is_banned = member.activation is Activation.BANNED
+        self.send(
+            pb.LearnerOrder(
+                banned=pb.WorkerBanned(
+                    peer_id=member.peer_id, reason=member.setting_reason, is_lifted=is_lifted, is_banned=is_banned
+                )
+            )
+        )
 
-    def cut(self, session: LearnerStream) -> None:
-        if self.session is not session:
-            return  # a newer session has replaced it
-        self.session = None
-        self._hub.board.on_disconnect(self._hub.clock.now())
-        self._hub.note("learner", "its stream is over; workers go on with the leases they hold")
+    def whereabouts(self) -> pb.LearnerWhereabouts | None:
+        """The learner's address and model; None before the first learner has connected."""
+        board, hello = self._hub.board, self._hub.board.hello
+        if hello is None:
+            return None
+        return pb.LearnerWhereabouts(
+            peer_id=board.peer_id, address=board.address, chunk_address=board.chunk_address, model_name=hello.model_name,
+            model_config_json=hello.model_config_json, model_digest=hello.model_digest,
+            newest_version=board.newest_version, relay_address=hello.relay_address,
+            longest_sequence_tokens=hello.longest_sequence_tokens, full_snapshot_bytes=hello.full_snapshot_bytes,
+        )  # fmt: skip
+
+    def send_whereabouts(self) -> None:
+        """Tells all workers that the learner's address or model has changed."""
+        order = pb.WorkerOrder(learner=self.whereabouts())
+        for worker_id in self._hub.workers:
+            self._hub.send(worker_id, order)
+        self._hub.broadcast_needed.set()
 
 
 LOOK_S, LOOK_HIDDEN_S = 300.0, 30.0  # a firewall may change; one that hides it is being mended
@@ -198,8 +304,8 @@ class LearnerReachability:
         while True:
             with contextlib.suppress(TimeoutError):
                 pause_s = LOOK_HIDDEN_S if board.pipe_address or self._told else LOOK_S
-                await asyncio.wait_for(learner.has_come.wait(), pause_s)
-            learner.has_come.clear()
+                await asyncio.wait_for(learner.is_back.wait(), pause_s)
+            learner.is_back.clear()
             if learner.session is not None and self._hub.relay_address:
                 await self._look()
 
@@ -226,7 +332,7 @@ class LearnerReachability:
             )
         if pipes != board.pipe_address:
             board.pipe_address = pipes
-            self._hub.learner.moved()
+            self._hub.learner.send_whereabouts()
 
     async def _is_piped(self, peer_id: PeerId) -> bool:
         """Whether the learner holds a place at the relay, or takes one within `PLACE_S`: it is told of the relay on connect."""
@@ -259,8 +365,8 @@ def restore_board(board: LearnerBoard, meta: Mapping[str, str], now: float) -> N
     board.totals = Totals(**json.loads(meta.get("totals", "{}")))
     if "learner_hello" in meta:
         hello = pb.LearnerHello.FromString(bytes.fromhex(meta["learner_hello"]))
-        board.hello = learner_hello_from_message(hello, "the saved learner")
+        board.hello = wire.learner_hello_from_message(hello, "the saved learner")
         board.peer_id, board.changed_at = PeerId(meta["learner_peer_id"]), now
     if "learner_report" in meta:
         report = pb.LearnerReport.FromString(bytes.fromhex(meta["learner_report"]))
-        board.report = learner_report_from_message(report, "the saved learner")
+        board.report = wire.learner_report_from_message(report, "the saved learner")

@@ -1,10 +1,10 @@
-"""Serves the control streams over gRPC: one per worker, one for the learner.
+"""Serves the control streams over gRPC, one per worker and one for the learner, and says what a worker's messages change.
 
 Guarantees: the caller is the one that its certificate names, in the role that the service is for; the first message is a hello;
 a message that is malformed or out of order changes nothing and ends the stream with a refusal that says what was
 expected; messages that arrive too fast are read more slowly, and all newcomers of one join link share a fifth of the loop's time,
 so that making new identities gains nothing. Waits for messages and for orders; when reading or writing ends, so does the other.
-Leaves to others: what messages mean (hub).
+Leaves to others: what the learner's messages change (learner), decisions (leases, fleet), saving and sending (hub).
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
-from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed, Unreachable
+from echo2.base.errors import ConfigError, EchoError, LimitExceeded, MalformedMessage, NotAllowed, Unreachable
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.broadcast.reachability import NAMED_MAX, Access, dialable
-from echo2.coordinator.commands import RolloutQuestions
 from echo2.coordinator.fleet.enrolment import caller_host
-from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.fleet.members import Activation
 from echo2.coordinator.fleet.tokens import RateLimiter
-from echo2.coordinator.hub import WORKERS_MAX, Hub
+from echo2.coordinator.hub import WORKERS_MAX, Hub, WorkerSession
 from echo2.coordinator.leases import events as le
-from echo2.coordinator.sessions import Order, StreamSession, refusal_of
+from echo2.coordinator.planning.telemetry import Heartbeat, WorkerHello
+from echo2.coordinator.sessions import Order, StreamSession, check_hello, expect_hello, refusal_of
 from echo2.outside import monotonic
 from echo2.outside.ending import cancel_all
 from echo2.outside.guard import FairShare, FairShares, Refusals, handling
@@ -36,7 +36,7 @@ from echo2.wire import coordinator as wire
 from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
-from echo2.wire.rollout import group_id_from_wire, lease_id_from_wire
+from echo2.wire.rollout import lease_id_from_wire
 
 HELLO_TIMEOUT_S = 20.0  # a fleet that comes back at once waits for its turn
 LAST_WORDS_S = 5.0  # for a refusal to reach its peer
@@ -45,23 +45,29 @@ MESSAGES_PER_S = 200.0  # of a stream; beyond it the stream is read more slowly
 MESSAGES_BURST = 1000  # of a worker that comes back with all its leases
 HELLOS_PER_S = 1.0  # of a peer, because each hello writes a line in the event log
 HELLOS_BURST = 30  # of a peer on a link that breaks again and again
+LINK_CHANGE = 0.2  # of a measured rate; less is its fluctuation
 TICKETS_AT_ONCE = 16  # signatures checked before others have their turn: two milliseconds
 _log = logging.getLogger("echo2.coordinator")
 
 
-class StreamRole(Protocol[Order]):
-    """What differs between a worker's stream and the learner's."""
+class NodeStreams(Protocol[Order]):
+    """What differs between a worker's stream and the learner's. `on_hello` raises an EchoError, before any change, if the node is
+    refused."""
 
     role: Role
 
-    async def began(self, peer_id: PeerId, first: Any, session: StreamSession[Order]) -> None: ...
-    def said(self, peer_id: PeerId, message: Any) -> None: ...
-    def ended(self, peer_id: PeerId, session: StreamSession[Order]) -> None: ...
+    async def on_hello(self, peer_id: PeerId, first: Any, session: StreamSession[Order]) -> None: ...
+    def on_message(self, peer_id: PeerId, message: Any) -> None: ...
+    def on_end(self, peer_id: PeerId, session: StreamSession[Order]) -> None: ...
 
 
-class WorkerParty:
-    """Passes one worker's messages to the hub. `seen_from`: the host that its stream comes from. Peers are told only addresses at
-    that host, private ones behind it, and those at which the relay has reached the worker."""
+class WorkerStream:
+    """One worker's stream. `seen_from`: the host that it comes from. Peers are told only addresses at that host, private ones
+    behind it, and those at which the relay has reached the worker.
+
+    hello --> [ welcome, activation, broadcast plan ] --> heartbeats, lease events --> leaving (clean) --> broken
+       '-- hello again: the newer stream takes the older one's place
+    """
 
     role = Role.WORKER
 
@@ -69,12 +75,54 @@ class WorkerParty:
         self._hub, self._seen_from = hub, seen_from
         self._left_out: tuple[str, ...] = ()
 
-    async def began(self, peer_id: PeerId, first: pb.WorkerMessage, session: StreamSession[pb.WorkerOrder]) -> None:
-        _expect_hello(first, f"worker {peer_id}")
+    async def on_hello(self, peer_id: PeerId, first: pb.WorkerMessage, session: WorkerSession) -> None:
+        expect_hello(first, f"worker {peer_id}")
         hello = wire.worker_hello_from_message(first.hello, f"worker {first.hello.name[:64]!r} ({peer_id})")
         held = await self._held_leases(peer_id, first.hello.held_tickets)
         named = self._dialable(Access(addresses=hello.addresses), peer_id)
-        self._hub.worker_came(peer_id, replace(hello, held_leases=held, addresses=named.addresses), session)
+        self._join(peer_id, replace(hello, held_leases=held, addresses=named.addresses), session)
+
+    def _join(self, peer_id: PeerId, hello: WorkerHello, session: WorkerSession) -> None:
+        hub, section = self._hub, self._hub.config.coordinator
+        check_hello(hub.options.run_id, f"worker {hello.name or peer_id}", hello.protocol_version, hello.run_id)
+        hub.learner.check_model(peer_id, hello)
+        if hello.quantisation and hub.config.worker.quantisation == "none":
+            raise ConfigError(
+                f"worker {hello.name}: expected weights as they are published, it generates by {hello.quantisation} "
+                "(worker.quantisation); a run allows that by worker.quantisation in its own file"
+            )
+        hub.ending.check_open()
+        is_new = peer_id not in hub.membership.members
+        member = hub.membership.on_hello(peer_id, hello, hub.clock.now())
+        member.price_limit, member.paused = hub.money.limit_of(member, section), hub.paused
+        member.is_wanted &= not (is_new and hub.plan is not None and section.planner_mode == "auto")
+        old = hub.workers.pop(peer_id, None)
+        if old is not None:
+            old.end()
+        hub.workers[peer_id] = session
+        hub.note("worker", f"{member.name} {'joined' if is_new else 'is back'}: {hello.gpu or 'cpu'}, "
+                 f"{hello.slot_count} slots, {hello.price_usd_per_hour:g} USD/h, "
+                 f"{len(hello.held_leases)} leases held", peer_id, "joins")  # fmt: skip
+        session.send(pb.WorkerOrder(welcome=self._welcome()))
+        activation = pb.Activation(is_active=member.activation is Activation.ACTIVE, reason=member.activation_reason)
+        session.send(pb.WorkerOrder(activation=activation))
+        if hub.broadcast_plan is not None:
+            hub.send_broadcast_plan(session)
+        hub.handle(le.WorkerCame(peer_id, hello.held_leases))  # before it may lease: discards its old lease request
+        hub.review(member)
+        hub.allow(member)
+        hub.state.save("members", peer_id, member)
+        hub.broadcast_needed.set()
+        hub.plan_needed.set()
+
+    def _welcome(self) -> pb.WorkerWelcome:
+        hub, section = self._hub, self._hub.config.coordinator
+        return pb.WorkerWelcome(
+            run_id=hub.options.run_id, staleness_bound=hub.learner_bound,
+            heartbeat_interval_s=section.heartbeat_interval, report_interval_s=section.report_interval,
+            learner=hub.learner.whereabouts(), relay_address=hub.relay_address, unix_s=hub.clock.now(),
+            banned_peer_ids=hub.membership.banned,
+        )  # fmt: skip
 
     def _dialable(self, named: Access, peer_id: PeerId) -> Access:
         """The part of the worker's declared access that peers are told. Logs the part left out when it changes, once a minute."""
@@ -102,97 +150,71 @@ class WorkerParty:
                 await asyncio.sleep(0)
         return tuple(held.values())
 
-    def said(self, peer_id: PeerId, message: pb.WorkerMessage) -> None:
+    def on_message(self, peer_id: PeerId, message: pb.WorkerMessage) -> None:
         whose = f"worker {peer_id}"
         match message.WhichOneof("kind"):
             case "heartbeat":
-                beat = wire.heartbeat_from_message(message.heartbeat, whose)
-                if beat.reach is not None:
-                    beat = replace(beat, reach=self._dialable(beat.reach, peer_id))
-                self._hub.worker_beat(peer_id, beat)
+                self._on_heartbeat(peer_id, wire.heartbeat_from_message(message.heartbeat, whose))
             case "lease_request":
-                self._hub.worker_event(peer_id, _wanted(peer_id, message.lease_request, whose))
+                request = message.lease_request
+                check(request, f"the lease request of {whose}")
+                version = Version(request.version)
+                self._on_lease_event(peer_id, le.RolloutsWanted(peer_id, request.free_rollouts, version))
             case "lease_progress":
-                told = message.lease_progress
-                check(told, whose)
-                lease_id = lease_id_from_wire(told.lease_id)
-                self._hub.worker_event(peer_id, le.Progressed(peer_id, lease_id, told.finished_rollouts, told.tokens))
+                progress = message.lease_progress
+                check(progress, whose)
+                lease_id = lease_id_from_wire(progress.lease_id)
+                self._on_lease_event(
+                    peer_id, le.Progressed(peer_id, lease_id, progress.finished_rollouts, progress.tokens)
+                )
             case "lease_ended":
                 ended = message.lease_ended
                 check(ended, whose)
                 text = "".join(c if c.isprintable() else " " for c in ended.message[:300])
-                reason = wire.end_reason_from_message(ended)
-                self._hub.worker_event(
-                    peer_id, le.LeaseEnded(peer_id, lease_id_from_wire(ended.lease_id), reason, text)
-                )
+                reason, lease_id = wire.end_reason_from_message(ended), lease_id_from_wire(ended.lease_id)
+                self._on_lease_event(peer_id, le.LeaseEnded(peer_id, lease_id, reason, text))
             case "leaving":
                 check(message.leaving, whose)
-                self._hub.worker_left(peer_id, message.leaving.reason)
+                self._hub.part_with(peer_id, message.leaving.reason)
             case other:
                 raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
 
-    def ended(self, peer_id: PeerId, session: StreamSession[pb.WorkerOrder]) -> None:
-        self._hub.worker_cut(peer_id, session)
+    def _on_heartbeat(self, peer_id: PeerId, heartbeat: Heartbeat) -> None:
+        if heartbeat.reach is not None:
+            heartbeat = replace(heartbeat, reach=self._dialable(heartbeat.reach, peer_id))
+        hub, now = self._hub, self._hub.clock.now()
+        member = hub.membership.members[peer_id]
+        before, access = member.link, member.access
+        hub.membership.on_message(peer_id, heartbeat, now)
+        hub.board.on_live(peer_id, heartbeat.version, now)
+        hub.corrections.on_spread(hub.board.newest_complete, now)
+        hub.review(member)
+        hub.book.handle(le.Rated(peer_id, heartbeat.rollouts_per_s), now)
+        rates = zip(asdict(before).values(), asdict(member.link).values(), strict=True)
+        is_changed = any(abs(new - old) > LINK_CHANGE * max(new, old, 1e-3) for old, new in rates)
+        if heartbeat.links is not None or member.access != access or is_changed:
+            hub.broadcast_needed.set()
 
+    def _on_lease_event(self, peer_id: PeerId, event: le.Event) -> None:
+        self._hub.membership.on_message(peer_id, None, self._hub.clock.now())
+        self._hub.handle(event)
 
-def _wanted(peer_id: PeerId, request: pb.LeaseRequest, whose: str) -> le.RolloutsWanted:
-    check(request, f"the lease request of {whose}")
-    return le.RolloutsWanted(peer_id, request.free_rollouts, Version(request.version))
-
-
-class LearnerParty:
-    """Passes the learner's messages to the hub."""
-
-    role = Role.LEARNER
-
-    def __init__(self, hub: Hub, rollouts: RolloutQuestions) -> None:
-        self._hub, self._rollouts = hub, rollouts
-
-    async def began(self, peer_id: PeerId, first: pb.LearnerMessage, session: StreamSession[pb.LearnerOrder]) -> None:
-        _expect_hello(first, f"learner {peer_id}")
-        self._hub.learner.came(peer_id, wire.learner_hello_from_message(first.hello, f"learner {peer_id}"), session)
-
-    def said(self, peer_id: PeerId, message: pb.LearnerMessage) -> None:
-        whose = f"learner {peer_id}"
-        match message.WhichOneof("kind"):
-            case "report":
-                self._hub.learner.reported(wire.learner_report_from_message(message.report, whose))
-            case "offer":
-                self._hub.learner.said(le.GroupsOffered(*wire.offer_from_message(message.offer, whose)))
-            case "close":
-                check(message.close, whose)
-                ids = tuple(group_id_from_wire(group_id) for group_id in message.close.group_ids)
-                self._hub.learner.said(le.GroupsClosed(ids, message.close.reason))
-            case "delivered":
-                self._hub.learner.said(wire.delivered_from_message(message.delivered, whose))
-            case "published":
-                self._hub.learner.published(wire.published_from_message(message.published, whose))
-            case "accused":
-                check(message.accused, whose)
-                accused(self._hub, PeerId(message.accused.peer_id), message.accused.reason, message.accused.is_certain)
-            case "shown":
-                check(message.shown, whose)
-                self._rollouts.answered(message.shown)
-            case "leaving":
-                check(message.leaving, whose)
-                self._hub.learner.leaving(message.leaving.reason)
-            case other:
-                raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
-
-    def ended(self, peer_id: PeerId, session: StreamSession[pb.LearnerOrder]) -> None:
-        self._hub.learner.cut(session)
-
-
-def _expect_hello(first: Any, whose: str) -> None:
-    if first.WhichOneof("kind") != "hello":
-        raise MalformedMessage(f"{whose}: expected a hello as the first message, got {first.WhichOneof('kind')}")
+    def on_end(self, peer_id: PeerId, session: WorkerSession) -> None:
+        """The worker's stream ended; ignored if a newer one has replaced it."""
+        hub = self._hub
+        if hub.workers.get(peer_id) is not session:
+            return
+        del hub.workers[peer_id]
+        hub.handle(le.RolloutsWanted(peer_id, 0, Version(0)))
+        hub.membership.on_disconnect(peer_id, hub.clock.now())
+        hub.review(hub.membership.members[peer_id])
 
 
 class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
     """Serves both kinds of stream until they end or `stop` is called."""
 
-    def __init__(self, hub: Hub, rollouts: RolloutQuestions) -> None:
-        self._hub, self._rollouts = hub, rollouts
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
         self._rates = RateLimiter(MESSAGES_PER_S, MESSAGES_BURST, WORKERS_MAX)
         self._hellos = RateLimiter(HELLOS_PER_S, HELLOS_BURST, WORKERS_MAX)
         self._newcomers = FairShares()
@@ -200,18 +222,19 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         self._streams: set[asyncio.Task[None]] = set()
 
     async def WorkerSession(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any) -> None:
-        party = WorkerParty(self._hub, caller_host(context))
-        await self._serve(context, party, lambda refusal: pb.WorkerOrder(refusal=refusal))
+        stream = WorkerStream(self._hub, caller_host(context))
+        await self._serve(context, stream, lambda refusal: pb.WorkerOrder(refusal=refusal))
 
     async def LearnerSession(self, request_iterator: AsyncIterator[pb.LearnerMessage], context: Any) -> None:
-        await self._serve(
-            context, LearnerParty(self._hub, self._rollouts), lambda refusal: pb.LearnerOrder(refusal=refusal)
-        )
+        await self._serve(context, self._hub.learner, lambda refusal: pb.LearnerOrder(refusal=refusal))
 
-    async def _serve(self, context: Any, party: StreamRole[Order], as_order: Callable[[pb.Refusal], Order]) -> None:
+    async def _serve(self, context: Any, node: NodeStreams[Order], as_order: Callable[[pb.Refusal], Order]) -> None:
         try:
             caller = peer_of(context)
-            _check_role(caller.role, party.role, caller.peer_id)
+            if caller.role is not node.role:
+                raise NotAllowed(
+                    f"{caller.peer_id}: expected the role {node.role.value}, its certificate says {caller.role.value}"
+                )
             first = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
             if not isinstance(first, Message):
                 return
@@ -224,7 +247,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                 self._hub.tokens.greet(caller.token_id, caller.peer_id)
             session = StreamSession(caller.peer_id, SEND_QUEUE_MAX, as_order)
             with handling("a hello", caller.peer_id):
-                await party.began(caller.peer_id, first, session)
+                await node.on_hello(caller.peer_id, first, session)
         except TimeoutError:
             late = Unreachable(f"expected a hello within {HELLO_TIMEOUT_S:.0f} s, got none")
             await context.write(as_order(refusal_of(late)))
@@ -234,15 +257,15 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
             await context.write(as_order(refusal_of(error)))
             return
         try:
-            await self._talk(context, party, caller, session)
+            await self._talk(context, node, caller, session)
         finally:
             session.end()
-            party.ended(caller.peer_id, session)
+            node.on_end(caller.peer_id, session)
 
     async def _talk(
-        self, context: Any, party: StreamRole[Order], caller: PeerIdentity, session: StreamSession[Order]
+        self, context: Any, node: NodeStreams[Order], caller: PeerIdentity, session: StreamSession[Order]
     ) -> None:
-        reader = asyncio.create_task(self._read(context, party, caller, session))
+        reader = asyncio.create_task(self._read(context, node, caller, session))
         writer = asyncio.create_task(_write(context, session))
         self._streams.add(writer)
         try:
@@ -264,7 +287,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
         return own
 
     async def _read(
-        self, context: Any, party: StreamRole[Order], caller: PeerIdentity, session: StreamSession[Order]
+        self, context: Any, node: NodeStreams[Order], caller: PeerIdentity, session: StreamSession[Order]
     ) -> None:
         peer_id = caller.peer_id
         try:
@@ -276,7 +299,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
                     return
                 begun = monotonic()
                 with handling("the control stream", peer_id):
-                    party.said(peer_id, message)
+                    node.on_message(peer_id, message)
                 now = monotonic()
                 if (pause_s := self._share_of(caller, context.share).pause_s(now - begun, now)) > 0:
                     await asyncio.sleep(pause_s)
@@ -288,16 +311,3 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServicer):
 async def _write(context: Any, session: StreamSession[Order]) -> None:
     while (order := await session.orders.get()) is not None:
         await context.write(order)
-
-
-def _check_role(role: Role, expected: Role, peer_id: PeerId) -> None:
-    if role is not expected:
-        raise NotAllowed(f"{peer_id}: expected the role {expected.value}, its certificate says {role.value}")
-
-
-def accused(hub: Hub, peer_id: PeerId, reason: str, is_certain: bool) -> None:
-    """Bans the worker, or quarantines it if the finding is not certain. A worker that is already banned stays banned."""
-    member = hub.membership.members.get(peer_id)
-    if member is not None and member.setting is not OperatorSetting.BANNED:
-        hub.note("audit", f"{member.name}: {reason}")
-        hub.set_worker(peer_id, OperatorSetting.BANNED if is_certain else OperatorSetting.QUARANTINED, reason)

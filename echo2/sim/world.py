@@ -52,7 +52,6 @@ from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires
 from echo2.sim.world_parts import (
-    NoPage,
     VirtualEngines,
     WatchedStore,
     all_ended,
@@ -207,7 +206,10 @@ class World:
         if name == "coordinator":
             store = WatchedStore.opener(self.observer.kept)
             provider = self.cloud.provider if self.cloud is not None else make_provider
-            return CoordinatorDaemon(self._coordinator_options(process), NoPage, store, no_collection, provider)
+            return CoordinatorDaemon(
+                self._coordinator_options(process),
+                has_page=False, open_store=store, garbage=no_collection, provider=provider,
+            )  # fmt: skip
         if name == "learner":
             options, prepared = self._learner_options(process), self._preparer(process)
             return LearnerDaemon(options, make_broadcaster=self._seed_node, make_prepared=prepared)
@@ -473,7 +475,11 @@ class World:
 
     def _holds_leases(self, name: str) -> bool:
         daemon = self.daemons.get(name)
-        return isinstance(daemon, WorkerDaemon) and daemon.worker is not None and bool(daemon.worker.leases.lease_ids)
+        return (
+            isinstance(daemon, WorkerDaemon)
+            and daemon.worker is not None
+            and bool(daemon.worker.leases.machine.lease_ids)
+        )
 
 
 class _WatchedTrainer(TinyTrainer):

@@ -1,4 +1,4 @@
-"""Parts that daemons of the virtual world get instead of real ones: dashboard page, garbage collection, watched store,
+"""Parts that daemons of the virtual world get instead of real ones: garbage collection, watched store,
 machine and engines. Also helpers to run and end a world."""
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from echo2.base.errors import DiskFull
 from echo2.base.ids import RunId
-from echo2.coordinator.commands import Commands
 from echo2.coordinator.persistence import StateChanges, StateSnapshot
 from echo2.coordinator.store import SqlStore
 from echo2.cost_model.sizing import Fit
@@ -19,36 +18,12 @@ from echo2.outside import here
 from echo2.sim.simulated_engine import CONTEXT_TOKENS, EngineFaults, SimulatedEngine
 from echo2.sim.tiny_policy import TokenSampler
 from echo2.sim.virtual_loop import VirtualLoop
-from echo2.trust.tls import Credentials
 from echo2.worker.engines.engine import Engine
 from echo2.worker.machine import Finding, WorkerMachine
 from echo2.worker.options import WorkerOptions
 
 GIB = 1 << 30  # bytes
 CLOSE_S = 30.0  # beyond every grace of the daemons
-
-
-class NoPage:
-    """A dashboard page that serves nothing."""
-
-    url = address = "http://nowhere/"
-    token_file: Path | None = None
-
-    def __init__(self, host: str, port: int) -> None:
-        self.port = port
-        self._stopped = asyncio.Event()
-
-    def page(self, commands: Commands, folder: Path, keys: Credentials) -> NoPage:
-        return self
-
-    def close(self) -> None:
-        pass
-
-    async def run(self) -> None:
-        await self._stopped.wait()
-
-    def stop(self) -> None:
-        self._stopped.set()
 
 
 def no_collection() -> contextlib.AbstractContextManager[Callable[[], None]]:

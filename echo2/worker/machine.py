@@ -303,13 +303,12 @@ class WorkerMachine:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What was determined about this machine before the worker joined. `read_memory`: bytes used by this worker, and in all."""
+    """What was determined about this machine before the worker joined."""
 
     machine: WorkerMachine
     engine: str
     price: Price
     place: MachinePlace
-    read_memory: Callable[[], tuple[int, int]]
 
 
 def parse_gpus(text: str) -> tuple[LocalGpu, ...]:

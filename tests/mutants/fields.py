@@ -32,12 +32,14 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
     "learner/": ("tests/unit/learner/test_session.py",),
     "coordinator/commands.py": ("tests/unit/coordinator/test_web.py", "tests/unit/cli/test_operator.py"),
     "coordinator/operator.py": ("tests/unit/coordinator/test_daemon.py", "tests/unit/coordinator/test_actions.py"),
-    "coordinator/sessions.py": (
+    "coordinator/hub.py": ("tests/unit/coordinator/test_daemon.py", "tests/redteam/test_bans.py"),
+    "coordinator/learner.py": (
+        "tests/unit/coordinator/test_learner_reachability.py",
         "tests/redteam/test_bans.py",
         "tests/unit/coordinator/test_barring.py",
         "tests/unit/coordinator/test_daemon.py",
+        "tests/unit/coordinator/test_web.py",
     ),
-    "coordinator/learner.py": ("tests/unit/coordinator/test_learner_reachability.py",),
     "coordinator/fleet/probe.py": ("tests/unit/coordinator/test_probe.py",),
     "coordinator/fleet/enrolment.py": (
         "tests/unit/coordinator/test_enrolment.py",

@@ -19,7 +19,6 @@ from echo2.broadcast.library import Library, LibraryLimits
 from echo2.broadcast.pace import Meter
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.store import ChunkStore
-from echo2.coordinator.commands import RolloutQuestions
 from echo2.coordinator.streams import CoordinatorService
 from echo2.learner.rollouts import ingest as ingest_module
 from echo2.outside.guard import FairShare, FairShares, Pace
@@ -116,7 +115,7 @@ def test_newcomers_of_a_link_share_what_one_may_take_and_who_has_delivered_has_i
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
             assert daemon.hub is not None
-            service = CoordinatorService(daemon.hub, RolloutQuestions(daemon.hub.learner.tell))
+            service = CoordinatorService(daemon.hub)
             a, b, c = (
                 PeerIdentity(PeerId(name), Role.WORKER, link) for name, link in (("a", "x"), ("b", "x"), ("c", "y"))
             )

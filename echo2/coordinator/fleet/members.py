@@ -181,6 +181,11 @@ class Member:
         return self.record.trial_since is not None
 
     @property
+    def may_lease(self) -> bool:
+        """Whether it may be given leases, as it was last judged."""
+        return self.last_liveness is Liveness.ALIVE and self.last_activation is Activation.ACTIVE
+
+    @property
     def asks_too_much(self) -> bool:
         """Whether its price is beyond its limit and beyond what the operator has approved."""
         price = self.hello.price_usd_per_hour
@@ -193,28 +198,16 @@ class Member:
 
     @property
     def activation(self) -> Activation:
-        if self.paused and self._may_work:
-            return Activation.STANDBY
-        match self.setting:
-            case OperatorSetting.BANNED:
-                return Activation.BANNED
-            case OperatorSetting.QUARANTINED:
-                return Activation.QUARANTINED
-            case OperatorSetting.DRAINING:
-                return Activation.DRAINING
-            case OperatorSetting.ACTIVE:
-                return Activation.STANDBY if self.asks_too_much else Activation.ACTIVE
-            case OperatorSetting.STANDBY:
-                return Activation.STANDBY
-            case OperatorSetting.AUTOMATIC:
-                is_active = self.is_wanted and not self.asks_too_much
-                return Activation.ACTIVE if is_active else Activation.STANDBY
+        if not self._may_work:
+            return Activation(self.setting.value)
+        is_chosen = self.is_wanted or self.setting is OperatorSetting.ACTIVE
+        return Activation.STANDBY if self.paused or self.asks_too_much or not is_chosen else Activation.ACTIVE
 
     @property
     def activation_reason(self) -> str:
         if self.paused and self._may_work:
             return self.paused
-        if self.asks_too_much and self._may_work:
+        if self._may_work and self.asks_too_much:
             price, limit = self.hello.price_usd_per_hour, self.price_limit
             return f"it asks {price:g} USD/h, {limit.what} is {limit.usd_per_hour:g}: the operator may activate it"
         if self.setting is OperatorSetting.AUTOMATIC:
@@ -238,17 +231,10 @@ def liveness(member: Member, rule: LivenessRule, now: float) -> Liveness:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a worker's liveness (`before`, `after`) or activation (`worked`, `activation`)."""
+    """A change of a worker: its liveness and activation before; the member has the present ones."""
 
-    member: Member
-    before: Liveness
-    after: Liveness
-    worked: Activation | None
-    activation: Activation
-
-    @property
-    def may_lease(self) -> bool:
-        return self.after is Liveness.ALIVE and self.activation is Activation.ACTIVE
+    liveness_before: Liveness
+    activation_before: Activation | None
 
 
 def _machine(hello: WorkerHello) -> tuple[str, str, str, int]:
@@ -346,32 +332,18 @@ class Membership:
 
     def change_of(self, member: Member, now: float) -> Change | None:
         """What has changed about one worker since the last call for it; None if nothing."""
-        after, activation = liveness(member, self.rule, now), member.activation
-        if after is member.last_liveness and activation is member.last_activation:
-            return None
-        before, worked = member.last_liveness, member.last_activation
-        if activation is not worked:
+        before = Change(member.last_liveness, member.last_activation)
+        member.last_liveness, member.last_activation = liveness(member, self.rule, now), member.activation
+        if member.last_activation is not before.activation_before:
             member.activation_since = now
-        member.last_liveness, member.last_activation = after, activation
-        return Change(member, before, after, worked, activation)
-
-    def changes(self, now: float) -> Iterator[Change]:
-        """What has changed about any worker since the last call."""
-        for member in self.members.values():
-            change = self.change_of(member, now)
-            if change is not None:
-                yield change
+        return None if before == Change(member.last_liveness, member.last_activation) else before
 
     def living(self) -> Iterator[Member]:
         return (member for member in self.members.values() if member.last_liveness is not Liveness.GONE)
 
     def pool(self) -> Iterator[Member]:
         """Members that may be given leases now."""
-        return (
-            member
-            for member in self.members.values()
-            if member.last_liveness is Liveness.ALIVE and member.last_activation is Activation.ACTIVE
-        )
+        return (member for member in self.members.values() if member.may_lease)
 
 
 def try_newcomers(members: Sequence[Member], usd_per_hour_cap: float, now: float, is_spent: bool = False) -> None:

@@ -14,7 +14,7 @@ attempt number than the one before, so the learner can tell a late worker from t
 its version does not allow (queue); a lease without progress for `lease_timeout_s` goes to another worker as a continuation,
 and so does one whose claimed progress does not reach the learner; how much a worker may hold depends on what it has delivered and
 failed (fleet/record); a group that the learner does not list is not leased; every change that must outlive
-the process is saved (Save*, Drop*) before its consequences are sent, in the order of the actions.
+the process is saved (Save*) before its consequences are sent, in the order of the actions.
 Leaves to others: which workers are alive or active (membership, planner), signing, sending and saving (runtime), exactly-once
 training (learner: attempts, and one result per rollout). `lease_waits` reports why groups wait.
 """
@@ -32,8 +32,6 @@ from echo2.coordinator.leases.evaluations import Evaluators
 from echo2.coordinator.leases.events import (
     Action,
     Delivered,
-    DropGroup,
-    DropLease,
     Event,
     Grant,
     GroupPhase,
@@ -113,38 +111,38 @@ class LeaseBook:
     def _handle(self, event: Event, now: float) -> Iterator[Action]:
         match event:
             case GroupsOffered(groups, held_tokens):
-                yield from self._offered(groups, now)
+                yield from self._offer(groups, now)
                 for spec, tokens in zip(groups, held_tokens, strict=False):
-                    yield from self._confirmed(self.groups[spec.group_id], tokens, now)
+                    yield from self._check_held(self.groups[spec.group_id], tokens, now)
             case GroupsSynced(groups):
-                yield from self._synced(groups, now)
+                yield from self._sync(groups, now)
             case GroupsClosed(group_ids, reason):
                 for group_id in group_ids:
                     yield from self._close(group_id, reason)
                 return
             case WorkerCame(worker_id, held):
-                yield from self._came(worker_id, held, now)
+                yield from self._reconnect(worker_id, held, now)
             case WorkerAllowed(worker_id, is_allowed):
                 self.seekers.allow(worker_id, is_allowed)
             case RolloutsWanted(worker_id, free_rollouts, version):
-                self.seekers.wants(worker_id, free_rollouts, version)
+                self.seekers.on_request(worker_id, free_rollouts, version)
                 yield from self._overtake(now)
                 # Only this worker may take more than before. Groups that became free by time alone wait for the next tick.
                 yield from self._match(now, None if self._queue.has_exact else worker_id)
                 return
             case Rated(worker_id, rollouts_per_s):
-                self.seekers.rated(worker_id, rollouts_per_s)
+                self.seekers.on_rate(worker_id, rollouts_per_s)
                 return
             case Delivered(workers):
                 for worker_id in self.records.on_delivered(workers, now):
-                    yield from self._fallen_silent(worker_id, now)
+                    yield from self._take_back_all(worker_id, now)
             case Progressed():
-                yield from self._progressed(event, now)
+                yield from self._progress(event, now)
                 return
             case LeaseEnded():
-                yield from self._ended(event, now)
+                yield from self._end(event, now)
             case WorkerLost(worker_id, reason):
-                yield from self._lost(worker_id, reason, now)
+                yield from self._lose(worker_id, reason, now)
             case Recall():
                 yield from self._recall(event, now)
                 return
@@ -156,7 +154,7 @@ class LeaseBook:
 
     # ---- the learner's side
 
-    def _offered(self, groups: Iterable[GroupSpec], now: float) -> Iterator[Action]:
+    def _offer(self, groups: Iterable[GroupSpec], now: float) -> Iterator[Action]:
         for spec in groups:
             known = self.groups.get(spec.group_id)
             if known is not None:
@@ -185,7 +183,7 @@ class LeaseBook:
                 opened.preferred, opened.waits_until = before.last_worker, now + WARM_WAIT_S
                 return
 
-    def _confirmed(self, group: OpenGroup, tokens: int, now: float) -> Iterator[Action]:
+    def _check_held(self, group: OpenGroup, tokens: int, now: float) -> Iterator[Action]:
         """The learner says that it lacks the group and holds `tokens` of it. Leases past their deadline are left to `_expire`."""
         lease = self.leases.get(group.lease_id) if group.lease_id is not None else None
         if lease is None or now >= lease.deadline:
@@ -215,11 +213,11 @@ class LeaseBook:
             self._queue.add(group)
         yield SaveGroup(spec.group_id)
 
-    def _synced(self, groups: tuple[GroupSpec, ...], now: float) -> Iterator[Action]:
+    def _sync(self, groups: tuple[GroupSpec, ...], now: float) -> Iterator[Action]:
         wanted = {spec.group_id for spec in groups}
         for group_id in [group_id for group_id in self.groups if group_id not in wanted]:
             yield from self._close(group_id, "the learner does not list it")
-        yield from self._offered(groups, now)
+        yield from self._offer(groups, now)
         for group_id in wanted:
             self.groups[group_id].confirmed = None  # a restarted learner has lost the tokens of unfinished rollouts
 
@@ -233,15 +231,15 @@ class LeaseBook:
         lease = self.leases.get(group.lease_id) if group.lease_id else None
         if lease is not None:
             yield from self._drop_lease(lease)
-        yield DropGroup(group_id)
+        yield SaveGroup(group_id)
         if lease is not None:
             self.counts.revoked += 1
             yield Revoke(lease.worker_id, lease.lease_id, f"group closed: {reason}")
 
     # ---- the workers' side
 
-    def _came(self, worker_id: PeerId, held: tuple[HeldLease, ...], now: float) -> Iterator[Action]:
-        self.seekers.came(worker_id)
+    def _reconnect(self, worker_id: PeerId, held: tuple[HeldLease, ...], now: float) -> Iterator[Action]:
+        self.seekers.on_reconnect(worker_id)
         for lease_id in sorted(self._of_worker.get(worker_id, set()) - {one.lease_id for one in held}):
             lease = self.leases[lease_id]
             yield Note("lease", f"{worker_id} came back without lease {lease_id}; its group {lease.group_id} is queued")
@@ -261,7 +259,7 @@ class LeaseBook:
         yield Note("lease", f"lease {held.lease_id} of {worker_id} was not in the book and is taken in")
         yield from self._open_lease(group, worker_id, held.lease_id, held.attempt, now, is_held=True)
 
-    def _progressed(self, event: Progressed, now: float) -> Iterator[Action]:
+    def _progress(self, event: Progressed, now: float) -> Iterator[Action]:
         lease = self.leases.get(event.lease_id)
         if lease is None or lease.worker_id != event.worker_id:
             yield Revoke(event.worker_id, event.lease_id, "the lease has gone to another worker or its group is closed")
@@ -275,7 +273,7 @@ class LeaseBook:
         if not lease.is_recalled and lease.deadline - now < self.rules.lease_timeout_s / 2:
             yield from self._renew(lease, now)
 
-    def _ended(self, event: LeaseEnded, now: float) -> Iterator[Action]:
+    def _end(self, event: LeaseEnded, now: float) -> Iterator[Action]:
         lease = self.leases.get(event.lease_id)
         if lease is None or lease.worker_id != event.worker_id:
             return  # closed, expired or superseded before
@@ -284,7 +282,7 @@ class LeaseBook:
             case EndReason.FINISHED:
                 self.counts.finished += 1
                 if lease.worker_id in self.records.proven:
-                    self._evaluators.finished(now - lease.granted_at)
+                    self._evaluators.on_finish(now - lease.granted_at)
                 self.lengths.learn(group.spec, lease.tokens, lease.finished_rollouts)
                 group.phase, group.lease_id, group.since = GroupPhase.PRODUCED, None, now
                 group.made_by = lease.worker_id
@@ -303,13 +301,13 @@ class LeaseBook:
                 yield Note("lease", f"group {lease.group_id} was refused of {event.worker_id}: {event.message}")
                 yield from self._take_back(lease, now, pause_s, REFUSED)
 
-    def _lost(self, worker_id: PeerId, reason: str, now: float) -> Iterator[Action]:
-        self.seekers.lost(worker_id)
+    def _lose(self, worker_id: PeerId, reason: str, now: float) -> Iterator[Action]:
+        self.seekers.on_loss(worker_id)
         for lease in self.leases_of(worker_id):
             yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
             yield from self._take_back(lease, now, self.rules.lease_timeout_s, LOST)
 
-    def _fallen_silent(self, worker_id: PeerId, now: float) -> Iterator[Action]:
+    def _take_back_all(self, worker_id: PeerId, now: float) -> Iterator[Action]:
         """The worker holds leases of which nothing has reached the learner for too long: takes all of them back."""
         pause_s = self.records.of(worker_id).barred_until - now
         yield Note(
@@ -351,7 +349,7 @@ class LeaseBook:
                 text = f"it had the question for {now - lease.granted_at:.0f} s, far longer than leases usually take"
                 yield Note("lease", f"evaluation group {lease.group_id} leaves {lease.worker_id}: {text}")
                 self.counts.moved += 1
-                self._evaluators.overtaken(lease.worker_id, version)
+                self._evaluators.on_overtake(lease.worker_id, version)
                 yield from self._take_back(lease, now, self.rules.lease_timeout_s)
                 yield Revoke(lease.worker_id, lease.lease_id, text)
 
@@ -395,9 +393,9 @@ class LeaseBook:
             return
         self._queue.remove(group)
         yield from self._open_lease(group, worker_id, None, group.attempts + 1, now)
-        self.seekers.took(worker_id, group.spec.rollout_count)
+        self.seekers.take(worker_id, group.spec.rollout_count)
         if self.seekers.can_hold_more(worker_id):
-            seekers.moved(worker_id)
+            seekers.place_again(worker_id)
         else:
             seekers.drop(worker_id)
         if self.records.are_trials_full(self.open_groups):  # newcomers hold their share: the others have to wait
@@ -442,7 +440,7 @@ class LeaseBook:
         held.discard(lease.lease_id)
         if not held:
             del self._of_worker[lease.worker_id]
-        yield DropLease(lease.lease_id)
+        yield SaveLease(lease.lease_id)
 
     def _take_back(self, lease: Lease, now: float, avoid_s: float, way: str = "") -> Iterator[Action]:
         """Ends the lease and requeues its group, which avoids this worker for `avoid_s`. `way`: how the worker gave it up; empty:

@@ -46,7 +46,7 @@ class Evaluators:
     def on_return(self, lease_id: LeaseId) -> None:
         self._holders.pop(lease_id, None)
 
-    def finished(self, lease_s: float) -> None:
+    def on_finish(self, lease_s: float) -> None:
         """A worker that has delivered before finished a lease, of either kind, after `lease_s`."""
         self._finished_s.append(lease_s)
         if len(self._finished_s) >= LEASES_MIN:
@@ -61,7 +61,7 @@ class Evaluators:
                 return
             yield leases[lease_id], version
 
-    def overtaken(self, worker_id: PeerId, version: Version) -> None:
+    def on_overtake(self, worker_id: PeerId, version: Version) -> None:
         """A question of this version was taken from the worker: others come first with the rest."""
         self._slow = {(slow, at) for slow, at in self._slow if at >= version} | {(worker_id, version)}
 

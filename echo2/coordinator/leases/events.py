@@ -280,23 +280,15 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class SaveGroup:
-    """The group changed: save it before anything is sent."""
+    """The group changed or is gone: save that before anything is sent."""
 
-    group_id: GroupId
-
-
-@dataclass(frozen=True, slots=True)
-class DropGroup:
     group_id: GroupId
 
 
 @dataclass(frozen=True, slots=True)
 class SaveLease:
-    lease_id: LeaseId
+    """The lease changed or is over."""
 
-
-@dataclass(frozen=True, slots=True)
-class DropLease:
     lease_id: LeaseId
 
 
@@ -308,4 +300,4 @@ class Note:
     text: str
 
 
-Action = Grant | Revoke | SaveGroup | DropGroup | SaveLease | DropLease | Note
+Action = Grant | Revoke | SaveGroup | SaveLease | Note

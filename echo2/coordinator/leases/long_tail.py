@@ -1,11 +1,9 @@
 """Chooses which stragglers would finish faster on another worker, near the end of a step's demand. Pure.
 
-The model. A lease's longest rollout has `left` tokens to go: its expected length minus what it has. If it is past its expected
-length, `left` is half of what it has, because length distributions have heavy tails. `left` never goes beyond the token limit. On
-its present worker the lease makes `v_here` tokens per second and sequence, measured on this lease up to its last report. For
-another worker, and before the lease is measured, the worker's own mean counts. (A lease that makes no progress at all is left to
-the lease timeout.) A move costs the hand-over (tokens are reported, the lease travels) and a prefill of the prompt and of all
-tokens of its rollouts, at the `p_there` tokens/s that the roofline gives for this model on the other kind of machine:
+A lease's longest rollout has `left` tokens to go: its expected length minus what it has (`ExpectedLength.rest`). On its present
+worker it makes `v_here` tokens per second and sequence, measured on this lease up to its last report. For another worker, and
+before the lease is measured, the worker's own mean counts. (A lease that makes no progress at all is left to the lease timeout.) A
+move costs the hand-over (tokens are reported, the lease travels) and a prefill of the prompt and of all tokens of its rollouts:
 
     stay = left / v_here        move = hand_over_s + (prompt + all held) / p_there + left / v_there
 
@@ -17,23 +15,18 @@ no worker gets more than it has room for. Leaves to others: carrying out the mov
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from echo2.base.errors import EchoError, ResourceError
 from echo2.base.ids import LeaseId, PeerId
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.events import Lease
 from echo2.coordinator.leases.queue import may_take
-from echo2.coordinator.planning.board import LearnerBoard
-from echo2.cost_model.machines import CPU, GpuType, Roofline, kind_of_name
-from echo2.cost_model.sizing import ModelSize, RunLengths, gpu_fit, model_size, spread_speed
 
-PREFILL_UNKNOWN = 2.5
-"""Without a data sheet, a machine's prefill rate is assumed to be so many times the tokens/s that all its sequences sample
-together: a little less than the lowest ratio in the catalogue with Qwen3-8B."""
+PREFILL_FACTOR = 2.5
+"""A worker prefills at least so many times the tokens/s that all its sequences sample together: a little less than the lowest ratio
+in the catalogue of machines with Qwen3-8B."""
 GAIN_SHARE = 0.3  # guesses of lengths are that wrong
 GAIN_S_MIN = 2.0  # a report interval: a smaller gain is noise
 MOVES_PER_GROUP_MAX = 2  # each costs a prefill
@@ -61,32 +54,12 @@ class WorkerPace:
     prefill_tokens_per_s: float
 
 
-def prefill_rate(
-    gpu: str, model: ModelSize | None, lengths: RunLengths, held: float, gpus: Mapping[str, GpuType]
-) -> float:
-    """Tokens/s that one engine of such a machine prefills, by the roofline; 0 if the model or the machine is not known. `held`:
-    mean tokens in a sequence's KV cache."""
-    kind, count = kind_of_name(gpu, gpus)
-    if model is None or not kind:
-        return 0.0
-    try:
-        wide = gpu_fit(model, [gpus[kind].memory_bytes] * count, lengths).tensor_parallel if kind != CPU else 0
-    except ResourceError:
-        return 0.0
-    return Roofline(gpus[kind], model, spread_speed(wide)).prefill_tokens_per_s(held)
-
-
-def pace_of(member: Member, prefill_tokens_per_s: float) -> WorkerPace:
-    """The worker's speeds. `prefill_tokens_per_s` 0: not known, so it is estimated from the sampling rate."""
-    return WorkerPace(speed_of(member), prefill_tokens_per_s or PREFILL_UNKNOWN * member.heartbeat.tokens_per_s)
-
-
-def speed_of(member: Member) -> float:
-    """Tokens per second of one sequence, from the worker's means; 0 if not measured, or if the worker has delivered nothing."""
+def pace_of(member: Member) -> WorkerPace:
+    """From the worker's means; no speed if not measured, or if the worker has delivered nothing."""
     beat = member.heartbeat
     if beat.rollouts_per_s <= 0 or beat.rollout_s_mean <= 0 or member.is_newcomer:
-        return 0.0
-    return beat.tokens_per_s / beat.rollouts_per_s / beat.rollout_s_mean
+        return WorkerPace(0.0, 0.0)
+    return WorkerPace(beat.tokens_per_s / beat.rollouts_per_s / beat.rollout_s_mean, PREFILL_FACTOR * beat.tokens_per_s)
 
 
 def is_quiet(book: LeaseBook, now: float) -> bool:
@@ -147,18 +120,3 @@ def _left_s(book: LeaseBook, lease: Lease, speeds: Mapping[PeerId, float]) -> tu
     is_measured = made > 0 and for_s >= MEASURED_S_MIN
     speed = made / spec.rollout_count / for_s if is_measured else speeds.get(lease.worker_id, 0.0)
     return (max(0.0, left) / speed if speed > 0 else 0.0, max(0.0, left))
-
-
-def work_of(board: LearnerBoard) -> tuple[ModelSize | None, RunLengths, float]:
-    """The model's size, the run's lengths, and the tokens in a sequence's KV cache; the size is None until a rollout was trained
-    on."""
-    hello, report = board.hello, board.report
-    if hello is None or not report.trained_rollouts:
-        return None, RunLengths(0), 0.0
-    try:
-        size = model_size(json.loads(hello.model_config_json))
-    except (EchoError, ValueError):
-        return None, RunLengths(0), 0.0
-    # A random moment finds long rollouts more often, because they run for longer: so it is above half of the mean.
-    held = 0.75 * report.trained_tokens / report.trained_rollouts
-    return size, RunLengths(hello.longest_sequence_tokens), held

@@ -55,7 +55,7 @@ class Ranking:
         for place in self._order:
             yield place[2]
 
-    def moved(self, worker_id: PeerId) -> None:
+    def place_again(self, worker_id: PeerId) -> None:
         """Places the worker anew after it was given a lease and can take more."""
         if self._is_sorted:
             self._forget(worker_id)
@@ -87,7 +87,7 @@ class Seekers:
 
     # ---- what workers report
 
-    def wants(self, worker_id: PeerId, free_rollouts: int, version: Version) -> None:
+    def on_request(self, worker_id: PeerId, free_rollouts: int, version: Version) -> None:
         """Replaces the worker's earlier request. The time since when it has been waiting stays: otherwise a worker that repeats
         its request often would never be first."""
         known = self.wanting.get(worker_id)
@@ -96,11 +96,11 @@ class Seekers:
         else:
             self.wanting[worker_id] = Seeker(free_rollouts, version, known.since if known else self.now)
 
-    def came(self, worker_id: PeerId) -> None:
+    def on_reconnect(self, worker_id: PeerId) -> None:
         """The worker reconnected: forgets its request, which it has to make anew."""
         self.wanting.pop(worker_id, None)
 
-    def lost(self, worker_id: PeerId) -> None:
+    def on_loss(self, worker_id: PeerId) -> None:
         self.wanting.pop(worker_id, None)
         self.allowed.discard(worker_id)
         self._rates.pop(worker_id, None)
@@ -108,10 +108,10 @@ class Seekers:
     def allow(self, worker_id: PeerId, is_allowed: bool) -> None:
         (self.allowed.add if is_allowed else self.allowed.discard)(worker_id)
 
-    def rated(self, worker_id: PeerId, rollouts_per_s: float) -> None:
+    def on_rate(self, worker_id: PeerId, rollouts_per_s: float) -> None:
         self._rates[worker_id] = rollouts_per_s
 
-    def took(self, worker_id: PeerId, rollouts: int) -> None:
+    def take(self, worker_id: PeerId, rollouts: int) -> None:
         self.wanting[worker_id].free_rollouts -= rollouts
         if self.wanting[worker_id].free_rollouts <= 0:
             del self.wanting[worker_id]

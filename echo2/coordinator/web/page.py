@@ -17,7 +17,6 @@ import io
 import json
 import math
 import secrets
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -114,7 +113,7 @@ class Web:
     async def _rollouts(self, query: QueryParams) -> Values:
         """The newest rollouts that the learner keeps; `problem`: why they cannot be shown, else empty."""
         try:
-            shown = await self._commands.rollouts.newest()
+            shown = await self._commands.hub.learner.rollouts.newest()
         except EchoError as error:
             return {"rollouts": [], "problem": str(error)}
         return {"rollouts": [self._summary(one) for one in shown.rollouts], "problem": ""}
@@ -126,7 +125,7 @@ class Web:
             raise MalformedMessage(f"offset: expected 0 to {ROLLOUT_TOKENS_MAX}, got {offset[:40]!r}")
         if not rollout_id or len(rollout_id) > ROLLOUT_ID_CHARS_MAX or not rollout_id.isprintable():
             raise MalformedMessage("id: expected a rollout as /api/rollouts names it, GROUP/INDEX")
-        shown = await self._commands.rollouts.tokens(rollout_id, int(offset))
+        shown = await self._commands.hub.learner.rollouts.tokens(rollout_id, int(offset))
         if not shown.rollouts:
             raise MalformedMessage(f"id: expected a rollout that the learner still keeps, {rollout_id!r} is none")
         tokens = [
@@ -306,48 +305,36 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A bound socket; PortBusy names the address if it is taken."""
-    listener = listening_socket(host)
-    try:
-        listener.bind((listened(host), port))
-    except OSError as error:
-        listener.close()
-        raise PortBusy(
-            f"expected the dashboard to listen on {joined(host, port)}: {error.strerror}; choose another with "
-            "--coordinator.dashboard_port"
-        ) from None
-    return listener
+class Dashboard:
+    """The page's server. Its port is bound at once, before anything of the page runs. Set by `set_up`: `address`, the page's
+    address; `url`, the same with the access token (off loopback), so it must not be logged or shown; `token_file`, the file with
+    that token; None: no token is required."""
 
-
-class PageListener:
-    """The page's port, bound before anything of the page runs. `page` makes the server for it."""
+    address = url = ""
+    token_file: Path | None = None
+    _server: HttpServer
 
     def __init__(self, host: str, port: int) -> None:
-        self._listener, self._host = listening(host, port), host
+        """PortBusy names the address if it is taken."""
+        self._host, self._listener, self._stopping = host, listening_socket(host), asyncio.Event()
+        try:
+            self._listener.bind((listened(host), port))
+        except OSError as error:
+            self.close()
+            raise PortBusy(
+                f"expected the dashboard to listen on {joined(host, port)}: {error.strerror}; choose another with "
+                "--coordinator.dashboard_port"
+            ) from None
         self.port = int(self._listener.getsockname()[1])
 
-    def page(self, commands: Commands, folder: Path, keys: Credentials) -> Dashboard:
-        return Dashboard(commands, self._listener, self._host, folder, keys)
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-class Dashboard:
-    """The page's server. `address`: the page's address. `url`: the same with the access token (off loopback), so it must not be
-    logged or shown. `token_file`: file with that token; None: no token is required."""
-
-    def __init__(self, commands: Commands, listener: socket.socket, host: str, folder: Path, keys: Credentials) -> None:
-        self._stopping = asyncio.Event()
-        self._listener = listener
-        port = listener.getsockname()[1]
-        is_open = is_loopback(host)
+    def set_up(self, commands: Commands, folder: Path, keys: Credentials) -> None:
+        """Makes the server; `folder`: the run's, for the access token."""
+        host, is_open = self._host, is_loopback(self._host)
         self.token_file = None if is_open else folder / "links" / "dashboard.token"
         token = _access_token(self.token_file) if self.token_file is not None else ""
         shown = host if is_open else commands.hub.options.link_host
         scheme = "http" if is_open else "https"
-        self.address = f"{scheme}://{shown}:{port}/"
+        self.address = f"{scheme}://{shown}:{self.port}/"
         self.url = self.address + (f"?token={token}" if token else "")
         csrf = secrets.token_urlsafe(24)
         hosts = frozenset({"localhost", "127.0.0.1", "::1", host.strip("[]").lower()})
@@ -366,6 +353,9 @@ class Dashboard:
     def stop(self) -> None:
         self._stopping.set()
         self._server.should_exit = True
+
+    def close(self) -> None:
+        self._listener.close()
 
 
 def _access_token(path: Path) -> str:

@@ -63,8 +63,8 @@ class Bill:
         self.now += seconds
         for peer_id in heard:
             self.fleet.on_message(peer_id, None, self.now)
-        for _ in self.fleet.changes(self.now):
-            pass
+        for member in self.fleet.members.values():
+            self.fleet.change_of(member, self.now)
         return self.costs()
 
     def costs(self) -> FleetCosts:

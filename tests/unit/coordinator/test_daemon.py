@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -17,7 +16,6 @@ from google.protobuf.message import Message
 
 from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError, TrustError
 from echo2.base.ids import RunId
-from echo2.broadcast.nat.reach import Nat, outward_host
 from echo2.broadcast.plan import can_connect
 from echo2.config.run import RunConfig
 from echo2.coordinator.commands import Commands
@@ -30,7 +28,6 @@ from echo2.trust import tls
 from echo2.trust.enrolment import enrol, renew
 from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
 from echo2.wire.broadcast import plan_from_message
-from echo2.wire.coordinator import worker_hello_to_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.rollout import verify_ticket
@@ -147,13 +144,20 @@ def play(scene: Callable[[], Any], within_s: float = 60.0) -> None:
     asyncio.run(asyncio.wait_for(scene(), within_s))
 
 
-def test_a_group_travels_from_the_learner_to_a_worker_with_a_ticket_that_the_learner_can_check(tmp_path: Path) -> None:
+def test_a_group_travels_to_a_worker_with_a_ticket_that_the_learner_can_check_and_goes_on_where_that_is_lost(
+    tmp_path: Path,
+) -> None:
+    async def beat(node: Node) -> None:
+        while True:
+            await node.say(heartbeat=pb.Heartbeat())
+            await asyncio.sleep(0.2)
+
     async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
+        async with running(options(tmp_path, quantisation="fp8")) as daemon:
             learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
             assert (await learner.hello()).WhichOneof("kind") == "welcome"
-            welcome = await worker.hello()
-            assert welcome.welcome.learner.address == "127.0.0.1:9"
+            welcome = (await worker.hello(engine="vllm", quantisation="fp8")).welcome
+            assert (welcome.learner.address, welcome.relay_address) == ("127.0.0.1:9", ""), "no relay on loopback"
             activation = await worker.until("activation")
             assert activation.is_active and activation.reason
             nodes = [learner.credentials.peer_id, worker.credentials.peer_id]
@@ -162,52 +166,33 @@ def test_a_group_travels_from_the_learner_to_a_worker_with_a_ticket_that_the_lea
             await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
             await learner.say(offer=pb.OfferGroups(groups=[group("g1"), group("g2")]))
             grant = await worker.until("lease_grant")
-            assert grant.group == group("g1")
-            assert not grant.is_continuation
+            assert grant.group == group("g1") and not grant.is_continuation
             ticket = verify_ticket(
                 grant.ticket, RUN, learner.credentials.coordinator_peer_id, worker.credentials.peer_id
             )
             assert (ticket.group_id, ticket.attempt) == ("g1", 1)
             await learner.say(close=pb.CloseGroups(group_ids=["g1"], reason="stale"))
             assert (await worker.until("lease_revoke")).lease_id == ticket.lease_id
-            for node in (learner, worker):
-                await node.close()
-
-    play(scene)
-
-
-def test_a_lost_workers_group_goes_on_at_another_as_a_continuation(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            learner = await Node.join(daemon, Role.LEARNER)
-            first, second = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
-            await learner.hello(open_groups=[group("g1")])
-            await first.hello()
-            await first.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            assert (await first.until("lease_grant")).ticket.attempt == 1
-            await first.close()
-            await second.hello()
-            beats = asyncio.create_task(beat(second))
-            await second.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            grant = await second.until("lease_grant")
-            assert (grant.group.group_id, grant.ticket.attempt, grant.is_continuation) == ("g1", 2, True)
+            await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+            assert (await worker.until("lease_grant")).group.group_id == "g2"
+            await worker.close()
+            other = await Node.join(daemon, Role.WORKER)
+            await other.hello()
+            beats = asyncio.create_task(beat(other))
+            await other.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+            grant = await other.until("lease_grant")
+            assert (grant.group.group_id, grant.ticket.attempt, grant.is_continuation) == ("g2", 2, True)
             beats.cancel()
-            for node in (learner, second):
+            for node in (learner, other):
                 await node.close()
-
-    async def beat(node: Node) -> None:
-        while True:
-            await node.say(heartbeat=pb.Heartbeat())
-            await asyncio.sleep(0.2)
 
     play(scene)
 
 
 def test_a_restarted_coordinator_knows_its_leases_members_and_tokens_and_listens_where_it_did(tmp_path: Path) -> None:
     async def scene() -> None:
-        identity = Identity.generate()
         async with running(options(tmp_path)) as daemon:
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER, identity)
+            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
             await learner.hello(open_groups=[group("g1"), group("g2")])
             await worker.hello()
             await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
@@ -227,7 +212,11 @@ def test_a_restarted_coordinator_knows_its_leases_members_and_tokens_and_listens
     play(scene)
 
 
-def test_a_certificate_is_renewed_without_a_token_and_a_banned_worker_gets_none(tmp_path: Path) -> None:
+def test_a_certificate_is_renewed_without_a_token_for_the_key_that_was_asked_for_and_no_banned_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issue = RunAuthority.issue
+
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
             worker = await Node.join(daemon, Role.WORKER)
@@ -240,30 +229,16 @@ def test_a_certificate_is_renewed_without_a_token_and_a_banned_worker_gets_none(
             await worker.close()
             worker = Node(worker.credentials)
             assert (await worker.hello()).WhichOneof("kind") == "welcome"
+            others = certificate_request(worker.credentials.identity, TlsKey.generate())
+            with monkeypatch.context() as patched:
+                patched.setattr(RunAuthority, "issue", lambda self, der, *more, **by: issue(self, others, *more, **by))
+                with pytest.raises(TrustError, match="expected one for the key that we sent"):
+                    await renew(worker.credentials)
             assert daemon.hub is not None
             daemon.hub.membership.set(after.peer_id, OperatorSetting.BANNED, "the test says so", 0.0)
             with pytest.raises(NotAllowed, match="banned: the test says so"):
                 await renew(worker.credentials)
             assert worker.credentials.certificate.pem == after.pem
-            await worker.close()
-
-    play(scene)
-
-
-def test_a_renewed_certificate_must_be_of_the_key_that_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    issue = RunAuthority.issue
-
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            worker = await Node.join(daemon, Role.WORKER)
-            before = worker.credentials.certificate
-            others = certificate_request(worker.credentials.identity, TlsKey.generate())
-            monkeypatch.setattr(RunAuthority, "issue", lambda self, der, *more, **by: issue(self, others, *more, **by))
-            with pytest.raises(TrustError, match="expected one for the key that we sent"):
-                await renew(worker.credentials)
-            assert worker.credentials.certificate.pem == before.pem
             await worker.close()
 
     play(scene)
@@ -320,91 +295,6 @@ def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their_links
     play(scene)
 
 
-def test_a_coordinator_that_is_reached_from_elsewhere_is_a_relay_and_one_on_loopback_is_not(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            worker = await Node.join(daemon, Role.WORKER)
-            assert (await worker.hello()).welcome.relay_address == ""
-            await worker.close()
-        host = outward_host("0.0.0.0", "192.0.2.1:9")
-        if not host:
-            pytest.skip("this machine has no address but loopback")
-        async with running(options(tmp_path, host="0.0.0.0", advertise=host, relay_port=0)) as daemon:
-            worker = await Node.join(daemon, Role.WORKER)
-            address = (await worker.hello()).welcome.relay_address
-            assert address.startswith(f"{host}:")
-            settled = asyncio.Event()
-            transport = Nat(worker.credentials, changed=lambda facts: settled.set() if facts.relays else None)
-            transport.use_relay(worker.credentials.coordinator_peer_id, address)
-            await asyncio.wait_for(settled.wait(), WAIT_S)
-            await transport.close()
-            await worker.close()
-
-    play(scene)
-
-
-def test_rounded_weights_are_refused_unless_the_run_allows_them(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path / "strict")) as daemon:
-            worker = await Node.join(daemon, Role.WORKER)
-            refusal = (await worker.hello(quantisation="fp8")).refusal
-            assert refusal.code == "ConfigError"
-            assert "it generates by fp8" in refusal.message and "worker.quantisation in its own file" in refusal.message
-            assert daemon.hub is not None and not daemon.hub.membership.members
-            assert (await worker.hello()).WhichOneof("kind") == "welcome"
-        async with running(options(tmp_path / "lenient", quantisation="fp8")) as daemon:
-            worker = await Node.join(daemon, Role.WORKER)
-            assert (await worker.hello(engine="vllm", quantisation="fp8")).WhichOneof("kind") == "welcome"
-            assert daemon.hub is not None
-            (member,) = daemon.hub.membership.members.values()
-            assert worker_hello_to_message(member.hello).quantisation == "fp8"
-
-    asyncio.run(scene())
-
-
-def test_refusals_name_what_was_expected_what_came_and_whose(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            link = JoinLink.parse(daemon.links["worker"])
-            with pytest.raises(BadToken, match="expected one of this run"):
-                await enrol(replace(link, token="x" * 43), Identity.generate(), Role.WORKER)
-            with pytest.raises(NotAllowed, match="it is for the role worker"):
-                await enrol(link, Identity.generate(), Role.LEARNER)
-            worker = await Node.join(daemon, Role.WORKER)
-            refusal = (await worker.hello(protocol_version=7)).refusal
-            assert refusal.code == "VersionMismatch"
-            assert "expected protocol version 1, got 7" in refusal.message
-            refusal = (await worker.hello(run_id="other")).refusal
-            assert (refusal.code, "got 'other'" in refusal.message) == ("VersionMismatch", True)
-            learner = await Node.join(daemon, Role.LEARNER)
-            await learner.hello()
-            await learner.close()
-            learner = Node(learner.credentials)
-            refusal = (await learner.hello(model_digest="e" * 64)).refusal
-            assert (refusal.code, "dddd" in refusal.message, "eeee" in refusal.message) == (
-                "VersionMismatch",
-                True,
-                True,
-            )
-            refusal = (await learner.hello(staleness_bound=6)).refusal
-            assert (refusal.code, "S = 4" in refusal.message) == ("VersionMismatch", True)
-            refusal = (await worker.hello(model_digest="e" * 64)).refusal
-            assert refusal.code == "VersionMismatch"
-            assert daemon.hub is not None and not daemon.hub.membership.members
-            await worker.hello()
-            daemon.hub.set_worker(worker.credentials.peer_id, daemon.hub.membership.members[
-                worker.credentials.peer_id].setting.BANNED, "sent garbage")  # fmt: skip
-            assert (await worker.until("refusal")).code == "NotAllowed"
-            refusal = (await worker.hello()).refusal
-            assert (refusal.code, "sent garbage" in refusal.message) == ("NotAllowed", True)
-            with pytest.raises(NotAllowed, match="banned"):
-                await enrol(link, worker.credentials.identity, Role.WORKER)
-            for node in (learner, worker):
-                await node.close()
-
-    play(scene)
-
-
 async def refused(node: Node, opened: Callable[[], Any], said: Message) -> str:
     """Why a stream was refused; opened anew where gRPC's own write fails because the other end has left already."""
     for _ in range(8):
@@ -418,53 +308,77 @@ async def refused(node: Node, opened: Callable[[], Any], said: Message) -> str:
     raise AssertionError("no refusal came in eight streams")
 
 
-def test_a_stream_is_open_to_its_own_role_alone(tmp_path: Path) -> None:
-    """A worker that could speak as the learner would close groups, accuse others and end the run."""
+def test_refusals_name_what_was_expected_what_came_and_whose_and_change_nothing(tmp_path: Path) -> None:
+    """A stream is open to its own role alone: a worker that could speak as the learner would close groups and end the run."""
+
+    async def refusal_of(node: Node, code: str, **fields: object) -> str:
+        refusal = (await node.hello(**fields)).refusal
+        assert refusal.code == code
+        return str(refusal.message)
 
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
-            assert daemon.hub is not None
+            hub, link = daemon.hub, JoinLink.parse(daemon.links["worker"])
+            assert hub is not None
+            with pytest.raises(BadToken, match="expected one of this run"):
+                await enrol(replace(link, token="x" * 43), Identity.generate(), Role.WORKER)
+            with pytest.raises(NotAllowed, match="it is for the role worker"):
+                await enrol(link, Identity.generate(), Role.LEARNER)
             worker, learner = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.LEARNER)
-            said = pb.LearnerMessage(hello=pb.LearnerHello(protocol_version=1, run_id=RUN))
-            found = await refused(worker, coordinator_pb2_grpc.CoordinatorStub(worker.channel).LearnerSession, said)
+            stub, hello = coordinator_pb2_grpc.CoordinatorStub, {"protocol_version": 1, "run_id": RUN}
+            said = pb.LearnerMessage(hello=pb.LearnerHello(**hello))
+            found = await refused(worker, stub(worker.channel).LearnerSession, said)
             assert "expected the role learner, its certificate says worker" in found
-            hello = pb.WorkerMessage(hello=pb.WorkerHello(protocol_version=1, run_id=RUN))
-            found = await refused(learner, coordinator_pb2_grpc.CoordinatorStub(learner.channel).WorkerSession, hello)
+            found = await refused(
+                learner, stub(learner.channel).WorkerSession, pb.WorkerMessage(hello=pb.WorkerHello(**hello))
+            )
             assert "expected the role worker, its certificate says learner" in found
-            assert not daemon.hub.workers and daemon.hub.learner.session is None
-            for node in (worker, learner):
+            assert not hub.workers and hub.learner.session is None
+            text = await refusal_of(worker, "VersionMismatch", protocol_version=7)
+            assert "expected protocol version 1, got 7" in text
+            assert "got 'other'" in await refusal_of(worker, "VersionMismatch", run_id="other")
+            text = await refusal_of(worker, "ConfigError", quantisation="fp8")
+            assert "it generates by fp8" in text and "worker.quantisation in its own file" in text
+            await learner.hello()
+            await learner.close()
+            learner = Node(learner.credentials)
+            text = await refusal_of(learner, "VersionMismatch", model_digest="e" * 64)
+            assert "dddd" in text and "eeee" in text
+            assert "S = 4" in await refusal_of(learner, "VersionMismatch", staleness_bound=6)
+            await refusal_of(worker, "VersionMismatch", model_digest="e" * 64)
+            assert not hub.membership.members
+            await worker.hello()
+            hub.set_worker(worker.credentials.peer_id, OperatorSetting.BANNED, "sent garbage")
+            assert (await worker.until("refusal")).code == "NotAllowed"
+            assert "sent garbage" in await refusal_of(worker, "NotAllowed")
+            with pytest.raises(NotAllowed, match="banned"):
+                await enrol(link, worker.credentials.identity, Role.WORKER)
+            for node in (learner, worker):
                 await node.close()
 
     play(scene)
 
 
-def test_a_busy_port_and_a_folder_in_use_are_named_before_anything_runs(tmp_path: Path) -> None:
+def test_a_start_that_cannot_go_on_names_the_port_or_the_folder_in_one_line_and_writes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scene() -> None:
         async with running(options(tmp_path / "a")) as daemon:
             port = int(daemon.services_address.rpartition(":")[2])
-            with pytest.raises(PortBusy, match=str(port)):
-                await CoordinatorDaemon(options(tmp_path / "b", port=port)).run()
+            for name in ("port", "enrol_port", "dashboard_port"):
+                folder = tmp_path / name
+                with pytest.raises(PortBusy, match=str(port)) as raised:
+                    await CoordinatorDaemon(options(folder, **{name: port})).run()
+                await asyncio.sleep(0)  # what the start left for the loop to do
+                assert "\n" not in str(raised.value)
+                store = SqlStore(f"sqlite:///{folder / 'coordinator' / 'state.sqlite'}", RUN)
+                assert not store.load().meta and not store.load().events
+                store.close()
             with pytest.raises(StateError, match="runs a coordinator in it"):
                 await CoordinatorDaemon(options(tmp_path / "a")).run()
         with pytest.raises(StateError, match="'a-run'"):
             await CoordinatorDaemon(options(tmp_path / "a", run_id="b-run")).run()
-
-    play(scene)
-
-
-@pytest.mark.parametrize("busy", ["enrol_port", "dashboard_port"])
-def test_a_start_that_fails_at_a_later_port_says_so_in_one_line_and_writes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, busy: str
-) -> None:
-    async def scene() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            with pytest.raises(PortBusy) as raised:
-                await CoordinatorDaemon(options(tmp_path, **{busy: other.getsockname()[1]})).run()
-            await asyncio.sleep(0)  # what the start left for the loop to do
-        assert "\n" not in str(raised.value) and not [line for line in caplog.records if line.levelname == "ERROR"]
-        store = SqlStore(f"sqlite:///{tmp_path / 'coordinator' / 'state.sqlite'}", RUN)
-        assert not store.load().meta and not store.load().events
-        store.close()
+        assert not [line for line in caplog.records if line.levelname == "ERROR"]
 
     play(scene)
 

@@ -40,7 +40,7 @@ def test_a_version_is_expected_and_complete_when_all_that_are_not_late_hold_it(t
         assert hub.broadcast_plan is not None and hub.broadcast_plan.late == {slow.peer_id}
         assert hub.learner.predicted_broadcast_s(10**7) == pytest.approx(10 * hub.broadcast_plan.predicted_needed_s)
         assert 5 * hub.learner.predicted_broadcast_s(10**6) < hub.broadcast_plan.predicted_all_s
-        hub.learner.published(PublishedVersion(Version(1), Version(0), 10**6, 10**9, 0.1, "f"))
+        hub.learner.on_publish(PublishedVersion(Version(1), Version(0), 10**6, 10**9, 0.1, "f"))
         for name in ("w0", "w1", "w3"):
             assert hub.board.newest_complete is None
             hub.board.on_live(PeerId(name), Version(1), clock.now() + 2.0)

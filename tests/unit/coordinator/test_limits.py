@@ -48,7 +48,7 @@ def test_no_plan_spends_beyond_the_cap_and_none_at_all_beyond_the_budget(tmp_pat
         chosen = options(tmp_path, usd_per_hour_cap=5.0, usd_budget=8.0)
         hub = Hub(chosen, Identity.generate(), store, store.load(), clock, never)
         told: list[Any] = []
-        hub.learner.tell = lambda order: bool(told.append(order)) or True  # type: ignore[method-assign]
+        hub.learner.send = lambda order: bool(told.append(order)) or True  # type: ignore[method-assign]
         for number in range(12):
             peer = PeerId(f"w{number}")
             hello = WorkerHello(1, peer, RunId("r"), price_usd_per_hour=round(draw.uniform(0.1, 3.0), 2))

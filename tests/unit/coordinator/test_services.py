@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from echo2.base.ids import PeerId
-from echo2.coordinator.commands import RolloutQuestions
 from echo2.coordinator.sessions import StreamSession
 from echo2.coordinator.streams import CoordinatorService
 from echo2.outside.guard import FairShare
@@ -24,12 +23,12 @@ class Heard:
     def __init__(self) -> None:
         self.said_by_peer: list[str] = []
 
-    def began(self, peer_id: PeerId, first: Any, session: Any) -> None: ...
+    async def on_hello(self, peer_id: PeerId, first: Any, session: Any) -> None: ...
 
-    def said(self, peer_id: PeerId, message: pb.LearnerMessage) -> None:
+    def on_message(self, peer_id: PeerId, message: pb.LearnerMessage) -> None:
         self.said_by_peer.append(message.close.reason)
 
-    def ended(self, peer_id: PeerId, session: Any) -> None: ...
+    def on_end(self, peer_id: PeerId, session: Any) -> None: ...
 
 
 class Stream:
@@ -61,7 +60,7 @@ def test_a_stream_that_another_has_replaced_is_not_heard_any_more(tmp_path: Path
             hub = daemon.hub
             assert hub is not None
             heard = Heard()
-            service = CoordinatorService(hub, RolloutQuestions(hub.learner.tell))
+            service = CoordinatorService(hub)
             await service._read(Stream(session), heard, PeerIdentity(peer, Role.LEARNER), session)
             assert heard.said_by_peer == ["in time"]
 

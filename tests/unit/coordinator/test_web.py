@@ -17,9 +17,9 @@ import pytest
 from starlette.routing import Route
 
 from echo2.base.errors import LimitExceeded
-from echo2.coordinator.commands import RolloutQuestions
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.learner import RolloutQuestions
 from echo2.coordinator.web.access import WebGuard
 from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
 from echo2.coordinator.web.page import STREAMS_MAX, STREAMS_PER_CLIENT, OpenStreams, Web
@@ -437,7 +437,7 @@ def test_questions_that_the_learner_leaves_open_are_bounded_and_an_answer_makes_
         with pytest.raises(LimitExceeded, match="at most 8 questions"):
             await desk.tokens("g1/0", 8)
         assert len(sent) == 8, "the learner is not asked what is refused"
-        desk.answered(pb.RolloutsShown(request=sent[0].wanted.request))
+        desk.on_answer(pb.RolloutsShown(request=sent[0].wanted.request))
         await asking[0]
         asking.append(asyncio.create_task(desk.tokens("g1/0", 9)))
         await asyncio.sleep(0)
