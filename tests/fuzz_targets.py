@@ -27,7 +27,7 @@ from echo2.base.ids import GroupId, LeaseId, RunId, Step, Version
 from echo2.broadcast.connection import HEAD, FrameCutter
 from echo2.broadcast.nat.pipes import PipeAnswer, opening_of
 from echo2.config.load import load_config
-from echo2.learner.rollouts.journal import framed, read_journal
+from echo2.learner.rollouts.journal import framed, read_journal, to_message
 from echo2.outside.tls_streams import HEAD_BYTES, PLAIN_BYTES_MAX, RECORD_BYTES_MAX, TAG_BYTES, RecordCutter
 from echo2.trust.identity import Identity, JoinLink
 from echo2.weights import (
@@ -503,7 +503,6 @@ def _journal_inputs() -> Iterator[bytes]:
         SegmentBegan,
         VersionPublished,
     )
-    from echo2.learner.rollouts.journal import _to_message
     from tests.unit.wire.test_rollout import GROUP, SEGMENT
 
     rollout = rw.rollout_from_message(rw.segment_to_message(replace(SEGMENT, offset=0)))
@@ -513,7 +512,7 @@ def _journal_inputs() -> Iterator[bytes]:
         BatchDrawn(Step(0), (GROUP.group_id,), ((0.5, None),)), GroupDropped(GROUP.group_id), Finished(rollout),
     ]  # fmt: skip
     for record in records:
-        yield _to_message(record).SerializeToString()
+        yield to_message(record).SerializeToString()
 
 
 def main() -> None:

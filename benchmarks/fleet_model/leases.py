@@ -23,7 +23,7 @@ from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
 from echo2.coordinator.leases import events as le
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.seekers import LeaseRules
-from echo2.learner.rollouts.selection import GroupRules
+from echo2.learner.rollouts.admission import GroupRules
 
 LEASE_TIMEOUT_S = 120.0
 GROUPS_MAX = 1 << 20

@@ -24,12 +24,11 @@ from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions,
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back_groups
 from echo2.learner.publishing.replay import StandingVersion, replay
 from echo2.learner.publishing.schedule import PublicationConfig, PublicationSchedule
-from echo2.learner.rollouts.admission import OpenGroups
+from echo2.learner.rollouts.admission import GroupRules, OpenGroups
 from echo2.learner.rollouts.evaluation import Evaluations
 from echo2.learner.rollouts.history import History, SegmentBegan
 from echo2.learner.rollouts.journal import Journal, has_journal, read_journal
 from echo2.learner.rollouts.prompts import Prompts, PromptSource, load_tokenizer
-from echo2.learner.rollouts.selection import GroupRules, PruningRule
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.training.adapter import AdapterOptions
 from echo2.learner.training.agreement import check_agreement
@@ -116,11 +115,7 @@ def prepare_with(
     """As `prepare`, with any training side and any source of prompts."""
     trainer, model = team.trainer, team.model
     began, config = folder.began(), options.config
-    prompts = Prompts(
-        options, model.vocabulary_size, model.stop_token_ids, source, check_length=model.check_length,
-        context_tokens=min(options.longest_tokens, model.context_tokens), secret=folder.secret(),
-        began=began,
-    )  # fmt: skip
+    prompts = Prompts(options, model, source, folder.secret(), began)
     base = team.snapshot()
     identity = _identity_of(options, team, base) | prompts.content() | {"began": began.isoformat()}
     folder.check_identity(identity, {"model_path": options.trainer.model_path})
@@ -131,7 +126,7 @@ def prepare_with(
         config.learner.rollouts_per_prompt,
         model.vocabulary_size,
         drops_equal_rewards=config.learner.drop_equal_groups,
-        pruning=PruningRule() if config.learner.prune_hopeless else None,
+        prunes=config.learner.prune_hopeless,
         is_driven=config.agent.is_on,
     )
     store = CheckpointStore(folder.path / "checkpoints", options.limits)

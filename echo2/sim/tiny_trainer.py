@@ -170,9 +170,6 @@ class TinyWorld:
     def instance(self, index: int) -> TaskInstance:
         return TaskInstance(index, f"p{index}", "")
 
-    def name_of(self, index: int) -> str:
-        return self.name
-
     async def answer(
         self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
     ) -> TurnAnswer:
@@ -189,4 +186,4 @@ class TinyWorld:
 
 
 def tiny_source(seed: int, turns: int, reward_fails: float) -> PromptSource:
-    return PromptSource(TinyTokenizer(), lambda: TinyWorld(seed, turns, reward_fails))
+    return PromptSource(TinyTokenizer(), TinyWorld(seed, turns, reward_fails))

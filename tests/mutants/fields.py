@@ -14,14 +14,14 @@ from typing import cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
+from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, journal_pb2, rollout_pb2
 from tests.mutants.planted import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "echo2"
 SAID = frozenset((ROOT / "tests/unit/sim/said.txt").read_text().split())
 WORLD = ("tests/unit/sim/test_said.py",)
-MODULES = (broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2)
+MODULES = (broadcast_pb2, coordinator_pb2, ingest_pb2, journal_pb2, rollout_pb2)
 NOT_PLAIN = {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_ENUM}
 TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most special first
     "wire/rollout.py": ("tests/unit/wire/test_fields.py", "tests/unit/wire/test_rollout.py"),

@@ -3,12 +3,16 @@
 Guarantees: no batch has a token over the staleness bound (one rule, checked on arrival and again when a batch is drawn); an
 evaluation's group holds tokens of its version alone and is in no batch; a group enters at most one batch (ledger); a batch is R/n
 complete groups, those that would go stale first. A group whose tokens can no longer be used is closed and counted, and its prompt
-is offered again under another id, a limited number of times. Leaves to others: telling anyone (pool; once the run has begun, no
+is offered again under another id, a limited number of times; replacements of groups without contrast are bounded, so a task that
+is too easy or too hard slows a run down but never stops it. Leaves to others: telling anyone (pool; once the run has begun, no
 other code changes the groups), whether tokens and log-probabilities come from the version named (audit).
+
+Sources. Dynamic sampling: Yu et al. (DAPO), arXiv 2503.14476. Pruning: the idea is ARRoL's; the two rules here are our own.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -43,7 +47,6 @@ from echo2.learner.rollouts.groups import (
     joined,
     root_of,
 )
-from echo2.learner.rollouts.selection import GroupRules
 from echo2.learner.rollouts.workers import SenderRecords
 from echo2.staleness.ledger import Ledger
 from echo2.staleness.rule import is_admissible
@@ -57,6 +60,46 @@ result."""
 RELATION_NATS = 1e-3
 """Tolerance for the relation between a token's two log-probabilities that the sampling parameters imply; float32 kernels differ by
 less."""
+DROPPED_MAX_RATIO = 2
+"""For one step at most so many times its groups are dropped for equal rewards; more would let a solved task stop the run."""
+
+
+LOOP_TOKENS, PERIOD_MAX = 256, 32
+"""A rollout repeats itself if its last tokens are one phrase of a bounded length, so eight times or more."""
+UNLIKELY_TOKENS, UNLIKELY_NATS = 256, -4.0
+"""A rollout is lost if the mean log-probability of its last tokens is lower."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRules:
+    """S (`staleness_bound`), R (`rollouts_per_step`), n (`rollouts_per_group`) and the rules for groups. `drops_equal_rewards`:
+    replaces groups with equal rewards, which give no gradient. `prunes`: gives up on hopeless rollouts while they are sampled, for
+    less generation time and a little bias. `is_driven`: prompts come from agents, call by call."""
+
+    staleness_bound: int
+    rollouts_per_step: int
+    rollouts_per_group: int
+    vocabulary_size: int
+    drops_equal_rewards: bool = False
+    prunes: bool = False
+    is_driven: bool = False
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.rollouts_per_step // self.rollouts_per_group
+
+    def cap_groups(self, planned_rollouts: int | None) -> int:
+        """The most groups in flight. Until a plan arrives: one batch being sampled and one in the buffer."""
+        planned = planned_rollouts or 2 * self.rollouts_per_step
+        highest = (self.staleness_bound + 1) * self.groups_per_step
+        return max(self.groups_per_step, min(planned // self.rollouts_per_group, highest))
+
+    def drops(self, rewards: Sequence[float], dropped_count: int) -> bool:
+        """Whether to drop a group of these rewards, if `dropped_count` groups were dropped for this step already. Rewards that
+        differ by rounding noise alone count as equal."""
+        if not self.drops_equal_rewards or (len(rewards) > 1 and max(rewards) - min(rewards) > 1e-6):
+            return False
+        return dropped_count < DROPPED_MAX_RATIO * self.groups_per_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +129,7 @@ class Counts:
 
 @dataclass(slots=True)
 class OpenGroups:
-    """`next_step`: the step of the next batch to be drawn. `published`: versions that workers may name. `accusations`: workers to
-    be accused of impossible reports, with the reason; the pool takes them."""
+    """`next_step`: the step of the next batch to be drawn. `published`: versions that workers may name."""
 
     rules: GroupRules
     ledger: Ledger
@@ -98,7 +140,6 @@ class OpenGroups:
     counts: Counts = field(default_factory=Counts)
     drops_for_step: int = 0
     workers: SenderRecords = field(default_factory=SenderRecords)
-    accusations: list[tuple[PeerId, str]] = field(default_factory=list)
 
     # ---- what is held
 
@@ -261,24 +302,35 @@ class OpenGroups:
         if group is None:
             was_trained = self.ledger.is_trained(root_of(segment.group_id)) and segment.is_final
             self.counts.duplicate += was_trained
-            verdict = Verdict.DUPLICATE if was_trained else Verdict.CLOSED
-            return SegmentVerdict(segment.group_id, segment.index, verdict, 0, "the group is not open")
+            return self._answer(segment, Verdict.DUPLICATE if was_trained else Verdict.CLOSED, "the group is not open")
         if attempt < group.lease_attempt:
             text = f"attempt {attempt} was superseded by attempt {group.lease_attempt}"
-            return SegmentVerdict(segment.group_id, segment.index, Verdict.CLOSED, 0, text)
+            return self._answer(segment, Verdict.CLOSED, text)
         exact = group.spec.exact_version
         published = self.published if exact is None else [exact]
         problem = problem_of_segment(segment, group.spec, self.rules.vocabulary_size, published)
         if problem is not None:
-            return self._refuse(segment, problem, group, sender)
+            return self._refuse(segment, problem, sender)
         group.lease_attempt = attempt
         held = group.rollouts[segment.index]
         if held.is_finished:
             self.counts.duplicate += segment.is_final and group.is_training
-            return _verdict(segment, Verdict.DUPLICATE, group)
+            return self._answer(segment, Verdict.DUPLICATE)
         if segment.offset > len(held.token_ids):
-            return _verdict(segment, Verdict.RESEND, group)
+            return self._answer(segment, Verdict.RESEND)
         return self._grow(segment, group, held, sender)
+
+    def _answer(self, segment: RolloutSegment, verdict: Verdict, text: str = "") -> SegmentVerdict:
+        group, index = self.groups.get(segment.group_id), segment.index
+        is_held = group is not None and 0 <= index < len(group.rollouts)
+        held_tokens = len(group.rollouts[index].token_ids) if group is not None and is_held else 0
+        return SegmentVerdict(segment.group_id, index, verdict, held_tokens, text)
+
+    def _refuse(self, segment: RolloutSegment, problem: str, impossible_of: PeerId = NOBODY) -> SegmentVerdict:
+        """`impossible_of`: the sender, if no honest worker sends such a segment."""
+        self.workers.on_impossible(impossible_of, problem)
+        self.counts.refused += self.groups[segment.group_id].is_training
+        return self._answer(segment, Verdict.REFUSED, f"rollout {segment.index} of group {segment.group_id}: {problem}")
 
     def take_over(self, group_id: GroupId, attempt: int) -> list[Rollout] | None:
         """The held rollouts, for the worker that continues as `attempt`; None if closed or taken over by a later attempt."""
@@ -293,22 +345,23 @@ class OpenGroups:
         grown = extended(held, segment)
         if grown is None:  # a worker that lost its state may restart the rollout from its first token
             if segment.offset != 0:
-                return self._refuse(segment, "its tokens differ from those held of the same positions", group)
+                return self._refuse(segment, "its tokens differ from those held of the same positions")
             senders, held_tokens = (), 0
             grown = extended(empty_rollout(segment.group_id, segment.index), segment)
             assert grown is not None, "a segment at offset 0 always fits an empty rollout"
         problem = problem_of_end(grown, held_tokens, group.spec)
         if problem is not None:
-            return self._refuse(segment, problem, group, sender)
+            return self._refuse(segment, problem, sender)
         if group.is_training and not self._is_fresh(grown):
             self.close_family(root_of(segment.group_id), "stale")
             text = (
                 f"its oldest token is of version {grown.oldest_version}; step {self.next_step} takes "
                 f"{self.next_step - self.rules.staleness_bound} or newer"
             )
-            return SegmentVerdict(segment.group_id, segment.index, Verdict.STALE, 0, text)
-        if not grown.is_finished and group.is_training and self._is_hopeless(grown, group):
-            # It is admitted as it is, which tells its worker to stop.
+            return self._answer(segment, Verdict.STALE, text)
+        if not grown.is_finished and group.is_training and self._is_pruned(grown, group):
+            # It is admitted as it is, which tells its worker to stop, and scored like one cut off by the length limit: dropping it
+            # would hide failures from the baseline.
             grown = replace(grown, finish_reason=FinishReason.LENGTH)
             group.pruned += 1
             self.counts.pruned += 1
@@ -317,29 +370,16 @@ class OpenGroups:
         if len(grown.token_ids) > held_tokens:
             self.workers.on_tokens(sender, segment.group_id, segment.index)
         if not grown.is_finished:
-            return _verdict(segment, Verdict.HELD, group)
+            return self._answer(segment, Verdict.HELD)
         self.workers.on_admission(group.senders[segment.index], sender)
         self.counts.admitted += group.is_training
-        return _verdict(segment, Verdict.ADMITTED, group)
+        return self._answer(segment, Verdict.ADMITTED)
 
-    def _is_hopeless(self, rollout: Rollout, group: Group) -> bool:
-        rule = self.rules.pruning
-        if rule is None or not rule.may_prune(len(group.rollouts), group.pruned):
-            return False
+    def _is_pruned(self, rollout: Rollout, group: Group) -> bool:
+        """Whether to give up on a rollout; a group keeps at least half of them."""
         numbers = group.spec.sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs)
-        return rule.is_hopeless(rollout.token_ids, numbers)
-
-    def _refuse(
-        self, segment: RolloutSegment, problem: str, group: Group, impossible_of: PeerId | None = None
-    ) -> SegmentVerdict:
-        """`impossible_of`: the sender, if no honest worker sends such a segment."""
-        if impossible_of is not None and (text := self.workers.on_impossible(impossible_of, problem)):
-            self.accusations.append((impossible_of, text))
-        self.counts.refused += group.is_training
-        index = segment.index
-        held = len(group.rollouts[index].token_ids) if 0 <= index < len(group.rollouts) else 0
-        text = f"rollout {index} of group {segment.group_id}: {problem}"
-        return SegmentVerdict(segment.group_id, index, Verdict.REFUSED, held, text)
+        is_allowed = self.rules.prunes and 2 * (group.pruned + 1) <= len(group.rollouts)
+        return is_allowed and is_hopeless(rollout.token_ids, numbers)
 
     # ---- rewards
 
@@ -484,8 +524,12 @@ class OpenGroups:
         return taken
 
 
-def _verdict(segment: RolloutSegment, verdict: Verdict, group: Group) -> SegmentVerdict:
-    return SegmentVerdict(segment.group_id, segment.index, verdict, len(group.rollouts[segment.index].token_ids))
+def is_hopeless(token_ids: Sequence[int], logprobs: Sequence[float]) -> bool:
+    """Whether a rollout in progress repeats itself word for word, or is lost in unlikely tokens."""
+    tail, recent = token_ids[-LOOP_TOKENS:], logprobs[-UNLIKELY_TOKENS:]
+    if len(tail) == LOOP_TOKENS and any(tail[period:] == tail[:-period] for period in range(1, PERIOD_MAX + 1)):
+        return True
+    return len(recent) == UNLIKELY_TOKENS and statistics.fmean(recent) < UNLIKELY_NATS
 
 
 # ---- what no honest worker sends, whatever its engine's numerical noise

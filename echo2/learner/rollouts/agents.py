@@ -112,7 +112,7 @@ class Agents:
         self._problems[spec.group_id] = instance.index, world
         description = _description(instance)
         if world is None and prompts.is_mixed:
-            description["task"] = prompts.world.name_of(instance.index)
+            description["task"] = prompts.name_of(instance.index)
         if is_evaluation:
             description["evaluation"] = self._pool.evaluations.set_of(draw.cursor).name
         self.episodes.open_problem(spec.group_id, spec.rollout_count, description, is_evaluation=is_evaluation)

@@ -13,7 +13,6 @@ take long) an evaluation ends or moves to a newer version, at once if newer vers
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import statistics
@@ -359,9 +358,9 @@ class Evaluations:
 
     def draw(self, version: Version, number: int) -> Draw:
         prompts = self._prompts
-        digest = hmac.digest(prompts.secret, f"{prompts.seed}/evaluation/{version}/{number}".encode(), "sha256")
+        seed = prompts.secret_seed(f"{prompts.seed}/evaluation/{version}/{number}")
         temperature, _ = self._sources[self.rules.at(number)[0]]
-        sampling = replace(prompts.sampling, temperature=temperature, seed=int.from_bytes(digest[:8], "big") >> 1)
+        sampling = replace(prompts.sampling, temperature=temperature, seed=seed)
         if temperature == 0:
             sampling = replace(sampling, top_p=1.0, top_k=0)
         # With agents, the agent decides what to ask the model.

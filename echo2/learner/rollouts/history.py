@@ -2,8 +2,8 @@
 
 Guarantees: replaying a journal from a checkpoint's step gives every batch drawn since, in order, with the tokens and rewards that
 it was trained on; every admitted rollout that was neither trained on nor dropped; every answer of an evaluation that has no
-result yet; and every version that may have been published. Applying a record twice is idempotent. Leaves to others: bytes and
-disks (journal), training again (replay).
+result yet; and every version that may have been published. Applying a record twice is idempotent. Leaves to others: disks
+(journal), training again (replay).
 """
 
 from __future__ import annotations

@@ -4,13 +4,12 @@ Guarantees: a segment is processed only if this run's coordinator signed its lea
 the connection; reports of a stream are answered one at a time, in order, so the stream's flow control bounds a worker's
 unanswered reports; every message is within the limits of wire/rollout; each peer gets its fair share of the event loop
 (outside/guard), however many streams it opens one after another. Waits for: the next report of each stream, and the journal
-before a verdict. Leaves to others: processing the segments (pool).
+before a verdict. Leaves to others: processing the segments (pool), how a refusal travels (trust/calls).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -19,14 +18,13 @@ from weakref import WeakValueDictionary
 
 import grpc
 
-from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed, ProtocolError, TrustError
+from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.ids import LeaseId, PeerId, RunId
-from echo2.base.rollout import RolloutSegment, SegmentVerdict, Verdict
+from echo2.base.rollout import SegmentVerdict, Verdict
 from echo2.base.routing import NO_ROUTING
 from echo2.learner.audit import Habits
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.outside import monotonic
-from echo2.outside.guard import Refusals
 from echo2.trust.tls import peer_of
 from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
@@ -43,45 +41,36 @@ STREAMS_PER_PEER_MAX = 4  # one, and those that a broken link has left
 LEASES_PER_STREAM_MAX = 2048  # more than a worker holds at a time
 REPLY_ROUTING_BYTES_MAX = 64 << 20
 """Routing bytes in one reply with partial rollouts; rollouts beyond the limit are sent without routing."""
-_USEFUL = (Verdict.HELD, Verdict.ADMITTED)
-_log = logging.getLogger("echo2.learner")
 
 
 class IngestService(ingest_pb2_grpc.IngestServicer):
-    """Serves the workers of one run. `failed`: reports an error of the learner's own, which ends it."""
+    """Serves the workers of one run. `fail`: ends the learner with an error of its own, as of a full disk."""
 
     def __init__(
         self,
         pool: RolloutPool,
         run_id: RunId,
         coordinator_peer_id: PeerId,
-        failed: Callable[[BaseException], None],
+        fail: Callable[[BaseException], None],
         *,
         requires_seeds: bool = False,
     ) -> None:
-        self.pool, self._requires_seeds = pool, requires_seeds
-        self._failed = failed
-        self.run_id = run_id
-        self.coordinator_peer_id = coordinator_peer_id
-        self.refused_reports = 0
+        self.pool, self._fail, self._requires_seeds = pool, fail, requires_seeds
+        self.run_id, self.coordinator_peer_id = run_id, coordinator_peer_id
         self._streams: Counter[PeerId] = Counter()
         self._turns: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
-        self._refusals = Refusals(_log)
 
     async def Report(
         self, request_iterator: AsyncIterator[ingest_pb2.RolloutReport], context: Any
     ) -> AsyncIterator[ingest_pb2.RolloutVerdict]:
-        peer_id = await self._admitted_peer(context)
+        peer_id = peer_of(context).peer_id
         self._streams[peer_id] += 1
         tickets: dict[LeaseId, Ticket] = {}
         try:
             if self._streams[peer_id] > STREAMS_PER_PEER_MAX:
                 raise LimitExceeded(f"{peer_id}: expected at most {STREAMS_PER_PEER_MAX} report streams")
             async for report in request_iterator:
-                self._check_barred(peer_id)
                 yield await self._answer(report, peer_id, tickets, context)
-        except EchoError as error:
-            await self._end(context, error, peer_id)
         except asyncio.CancelledError:
             return  # the worker left or the server stops; gRPC would log it as our error
         finally:
@@ -89,44 +78,12 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
             if not self._streams[peer_id]:
                 del self._streams[peer_id]
 
-    async def GetPartials(self, request: ingest_pb2.GetPartialsRequest, context: Any) -> ingest_pb2.GetPartialsReply:
-        peer_id = await self._admitted_peer(context)
-        try:
-            check(request, peer_id)
-            self._check_barred(peer_id)
-            ticket = self._verified(request.ticket, peer_id)
-        except EchoError as error:
-            await self._end(context, error, peer_id)
-            raise
-        async with self._turns.setdefault(peer_id, asyncio.Lock()):
-            reply = await self._partials(ticket, context)
-        if reply is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"group {ticket.group_id} is closed or was taken over")
-            raise AssertionError("abort raises")
-        return reply
-
-    async def _partials(self, ticket: Ticket, call: Any) -> ingest_pb2.GetPartialsReply | None:
-        """The rollouts of a group so far; None if it is closed or taken over. A small request gets a large reply, so replies are
-        made one at a time per peer and within its fair share."""
-        held = self.pool.take_over(ticket.group_id, ticket.attempt)
-        if held is None:
-            return None
-        reply = ingest_pb2.GetPartialsReply()
-        routing_room = REPLY_ROUTING_BYTES_MAX
-        for rollout in held:
-            if rollout.token_ids:
-                begun = monotonic()
-                routing_room -= len(rollout.routing.tokens) + len(rollout.routing.prompt)
-                told = rollout if routing_room >= 0 else replace(rollout, routing=NO_ROUTING)
-                reply.rollouts.append(rollout_to_message(told))
-                await call.pause(2 * (monotonic() - begun))  # gRPC serialises it once more
-        return reply
-
     async def _answer(
         self, report: ingest_pb2.RolloutReport, peer_id: PeerId, tickets: dict[LeaseId, Ticket], call: Any
     ) -> ingest_pb2.RolloutVerdict:
         begun, charged_s = monotonic(), call.charged_s
         check(report, peer_id)
+        self._check_barred(peer_id)
         ticket = self._ticket_of(report, peer_id, tickets)
         if self._requires_seeds and not report.draws_by_seed:
             raise NotAllowed(
@@ -139,19 +96,51 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         own = [segment for segment in segments if segment.group_id == ticket.group_id]
         self.pool.note_habits(peer_id, Habits(report.draws_by_seed, report.keeps_cache, report.engine_kind))
         before = self.pool.held_tokens(ticket.group_id)
-        verdicts = await self.pool.report(own, ticket.attempt, peer_id)
-        new = sum(max(0, one.held_tokens - before.get(one.index, 0)) for one in verdicts if one.verdict in _USEFUL)
+        try:
+            verdicts = await self.pool.report(own, ticket.attempt, peer_id)
+        except EchoError as error:
+            self._fail(error)
+            raise
+        useful = [one for one in verdicts if one.verdict in (Verdict.HELD, Verdict.ADMITTED)]
+        new = sum(max(0, one.held_tokens - before.get(one.index, 0)) for one in useful)
         told = sum(len(segment.token_ids) for segment in segments)
         call.share.repay((worked_s + charged_s) * min(1.0, new / max(1, told)))
+        text = f"lease {ticket.lease_id} is of group {ticket.group_id}, of no other"
         answered = iter(verdicts)
-        everything = [
-            next(answered) if segment.group_id == ticket.group_id else _foreign(segment, ticket) for segment in segments
-        ]
-        return ingest_pb2.RolloutVerdict(
-            sequence=report.sequence, segments=[verdict_to_message(verdict) for verdict in everything]
+        everything = (
+            next(answered)
+            if segment.group_id == ticket.group_id
+            else SegmentVerdict(segment.group_id, segment.index, Verdict.REFUSED, 0, text)
+            for segment in segments
         )
+        return ingest_pb2.RolloutVerdict(sequence=report.sequence, segments=map(verdict_to_message, everything))
+
+    async def GetPartials(self, request: ingest_pb2.GetPartialsRequest, context: Any) -> ingest_pb2.GetPartialsReply:
+        """The rollouts of a group so far. A small request gets a large reply, so replies are made one at a time per peer and within
+        its fair share."""
+        peer_id = peer_of(context).peer_id
+        check(request, peer_id)
+        self._check_barred(peer_id)
+        ticket = self._verified(request.ticket, peer_id)
+        async with self._turns.setdefault(peer_id, asyncio.Lock()):
+            held = self.pool.take_over(ticket.group_id, ticket.attempt)
+            if held is None:
+                text = f"group {ticket.group_id} is closed or was taken over"
+                await context.abort(grpc.StatusCode.NOT_FOUND, text)
+                raise AssertionError("abort raises")
+            reply = ingest_pb2.GetPartialsReply()
+            routing_room = REPLY_ROUTING_BYTES_MAX
+            for rollout in held:
+                if rollout.token_ids:
+                    begun = monotonic()
+                    routing_room -= len(rollout.routing.tokens) + len(rollout.routing.prompt)
+                    told = rollout if routing_room >= 0 else replace(rollout, routing=NO_ROUTING)
+                    reply.rollouts.append(rollout_to_message(told))
+                    await context.pause(2 * (monotonic() - begun))  # gRPC serialises it once more
+            return reply
 
     def _ticket_of(self, report: ingest_pb2.RolloutReport, peer_id: PeerId, tickets: dict[LeaseId, Ticket]) -> Ticket:
+        """`tickets`: those that came on this stream."""
         if report.HasField("ticket"):
             ticket = self._verified(report.ticket, peer_id)
             if len(tickets) >= LEASES_PER_STREAM_MAX:  # the oldest lease ended long ago
@@ -171,34 +160,3 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
     def _check_barred(self, peer_id: PeerId) -> None:
         if peer_id in self.pool.barred:
             raise NotAllowed(f"nothing is taken from {peer_id}: {self.pool.barred[peer_id]}")
-
-    async def _admitted_peer(self, context: Any) -> PeerId:
-        try:
-            return peer_of(context).peer_id
-        except TrustError as error:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-            raise
-
-    async def _end(self, context: Any, error: EchoError, peer_id: PeerId) -> None:
-        """Aborts a call. If the peer broke a rule, counts and logs that; an error of our own (a full disk) ends the learner too."""
-        if isinstance(error, TrustError | ProtocolError | LimitExceeded):
-            self.refused_reports += 1
-            self._refusals.warn("refused %s: %s", peer_id, error)
-        else:
-            self._failed(error)
-        await context.abort(_status_of(error), f"{type(error).__name__}: {error}")
-
-
-def _foreign(segment: RolloutSegment, ticket: Ticket) -> SegmentVerdict:
-    text = f"lease {ticket.lease_id} is of group {ticket.group_id}, not of {segment.group_id}"
-    return SegmentVerdict(segment.group_id, segment.index, Verdict.REFUSED, 0, text)
-
-
-def _status_of(error: EchoError) -> grpc.StatusCode:
-    if isinstance(error, TrustError):
-        return grpc.StatusCode.PERMISSION_DENIED
-    if isinstance(error, ProtocolError):
-        return grpc.StatusCode.INVALID_ARGUMENT
-    if isinstance(error, LimitExceeded):
-        return grpc.StatusCode.RESOURCE_EXHAUSTED
-    return grpc.StatusCode.INTERNAL

@@ -14,19 +14,19 @@ a flipped bit in a length from looking like a torn end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from echo2.base.errors import DiskFull, StateError
-from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.ids import GroupId, PeerId, Step
 from echo2.learner.rollouts.groups import Draw, SentTokens
 from echo2.learner.rollouts.history import (
     BatchDrawn,
@@ -39,10 +39,15 @@ from echo2.learner.rollouts.history import (
     VersionPublished,
 )
 from echo2.outside import here
-from echo2.wire.gen.echo2.v1 import journal_pb2
+from echo2.wire.by_name import core_of, message_of
+from echo2.wire.gen.echo2.v1 import journal_pb2 as pb
 from echo2.wire.rollout import group_from_message, group_to_message, rollout_from_message, rollout_to_message
 
 FORMAT = 1  # of the segments; another one is refused
+RECORD_BYTES_MAX = 256 << 20  # a batch of 16,384 rollouts by name is far below
+_SECTOR_BYTES = 512  # what a disk writes as a whole or not at all
+_FIELDS = struct.Struct("<II")
+_HEADER = struct.Struct("<III")
 _log = logging.getLogger("echo2.learner")
 
 
@@ -56,37 +61,38 @@ class Journal:
         self.folder = folder
         self.segment = Step(0)
         self._file: int | None = None
-        self._appended = 0
-        self._synced = 0
+        self._appended = self._synced = 0
         self._sync: asyncio.Task[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, first: SegmentBegan) -> None:
         """Starts the segment of `first.step`, or continues it if a killed learner had begun it."""
-        path = _path_of(self.folder, first.step)
-        file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, self.folder)
-        try:
-            _write(file, framed(_to_message(first).SerializeToString()), self.folder)
-            _synced(file, self.folder)
-            here().files.sync_path(self.folder)
-        except BaseException:
-            os.close(file)
-            raise
-        if self._file is not None:
-            _synced(self._file, self.folder)  # `commit` syncs only the newest segment
-        self._replace(file)
-        self.segment = first.step
+        previous = self._file
+        with self._disk():
+            file = os.open(self._path(first.step), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                _write(file, framed(to_message(first).SerializeToString()))
+                here().files.sync(file)
+                here().files.sync_path(self.folder)
+                if previous is not None:
+                    here().files.sync(previous)  # `commit` syncs only the newest segment
+            except BaseException:
+                os.close(file)
+                raise
+        self.close()
+        self._file, self.segment = file, first.step
 
     def go_on(self, step: Step) -> None:
         """Continues the segment of `step`, whose torn end `read_journal` has cut off."""
-        path = _path_of(self.folder, step)
-        self._replace(_open(path, os.O_WRONLY | os.O_APPEND, self.folder))
+        with self._disk():
+            self._file = os.open(self._path(step), os.O_WRONLY | os.O_APPEND)
         self.segment = step
 
     def append(self, record: Record) -> None:
         """Writes the record without syncing: it survives a kill of this process, but a power cut only after `commit`."""
         assert self._file is not None, "begin or go_on comes first"
-        _write(self._file, framed(_to_message(record).SerializeToString()), self.folder)
+        with self._disk():
+            _write(self._file, framed(to_message(record).SerializeToString()))
         self._appended += 1
 
     async def commit(self) -> None:
@@ -96,6 +102,17 @@ class Journal:
             if self._sync is None or self._sync.done():
                 self._sync = asyncio.get_running_loop().create_task(self._sync_once())
             await asyncio.shield(self._sync)
+
+    async def _sync_once(self) -> None:
+        reached = self._appended
+        assert self._file is not None, "the journal is open"
+        file = os.dup(self._file)  # a new segment may begin meanwhile
+        try:
+            with self._disk():
+                await asyncio.to_thread(here().files.sync, file)
+        finally:
+            os.close(file)
+        self._synced = max(self._synced, reached)
 
     def close(self) -> None:
         if self._file is not None:
@@ -108,19 +125,35 @@ class Journal:
             if begun < step:
                 path.unlink(missing_ok=True)
 
-    async def _sync_once(self) -> None:
-        reached = self._appended
-        assert self._file is not None, "the journal is open"
-        file = os.dup(self._file)  # a new segment may begin meanwhile
-        try:
-            await asyncio.to_thread(_synced, file, self.folder)
-        finally:
-            os.close(file)
-        self._synced = max(self._synced, reached)
+    def _path(self, step: Step) -> Path:
+        return self.folder / f"segment-{step:08d}.records"
 
-    def _replace(self, file: int) -> None:
-        self.close()
-        self._file = file
+    @contextlib.contextmanager
+    def _disk(self) -> Iterator[None]:
+        """Names what the disk refuses."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull(f"journal: no space left in {self.folder}: {error}") from error
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
+                raise StateError(f"journal: expected to write in {self.folder}, got: {error}") from error
+            raise
+
+
+def _write(file: int, data: bytes) -> None:
+    """Appends all of `data` or nothing: a partial record followed by others would count as damage."""
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[here().files.write(file, view) :]
+    except OSError:
+        if part := len(data) - len(view):
+            os.ftruncate(file, os.fstat(file).st_size - part)
+        raise
+
+
+# ---- reading
 
 
 def has_journal(folder: Path) -> bool:
@@ -136,243 +169,151 @@ def read_journal(folder: Path, step: Step) -> tuple[list[tuple[Step, Record]], S
     segments = [(begun, path) for begun, path in _segments(folder) if begun >= step]
     if not segments or segments[0][0] != step:
         raise StateError(f"journal {folder}: expected a segment of step {step}, the checkpoint's, found none")
-    records: list[tuple[Step, Record]] = []
-    for number, (begun, path) in enumerate(segments):
-        records += [(begun, record) for record in _read_segment(path, is_last=number == len(segments) - 1)]
-    return records, segments[-1][0]
+    newest = segments[-1][0]
+    return [(begun, record) for begun, path in segments for record in _read_segment(path, begun == newest)], newest
 
 
 def _segments(folder: Path) -> list[tuple[Step, Path]]:
     return sorted((Step(int(path.stem.removeprefix("segment-"))), path) for path in folder.glob("segment-*.records"))
 
 
-def _path_of(folder: Path, step: Step) -> Path:
-    return folder / f"segment-{step:08d}.records"
-
-
-def _read_segment(path: Path, is_last: bool) -> Iterator[Record]:
+def _read_segment(path: Path, is_newest: bool) -> list[Record]:
     try:
         data = path.read_bytes()
     except OSError as error:
         raise StateError(f"journal {path}: expected to read it, got: {error.strerror}") from None
-    for payload in payloads(data):
-        if not isinstance(payload, Break):
-            yield _from_message(payload, path)
-            continue
-        # Only the end of the last segment can be torn: bytes reach a file in order, and `begin` syncs the previous segment.
-        if not (is_last and payload.is_torn):
-            raise _damage(path, payload, is_last)
-        _log.warning(
-            "journal %s: cut off %d bytes of a record whose write was interrupted; it was never acknowledged",
-            path, len(data) - payload.position,
-        )  # fmt: skip
-        os.truncate(path, payload.position)
-
-
-def _damage(path: Path, found: Break, is_last: bool) -> StateError:
-    later = "" if is_last else ", and remove the later segments"
-    return StateError(
-        f"journal {path}: expected a whole record at byte {found.position}, found a broken record (changed on the disk) "
-        f"with at least {found.whole_after} whole ones right behind it; the file is unchanged. Restore the learner's "
-        "folder from a backup; or give up this record and all after it: truncate -s "
-        f"{found.position} {path}{later}"
-    )
-
-
-# ---- files
-
-
-def _open(path: Path, flags: int, folder: Path) -> int:
-    try:
-        return os.open(path, flags, 0o644)
-    except OSError as error:
-        raise _disk_error(error, folder) from error
-
-
-def _write(file: int, data: bytes, folder: Path) -> None:
-    """Appends all of `data` or nothing: a partial record followed by others would count as damage."""
-    view = memoryview(data)
-    while view:
+    records: list[Record] = []
+    position = 0
+    while (payload := _payload_at(data, position)) is not None:
         try:
-            view = view[here().files.write(file, view) :]
-        except OSError as error:
-            if part := len(data) - len(view):
-                os.ftruncate(file, os.fstat(file).st_size - part)
-            raise _disk_error(error, folder) from error
-
-
-def _synced(file: int, folder: Path) -> None:
-    try:
-        here().files.sync(file)
-    except OSError as error:
-        raise _disk_error(error, folder) from error
-
-
-def _disk_error(error: OSError, folder: Path) -> Exception:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(f"journal: no space left in {folder}: {error}")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
-        return StateError(f"journal: expected to write in {folder}, got: {error}")
-    return error
+            records.append(from_message(pb.JournalRecord.FromString(payload)))
+        except (DecodeError, StateError) as error:
+            raise StateError(f"journal {path}: a record with a right checksum cannot be read: {error}") from error
+        position += _HEADER.size + len(payload)
+    if position == len(data):
+        return records
+    # Only the end of the newest segment can be torn: bytes reach a file in order, and `begin` syncs the previous segment.
+    if not is_newest or not _is_torn(data, position):
+        raise StateError(
+            f"journal {path}: expected a whole record at byte {position} of {len(data)}, found a broken record (changed on "
+            "the disk); the file is unchanged. Restore the learner's folder from a backup; or give up this record and all "
+            f"after it: truncate -s {position} {path}" + ("" if is_newest else ", and remove the later segments")
+        )
+    _log.warning(
+        "journal %s: cut off %d bytes of a record whose write was interrupted; it was never acknowledged",
+        path, len(data) - position,
+    )  # fmt: skip
+    os.truncate(path, position)
+    return records
 
 
 # ---- messages
 
 
-def _to_message(record: Record) -> journal_pb2.JournalRecord:
-    message = journal_pb2.JournalRecord()
+def to_message(record: Record) -> pb.JournalRecord:
     match record:
         case SegmentBegan():
-            header = message.header
-            header.format, header.run_id, header.step, header.cursor = FORMAT, record.run_id, record.step, record.cursor
-            header.published.extend(record.published)
+            return pb.JournalRecord(header=message_of(record, pb.JournalHeader, format=FORMAT))
         case Opened():
-            message.opened.cursor, message.opened.retry = record.draw.cursor, record.draw.retry
-            message.opened.group.CopyFrom(group_to_message(record.spec))
+            group = group_to_message(record.spec)
+            return pb.JournalRecord(opened=message_of(record.draw, pb.OpenedGroup, group=group))
         case Finished():
-            message.rollout.rollout.CopyFrom(rollout_to_message(record.rollout))
-            for sent in record.senders:
-                message.rollout.senders.add(peer_id=sent.peer_id, tokens=sent.token_count)
+            senders = [pb.Sender(peer_id=sent.peer_id, tokens=sent.token_count) for sent in record.senders]
+            rollout = rollout_to_message(record.rollout)
+            return pb.JournalRecord(rollout=pb.FinishedRollout(senders=senders, rollout=rollout))
         case BatchDrawn():
-            message.batch.step = record.step
-            for group_id, rewards in zip(record.group_ids, record.rewards, strict=True):
-                group = message.batch.groups.add(group_id=group_id)
-                for reward in rewards:
-                    group.rewards.add(is_failed=reward is None, value=reward or 0.0)
+            groups = [
+                pb.DrawnGroup(rewards=list(map(_reward_to_message, rewards)), group_id=group_id)
+                for group_id, rewards in zip(record.group_ids, record.rewards, strict=True)
+            ]
+            return pb.JournalRecord(batch=pb.DrawnBatch(groups=groups, step=record.step))
         case VersionPublished():
-            message.published.version, message.published.fingerprint = record.version, record.fingerprint
+            return pb.JournalRecord(published=message_of(record, pb.PublishedVersion))
         case GroupDropped():
-            message.closed.group_id = record.group_id
+            return pb.JournalRecord(closed=pb.ClosedGroup(group_id=record.group_id))
         case EpisodeScored():
-            message.scored.group_id, message.scored.is_failed = record.group_id, record.reward is None
-            message.scored.chains.extend(record.chains)
-            message.scored.lost.extend(record.lost)
-            message.scored.is_restarted = not record.is_final
-            message.scored.value = record.reward or 0.0
-    return message
+            reward = _reward_to_message(record.reward)
+            scored = message_of(
+                record,
+                pb.ScoredEpisode,
+                is_failed=reward.is_failed,
+                value=reward.value,
+                is_restarted=not record.is_final,
+            )
+            return pb.JournalRecord(scored=scored)
 
 
-def _from_message(payload: bytes, path: Path) -> Record:
-    try:
-        message = journal_pb2.JournalRecord.FromString(payload)
-    except DecodeError as error:
-        raise StateError(f"journal {path}: a record with a right checksum does not parse: {error}") from error
+def from_message(message: pb.JournalRecord) -> Record:
+    """Raises `StateError` if the record is of another kind or format than this release writes."""
     match message.WhichOneof("kind"):
-        case "header":
-            if message.header.format != FORMAT:
-                raise StateError(f"journal {path}: expected format {FORMAT}, got {message.header.format}")
-            published = tuple(Version(version) for version in message.header.published)
-            return SegmentBegan(message.header.run_id, Step(message.header.step), message.header.cursor, published)
+        case "header" if message.header.format == FORMAT:
+            return core_of(message.header, SegmentBegan)
         case "opened":
             spec = group_from_message(message.opened.group)
-            draw = Draw(message.opened.cursor, message.opened.retry, spec.prompt_token_ids, spec.sampling)
-            return Opened(draw, spec)
+            return Opened(Draw(message.opened.cursor, message.opened.retry, spec.prompt_token_ids, spec.sampling), spec)
         case "rollout":
             senders = tuple(SentTokens(PeerId(sent.peer_id), sent.tokens) for sent in message.rollout.senders)
             return Finished(rollout_from_message(message.rollout.rollout), senders)
         case "batch":
-            return _drawn(message.batch)
+            rewards = tuple(tuple(map(_reward_of, group.rewards)) for group in message.batch.groups)
+            group_ids = tuple(GroupId(group.group_id) for group in message.batch.groups)
+            return BatchDrawn(Step(message.batch.step), group_ids, rewards)
         case "published":
-            return VersionPublished(Version(message.published.version), message.published.fingerprint)
+            return core_of(message.published, VersionPublished)
         case "closed":
-            return GroupDropped(GroupId(message.closed.group_id))
+            return core_of(message.closed, GroupDropped)
         case "scored":
-            reward = None if message.scored.is_failed else message.scored.value
             scored = message.scored
-            return EpisodeScored(
-                GroupId(scored.group_id), tuple(scored.chains), reward, tuple(scored.lost), not scored.is_restarted
-            )
+            return core_of(scored, EpisodeScored, reward=_reward_of(scored), is_final=not scored.is_restarted)
         case kind:
-            raise StateError(f"journal {path}: expected a known record, got {kind}")
+            raise StateError(
+                f"expected a known record of format {FORMAT}, got {kind} of format {message.header.format}"
+            )
 
 
-def _drawn(message: journal_pb2.DrawnBatch) -> BatchDrawn:
-    return BatchDrawn(
-        Step(message.step),
-        tuple(GroupId(group.group_id) for group in message.groups),
-        tuple(tuple(None if r.is_failed else r.value for r in group.rewards) for group in message.groups),
-    )
+def _reward_to_message(reward: float | None) -> pb.DrawnReward:
+    return pb.DrawnReward(value=reward or 0.0, is_failed=reward is None)
+
+
+def _reward_of(message: pb.DrawnReward | pb.ScoredEpisode) -> float | None:
+    return None if message.is_failed else message.value
 
 
 # ---- framing
 
-RECORD_BYTES_MAX = 256 << 20  # a batch of 16,384 rollouts by name is far below
-_SECTOR_BYTES = 512  # what a disk writes as a whole or not at all
-_LOOKED_THROUGH_BYTES = 16 << 20
-"""Bytes searched for complete records after damage; their count informs the operator."""
-_PAIR = struct.Struct("<II")
-_TRIPLE = struct.Struct("<III")
-
-
-@dataclass(frozen=True, slots=True)
-class Break:
-    """The first position without a complete record. `whole_after`: readable records found after it, within the searched bytes."""
-
-    position: int
-    is_torn: bool
-    whole_after: int = 0
-
 
 def framed(payload: bytes) -> bytes:
     """The record of one payload."""
-    pair = _PAIR.pack(len(payload), zlib.crc32(payload))
-    return pair + struct.pack("<I", zlib.crc32(pair)) + payload
-
-
-def payloads(data: bytes) -> Iterator[bytes | Break]:
-    """Yields the records' payloads in order, and a `Break` last if there is one."""
-    position = 0
-    while position < len(data):
-        payload = _record_at(data, position)
-        if payload is None:
-            yield _break_at(data, position)
-            return
-        yield payload
-        position += _TRIPLE.size + len(payload)
+    fields = _FIELDS.pack(len(payload), zlib.crc32(payload))
+    return fields + struct.pack("<I", zlib.crc32(fields)) + payload
 
 
 def _end_at(data: bytes, position: int) -> int | None:
     """End of the record at `position` according to its header; None if there is no valid header."""
-    if position + _TRIPLE.size > len(data):
+    if position + _HEADER.size > len(data):
         return None
-    size, _, check = _TRIPLE.unpack_from(data, position)
+    size, _, check = _HEADER.unpack_from(data, position)
     if not 0 < size <= RECORD_BYTES_MAX:  # a size of 0 would accept a run of zeros as records
         return None
-    if zlib.crc32(data[position : position + _PAIR.size]) != check:
-        return None
-    return position + _TRIPLE.size + int(size)
+    is_whole = zlib.crc32(data[position : position + _FIELDS.size]) == check
+    return position + _HEADER.size + int(size) if is_whole else None
 
 
-def _record_at(data: bytes, position: int) -> bytes | None:
+def _payload_at(data: bytes, position: int) -> bytes | None:
     end = _end_at(data, position)
     if end is None or end > len(data):
         return None
-    payload = data[position + _TRIPLE.size : end]
-    return payload if zlib.crc32(payload) == _PAIR.unpack_from(data, position)[1] else None
+    payload = data[position + _HEADER.size : end]
+    return payload if zlib.crc32(payload) == _FIELDS.unpack_from(data, position)[1] else None
 
 
-def _break_at(data: bytes, position: int) -> Break:
-    end, header_end = _end_at(data, position), position + _TRIPLE.size
-    is_short = header_end > len(data) or (end is not None and end > len(data))
-    if is_short or _ends_in_lost_sectors(data, position, header_end if end is None else end):
-        return Break(position, is_torn=True)
-    return Break(position, False, _whole_after(data, position + 1 if end is None else end))
-
-
-def _whole_after(data: bytes, start: int) -> int:
-    """Number of consecutive readable records in the first run of them from `start` on."""
-    for begin in range(start, min(len(data) - _TRIPLE.size, start + _LOOKED_THROUGH_BYTES) + 1):
-        count, position = 0, begin
-        while (payload := _record_at(data, position)) is not None:
-            position += _TRIPLE.size + len(payload)
-            count += 1
-        if count:
-            return count
-    return 0
-
-
-def _ends_in_lost_sectors(data: bytes, position: int, reach: int) -> bool:
-    """Whether the file grew by a record of which the disk stored nothing, or nothing from some sector before `reach` on."""
+def _is_torn(data: bytes, position: int) -> bool:
+    """Whether the file ends in a record at `position` that is cut short, or of which the disk stored nothing, or nothing from
+    some sector before the record's end on."""
+    end = _end_at(data, position)
+    reach = position + _HEADER.size if end is None else end
+    if reach > len(data):
+        return True
     stored = len(data.rstrip(b"\0"))
     lost_from = -(-stored // _SECTOR_BYTES) * _SECTOR_BYTES
-    return stored <= position or lost_from < min(reach, len(data))
+    return stored <= position or lost_from < reach

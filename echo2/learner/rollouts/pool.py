@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from echo2.base.errors import EchoError, TaskError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import GroupSpec, Rollout, RolloutSegment, SamplingParams, SegmentVerdict, Verdict, Work
 from echo2.learner.audit import Habits
-from echo2.learner.rollouts.admission import RETRIES_MAX, OpenGroups
+from echo2.learner.rollouts.admission import RETRIES_MAX, Closure, OpenGroups
 from echo2.learner.rollouts.evaluation import MOVES_MAX, EvaluationResult, Evaluations, VersionEvaluation
 from echo2.learner.rollouts.groups import (
     NOBODY,
@@ -136,7 +136,7 @@ class RolloutPool:
         self._next_evaluation: Version | None = None
         self._opened_in = dict(history.opened_in)
         self._is_offering = self._is_stopping = False
-        self._progress, self._evaluation_ended = asyncio.Event(), asyncio.Event()
+        self._progress = asyncio.Event()  # towards what the training loop waits for
         self._scoring: set[asyncio.Task[None]] = set()
         self._mishaps = Mishaps(_log)
 
@@ -191,19 +191,14 @@ class RolloutPool:
             if group is None or verdict.verdict not in (Verdict.ADMITTED, Verdict.HELD):
                 continue  # None: a later segment of this report made the group stale
             rollout = group.rollouts[verdict.index]
-            if verdict.verdict is Verdict.ADMITTED:
+            is_admitted = verdict.verdict is Verdict.ADMITTED
+            if is_admitted:
                 self.journal.append(Finished(rollout, group.senders.get(verdict.index, ())))
-            if not is_driven(verdict.group_id):
-                if verdict.verdict is Verdict.ADMITTED:
+                if not is_driven(verdict.group_id):
                     self._begin_scoring(rollout)
-            elif self.agents is not None:
-                if verdict.verdict is Verdict.ADMITTED:
-                    self.agents.on_sampled(rollout)
-                elif not rollout.is_finished:  # finished: by a later segment of this report
-                    self.agents.on_tokens(rollout)
-        accusations, self.groups.accusations = self.groups.accusations, []
-        for peer_id, text in accusations:
-            self.accuse(peer_id, text, is_certain=True)
+            # HELD and finished: a later segment of this report has finished it.
+            if is_driven(verdict.group_id) and self.agents is not None and rollout.is_finished == is_admitted:
+                (self.agents.on_sampled if is_admitted else self.agents.on_tokens)(rollout)
         self._settle()
         # A duplicate is synced too: if the first acknowledgement was lost, the first copy may not be on disk yet.
         if any(verdict.verdict in (Verdict.ADMITTED, Verdict.DUPLICATE) for verdict in verdicts):
@@ -233,7 +228,7 @@ class RolloutPool:
             return
         turns = self.groups.turns(at.root, at.index)
         authors = tuple(dict.fromkeys(sent.peer_id for sent in turns[-1].senders)) or (NOBODY,)
-        sender = self.groups.workers.likeliest(authors)
+        sender = self.groups.workers.likeliest(authors)  # the one whose other completions wait for this one
         context_tokens = len(turns[-1].prompt_token_ids) + len(rollout.token_ids)
         sampled = [turn.rollout.token_ids for turn in turns]
         source = self.prompts if group.is_training else self.evaluations
@@ -244,55 +239,49 @@ class RolloutPool:
         except Exception as error:  # noqa: BLE001 - a completion, that is a worker, can provoke it: it costs this reward alone
             self._mishaps.note("the answer to a completion", sender, error)
             answer = TurnAnswer(Scored(None, RewardFailure.FAULT, f"unforeseen {type(error).__name__}", 0.0))
-        if answer.scored is None:
-            self.rewards.add(answer.seconds, is_last=False)
-            spec = self.groups.open_turn(at, answer.said)
-            self._offer([] if spec is None else [spec])
+        scored = answer.scored
+        self.rewards.add(answer.seconds if scored is None else scored.seconds, is_last=scored is not None)
+        if scored is None:
+            self._offer(self.groups.open_turn(at, answer.said))
         else:
-            self._count(answer.scored, at, authors, sender)
-            reward = answer.scored.reward
-            self._reward(at, None if reward is None else reward.value, {} if reward is None else reward.parts)
+            is_held = scored.failure is not None and scored.failure.is_held_against_sender
+            self.groups.workers.on_scored(authors, scored.seconds, is_held)
+            self._reward(at, scored, sender)
         self._settle()
 
-    def _count(self, scored: Scored, at: TurnOf, authors: Sequence[PeerId], sender: PeerId) -> None:
-        """`sender`: the one of the authors whose requests it delays."""
-        self.rewards.add(scored.seconds, is_last=True)
-        self.rewards.failed += scored.reward is None
-        self.rewards.scored += scored.reward is not None
-        if scored.reward is not None:
+    def _reward(self, at: TurnOf, scored: Scored, sender: PeerId) -> None:
+        reward = scored.reward
+        self.rewards.failed += reward is None
+        self.rewards.scored += reward is not None
+        if reward is not None:
             self.failures.on_success(sender)
         else:
             _log.warning("no reward for rollout %d of %s: %s", at.index, at.root, scored.message)
             if too_many := self.failures.on_failure(scored.message, sender):
                 text = f"task {self.prompts.world.name}: {too_many}{remedy(self.failures.message)}"
                 self._watcher.fail(TaskError(text))
-        is_held = scored.failure is not None and scored.failure.is_held_against_sender
-        for author, text in self.groups.workers.on_scored(authors, scored.seconds, is_held):
-            self.accuse(author, text, is_certain=False)
-
-    def _reward(self, at: TurnOf, value: float | None, parts: Mapping[str, float]) -> None:
-        group = self.groups.groups.get(at.root)
+        group, value = self.groups.groups.get(at.root), None if reward is None else reward.value
         if group is None:
             return
         if self._evaluation is not None and not group.is_training:
-            self._evaluation.on_sample(group, at.index, value, parts)
+            self._evaluation.on_sample(group, at.index, value, {} if reward is None else reward.parts)
             value = value or 0.0
         self.groups.reward(at.root, at.index, value)
         self._end_ready(group)
 
     def _end_ready(self, group: Group) -> None:
         """Tells the evaluation its answer once all its rewards are there."""
-        root = group.spec.group_id
-        if not group.is_ready or group.is_training:
+        root, evaluation = group.spec.group_id, self._evaluation
+        if not group.is_ready or group.is_training or evaluation is None:
             return
-        if self._evaluation is not None and root not in self.groups.groups:
-            self._evaluation.on_lost(root, group.draw.cursor)
-        elif self._evaluation is not None:
-            whole = self.groups.train_group(group)
-            self._evaluation.on_answer(group, [self.groups.groups[name] for name in self.groups.family(root)])
-            self.groups.close_family(root, "complete")
-            self.evaluations.write_samples(whole)
-            self._watcher.on_answer(whole)
+        if root not in self.groups.groups:
+            evaluation.on_lost(root, group.draw.cursor)
+            return
+        whole = self.groups.train_group(group)
+        evaluation.on_answer(group, [self.groups.groups[name] for name in self.groups.family(root)])
+        self.groups.close_family(root, "complete")
+        self.evaluations.write_samples(whole)
+        self._watcher.on_answer(whole)
 
     # ---- agents
 
@@ -307,7 +296,7 @@ class RolloutPool:
         """Leases an agent's call as the next of `chain`; None starts a new one. Returns None if the group of its episode is closed.
         `temperature` counts in evaluations only."""
         spec = self.groups.open_call(root, chain, prompt, sampling, temperature)
-        self._offer([] if spec is None else [spec])
+        self._offer(spec)
         self._settle()
         return None if spec is None else spec.group_id
 
@@ -348,8 +337,7 @@ class RolloutPool:
         self.barred[peer_id] = reason
         self.groups.drop_sent_by(peer_id)
         for answer in self._evaluation.drop_sent_by(peer_id) if self._evaluation is not None else ():
-            for group_id in answer.group_ids:
-                self.journal.append(GroupDropped(group_id))
+            self._journal_dropped(answer.group_ids)
             if answer.draw.retry < RETRIES_MAX[Work.EVALUATE]:
                 self._open_question(answer.draw.again())
         self._settle()
@@ -399,12 +387,15 @@ class RolloutPool:
         """Ends the wait for a batch and for evaluations; a batch that is already drawn is still handed out."""
         self._is_stopping = True
         self._progress.set()
-        self._evaluation_ended.set()
 
     # ---- after every call
 
     def _settle(self) -> None:
-        """Tells closures, moves up the groups behind them, draws missing groups, goes on with the evaluation, wakes the trainer."""
+        """Accuses liars, tells closures, moves up the groups behind them, draws missing groups, goes on with the evaluation, wakes
+        the training loop."""
+        accused, self.groups.workers.accused = self.groups.workers.accused, []
+        for sender in accused:
+            self.accuse(sender.peer_id, sender.reason, is_certain=sender.is_certain)
         self._tell_closures()
         if self._is_offering:
             self._draw_missing()
@@ -413,22 +404,29 @@ class RolloutPool:
             self._progress.set()
 
     def _tell_closures(self) -> None:
-        closures = self.groups.take_closures()
-        early = [closure for closure in closures if closure.reason != "complete"]
-        for closure in early:  # a batch has a record of its own, and an answer is kept until its evaluation is over
-            self.journal.append(GroupDropped(closure.group_id))
-        for reason in dict.fromkeys(closure.reason for closure in closures):
-            group_ids = [closure.group_id for closure in closures if closure.reason == reason]
+        by_reason: dict[str, list[Closure]] = {}
+        for closure in self.groups.take_closures():
+            by_reason.setdefault(closure.reason, []).append(closure)
+        for reason, closures in by_reason.items():
+            group_ids = [closure.group_id for closure in closures]
+            if (
+                reason != "complete"
+            ):  # a batch has a record of its own, and an answer is kept until its evaluation is over
+                self._journal_dropped(group_ids)
             self._coordinator.close(group_ids, reason)
             if self.agents is not None:
                 self.agents.on_closed(group_ids, reason)
-        for closure in early:
+        for closure in (closure for closures in by_reason.values() for closure in closures):
             if closure.retry is not None and evaluated_version(closure.group_id) is None:
                 self._retries.append(closure.retry)
             elif closure.retry is not None:
                 self._open_question(closure.retry)
-        if early and (moved := self.groups.move_up()):
+        if by_reason.keys() - {"complete"} and (moved := self.groups.move_up()):
             self._coordinator.offer(moved)
+
+    def _journal_dropped(self, group_ids: Iterable[GroupId]) -> None:
+        for group_id in group_ids:
+            self.journal.append(GroupDropped(group_id))
 
     def _draw_missing(self) -> None:
         cap = self.groups.rules.cap_groups(self.cap_rollouts)
@@ -442,19 +440,20 @@ class RolloutPool:
                     return
                 self.cursor = cursor + 1
                 draw = self.prompts.draw(cursor)
-            self._offer([self.groups.open_group(draw)])
+            self._offer(self.groups.open_group(draw))
 
-    def _offer(self, specs: Sequence[GroupSpec]) -> None:
-        """Records opened groups and offers them; agents' problems are played instead, and their calls are offered."""
-        for spec in specs:
-            draw = self.groups.groups[spec.group_id].draw
-            self.journal.append(Opened(draw, spec))
-            self._opened_in[spec.group_id] = self.journal.segment
-            if is_driven_root(spec.group_id) and self.agents is not None:
-                self.agents.drive(spec, draw)
-        offered = [spec for spec in specs if not is_driven_root(spec.group_id)]
-        if offered and self._is_offering:
-            self._coordinator.offer(offered)
+    def _offer(self, spec: GroupSpec | None) -> None:
+        """Records an opened group and offers it; agents' problems are played instead, and their calls are offered."""
+        if spec is None:
+            return
+        draw = self.groups.groups[spec.group_id].draw
+        self.journal.append(Opened(draw, spec))
+        self._opened_in[spec.group_id] = self.journal.segment
+        if not is_driven_root(spec.group_id):
+            if self._is_offering:
+                self._coordinator.offer([spec])
+        elif self.agents is not None:
+            self.agents.drive(spec, draw)
 
     # ---- evaluations, one at a time
 
@@ -471,14 +470,14 @@ class RolloutPool:
     async def evaluations_ended(self) -> None:
         """Waits until no evaluation is running, or for `stop`. An evaluation without progress ends by itself (`tick`)."""
         while self._evaluation is not None and not self._is_stopping:
-            self._evaluation_ended.clear()
-            await self._evaluation_ended.wait()
+            self._progress.clear()
+            await self._progress.wait()
 
     def _open_question(self, draw: Draw) -> None:
         if self._evaluation is not None and self._is_offering:
             version = self._evaluation.version
             self._evaluation.asked = max(self._evaluation.asked, draw.cursor + 1)
-            self._offer([self.groups.open_question(draw, version, self.evaluations.set_of(draw.cursor).samples)])
+            self._offer(self.groups.open_question(draw, version, self.evaluations.set_of(draw.cursor).samples))
 
     def _settle_evaluation(self) -> None:
         while (evaluation := self._evaluation) is not None:
@@ -506,8 +505,7 @@ class RolloutPool:
         self._settle()
 
     def _drop_evaluation(self, evaluation: VersionEvaluation) -> None:
-        for group_id in evaluation.group_ids:
-            self.journal.append(GroupDropped(group_id))
+        self._journal_dropped(evaluation.group_ids)
         self.groups.drop_evaluation()
         self._evaluation = None
         self._tell_closures()
@@ -519,7 +517,7 @@ class RolloutPool:
         row = self.evaluations.record(result)
         if row is not None:
             self._watcher.on_evaluation(row)
-        self._evaluation_ended.set()
+        self._progress.set()
 
     # ---- restarts
 
@@ -552,29 +550,26 @@ class RolloutPool:
         """Goes on with the newest evaluation that has no result, and drops the groups of others. Agents did not survive the
         restart, so they play again, under other names: a worker that still samples for an earlier episode cannot add to a new
         one."""
-        restored = {group.spec.group_id: group for group in self.groups.evaluation}
-        versions = {group.spec.exact_version for group in restored.values()}
+        rules, restored = self.evaluations.rules, self.groups.evaluation
+        versions = {group.spec.exact_version for group in restored}
         left = [version for version in versions if version is not None and version not in self.evaluations.rewards]
-        newest = max(left, default=None) if self.evaluations.rules.questions else None
-        if newest is not None:
-            self._evaluation = VersionEvaluation(self.evaluations.rules, newest)
+        newest = max(left, default=None) if rules.questions else None
+        found = [group for group in restored if newest is not None and group.spec.exact_version == newest]
+        kept = {name for group in found if not is_driven(name := group.spec.group_id) and not rules.is_driven}
         again: list[Draw] = []
-        for group_id, group in restored.items():
-            is_newest = group.spec.exact_version == newest
-            if is_newest and self._evaluation is not None:
-                self._evaluation.asked = max(self._evaluation.asked, group.draw.cursor + 1)
-            if is_newest and not is_driven(group_id) and not self.evaluations.rules.is_driven:
-                continue
-            del self.groups.groups[group_id]
-            self.journal.append(GroupDropped(group_id))
-            if is_newest and not is_later_turn(group_id):
-                again.append(group.draw.again())
-        if newest is not None and self._evaluation is not None:
-            # The power failed between the end of a question's group and the opening of its next one.
-            found = {draw.cursor for draw in again} | {group.draw.cursor for group in self.groups.evaluation}
-            lost = [number for number in range(self._evaluation.asked) if number not in found]
-            again += [self.evaluations.draw(newest, number) for number in lost]
-        for draw in again:
+        for group in restored:
+            if (group_id := group.spec.group_id) not in kept:
+                del self.groups.groups[group_id]
+                self.journal.append(GroupDropped(group_id))
+                if group.spec.exact_version == newest and not is_later_turn(group_id):
+                    again.append(group.draw.again())
+        if newest is None:
+            return
+        asked = 1 + max(group.draw.cursor for group in found)
+        self._evaluation = VersionEvaluation(rules, newest, asked=asked)
+        # Some may be missing: the power failed between the end of a question's group and the opening of its next one.
+        missing = set(range(asked)) - {group.draw.cursor for group in found}
+        for draw in (*again, *(self.evaluations.draw(newest, number) for number in sorted(missing))):
             self._open_question(draw)
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -25,8 +25,6 @@ from echo2.base.rollout import SamplingParams
 from echo2.config.run import RunConfig
 from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.groups import Draw
-from echo2.learner.rollouts.selection import OverlongShaping
-from echo2.learner.training.loading import read_ends
 from echo2.tasks.chat_format import ChatFormat, ChatOptions
 from echo2.tasks.registry import is_environment, make_environment_source, make_task
 from echo2.tasks.rewards import Containment, RewardFailure, RewardPool, Scored, check_rewards, make_scorer
@@ -71,10 +69,6 @@ class PromptWorld(Protocol):
 
     def instance(self, index: int) -> TaskInstance: ...
 
-    def name_of(self, index: int) -> str:
-        """Name of the instance's task; in a mixture, one of several."""
-        ...
-
     async def answer(
         self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
     ) -> TurnAnswer:
@@ -85,28 +79,18 @@ class PromptWorld(Protocol):
     def close(self) -> None: ...
 
 
-def make_world(spec: TaskSpec, chat: ChatFormat, containment: Containment | None = None) -> PromptWorld:
-    """Makes the world of the task or environment that `spec` describes."""
-    make = EnvironmentWorld if is_environment(spec) else TaskWorld
-    return make(spec, chat, containment)
-
-
 class TaskWorld:
     """Scores a single completion."""
 
     def __init__(self, spec: TaskSpec, chat: ChatFormat, containment: Containment | None = None) -> None:
         self.task = make_task(spec)
-        self.name = self.task.name
-        self.size = self.task.size
+        self.name, self.size = self.task.name, self.task.size
         self._scorer = make_scorer(self.task, spec, None, containment)
         self.reward_processes = self._scorer.process_count
         self._chat = chat
 
     def instance(self, index: int) -> TaskInstance:
         return self.task.sample(index)
-
-    def name_of(self, index: int) -> str:
-        return self.name
 
     async def answer(
         self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
@@ -123,17 +107,13 @@ class EnvironmentWorld:
 
     def __init__(self, spec: TaskSpec, chat: ChatFormat, containment: Containment | None = None) -> None:
         self._source = make_environment_source(spec)
-        self.name = self._source.name
-        self.size = self._source.size
+        self.name, self.size = self._source.name, self._source.size
         self._pool = RewardPool(spec, None, containment)
         self.reward_processes = self._pool.process_count
         self._chat = chat
 
     def instance(self, index: int) -> TaskInstance:
         return TaskInstance(index, self._source.open(index).reset(), "")
-
-    def name_of(self, index: int) -> str:
-        return self.name
 
     async def answer(
         self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
@@ -182,9 +162,6 @@ class MixedWorld:
         world, own_index = self._of(index)
         return replace(world.instance(own_index), index=index)
 
-    def name_of(self, index: int) -> str:
-        return self.names[index % len(self.worlds)]
-
     async def answer(
         self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
     ) -> TurnAnswer:
@@ -200,50 +177,15 @@ class MixedWorld:
         return self.worlds[task], own_index
 
 
-# ---- the run's prompts
+# ---- rewards that can be computed
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSource:
-    """The model's tokenizer, and constructors of the run's world and of others."""
-
-    tokenizer: Any
-    make_world: Callable[[], PromptWorld]
-    make_other: Callable[[TaskSpec], PromptWorld] | None = None  # for further evaluation sets
-
-
-def source_of(options: LearnerOptions, began: datetime | None = None) -> PromptSource:
-    """Makes the source of prompts from the run's options."""
-    model_path, containment = options.trainer.model_path, containment_of(options)
-    tokenizer = load_tokenizer(model_path)
-    chat_options = _chat_options(options.config, began)
-    turn_end = ChatFormat(tokenizer, chat_options).turn_end
-    ends = read_ends(model_path) if turn_end is None else (*read_ends(model_path), turn_end)
-    chat = ChatFormat(tokenizer, chat_options, ends)
-
-    def make(spec: TaskSpec) -> PromptWorld:
-        return make_world(spec, chat, containment)
-
-    def make_own() -> PromptWorld:
-        worlds = [make(spec) for spec in specs_of(options.config)]
-        return MixedWorld(list(mixture), worlds) if (mixture := options.config.task.mixture) else worlds[0]
-
-    return PromptSource(tokenizer, make_own, make)
-
-
-def specs_of(config: RunConfig) -> list[TaskSpec]:
+def _task_specs(config: RunConfig) -> list[TaskSpec]:
     """The tasks to train on."""
     return [TaskSpec(name, args, config.run.seed) for name, args in config.task.asked]
 
 
-def _chat_options(config: RunConfig, began: datetime | None) -> ChatOptions:
-    """`began`: when the run began, for templates that ask for the date."""
-    task = config.task
-    options = ChatOptions(task.system_prompt, task.template_args, task.plain_prompts)
-    return options if began is None else replace(options, now=began)
-
-
-def containment_of(options: LearnerOptions) -> Containment:
+def _containment(options: LearnerOptions) -> Containment:
     """How the run's rewards are contained."""
     task, folder = options.config.task, options.folder.absolute()
     hidden = str(folder.parent if folder.name == "learner" else folder)  # the run's folder also has its workers' keys
@@ -256,51 +198,82 @@ def check_rewards_of(options: LearnerOptions) -> None:
     if config.agent.is_on:
         return
     further = (TaskSpec(one.task, one.args, config.run.seed) for one in config.task.eval_sets.values())
-    for spec in {spec.to_json(): spec for spec in (*specs_of(config), *further)}.values():
-        check_rewards(spec, containment_of(options))
+    for spec in {spec.to_json(): spec for spec in (*_task_specs(config), *further)}.values():
+        check_rewards(spec, _containment(options))
+
+
+# ---- the run's prompts
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """A tokenizer and a world in the place of the model's and of the run's tasks."""
+
+    tokenizer: Any
+    world: PromptWorld
+
+
+class PromptedModel(Protocol):
+    """What prompts depend on. `stop_token_ids`: as the model's own files name them."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def context_tokens(self) -> int: ...
+    def check_length(self, tokens: int) -> None:
+        """Raises `ConfigError` for a sequence too long for the model."""
+        ...
 
 
 class Prompts:
-    """The run's prompts and rewards, with the model's tokenizer. `check_length`: raises for sequences too long for the model.
-    `context_tokens`: longest sequence of the run. `secret`: the run's; without it, a seed cannot be known before its lease.
-    `began`: when the run began."""
+    """The run's prompts and rewards, with the model's tokenizer. `context_tokens`: longest sequence of the run. `secret`: without
+    it, a seed cannot be known before its lease. `began`: when the run began, for templates that ask for the date."""
 
     def __init__(
         self,
         options: LearnerOptions,
-        vocabulary_size: int,
-        stop_token_ids: Sequence[int],
+        model: PromptedModel,
         source: PromptSource | None = None,
-        *,
-        check_length: Callable[[int], None] = lambda tokens: None,
-        context_tokens: int = 1 << 20,
         secret: bytes = b"",
         began: datetime | None = None,
     ) -> None:
-        source = source or source_of(options, began)
-        config = options.config
-        self.tokenizer = source.tokenizer
-        if len(self.tokenizer) > vocabulary_size:
+        config, path = options.config, options.trainer.model_path
+        self.tokenizer = load_tokenizer(path) if source is None else source.tokenizer
+        self.vocabulary_size = model.vocabulary_size
+        if len(self.tokenizer) > self.vocabulary_size:
             raise ConfigError(
-                f"model {options.trainer.model_path}: expected a tokenizer of at most {vocabulary_size} tokens (the "
-                f"model's embedding), got {len(self.tokenizer)}"
+                f"model {path}: expected a tokenizer of at most {self.vocabulary_size} tokens (the model's embedding), got "
+                f"{len(self.tokenizer)}"
             )
-        self.seed = config.run.seed
-        self.vocabulary_size = vocabulary_size
-        self.world = source.make_world()
-        self._make_other = source.make_other
-        self.split = _split_of(self.world, config)
-        buffer_tokens = config.learner.overlong_buffer_tokens
-        limit_tokens = config.sampling.max_new_tokens
-        self.overlong = OverlongShaping(limit_tokens, buffer_tokens) if buffer_tokens else None
+        self._limit_tokens, self._buffer_tokens = config.sampling.max_new_tokens, config.learner.overlong_buffer_tokens
+        if self._buffer_tokens > self._limit_tokens:
+            raise ConfigError(
+                f"learner.overlong_buffer_tokens: expected at most sampling.max_new_tokens {self._limit_tokens}, got "
+                f"{self._buffer_tokens}"
+            )
+        chat = ChatOptions(config.task.system_prompt, config.task.template_args, config.task.plain_prompts)
+        chat = chat if began is None else replace(chat, now=began)
+        stops = _stops(model.stop_token_ids, ChatFormat(self.tokenizer, chat))
+        self.chat = ChatFormat(self.tokenizer, chat, stops)
         self.stop_strings = StopStrings(self.tokenizer)
-        chat = _chat_options(config, began)
-        stops = _stops(stop_token_ids, ChatFormat(self.tokenizer, chat))
         self.sampling = _sampling_of(config, stops, self.stop_strings)
-        self.chat = ChatFormat(self.tokenizer, chat, self.sampling.stop_token_ids)
-        self.check_length, self.context_tokens, self.secret = check_length, context_tokens, secret
-        self.prompt_tokens_max = config.sampling.max_prompt_tokens
-        self.is_driven = config.agent.is_on
+        self.seed, self.secret, self.is_driven = config.run.seed, secret, config.agent.is_on
+        self.context_tokens = min(options.longest_tokens, model.context_tokens)
+        self._model, self._prompt_tokens_max = model, config.sampling.max_prompt_tokens
+        self._containment = _containment(options)
+        self.world = self._own_world(config) if source is None else source.world
+        self.split = _split_of(self.world, config)
+
+    def make_world(self, spec: TaskSpec) -> PromptWorld:
+        """Makes the world of the task or environment that `spec` describes, with the run's tokenizer."""
+        make = EnvironmentWorld if is_environment(spec) else TaskWorld
+        return make(spec, self.chat, self._containment)
+
+    def _own_world(self, config: RunConfig) -> PromptWorld:
+        worlds = [self.make_world(spec) for spec in _task_specs(config)]
+        return MixedWorld(list(config.task.mixture), worlds) if config.task.mixture else worlds[0]
 
     def content(self) -> dict[str, object]:
         """What prompts are made of, as digests: a run's data, its tokenizer with the template."""
@@ -310,27 +283,23 @@ class Prompts:
         told = json.dumps([vocabulary, getattr(self.tokenizer, "chat_template", None)])
         return {"data": data, "tokenizer": hashlib.sha256(told.encode()).hexdigest()}
 
+    # ---- drawing
+
     def next_wanted(self, cursor: int) -> int:
         """The first cursor from `cursor` on whose prompt is short enough; after `SKIPS_MAX` misses, the next one."""
         candidate = self.split.upcoming(cursor)
         for _ in range(SKIPS_MAX):
-            if not self.split.has(candidate):
+            if self.is_driven or not self.split.has(candidate):
                 return candidate
-            if not self._is_too_long(self.split.train_index(candidate)):
+            index = self.split.train_index(candidate)
+            if (tokens := len(self._encoded(self.world.instance(index)))) <= self._prompt_tokens_max:
                 return candidate
-            candidate = self.split.upcoming(candidate + 1)
-        return candidate
-
-    def _is_too_long(self, index: int) -> bool:
-        if self.is_driven:
-            return False
-        tokens = len(self._encoded(self.world.instance(index)))
-        if tokens > self.prompt_tokens_max:
             _log.warning(
                 "prompt %d of task %s passed over: %d tokens, above sampling.max_prompt_tokens of %d",
-                index, self.world.name_of(index), tokens, self.prompt_tokens_max,
+                index, self.name_of(index), tokens, self._prompt_tokens_max,
             )  # fmt: skip
-        return tokens > self.prompt_tokens_max
+            candidate = self.split.upcoming(candidate + 1)
+        return candidate
 
     def exhaustion(self) -> TaskError:
         """The error for a run whose prompts are exhausted."""
@@ -348,35 +317,38 @@ class Prompts:
 
     def seeded(self, draw: Draw) -> Draw:
         """Adds the prompt's seed: the same for every retry and after every restart, and unpredictable without the secret."""
-        digest = hmac.digest(self.secret, f"{self.seed}/{draw.cursor}".encode(), "sha256")
-        return replace(draw, sampling=replace(draw.sampling, seed=int.from_bytes(digest[:8], "big") >> 1))
+        return replace(draw, sampling=replace(draw.sampling, seed=self.secret_seed(f"{self.seed}/{draw.cursor}")))
+
+    def secret_seed(self, name: str) -> int:
+        digest = hmac.digest(self.secret, name.encode(), "sha256")
+        return int.from_bytes(digest[:8], "big") >> 1
 
     def tokens_of(self, instance: TaskInstance) -> tuple[int, ...]:
         """The prompt as token ids; raises `ConfigError` if the model cannot read it or it is too long."""
-        ids = self._encoded(instance)
+        ids, name = self._encoded(instance), f"prompt {instance.index} of task {self.name_of(instance.index)}"
         if not ids or max(ids) >= self.vocabulary_size:
             raise ConfigError(
-                f"prompt {instance.index} of task {self.world.name_of(instance.index)}: expected 1 or more token ids below "
-                f"{self.vocabulary_size}, got {len(ids)} up to {max(ids, default=-1)}: wrong tokenizer for this model?"
+                f"{name}: expected 1 or more token ids below {self.vocabulary_size}, got {len(ids)} up to "
+                f"{max(ids, default=-1)}: wrong tokenizer for this model?"
             )
-        if len(ids) > self.prompt_tokens_max:
+        if len(ids) > self._prompt_tokens_max:
             raise ConfigError(
-                f"prompt {instance.index} of task {self.world.name_of(instance.index)}: expected at most "
-                f"{self.prompt_tokens_max} tokens, got {len(ids)}; a larger sampling.max_prompt_tokens has workers keep room for it"
+                f"{name}: expected at most {self._prompt_tokens_max} tokens, got {len(ids)}; a larger "
+                "sampling.max_prompt_tokens has workers keep room for it"
             )
-        self.check_length(len(ids) + self.sampling.max_new_tokens)
+        self._model.check_length(len(ids) + self.sampling.max_new_tokens)
         return tuple(ids)
 
     def _encoded(self, instance: TaskInstance) -> list[int]:
         try:
             return self.chat.prompt(instance.prompt)
         except ConfigError as error:
-            raise ConfigError(
-                f"prompt {instance.index} of task {self.world.name_of(instance.index)}: {error}"
-            ) from error
+            raise ConfigError(f"prompt {instance.index} of task {self.name_of(instance.index)}: {error}") from error
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         return self.chat.text_of(token_ids)
+
+    # ---- answers
 
     async def answer(
         self, cursor: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str = ""
@@ -385,10 +357,12 @@ class Prompts:
         completion's length. `context_tokens`: all tokens up to the turn's end. `sender`: the worker that sampled the turn.
         """
         answer = await self.answer_instance(self.split.train_index(cursor), turns, context_tokens, sender)
-        scored = answer.scored
-        if self.overlong is None or scored is None or scored.reward is None:
+        scored, buffer_tokens = answer.scored, self._buffer_tokens
+        if not buffer_tokens or scored is None or scored.reward is None:
             return answer
-        shaped = self.overlong.shaped(scored.reward.value, len(turns[-1]))
+        # The soft overlong punishment of DAPO (Yu et al., arXiv 2503.14476): from 0 to 1 over the last tokens before the limit.
+        excess_tokens = len(turns[-1]) - (self._limit_tokens - buffer_tokens)
+        shaped = scored.reward.value - min(1.0, max(0.0, excess_tokens / buffer_tokens))
         return TurnAnswer(replace(scored, reward=replace(scored.reward, value=shaped)))
 
     async def answer_instance(
@@ -403,13 +377,21 @@ class Prompts:
         room_tokens = self.context_tokens - context_tokens - self.sampling.max_new_tokens
         return await (world or self.world).answer(index, turns, room_tokens, sender)
 
-    def task_of(self, cursor: int) -> str:
-        """Name of the task of prompt `cursor` in a mixture; empty for a single task."""
-        return self.world.name_of(self.split.train_index(cursor)) if self.is_mixed else ""
+    # ---- mixtures
 
     @property
     def is_mixed(self) -> bool:
         return isinstance(self.split, MixedSplit)
+
+    def name_of(self, index: int) -> str:
+        """Name of an instance's task; in a mixture, the run's name for one of several."""
+        if not isinstance(self.world, MixedWorld):
+            return self.world.name
+        return self.world.names[index % len(self.world.names)]
+
+    def task_of(self, cursor: int) -> str:
+        """Name of the task of prompt `cursor` in a mixture; empty for a single task."""
+        return self.name_of(self.split.train_index(cursor)) if self.is_mixed else ""
 
     @property
     def held_out_counts(self) -> tuple[tuple[str, int], ...]:
@@ -422,12 +404,6 @@ class Prompts:
 
     def held_out(self, position: int) -> TaskInstance:
         return self.world.instance(self.split.held_out_index(position))
-
-    def make_world(self, spec: TaskSpec) -> PromptWorld:
-        """Makes the world of another task, with the run's tokenizer."""
-        if self._make_other is None:
-            raise ConfigError(f"task {spec.name}: expected none beside the run's own where prompts come from elsewhere")
-        return self._make_other(spec)
 
     def close(self) -> None:
         self.world.close()

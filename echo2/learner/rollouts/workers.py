@@ -42,6 +42,15 @@ class DeliveryTally:
     admitted_rollouts: float
 
 
+@dataclass(frozen=True, slots=True)
+class AccusedSender:
+    """`is_certain`: what the worker did cannot be an accident."""
+
+    peer_id: PeerId
+    reason: str
+    is_certain: bool
+
+
 @dataclass(slots=True)
 class SenderRecord:
     """`impossible`: impossible reports less admitted rollouts, not below 0. `scored`, `held`, `held_s`: its recent completions,
@@ -62,10 +71,12 @@ class SenderRecord:
 
 @dataclass(slots=True)
 class SenderRecords:
-    """`seconds_held`, `completions_held`: of blocked scorers, over all workers since the start."""
+    """`seconds_held`, `completions_held`: of blocked scorers, over all workers since the start. `accused`: not yet taken by the
+    pool."""
 
     seconds_held: float = 0.0
     completions_held: int = 0
+    accused: list[AccusedSender] = field(default_factory=list)
     _records: dict[PeerId, SenderRecord] = field(default_factory=dict)  # the least recently touched first
     _fresh: set[tuple[PeerId, GroupId, int]] = field(default_factory=set)
     _last: dict[tuple[PeerId, GroupId, int], float] = field(default_factory=dict)  # seconds; oldest first
@@ -108,13 +119,15 @@ class SenderRecords:
             record = self._of(reporter)
             record.impossible = max(0, record.impossible - 1)
 
-    def on_impossible(self, worker: PeerId, problem: str) -> str | None:
-        """A report that no honest worker makes was refused. Returns what to accuse the worker of, if these are too many."""
+    def on_impossible(self, worker: PeerId, problem: str) -> None:
+        """A report that no honest worker makes was refused: accuses the worker if these are too many."""
+        if worker == NOBODY:
+            return
         record = self._of(worker)
         record.impossible += 1
-        if worker == NOBODY or record.impossible != IMPOSSIBLE_MAX:
-            return None
-        return f"{IMPOSSIBLE_MAX} of its reports could not be true, the last: {problem}"
+        if record.impossible == IMPOSSIBLE_MAX:
+            reason = f"{IMPOSSIBLE_MAX} of its reports could not be true, the last: {problem}"
+            self.accused.append(AccusedSender(worker, reason, is_certain=True))
 
     def take_deliveries(self, now: float) -> tuple[DeliveryTally, ...] | None:
         """The tallies of all workers that delivered something, if a report is due at `now` (seconds), else None."""
@@ -141,8 +154,8 @@ class SenderRecords:
         """The author of a completion that would most likely be to blame; the last one, if nothing is known."""
         return max(reversed(authors), key=lambda author: self._records.get(author, SenderRecord()).held_rate)
 
-    def on_scored(self, authors: Sequence[PeerId], seconds: float, is_held: bool) -> list[tuple[PeerId, str]]:
-        """Counts a completion of these workers. Returns those that now first stand out, each with what to accuse it of."""
+    def on_scored(self, authors: Sequence[PeerId], seconds: float, is_held: bool) -> None:
+        """Counts a completion of these workers; accuses those that now first stand out."""
         records = {author: self._of(author) for author in authors}
         rates = {author: record.held_rate for author, record in records.items()}
         for record in records.values():
@@ -150,25 +163,22 @@ class SenderRecords:
             if record.scored > RECENT_MAX:
                 record.scored, record.held, record.held_s = record.scored / 2, record.held / 2, record.held_s / 2
         if not is_held:
-            return []
+            return
         self.seconds_held += seconds
         self.completions_held += 1
         for author, record in records.items():
             share = rates[author] / sum(rates.values())
             record.held += share
             record.held_s += share * seconds
-        accused = [author for author, record in records.items() if self._stands_out(author, record)]
-        for author in accused:
-            records[author].is_accused = True
-        return [
-            (
-                author,
-                f"rewards: {records[author].held:.0f} of its {records[author].scored:.0f} recent completions held up their "
-                f"scorer, for {records[author].held_s:.0f} s in all; others' hardly do",
+        for author in [author for author, record in records.items() if self._stands_out(author, record)]:
+            record = records[author]
+            record.is_accused = True
+            reason = (
+                f"rewards: {record.held:.0f} of its {record.scored:.0f} recent completions held up their scorer, for "
+                f"{record.held_s:.0f} s in all; others' hardly do"
             )
-            for author in accused
-            if author != NOBODY
-        ]
+            if author != NOBODY:
+                self.accused.append(AccusedSender(author, reason, is_certain=False))
 
     def _stands_out(self, worker: PeerId, record: SenderRecord) -> bool:
         if record.is_accused or record.held < HELD_MIN:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import Counter
 from typing import Any
@@ -12,11 +11,11 @@ from echo2.gateway.harness import Episode
 TURNS = 3
 SEEN: dict[str, list[dict[str, Any]]] = {}
 """What the clients read, by episode: each answer with the ids and numbers that it carried."""
-FAILURES: Counter[str] = Counter()
+EPISODES: Counter[str] = Counter()
+"""How many were begun, by problem."""
 CLIENTS: dict[str, Any] = {}
-CHECKED: list[str] = []
-PROBLEMS: list[str] = []
-PROBLEMS_TOLD: list[Any] = []
+NOTES: list[Any] = []
+"""What a player has to say of its episode."""
 
 
 def client_of(episode: Episode) -> Any:
@@ -46,36 +45,23 @@ async def three_turns(episode: Episode) -> float:
     return sum(letter.isdigit() for letter in letters) / max(1, len(letters))
 
 
-async def breaks_once(episode: Episode) -> float:
-    """Each problem's first episode breaks in the middle, as machines do."""
-    problem = str(episode.problem["index"])
-    FAILURES[problem] += 1
-    if FAILURES[problem] == 1:
-        raise OSError("the tool's machine is gone")
-    await asyncio.sleep(0)
-    return await three_turns(episode)
-
-
-async def pays_no_number_once(episode: Episode) -> float:
-    """Each problem's first episode is worth nothing that can be averaged."""
-    problem = str(episode.problem["index"])
-    FAILURES[problem] += 1
-    paid = (math.nan, math.inf, -math.inf, 1e300)[sum(FAILURES.values()) % 4] if FAILURES[problem] == 1 else None
-    earned = await three_turns(episode)
-    return earned if paid is None else paid
-
-
-async def asks_with_foreign_tokens(episode: Episode) -> float:
-    """Its first calls have token ids that the model does not have; each is refused, and the episode goes on."""
+async def misbehaves_at_first(episode: Episode) -> float:
+    """Asks with token ids that the model does not have, each of which is refused. Of each problem, the first episode breaks, as
+    machines do, and the second is worth nothing that can be averaged."""
     import openai
 
-    client = client_of(episode)
+    problem, client = str(episode.problem["index"]), client_of(episode)
+    EPISODES[problem] += 1
+    number = EPISODES[problem]
+    if number == 1:
+        raise OSError("the tool's machine is gone")
     for tokens in ([10**12], [1, 2, 99_999], [*range(5), 10**30]):
         try:
             await client.completions.create(model="policy", prompt=tokens)
         except openai.BadRequestError as error:
-            CHECKED.append(str(error))
-    return await three_turns(episode)
+            NOTES.append(str(error))
+    earned = await three_turns(episode)
+    return (math.nan, math.inf, -math.inf, 1e300)[sum(EPISODES.values()) % 4] if number == 2 else earned
 
 
 async def leaves_it_to_the_task(episode: Episode) -> None:
@@ -83,11 +69,12 @@ async def leaves_it_to_the_task(episode: Episode) -> None:
 
 
 async def asks_everything(episode: Episode) -> float:
-    """Streams, texts, choices, models, refusals: what differs from the API is noted in `PROBLEMS`."""
+    """Streams, texts, choices, models, refusals: notes what differs from the API."""
     try:
         await _asked_everything(episode)
+        NOTES.append("as OpenAI's")
     except AssertionError as error:
-        PROBLEMS.append(repr(error))
+        NOTES.append(repr(error))
     return 1.0
 
 
@@ -128,12 +115,10 @@ async def _asked_everything(episode: Episode) -> None:
         except kind:
             continue
         raise AssertionError(f"expected {kind.__name__}")
-    CHECKED.append(episode.api_key)
 
 
-async def tells_its_problems(episode: Episode) -> float:
-    """Notes what it is told of its problem."""
-    PROBLEMS_TOLD.append(episode.problem)
+async def notes_its_problem(episode: Episode) -> float:
+    NOTES.append(episode.problem)
     return await three_turns(episode)
 
 

@@ -6,19 +6,26 @@ All of it talks real gRPC over mutual TLS with the learner under test; only the 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
+import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, RolloutSegment, SegmentVerdict, VersionSpan
 from echo2.broadcast.node import NodeCalls
 from echo2.config.run import RunConfig
+from echo2.learner.learner import Learner, LearnerDaemon, RunSummary
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
+from echo2.learner.rollouts.prompts import Prompts
+from echo2.learner.run_folder import RunFolder
+from echo2.learner.startup import Prepared, prepare
 from echo2.trust.calls import GatedServer
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.ports import LEARNER
@@ -292,3 +299,97 @@ def options_for(
         folder, RunConfig.model_validate(both), trainer or TrainerOptions(str(model), device="cpu", lr=1e-3), turns_max,
         metrics_port=metrics_port, limits=limits or LearnerLimits(free_bytes_min=1 << 20, linger_s=0.0),
     )  # fmt: skip
+
+
+def prompts_for(
+    options: LearnerOptions, vocabulary_size: int = 100, stop_token_ids: tuple[int, ...] = (1,), **given: Any
+) -> Prompts:
+    """The run's prompts, for a model of which nothing else matters."""
+    model = SimpleNamespace(
+        vocabulary_size=vocabulary_size,
+        stop_token_ids=stop_token_ids,
+        context_tokens=256,
+        check_length=lambda tokens: None,
+    )
+    return Prompts(options, model, **given)
+
+
+# ---- whole runs
+
+T = TypeVar("T")
+
+
+class Run:
+    """One learner with its coordinator and workers."""
+
+    def __init__(self, options: LearnerOptions, plan: coordinator_pb2.PlanUpdate | None = None, **made: Any) -> None:
+        """`made`: parts of the daemon's own, in the place of a follower that applies what is published."""
+        self.options = options
+        self.authority = new_authority()
+        self.coordinator = Coordinator(self.authority, plan)
+        self.follower = FollowerBroadcaster()
+        self.daemon = LearnerDaemon(options, **(made or {"make_broadcaster": self.follower.made}))
+        self.workers: list[RandomWorker] = []
+        self.at_step: dict[int, Any] = {}
+
+    async def finish(self, worker_count: int = 2, lag: int = 0) -> RunSummary:
+        await self.coordinator.start()
+        learner = prepare_node(self.options.folder, self.authority, self.coordinator.address)
+        running = asyncio.get_running_loop().create_task(self.daemon.run())
+        while self.daemon.learner is None and not running.done():
+            await asyncio.sleep(0.01)
+        address = ""
+        if self.daemon.learner is not None:
+            loop, address = self.daemon.learner.loop, self.daemon.learner.address
+            original = loop._on_step
+            loop._on_step = lambda: (original(), self._stepped())[0]
+        tasks = []
+        for _ in range(worker_count):
+            worker = RandomWorker(self.coordinator, address, learner, 60)
+            worker.lag = lag
+            self.workers.append(worker)
+            tasks.append(asyncio.get_running_loop().create_task(worker.run()))
+        try:
+            return await asyncio.wait_for(running, 60)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.coordinator.stop()
+
+    @property
+    def learner(self) -> Learner:
+        assert self.daemon.learner is not None, "it has begun"
+        return self.daemon.learner
+
+    def _stepped(self) -> None:
+        action = self.at_step.get(self.learner.loop.step)
+        if action is not None:
+            action()
+
+
+def go(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluations_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+
+
+def crash_image(run: Run, target: Path) -> dict[str, Any]:
+    """What a kill would leave on the disk at this very instant, and the weights that are lost with the process."""
+    shutil.copytree(run.options.folder, target, ignore=shutil.ignore_patterns("learner.lock", "*.partial"))
+    loop = run.learner.loop
+    return {"step": loop.step, "masters": [master.clone() for master in loop.p.model.masters]}
+
+
+def prepared_from(options: LearnerOptions) -> Prepared:
+    folder = RunFolder(options.folder)
+    try:
+        return prepare(options, folder)
+    finally:
+        folder.release()

@@ -63,7 +63,7 @@ class Engine:
 
 
 def lead(engine: Engine, ranks: Ranks, model: Path, folder: Path) -> None:
-    from tests.unit.learner.test_daemon import Run
+    from tests.unit.learner.fleet import Run
 
     trainer = OwnTrainer(DeclaredModel(str(model), "bfloat16"), ranks)
     made: list[Run] = []
@@ -81,7 +81,7 @@ def lead(engine: Engine, ranks: Ranks, model: Path, folder: Path) -> None:
     thread.start()
 
     async def run() -> Any:
-        from tests.unit.learner.test_daemon import FollowerBroadcaster
+        from tests.unit.learner.fleet import FollowerBroadcaster
 
         follower = FollowerBroadcaster()
         parts = {"make_broadcaster": follower.made, "make_prepared": lambda o, f: prepare_with(trainer, o, f)}

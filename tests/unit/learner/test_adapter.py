@@ -21,8 +21,7 @@ from echo2.worker.engines.engine import GenerateRequest, SwapMode
 from echo2.worker.engines.making import make_engine, parse_model_config
 from echo2.worker.options import WorkerOptions
 from echo2.worker.weights import HostSnapshot
-from tests.unit.learner.fleet import options_for
-from tests.unit.learner.test_daemon import Run, go, prepared_from
+from tests.unit.learner.fleet import Run, go, options_for, prepared_from
 from tests.unit.learner.tiny import make_tiny_model
 
 PROMPT, SEED = (5, 6, 7, 8, 9), 3

@@ -13,10 +13,10 @@ from echo2.base.ids import GroupId, Version
 from echo2.base.rng import rollout_seed, turn_seed, uniforms
 from echo2.base.rollout import Verdict, Work
 from echo2.learner.audit import _uniforms_of
+from echo2.learner.rollouts.admission import GroupRules
 from echo2.learner.rollouts.evaluation import QuestionSet
-from echo2.learner.rollouts.groups import Batch, evaluated_version, is_driven_root
+from echo2.learner.rollouts.groups import Batch, evaluated_version
 from echo2.learner.rollouts.history import EpisodeScored
-from echo2.learner.rollouts.selection import GroupRules
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from tests.unit.learner.stage import ALICE, GREEDY, SAMPLING, STOP, Stage, piece
 from tests.unit.learner.test_trainer import new_trainer
@@ -123,24 +123,14 @@ def test_audits_know_the_random_numbers_of_every_call() -> None:
     assert found.tolist() == [*uniforms(seeds[0], 3).tolist(), *uniforms(seeds[1], 2).tolist()]
 
 
-def test_a_journal_gives_the_same_batch_again() -> None:
+def test_a_journal_gives_the_same_batch_again_and_unfinished_episodes_are_drawn_again() -> None:
     stage = played()
+    stage.start()  # whole episodes wait with their rewards
     before, _ = stage.restored()
     batch = batch_of(stage)
     (group,) = batch.groups
-    again = before.draw_batch()
-    assert again is not None, "whole episodes come back with their rewards"
-    assert (again.groups[0].spec, again.groups[0].rewards, again.groups[0].insertions) == (
-        group.spec, group.rewards, group.insertions,
-    )  # fmt: skip
-    assert stage.restored()[0].next_step == 1 and ROOT not in stage.restored()[0].groups
+    assert before.draw_batch() == batch and stage.restored()[0].next_step == 1
     assert batch_from_bytes(batch_to_bytes(batch)).groups[0].insertions == group.insertions
-
-
-def test_after_a_restart_whole_episodes_wait_and_unfinished_ones_are_drawn_again() -> None:
-    stage = played()
-    stage.start()
-    assert [r.token_ids for r in batch_of(stage).groups[0].rollouts] == [(10, 11, 1, 12, 1), (13, 1), (21, 1)]
     stage = played()
     ends = [number for number, (_, record) in enumerate(stage.journal.records) if isinstance(record, EpisodeScored)]
     del stage.journal.records[ends[-1]]
@@ -148,18 +138,16 @@ def test_after_a_restart_whole_episodes_wait_and_unfinished_ones_are_drawn_again
     assert ROOT not in stage.pool.groups.groups and f"{ROOT}r1" in stage.driven
 
 
-@pytest.mark.parametrize("has_common", [True, False])
-def test_chains_with_and_without_a_common_beginning_train(tmp_path: Path, has_common: bool) -> None:
+def test_chains_without_a_common_beginning_train(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     stage = new_stage()
     for number in range(2):
-        opening = (5, 6, 7 + number) if has_common else (5 + number, 6, 7)
-        sample(stage, call(stage, ROOT, None, opening), 10 + number, 11, 1)
+        sample(stage, call(stage, ROOT, None, (5 + number, 6, 7)), 10 + number, 11, 1)
         end(stage, ROOT, {number: 1}, float(number))
     batch = batch_of(stage)
-    assert batch.groups[0].spec.prompt_token_ids == ((5, 6) if has_common else ())
+    assert batch.groups[0].spec.prompt_token_ids == ()
     trainer = new_trainer(make_tiny_model(tmp_path / "model"))
-    whole = torch.tensor([[*((5, 6, 8) if has_common else (6, 6, 7)), 11, 11, 1]])
+    whole = torch.tensor([[6, 6, 7, 11, 11, 1]])
     with torch.no_grad():
         logits = trainer.model.hf_model(input_ids=whole).logits[0].log_softmax(-1)
     expected = torch.stack([logits[at - 1, whole[0, at]] for at in (3, 4, 5)])
@@ -184,40 +172,32 @@ def test_held_out_problems_are_played_by_one_version_and_none_is_trained_on() ->
     stage = evaluated()
     one, two, hard = problems(stage)
     assert [stage.driven[name].rollout_count for name in (one, two, hard)] == [1, 1, 3]
-    assert all(is_driven_root(name) for name in problems(stage))
-    group_id = call(stage, one, None, (5, 6))
-    leased = stage.offered[group_id]
+    group_id = call(stage, one, None, (5, 6), 0.7)
+    leased, run = stage.offered[group_id], stage.offered[call(stage, ROOT, None, (5, 6), 0.7)].sampling
     assert (leased.work, leased.exact_version) == (Work.EVALUATE, Version(0)), "workers at that very version alone"
-    assert (leased.sampling.temperature, leased.sampling.top_p) == (0.0, 1.0), "as evaluations sample, not as the run"
-    assert leased.sampling.max_new_tokens == RUN.max_new_tokens
+    assert (leased.sampling.temperature, leased.sampling.top_p) == (0.7, GREEDY.top_p), "the agent may choose the first"
+    assert leased.sampling.max_new_tokens == RUN.max_new_tokens and leased.sampling.seed != RUN.seed
+    assert run.temperature == SAMPLING.temperature, "in training not even that"
+    assert stage.offered[call(stage, two, None, (5, 6))].sampling.temperature == 0.0, "else as evaluations sample"
     stage.tell(stage.pool.on_published, Version(1))
     assert stage.report(piece(group_id, 0, [9, STOP], version=1)) == [Verdict.REFUSED]
     sample(stage, group_id, 9, STOP)
     end(stage, one, {0: 1}, 1.0)
-    end(stage, two, {play(stage, two): 2}, 0.0)
+    end(stage, two, {0: 0, play(stage, two): 2}, 0.0)
     for reward in (1.0, 0.0, 1.0):
         end(stage, hard, {play(stage, hard): 2}, reward)
     (result,) = stage.evaluations.results
     assert [each.rewards for each in result.sets] == [((1.0,), (0.0,)), ((1.0, 0.0, 1.0),)]
     row = result.row(1.0)
     assert row["eval/rollouts"] == 5 and row["eval/lost_episodes"] == 0 and row["eval/hard/steps"] == 2.0
-    assert not problems(stage) and not stage.questions
-    assert stage.pool.groups.ledger.histogram() == {} and stage.pool.groups.counts.admitted == 0
+    assert not problems(stage) and stage.pool.groups.ledger.histogram() == {} and stage.pool.groups.counts.admitted == 0
 
 
-def test_an_evaluated_agent_may_choose_its_temperature_and_nothing_else_of_the_draw() -> None:
-    stage = evaluated()
-    leased = stage.offered[call(stage, problems(stage)[0], None, (5, 6), 0.7)].sampling
-    assert leased.temperature == 0.7 and leased.top_p == GREEDY.top_p and leased.seed != RUN.seed
-    trained = stage.offered[call(stage, ROOT, None, (5, 6), 0.7)].sampling
-    assert trained.temperature == SAMPLING.temperature, "in training not even that"
-
-
-def test_a_lost_episode_is_left_out_and_not_worth_nothing() -> None:
+def test_a_lost_episode_is_left_out_and_not_worth_nothing_and_two_chains_of_one_count_once() -> None:
     stage = evaluated()
     one, two, hard = problems(stage)
     end(stage, one, {play(stage, one): 2}, None, is_final=False)  # broke, and is begun anew
-    end(stage, one, {play(stage, one): 2}, 1.0)
+    end(stage, one, {play(stage, one): 2, play(stage, one): 2}, 1.0)
     end(stage, two, {play(stage, two): 2}, None)  # lost for good
     for reward in (1.0, None, 0.0):
         end(stage, hard, {play(stage, hard): 2}, reward)
@@ -257,15 +237,3 @@ def test_what_a_barred_worker_sampled_is_played_again() -> None:
     play(stage, before[1])
     stage.tell(stage.pool.accuse, ALICE, "planted", is_certain=True)
     assert len(problems(stage)) == 3 and len(set(problems(stage)) - set(before)) == 2
-
-
-@pytest.mark.parametrize("reward", [0.0, 1.0])
-def test_two_chains_of_an_episode_count_once(reward: float) -> None:
-    stage = evaluated()
-    one, two, hard = problems(stage)
-    first, second = play(stage, one), play(stage, one)
-    end(stage, one, {first: 2, second: 2}, reward)
-    end(stage, two, {play(stage, two): 2}, 1.0 - reward)
-    for _ in range(3):
-        end(stage, hard, {play(stage, hard): 2}, 0.5)
-    assert stage.evaluations.results[0].sets[0].rewards == ((reward,), (1.0 - reward,))

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from echo2.base.errors import TaskError
 from echo2.gateway.harness import Episode, make_harness
 from echo2.learner.rollouts.groups import Batch
 from tests.unit.learner import agent_players as players
-from tests.unit.learner.fleet import RandomWorker, options_for
-from tests.unit.learner.test_daemon import Run, evaluations_of, go, rows_of
+from tests.unit.learner.fleet import RandomWorker, Run, evaluations_of, go, options_for, rows_of
 from tests.unit.learner.tiny import make_tiny_model
 
 pytest.importorskip("openai")
@@ -34,42 +32,35 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def agents(folder: Path, model: Path, player: str, **changes: Any) -> Run:
-    players.SEEN.clear()
-    players.FAILURES.clear()
-    players.CLIENTS.clear()
-    players.PROBLEMS_TOLD.clear()
+    for seen in (players.SEEN, players.EPISODES, players.CLIENTS, players.NOTES):
+        seen.clear()
     given: dict[str, Any] = {
-        "learner": {"steps": 2}, "task": {"eval_prompts": 0}, "turns_max": 4, "agent": {"harness": PLAYER + player},
+        "learner": {"steps": 1}, "task": {"eval_prompts": 0}, "turns_max": 4, "agent": {"harness": PLAYER + player},
     }  # fmt: skip
     return Run(options_for(folder, model, **{**given, **changes}))
 
 
-def trained_by(run: Run) -> list[Batch]:
-    """Every batch of the run, as the trainer takes it."""
+def played(run: Run, worker_count: int = 2) -> tuple[Any, list[Batch]]:
+    """Plays the run to its end; returns its summary and every batch as the trainer takes it."""
     batches: list[Batch] = []
 
-    def watch() -> None:
+    async def watch() -> None:
+        while run.daemon.learner is None:
+            await asyncio.sleep(0.001)
         team = run.learner.loop.p.team
         original = team.step
         team.step = lambda batch, due: (batches.append(batch), original(batch, due))[1]  # type: ignore[method-assign]
 
-    run.began = watch  # type: ignore[attr-defined]
-    return batches
+    async def play() -> Any:
+        watcher = asyncio.get_running_loop().create_task(watch())
+        try:
+            return await run.finish(worker_count)
+        finally:
+            watcher.cancel()
+            for client in players.CLIENTS.values():
+                await client.close()
 
-
-async def finished(run: Run, batches: list[Batch], **kwargs: Any) -> Any:
-    async def watching() -> None:
-        while run.daemon.learner is None:
-            await asyncio.sleep(0.001)
-        run.began()  # type: ignore[attr-defined]
-
-    watcher = asyncio.get_running_loop().create_task(watching())
-    try:
-        return await run.finish(**kwargs)
-    finally:
-        watcher.cancel()
-        for client in players.CLIENTS.values():
-            await client.close()
+    return go(play()), batches
 
 
 def example(name: str) -> Any:
@@ -92,75 +83,10 @@ def sampled_by_clients() -> dict[tuple[int, ...], tuple[float, ...]]:
     return found
 
 
-def test_every_trained_id_and_number_is_what_the_stock_client_was_told(model_path: Path, tmp_path: Path) -> None:
-    run = agents(tmp_path / "run", model_path, "three_turns")
-    batches = trained_by(run)
-    summary = go(finished(run, batches, worker_count=3))
-    assert summary.is_finished and summary.trained_rollouts == 2 * 8 and summary.over_stale_tokens == 0
-    known = sampled_by_clients()
-    for group in (group for batch in batches for group in batch.groups):
-        for place, rollout in enumerate(group.rollouts):
-            text, sampled_at = group.text_of(place)
-            whole, turns = (*group.spec.prompt_token_ids, *text), group.insertions[place]
-            assert len(turns) == players.TURNS, "one chain of three calls"
-            ends = [*(turn.position for turn in turns[1:]), len(rollout.token_ids)]
-            begin = 0
-            for end in ends:
-                stop = sampled_at[end - 1] + len(group.spec.prompt_token_ids) + 1
-                assert known[whole[:stop]] == pytest.approx(rollout.logprobs[begin:end], abs=1e-6)
-                begin = end
-    last = rows_of(tmp_path / "run")[-1]
-    assert last["agents/calls"] >= 2 * 8 * players.TURNS and last["agents/branches"] == 0
-    assert last["agents/kept_share"] > 0.3 and last["agents/dropped"] == 0
-
-
-def test_a_broken_episode_is_begun_anew_and_never_worth_nothing(model_path: Path, tmp_path: Path) -> None:
-    run = agents(tmp_path / "run", model_path, "breaks_once", learner={"steps": 1})
-    batches = trained_by(run)
-    summary = go(finished(run, batches))
-    assert summary.is_finished and summary.trained_rollouts == 8
-    last = rows_of(tmp_path / "run")[-1]
-    assert last["agents/restarted"] >= 2 and last["agents/dropped"] == 0 and last["rewards/failed"] == 0
-    assert all(rollout.token_ids for group in batches[0].groups for rollout in group.rollouts)
-
-
-def test_a_reward_that_is_no_number_loses_the_episode_and_never_ends_the_learner(
-    model_path: Path, tmp_path: Path
-) -> None:
-    run = agents(tmp_path / "run", model_path, "pays_no_number_once", learner={"steps": 1})
-    batches = trained_by(run)
-    assert go(finished(run, batches)).is_finished
-    last = rows_of(tmp_path / "run")[-1]
-    assert last["agents/restarted"] >= 2 and last["agents/dropped"] == 0
-    rewards = [reward for group in batches[0].groups for reward in group.rewards]
-    assert len(rewards) == 8 and all(0.0 <= reward <= 1.0 for reward in rewards)
-
-
-def test_token_ids_of_a_client_that_the_model_lacks_go_to_no_worker_and_not_into_training(
-    model_path: Path, tmp_path: Path
-) -> None:
-    players.CHECKED.clear()
-    run = agents(tmp_path / "run", model_path, "asks_with_foreign_tokens", learner={"steps": 1})
-    batches = trained_by(run)
-    assert go(finished(run, batches)).is_finished
-    assert len(players.CHECKED) >= 3 * 8 and all("expected token ids below" in text for text in players.CHECKED)
-    last = rows_of(tmp_path / "run")[-1]
-    assert last["agents/restarted"] == 0 and last["agents/dropped"] == 0, "calls that are refused hold no episode up"
-
-
-def test_the_task_scores_what_the_harness_does_not(model_path: Path, tmp_path: Path) -> None:
-    run = agents(tmp_path / "run", model_path, "leaves_it_to_the_task", learner={"steps": 1})
-    batches = trained_by(run)
-    assert go(finished(run, batches)).is_finished
-    rewards = [reward for group in batches[0].groups for reward in group.rewards]
-    last = [answers[-1]["choices"][0]["message"]["content"] for answers in players.SEEN.values() if len(answers) == 3]
-    shares = {sum(c.isdigit() for c in text) / max(1, len(text)) for text in ("".join(one.split()) for one in last)}
-    assert len(rewards) == 8 and {round(reward, 6) for reward in rewards} <= {round(share, 6) for share in shares}
-
-
-def test_a_worker_that_dies_in_the_middle_is_not_seen_by_the_client(
+def test_every_trained_id_and_number_is_what_the_stock_client_was_told(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Behind a proxy, too, and though a worker dies in the middle again and again."""
     whole, died = RandomWorker.segments, []
 
     def torn(self: RandomWorker, spec: Any, version: Any) -> Any:
@@ -173,16 +99,60 @@ def test_a_worker_that_dies_in_the_middle_is_not_seen_by_the_client(
         return made
 
     monkeypatch.setattr(RandomWorker, "segments", torn)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "intern.example")
+    monkeypatch.delenv("NO_PROXY", raising=False)
     run = agents(tmp_path / "run", model_path, "three_turns", learner={"steps": 2})
-    summary = go(finished(run, trained_by(run), worker_count=2))
-    assert summary.is_finished and died and summary.trained_rollouts == 16
-    assert rows_of(tmp_path / "run")[-1]["agents/restarted"] == 0
+    summary, batches = played(run, worker_count=3)
+    assert summary.is_finished and summary.trained_rollouts == 2 * 8 and summary.over_stale_tokens == 0 and died
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "intern.example,127.0.0.1"
+    known = sampled_by_clients()
+    for group in (group for batch in batches for group in batch.groups):
+        for place, rollout in enumerate(group.rollouts):
+            text, sampled_at = group.text_of(place)
+            whole_text, turns = (*group.spec.prompt_token_ids, *text), group.insertions[place]
+            assert len(turns) == players.TURNS, "one chain of three calls"
+            ends = [*(turn.position for turn in turns[1:]), len(rollout.token_ids)]
+            begin = 0
+            for end in ends:
+                stop = sampled_at[end - 1] + len(group.spec.prompt_token_ids) + 1
+                assert known[whole_text[:stop]] == pytest.approx(rollout.logprobs[begin:end], abs=1e-6)
+                begin = end
+    last = rows_of(tmp_path / "run")[-1]
+    assert last["agents/calls"] >= 2 * 8 * players.TURNS and last["agents/branches"] == 0
+    assert last["agents/kept_share"] > 0.3 and last["agents/restarted"] == last["agents/dropped"] == 0
+
+
+def test_what_a_broken_harness_or_client_does_costs_its_episode_alone_and_is_never_worth_nothing(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """Episodes break, pay no number, and ask with token ids that the model lacks; those go to no worker."""
+    summary, batches = played(agents(tmp_path / "run", model_path, "misbehaves_at_first", learner={"steps": 2}))
+    assert summary.is_finished and summary.trained_rollouts == 16
+    groups = [group for batch in batches for group in batch.groups]
+    assert all(rollout.token_ids for group in groups for rollout in group.rollouts)
+    rewards = [reward for group in groups for reward in group.rewards]
+    assert len(rewards) == 16 and all(0.0 <= reward <= 1.0 for reward in rewards)
+    refusals = [note for note in players.NOTES if isinstance(note, str)]
+    assert len(refusals) >= 3 * 16 and all("expected token ids below" in text for text in refusals)
+    last = rows_of(tmp_path / "run")[-1]
+    assert last["agents/restarted"] >= 4 and last["agents/dropped"] == 0 and last["rewards/failed"] == 0
+
+
+def test_the_task_scores_what_the_harness_does_not(model_path: Path, tmp_path: Path) -> None:
+    summary, batches = played(agents(tmp_path / "run", model_path, "leaves_it_to_the_task"))
+    assert summary.is_finished
+    rewards = [reward for group in batches[0].groups for reward in group.rewards]
+    last = [answers[-1]["choices"][0]["message"]["content"] for answers in players.SEEN.values() if len(answers) == 3]
+    shares = {sum(c.isdigit() for c in text) / max(1, len(text)) for text in ("".join(one.split()) for one in last)}
+    assert len(rewards) == 8 and {round(reward, 6) for reward in rewards} <= {round(share, 6) for share in shares}
 
 
 def test_a_harness_of_ones_own_in_another_place_brings_rollouts(model_path: Path, tmp_path: Path) -> None:
     outside_harness = example("outside_harness")
     task = {"name": "sort_digits", "args": {"digit_count": 3}, "eval_prompts": 0}
-    run = agents(tmp_path / "run", model_path, "", agent={"listen": "127.0.0.1:0"}, task=task)
+    run = agents(tmp_path / "run", model_path, "", agent={"listen": "127.0.0.1:0"}, task=task, learner={"steps": 2})
 
     async def both() -> Any:
         async def outside() -> int:
@@ -207,57 +177,32 @@ def test_the_same_agents_play_held_out_problems_of_each_task_and_none_of_them_is
         "digits": {"task": "sort_digits", "args": {"digit_count": 3}, "eval_prompts": 1},
     }
     task = {"name": "sort_digits", "mixture": mixture, "eval_every_steps": 1, "eval_samples": 2}
-    run = agents(tmp_path / "run", model_path, "tells_its_problems", task=task)
-    batches = trained_by(run)
-    summary = go(finished(run, batches, worker_count=3))
+    run = agents(tmp_path / "run", model_path, "notes_its_problem", task=task, learner={"steps": 2})
+    summary, batches = played(run, worker_count=3)
     assert summary.is_finished and summary.trained_rollouts == 16
     rows = evaluations_of(tmp_path / "run")
     assert rows[0]["step"] == 0 and rows[-1]["step"] == 2 and [*summary.evaluations] == [row["step"] for row in rows]
     assert all(row["eval/rollouts"] == 6 and row["eval/lost_episodes"] == 0 for row in rows)
     assert all({"eval/share/reward", "eval/digits/reward", "eval/share/pass@2"} <= row.keys() for row in rows)
-    held_out = {one["index"] for one in players.PROBLEMS_TOLD if "evaluation" in one}
-    trained = {one["index"] for one in players.PROBLEMS_TOLD if "evaluation" not in one}
+    held_out = {one["index"] for one in players.NOTES if "evaluation" in one}
+    trained = {one["index"] for one in players.NOTES if "evaluation" not in one}
     assert len(held_out) == 3 and not held_out & trained
-    assert {one["task"] for one in players.PROBLEMS_TOLD} == {"share", "digits"}
-    cursors = {group.spec.group_id for batch in batches for group in batch.groups}
-    assert all(name.startswith("a") for name in cursors)
+    assert {one["task"] for one in players.NOTES} == {"share", "digits"}
+    assert all(group.spec.group_id.startswith("a") for batch in batches for group in batch.groups)
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert {one["set"] for one in samples} == {"share", "digits"}
 
 
 def test_the_api_answers_as_openais_does_and_refuses_by_name(model_path: Path, tmp_path: Path) -> None:
-    run = agents(tmp_path / "run", model_path, "asks_everything", learner={"steps": 1})
-    assert go(finished(run, trained_by(run))).is_finished
-    assert players.CHECKED and not players.PROBLEMS, players.PROBLEMS
-
-
-def test_the_examples_model_is_made_by_its_command(tmp_path: Path) -> None:
-    recipe = json.dumps({"warmup_steps": 1, "batch": 2})
-    command = [sys.executable, "-m", "echo2.cli.demo.model", str(tmp_path / "model"), "--recipe", recipe]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=60)
-    assert (tmp_path / "model" / "tokenizer.json").exists()
+    summary, _ = played(agents(tmp_path / "run", model_path, "asks_everything"))
+    assert summary.is_finished and players.NOTES and set(players.NOTES) == {"as OpenAI's"}
 
 
 def test_a_harness_whose_every_episode_is_lost_ends_the_run_with_the_cause(model_path: Path, tmp_path: Path) -> None:
-    run = agents(tmp_path / "run", model_path, "always_breaks", learner={"steps": 1})
     with pytest.raises(
         TaskError, match=r"always_breaks: .*64 episodes failed .*OSError: no tool.*PermissionError: locked"
     ):
-        go(finished(run, trained_by(run)))
-
-
-def test_behind_a_proxy_an_agent_s_own_client_reaches_the_gateway(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.setenv("no_proxy", "intern.example")
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    run = agents(tmp_path / "run", model_path, "three_turns", learner={"steps": 1})
-    assert go(finished(run, trained_by(run))).is_finished
-    last = rows_of(tmp_path / "run")[-1]
-    assert last["agents/restarted"] == last["agents/dropped"] == 0
-    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "intern.example,127.0.0.1"
+        played(agents(tmp_path / "run", model_path, "always_breaks"))
 
 
 def test_behind_a_proxy_a_program_s_client_reaches_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from echo2.base.ids import Version
 from echo2.base.rollout import Verdict
+from echo2.learner.rollouts.admission import GroupRules
 from echo2.learner.rollouts.evaluation import MOVES_MAX, OPEN_MAX, QuestionSet, SetResult
 from echo2.learner.rollouts.groups import evaluated_version
-from echo2.learner.rollouts.selection import GroupRules
 from tests.unit.learner.stage import ALICE, BOB, PATIENCE_S, STOP, Stage, piece
 
 SETS = (QuestionSet("held_out", 3, 1), QuestionSet("hard", 2, 4))

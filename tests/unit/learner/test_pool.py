@@ -14,10 +14,10 @@ from echo2.base.errors import DiskFull
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import Verdict
 from echo2.learner.audit import Habits
+from echo2.learner.rollouts.admission import GroupRules
 from echo2.learner.rollouts.evaluation import QuestionSet
 from echo2.learner.rollouts.groups import evaluated_version, root_of
 from echo2.learner.rollouts.history import BatchDrawn, Finished, GroupDropped, Opened
-from echo2.learner.rollouts.selection import GroupRules
 from tests.unit.learner.stage import ALICE, BOB, PATIENCE_S, STOP, Stage, piece
 
 WORKERS = (ALICE, BOB)

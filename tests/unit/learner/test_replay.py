@@ -29,8 +29,7 @@ from echo2.learner.training.team import Team
 from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.weights import DeltaHeader, Encoding, HostWeights, WeightSet
 from echo2.weights.fingerprint import key_of_run
-from tests.unit.learner.fleet import RUN, options_for
-from tests.unit.learner.test_daemon import Run, crash_image, go
+from tests.unit.learner.fleet import RUN, Run, crash_image, go, options_for
 from tests.unit.learner.tiny import make_tiny_model
 
 

@@ -1,3 +1,5 @@
+"""A run's folder: whose it is, its secret, and batches kept for a person to look at."""
+
 from __future__ import annotations
 
 import json
@@ -6,21 +8,34 @@ from pathlib import Path
 import pytest
 
 from echo2.base.errors import StateError
-from echo2.learner.run_folder import RunFolder
+from echo2.base.ids import Step
+from echo2.learner.rollouts.groups import Batch
+from echo2.learner.run_folder import KEPT_MAX, RunFolder, keep_for_inspection
+from tests.unit.learner.fleet import options_for, prompts_for
+from tests.unit.learner.test_trainer import random_groups
+from tests.unit.learner.tiny import make_tiny_model
+
+WANTED = {"seed": 0, "task": "sums", "lora": [0, 0]}
 
 
 def test_what_a_run_is_may_not_change(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.check_identity({"seed": 0, "task": "sums"}, {"model_path": "here"})
-    folder.check_identity({"seed": 0, "task": "sums"}, {"model_path": "moved"})
+    folder.check_identity(WANTED, {"model_path": "here"})
+    folder.check_identity(WANTED, {"model_path": "moved"})
     with pytest.raises(StateError, match='expected task "sums" as when the run began, got "products"'):
-        folder.check_identity({"seed": 0, "task": "products"})
+        folder.check_identity(WANTED | {"task": "products"})
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "run.json").unlink()
+    folder.check_identity({"seed": 0})
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "journal" / "segment-00000000.records").touch()
+    with pytest.raises(StateError, match=r"run\.json: expected it beside segment-00000000\.records, found none"):
+        folder.check_identity({"seed": 1})
 
 
 def test_every_flipped_bit_of_what_the_run_is_stops_the_start(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    wanted = {"seed": 0, "task": "sums", "lora": [0, 0]}
-    folder.check_identity(wanted, {"model_path": "here"})
+    folder.check_identity(WANTED, {"model_path": "here"})
     path, refused = tmp_path / "run.json", 0
     whole = path.read_bytes()
     for at in range(len(whole)):
@@ -28,7 +43,7 @@ def test_every_flipped_bit_of_what_the_run_is_stops_the_start(tmp_path: Path) ->
         data[at] ^= 1 << (at % 8)
         path.write_bytes(data)
         try:
-            folder.check_identity(wanted)
+            folder.check_identity(WANTED)
         except StateError as error:
             assert "expected the run's identity" in str(error) and "restore it from a backup" in str(error)
             refused += 1
@@ -37,11 +52,37 @@ def test_every_flipped_bit_of_what_the_run_is_stops_the_start(tmp_path: Path) ->
     assert refused > 0.7 * len(whole)  # the rest is white space and the name of the checksum
 
 
-def test_a_run_that_has_begun_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    (tmp_path / "journal").mkdir()
-    folder.check_identity({"seed": 0})
-    (tmp_path / "run.json").unlink()
-    (tmp_path / "journal" / "segment-00000000.records").touch()
-    with pytest.raises(StateError, match=r"run\.json: expected it beside segment-00000000\.records, found none"):
-        folder.check_identity({"seed": 1})
+def test_seeds_follow_from_a_secret_of_the_run_that_is_made_once(tmp_path: Path) -> None:
+    prompts = prompts_for(options_for(tmp_path / "run", make_tiny_model(tmp_path / "model")))
+    seeds = []
+    for name in ("one", "one", "other"):
+        folder = RunFolder(tmp_path / name)
+        prompts.secret = folder.secret()
+        folder.release()
+        drawn = [prompts.draw(cursor) for cursor in range(3)]
+        assert prompts.seeded(drawn[0].again()).sampling == drawn[0].sampling
+        seeds.append([draw.sampling.seed for draw in drawn])
+    assert seeds[0] == seeds[1] and len({*seeds[0], *seeds[2]}) == 6, (
+        "the same after a restart, new ones for another run"
+    )
+    secret = tmp_path / "one" / "sampling.secret"
+    assert secret.stat().st_mode & 0o077 == 0
+    secret.write_bytes(b"short")
+    with pytest.raises(StateError, match="expected 32 bytes, got 5"):
+        RunFolder(tmp_path / "one").secret()
+    prompts.close()
+
+
+def test_a_kept_batch_reads_back_whole_and_few_are_kept(tmp_path: Path) -> None:
+    for step in range(KEPT_MAX + 2):
+        keep_for_inspection(Batch(Step(step), random_groups(step)), tmp_path)
+    kept = sorted((tmp_path / "not_finite").iterdir())
+    assert [path.name for path in kept] == [f"step-{step:08d}.json" for step in range(KEPT_MAX)]
+    found = json.loads(kept[3].read_text())
+    assert found["step"] == 3
+    for said, group in zip(found["groups"], random_groups(3), strict=True):
+        assert said["group_id"] == group.spec.group_id and said["rewards"] == list(group.rewards)
+        assert said["prompt_token_ids"] == list(group.spec.prompt_token_ids)
+        for one, rollout in zip(said["rollouts"], group.rollouts, strict=True):
+            assert one["index"] == rollout.index and one["token_ids"] == list(rollout.token_ids)
+            assert one["logprobs"] == list(rollout.logprobs) and one["raw_logprobs"] == list(rollout.raw_logprobs)

@@ -187,7 +187,7 @@ def obey(options: LearnerOptions, folder: Path, fails_at: int | None) -> None:
 
 def serve(options: LearnerOptions, folder: Path) -> None:
     """The first rank: a whole run; what its fleet held at the end, or at a failure, goes to files."""
-    from tests.unit.learner.test_daemon import Run
+    from tests.unit.learner.fleet import Run
 
     gathered, run, kept = count_gathered(), Run(options), folder / "held.pt"
     if kept.exists():
