@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.audit import Habits, Passage, examined, passage_of
+from echo2.learner.audit import Habits, Passage, examine, passage_of
 from echo2.learner.rollouts.groups import SentTokens, TrainGroup
 from echo2.learner.training.scoring import VersionScorer
 
@@ -52,7 +52,7 @@ def measured(times: int = 2) -> dict[str, Any]:
     with torch.inference_mode():
         for _ in range(times):
             begun = time.process_time()
-            examined([one], learner.versions, learner, learner.together)
+            examine([one], learner)
             learner_s.append(time.process_time() - begun)
     return {"weights": weights, "learner_tokens_per_s": TOKENS / min(learner_s)}
 

@@ -15,7 +15,7 @@ import torch
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rng import derived_seed, rollout_seed, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, VersionSpan, spans_of
-from echo2.learner.audit import MEASURED_TOKENS, Accusation, Bets, Habits, KindNoise, examined, passage_of
+from echo2.learner.audit import MEASURED_TOKENS, Accusation, Bets, Habits, KindNoise, examine, passage_of
 from echo2.learner.rollouts.admission import problem_of_end, problem_of_segment
 from echo2.learner.rollouts.groups import SentTokens, TrainGroup
 from echo2.learner.training.model import PolicyModel
@@ -173,7 +173,7 @@ def watched(
         senders = tuple((SentTokens(worker, len(rollout.token_ids)),) for rollout in rollouts)
         group = TrainGroup(spec, number, tuple(rollouts), (0.0,) * len(rollouts), (), senders)
         passages = [passage_of(group, member, lambda peer: habits) for member in range(len(rollouts))]
-        for evidence in examined(passages, scorer.versions, scorer, scorer.together):
+        for evidence in examine(passages, scorer):
             rollouts_seen += 1
             for piece in evidence:
                 bets.observe(piece, habits.kind, noise)

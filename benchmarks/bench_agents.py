@@ -21,11 +21,9 @@ from typing import Any
 
 from benchmarks.agent_runs import Row, cache, learning
 from benchmarks.priority import lift
-from echo2.gateway.app import GatewayApp
+from echo2.gateway.app import GatewayApp, GatewayPort
 from echo2.gateway.codec import ModelCodec
-from echo2.gateway.episodes import Completion, Episodes
-from echo2.gateway.limits import GatewayLimits
-from echo2.gateway.server import GatewayPort
+from echo2.gateway.episodes import Completion, Episodes, GatewayLimits
 from echo2.tasks.chat_format import ChatFormat
 from echo2.tasks.token_text import token_texts
 from tests.unit.gateway.fakes import RecordingFleet

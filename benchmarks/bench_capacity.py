@@ -28,7 +28,8 @@ from benchmarks.fleet_model.planner import FixedPlanner
 from benchmarks.fleet_model.report import report_of, simulate
 from benchmarks.fleet_model.scenario import FleetScenario, WorkerTruth
 from echo2.base.ids import PeerId
-from echo2.cli.plan import load_catalogue, read_toml
+from echo2.cli.plan import load_catalogue
+from echo2.config.load import read_toml
 from echo2.cost_model.planner import confirmed, plan
 from echo2.cost_model.relations import FleetModel
 from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, LinkEstimate, PlanConfig, WorkerEstimate

@@ -140,8 +140,8 @@ def measure_pair(old: Snapshot, new: Snapshot, setting: CodecSetting, steps: int
     """The frames, CPU seconds to encode, CPU seconds to decode and apply, the best; checks every bit."""
     base = HostWeights.from_tensors(old, Version(0))
     header = header_for(base, setting, steps)
-    frames = list(encode_delta(base, new, header))
-    encode = cpu_s(lambda: list(encode_delta(base, new, header)))
+    frames = list(encode_delta(base.tensors(), new, header))
+    encode = cpu_s(lambda: list(encode_delta(base.tensors(), new, header)))
     expected = fingerprint(new, 1)
     decode = []
     for _ in range(REPEATS):
@@ -259,7 +259,7 @@ def bench_merge(table: Table, snapshots: dict[int, Snapshot]) -> None:
     chain = []
     for step in range(8):
         base = HostWeights.from_tensors(snapshots[step], Version(step))
-        chain.append(list(encode_delta(base, snapshots[step + 1], header_for(base, CodecSetting.FAST, 1))))
+        chain.append(list(encode_delta(base.tensors(), snapshots[step + 1], header_for(base, CodecSetting.FAST, 1))))
     merged = list(compose(*chain))
     total = sum(len(frame) for container in chain for frame in container)
     table.add("merged over 8 versions / chain", sum(map(len, merged)) / total, "x", 0.55)
@@ -325,10 +325,10 @@ def bench_threads(table: Table, snapshots: dict[int, Snapshot]) -> None:
     measure("memcpy", lambda executor, _: copy_in_parts(source, target, executor))
     for setting in CodecSetting:
         name, header = setting.name.lower(), header_for(base, setting, 1)
-        frames = list(encode_delta(base, new, header))
+        frames = list(encode_delta(base.tensors(), new, header))
 
         def encode(executor: ThreadPoolExecutor, threads: int, header: DeltaHeader = header) -> None:
-            for _ in encode_delta(base, new, header, executor=executor, ahead=2 * threads):
+            for _ in encode_delta(base.tensors(), new, header, executor=executor, ahead=2 * threads):
                 pass
 
         def decode(executor: ThreadPoolExecutor, _: int, frames: list[bytes] = frames) -> None:
@@ -352,11 +352,11 @@ def bench_memory(table: Table, name: str, snapshots: dict[int, Snapshot], steps:
             target_version=Version(1), parent_version=Version(0), parent_fingerprint=base.fingerprint(),
             setting=setting, block_elements=1 << 18,
         )  # fmt: skip
-        frames = list(encode_delta(base, new, header))
+        frames = list(encode_delta(base.tensors(), new, header))
         host = HostWeights.from_tensors(old, Version(0))
         host.fingerprint()
         tracemalloc.start()
-        for _ in encode_delta(base, new, header):
+        for _ in encode_delta(base.tensors(), new, header):
             pass
         encoding = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()

@@ -175,7 +175,7 @@ def run_publishing(path: Path, windows: int, threads: int) -> None:
         began = time.perf_counter()
         header = DeltaHeader(target_version=target.version or Version(0), parent_version=parent.version,
                              parent_fingerprint=parent.fingerprint(), fingerprint_key=1, setting=CodecSetting.FAST)  # fmt: skip
-        join_frames(encode_delta(parent, target, header))
+        join_frames(encode_delta(parent.tensors(), target.tensors(), header))
         encoded.append(time.perf_counter() - began)
 
     encode(newest, newest)  # kernels are compiled once a process

@@ -24,10 +24,8 @@ from pathlib import Path
 
 from echo2.base.ids import RunId
 from echo2.broadcast.connection import Connection
-from echo2.broadcast.nat.facts import HostOptions
 from echo2.broadcast.nat.pipes import PipeMember
-from echo2.broadcast.nat.reach import Nat
-from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.nat.reach import HostOptions, Nat
 from echo2.broadcast.transport import Transport
 from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, TlsKey, certificate_request
@@ -74,7 +72,7 @@ async def serve(name: str, address: str, hub: str, folder: Path) -> None:
     credentials = credentials_of(name, folder)
     nat = Nat(credentials, take)
     if name == "hub":
-        await nat.serve(HostOptions(address, RELAY_PORT, book=RelayBook(RelayLimits())))
+        await nat.serve(HostOptions(address, RELAY_PORT))
     else:
         nat.use_relay(identity_of("hub").peer_id, f"{hub}:{RELAY_PORT}")
         transport = Transport(credentials)

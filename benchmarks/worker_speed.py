@@ -36,7 +36,7 @@ from echo2.worker.engines.embedded.live_weights import LiveWeights, read_shape
 from echo2.worker.engines.embedded.loop import LiveSwap, StepLoop
 from echo2.worker.engines.engine import SwapMode
 from echo2.worker.engines.outbox import LINGER_S, Outbox, SampledToken
-from echo2.worker.worker import PUMP_PAUSE_S
+from echo2.worker.generation import PUMP_PAUSE_S
 
 
 def by_generate(model: torch.nn.Module, asked: list[Ask], batch: int) -> float:

@@ -16,7 +16,8 @@ from pathlib import Path
 from benchmarks.fleet_model.files import scenario_of
 from benchmarks.fleet_model.report import FleetReport, simulate
 from benchmarks.fleet_model.table import print_reports
-from echo2.cli.plan import load_catalogue, read_toml
+from echo2.cli.plan import load_catalogue
+from echo2.config.load import read_toml
 from echo2.coordinator.planning.pool_plan import quiet_solver
 
 

@@ -34,8 +34,7 @@ from echo2.broadcast.dialling import Dialling
 from echo2.broadcast.events import ArtifactWanted, ChunkSeen, Emptied, HeaderSeen, PlanSet, SealSeen, Unwanted
 from echo2.broadcast.exchange import Bans, Exchange
 from echo2.broadcast.library import AvailableArtifact, Library, LibraryLimits, restored
-from echo2.broadcast.nat.facts import HostFacts, HostOptions
-from echo2.broadcast.nat.reach import Nat
+from echo2.broadcast.nat.reach import HostFacts, HostOptions, Nat
 from echo2.broadcast.pace import Meter
 from echo2.broadcast.plan import BroadcastPlan, chunk_bytes_for
 from echo2.broadcast.route import BaseCheckpoint

@@ -202,7 +202,7 @@ def _ip(text: str) -> _Ip | None:
 BLOCK_BYTES = 32 << 10  # 2,048 samples of TRANSFER_BYTES
 TRANSFER_BYTES = 64 << 20  # ends on a gigabit link after half a second
 TRANSFER_S = 4.0  # slow start is over well before the half of it
-DIAL_BACK_S = 4.0  # as PROBE_S of nat/facts
+DIAL_BACK_S = 4.0  # as PROBE_S of nat/reach
 TURN_S = 30.0
 """How long a machine waits for its turn: one transfer at a time, or concurrent ones would distort each other."""
 NONCE_BYTES = 16  # 128 bits cannot be guessed

@@ -3,7 +3,7 @@
 Artifacts are edges between versions: a delta from its parent, a keyframe from nothing. The catch-up is the shortest path in
 seconds: an artifact takes the longer of transfer and decoding, which overlap, and a round trip unless it is pushed. Guarantees:
 pushed artifacts are given up for requested ones only for a clear gain; a stalled artifact is avoided if another path leads as far.
-Leaves to others: fetching (session), which artifacts the learner publishes (weights/policy).
+Leaves to others: fetching (session), which artifacts the learner publishes (learner/publishing/schedule).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 
 from echo2.base.ids import Version
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey
-from echo2.weights.policy import BASE_SHARE_MAX
 
 SWITCH_SHARE = 0.8
 """Requested artifacts must arrive in less than this share of the time of pushed ones, because their bytes are paid for twice."""
+BASE_SHARE_MAX = 0.5
+"""Deltas from the base that exceed this share of a keyframe's bytes save a newcomer too little to be kept."""
 
 
 @dataclass(frozen=True, slots=True)

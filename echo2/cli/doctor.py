@@ -28,8 +28,9 @@ from echo2.base.errors import EchoError, PortBusy, ResourceError
 from echo2.base.units import format_bytes
 from echo2.broadcast.nat.probing import OwnLink, look_at_own_link
 from echo2.broadcast.reachability import LinkKind, own_reach
-from echo2.cli.options import MODULES, link_text
+from echo2.cli.options import MODULES, link_text, make_importable
 from echo2.cli.sizing import LearnerMachine, fit_rows, guessed_model_of, learner_line, lengths_of, shortages
+from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.cost_model.sizing import ModelSize, worker_fit
@@ -44,10 +45,8 @@ TIMEOUT_S = 5.0  # for nvidia-smi or a connection: what takes longer is broken f
 DISK_WANTED_BYTES = 8 << 30  # twice a 2-billion model in bf16: chunks
 DISK_PROBE_BYTES = 32 << 20  # beyond a disk's own cache of some MiB, yet a second on a slow one
 DISK_SLOW_BYTES_PER_S = 20e6  # a 150 Mbit/s downlink: a slower disk would be the limit
-PYTHON_MIN = (3, 11)  # pyproject's requires-python
 # By the finding's name.
 ADVICE = {
-    "Python": "install Python 3.11 or newer and make a new virtual environment with it",
     "GPU": "update the NVIDIA driver",
     "torch": "install the CUDA build of torch in this environment (its own index has it), or vLLM, which brings one",
     "memory": "close what else runs, choose a smaller model, or rent a machine with more",
@@ -60,8 +59,10 @@ ADVICE = {
 }
 
 
-def run_doctor(own: argparse.Namespace, config: RunConfig) -> int:
-    """Prints the findings; raises ResourceError, after all of them, if any is bad."""
+def run_doctor(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    """`echo2 doctor`: prints the findings; raises ResourceError, after all of them, if any is bad."""
+    make_importable(own.config)
+    config = load_config(own.config, own.preset, parse_overrides(rest))
     folder = own.folder or Path.cwd()
     found = list(_findings(folder, link_text(own.link) if own.link else "", config))
     if own.json:
@@ -89,7 +90,7 @@ def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
 
     folder = _existing(folder)
     machine = look(folder)
-    yield _python()
+    yield Finding("Python", f"{sys.version.split()[0]} at {sys.executable}")
     yield _packages()
     yield from _containment(config)
     driver = machine.gpus[0].driver if machine.gpus else ""
@@ -138,7 +139,7 @@ def learner_finding(machine: WorkerMachine, config: RunConfig, size: ModelSize) 
     room = LearnerMachine(
         count, min(here, default=0), machine.memory_bytes, machine.free_disk_bytes, min(count, len(here))
     )
-    needed = learner_line(config, size, count, min(here, default=machine.memory_bytes)).removeprefix("learner: ")
+    needed = learner_line(config, size, room).removeprefix("learner: ")
     short = shortages(config, size, room)
     if not short:
         return Finding("learner of it here", needed, is_good=count % config.learner.replicas == 0)
@@ -153,13 +154,6 @@ def learner_finding(machine: WorkerMachine, config: RunConfig, size: ModelSize) 
 def _existing(folder: Path) -> Path:
     folder = folder.expanduser().absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
-
-
-def _python() -> Finding:
-    text = f"{sys.version.split()[0]} at {sys.executable}"
-    if sys.version_info < PYTHON_MIN:
-        return Finding("Python", f"{text}: expected 3.11 or newer", is_good=False)
-    return Finding("Python", text)
 
 
 def _packages() -> Finding:

@@ -20,10 +20,8 @@ from echo2.cli.options import (
     require_extra,
 )
 from echo2.cli.process import Daemon, die_with_parent, ended_by_interrupt, report_error, run_daemon, set_up_logging
-from echo2.cli.sizing import gradient_checkpointing, loss, threads, token_budget, turns_max
 from echo2.config.run import RunConfig
 from echo2.outside.net import EVERY_ADDRESS
-from echo2.tasks.rewards import available_cores
 
 if TYPE_CHECKING:
     from echo2.learner.options import LearnerOptions, TrainerOptions
@@ -72,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def learner_options(config: RunConfig, link: str, folder: Path, metrics_port: int = 0) -> LearnerOptions:
     """Returns the learner's options from the resolved config. `link`: a join link or @FILE; empty if none is needed."""
+    from echo2.cli.sizing import turns_max
     from echo2.learner.options import LearnerOptions
 
     return LearnerOptions(
@@ -91,8 +90,10 @@ def check_groups(config: RunConfig) -> None:
 
 
 def _trainer_options(config: RunConfig) -> TrainerOptions:
+    from echo2.cli.sizing import gradient_checkpointing, loss, threads, token_budget
     from echo2.learner.options import TrainerOptions
     from echo2.learner.training.loss import LossConfig
+    from echo2.tasks.rewards import available_cores
 
     learner = config.learner
     return TrainerOptions(

@@ -1,6 +1,6 @@
 """Runs a run's processes on this machine from start to end, with the live screen, for `echo2 demo` and `echo2 run`.
 
-Waits for: the end that the caller's `is_over` detects, unless nothing makes progress for `still_s`; polls twice a second.
+Waits for: the learner's end, or what `is_over` says, unless nothing makes progress for `still_s`; polls twice a second.
 Guarantees: every process is asked to stop when `run` returns or is cancelled. Leaves to others: which processes to start, signals,
 the final report.
 """
@@ -12,10 +12,9 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -36,24 +35,24 @@ STILL_STEPS = 6.0  # a long step looks so: only workers go on
 
 
 class LiveRun:
-    """`is_over`: asked after each poll. `still_s`: seconds without progress after which `run` raises Unreachable."""
+    """`is_over`: asked after each poll with the run's status; the learner's end ends it, too. `still_s`: seconds without progress
+    after which `run` raises Unreachable."""
 
     def __init__(
         self,
         children: Children,
         console: Console,
         is_plain: bool,
-        is_over: Callable[[coordinator_pb2.RunStatus | None], bool],
+        is_over: Callable[[coordinator_pb2.RunStatus], bool],
         still_s: float = math.inf,
     ) -> None:
         self.children, self.console, self.is_plain, self._is_over = children, console, is_plain, is_over
-        self.still_s = still_s
-        self.moved = LastMove(time.monotonic())
-        self.run_folder = children.run_folder
+        self.still_s, self.run_folder = still_s, children.run_folder
         self.state = ScreenState(title=f"echo2 {self.run_folder.name}")
-        self.began = time.monotonic()
-        self.offsets: dict[str, int] = {}
-        self.printed_at = 0.0
+        self.has_seen_the_end = False
+        self._began = self._printed_at = time.monotonic()
+        self._moved = LastMove(self._began)
+        self._offsets: dict[str, int] = {}
 
     async def run(self, workers: Sequence[str]) -> None:
         """Starts coordinator, learner and `workers`; returns at the end of the run, with all processes stopped.
@@ -68,7 +67,10 @@ class LiveRun:
             async with OperatorClient(link, self.run_folder / "operator") as operator:
                 if not (await operator.status()).finished:
                     await self._start(workers)
-                with self._live() as live:
+                if self.is_plain:
+                    await self._watch(operator, None, workers)
+                    return
+                with Live(draw(self.state), console=self.console, refresh_per_second=4) as live:
                     await self._watch(operator, live, workers)
         finally:
             await asyncio.shield(asyncio.create_task(self.children.stop_all()))
@@ -77,19 +79,11 @@ class LiveRun:
         for name in workers:
             await self.children.start(name)
 
-    @contextlib.contextmanager
-    def _live(self) -> Iterator[Live | None]:
-        if self.is_plain:
-            yield None
-            return
-        with Live(draw(self.state), console=self.console, refresh_per_second=4, transient=False) as live:
-            yield live
-
     async def _watch(self, operator: OperatorClient, live: Live | None, workers: Sequence[str]) -> None:
         while True:
             self.children.raise_if_failed()
             self.children.raise_if_learner_is_alone(time.monotonic())
-            if self.moved.still_s(self.state, time.monotonic()) > self.still_s:
+            if self._moved.still_s(self.state, time.monotonic()) > self.still_s:
                 waits = self.state.status.learner.waits_for if self.state.status else ""
                 raise Unreachable(
                     f"the run: expected a step, an evaluation, a version or tokens within {self.still_s:.0f} s, got none: it "
@@ -102,7 +96,8 @@ class LiveRun:
                 await self._start(workers)
             self._read_metrics()
             self._show(live)
-            if self._is_over(self.state.status):
+            self.has_seen_the_end = self.state.status is not None and self._is_over(self.state.status)
+            if self.has_seen_the_end or not self.children.is_running("learner"):
                 return
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -113,27 +108,24 @@ class LiveRun:
             if not path.exists():
                 continue
             with path.open("rb") as file:
-                file.seek(self.offsets.get(name, 0))
+                file.seek(self._offsets.get(name, 0))
                 data = file.read()
             whole = data[: data.rfind(b"\n") + 1]
-            self.offsets[name] = self.offsets.get(name, 0) + len(whole)
-            for line in whole.splitlines():
-                self._take(json.loads(line))
-
-    def _take(self, row: Mapping[str, Any]) -> None:
-        if "reward/mean" in row:
-            self.state.rewards.append(float(row["reward/mean"]))
-        if "eval/reward" in row:
-            self.state.evaluations.append((int(row["step"]), float(row["eval/reward"])))
+            self._offsets[name] = self._offsets.get(name, 0) + len(whole)
+            for row in map(json.loads, whole.splitlines()):
+                if "reward/mean" in row:
+                    self.state.rewards.append(float(row["reward/mean"]))
+                if "eval/reward" in row:
+                    self.state.evaluations.append((int(row["step"]), float(row["eval/reward"])))
 
     def _show(self, live: Live | None) -> None:
         now = time.monotonic()
-        self.state.elapsed_s = now - self.began
+        self.state.elapsed_s = now - self._began
         self.state.phase = phase_of(self.state.status)
         if live is not None:
             live.update(draw(self.state))
-        elif now - self.printed_at >= PLAIN_LINE_EVERY_S:
-            self.printed_at = now
+        elif now - self._printed_at >= PLAIN_LINE_EVERY_S:
+            self._printed_at = now
             self.console.print(plain_line(self.state), highlight=False, soft_wrap=True)
 
 

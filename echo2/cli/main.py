@@ -6,21 +6,19 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TypeAlias
 
 import echo2
 from echo2.base.errors import EchoError, ResourceError
-from echo2.base.units import parse_duration_s
 from echo2.cli.options import Parser, add_config_arguments, check_options, make_importable, require_extra, with_values
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
 from echo2.config.load import load_config, parse_overrides, to_toml
 from echo2.tasks.built_in import trusted_text
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-# Takes the parsed arguments and the unrecognised ones; returns the exit code.
-Command = Callable[[argparse.Namespace, Sequence[str]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,8 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         check_options(rest, parser)
-        command: Command = own.command
-        code = command(own, rest)
+        if own.needs_learner:
+            require_extra("learner", own.needs_learner)
+        code = int(resolve_name(own.command)(own, rest))
         sys.stdout.flush()
         return code
     except EchoError as error:
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All commands with their arguments; what a command needs is imported when it runs."""
+    """All commands with their arguments; what a command needs is imported when it runs, for most of it loads slowly."""
     parser: argparse.ArgumentParser = Parser(
         prog="echo2", description="RL post-training of LLMs over a wide-area network."
     )
@@ -66,25 +65,32 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_command(
-    commands: Commands, name: str, command: Command, text: str, takes_overrides: bool = False
-) -> argparse.ArgumentParser:
-    """Adds a subcommand. `takes_overrides`: it accepts `--section.option VALUE`."""
+def add_command(commands: Commands, name: str, command: str, text: str, **more: object) -> argparse.ArgumentParser:
+    """Adds a subcommand. `command`: the MODULE:FUNCTION of echo2.cli that takes the parsed arguments and the unrecognised ones and
+    returns the exit code. `takes_overrides` is set: it accepts `--section.option VALUE`. `needs_learner`: the command's name, if it
+    needs the packages of the extra `learner`."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.set_defaults(command=command, takes_overrides=takes_overrides)
+    parser.set_defaults(command=f"echo2.cli.{command}", **{"takes_overrides": False, "needs_learner": "", **more})
     return parser
 
 
 def _add_config(commands: Commands) -> None:
     config = commands.add_parser("config", help="look at the configuration")
     inner = config.add_subparsers(required=True, metavar="COMMAND")
-    show = add_command(inner, "show", _show_config, "print the resolved config as TOML, each option explained", True)
+    show = add_command(
+        inner,
+        "show",
+        "main:show_config",
+        "print the resolved config as TOML, each option explained",
+        takes_overrides=True,
+    )
     show.add_argument("files", nargs="*", type=Path, metavar="FILE", help="run files in TOML; the later one wins")
     show.add_argument("--preset", help="local, lan or wan")
     show.add_argument("--plain", action="store_true", help="without the explanations")
 
 
-def _show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
+def show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    """`echo2 config show`; returns the exit code."""
     make_importable(own.files)
     config = load_config(own.files, own.preset, parse_overrides(rest))
     from echo2.cli.sizing import resolved
@@ -99,7 +105,7 @@ def _show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _add_doctor(commands: Commands) -> None:
     text = "check this machine and, with a join link, how it is reached and how fast its link is; say what to do about each problem"
-    doctor = add_command(commands, "doctor", _doctor, text, True)
+    doctor = add_command(commands, "doctor", "doctor:run_doctor", text, takes_overrides=True)
     add_config_arguments(doctor)
     doctor.add_argument(
         "--link", "--join", default="", help="join link, or @FILE that holds it; checking does not use it up"
@@ -108,15 +114,15 @@ def _add_doctor(commands: Commands) -> None:
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
-def _doctor(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    from echo2.cli.doctor import run_doctor
-
-    make_importable(own.config)
-    return run_doctor(own, load_config(own.config, own.preset, parse_overrides(rest)))
-
-
 def _add_demo(commands: Commands) -> None:
-    demo = add_command(commands, "demo", _demo, "train a small model over three emulated rented machines", True)
+    demo = add_command(
+        commands,
+        "demo",
+        "demo.run:run_demo",
+        "train a small model over three emulated rented machines",
+        takes_overrides=True,
+        needs_learner="echo2 demo",
+    )
     demo.add_argument("--name", help="names the run folder (default: demo-DATE-TIME)")
     demo.add_argument("--seed", type=int, default=0, help="of prompts, sampling and links (default: 0)")
     demo.add_argument(
@@ -145,37 +151,36 @@ def _add_demo(commands: Commands) -> None:
     demo.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
 
 
-def _demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    require_extra("learner", "echo2 demo")
-    from echo2.cli.demo.run import run_demo  # slow imports, needed only here
-
-    return run_demo(own, parse_overrides(rest))
-
-
 def _add_run(commands: Commands) -> None:
-    run = add_command(commands, "run", _run, "run a config on this machine: coordinator, learner and workers", True)
+    run = add_command(
+        commands,
+        "run",
+        "run:run_here",
+        "run a config on this machine: coordinator, learner and workers",
+        takes_overrides=True,
+        needs_learner="echo2 run",
+    )
     run.add_argument("file", type=Path, metavar="RUN.toml", help="the run file")
     run.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes (default: 1)")
     run.add_argument("--preset", default=None, help="local, lan or wan")
     run.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
 
 
-def _run(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    require_extra("learner", "echo2 run")
-    from echo2.cli.run import run_here  # imports the screen, needed only here
-
-    return run_here(own, rest)
-
-
 def _add_export(commands: Commands) -> None:
-    export = add_command(commands, "export", _export, "write a run's newest checkpoint as a Hugging Face folder")
+    export = add_command(
+        commands,
+        "export",
+        "main:export",
+        "write a run's newest checkpoint as a Hugging Face folder",
+        needs_learner="echo2 export",
+    )
     export.add_argument("run", type=Path, help="the learner's folder of the run, finished or not (RUNS/NAME/learner)")
     export.add_argument("target", type=Path, help="folder to write; new or empty")
     export.add_argument("--model", default="", help="the base model, if it has moved since the run began")
 
 
-def _export(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    require_extra("learner", "echo2 export")
+def export(own: argparse.Namespace, _: Sequence[str]) -> int:
+    """`echo2 export`; returns the exit code."""
     from echo2.learner.startup import export_run  # imports torch
 
     step = export_run(own.run, own.target, own.model)
@@ -184,24 +189,15 @@ def _export(own: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _add_status(commands: Commands) -> None:
-    status = add_command(commands, "status", _status, "show a run: learner, plan, workers")
+    status = add_command(commands, "status", "operator:show_status", "show a run: learner, plan, workers")
     status.add_argument("link", help="operator join link, or @FILE that holds it")
     status.add_argument("--json", action="store_true", help="print the status message as JSON")
 
 
-def _status(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    from echo2.cli.operator import show_status
-
-    return show_status(own.link, own.json)
-
-
 def _add_ctl(commands: Commands) -> None:
-    def run(own: argparse.Namespace, _: Sequence[str]) -> int:
-        from echo2.cli.ctl import control  # imports gRPC, needed only here
-
-        return control(own)
-
-    parser = add_command(commands, "ctl", run, "change a run that goes on: budget, cap, S, pause, stop, workers")
+    parser = add_command(
+        commands, "ctl", "operator:control", "change a run that goes on: budget, cap, S, pause, stop, workers"
+    )
     parser.add_argument("run", metavar="RUN", help="the run's folder, an operator's link, or @FILE with one")
     parser.add_argument(
         "words", metavar="WORD", nargs="+",
@@ -210,7 +206,9 @@ def _add_ctl(commands: Commands) -> None:
 
 
 def _add_token(commands: Commands) -> None:
-    token = add_command(commands, "link", _link, "make a join link for a worker, a learner or another operator")
+    token = add_command(
+        commands, "link", "operator:make_link", "make a join link for a worker, a learner or another operator"
+    )
     token.add_argument("link", help="operator join link, or @FILE that holds it")
     token.add_argument(
         "--role",
@@ -225,15 +223,9 @@ def _add_token(commands: Commands) -> None:
     token.add_argument("--label", default="", help="a note for the list of tokens")
 
 
-def _link(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    from echo2.cli.operator import make_link
-
-    return make_link(own.link, own.role, parse_duration_s(own.lifetime), own.uses, own.label)
-
-
 def _add_plan(commands: Commands) -> None:
     text = "how many of which machines a run needs, what they cost and what limits it"
-    parser = add_command(commands, "plan", _plan, text, True)
+    parser = add_command(commands, "plan", "plan:run_plan", text, takes_overrides=True)
     parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help="the run's config; defaults without")
     parser.add_argument("--preset", help="local, lan or wan")
     parser.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="machines on offer, learner and lengths")
@@ -259,15 +251,9 @@ def _add_plan(commands: Commands) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="cost and utilisation against S and kappa")
 
 
-def _plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    from echo2.cli.plan import run_plan  # imports the catalogue and numpy, as the next, needed only here
-
-    return run_plan(own, rest)
-
-
 def _add_offers(commands: Commands) -> None:
     text = "what can be rented, by what a million useful tokens of this run would cost on it"
-    parser = add_command(commands, "offers", _offers, text, True)
+    parser = add_command(commands, "offers", "offers:run_offers", text, takes_overrides=True)
     parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help="the run's config; defaults without")
     parser.add_argument("--preset", help="local, lan or wan")
     parser.add_argument("--provider", action="append", default=[], help="only of this one; may be repeated")
@@ -291,12 +277,6 @@ def _add_offers(commands: Commands) -> None:
     fetching.add_argument("--recorded", type=Path, metavar="FILE", help="a recorded catalogue instead of the market")
     parser.add_argument("--record", type=Path, metavar="FILE", help="keep what was found in a file, for --recorded")
     parser.add_argument("--json", action="store_true", help="print them as JSON")
-
-
-def _offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    from echo2.cli.offers import run_offers
-
-    return run_offers(own, rest)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,26 @@
-"""An operator's connection to the coordinator, for the demo's screen and the `echo2` commands.
+"""What an operator asks of a run's coordinator: `echo2 status`, `echo2 link`, and `echo2 ctl`, the page's buttons from a terminal.
 
-Guarantees: enrols once per identity folder and coordinator, and keeps the certificate; every call has a timeout.
+Guarantees: enrols once per identity folder and coordinator, and keeps the certificate; every call has a timeout; the coordinator
+checks, logs and saves each change before it answers.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf import json_format
 from rich.console import Console
 
-from echo2.base.errors import EchoError, MalformedMessage
+from echo2.base.errors import ConfigError, MalformedMessage
+from echo2.base.units import parse_duration_s
 from echo2.cli.options import link_text
 from echo2.trust.enrolment import enrol, find_coordinator
 from echo2.trust.identity import JoinLink, Role
@@ -26,6 +30,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0  # the coordinator answers from memory
 ACT_TIMEOUT_S = 30.0  # an action may ask a provider
+_Answer = TypeVar("_Answer")
 
 
 class OperatorClient:
@@ -62,30 +67,17 @@ class OperatorClient:
 
     async def status(self) -> coordinator_pb2.RunStatus:
         """Returns the whole state of the run. Raises `Unreachable` if the coordinator does not answer."""
-        try:
-            status: coordinator_pb2.RunStatus = await self._stub.GetStatus(
-                coordinator_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._explained(error) from None
-        return status
+        return await self._answer(self._stub.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S))
 
     async def create_link(self, role: str, lifetime_s: float, use_limit: int, label: str) -> str:
         """Makes a new join link, which the coordinator returns only this once."""
         request = coordinator_pb2.CreateTokenRequest(role=role, lifetime_s=lifetime_s, use_limit=use_limit, label=label)
-        try:
-            reply = await self._stub.CreateToken(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise self._explained(error) from None
-        return str(reply.join_link)
+        return str((await self._answer(self._stub.CreateToken(request, timeout=CALL_TIMEOUT_S))).join_link)
 
     async def act(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Carries out one of the operator's actions, as the page does, and returns its answer."""
         request = coordinator_pb2.ActRequest(name=name, body_json=json.dumps(body).encode())
-        try:
-            reply = await self._stub.Act(request, timeout=ACT_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise self._explained(error) from None
+        reply = await self._answer(self._stub.Act(request, timeout=ACT_TIMEOUT_S))
         check(reply, "the coordinator's answer")
         try:
             value = json.loads(reply.answer_json)
@@ -95,36 +87,117 @@ class OperatorClient:
             raise MalformedMessage("the coordinator's answer: expected a JSON object, got something else")
         return value
 
-    def _explained(self, error: grpc.aio.AioRpcError) -> EchoError:
-        return error_of(error, f"coordinator {self._link.peer_id} at {self._link.address}")
+    async def _answer(self, call: Awaitable[_Answer]) -> _Answer:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, f"coordinator {self._link.peer_id} at {self._link.address}") from None
 
 
 OPERATOR_FOLDER = Path("~/.config/echo2/operator")  # one identity for all runs of a user
 
 
-def show_status(link: str, as_json: bool) -> int:
-    """Prints the run's status; returns the exit code."""
-    return asyncio.run(_show(link_text(link), as_json))
+def operator_at(link: str) -> OperatorClient:
+    """The user's connection to a run. `link`: of an operator, or @FILE with one."""
+    return OperatorClient(link_text(link), OPERATOR_FOLDER.expanduser())
 
 
-async def _show(link: str, as_json: bool) -> int:
+def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
+    """`echo2 status`; returns the exit code."""
     from echo2.cli.live import ScreenState, draw  # which asks by OperatorClient itself
 
-    async with OperatorClient(link, OPERATOR_FOLDER.expanduser()) as operator:
-        status = await operator.status()
-    if as_json:
+    async def ask() -> coordinator_pb2.RunStatus:
+        async with operator_at(own.link) as operator:
+            return await operator.status()
+
+    status = asyncio.run(ask())
+    if own.json:
         print(json_format.MessageToJson(status, preserving_proto_field_name=True))
-        return 0
-    Console().print(draw(ScreenState(title=f"run {status.run_id}", status=status)))
+    else:
+        Console().print(draw(ScreenState(title=f"run {status.run_id}", status=status)))
     return 0
 
 
-def make_link(link: str, role: str, lifetime_s: float, use_limit: int, label: str) -> int:
-    """Prints a new join link, which cannot be shown again; returns the exit code."""
+def make_link(own: argparse.Namespace, _: Sequence[str]) -> int:
+    """`echo2 link`: prints a new join link, which cannot be shown again; returns the exit code."""
 
     async def ask() -> str:
-        async with OperatorClient(link_text(link), OPERATOR_FOLDER.expanduser()) as operator:
-            return await operator.create_link(role, lifetime_s, use_limit, label)
+        async with operator_at(own.link) as operator:
+            return await operator.create_link(own.role, parse_duration_s(own.lifetime), own.uses, own.label)
 
     print(asyncio.run(ask()))
     return 0
+
+
+# Short names of what `set` changes most.
+SETTINGS = {"budget": "usd_budget", "cap": "usd_per_hour_cap", "S": "staleness_bound"}
+WORKER_STATES = {"drain": "draining", "ban": "banned", "quarantine": "quarantined"}
+"""Words of the command for states; active, standby and automatic stand for themselves."""
+# What follows the run file, as usage says it.
+WORDS = """advice | set budget=USD cap=USD/H S=STEPS price.OFFER=USD/H | pause [REASON] | resume | stop [REASON] |
+worker NAME drain|standby|active|automatic|quarantine|ban [REASON] | do ACTION JSON"""
+
+
+def control(own: argparse.Namespace, _: Sequence[str]) -> int:
+    """`echo2 ctl`: carries out one command; returns the exit code."""
+    name, body = request_of(own.words)
+    link = Path(own.run) / "links" / "operator.link"
+
+    async def ask() -> dict[str, Any]:
+        async with operator_at(f"@{link}" if link.is_file() else own.run) as operator:
+            return await operator.act(name, body)
+
+    answer = asyncio.run(ask())
+    print(
+        "\n".join(advice_lines(answer)) if name == "run/advice" else json.dumps(answer, indent=2) if answer else "done"
+    )
+    return 0
+
+
+def request_of(words: list[str]) -> tuple[str, dict[str, Any]]:
+    """The action and its arguments. ConfigError if the words are none."""
+    match words:
+        case ["advice"]:
+            return "run/advice", {}
+        case ["set", *changes] if changes:
+            return "run/settings", _settings(changes)
+        case ["pause" | "stop" as what, *reason]:
+            return f"run/{what}", {"reason": " ".join(reason)}
+        case ["resume"]:
+            return "run/resume", {}
+        case ["worker", whom, state, *reason]:
+            activation = WORKER_STATES.get(state, state)
+            return "workers/state", {"peer_id": whom, "activation": activation, "reason": " ".join(reason)}
+        case ["do", action, text]:
+            try:
+                return action, json.loads(text)
+            except ValueError as error:
+                raise ConfigError(f"echo2 ctl: {action}: expected JSON, got: {error}") from None
+    raise ConfigError(f"echo2 ctl: expected one of: {' '.join(WORDS.split())}; got {' '.join(words)!r}")
+
+
+def _settings(changes: list[str]) -> dict[str, Any]:
+    body: dict[str, Any] = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            raise ConfigError(f"echo2 ctl: {change!r}: expected NAME=NUMBER") from None
+        if name.startswith("price."):
+            body.setdefault("prices", {})[name.removeprefix("price.")] = value
+        elif name in SETTINGS:
+            body[SETTINGS[name]] = value
+        else:
+            raise ConfigError(f"echo2 ctl: {name!r}: expected {', '.join(SETTINGS)} or price.OFFER")
+    return body
+
+
+def advice_lines(advice: dict[str, Any]) -> list[str]:
+    """Formats the advice: what to do, in order, then the state of the run."""
+    end = advice["hours_left"]
+    lines = [f"{number}. {step['text']}" for number, step in enumerate(advice["steps"], 1)]
+    lines.append(f"limits   {advice['limits']}")
+    ends = f"ends in {end:.1f} h" if end else "its end is not known"
+    lines.append(f"trains   {advice['utilisation'] or 0.0:.0%} of the time; {ends}")
+    return [*lines, *(f"assumed  {one}" for one in advice["assumed"])]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +23,9 @@ from echo2.cli.sizing import (
     learner_run,
     lengths_of,
     model_of,
-    verdict,
+    shortages,
 )
-from echo2.config.load import load_config, parse_overrides
+from echo2.config.load import load_config, parse_overrides, read_toml
 from echo2.config.run import RunConfig
 from echo2.coordinator.money.market import built_in_catalogue, built_in_models
 from echo2.cost_model.machines import CPU, GpuType, gpu_of, parse_catalogue, train_s_prior
@@ -75,13 +74,13 @@ def run_plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
         print_answer(question, answer, run, own.explain)
         print_fits(question)
         gpu, gpu_count = learner_gpus(config, fleet, question.model, catalogue)
-        here = LearnerMachine(gpu_count, gpu.memory_bytes)
-        if gpu.name == CPU:
-            here = LearnerMachine(0, memory_bytes=gpu.memory_bytes)
-        print(
-            learner_line(config, question.model, here.gpu_count, gpu.memory_bytes)
-            + verdict(config, question.model, here)
+        is_cpu = gpu.name == CPU
+        here = LearnerMachine(
+            0 if is_cpu else gpu_count, 0 if is_cpu else gpu.memory_bytes, gpu.memory_bytes if is_cpu else 0
         )
+        short = shortages(config, question.model, here)
+        lacks = "".join(f"; {one.what} is SHORT: {one.text}; what would fit: {one.would_fit}" for one in short)
+        print(learner_line(config, question.model, here) + lacks)
         print(audit_line(audit_s))
     return 0
 
@@ -98,16 +97,6 @@ def assumptions(fleet: Mapping[str, object], what_ifs: Sequence[str]) -> tuple[b
 
 
 # ---- reading
-
-
-def read_toml(path: Path) -> dict[str, object]:
-    """Reads a TOML file. Raises `ConfigError` that names it."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a readable TOML file, got: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: expected TOML, got a syntax error: {error}") from None
 
 
 def load_catalogue(path: Path | None) -> dict[str, GpuType]:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from echo2.base.errors import ConfigError, EchoError, StateError
 from echo2.cli.learner import check_groups
-from echo2.cli.live import LiveRun
+from echo2.cli.live import LiveRun, ScreenState
 from echo2.cli.options import make_importable
 from echo2.cli.processes import ChildFailed, Children, RunLock, stop_on_signals
 from echo2.config.load import load_config, parse_overrides, to_toml
@@ -69,8 +69,8 @@ class LocalRun:
         console: Console,
         is_plain: bool,
         lock: RunLock,
-        is_over: Callable[[coordinator_pb2.RunStatus], bool] | None = None,
-    ) -> LiveRun:
+        is_over: Callable[[coordinator_pb2.RunStatus], bool] = lambda status: False,
+    ) -> ScreenState:
         """Runs until the learner has ended, or earlier once `is_over` says so of the run's status."""
         try:
             (self.folder / "run.toml").write_text(to_toml(self.config, with_descriptions=True))
@@ -78,14 +78,7 @@ class LocalRun:
             raise StateError(f"{self.folder}: expected a folder that can be written, got: {error.strerror}") from None
         children = Children(self.folder, self.commands(), self.worker_python, self.environment, lock)
 
-        is_done = False
-
-        def has_ended(status: coordinator_pb2.RunStatus | None) -> bool:
-            nonlocal is_done
-            is_done = status is not None and is_over is not None and is_over(status)
-            return is_done or not children.is_running("learner")
-
-        live = LiveRun(children, console, is_plain or not console.is_terminal, has_ended, self.still_s)
+        live = LiveRun(children, console, is_plain or not console.is_terminal, is_over, self.still_s)
         stop_on_signals(children, console)
         try:
             await live.run(list(self.workers))
@@ -96,9 +89,9 @@ class LocalRun:
         finally:
             children.kill_all()
         code = children.processes["learner"].returncode
-        if code is not None and code < 0 and not is_done:  # above 0 has been raised already
+        if code is not None and code < 0 and not live.has_seen_the_end:  # above 0 has been raised already
             raise ChildFailed(f"the learner was ended by signal {-code}; the same command goes on from what it saved")
-        return live
+        return live.state
 
 
 def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -42,7 +42,6 @@ from echo2.cost_model.memory import (
     token_budget_for,
     wants_checkpointing,
 )
-from echo2.cost_model.memory import learner_memory as memory_of
 from echo2.cost_model.question import billions_in
 from echo2.cost_model.sizing import (
     DENSE,
@@ -164,24 +163,50 @@ def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
     return replace(made, store_bytes=store_bytes_for(made.published_bytes(model)))
 
 
+LEARNER_GPU = "H100"
+"""Default GPU of a learner."""
+
+
 @dataclass(frozen=True, slots=True)
-class LearnerNeeds:
-    """Needs of a learner on `gpu_count` GPUs (0: on the CPU) with micro-batches of `budget` tokens."""
+class LearnerMachine:
+    """A learner's hardware. `gpu_count`: GPUs of `gpu_memory_bytes` each on all the learner's machines; 0: it runs on the CPU.
+    `memory_bytes`, `disk_bytes`: this host's; 0: unknown. `gpus_here`: GPUs on this host; 0: all of them."""
 
     gpu_count: int
+    gpu_memory_bytes: int = 0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    gpus_here: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of each device that trains."""
+        return self.gpu_memory_bytes if self.gpu_count else self.memory_bytes
+
+    @property
+    def host_share(self) -> float:
+        """This host's share of what all ranks keep in host memory."""
+        return (self.gpus_here or self.gpu_count) / self.gpu_count if self.gpu_count else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerNeeds:
+    """Needs of a learner with micro-batches of `budget` tokens."""
+
     budget: int
     checkpointing: Checkpointing
     memory: LearnerMemory
 
 
-def learner_needs(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> LearnerNeeds:
-    """Computes the needs of a learner on `gpu_count` GPUs (0: on the CPU) of `memory_bytes` each, for plan and doctor."""
-    run = learner_run(config, model)
-    budget = config.learner.token_budget or token_budget_for(
-        model, lengths_of(config).of(model), memory_bytes, gpu_count, run
-    )
+def learner_needs(config: RunConfig, model: ModelSize, machine: LearnerMachine, budget: int = 0) -> LearnerNeeds:
+    """Computes the needs of the learner on this machine, for plan, doctor and the learner itself. `budget` 0: the configured one,
+    else as large as the machine allows."""
+    run, gpu_count = learner_run(config, model), machine.gpu_count
+    longest = lengths_of(config).of(model)
+    budget = budget or config.learner.token_budget
+    budget = budget or token_budget_for(model, longest, machine.device_bytes, gpu_count, run)
     keeps = checkpointing_of(config.learner.gradient_checkpointing, model, budget, 2 if gpu_count else 4)
-    return LearnerNeeds(gpu_count, budget, keeps, learner_memory(model, budget, keeps, gpu_count=gpu_count, run=run))
+    return LearnerNeeds(budget, keeps, learner_memory(model, budget, keeps, gpu_count=gpu_count, run=run))
 
 
 def gpus_text(count: int) -> str:
@@ -189,9 +214,9 @@ def gpus_text(count: int) -> str:
     return "one GPU" if count == 1 else f"each of {count} GPUs"
 
 
-def learner_line(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int) -> str:
+def learner_line(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> str:
     """Describes what the learner needs, in one line."""
-    needs, replicas = learner_needs(config, model, gpu_count, memory_bytes), config.learner.replicas
+    needs, replicas, gpu_count = learner_needs(config, model, machine), config.learner.replicas, machine.gpu_count
     found = needs.memory
     where = gpus_text(gpu_count) if gpu_count else "the CPU, in memory"
     if replicas > 1:
@@ -252,27 +277,6 @@ def _cached(path: str) -> list[Path]:
     return sorted(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json"))
 
 
-LEARNER_GPU = "H100"
-"""Default GPU of a learner."""
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerMachine:
-    """A learner's hardware. `gpu_count`: GPUs of `gpu_memory_bytes` each on all the learner's machines; 0: it runs on the CPU.
-    `memory_bytes`, `disk_bytes`: this host's; 0: unknown. `gpus_here`: GPUs on this host; 0: all of them."""
-
-    gpu_count: int
-    gpu_memory_bytes: int = 0
-    memory_bytes: int = 0
-    disk_bytes: int = 0
-    gpus_here: int = 0
-
-    @property
-    def host_share(self) -> float:
-        """This host's share of what all ranks keep in host memory."""
-        return (self.gpus_here or self.gpu_count) / self.gpu_count if self.gpu_count else 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """A resource that is too small. `text`: what is needed and what there is. `would_fit`: hardware or settings that would do."""
@@ -280,11 +284,6 @@ class Shortage:
     what: str
     text: str
     would_fit: str
-
-
-def needs_on(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> LearnerNeeds:
-    """Computes what the learner needs on this machine."""
-    return learner_needs(config, model, machine.gpu_count, machine.gpu_memory_bytes or machine.memory_bytes)
 
 
 def gpus_needed(config: RunConfig, model: ModelSize, gpu_memory_bytes: int) -> int:
@@ -295,42 +294,29 @@ def gpus_needed(config: RunConfig, model: ModelSize, gpu_memory_bytes: int) -> i
 
 def shortages(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> list[Shortage]:
     """Lists what this machine lacks for the learner; empty if it fits."""
-    needs = needs_on(config, model, machine)
-    return [*_of_device(config, model, machine, needs), *_of_host(machine, needs)]
-
-
-def verdict(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> str:
-    """Returns the text to append to the learner's needs; empty if it fits."""
-    found = shortages(config, model, machine)
-    return "".join(f"; {one.what} is SHORT: {one.text}; what would fit: {one.would_fit}" for one in found)
-
-
-def _of_device(config: RunConfig, model: ModelSize, machine: LearnerMachine, needs: LearnerNeeds) -> Iterator[Shortage]:
+    memory = learner_needs(config, model, machine).memory
+    host_bytes = int(memory.host_bytes * machine.host_share)
+    found = []
     if not machine.gpu_count:
-        needed = needs.memory.device_bytes + needs.memory.host_bytes
+        needed = memory.device_bytes + memory.host_bytes
         if needed > machine.memory_bytes:
             text = f"{format_bytes(needed)} needed on the CPU, {format_bytes(machine.memory_bytes)} there"
-            yield Shortage("memory", text, "; ".join(_instead(config, model, machine, needed)))
-        return
-    room = int(GPU_MEMORY_SHARE * machine.gpu_memory_bytes)
-    if needs.memory.device_bytes > room:
+            found.append(Shortage("memory", text, "; ".join(_instead(config, model, machine, needed))))
+    elif memory.device_bytes > (room := int(GPU_MEMORY_SHARE * machine.gpu_memory_bytes)):
         text = (
-            f"{format_bytes(needs.memory.device_bytes)} needed on {gpus_text(machine.gpu_count)}, "
+            f"{format_bytes(memory.device_bytes)} needed on {gpus_text(machine.gpu_count)}, "
             f"{format_bytes(room)} there ({GPU_MEMORY_SHARE:.0%} of {format_bytes(machine.gpu_memory_bytes)})"
         )
-        each = int(needs.memory.device_bytes / GPU_MEMORY_SHARE)
-        yield Shortage("GPU memory", text, "; ".join(_instead(config, model, machine, each)))
-
-
-def _of_host(machine: LearnerMachine, needs: LearnerNeeds) -> Iterator[Shortage]:
-    host_bytes = int(needs.memory.host_bytes * machine.host_share)
+        each = int(memory.device_bytes / GPU_MEMORY_SHARE)
+        found.append(Shortage("GPU memory", text, "; ".join(_instead(config, model, machine, each))))
     if machine.gpu_count and machine.memory_bytes and host_bytes > machine.memory_bytes:
         text = f"{format_bytes(host_bytes)} needed, {format_bytes(machine.memory_bytes)} there"
-        yield Shortage("host memory", text, f"a host with {format_bytes(host_bytes)} of memory")
-    if machine.disk_bytes and needs.memory.disk_bytes > machine.disk_bytes:
-        text = f"{format_bytes(needs.memory.disk_bytes)} needed, {format_bytes(machine.disk_bytes)} free"
-        would = f"{format_bytes(needs.memory.disk_bytes)} of free disk (--folder names another)"
-        yield Shortage("disk", text, would)
+        found.append(Shortage("host memory", text, f"a host with {format_bytes(host_bytes)} of memory"))
+    if machine.disk_bytes and memory.disk_bytes > machine.disk_bytes:
+        text = f"{format_bytes(memory.disk_bytes)} needed, {format_bytes(machine.disk_bytes)} free"
+        would = f"{format_bytes(memory.disk_bytes)} of free disk (--folder names another)"
+        found.append(Shortage("disk", text, would))
+    return found
 
 
 def _instead(config: RunConfig, model: ModelSize, machine: LearnerMachine, needed_bytes: int) -> Iterator[str]:
@@ -338,26 +324,24 @@ def _instead(config: RunConfig, model: ModelSize, machine: LearnerMachine, neede
     gpu = built_in_catalogue()[LEARNER_GPU]
     memory_bytes, kind = (machine.gpu_memory_bytes, "such") if machine.gpu_count else (gpu.memory_bytes, gpu.name)
     count = gpus_needed(config, model, memory_bytes)
-    if count < config.learner.replicas * GPUS_MAX or _fits(config, model, count, memory_bytes, 0):
+    if count < config.learner.replicas * GPUS_MAX or _fits(config, model, LearnerMachine(count, memory_bytes)):
         yield f"{count} {kind} GPU{'' if count == 1 else 's'}"
     yield f"GPUs of {format_bytes(needed_bytes)}" if machine.gpu_count else f"{format_bytes(needed_bytes)} of memory"
-    budget = needs_on(config, model, machine).budget // 2
+    budget = learner_needs(config, model, machine).budget // 2
     least = max(TOKEN_BUDGET_MIN, lengths_of(config).of(model))
-    here_bytes = machine.gpu_memory_bytes or machine.memory_bytes
-    while budget >= least and not _fits(config, model, machine.gpu_count, here_bytes, budget):
+    while budget >= least and not _fits(config, model, machine, budget):
         budget //= 2
     if budget >= least:
         yield f"learner.token_budget {budget}"
 
 
-def _fits(config: RunConfig, model: ModelSize, gpu_count: int, memory_bytes: int, budget: int) -> bool:
+def _fits(config: RunConfig, model: ModelSize, machine: LearnerMachine, budget: int = 0) -> bool:
     """Whether the learner fits with micro-batches of `budget` tokens; 0: the configured or largest budget."""
     budget = budget or config.learner.token_budget or TOKEN_BUDGET_MAX
-    keeps = checkpointing_of(config.learner.gradient_checkpointing, model, budget, 2 if gpu_count else 4)
-    found = memory_of(model, budget, keeps, gpu_count=gpu_count, run=learner_run(config, model))
-    if not gpu_count:
-        return found.device_bytes + found.host_bytes <= memory_bytes
-    return found.device_bytes <= GPU_MEMORY_SHARE * memory_bytes
+    memory = learner_needs(config, model, machine, budget).memory
+    if not machine.gpu_count:
+        return memory.device_bytes + memory.host_bytes <= machine.memory_bytes
+    return memory.device_bytes <= GPU_MEMORY_SHARE * machine.gpu_memory_bytes
 
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -431,18 +415,14 @@ def token_budget(config: RunConfig) -> ResolvedValue[int]:
     size, _ = guessed_model_of(config.model.path)
     gpus = () if config.learner.device == "cpu" else local_gpus()
     gpu_count = int(os.environ.get("WORLD_SIZE", "1")) if gpus else 0
-    memory_bytes = min((gpu.memory_bytes for gpu in gpus), default=memory_total_bytes())
-    longest = lengths_of(config).of(size)
-    run = learner_run(config, size)
-    budget = token_budget_for(size, longest, memory_bytes, gpu_count, run)
+    machine = LearnerMachine(gpu_count, min((gpu.memory_bytes for gpu in gpus), default=0), memory_total_bytes())
+    needs = learner_needs(config, size, machine)
     where = f"each of {gpu_count} GPUs" if gpu_count else "memory"
-    keeps = checkpointing_of(config.learner.gradient_checkpointing, size, budget, 2 if gpu_count else 4)
-    needed = learner_memory(size, budget, keeps, gpu_count=gpu_count, run=run).device_bytes
     why = (
-        f"the learner then takes {format_bytes(needed)} of {format_bytes(memory_bytes)} on {where}, sequences of up to "
-        f"{longest} tokens"
+        f"the learner then takes {format_bytes(needs.memory.device_bytes)} of {format_bytes(machine.device_bytes)} on {where}, "
+        f"sequences of up to {lengths_of(config).of(size)} tokens"
     )
-    return ResolvedValue(budget, why)
+    return ResolvedValue(needs.budget, why)
 
 
 def gradient_checkpointing(config: RunConfig) -> ResolvedValue[bool]:

@@ -48,7 +48,7 @@ def load_config(
     """Returns the resolved config. `overrides` maps dotted names to text as typed on the command line."""
     tree: dict[str, Any] = {}
     for path in files:
-        _merge(tree, _read_toml(path))
+        _merge(tree, read_toml(path))
     preset = preset or tree.pop("preset", None)
     tree.pop("preset", None)
     if preset is not None:
@@ -133,7 +133,8 @@ def _toml_value(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Reads a TOML file. Raises `ConfigError` that names it."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

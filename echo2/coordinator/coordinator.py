@@ -207,9 +207,7 @@ class CoordinatorDaemon:
         """Starts the relay through which workers behind NATs find out how they can be reached, and reach each other. Loads its
         library in a thread, because that takes longer than the rest of the start."""
         await asyncio.to_thread(importlib.import_module, "echo2.broadcast.nat.reach")
-        from echo2.broadcast.nat.facts import HostOptions
-        from echo2.broadcast.nat.reach import Nat
-        from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
+        from echo2.broadcast.nat.reach import HostOptions, Nat
 
         hub, loop, options = self._running_hub, asyncio.get_running_loop(), self.options
 
@@ -223,8 +221,7 @@ class CoordinatorDaemon:
         host, wanted = options.config.coordinator.host, ports.wanted("relay_port")
         relay = Nat(self._own)
         opened.push_async_callback(relay.close)
-        book = RelayBook(RelayLimits())
-        port = await relay.serve(HostOptions(host, wanted, book=book, is_barred=is_banned, proven=proven))
+        port = await relay.serve(HostOptions(host, wanted, is_barred=is_banned, proven=proven))
         ports.save("relay_port", port)
         hub.flush_now()
         hub.relay, hub.relay_address = relay, joined(options.link_host, port)

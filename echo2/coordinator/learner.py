@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from echo2.base.errors import LimitExceeded, MalformedMessage, Unreachable, VersionMismatch
 from echo2.base.ids import PeerId
-from echo2.broadcast.nat.facts import shows_certificate
 from echo2.broadcast.nat.pipes import pipe_address
+from echo2.broadcast.nat.reach import shows_certificate
 from echo2.coordinator.fleet.members import Activation, Member
 from echo2.coordinator.leases import events as le
 from echo2.coordinator.persistence import CurvePoint

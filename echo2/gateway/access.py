@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from echo2.gateway.episodes import CallRefused
-from echo2.gateway.limits import BODY_BYTES_MAX
 from echo2.gateway.replies import error_body
+from echo2.gateway.requests import BODY_BYTES_MAX
 from echo2.outside.guard import MISHAPS
 from echo2.trust.http_port import KEY_SHOWN
 

@@ -9,24 +9,27 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from echo2.base.errors import MalformedMessage
+from echo2.base.errors import ConfigError, MalformedMessage, PortBusy
 from echo2.gateway.access import MASTER, AccessCheck, Bodies, error_response, key_of
-from echo2.gateway.episodes import Call, CallRefused, Choice, Episodes, Session
-from echo2.gateway.limits import LABEL_CHARS_MAX, REWARD_MAX, is_reward
+from echo2.gateway.episodes import LABEL_CHARS_MAX, REWARD_MAX, Call, CallRefused, Choice, Episodes, Session, is_reward
 from echo2.gateway.replies import BytesOf, error_body, piece_of, pieces_of, reply_of
 from echo2.gateway.requests import CallRequest, body_of, chat_call, text_call
 from echo2.outside import unix_now
+from echo2.trust.http_port import HttpServer
+from echo2.trust.ports import GATEWAY, HttpLimits
 
 KEEP_ALIVE_S = 15.0  # nginx ends a silent answer after 60 s
 PARSED_AT_ONCE_BYTES_MAX = 256 << 10  # parses in about a millisecond, so the loop may do it; larger ones go to a thread
@@ -209,3 +212,52 @@ async def _error_answer(request: Request, error: Exception) -> Response:
         case ClientDisconnect():
             return Response(status_code=499)
     return error_response(CallRefused(500, "internal_error", f"{type(error).__name__}; see the learner's log"))
+
+
+STOP_GRACE_S = 1  # streams never end by themselves; a learner that stops must not wait for them
+
+
+class GatewayPort:
+    """Binds `host:port` (port 0: any free port) on construction, so that `url` is known before `run` serves."""
+
+    def __init__(self, listen: str, certificate: str = "", limits: HttpLimits = GATEWAY) -> None:
+        host, _, port = (listen or "127.0.0.1:0").rpartition(":")
+        host = host.strip("[]")
+        if not host or not port.isdigit():
+            raise ConfigError(f"agent.listen: expected HOST:PORT, got {listen!r}")
+        if host not in ("127.0.0.1", "::1", "localhost") and not certificate:
+            raise ConfigError(
+                f"agent.listen: expected agent.tls, a PEM file with certificate and key, for {host}, as keys of episodes "
+                "would travel in clear text"
+            )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # With IPPROTO_TCP, since asyncio sets TCP_NODELAY only on such sockets: without it each answer waits 40 ms for an ACK.
+        self._listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._listener.bind((host, int(port)))
+        except OSError as error:
+            self._listener.close()
+            raise PortBusy(f"agent.listen: expected to listen on {host}:{port}: {error.strerror}") from None
+        self._listener.listen(limits.backlog)  # connections that arrive before `run` wait here
+        self._limits = limits
+        self._tls = {"ssl_certfile": certificate} if certificate else {}
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"{'https' if certificate else 'http'}://{shown}:{self._listener.getsockname()[1]}"
+        self._server: HttpServer | None = None
+
+    async def run(self, app: ASGIApp) -> None:
+        """Serves until `stop` or cancellation."""
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", ws="none",
+            timeout_graceful_shutdown=STOP_GRACE_S, timeout_keep_alive=75, server_header=False, **self._tls,
+        )  # fmt: skip
+        self._server = HttpServer(config, self._limits)
+        await self._server.serve(sockets=[self._listener])
+
+    async def stop(self, serving: asyncio.Task[None] | None) -> None:
+        if self._server is not None:
+            self._server.should_exit = True
+        if serving is not None:
+            await asyncio.gather(serving, return_exceptions=True)
+        self._listener.close()

@@ -19,13 +19,13 @@ import logging
 import math
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from echo2.base.errors import EchoError
 from echo2.gateway.harness import Episode, Harness, cause_of, past_proxies
-from echo2.gateway.limits import CHAINS_MAX, REWARD_MAX, GatewayLimits, is_reward
-from echo2.gateway.long_work import LongWork
 from echo2.gateway.requests import ID_BYTES, CallRequest
 from echo2.gateway.tree import ChatCodec, Node, TokenTree, TreePlace
 from echo2.outside.ending import cancel_all
@@ -36,7 +36,51 @@ PIECES_S = 0.5
 TICK_S = 1.0  # episodes are timed in minutes, so a second late is early enough
 _INCOMPLETE = "\ufffd"
 """The decoder ends the text with this while a character's bytes are not all sampled."""
+THREADS = 2  # one long job of a caller leaves the other thread to everybody else
 _log = logging.getLogger("echo2.gateway")
+_T = TypeVar("_T")
+
+
+LABEL_CHARS_MAX = 200  # shown in one line of a log
+CHAINS_MAX = 256
+"""Chains per episode: chats that do not continue one another."""
+REWARD_MAX = 1e6
+"""Largest absolute reward. No task needs more, and sums and squares of rewards stay finite."""
+
+
+def is_reward(told: object) -> bool:
+    """Whether `told` is a number from -REWARD_MAX to REWARD_MAX. False for NaN; compares integers exactly, however long."""
+    return isinstance(told, int | float) and abs(told) <= REWARD_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLimits:
+    """Limits of one gateway.
+
+    `vocabulary_size`: the model's; clients' token ids must be below it. `token_bytes_max`: length of the tokenizer's longest token;
+    a text longer than `context_tokens` times that cannot fit. `sessions_max`: open sessions. `calls_max`: calls per episode.
+    `session_bytes_max`: approximate memory per episode. `encoded_at_once_max`: longer texts, in characters of JSON, are encoded in
+    a thread, not on the event loop. `calls_at_once_max`: unanswered calls per episode. `calls_in_flight_max`: completions under way
+    in the whole gateway. `idle_s`: an episode without a call for this long is lost. `episode_s`: longest episode. `restarts_max`:
+    restarts of a lost episode before its rollout is dropped. `harnesses_max`: episodes that echo2 runs at once. `retry_after_s`:
+    what a refused client is told to wait.
+    """
+
+    context_tokens: int
+    max_new_tokens: int
+    vocabulary_size: int
+    token_bytes_max: int
+    sessions_max: int = 4096
+    calls_max: int = 512
+    session_bytes_max: int = 64 << 20
+    encoded_at_once_max: int = 16 << 10
+    calls_at_once_max: int = 16
+    calls_in_flight_max: int = 4096
+    idle_s: float = 600.0
+    episode_s: float = 3600.0
+    restarts_max: int = 2
+    harnesses_max: int = 64
+    retry_after_s: float = 1.0
 
 
 Scored = tuple[float, Mapping[str, float]]
@@ -545,3 +589,20 @@ def certain_part(text: str, stops: Sequence[str]) -> str:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `stop`, in characters."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class LongWork:
+    """Runs what would hold the event loop in THREADS threads: at most one job of a caller at a time, in their order."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="gateway")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of callers with jobs
+
+    async def run(self, caller: str, work: Callable[[], _T]) -> _T:
+        """Runs `work` in a thread; returns or raises what it does."""
+        async with self._turns.setdefault(caller, asyncio.Lock()):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        """Cancels waiting jobs; running ones finish by themselves."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -15,9 +15,14 @@ from typing import cast
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.rollout import STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX
-from echo2.gateway.limits import BODY_VALUES_MAX, CHOICES_MAX, MESSAGES_MAX, TOOLS_MAX
 
 Message = Mapping[str, object]
+BODY_BYTES_MAX = 8 << 20  # PROMPT_TOKENS_MAX of some 4 bytes each, twice for JSON's escapes
+MESSAGES_MAX = 2048  # four for each call of an episode (Limits.calls_max)
+TOOLS_MAX = 128  # what OpenAI's API allows
+BODY_VALUES_MAX = 1 << 19
+"""Commas and opening brackets in one body: parsing holds the interpreter, so nothing else runs meanwhile."""
+CHOICES_MAX = 16  # each choice is a rollout of the group, and a slot of a worker
 ID_BYTES = 8
 """Memory per token ID of a prompt."""
 JSON_DEPTH_MAX = 200  # far below the interpreter's limit on recursion (1,000), which serialising would reach

@@ -124,16 +124,17 @@ class Evidence:
 
 
 class ScoreUnderVersion(Protocol):
-    """Runs the forward pass under a kept version. `cache`: the cache returned by the call for the previous piece, if this
-    piece continues it, else None. Returns the scores, and the cache for the next piece."""
+    """Scores tokens under the published `versions` (ascending) that it keeps."""
 
-    def __call__(
-        self, version: Version, passage: Passage, piece: Piece, cache: object | None
-    ) -> tuple[TokenScores, object]: ...
+    @property
+    def versions(self) -> list[Version]: ...
 
-
-ScoreTogether = Callable[[Version, Sequence[tuple[Passage, Piece]]], list[TokenScores]]
-"""Scores pieces that continue no other piece's cache, all under one version; returns one `TokenScores` for each."""
+    def score(
+        self, version: Version, asked: Sequence[tuple[Passage, Piece]], cached: int | None = None
+    ) -> list[TokenScores]:
+        """Scores pieces under a kept version. `cached`: keep the KV cache of the one piece that is asked, which continues that of
+        the call before with this many tokens (0: it begins one)."""
+        ...
 
 
 def passage_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habits]) -> Passage:
@@ -193,14 +194,13 @@ def pieces_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habi
     return tuple(pieces)
 
 
-def examined(
-    passages: Sequence[Passage], kept: Sequence[Version], score: ScoreUnderVersion, together: ScoreTogether
-) -> list[list[Evidence]]:
-    """Scores the passages; returns, for each, the evidence of the pieces whose version is in `kept` (ascending).
+def examine(passages: Sequence[Passage], scorer: ScoreUnderVersion) -> list[list[Evidence]]:
+    """Scores the passages within a turn of `scorer`; returns, for each, the evidence of the pieces whose version it keeps.
 
     Pieces that continue no cache are scored version by version, so each version is loaded once. A chain of pieces that share a
     cache is scored only if all its versions are kept.
     """
+    kept = scorer.versions
     evidence: list[list[Evidence]] = [[] for _ in passages]
     alone: list[tuple[int, Piece]] = []
     for number, passage in enumerate(passages):
@@ -208,13 +208,14 @@ def examined(
             if len(chain) == 1:
                 alone += [(number, piece) for piece in chain if piece.version in kept]
             elif all(piece.version in kept for piece in chain):
-                cache: object | None = None
+                cached = 0
                 for piece in chain:
-                    exact, cache = score(piece.version, passage, piece, cache)
+                    (exact,) = scorer.score(piece.version, [(passage, piece)], cached)
                     evidence[number].append(_evidence_of(passage, piece, exact))
+                    cached = int(passage.places[piece.stop - 1])
     for version in kept:
         asked = [(number, piece) for number, piece in alone if piece.version == version]
-        scored = together(version, [(passages[number], piece) for number, piece in asked]) if asked else []
+        scored = scorer.score(version, [(passages[number], piece) for number, piece in asked]) if asked else []
         for (number, piece), exact in zip(asked, scored, strict=True):
             evidence[number].append(_evidence_of(passages[number], piece, exact))
     return evidence

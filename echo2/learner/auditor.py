@@ -15,6 +15,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,12 +32,12 @@ from echo2.learner.audit import (
     Habits,
     KindNoise,
     Passage,
-    examined,
+    ScoreUnderVersion,
+    examine,
     passage_of,
 )
 from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.groups import NOBODY, TrainGroup
-from echo2.learner.training.team import Scorer
 from echo2.outside import monotonic, unix_now
 
 TURN_TOKENS = 16_384
@@ -64,6 +65,22 @@ class AuditCounts:
     @property
     def s_per_step(self) -> float:
         return self.s / max(1, self.steps)
+
+
+class Scorer(ScoreUnderVersion, Protocol):
+    """`is_of_trainer`: it uses the model that trains, so call it only on the trainer's thread; else it needs its own thread. `keep`
+    may be called from a different thread."""
+
+    @property
+    def is_of_trainer(self) -> bool: ...
+
+    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        """Keeps a version. `tensors`: its published weights, as in a snapshot; never changed in place."""
+        ...
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Context in which all scoring takes place; versions kept at its start stay until its end."""
+        ...
 
 
 class Workers(Protocol):
@@ -180,7 +197,7 @@ class Auditor:
         """Returns the evidence of each rollout, and the seconds that took."""
         begun = monotonic()
         with scorer.turn():
-            found = examined(passages, scorer.versions, scorer, scorer.together)
+            found = examine(passages, scorer)
         return found, monotonic() - begun
 
     def _in_thread(self, thread: Executor, call: Callable[..., Any], *arguments: object) -> asyncio.Future[Any]:

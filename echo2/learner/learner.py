@@ -24,7 +24,7 @@ from pathlib import Path
 from echo2.base.errors import ConfigError, EchoError, TaskError, Unreachable
 from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId, RunId, Version
-from echo2.broadcast.nat.facts import loopback_of, outward_host
+from echo2.broadcast.nat.reach import loopback_of, outward_host
 from echo2.broadcast.node import NodeCalls
 from echo2.control.session import ControlSession, enrolled, unless
 from echo2.control.waits import Backoff, Waits

@@ -34,7 +34,7 @@ from echo2.learner.training.loading import (
     size_of,
 )
 from echo2.learner.training.ranks import Ranks, whole
-from echo2.learner.training.scoring import VersionScorer, scorer_of
+from echo2.learner.training.scoring import VersionScorer
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.learner.training.trainer import StepResult
 from echo2.outside import monotonic
@@ -296,7 +296,10 @@ class OwnTrainer:
 
     def scorer(self, versions_max: int, newest: Version) -> VersionScorer:
         """A scorer with its own copy of the model, since the trained one is the user's."""
-        return scorer_of(self.model.config, versions_max)
+        from transformers import AutoModelForCausalLM
+
+        own = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.float32)
+        return VersionScorer(own, versions_max)
 
     def stop(self) -> None:
         """Ends the other ranks' wait for batches."""

@@ -92,18 +92,18 @@ class TinyScorer:
     def turn(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def together(self, version: Version, asked: Sequence[tuple[Passage, Piece]]) -> list[TokenScores]:
-        return [self(version, passage, piece, None)[0] for passage, piece in asked]
+    def score(
+        self, version: Version, asked: Sequence[tuple[Passage, Piece]], cached: int | None = None
+    ) -> list[TokenScores]:
+        return [self._scores(version, passage, piece) for passage, piece in asked]
 
-    def __call__(
-        self, version: Version, passage: Passage, piece: Piece, cache: object | None
-    ) -> tuple[TokenScores, object]:
+    def _scores(self, version: Version, passage: Passage, piece: Piece) -> TokenScores:
         rows = []
         for place, (group_id, position) in enumerate(_places_of(passage)):
             if piece.start <= place < piece.stop:
                 logprobs = logprobs_of(self._fingerprints[version], group_id, position)
                 rows.append(_scores(logprobs, passage.rollout.token_ids[place], passage.uniforms[place]))
-        return TokenScores(*np.array(rows).T), None
+        return TokenScores(*np.array(rows).T)
 
 
 def _places_of(passage: Passage) -> Iterator[tuple[GroupId, int]]:

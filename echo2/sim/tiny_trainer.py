@@ -18,12 +18,12 @@ from torch import Tensor
 
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_rng
+from echo2.learner.auditor import Scorer
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, state_of
 from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.rollouts.prompts import PromptSource, TurnAnswer
 from echo2.learner.training.loading import digest_of
-from echo2.learner.training.team import Scorer
 from echo2.learner.training.trainer import StepResult
 from echo2.sim.tiny_model import (
     SHAPES,

@@ -475,11 +475,7 @@ class World:
 
     def _holds_leases(self, name: str) -> bool:
         daemon = self.daemons.get(name)
-        return (
-            isinstance(daemon, WorkerDaemon)
-            and daemon.worker is not None
-            and bool(daemon.worker.leases.machine.lease_ids)
-        )
+        return isinstance(daemon, WorkerDaemon) and daemon.worker is not None and bool(daemon.worker.leases.lease_ids)
 
 
 class _WatchedTrainer(TinyTrainer):

@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from echo2.base.errors import TaskError
@@ -39,7 +40,6 @@ _ABOUT = (
 )  # what a folder says about itself
 _SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}  # the hub's names, and short ones
 _WORKED_ANSWER_MARK = "####"  # GSM8K's format
-_NO_PYARROW = "{}: the package pyarrow is not installed ({})"  # said of both columnar formats
 
 Row = Mapping[str, object]
 _log = logging.getLogger("echo2.tasks")
@@ -124,10 +124,8 @@ def _rows_of(file: Path) -> Iterator[Row]:
             return _json_lines(file)
         case ".json":
             return _json_array(file)
-        case ".parquet":
-            return _parquet_rows(file)
         case _:
-            return _arrow_rows(file)
+            return _columnar_rows(file)
 
 
 def _json_lines(file: Path) -> Iterator[Row]:
@@ -166,20 +164,15 @@ def _json_array(file: Path) -> Iterator[Row]:
         yield row
 
 
-def _parquet_rows(file: Path) -> Iterator[Row]:
+def _columnar_rows(file: Path) -> Iterator[Row]:
     try:
-        from pyarrow import parquet
+        from pyarrow import ipc, parquet
     except ImportError as error:
-        raise TaskError(_NO_PYARROW.format(file, error)) from error
-    for batch in parquet.ParquetFile(file).iter_batches():
-        yield from batch.to_pylist()
-
-
-def _arrow_rows(file: Path) -> Iterator[Row]:
-    try:
-        from pyarrow import ipc
-    except ImportError as error:
-        raise TaskError(_NO_PYARROW.format(file, error)) from error
+        raise TaskError(f"{file}: the package pyarrow is not installed ({error})") from error
+    if file.suffix == ".parquet":
+        for batch in parquet.ParquetFile(file).iter_batches():
+            yield from batch.to_pylist()
+        return
     with ipc.open_stream(str(file)) as reader:
         for batch in reader:
             yield from batch.to_pylist()
@@ -252,17 +245,20 @@ def local_data_set(path: str) -> Path:
     local = Path(path).expanduser()
     if local.exists() or not _HUB_ID.fullmatch(path):
         return local
-    cached = _cached(path)
-    if cached is not None:
-        return cached
-    if os.environ.get("HF_HUB_OFFLINE") == "1":
-        raise TaskError(
-            f"data set {path}: expected a folder or one in the hub's cache {_cache()}, found neither (HF_HUB_OFFLINE is 1)"
-        )
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(path, repo_type="dataset", allow_patterns=_FILES))
+        fetch = partial(snapshot_download, path, repo_type="dataset", allow_patterns=_FILES, cache_dir=_cache())
+        try:
+            return Path(fetch(local_files_only=True))
+        except FileNotFoundError:
+            if os.environ.get("HF_HUB_OFFLINE") == "1":
+                raise TaskError(
+                    f"data set {path}: expected a folder or one in the hub's cache {_cache()}, found neither (HF_HUB_OFFLINE is 1)"
+                ) from None
+            return Path(fetch())
+    except TaskError:
+        raise
     except Exception as error:  # noqa: BLE001  the hub's client raises whatever its transport does
         raise TaskError(f"data set {path}: no such folder here, and not to be had from the hub: {error}") from None
 
@@ -277,12 +273,3 @@ def folder_to_show(folder: Path) -> Path:
 def _cache() -> Path:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     return Path(os.environ.get("HF_HUB_CACHE", str(home / "hub"))).expanduser()
-
-
-def _cached(hub_id: str) -> Path | None:
-    """Returns the cached snapshot that `refs/main` names, else the newest one, else None."""
-    folder = _cache() / f"datasets--{hub_id.replace('/', '--')}"
-    main = folder / "refs" / "main"
-    if main.is_file() and (named := folder / "snapshots" / main.read_text().strip()).is_dir():
-        return named
-    return max(folder.glob("snapshots/*"), key=lambda snapshot: snapshot.stat().st_mtime, default=None)

@@ -28,36 +28,34 @@ def make_task(spec: TaskSpec) -> Task:
     """Makes the task that `spec` describes. Raises `ConfigError` for an unknown name or argument."""
     if is_environment(spec):
         raise ConfigError(f"task {spec.name}: expected a task of one completion, got an environment of several turns")
-    if ":" in spec.name:
-        return cast(Task, _users_own(spec, _TASK_MEMBERS))
-    if spec.name not in _BUILT_IN:
-        raise ConfigError(
-            f"task: expected one of {', '.join(_BUILT_IN)} or a class of yours as module:Class, got {spec.name!r}"
-        )
-    maker = _BUILT_IN[spec.name]
-    _check_arguments(spec, maker)
-    task: Task = maker(seed=spec.seed, **spec.args)
-    return task
+    return cast(Task, _made("task", spec, _BUILT_IN, _TASK_MEMBERS))
 
 
 def make_environment_source(spec: TaskSpec) -> EnvironmentSource:
     """Makes the source of environments that `spec` describes. Raises `ConfigError` for an unknown name or argument."""
-    if ":" in spec.name:
-        return cast(EnvironmentSource, _users_own(spec, _SOURCE_MEMBERS))
-    if spec.name not in _BUILT_IN_ENVIRONMENTS:
+    return cast(EnvironmentSource, _made("environment", spec, _BUILT_IN_ENVIRONMENTS, _SOURCE_MEMBERS))
+
+
+def _made(kind: str, spec: TaskSpec, built_in: Mapping[str, Callable[..., object]], members: Sequence[str]) -> object:
+    if is_users_own(spec):
+        return _users_own(spec, members)
+    if spec.name not in built_in:
         raise ConfigError(
-            f"environment: expected one of {', '.join(_BUILT_IN_ENVIRONMENTS)} or a class of yours as module:Class, "
-            f"got {spec.name!r}"
+            f"{kind}: expected one of {', '.join(built_in)} or a class of yours as module:Class, got {spec.name!r}"
         )
-    maker = _BUILT_IN_ENVIRONMENTS[spec.name]
-    _check_arguments(spec, maker)
-    source: EnvironmentSource = maker(seed=spec.seed, **spec.args)
-    return source
+    maker = built_in[spec.name]
+    known = [name for name in inspect.signature(maker).parameters if name != "seed"]
+    unknown = sorted(set(spec.args) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"task {spec.name}: expected arguments among {', '.join(known) or 'none'}; got {', '.join(unknown)}"
+        )
+    return maker(seed=spec.seed, **spec.args)
 
 
 def is_environment(spec: TaskSpec) -> bool:
     """Whether `spec` names environments (several turns) and not a task (one completion)."""
-    if ":" in spec.name:
+    if is_users_own(spec):
         return hasattr(imported(spec.name, "task.name"), "open")
     return spec.name in _BUILT_IN_ENVIRONMENTS
 
@@ -66,7 +64,7 @@ def turns_of(spec: TaskSpec) -> int:
     """Returns the most completions of one episode: the argument `turns_max`, or its default; 1 for a task."""
     if not is_environment(spec):
         return 1
-    maker = imported(spec.name, "task.name") if ":" in spec.name else _BUILT_IN_ENVIRONMENTS[spec.name]
+    maker = imported(spec.name, "task.name") if is_users_own(spec) else _BUILT_IN_ENVIRONMENTS[spec.name]
     default = inspect.signature(maker).parameters.get("turns_max")
     told = spec.args.get("turns_max", default.default if default is not None else 1)
     return told if isinstance(told, int) and told >= 1 else 1
@@ -133,15 +131,6 @@ _BUILT_IN: Mapping[str, Callable[..., Task]] = {
 
 # As _BUILT_IN, for several turns.
 _BUILT_IN_ENVIRONMENTS: Mapping[str, Callable[..., EnvironmentSource]] = {"calculator": CalculatorEnvironments}
-
-
-def _check_arguments(spec: TaskSpec, maker: Callable[..., object]) -> None:
-    known = [name for name in inspect.signature(maker).parameters if name != "seed"]
-    unknown = sorted(set(spec.args) - set(known))
-    if unknown:
-        raise ConfigError(
-            f"task {spec.name}: expected arguments among {', '.join(known) or 'none'}; got {', '.join(unknown)}"
-        )
 
 
 def _users_own(spec: TaskSpec, members: Sequence[str]) -> object:

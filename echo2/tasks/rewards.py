@@ -3,8 +3,8 @@ memory and output. The same pool steps multi-turn environments.
 
 Guarantees: if a scorer executes a completion's text, it does so in a process of its own, without network, files or keys; a reward
 is a finite number within bounds. A scorer that raises, hangs, exhausts memory or kills its process costs only that rollout; the
-failure is counted and reported in `Scored.failure`, and nothing here raises because of it. Leaves to others: what becomes of a
-rollout without a reward (it is dropped), which sender failures are counted against (scorer).
+failure is reported in `Scored.failure`, and nothing here raises because of it. Leaves to others: what becomes of a rollout without
+a reward (it is dropped), which sender failures are counted against.
 
 A completion that made its scorer exhaust a limit (CPU time, memory, output) gets reward 0, unless a harmless text on the same
 instance does so too: then the instance is at fault, and its completions get no reward; any other failure gives no reward
@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from echo2.base.errors import ConfigError, LimitExceeded, MalformedMessage, ResourceError, TaskError
 from echo2.contain.box import bubblewrap, view_here
@@ -35,7 +35,7 @@ from echo2.tasks import scorer as child
 from echo2.tasks.built_in import trusted_text
 from echo2.tasks.data_files import folder_to_show, local_data_set
 from echo2.tasks.registry import is_environment, is_users_own, make_task
-from echo2.tasks.task import ChatMessage, Observation, Reward, Task, TaskSpec
+from echo2.tasks.task import ChatMessage, Reward, Task, TaskSpec
 from echo2.tasks.visible import own_files, own_modules, remedy
 
 _log = logging.getLogger("echo2.rewards")
@@ -71,25 +71,15 @@ _USED_UP = (RewardFailure.EXHAUSTED, RewardFailure.TIMED_OUT, RewardFailure.OUT_
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward, or why there is none. `seconds`: time taken, without waiting in the queue."""
+    """A reward; or what an environment says next; or why there is neither. `seconds`: time taken, without waiting in the queue."""
 
     reward: Reward | None
     failure: RewardFailure | None
     message: str
     seconds: float
+    messages: tuple[ChatMessage, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TurnResult:
-    """The world's answer to a completion, or why there is none. `seconds`: as in `Scored`."""
-
-    observation: Observation | None
-    failure: RewardFailure | None
-    message: str
-    seconds: float
-
-
-Result = TypeVar("Result", Scored, TurnResult)
 PROCESSES_MIN, PROCESSES_MAX = 2, 16  # one may hang while the other scores; more than 16 are for a cluster (task.ray)
 
 
@@ -139,20 +129,6 @@ class Containment:
     processes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RewardCounts:
-    """Counts of rewards and failures since the start."""
-
-    scored: int = 0
-    raised: int = 0
-    exhausted: int = 0
-    timed_out: int = 0
-    out_of_memory: int = 0
-    died: int = 0
-    too_large: int = 0
-    fault: int = 0
-
-
 class RewardScorer(Protocol):
     """Computes rewards of one task. Results come as futures, so that threads and event loops can both wait. `process_count`:
     rewards computed at once; 0: in this process."""
@@ -164,8 +140,6 @@ class RewardScorer(Protocol):
         completion's sender; senders whose rewards take long are queued behind others.
         """
         ...
-
-    def counts(self) -> RewardCounts: ...
 
     def close(self) -> None:
         """Ends the processes and cancels waiting requests."""
@@ -197,7 +171,7 @@ def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> Non
     refuse any text.
     """
     containment = replace(containment or Containment(), processes=1)
-    ask: Callable[[str], Future[Scored] | Future[TurnResult]]
+    ask: Callable[[str], Future[Scored]]
     texts: tuple[str, ...] = SAMPLE_TEXTS
     if is_environment(spec):
         pool = RewardPool(spec, None, containment)
@@ -227,23 +201,6 @@ def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> Non
     )
 
 
-class _Tally:
-    """Thread-safe counts."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts = RewardCounts()
-
-    def add(self, failure: RewardFailure | None) -> None:
-        name = "scored" if failure is None else failure.value
-        with self._lock:
-            self._counts = replace(self._counts, **{name: getattr(self._counts, name) + 1})
-
-    def read(self) -> RewardCounts:
-        with self._lock:
-            return self._counts
-
-
 class InProcessScorer:
     """Scores in this process, for trusted scores that take microseconds: no queue, and each future is done at once."""
 
@@ -252,19 +209,11 @@ class InProcessScorer:
     def __init__(self, task: Task):
         self._task = task
         self._sample = lru_cache(maxsize=child.INSTANCES_CACHED)(task.sample)
-        self._tally = _Tally()
 
     def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
         began = time.monotonic()
-        answer = child.scored(self._task, self._sample(index), completion_text)
-        result = _scored(_told(answer, time.monotonic() - began), is_trusted=True, bound=OWN_REWARD_MAX)
-        self._tally.add(result.failure)
-        future: Future[Scored] = Future()
-        future.set_result(result)
-        return future
-
-    def counts(self) -> RewardCounts:
-        return self._tally.read()
+        told = child.scored(self._task, self._sample(index), completion_text)
+        return _done(_told(told, time.monotonic() - began, is_trusted=True, bound=OWN_REWARD_MAX))
 
     def close(self) -> None:
         pass
@@ -278,9 +227,9 @@ class RewardPool:
         limits = limits or limits_of(spec)
         if containment.processes:
             limits = replace(limits, process_count=containment.processes)
-        self._is_trusted = containment.is_trusted
-        self._bound = OWN_REWARD_MAX if is_users_own(spec) else 1.0
-        self._tally = _Tally()
+        self._read = partial(
+            _scored, is_trusted=containment.is_trusted, bound=OWN_REWARD_MAX if is_users_own(spec) else 1.0
+        )
         self._at_fault: dict[int, Scored] = {}  # instances that no completion could be scored on
         self._sound: set[int] = set()  # instances on which a harmless text was scored
         self._pool = _pool_of(spec, limits, containment)
@@ -288,15 +237,14 @@ class RewardPool:
 
     def submit(self, index: int, completion_text: str, sender: str = "") -> Future[Scored]:
         if index in self._at_fault:
-            return self._done(self._at_fault[index])
+            return _done(self._at_fault[index])
         answer: Future[Scored] = Future()
         asked = self._ask(index, completion_text, sender)
         asked.add_done_callback(lambda done: self._judge(done, answer, index))
         return answer
 
     def _ask(self, index: int, text: str, sender: str) -> Future[Scored]:
-        read = partial(_scored, is_trusted=self._is_trusted, bound=self._bound)
-        return self._pool.submit({"index": index, "text": text}, lambda a: read(_read(a)), sender)
+        return self._pool.submit({"index": index, "text": text}, self._read, sender)
 
     def _judge(self, asked: Future[Scored], answer: Future[Scored], index: int) -> None:
         """Passes the result on. Where a completion used up its limits, a harmless text is scored first: if that uses them up as
@@ -330,33 +278,19 @@ class RewardPool:
             self._give(answer, result)
 
     def _give(self, answer: Future[Scored], result: Scored) -> None:
-        counted = self._counted(result)
         if answer.set_running_or_notify_cancel():  # else whoever asked has given up meanwhile
-            answer.set_result(counted)
+            answer.set_result(result)
 
-    def _done(self, result: Scored) -> Future[Scored]:
-        future: Future[Scored] = Future()
-        future.set_result(self._counted(result))
-        return future
-
-    def submit_step(self, index: int, completions: Sequence[str], sender: str = "") -> Future[TurnResult]:
+    def submit_step(self, index: int, completions: Sequence[str], sender: str = "") -> Future[Scored]:
         """Asks for the world's answer to the last of an episode's completions. Sends all of them, so that any process can
         answer; the time limit grows with their number. The pool must have been made for environments.
         """
-        read = partial(_stepped, is_trusted=self._is_trusted, bound=self._bound)
         body = {"index": index, "completions": list(completions)}
-        return self._pool.submit(body, lambda a: self._counted(read(_read(a))), sender, max(1, len(completions)))
-
-    def counts(self) -> RewardCounts:
-        return self._tally.read()
+        return self._pool.submit(body, partial(self._read, is_step=True), sender, max(1, len(completions)))
 
     def close(self) -> None:
         """Waits at most one reward's time limit for the rewards in progress."""
         self._pool.close()
-
-    def _counted(self, result: Result) -> Result:
-        self._tally.add(result.failure)
-        return result
 
 
 def _pool_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) -> Pool:
@@ -402,16 +336,6 @@ def launch_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) ->
 # ---- answers
 
 
-@dataclass(frozen=True, slots=True)
-class _ScorerAnswer:
-    """A scorer's answer, or why there is none."""
-
-    answer: Mapping[str, object]
-    failure: RewardFailure | None
-    message: str
-    seconds: float
-
-
 # How the container's endings are told.
 _FAILURES = {
     Ending.CPU_USED_UP: RewardFailure.EXHAUSTED,
@@ -424,48 +348,41 @@ _FAILURES = {
 }
 
 
-def _read(answer: Answer) -> _ScorerAnswer:
+def _scored(answer: Answer, *, is_trusted: bool, bound: float, is_step: bool = False) -> Scored:
+    """What a process answered. `is_step`: it may be what an environment says, in place of a reward."""
     if answer.ending is not Ending.ANSWERED:
-        return _ScorerAnswer({}, _FAILURES[answer.ending], answer.note, answer.seconds)
+        return _failed(_FAILURES[answer.ending], answer.note, answer.seconds, is_trusted)
     try:
-        return _told(foreign_object(answer.body), answer.seconds)
+        told = foreign_object(answer.body)
     except MalformedMessage as error:
-        return _ScorerAnswer({}, RewardFailure.DIED, str(error), answer.seconds)
+        return _failed(RewardFailure.DIED, str(error), answer.seconds, is_trusted)
+    return _told(told, answer.seconds, is_trusted=is_trusted, bound=bound, is_step=is_step)
 
 
-def _told(answer: Mapping[str, object], seconds: float) -> _ScorerAnswer:
-    if "error" in answer:
-        failure = RewardFailure.OUT_OF_MEMORY if answer.get("is_memory") is True else RewardFailure.RAISED
-        return _ScorerAnswer({}, failure, shown(answer["error"]), seconds)
-    return _ScorerAnswer(answer, None, "", seconds)
-
-
-def _nought(told: _ScorerAnswer, is_trusted: bool) -> Reward | None:
-    """Returns reward 0 for a completion that exhausted its scorer, else None."""
-    is_used_up = told.failure is RewardFailure.EXHAUSTED or (
-        told.failure is RewardFailure.OUT_OF_MEMORY and not is_trusted
-    )
-    return Reward(0.0, {EXHAUSTED: 1.0}) if is_used_up else None
-
-
-def _scored(told: _ScorerAnswer, is_trusted: bool, bound: float) -> Scored:
-    if told.failure is not None:
-        return Scored(_nought(told, is_trusted), told.failure, told.message, told.seconds)
+def _told(
+    told: Mapping[str, object], seconds: float, *, is_trusted: bool, bound: float, is_step: bool = False
+) -> Scored:
+    if "error" in told:
+        failure = RewardFailure.OUT_OF_MEMORY if told.get("is_memory") is True else RewardFailure.RAISED
+        return _failed(failure, shown(told["error"]), seconds, is_trusted)
     try:
-        return Scored(_reward(told.answer, bound), None, "", told.seconds)
+        if is_step and "value" not in told:
+            return Scored(None, None, "", seconds, _messages(told.get("messages")))
+        return Scored(_reward(told, bound), None, "", seconds)
     except (MalformedMessage, TaskError) as error:
-        return Scored(None, RewardFailure.RAISED, shown(error), told.seconds)
+        return Scored(None, RewardFailure.RAISED, shown(error), seconds)
 
 
-def _stepped(told: _ScorerAnswer, is_trusted: bool, bound: float) -> TurnResult:
-    if told.failure is not None:
-        reward = _nought(told, is_trusted)
-        observation = Observation((), reward) if reward is not None else None
-        return TurnResult(observation, told.failure, told.message, told.seconds)
-    try:
-        return TurnResult(_observation(told.answer, bound), None, "", told.seconds)
-    except (MalformedMessage, TaskError) as error:
-        return TurnResult(None, RewardFailure.RAISED, shown(error), told.seconds)
+def _failed(failure: RewardFailure, message: str, seconds: float, is_trusted: bool) -> Scored:
+    """A completion that exhausted its scorer gets reward 0, any other failure none."""
+    is_used_up = failure is RewardFailure.EXHAUSTED or (failure is RewardFailure.OUT_OF_MEMORY and not is_trusted)
+    return Scored(Reward(0.0, {EXHAUSTED: 1.0}) if is_used_up else None, failure, message, seconds)
+
+
+def _done(result: Scored) -> Future[Scored]:
+    future: Future[Scored] = Future()
+    future.set_result(result)
+    return future
 
 
 def _reward(answer: Mapping[str, object], bound: float) -> Reward:
@@ -494,13 +411,10 @@ def _number(found: object) -> float:
     return number
 
 
-def _observation(answer: Mapping[str, object], bound: float) -> Observation:
-    if "value" in answer:
-        return Observation((), _reward(answer, bound))
-    messages = answer.get("messages")
-    if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
-        raise MalformedMessage(f"world: expected 1 to {MESSAGES_MAX} messages, got {shown(messages)}")
-    return Observation(tuple(_message(message) for message in messages))
+def _messages(found: object) -> tuple[ChatMessage, ...]:
+    if not isinstance(found, list) or not 0 < len(found) <= MESSAGES_MAX:
+        raise MalformedMessage(f"world: expected 1 to {MESSAGES_MAX} messages, got {shown(found)}")
+    return tuple(_message(message) for message in found)
 
 
 def _message(found: object) -> ChatMessage:

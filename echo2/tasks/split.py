@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
 
 from echo2.base.errors import TaskError
 from echo2.base.rng import derived_seed
@@ -44,10 +43,6 @@ class TaskSplit:
     def has(self, position: int) -> bool:
         """Whether there is a training instance at `position`."""
         return self.epochs_max is None or self.train_count is None or position < self.epochs_max * self.train_count
-
-    def upcoming(self, position: int) -> int:
-        """Returns the first position at or after this one that has an instance; if there is none, this one."""
-        return position
 
     def held_out_index(self, position: int) -> int:
         """The task's index of the held-out instance at `position`, 0 <= position < held_out_count."""
@@ -98,24 +93,6 @@ CYCLE_MAX = 1000
 """Largest number of places in a cycle, so weights are exact to one part in CYCLE_MAX."""
 
 
-class Split(Protocol):
-    """Maps positions to instances, of one task or of a mixture."""
-
-    @property
-    def train_count(self) -> int | None: ...
-
-    @property
-    def epochs_max(self) -> int | None: ...
-
-    def upcoming(self, position: int) -> int:
-        """Returns the first position at or after this one that has an instance; if there is none, this one."""
-        ...
-
-    def has(self, position: int) -> bool: ...
-    def held_out_index(self, position: int) -> int: ...
-    def train_index(self, position: int) -> int: ...
-
-
 def places(weights: Sequence[float]) -> tuple[int, ...]:
     """Returns the task of each place of a cycle.
 
@@ -148,7 +125,7 @@ def _rounded(weights: Sequence[float], total: float) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class MixedSplit:
-    """The tasks' `splits` combined. Instance i of task t has index t + i * number of tasks."""
+    """The splits of a run's tasks, of one or of several. Instance i of task t has index t + i * number of tasks."""
 
     splits: tuple[TaskSplit, ...]
     weights: tuple[float, ...]
@@ -179,6 +156,7 @@ class MixedSplit:
         return self.splits[0].epochs_max
 
     def upcoming(self, position: int) -> int:
+        """Returns the first position at or after this one that has an instance; if there is none, this one."""
         cycle = range(position, position + len(self._places))
         return next((one for one in cycle if self.has(one)), position)
 

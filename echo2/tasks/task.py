@@ -153,16 +153,3 @@ class EnvironmentSource(Protocol):
         ...
 
     def open(self, index: int) -> Environment: ...
-
-
-def replayed(source: EnvironmentSource, index: int, completions: tuple[str, ...]) -> tuple[Prompt, list[Observation]]:
-    """Replays the episode at `index`: returns its opening prompt and the observation after each completion. Raises `TaskError` if a
-    completion follows the end."""
-    environment = source.open(index)
-    prompt = environment.reset()
-    observations: list[Observation] = []
-    for text in completions:
-        if observations and observations[-1].is_done:
-            raise TaskError(f"{source.name} episode {index}: expected no completion after its end, got another")
-        observations.append(environment.step(text))
-    return prompt, observations

@@ -11,6 +11,7 @@ A call is written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import math
 import operator
@@ -23,7 +24,6 @@ from echo2.base.errors import TaskError
 from echo2.base.rng import derived_rng
 from echo2.tasks.task import ChatMessage, Environment, Observation, Prompt, Reward, Task, TaskInstance
 
-_CALL_OPEN, _CALL_CLOSE = "<tool_call>", "</tool_call>"  # Hermes' format, which Qwen's template has too
 CALLS_PER_TURN_MAX = 16  # bounds what a turn adds to the context; models make a few calls a turn
 EXPRESSION_CHARS_MAX = 200  # keeps recursion of the parser far below its limit
 NUMBER_MAX = 1e15  # up to here floats hold whole numbers exactly (2^53 is 9e15)
@@ -54,16 +54,8 @@ class ToolCall:
 
 def tool_calls_in(completion_text: str) -> tuple[ToolCall, ...]:
     """Returns the first CALLS_PER_TURN_MAX calls of a completion, in order; malformed ones with their problem. Takes one pass."""
-    calls: list[ToolCall] = []
-    end = 0
-    while len(calls) < CALLS_PER_TURN_MAX:
-        start = completion_text.find(_CALL_OPEN, end)
-        close = completion_text.find(_CALL_CLOSE, start + len(_CALL_OPEN)) if start >= 0 else -1
-        if close < 0:
-            break
-        calls.append(_parsed(completion_text[start + len(_CALL_OPEN) : close].strip()))
-        end = close + len(_CALL_CLOSE)
-    return tuple(calls)
+    inside = itertools.islice(_between(completion_text, "<tool_call>", "</tool_call>"), CALLS_PER_TURN_MAX)
+    return tuple(_parsed(text.strip()) for text, _, _ in inside)
 
 
 def _parsed(text: str) -> ToolCall:
@@ -243,11 +235,7 @@ class ToolFormat:
 
     def split(self, text: str) -> tuple[str, tuple[WrittenCall, ...]]:
         """Returns the text without its calls, and the first CALLS_MAX calls in order."""
-        calls: list[WrittenCall] = []
-        for call in self.found(text):
-            calls.append(call)
-            if len(calls) == CALLS_MAX:
-                break
+        calls = list(itertools.islice(self.found(text), CALLS_MAX))
         rest, at = [], 0
         for call in calls:
             rest.append(text[at : call.begin])
@@ -289,66 +277,15 @@ def _hermes(text: str) -> Iterator[WrittenCall]:
             yield call
 
 
-KEY_CHARS_MAX = 200  # a parameter's name; bounds the search of a malformed call
-_SPACE = re.compile(r"\s*")  # between the parts of a call
+KEY_CHARS_MAX = 200  # a parameter's name; a longer one is none
 
 
-def _values(
-    text: str, opening: str, closing: str, key_at: Callable[[str, int], tuple[str, int] | None]
-) -> Iterator[tuple[str, int, int]]:
-    """Yields each key after `opening`, with the offsets of its value.
-
-    `key_at`: returns the key at an offset and where its value begins, or None. Stops at the first value without `closing`: later
-    values have none either, and searching from each of them would take quadratic time.
-    """
-    at = 0
-    while (begin := text.find(opening, at)) >= 0:
-        at = begin + len(opening)
-        found = key_at(text, at)
-        if found is None:
-            continue
-        key, first = found
-        close = text.find(closing, first)
-        if close < 0:
-            return
-        yield key, first, close
-        at = close + len(closing)
-
-
-def _key(text: str, at: int, end: str, but: str) -> str | None:
-    """Returns the key from `at` to `end`, of 1 to KEY_CHARS_MAX characters and without `but`; else None."""
-    close = text.find(end, at, at + KEY_CHARS_MAX + len(end))
-    key = text[at:close] if close > at else ""
-    return key if key and but not in key else None
-
-
-def _parameter_key(text: str, at: int) -> tuple[str, int] | None:
-    key = _key(text, at, ">", "\n")
-    if key is None:
-        return None
-    first = at + len(key) + 1
-    return key, first + text.startswith("\n", first)
-
-
-def _argument_key(text: str, at: int) -> tuple[str, int] | None:
-    key = _key(text, at, "</arg_key>", "<")
-    if key is None:
-        return None
-    space = _SPACE.match(text, at + len(key) + len("</arg_key>"))
-    assert space is not None, "it matches no space as well"
-    return (key, space.end() + len("<arg_value>")) if text.startswith("<arg_value>", space.end()) else None
-
-
-def _parameters(text: str) -> Iterator[tuple[str, str]]:
-    """Yields keys and values of `<parameter=KEY>VALUE</parameter>`, without one newline at either end of the value."""
-    for key, first, close in _values(text, "<parameter=", "</parameter>", _parameter_key):
-        yield key, text[first : close - (close > first and text[close - 1] == "\n")]
-
-
-def _arguments(text: str) -> Iterator[tuple[str, str]]:
-    """Yields keys and values of `<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>`."""
-    for key, first, close in _values(text, "<arg_key>", "</arg_value>", _argument_key):
-        yield key, text[first:close]
+def _arguments(text: str, opening: str, key_end: str, closing: str) -> Iterator[tuple[str, str]]:
+    """Yields keys and values of `OPENING KEY KEY_END VALUE CLOSING`; leaves out what has no key."""
+    for piece in text.split(closing)[:-1]:
+        key, mark, value = piece.partition(opening)[2].partition(key_end)
+        if mark and 0 < len(key) <= KEY_CHARS_MAX and not set(key) & set("<>\n"):
+            yield key, value
 
 
 def _value(text: str) -> object:
@@ -362,14 +299,18 @@ def _coder(text: str) -> Iterator[WrittenCall]:
         body = inside.strip()
         name, mark, rest = body.removeprefix("<function=").partition(">")
         if body.startswith("<function=") and mark and name and rest.endswith("</function>"):
-            yield WrittenCall(name, {key: _value(value) for key, value in _parameters(rest)}, begin, end)
+            found = _arguments(rest, "<parameter=", ">", "</parameter>")
+            told = {key: _value(value.removeprefix("\n").removesuffix("\n")) for key, value in found}
+            yield WrittenCall(name, told, begin, end)
 
 
 def _glm(text: str) -> Iterator[WrittenCall]:
     for inside, begin, end in _between(text, "<tool_call>", "</tool_call>"):
         name = inside.partition("<arg_key>")[0].strip()
         if name and "<" not in name and "{" not in name:
-            yield WrittenCall(name, {key.strip(): _value(value) for key, value in _arguments(inside)}, begin, end)
+            found = _arguments(inside, "<arg_key>", "</arg_key>", "</arg_value>")
+            told = {key.strip(): _value(value.partition("<arg_value>")[2]) for key, value in found}
+            yield WrittenCall(name, told, begin, end)
 
 
 def _mistral(text: str) -> Iterator[WrittenCall]:

@@ -196,12 +196,24 @@ class GatedCall:
         DOORS.took(self._context.peer(), len(data))
         begun = monotonic()
         try:
-            return parsed(self._kind, data, self._limits, self._whose)
-        finally:
-            now = monotonic()
-            self.charged_s = now - begun + DOORS.charge_s(self._context.peer())
-            if (pause_s := self.share.pause_s(self.charged_s, now)) > 0:
-                await asyncio.sleep(pause_s)
+            message = parsed(self._kind, data, self._limits, self._whose)
+        except MalformedMessage as error:
+            DOORS.refused(len(data))
+            del data
+            error.__traceback__ = (
+                None  # its frames hold the data, which would be kept while the caller waits for its turn
+            )
+            await self._charge(monotonic() - begun)
+            raise
+        del data
+        await self._charge(monotonic() - begun)
+        return message
+
+    async def _charge(self, worked_s: float) -> None:
+        """Waits as long as the caller's share requires after `worked_s` seconds for its last message."""
+        self.charged_s = worked_s + DOORS.charge_s(self._context.peer())
+        if (pause_s := self.share.pause_s(self.charged_s, monotonic())) > 0:
+            await asyncio.sleep(pause_s)
 
     async def pause(self, worked_s: float) -> None:
         """After `worked_s` seconds of work for the caller, as long as its share requires; always yields to other tasks."""

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from echo2.outside import monotonic
+from echo2.outside.allocator import give_back
 
 DESCRIPTORS_OWN = 192
 """Reserved, not available to ports: files, databases, pipes, connections that this process dials."""
@@ -199,6 +200,8 @@ BROUGHT_NOTHING_S, BROUGHT_NOTHING = 2.0, 6
 # docs/security.md: doubles while the host goes on; a minute of peace forgives.
 SHUT_OUT_S, SHUT_OUT_MAX_S, OFFENCES_KEPT_S = 2.0, 16.0, 60.0
 _RECEIVED_AT, _INFO_BYTES = 128, 136  # of struct tcp_info: tcpi_bytes_received
+RETURNED_BYTES_MIN, RETURNED_FOR_S = 1 << 20, 1.0
+"""A refused message of so much is worth a walk over the allocator's free memory, of milliseconds; and until gRPC has freed it."""
 _log = logging.getLogger("echo2.ports")
 Remote = tuple[str, int]
 
@@ -349,6 +352,7 @@ class Doors:
     _floods: Floods = field(default_factory=Floods)
     _shut_out: frozenset[str] = frozenset()
     _offenders: set[Remote] = field(default_factory=set)
+    _freed_at: float = float("-inf")
 
     def watch(self, port: int, limits: PortLimits) -> None:
         with self._lock:
@@ -415,6 +419,12 @@ class Doors:
                 caller.taken_bytes += size_bytes
                 caller.messages += 1
 
+    def refused(self, size_bytes: int) -> None:
+        """A message of `size_bytes` is not kept. gRPC received a large one in thousands of pieces, which glibc would keep once
+        freed: the next scans return them."""
+        if size_bytes >= RETURNED_BYTES_MIN:
+            self._freed_at = monotonic()
+
     def _caller(self, remote: Remote) -> Caller | None:
         """Found by a scan, or heard of after the last one; None when there is no room for it."""
         known = self._by_remote.get(remote) or self._known_early.get(remote)
@@ -424,6 +434,8 @@ class Doors:
 
     def look(self, now: float) -> int:
         """Scans all connections once; returns how many it ended."""
+        if now - self._freed_at < RETURNED_FOR_S:
+            give_back()
         with self._lock:
             ports, http_ports = dict(self._ports), set(self._http_ports)
         seen = dict(_connections(ports))
@@ -446,6 +458,7 @@ class Doors:
                 self._floods.offended(caller.remote[0], now, is_shared=caller.remote[0] in proven)
             if heavy := overweight(callers, now):
                 reasons["unfinished messages use more memory than allowed"] += heavy
+                self._freed_at = now
             wanted = self._floods.hosts(now)
         if wanted != self._shut_out:
             self._shut_out = wanted

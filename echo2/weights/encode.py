@@ -32,7 +32,6 @@ from echo2.weights.device import encode_block_on_device
 from echo2.weights.elements import (
     Bits,
     Block,
-    Segment,
     TensorSpec,
     WeightSet,
     bits_of,
@@ -42,7 +41,7 @@ from echo2.weights.elements import (
     shard_range,
 )
 from echo2.weights.fingerprint import MODULUS, fingerprint_part, sum_bits, whole_fingerprint
-from echo2.weights.host import HostWeights, local_of, table_of
+from echo2.weights.host import local_of, table_of
 from echo2.weights.marks import Finds
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class Encoding(Iterator[bytes]):
 
 def in_order(
     blocks: tuple[Block, ...], code: Callable[[Block], EncodedBlock], executor: Executor | None, ahead: int
-) -> Iterator[tuple[Block, EncodedBlock]]:
+) -> Iterator[CodedBlock]:
     """Codes blocks, on the executor's threads if there is one, and yields them in order."""
     if executor is None:
         for block in blocks:
@@ -111,48 +110,30 @@ def in_order(
 class WeightSource:
     """Segments of a weight set as raw bits. Contiguous tensors are not copied, and tensors on a device stay there.
 
-    `parts` maps names to flat runs of elements, each with the index of its first element in the tensor: 0 for whole
-    tensors, more for a rank's rows of a sharded one.
+    `parts` maps names to runs of elements, each with the index of its first element in the tensor: 0 for whole tensors, more for a
+    rank's rows of a sharded one.
     """
 
-    def __init__(self, parts: Mapping[str, tuple[torch.Tensor | Bits, int]]) -> None:
-        self._on_device: dict[str, torch.Tensor] = {}
-        self._bits: dict[str, Bits] = {}
+    def __init__(self, parts: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+        self._flat = {name: flat_bits(part) for name, (part, _) in parts.items()}
         self._origins = {name: origin for name, (_, origin) in parts.items()}
-        for name, (part, _) in parts.items():
-            if not isinstance(part, torch.Tensor):
-                self._bits[name] = part
-            elif part.device.type == "cpu":
-                self._bits[name] = bits_of(part)
-            else:
-                self._on_device[name] = flat_bits(part)
 
     @classmethod
-    def of(cls, weights: WeightSet | HostWeights, table: TensorTable) -> WeightSource:
+    def of(cls, weights: WeightSet, table: TensorTable) -> WeightSource:
         """A source of all tensors of a set."""
-        if isinstance(weights, HostWeights):
-            return cls({spec.name: (weights.bits(spec.name), 0) for spec in table.specs})
         return cls({spec.name: (weights[spec.name], 0) for spec in table.specs})
 
     def is_on_device(self, block: Block) -> bool:
         """Whether all of a block is on a device."""
-        return all(s.spec.name in self._on_device for s in block.segments)
-
-    def _place(self, segment: Segment) -> slice:
-        begin = segment.start - self._origins[segment.spec.name]
-        return slice(begin, begin + segment.count)
+        return all(self._flat[s.spec.name].device.type != "cpu" for s in block.segments)
 
     def device_segments(self, block: Block) -> list[torch.Tensor]:
-        return [self._on_device[s.spec.name][self._place(s)] for s in block.segments]
+        begins = [(s, s.start - self._origins[s.spec.name]) for s in block.segments]
+        return [self._flat[s.spec.name][begin : begin + s.count] for s, begin in begins]
 
     def segments(self, block: Block) -> list[Bits]:
         """A block's bits on the host; bits on a device are copied, one segment at a time."""
-        out: list[Bits] = []
-        for s in block.segments:
-            on_device = self._on_device.get(s.spec.name)
-            part = self._place(s)
-            out.append(self._bits[s.spec.name][part] if on_device is None else bits_of(on_device[part].cpu()))
-        return out
+        return [bits_of(part.cpu()) for part in self.device_segments(block)]
 
 
 def delta_coder(old: WeightSource, new: WeightSource, header: DeltaHeader) -> Callable[[Block], EncodedBlock]:
@@ -186,14 +167,9 @@ def keyframe_coder(source: WeightSource, key: int) -> Callable[[Block], EncodedB
     return code
 
 
-def _check_set(weights: WeightSet | HostWeights, header: DeltaHeader) -> None:
-    if isinstance(weights, HostWeights) and weights.set_name != header.set_name:
-        raise DeltaFormatError(f"{header.describe()}: got weights of set {weights.set_name or 'base'!r}")
-
-
 def encode_delta(
-    parent: WeightSet | HostWeights,
-    target: WeightSet | HostWeights,
+    parent: WeightSet,
+    target: WeightSet,
     header: DeltaHeader,
     setting: CodecSetting | None = None,
     executor: Executor | None = None,
@@ -204,12 +180,9 @@ def encode_delta(
     `header.parent_version` and `parent_fingerprint` must be given: the target's fingerprint follows from the changes, so a full
     pass over the weights is needed once per run instead of once per version. `setting` overrides the header's.
     """
-    start = header.parent_fingerprint
-    if header.parent_version is None or start is None:
+    if header.parent_version is None or header.parent_fingerprint is None:
         raise DeltaFormatError(f"{header.describe()}: expected the parent's version and fingerprint")
     header = header if setting is None else replace(header, setting=setting)
-    _check_set(parent, header)
-    _check_set(target, header)
     table, before = table_of(target), table_of(parent)
     if before != table:
         changed = {spec.name for spec in set(before.specs) ^ set(table.specs)}
@@ -220,20 +193,19 @@ def encode_delta(
         )
     blocks = blocks_of(table.specs, header.block_elements, header.shard_count)
     code = delta_coder(WeightSource.of(parent, table), WeightSource.of(target, table), header)
-    return Encoding(header, table, in_order(blocks, code, executor, ahead), len(blocks), start)
+    return encode_sections(header, table, in_order(blocks, code, executor, ahead))
 
 
 def encode_keyframe(
-    target: WeightSet | HostWeights, header: DeltaHeader, executor: Executor | None = None, ahead: int = 2
+    target: WeightSet, header: DeltaHeader, executor: Executor | None = None, ahead: int = 2
 ) -> Encoding:
     """The frames of a whole snapshot; the header must name no parent."""
     if header.parent_version is not None:
         raise DeltaFormatError(f"{header.describe()}: expected no parent for a keyframe")
-    _check_set(target, header)
-    table, key = table_of(target), header.fingerprint_key
+    table = table_of(target)
     blocks = blocks_of(table.specs, header.block_elements, header.shard_count)
-    coded = in_order(blocks, keyframe_coder(WeightSource.of(target, table), key), executor, ahead)
-    return Encoding(header, table, coded, len(blocks), whole_fingerprint(table.specs, key))
+    code = keyframe_coder(WeightSource.of(target, table), header.fingerprint_key)
+    return encode_sections(header, table, in_order(blocks, code, executor, ahead))
 
 
 def rows_of(name: str, tensor: torch.Tensor, shard: int, shard_count: int) -> tuple[torch.Tensor, int]:
@@ -308,7 +280,7 @@ def section_blocks(
 
 
 def encode_sections(header: DeltaHeader, table: TensorTable, coded: Iterator[CodedBlock]) -> Encoding:
-    """The frames of a container from blocks coded elsewhere: `coded` yields those of all shards, in order."""
+    """The frames of a container from its coded blocks: `coded` yields those of all shards, in order."""
     start = header.parent_fingerprint
     if header.parent_version is None:
         start = whole_fingerprint(table.specs, header.fingerprint_key)

@@ -39,11 +39,9 @@ def local_of(tensor: Any) -> torch.Tensor:
     return rows
 
 
-def table_of(weights: WeightSet | HostWeights) -> TensorTable:
+def table_of(weights: WeightSet) -> TensorTable:
     """The tensor table of a set; tied tensors appear once, their other names as aliases. Of a sharded set it holds whole shapes,
     and only the first shard's rank has rows of every nonempty tensor and so sees all ties: let that rank make the table."""
-    if isinstance(weights, HostWeights):
-        return weights.table
     distinct, aliases = untied({name: local_of(tensor) for name, tensor in weights.items()})
     whole = {name: weights[name] for name in distinct}
     specs = (TensorSpec(name, element_type_of(name, t), tuple(t.shape)) for name, t in whole.items())

@@ -274,9 +274,10 @@ def parsed(kind: type[M], data: bytes, limits: CallLimits, whose: str) -> M:
     try:
         return kind.FromString(data)
     except DecodeError as error:
-        raise MalformedMessage(
-            f"{whose}: expected a {kind.DESCRIPTOR.name}, got {len(data)} bytes that are not ({error})"
-        ) from None
+        problem = str(error)  # raised below, as an error within an error would keep the data
+    raise MalformedMessage(
+        f"{whose}: expected a {kind.DESCRIPTOR.name}, got {len(data)} bytes that are not ({problem})"
+    )
 
 
 @functools.cache

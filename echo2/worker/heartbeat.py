@@ -9,21 +9,20 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from echo2.base.hosts import joined
+from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId, Version
-from echo2.broadcast.nat.facts import HostFacts
-from echo2.broadcast.nat.reach import Nat
+from echo2.broadcast.nat.reach import HostFacts, outward_host
 from echo2.broadcast.node import BroadcastNode, NodeStats
 from echo2.control.waits import Waits
 from echo2.outside import SteadyClock
-from echo2.trust.tls import PROTOCOL_VERSION, Credentials
+from echo2.outside.net import EVERY_ADDRESS
+from echo2.trust.identity import JoinLink
+from echo2.trust.tls import PROTOCOL_VERSION
 from echo2.wire.bounds import LOG_CHARS_MAX, LOG_LINES_MAX
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2
 from echo2.worker.control import CommandAnswer
-from echo2.worker.leases_service import LeaseService
+from echo2.worker.generation import Generation
 from echo2.worker.machine import Finding, Hardware, advertised_finding
 from echo2.worker.options import WorkerOptions
 from echo2.worker.reports import Reports
@@ -59,21 +58,16 @@ class LogTail(logging.Handler):
         return coordinator_pb2.LogTail(lines=list(self._lines))
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """How others reach this worker: `own` is where it listens, `advertised` the addresses of its hello, `port` where others dial
-    it; `is_told`: the operator named the address; `nat` finds out the rest."""
+def listen_host(options: WorkerOptions, link: JoinLink) -> str:
+    """The host given by the operator; else loopback if the coordinator is on loopback, else every address."""
+    # The coordinator's address family, because ::1 and 127.0.0.1 appear to others as two hosts.
+    own = link.host if ":" in link.host else "127.0.0.1"
+    return options.listen_host or (own if is_loopback(link.host) else EVERY_ADDRESS)
 
-    advertised: list[str]
-    own: list[str]
-    port: int
-    is_told: bool
-    nat: Nat
-    coordinator: PeerId
 
-    def message(self) -> coordinator_pb2.Reach | None:
-        """As the transport found out; None while unknown, so that the hello's addresses apply."""
-        return reach_of(self.nat.facts, self.own, self.port, self.coordinator)
+def dialled_port(options: WorkerOptions, port: int) -> int:
+    """The port at which others reach the service that listens on `port`; a NAT may map a different one to it."""
+    return int(options.advertised_addresses[0].rpartition(":")[2]) if options.advertised_addresses else port
 
 
 def reach_of(facts: HostFacts, own: list[str], port: int, coordinator: PeerId) -> coordinator_pb2.Reach | None:
@@ -88,26 +82,32 @@ def reach_of(facts: HostFacts, own: list[str], port: int, coordinator: PeerId) -
 
 
 class WorkerStatus:
-    """One per worker. `weights` is None until the engine has started; `slot_count` is the engine's once that is known."""
+    """One per worker. `own_addresses`: where it listens, as its own network sees it. `weights` is None until the engine has
+    started; `slot_count` is the engine's once that is known."""
 
     def __init__(
         self,
         options: WorkerOptions,
-        credentials: Credentials,
         hardware: Hardware,
-        parts: tuple[LeaseService, Reports, BroadcastNode, Waits],
-        reach: Reach,
-        memory_bytes: Callable[[], tuple[int, int]],
+        generation: Generation,
+        reports: Reports,
+        node: BroadcastNode,
+        port: int,
+        waits: Waits,
         log: LogTail | None,
     ) -> None:
         self.weights: Weights | None = None
         self.slot_count = options.config.worker.slots
         self.findings: dict[str, Finding] = {}
-        self.reach = reach
-        self._options, self._run_id, self._hardware = options, credentials.run_id, hardware
-        self._leases, self._reports, self._node, self._waits = parts
+        link = JoinLink.parse(options.join_link)
+        host = outward_host(options.listen_host, link.address)
+        self.own_addresses = [joined(host, port)] if host else []
+        self._advertised = list(options.advertised_addresses) or self.own_addresses
+        self._port, self._coordinator = dialled_port(options, port), link.peer_id
+        self._options, self._hardware, self._generation = options, hardware, generation
+        self._leases, self._reports, self._node, self._waits = generation.leases, reports, node, waits
         self._clock = SteadyClock()
-        self._read_memory, self._memory_bytes, self._memory_due = memory_bytes, (0, 0), -math.inf
+        self._memory_bytes, self._memory_due = (0, 0), -math.inf
         self._log_tail, self._sent_lines = log, 0
         self._sent_links: list[coordinator_pb2.PeerLink] | None = None
         self._beats = 0
@@ -121,18 +121,18 @@ class WorkerStatus:
 
     def on_host_facts(self, facts: HostFacts) -> None:
         """Records the relay's check of whether this worker answers at the address that its operator named."""
-        if self.reach.is_told and facts.is_reachable is not None:
-            self.add_finding(advertised_finding(self.reach.advertised[0], facts.public_host, facts.is_reachable))
+        if self._options.advertised_addresses and facts.is_reachable is not None:
+            self.add_finding(advertised_finding(self._advertised[0], facts.public_host, facts.is_reachable))
 
     def hello(self) -> coordinator_pb2.WorkerHello:
         self._sent_links, self._sent_lines = None, 0  # a new stream, perhaps to a new coordinator: send all of it again
         options, worker = self._options, self._options.config.worker
-        tickets = (self._reports.ticket_of(lease_id) for lease_id in self._leases.machine.lease_ids)
+        tickets = (self._reports.ticket_of(lease_id) for lease_id in self._leases.lease_ids)
         return coordinator_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name=options.name,
-            run_id=self._run_id,
-            addresses=self.reach.advertised,
+            run_id=self._reports.credentials.run_id,
+            addresses=self._advertised,
             price_usd_per_hour=self._hardware.price.usd_per_hour,
             is_spot=worker.is_spot,
             gpu=self._hardware.machine.gpu_text,
@@ -149,7 +149,7 @@ class WorkerStatus:
         now, node, weights = self._clock.now(), self._node.stats(), self.weights
         rates, window = self._leases.rates.rates(now), self._leases.rates
         live = weights.live if weights else None
-        stats = self._leases.engine.stats() if self._leases.engine else None
+        stats = self._generation.engine.stats() if self._generation.engine else None
         waits_for, waits_since_s = self._wait(live, node)
         used_bytes, total_bytes = self._memory(now)
         return coordinator_pb2.Heartbeat(
@@ -176,7 +176,7 @@ class WorkerStatus:
             fingerprint=weights.fingerprint if weights else "",
             memory_used_bytes=used_bytes,
             memory_total_bytes=total_bytes,
-            reach=self.reach.message(),
+            reach=reach_of(self._node.nat.facts, self.own_addresses, self._port, self._coordinator),
             links=self._links_if_changed(node),
             log=self._log_if_changed(),
         )
@@ -186,16 +186,16 @@ class WorkerStatus:
         sent = self._sent_links, self._beats, self._sent_lines
         beat, node = self.heartbeat(), self._node.stats()
         self._sent_links, self._beats, self._sent_lines = sent  # the coordinator has not received this heartbeat
-        stats = self._leases.engine.stats() if self._leases.engine else None
-        facts = self.reach.nat.facts
+        stats = self._generation.engine.stats() if self._generation.engine else None
+        facts = self._node.nat.facts
         return {
-            "run": self._run_id,
+            "run": self._reports.credentials.run_id,
             "name": self._options.name,
             "engine": self._hardware.engine,
             "version": beat.version if beat.has_version else None,
             "weights": self.weights.state if self.weights else "no engine yet",
             "fingerprint": beat.fingerprint,
-            "leases": len(self._leases.machine.lease_ids),
+            "leases": len(self._leases.lease_ids),
             "running": beat.running_sequences,
             "waiting": beat.waiting_sequences,
             "sampled_tokens": beat.sampled_tokens,
@@ -205,7 +205,7 @@ class WorkerStatus:
             "prefilled_tokens": stats.prefilled_tokens if stats else 0,
             "tokens_per_s": round(beat.tokens_per_s, 1),
             "rollouts_per_s": round(beat.rollouts_per_s, 3),
-            "tokens_not_reported": self._leases.machine.unheld_tokens,
+            "tokens_not_reported": self._leases.unheld_tokens,
             "newest_version_in_flight": beat.newest_version_in_flight,
             "chunks": f"{beat.newest_chunks_held} of {beat.newest_chunk_count or '?'}",
             "price_usd_per_hour": self._hardware.price.usd_per_hour,
@@ -232,11 +232,11 @@ class WorkerStatus:
 
     def _wait(self, live: Version | None, node: NodeStats) -> tuple[str, float]:
         """What this worker has been waiting for longest, and for how many seconds; empty while it generates."""
-        now, has_work = self._clock.now(), bool(self._leases.machine.lease_ids)
+        now, has_work = self._clock.now(), bool(self._leases.lease_ids)
         self._idle_since = None if has_work or live is None else self._idle_since or now
         text, since_s = self._waits.longest()
         if text or has_work:
-            is_silent = not text and not self._leases.machine.is_running
+            is_silent = not text and not self._leases.is_running
             return ("the learner's verdict on finished rollouts", 0.0) if is_silent else (text, since_s)
         if self._idle_since is None:
             return node.waits_for, 0.0
@@ -245,7 +245,7 @@ class WorkerStatus:
     def _memory(self, now: float) -> tuple[int, int]:
         if now >= self._memory_due:
             self._memory_due = now + MEMORY_INTERVAL_S
-            self._memory_bytes = self._read_memory()
+            self._memory_bytes = self._hardware.read_memory()
         return self._memory_bytes
 
     def _log_if_changed(self) -> coordinator_pb2.LogTail | None:

@@ -1,249 +1,31 @@
 """The state machine of a worker's leases: which to request, what to generate, report and hand back.
 
-One door, `Leases.handle(event, now) -> list[Action]`; times are on the clock of `now`. Guarantees: a lease has at most one report
-in flight, so each verdict belongs to a known report; new tokens are reported every report interval, a finished rollout after
-`finished_delay_s`, so that siblings travel together; the worker holds no more rollouts than keep its slots full while a new lease
-travels; a revoke or a drain hands back every token or, past its time limit, only the lease; a group bound to one version
+Its methods are named after what happens; each ends with what follows from it, through three ports. Guarantees: a lease has at most
+one report in flight, so each verdict belongs to a known report; new tokens are reported every report interval, a finished rollout
+after `finished_delay_s`, so that siblings travel together; the worker holds no more rollouts than keep its slots full while a new
+lease travels; a revoke or a drain hands back every token or, past its time limit, only the lease; a group bound to one version
 (`exact_version`) has no token of another, and a new version waits for such groups, at most `HOLD_S_MAX`. While the learner is away,
 generation continues and finished rollouts wait; while the coordinator is away, only new leases are missing.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
+from echo2.base.clock import Clock
 from echo2.base.ids import LeaseId, Version, warm_groups
 from echo2.base.rng import rollout_seed
 from echo2.base.rollout import EndReason, FinishReason, GroupSpec, Rollout, RolloutSegment, SegmentVerdict, Verdict
 from echo2.base.routing import REPORT_ROUTING_BYTES_MAX
-from echo2.worker.demand import Demand
+from echo2.worker.demand import Demand, RateWindow
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.options import WorkerLimits
 from echo2.worker.rollouts import LeasePhase, LeaseWork, PartialRollout, expected_remaining, unheld_tokens
-
-# ---- events
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """A lease was granted. A second grant under the same id only sets a new deadline.
-
-    `is_renewal`: the worker held the lease when the coordinator sent this. If the lease has ended here since, the two messages
-    crossed.
-    """
-
-    lease_id: LeaseId
-    group: GroupSpec
-    deadline: float
-    is_continuation: bool
-    is_renewal: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PartialsArrived:
-    """The learner's partial rollouts of a group that this worker continues."""
-
-    lease_id: LeaseId
-    rollouts: tuple[Rollout, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRefused:
-    """The learner refused a lease's partial rollouts or a report of it, or the engine refused a request."""
-
-    lease_id: LeaseId
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    chunks: tuple[TokenChunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class VerdictsArrived:
-    """The learner answered the report in flight of one lease."""
-
-    lease_id: LeaseId
-    verdicts: tuple[SegmentVerdict, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerUp:
-    """A report stream is open. Reports in flight on an older stream are void."""
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerDown:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorUp:
-    report_interval_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorDown:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Revoked:
-    lease_id: LeaseId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Activated:
-    """Whether this worker may request leases; it finishes those it holds either way."""
-
-    is_active: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Hand all leases back within `within_s` and take no new ones."""
-
-    within_s: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class FinishUp:
-    """Finish the leases held and take no new ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionLive:
-    """The engine's live version and number of slots."""
-
-    version: Version
-    slot_count: int
-
-
-@dataclass(frozen=True, slots=True)
-class VersionArrived:
-    """A version has arrived and waits for `AdmitVersion`."""
-
-    version: Version
-
-
-@dataclass(frozen=True, slots=True)
-class WakeUp:
-    """The time requested by a `WakeAt` has come."""
-
-
-Event = (
-    Granted
-    | PartialsArrived
-    | LeaseRefused
-    | Sampled
-    | VerdictsArrived
-    | LearnerUp
-    | LearnerDown
-    | CoordinatorUp
-    | CoordinatorDown
-    | Revoked
-    | Activated
-    | Drain
-    | FinishUp
-    | VersionLive
-    | VersionArrived
-    | WakeUp
-)
-
-# ---- actions
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    request: GenerateRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class FetchPartials:
-    """Ask the learner until it answers (`PartialsArrived` or `LeaseRefused`); drop the answer once the lease has ended."""
-
-    lease_id: LeaseId
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    lease_id: LeaseId
-    segments: tuple[RolloutSegment, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class EndLease:
-    lease_id: LeaseId
-    reason: EndReason
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReportProgress:
-    lease_id: LeaseId
-    finished_rollouts: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLeases:
-    free_rollouts: int
-    version: Version
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutFinished:
-    """For telemetry: a rollout's last token was sampled, `duration_s` after this worker started on it."""
-
-    duration_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """All leases were handed back or given up. `unheld_tokens`: tokens lost because the learner did not hold them."""
-
-    unheld_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class AdmitVersion:
-    """The waiting version may go live: no lease needs the live one any more."""
-
-    version: Version
-
-
-@dataclass(frozen=True, slots=True)
-class WakeAt:
-    """Send a `WakeUp` at `at`; a newer `WakeAt` replaces it."""
-
-    at: float
-
-
-Action = (
-    Submit
-    | Abort
-    | FetchPartials
-    | Report
-    | EndLease
-    | ReportProgress
-    | RequestLeases
-    | RolloutFinished
-    | Drained
-    | AdmitVersion
-    | WakeAt
-)
-
 
 REPORT_TOKENS_MAX = 1 << 16
 """Most tokens in one report, as the wire allows."""
@@ -258,6 +40,53 @@ HOLD_S_MAX = 300.0
 EXACT_GRACE_S, TURN_GRACE_S = 1.0, 5.0
 """After the last such lease the version waits this long for further ones, which may be on their way from the coordinator. The
 second applies if that lease was a turn or an agent's call: another may follow once the tools have answered."""
+_log = logging.getLogger("echo2.worker")
+
+
+class LearnerPort(Protocol):
+    """The connection to the learner."""
+
+    def report(self, lease_id: LeaseId, segments: tuple[RolloutSegment, ...]) -> None: ...
+
+    def fetch_partials(self, lease_id: LeaseId) -> None:
+        """Asks the learner until it answers (`on_partials` or `refuse`); drops the answer once the lease has ended."""
+        ...
+
+    def forget(self, lease_id: LeaseId) -> None:
+        """Drops what is kept for a lease that has ended."""
+        ...
+
+
+class CoordinatorPort(Protocol):
+    """The session with the coordinator; does nothing while there is none."""
+
+    def end_lease(self, lease_id: LeaseId, reason: EndReason, message: str) -> None: ...
+
+    def report_progress(self, lease_id: LeaseId, finished_rollouts: int, tokens: int) -> None: ...
+
+    def request_leases(self, free_rollouts: int, version: Version) -> None: ...
+
+
+class GenerationPort(Protocol):
+    """The engine, the clock's alarm and those who wait for the leases."""
+
+    def submit(self, request: GenerateRequest) -> str:
+        """Queues a sequence; returns why the engine refuses it; empty: it does not."""
+        ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def admit_version(self) -> None:
+        """The version that waits (`on_version_arrived`) may go live: no lease needs the live one any more."""
+        ...
+
+    def on_drained(self, unheld_tokens: int) -> None:
+        """All leases were handed back or given up. `unheld_tokens`: lost, because the learner did not hold them."""
+        ...
+
+    def wake_at(self, at: float) -> None:
+        """Calls `Leases.wake` at that time; replaces the last such wish."""
+        ...
 
 
 def lease_of(request_id: str) -> LeaseId:
@@ -265,33 +94,30 @@ def lease_of(request_id: str) -> LeaseId:
     return LeaseId(request_id.rpartition("/")[0])
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A version that waits to go live."""
-
-    version: Version
-    since: float
-
-
-@dataclass(slots=True)
 class Leases:
-    """The state machine. `report_interval_s`: the coordinator's."""
+    """One per worker. `report_interval_s`: the coordinator's. No port calls a method before it returns."""
 
-    limits: WorkerLimits
-    report_interval_s: float = 2.0
-    _leases: dict[LeaseId, LeaseWork] = field(default_factory=dict)
-    _demand: Demand = field(default_factory=Demand)
-    _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=LENGTHS_MAX))
-    _learner_since: float | None = None
-    _is_coordinator_up: bool = False
-    _is_active: bool = True
-    _is_leaving: bool = False
-    _drain_deadline: float | None = None
-    _is_drained: bool = False
-    _wake_at: float = 0.0
-    _now: float = 0.0
-    _waiting: _Waiting | None = None
-    _exact_grace_until: float = -math.inf
+    def __init__(
+        self,
+        limits: WorkerLimits,
+        clock: Clock,
+        learner: LearnerPort,
+        coordinator: CoordinatorPort,
+        generation: GenerationPort,
+    ) -> None:
+        self.rates = RateWindow()
+        self.report_interval_s = 2.0
+        self._limits, self._clock = limits, clock
+        self._learner, self._coordinator, self._generation = learner, coordinator, generation
+        self._leases: dict[LeaseId, LeaseWork] = {}
+        self._demand = Demand()
+        self._lengths: deque[int] = deque(maxlen=LENGTHS_MAX)
+        self._learner_since: float | None = None
+        self._is_coordinator_up, self._is_active = False, True
+        self._is_leaving, self._drain_deadline, self._is_drained = False, math.inf, False
+        self._wake_at = 0.0
+        self._waiting_since: float | None = None  # of a version that waits to go live
+        self._exact_grace_until = -math.inf
 
     # -- read by others
 
@@ -299,18 +125,10 @@ class Leases:
     def lease_ids(self) -> tuple[LeaseId, ...]:
         return tuple(self._leases)
 
-    def group_of(self, lease_id: LeaseId) -> GroupSpec | None:
-        lease = self._leases.get(lease_id)
-        return lease.group if lease else None
-
-    @property
-    def running_rollouts(self) -> int:
-        return sum(lease.running for lease in self._leases.values())
-
     @property
     def is_running(self) -> bool:
         """Whether the engine has work or will get some."""
-        return any(lease.is_running for lease in self._leases.values())
+        return any(not r.is_over for lease in self._leases.values() for r in lease.rollouts.values())
 
     @property
     def exact_leases(self) -> list[LeaseWork]:
@@ -322,274 +140,304 @@ class Leases:
         """Number of tokens that the learner does not hold yet: the loss if this worker died now."""
         return sum(unheld_tokens(tuple(lease.rollouts.values())) for lease in self._leases.values())
 
-    # -- the door
+    # -- the coordinator
 
-    def handle(self, event: Event, now: float) -> list[Action]:
-        self._now = now
-        actions = list(self._on(event, now))
-        # By far the commonest event is tokens that end no rollout: nothing follows from it before the requested wake-up.
-        if actions or now >= self._wake_at or not isinstance(event, Sampled):
-            actions += self._follow_up(now)
-        return actions
+    def on_coordinator(self, report_interval_s: float) -> None:
+        """The session with the coordinator is open."""
+        self._is_coordinator_up, self.report_interval_s = True, report_interval_s
+        self._demand.forget_request()
+        self._follow_up()
 
-    def _on(self, event: Event, now: float) -> Iterator[Action]:
-        match event:
-            case Granted():
-                yield from self._granted(event, now)
-            case PartialsArrived(lease_id, rollouts):
-                yield from self._resumed(lease_id, rollouts, now)
-            case LeaseRefused(lease_id, message):
-                # REFUSED, so that the coordinator pauses before it tries the group again.
-                yield from self._ended(lease_id, EndReason.REFUSED, message)
-            case Sampled(chunks):
-                for chunk in chunks:
-                    yield from self._sampled(chunk, now)
-            case VerdictsArrived(lease_id, verdicts):
-                yield from self._judged(lease_id, verdicts, now)
-            case LearnerUp():
-                self._learner_since = now
-                self._void_reports(now)
-            case LearnerDown():
-                self._learner_since = None
-                self._void_reports(now)
-            case CoordinatorUp(report_interval_s):
-                self._is_coordinator_up = True
-                self.report_interval_s = report_interval_s
-                self._demand.forget_request()
-            case CoordinatorDown():
-                self._is_coordinator_up = False
-            case Revoked(lease_id, reason):
-                yield from self._hand_back(lease_id, reason, now)
-            case Activated(is_active):
-                self._is_active = is_active
-            case FinishUp():
-                self._is_leaving = True
-            case Drain(within_s, reason):
-                self._is_leaving = True
-                self._drain_deadline = now + within_s
-                for lease_id in list(self._leases):
-                    yield from self._hand_back(lease_id, reason, now)
-            case VersionLive(version, slot_count):
-                self._demand.live(version, slot_count)
-                for lease in self.exact_leases:
-                    if lease.group.exact_version != version:
-                        yield from self._hand_back(lease.lease_id, f"version {version} is live now", now)
-            case VersionArrived(version):
-                self._waiting = _Waiting(version, now)
-            case WakeUp():
-                pass
+    def on_coordinator_lost(self) -> None:
+        self._is_coordinator_up = False
+        self._follow_up()
 
-    # -- leases
-
-    def _granted(self, grant: Granted, now: float) -> Iterator[Action]:
-        known = self._leases.get(grant.lease_id)
+    def grant(self, lease_id: LeaseId, group: GroupSpec, deadline: float, *, is_continuation: bool) -> None:
+        """A lease was granted. A second grant under the same id only sets a new deadline."""
+        now = self._clock.now()
+        known = self._leases.get(lease_id)
         if known is not None:
-            known.deadline = grant.deadline
-            return
-        if grant.is_renewal:
-            return  # ended here meanwhile; the coordinator has not heard of it yet
-        self._demand.granted(grant.group.rollout_count, now)
+            known.deadline = deadline
+        else:
+            self._demand.granted(group.rollout_count, now)
+            if message := self._why_not(group):
+                self._coordinator.end_lease(lease_id, EndReason.HANDED_BACK, message)
+                self._learner.forget(lease_id)
+            else:
+                self._begin(lease_id, group, deadline, is_continuation=is_continuation)
+        self._follow_up()
+
+    def _why_not(self, group: GroupSpec) -> str:
+        """Why a new lease is handed back at once; empty: it is not."""
         if self._is_leaving:
-            yield EndLease(grant.lease_id, EndReason.HANDED_BACK, "this worker is draining")
-            return
-        if len(self._leases) >= self.limits.leases_max:
-            message = f"this worker holds {len(self._leases)} leases, its limit"
-            yield EndLease(grant.lease_id, EndReason.HANDED_BACK, message)
-            return
-        group = grant.group
+            return "this worker is draining"
+        if len(self._leases) >= self._limits.leases_max:
+            return f"this worker holds {len(self._leases)} leases, its limit"
         if group.exact_version not in (None, self._demand.version):
-            message = f"it is for version {group.exact_version}, the live one is {self._demand.version}"
-            yield EndLease(grant.lease_id, EndReason.HANDED_BACK, message)
-            return
+            return f"it is for version {group.exact_version}, the live one is {self._demand.version}"
+        return ""
+
+    def _begin(self, lease_id: LeaseId, group: GroupSpec, deadline: float, *, is_continuation: bool) -> None:
+        now = self._clock.now()
         lease = LeaseWork(
-            lease_id=grant.lease_id,
+            lease_id=lease_id,
             group=group,
-            deadline=grant.deadline,
-            margin_s=min(MARGIN_S_MAX, max(0.0, grant.deadline - now) / 10),
-            phase=LeasePhase.FETCHING if grant.is_continuation else LeasePhase.RUNNING,
+            deadline=deadline,
+            margin_s=min(MARGIN_S_MAX, max(0.0, deadline - now) / 10),
+            phase=LeasePhase.FETCHING if is_continuation else LeasePhase.RUNNING,
             rollouts={i: PartialRollout(group.group_id, i, now) for i in range(group.rollout_count)},
             report_due=now + self.report_interval_s,
         )
-        self._leases[grant.lease_id] = lease
-        if grant.is_continuation:
-            yield FetchPartials(grant.lease_id)
+        self._leases[lease_id] = lease
+        if is_continuation:
+            self._learner.fetch_partials(lease_id)
         else:
-            yield from self._submitted(lease)
+            self._submit(lease)
 
-    def _resumed(self, lease_id: LeaseId, rollouts: tuple[Rollout, ...], now: float) -> Iterator[Action]:
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.phase is not LeasePhase.FETCHING:
-            return
-        for partial in rollouts:
-            rollout = lease.rollouts.get(partial.index)
-            if rollout is None or partial.group_id != lease.group.group_id:
-                message = (
-                    f"partial rollout {partial.index} of group {partial.group_id}: expected group "
-                    f"{lease.group.group_id} and an index below {lease.group.rollout_count}"
-                )
-                yield from self._ended(lease_id, EndReason.REFUSED, message)
-                return
-            rollout.resume(partial, lease.group.sampling)
-            rollout.started_at = now
-        lease.phase = LeasePhase.RUNNING
-        yield from self._submitted(lease)
-
-    def _submitted(self, lease: LeaseWork) -> Iterator[Action]:
+    def _submit(self, lease: LeaseWork) -> None:
         group = lease.group
         for index, rollout in lease.rollouts.items():
-            if not rollout.is_stopped:
-                yield Submit(
-                    GenerateRequest(
-                        request_id=f"{lease.lease_id}/{index}",
-                        prompt_token_ids=group.prompt_token_ids,
-                        token_ids=tuple(rollout.token_ids),
-                        sampling=replace(group.sampling, seed=rollout_seed(group.sampling.seed, index)),
-                        prefix_key=group.group_id,
-                    )
+            if rollout.is_stopped:
+                continue
+            request = GenerateRequest(
+                request_id=f"{lease.lease_id}/{index}",
+                prompt_token_ids=group.prompt_token_ids,
+                token_ids=tuple(rollout.token_ids),
+                sampling=replace(group.sampling, seed=rollout_seed(group.sampling.seed, index)),
+                prefix_key=group.group_id,
+            )
+            if refusal := self._generation.submit(request):
+                self._end(lease, EndReason.REFUSED, refusal)
+                return
+
+    def revoke(self, lease_id: LeaseId, reason: str) -> None:
+        """Hands a lease back with every token."""
+        if lease_id in self._leases:
+            self._hand_back(self._leases[lease_id], reason)
+        self._follow_up()
+
+    def activate(self, is_active: bool) -> None:
+        """Whether this worker may request leases; it finishes those it holds either way."""
+        self._is_active = is_active
+        self._follow_up()
+
+    # -- the learner
+
+    def on_learner(self) -> None:
+        """A report stream is open. Reports in flight on an older stream are void."""
+        self._learner_since = self._clock.now()
+        self._void_reports()
+        self._follow_up()
+
+    def on_learner_lost(self) -> None:
+        self._learner_since = None
+        self._void_reports()
+        self._follow_up()
+
+    def refuse(self, lease_id: LeaseId, message: str) -> None:
+        """The learner refused a lease's partial rollouts or a report of it."""
+        if lease_id in self._leases:
+            # REFUSED, so that the coordinator pauses before it tries the group again.
+            self._end(self._leases[lease_id], EndReason.REFUSED, message)
+        self._follow_up()
+
+    def on_partials(self, lease_id: LeaseId, rollouts: Sequence[Rollout]) -> None:
+        """The learner's partial rollouts of a group that this worker continues."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.phase is LeasePhase.FETCHING:
+            self._resume(lease, rollouts)
+        self._follow_up()
+
+    def _resume(self, lease: LeaseWork, rollouts: Sequence[Rollout]) -> None:
+        group = lease.group
+        for partial in rollouts:
+            rollout = lease.rollouts.get(partial.index)
+            if rollout is None or partial.group_id != group.group_id:
+                message = (
+                    f"partial rollout {partial.index} of group {partial.group_id}: expected group "
+                    f"{group.group_id} and an index below {group.rollout_count}"
                 )
+                self._end(lease, EndReason.REFUSED, message)
+                return
+            rollout.resume(partial, group.sampling)
+            rollout.started_at = self._clock.now()
+        lease.phase = LeasePhase.RUNNING
+        self._submit(lease)
 
-    def _aborts(self, lease: LeaseWork) -> Iterator[Action]:
-        for index, rollout in lease.rollouts.items():
-            if not rollout.is_stopped:
-                yield Abort(f"{lease.lease_id}/{index}")
-
-    def _hand_back(self, lease_id: LeaseId, reason: str, now: float) -> Iterator[Action]:
+    def on_verdicts(self, lease_id: LeaseId, verdicts: Sequence[SegmentVerdict]) -> None:
+        """The learner answered the report in flight of one lease."""
         lease = self._leases.get(lease_id)
-        if lease is None or lease.phase is LeasePhase.HANDING_BACK:
-            return
-        if lease.phase is LeasePhase.FETCHING:
-            yield from self._ended(lease_id, EndReason.HANDED_BACK, reason)
-            return
-        lease.phase = LeasePhase.HANDING_BACK
-        lease.end_message = reason
-        lease.report_due = now
-        yield from self._aborts(lease)
-
-    def _ended(self, lease_id: LeaseId, reason: EndReason, message: str) -> Iterator[Action]:
-        lease = self._leases.pop(lease_id, None)
         if lease is not None:
-            if lease.group.exact_version is not None:
-                grace_s = TURN_GRACE_S if warm_groups(lease.group.group_id) else EXACT_GRACE_S
-                self._exact_grace_until = max(self._exact_grace_until, self._now + grace_s)
-            yield from self._aborts(lease)
-            yield EndLease(lease_id, reason, message)
+            self._judge(lease, verdicts)
+        self._follow_up()
 
-    # -- tokens
-
-    def _sampled(self, chunk: TokenChunk, now: float) -> Iterator[Action]:
-        lease = self._leases.get(lease_of(chunk.request_id))
-        if lease is None:
-            return  # ended meanwhile; its sequences were aborted
-        rollout = lease.rollouts[int(chunk.request_id.rpartition("/")[2])]
-        was_ended = rollout.is_ended
-        if rollout.is_settled or was_ended:
-            return  # the engine continued past a stop string before the abort reached it
-        if lease.group.exact_version not in (None, chunk.version):  # the engine swapped before the abort reached it
-            chunk = TokenChunk(chunk.request_id, (), (), (), chunk.version, FinishReason.ABORTED)
-        ended = rollout.up_to_stop(chunk, lease.group.sampling)
-        rollout.append(ended)
-        if ended is not chunk and chunk.finish_reason is FinishReason.UNFINISHED:
-            yield Abort(chunk.request_id)
-        if lease.phase is LeasePhase.HANDING_BACK:
-            lease.report_due = self._wake_at = now
-        if rollout.is_ended:
-            self._lengths.append(len(rollout.token_ids))
-            self._demand.finished(now)
-            lease.report_due = min(lease.report_due, now + self.limits.finished_delay_s)
-            yield RolloutFinished(now - rollout.started_at)
-
-    def _judged(self, lease_id: LeaseId, verdicts: tuple[SegmentVerdict, ...], now: float) -> Iterator[Action]:
-        lease = self._leases.get(lease_id)
-        if lease is None:
-            return
+    def _judge(self, lease: LeaseWork, verdicts: Sequence[SegmentVerdict]) -> None:
+        soon = self._clock.now() + RESEND_PAUSE_S
         lease.is_reporting = False
         for verdict in verdicts:
             rollout = lease.rollouts.get(verdict.index)
             if rollout is None or verdict.group_id != lease.group.group_id:
                 continue
             if verdict.verdict is Verdict.CLOSED:
-                yield from self._ended(lease_id, EndReason.FINISHED, verdict.message or "the group is closed")
+                self._end(lease, EndReason.FINISHED, verdict.message or "the group is closed")
                 return
             if verdict.verdict is Verdict.REFUSED:
-                yield from self._ended(lease_id, EndReason.REFUSED, verdict.message)
+                self._end(lease, EndReason.REFUSED, verdict.message)
                 return
             rollout.judge(verdict)
             if verdict.verdict is Verdict.RESEND:
-                lease.report_due = min(lease.report_due, now + RESEND_PAUSE_S)
+                lease.report_due = min(lease.report_due, soon)
             if rollout.is_settled and not rollout.is_stopped:
                 rollout.is_stopped = True
-                yield Abort(f"{lease_id}/{verdict.index}")
+                self._generation.abort(f"{lease.lease_id}/{verdict.index}")
         if lease.has_finished_news or lease.phase is LeasePhase.HANDING_BACK:
-            lease.report_due = min(lease.report_due, now + RESEND_PAUSE_S)
-        yield ReportProgress(
-            lease_id,
-            sum(1 for rollout in lease.rollouts.values() if rollout.is_ended),
-            sum(len(rollout.token_ids) for rollout in lease.rollouts.values()),
+            lease.report_due = min(lease.report_due, soon)
+        rollouts = lease.rollouts.values()
+        self._coordinator.report_progress(
+            lease.lease_id, sum(r.is_ended for r in rollouts), sum(len(r.token_ids) for r in rollouts)
         )
 
-    def _void_reports(self, now: float) -> None:
+    def _void_reports(self) -> None:
         # Only verdicts count tokens as held, so whatever was in flight is simply sent again.
         for lease in self._leases.values():
             lease.is_reporting = False
             if lease.has_finished_news or lease.phase is LeasePhase.HANDING_BACK:
-                lease.report_due = now
+                lease.report_due = self._clock.now()
 
-    def _news(self, lease: LeaseWork) -> Iterator[RolloutSegment]:
-        room, routing_room = REPORT_TOKENS_MAX, REPORT_ROUTING_BYTES_MAX
-        siblings = [len(r.token_ids) for r in lease.rollouts.values() if r.is_ended]
-        # Finished rollouts first: the learner waits for them.
-        for rollout in sorted(lease.rollouts.values(), key=lambda r: not r.is_ended):
-            if rollout.row_bytes:
-                room = min(room, routing_room // rollout.row_bytes)
-            if not rollout.has_news or room <= 0:
-                continue
-            guess = 0
-            if not rollout.is_ended:
-                limit = lease.group.sampling.max_new_tokens
-                guess = expected_remaining(len(rollout.token_ids), limit, siblings, self._lengths)
-            segment = rollout.news(room, guess)
-            room -= len(segment.token_ids)
-            routing_room -= len(segment.routing.tokens) + len(segment.routing.prompt)
-            yield segment
+    # -- the engine
 
-    # -- after every event
+    def on_tokens(self, chunks: Sequence[TokenChunk]) -> None:
+        """The engine sampled tokens, or ended sequences."""
+        now = self._clock.now()
+        self.rates.sampled(sum(len(chunk.token_ids) for chunk in chunks), now)
+        has_news = [self._take(chunk) for chunk in chunks]
+        # Mostly these are tokens that end no rollout: nothing follows from them before the requested wake-up.
+        if any(has_news) or now >= self._wake_at:
+            self._follow_up()
+        else:
+            self.rates.busy(self.is_running, now)
 
-    def _follow_up(self, now: float) -> Iterator[Action]:
+    def _take(self, chunk: TokenChunk) -> bool:
+        """Keeps one sequence's tokens; returns whether something follows at once."""
+        now, lease = self._clock.now(), self._leases.get(lease_of(chunk.request_id))
+        if lease is None:
+            return False  # ended meanwhile; its sequences were aborted
+        rollout = lease.rollouts[int(chunk.request_id.rpartition("/")[2])]
+        if rollout.is_settled or rollout.finish_reason is not FinishReason.UNFINISHED:
+            return False  # the engine continued past a stop string before the abort reached it
+        if lease.group.exact_version not in (None, chunk.version):  # the engine swapped before the abort reached it
+            chunk = TokenChunk(chunk.request_id, (), (), (), chunk.version, FinishReason.ABORTED)
+        ended = rollout.up_to_stop(chunk, lease.group.sampling)
+        rollout.append(ended)
+        if ended is not chunk and chunk.finish_reason is FinishReason.UNFINISHED:
+            self._generation.abort(chunk.request_id)
+        is_handing_back = lease.phase is LeasePhase.HANDING_BACK
+        if is_handing_back:
+            lease.report_due = now
+        if rollout.is_ended:
+            self._lengths.append(len(rollout.token_ids))
+            self._demand.finished(now)
+            self.rates.finished(now - rollout.started_at, now)
+            lease.report_due = min(lease.report_due, now + self._limits.finished_delay_s)
+        return is_handing_back or rollout.is_ended
+
+    def on_version_arrived(self) -> None:
+        """A version has arrived and waits for `admit_version`."""
+        self._waiting_since = self._clock.now()
+        self._follow_up()
+
+    def on_version_live(self, version: Version, slot_count: int) -> None:
+        """The engine's live version and number of slots."""
+        self._demand.live(version, slot_count)
+        for lease in self.exact_leases:
+            if lease.group.exact_version != version:
+                self._hand_back(lease, f"version {version} is live now")
+        self._follow_up()
+
+    # -- the end
+
+    def finish_up(self) -> None:
+        """Finishes the leases held and takes no new ones."""
+        self._is_leaving = True
+        self._follow_up()
+
+    def drain(self, within_s: float, reason: str) -> None:
+        """Hands all leases back within `within_s` and takes no new ones."""
+        self._is_leaving, self._drain_deadline = True, self._clock.now() + within_s
         for lease in list(self._leases.values()):
-            yield from self._check_end(lease, now)
-        yield from self._drained(now)
-        yield from self._admit_version(now)
+            self._hand_back(lease, reason)
+        self._follow_up()
+
+    def wake(self) -> None:
+        """The time requested by `wake_at` has come."""
+        self._follow_up()
+
+    def _hand_back(self, lease: LeaseWork, reason: str) -> None:
+        if lease.phase is LeasePhase.FETCHING:
+            self._end(lease, EndReason.HANDED_BACK, reason)
+        elif lease.phase is LeasePhase.RUNNING:
+            lease.phase, lease.end_message, lease.report_due = LeasePhase.HANDING_BACK, reason, self._clock.now()
+            self._abort(lease)
+
+    def _end(self, lease: LeaseWork, reason: EndReason, message: str) -> None:
+        del self._leases[lease.lease_id]
+        if lease.group.exact_version is not None:
+            grace_s = TURN_GRACE_S if warm_groups(lease.group.group_id) else EXACT_GRACE_S
+            self._exact_grace_until = max(self._exact_grace_until, self._clock.now() + grace_s)
+        self._abort(lease)
+        level = logging.WARNING if reason is EndReason.REFUSED else logging.DEBUG
+        _log.log(level, "lease %s: %s%s", lease.lease_id, reason.value, f" ({message})" if message else "")
+        self._coordinator.end_lease(lease.lease_id, reason, message)
+        self._learner.forget(lease.lease_id)
+
+    def _abort(self, lease: LeaseWork) -> None:
+        for index, rollout in lease.rollouts.items():
+            if not rollout.is_stopped:
+                self._generation.abort(f"{lease.lease_id}/{index}")
+
+    # -- what follows
+
+    def _follow_up(self) -> None:
+        now = self._clock.now()
+        for lease in list(self._leases.values()):
+            self._check_end(lease, now)
+        self._check_drained(now)
+        self._admit_version(now)
         if self._learner_since is not None:
-            yield from self._reports(now)
+            self._report(now)
         if self._is_coordinator_up:
-            request = self._demand.request(self.running_rollouts, self._is_willing(), now)
+            running = sum(not r.is_over for lease in self._leases.values() for r in lease.rollouts.values())
+            request = self._demand.request(running, self._is_willing(), now)
             if request is not None:
-                yield RequestLeases(*request)
+                self._coordinator.request_leases(*request)
+        self.rates.busy(self.is_running, now)
         self._wake_at = self._next_time(now)
         if self._wake_at < math.inf:
-            yield WakeAt(self._wake_at)
+            self._generation.wake_at(self._wake_at)
 
-    def _check_end(self, lease: LeaseWork, now: float) -> Iterator[Action]:
+    def _check_end(self, lease: LeaseWork, now: float) -> None:
         if lease.is_settled:
-            yield from self._ended(lease.lease_id, EndReason.FINISHED, "")
+            self._end(lease, EndReason.FINISHED, "")
         elif lease.phase is LeasePhase.HANDING_BACK and not lease.is_reporting and lease.is_handed_back:
-            yield from self._ended(lease.lease_id, EndReason.HANDED_BACK, lease.end_message)
+            self._end(lease, EndReason.HANDED_BACK, lease.end_message)
         elif now >= self._verdict_deadline(lease):
-            yield from self._ended(lease.lease_id, EndReason.HANDED_BACK, "its deadline has passed")
+            self._end(lease, EndReason.HANDED_BACK, "its deadline has passed")
         elif now >= lease.deadline - lease.margin_s:
-            yield from self._hand_back(lease.lease_id, "its deadline is near", now)
+            self._hand_back(lease, "its deadline is near")
 
-    def _admit_version(self, now: float) -> Iterator[Action]:
+    def _admit_version(self, now: float) -> None:
         """Lets the waiting version go live once no lease needs the live one, or after `HOLD_S_MAX`."""
-        if self._waiting is None or now < self._admission_at(self._waiting):
+        if now < self._admission_at():
             return
         for lease in self.exact_leases:
-            yield from self._hand_back(lease.lease_id, f"version {self._waiting.version} has waited long enough", now)
-        yield AdmitVersion(self._waiting.version)
-        self._waiting = None
+            self._hand_back(lease, "a new version has waited long enough")
+        self._waiting_since = None
+        self._generation.admit_version()
 
-    def _admission_at(self, waiting: _Waiting) -> float:
-        latest = waiting.since + HOLD_S_MAX
+    def _admission_at(self) -> float:
+        if self._waiting_since is None:
+            return math.inf
+        latest = self._waiting_since + HOLD_S_MAX
         return latest if self.exact_leases else min(latest, self._exact_grace_until)
 
     def _verdict_deadline(self, lease: LeaseWork) -> float:
@@ -597,38 +445,56 @@ class Leases:
             return math.inf
         return max(lease.deadline, self._learner_since) + VERDICT_GRACE_S
 
-    def _drained(self, now: float) -> Iterator[Action]:
+    def _check_drained(self, now: float) -> None:
         if not self._is_leaving or self._is_drained:
             return
         lost = 0
-        if self._drain_deadline is not None and now >= self._drain_deadline:
+        if now >= self._drain_deadline:
             lost = self.unheld_tokens
-            for lease_id in list(self._leases):
-                yield from self._ended(lease_id, EndReason.HANDED_BACK, "the drain ran out of time")
+            for lease in list(self._leases.values()):
+                self._end(lease, EndReason.HANDED_BACK, "the drain ran out of time")
         if not self._leases:
             self._is_drained = True
-            yield Drained(lost)
+            self._generation.on_drained(lost)
 
-    def _reports(self, now: float) -> Iterator[Action]:
+    def _report(self, now: float) -> None:
         for lease in self._leases.values():
             if lease.is_reporting or now < lease.report_due:
                 continue
-            segments = tuple(self._news(lease))
+            segments = self._news(lease)
             if segments:
                 lease.is_reporting = True
-                yield Report(lease.lease_id, segments)
+                self._learner.report(lease.lease_id, segments)
             lease.report_due = now + self.report_interval_s
+
+    def _news(self, lease: LeaseWork) -> tuple[RolloutSegment, ...]:
+        """What the learner does not hold yet, as much as one report takes."""
+        room, routing_room = REPORT_TOKENS_MAX, REPORT_ROUTING_BYTES_MAX
+        siblings = [len(r.token_ids) for r in lease.rollouts.values() if r.is_ended]
+        segments = []
+        # Finished rollouts first: the learner waits for them.
+        for rollout in sorted(lease.rollouts.values(), key=lambda r: not r.is_ended):
+            if rollout.row_bytes:
+                room = min(room, routing_room // rollout.row_bytes)
+            if not rollout.has_news or room <= 0:
+                continue
+            limit = lease.group.sampling.max_new_tokens
+            segment = rollout.news(room, expected_remaining(len(rollout.token_ids), limit, siblings, self._lengths))
+            room -= len(segment.token_ids)
+            routing_room -= len(segment.routing.tokens) + len(segment.routing.prompt)
+            segments.append(segment)
+        return tuple(segments)
 
     def _is_willing(self) -> bool:
         return (
             self._is_active
             and not self._is_leaving
-            and len(self._leases) < self.limits.leases_max
-            and self.unheld_tokens < self.limits.unheld_tokens_max
+            and len(self._leases) < self._limits.leases_max
+            and self.unheld_tokens < self._limits.unheld_tokens_max
         )
 
     def _next_time(self, now: float) -> float:
-        times = [math.inf]
+        times = [self._admission_at()]
         for lease in self._leases.values():
             if lease.phase is not LeasePhase.HANDING_BACK:
                 times.append(lease.deadline - lease.margin_s)
@@ -636,11 +502,8 @@ class Leases:
                 times.append(self._verdict_deadline(lease))
             if self._learner_since is not None and not lease.is_reporting:
                 times.append(lease.report_due)
-        if self._waiting is not None:
-            times.append(self._admission_at(self._waiting))
-        if self._drain_deadline is not None and not self._is_drained:
+        if not self._is_drained:
             times.append(self._drain_deadline)
-        repeat_at = self._demand.repeat_at()
-        if self._is_coordinator_up and repeat_at is not None:
-            times.append(repeat_at)
+        if self._is_coordinator_up:
+            times.append(self._demand.repeat_at())
         return max(now, min(times))

@@ -303,12 +303,13 @@ class WorkerMachine:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What was determined about this machine before the worker joined."""
+    """What was determined about this machine before the worker joined. `read_memory`: bytes used by this worker, and in all."""
 
     machine: WorkerMachine
     engine: str
     price: Price
     place: MachinePlace
+    read_memory: Callable[[], tuple[int, int]]
 
 
 def parse_gpus(text: str) -> tuple[LocalGpu, ...]:

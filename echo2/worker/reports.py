@@ -12,8 +12,6 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -29,7 +27,7 @@ from echo2.trust.tls import Credentials, open_channel
 from echo2.wire import rollout as wire
 from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc, rollout_pb2
-from echo2.worker import leases
+from echo2.worker.leases import Leases
 
 VERDICT_S = 30.0  # several syncs of a slow disk at the learner
 PARTIALS_S = 20.0  # a group of 16 x 8,192 tokens is 1.5 MB, 12 s at 1 Mbit/s
@@ -43,30 +41,13 @@ REFUSED_CODES = (
 _log = logging.getLogger("echo2.worker")
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerAddress:
-    """The learner's peer ID and the address of its services."""
-
-    peer_id: PeerId
-    address: str
-
-
 class Reports:
     """One per worker; `run` is its loop. The learner's address may change at any time (`move_to`)."""
 
-    def __init__(
-        self,
-        credentials: Credentials,
-        waits: Waits,
-        backoff: Backoff,
-        connect_s: float,
-    ) -> None:
-        self._credentials = credentials
-        self._send: Callable[[leases.Event], None] = lambda event: None  # nothing happens before `run`
-        self._waits = waits
-        self._backoff = backoff
-        self._connect_s = connect_s
-        self._target: LearnerAddress | None = None
+    def __init__(self, credentials: Credentials, waits: Waits, backoff: Backoff, connect_s: float) -> None:
+        self.credentials, self._waits, self._backoff, self._connect_s = credentials, waits, backoff, connect_s
+        self._leases: Leases  # as `run` is given it; nothing happens before
+        self._target: tuple[PeerId, str] | None = None
         self._moved = asyncio.Event()
         self._stub: ingest_pb2_grpc.IngestStub | None = None
         self._tickets: dict[LeaseId, rollout_pb2.LeaseTicket] = {}
@@ -76,7 +57,6 @@ class Reports:
         self._waiting_since = 0.0  # for the next verdict: since the last one, or since the first report after it
         self._sequence = 0
         self._fetches: dict[LeaseId, asyncio.Task[None]] = {}
-        self.reported_tokens = 0
         self._draws_by_seed = self._keeps_cache = False  # until the engine is known
         self._engine_kind = ""
 
@@ -102,7 +82,6 @@ class Reports:
         if not self._under_way:
             self._waiting_since = monotonic()
         self._under_way.append(lease_id)
-        self.reported_tokens += sum(len(segment.token_ids) for segment in segments)
         self._outgoing.put_nowait(  # bounded: at most one report in flight per lease, and the leases are bounded
             ingest_pb2.RolloutReport(
                 sequence=self._sequence,
@@ -127,15 +106,15 @@ class Reports:
 
     # -- the loop
 
-    def move_to(self, target: LearnerAddress) -> None:
-        """Sets the learner's address; closes a stream to another one."""
-        if target != self._target:
-            self._target = target
+    def move_to(self, peer_id: PeerId, address: str) -> None:
+        """Sets where the learner's services are; closes a stream to another address."""
+        if (peer_id, address) != self._target:
+            self._target = peer_id, address
             self._moved.set()
 
-    async def run(self, send: Callable[[leases.Event], None]) -> None:
-        """Keeps a stream to the learner until cancelled; `send` takes what the learner answers."""
-        self._send = send
+    async def run(self, leases: Leases) -> None:
+        """Keeps a stream to the learner until cancelled; `leases` takes what the learner answers."""
+        self._leases = leases
         try:
             while True:
                 if self._target is None:
@@ -150,50 +129,44 @@ class Reports:
             for fetch in self._fetches.values():
                 fetch.cancel()
 
-    async def _session(self, target: LearnerAddress) -> None:
+    async def _session(self, target: tuple[PeerId, str]) -> None:
         """One connection, from dialling to its end."""
-        whose = f"the learner at {target.address}"
+        peer_id, address = target
+        whose = f"the learner at {address}"
         self._waits.begin("learner", f"a connection to {whose}")
-        async with open_channel(target.address, target.peer_id, self._credentials, _CHANNEL_OPTIONS) as channel:
+        async with open_channel(address, peer_id, self.credentials, _CHANNEL_OPTIONS) as channel:
             try:
                 await asyncio.wait_for(channel.channel_ready(), self._connect_s)
             except TimeoutError:
                 return
             self._waits.end("learner")
             self._stub = ingest_pb2_grpc.IngestStub(channel)
-            self._begin_stream()
+            while not self._outgoing.empty():
+                self._outgoing.get_nowait()
+            self._under_way.clear()
+            self._ticket_was_sent.clear()
+            self._leases.on_learner()
             _log.info("reports to %s", whose)
-            refused: leases.LeaseRefused | None = None
+            refused, reason = None, ""
             try:
                 with handling("the report stream", whose):
                     await self._stream(self._stub)
             except (grpc.aio.AioRpcError, MalformedMessage, TimeoutError) as error:
-                refused = self._refused_report(error)
-                _log.warning("lost %s: %s", whose, _reason_of(error))
+                if self._under_way and isinstance(error, grpc.aio.AioRpcError) and error.code() in REFUSED_CODES:
+                    refused = self._under_way[0]  # the first unanswered one, since the learner answers in order
+                reason = (error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)) or repr(error)
+                _log.warning("lost %s: %s", whose, reason)
             finally:
                 self._stub = None
-                self._send(leases.LearnerDown())
+                self._leases.on_learner_lost()
             if refused is not None:
-                self._send(refused)
-
-    def _refused_report(self, error: Exception) -> leases.LeaseRefused | None:
-        """The report that the learner refused by ending the stream: the first unanswered one, since it answers in order."""
-        if isinstance(error, grpc.aio.AioRpcError) and error.code() in REFUSED_CODES and self._under_way:
-            return leases.LeaseRefused(self._under_way[0], _reason_of(error))
-        return None
-
-    def _begin_stream(self) -> None:
-        while not self._outgoing.empty():
-            self._outgoing.get_nowait()
-        self._under_way.clear()
-        self._ticket_was_sent.clear()
-        self._send(leases.LearnerUp())
+                self._leases.refuse(refused, reason)
 
     async def _stream(self, stub: ingest_pb2_grpc.IngestStub) -> None:
         """Returns when the learner moved or closed the stream; raises when it broke."""
-        call = stub.Report()
+        call: _Call = stub.Report()
         reading = asyncio.create_task(self._read(call))
-        parts = [reading, asyncio.create_task(self._write(call, reading)), asyncio.create_task(self._wait_moved())]
+        parts = [reading, asyncio.create_task(self._write(call, reading)), asyncio.create_task(self._moved.wait())]
         try:
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             for part in done:
@@ -202,14 +175,7 @@ class Reports:
             await cancel_all(parts)
             call.cancel()
 
-    async def _wait_moved(self) -> None:
-        await self._moved.wait()
-
-    async def _write(
-        self,
-        call: grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict],
-        reading: asyncio.Task[None],
-    ) -> None:
+    async def _write(self, call: _Call, reading: asyncio.Task[None]) -> None:
         while True:
             report = await self._outgoing.get()
             try:
@@ -218,7 +184,7 @@ class Reports:
                 await asyncio.wait([reading])
                 return
 
-    async def _read(self, call: grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict]) -> None:
+    async def _read(self, call: _Call) -> None:
         while True:
             reply = await self._read_one(call)
             if reply is None:
@@ -232,11 +198,9 @@ class Reports:
             verdicts = wire.verdicts_from_message(reply)
             self._backoff.succeeded()
             self._waiting_since = monotonic()
-            self._send(leases.VerdictsArrived(self._under_way.popleft(), verdicts))
+            self._leases.on_verdicts(self._under_way.popleft(), verdicts)
 
-    async def _read_one(
-        self, call: grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict]
-    ) -> ingest_pb2.RolloutVerdict | None:
+    async def _read_one(self, call: _Call) -> ingest_pb2.RolloutVerdict | None:
         """The next verdict; None at the end of the stream. Waits without limit while no report is in flight.
 
         Raises TimeoutError if a report is in flight and no verdict has come for `VERDICT_S`.
@@ -254,40 +218,27 @@ class Reports:
         finally:
             reading.cancel()
 
-    # -- partial rollouts
-
     async def _fetch(self, lease_id: LeaseId) -> None:
-        """Asks the learner until it answers; cancelled when the lease ends."""
-        while True:
-            ticket, stub = self._tickets.get(lease_id), self._stub
-            if ticket is None:
-                return
-            if stub is not None:
+        """Asks the learner for partial rollouts until it answers; cancelled when the lease ends."""
+        while (ticket := self._tickets.get(lease_id)) is not None:
+            if self._stub is not None:
+                request = ingest_pb2.GetPartialsRequest(ticket=ticket)
                 try:
-                    reply = await stub.GetPartials(ingest_pb2.GetPartialsRequest(ticket=ticket), timeout=PARTIALS_S)
+                    reply = await self._stub.GetPartials(request, timeout=PARTIALS_S)
                     with handling("partial rollouts", "the learner"):
                         check(reply, "the learner")
                         rollouts = wire.rollouts_from_partials(reply)
+                    self._leases.on_partials(lease_id, rollouts)
+                    return
                 except grpc.aio.AioRpcError as error:
                     if error.code() in REFUSED_CODES:
-                        self._fetched(lease_id, leases.LeaseRefused(lease_id, error.details() or error.code().name))
+                        self._leases.refuse(lease_id, error.details() or error.code().name)
                         return
                 except MalformedMessage as error:
-                    self._fetched(lease_id, leases.LeaseRefused(lease_id, str(error)))
-                    return
-                else:
-                    self._fetched(lease_id, leases.PartialsArrived(lease_id, rollouts))
+                    self._leases.refuse(lease_id, str(error))
                     return
             await asyncio.sleep(self._backoff.first_s)
 
-    def _fetched(self, lease_id: LeaseId, event: leases.Event) -> None:
-        self._fetches.pop(lease_id, None)
-        self._send(event)
 
-
-def _reason_of(error: Exception) -> str:
-    details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-    return details or type(error).__name__
-
-
+_Call = grpc.aio.StreamStreamCall[ingest_pb2.RolloutReport, ingest_pb2.RolloutVerdict]
 _CHANNEL_OPTIONS = (("grpc.max_receive_message_length", wire.PARTIALS_BYTES_MAX),)

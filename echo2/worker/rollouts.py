@@ -86,6 +86,11 @@ class PartialRollout:
         return self.finish_reason in _ENDED
 
     @property
+    def is_over(self) -> bool:
+        """Whether the engine neither has it nor will get it."""
+        return self.is_stopped or self.is_settled
+
+    @property
     def has_news(self) -> bool:
         """Whether the learner still lacks tokens or the end of it."""
         return not self.is_settled and (self.is_ended or self.held < len(self.token_ids))
@@ -234,21 +239,8 @@ class LeaseWork:
         return all(r.is_settled or (r.is_stopped and not r.has_news) for r in self.rollouts.values())
 
     @property
-    def has_news(self) -> bool:
-        return any(rollout.has_news for rollout in self.rollouts.values())
-
-    @property
     def has_finished_news(self) -> bool:
         return any(rollout.has_news and rollout.is_ended for rollout in self.rollouts.values())
-
-    @property
-    def is_running(self) -> bool:
-        return any(not rollout.is_stopped and not rollout.is_settled for rollout in self.rollouts.values())
-
-    @property
-    def running(self) -> int:
-        """Number of its sequences that the engine has or will get."""
-        return sum(1 for rollout in self.rollouts.values() if not rollout.is_stopped and not rollout.is_settled)
 
 
 @dataclass(slots=True)

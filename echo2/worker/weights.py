@@ -16,9 +16,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from echo2.base.clock import Clock
 from echo2.base.errors import EchoError, EngineError, IntegrityError, VersionMismatch
 from echo2.base.ids import Version
 from echo2.base.staged import TensorUpdate
@@ -28,10 +27,11 @@ from echo2.broadcast.catch_up import ArtifactBegun, ArtifactDropped, ArtifactSea
 from echo2.broadcast.node import BroadcastNode
 from echo2.broadcast.store import FileSpill
 from echo2.control.waits import Waits
+from echo2.outside import monotonic
 from echo2.weights import ContainerDecoder, FrameReader, HostWeights, StagedDelta
 from echo2.worker.base_checkpoint import BaseCheckpointLoader
 from echo2.worker.engines.engine import Engine, SwapMode
-from echo2.worker.leases_service import LeaseService
+from echo2.worker.generation import Generation
 from echo2.worker.progress import ProgressLines, ShowsProgress
 from echo2.worker.rollouts import TokenGate
 
@@ -64,26 +64,10 @@ class HostSnapshot:
             yield TensorUpdate(spec.name, spec.element.name, spec.shape, None, self._host.bits(spec.name))
 
 
-class WeightsPort(Protocol):
-    """What the weights need of the rest of the worker, on the loop's thread."""
-
-    def on_decoded(self, is_keyframe: bool, weights_bytes: int, seconds: float) -> None:
-        """An artifact was decoded: bytes of the whole weights, seconds on the decoder's thread."""
-        ...
-
-    def on_bad_artifact(self, version: Version | None) -> None:
-        """The artifact was bad: fetch one that applies to `version` (None: a keyframe)."""
-        ...
-
-    @property
-    def on_live(self) -> Callable[[Version], None]:
-        """Called with each version that goes live."""
-        ...
-
-
 class Weights:
     """The host's copy and the engine's live version; one caller calls its methods one at a time. `model`: digest and config of the
-    learner's model. Staged data that exceeds its share of memory spills to `folder`.
+    learner's model. Staged data that exceeds its share of memory spills to `folder`. `on_decoded` is told of each artifact whether
+    it is a keyframe, the bytes of the whole weights, and the seconds on the decoder's thread.
 
     `version`: committed on the host; `live`: proven on the engine; `pause_s` and `apply_s`: how long generation paused for the last
     swap, and the time from decoded to proven; `state`: in words, for the status.
@@ -94,10 +78,9 @@ class Weights:
         engine: Engine,
         mode: SwapMode,
         gate: TokenGate,
-        clock: Clock,
-        port: WeightsPort,
         model: tuple[str, bytes],
         folder: Path,
+        on_decoded: Callable[[bool, int, float], None],
     ) -> None:
         self.host = HostWeights.empty()
         self.version: Version | None = None
@@ -105,8 +88,9 @@ class Weights:
         self.fingerprint = ""
         self.pause_s = self.apply_s = 0.0
         self.state = "waits for a version"
-        self._engine, self._mode, self._gate, self._clock, self._port = engine, mode, gate, clock, port
-        self._model, self._folder = model, folder
+        self._engine, self._mode, self._gate, self._model, self._folder = engine, mode, gate, model, folder
+        self._on_decoded = on_decoded
+        self._went_live = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="echo2-decode")
         self._decoder: ContainerDecoder | None = None
         self._reader = FrameReader()
@@ -121,11 +105,19 @@ class Weights:
         self._decoder, self._reader = ContainerDecoder(self.host, spill=FileSpill(self._folder)), FrameReader()
         self._decode_s, self.state = 0.0, "receives and decodes"
 
-    async def chunk(self, payload: bytes) -> None:
-        """Takes the next bytes of the artifact; they are decoded before this returns."""
+    async def next_live(self) -> Version:
+        """Waits for a version that has gone live since the last call, and returns the newest."""
+        await self._went_live.wait()
+        self._went_live.clear()
+        assert self.live is not None, "a version went live"
+        return self.live
+
+    async def chunk(self, payload: bytes) -> bool:
+        """Takes the next bytes of the artifact; they are decoded before this returns. False: the artifact has turned out bad; fetch
+        one that applies to `version` (None: a keyframe)."""
         decoder = self._decoder
         if decoder is None:
-            return  # decoding failed earlier: ignore the rest of the artifact
+            return True  # decoding failed earlier: ignore the rest of the artifact
 
         def feed() -> None:
             for frame in self._reader.feed(payload):
@@ -135,28 +127,33 @@ class Weights:
             await self._decoded(feed)
         except EchoError as error:
             self._refuse(str(error))
+            return False
+        return True
 
-    async def finish(self, more_is_here: bool) -> None:
-        """The artifact is complete. Returns once its version is live, committed or refused. `more_is_here`: a complete artifact of
-        a later version can follow at once."""
+    async def finish(self, more_is_here: bool) -> bool:
+        """The artifact is complete. Returns once its version is live or committed; False: it is bad, as from `chunk`.
+
+        `more_is_here`: a complete artifact of a later version can follow at once.
+        """
         if self._decoder is None:
-            return
+            return True
         try:
             staged = await self._decoded(self._decoder.finish)
         except EchoError as error:
             self._refuse(str(error))
-            return
+            return False
         if staged.parent is None or self.version is None:
             self._check_model((s.name, s.shape, s.element.name) for s in staged.table.specs)
         weights_bytes = sum(s.element_count * s.element.bits_dtype.itemsize for s in staged.table.specs)
-        self._port.on_decoded(staged.parent is None, weights_bytes, self._decode_s)
+        self._on_decoded(staged.parent is None, weights_bytes, self._decode_s)
         if more_is_here and self._skips < SKIPS_MAX and self.live is not None:
             self._skips += 1
             await self._commit(staged)
             self.state = "waits for a version"
-            return
+            return True
         self._skips = 0
         await self._go_live(staged.version, staged)
+        return True
 
     async def adopt(self, weights: HostWeights) -> None:
         """Takes weights that already have the fingerprint of a version. Returns when it is live."""
@@ -175,7 +172,7 @@ class Weights:
     async def _go_live(self, version: Version, staged: StagedDelta | None) -> None:
         """Swaps until the engine's fingerprint proves the version: first by `staged`, if the engine is at its parent, then by the
         host's whole weights, whose bits are verified."""
-        began = self._clock.now()
+        began = monotonic()
         delta = staged if staged is not None and staged.parent in (None, self.live) else None
         if staged is not None and delta is None:
             await self._commit(staged)
@@ -199,7 +196,7 @@ class Weights:
                 self._gate.discard()
             self._count_failure(failure)
         self._failures, self.live = 0, version
-        self.fingerprint, self.apply_s = f"{self.host.fingerprint():016x}", self._clock.now() - began
+        self.fingerprint, self.apply_s = f"{self.host.fingerprint():016x}", monotonic() - began
         self.state = "waits for a version"
         self._gate.release()
         _log.info(
@@ -208,7 +205,7 @@ class Weights:
             1e3 * self.pause_s,
             1e3 * self.apply_s,
         )
-        self._port.on_live(version)
+        self._went_live.set()
 
     async def _is_proven(self, version: Version) -> bool:
         """Compares the engine's fingerprint, computed from its live weights, with the host's, which equals the learner's."""
@@ -231,7 +228,6 @@ class Weights:
         # engine keeps its proven version. A base checkpoint that no version proved yet may be the wrong parent at once.
         if self._failures > 1 or self.version is None:
             self.host, self.version = HostWeights.empty(), None
-        self._port.on_bad_artifact(self.version)
 
     def _count_failure(self, message: str) -> None:
         self._failures += 1
@@ -255,11 +251,11 @@ class Weights:
         """Runs `work` on the decoder's thread and adds its duration to the decoding time."""
 
         def timed() -> _T:
-            began = self._clock.now()
+            began = monotonic()
             try:
                 return work()
             finally:
-                self._decode_s += self._clock.now() - began
+                self._decode_s += monotonic() - began
 
         return await self._in_thread(timed)
 
@@ -273,39 +269,39 @@ class WeightReceiver:
 
     def __init__(
         self,
+        weights: Weights,
         node: BroadcastNode,
-        leases: LeaseService,
+        generation: Generation,
         waits: Waits,
         base: BaseCheckpointLoader,
         progress: ShowsProgress,
-        on_live: Callable[[Version], None],
     ) -> None:
-        self.on_live = on_live
-        self._node, self._leases, self._waits = node, leases, waits
+        self._weights, self._node, self._generation, self._waits = weights, node, generation, waits
         self._base, self._progress, self._lines = base, progress, ProgressLines()
-        self._artifact: ArtifactId | None = None
         self._received_bytes = 0
 
-    async def run(self, weights: Weights) -> None:
+    async def run(self) -> None:
         """Runs until the node stops; raises IntegrityError if no version can be put live."""
+        weights = self._weights
         self._waits.begin("weights", "the first weights")
         async for step in self._node.progress():
             match step:
                 case ArtifactBegun(header):
-                    self._artifact, self._received_bytes = header.artifact, 0
+                    self._received_bytes = 0
                     _log.debug("receiving %s", header.artifact)
-                    await self._stand_on_base(weights, header.artifact)
+                    await self._stand_on_base(header.artifact)
                     weights.begin()
-                    await self._adopt(weights, header.artifact)
+                    await self._adopt(header.artifact)
                 case BlockArrived(artifact, payload):
-                    self._show(weights, artifact, len(payload))
-                    if not await self._adopt(weights, artifact):
-                        await weights.chunk(payload)
+                    self._show(artifact, len(payload))
+                    if not await self._adopt(artifact) and not await weights.chunk(payload):
+                        self._refetch(artifact)
                 case ArtifactSealed(artifact, _, total_bytes):
                     _log.debug("received %s, %s", artifact, format_bytes(total_bytes))
                     self._end_show(artifact)
                     await self._wait_for_leases(artifact.version)
-                    await weights.finish(self._more_is_here(artifact.version))
+                    if not await weights.finish(self._more_is_here(artifact.version)):
+                        self._refetch(artifact)
                     if weights.version is not None:
                         self._base.end()
                     if weights.live is not None:
@@ -317,25 +313,25 @@ class WeightReceiver:
 
     async def _wait_for_leases(self, version: Version) -> None:
         """Waits for leases that only the live version may sample; the leases bound the wait."""
-        exact = len(self._leases.machine.exact_leases)
+        exact = len(self._generation.leases.exact_leases)
         if exact:
             self._waits.begin("version", f"{exact} evaluation leases to end before version {version} goes live")
-        await self._leases.version_may_go_live(version)
+        await self._generation.version_may_go_live()
         self._waits.end("version")
 
-    async def _stand_on_base(self, weights: Weights, artifact: ArtifactId) -> None:
+    async def _stand_on_base(self, artifact: ArtifactId) -> None:
         """If the first artifact is a delta, takes the base checkpoint as its parent. Decoding fails if the parent's fingerprint,
         which the delta names, is another."""
-        if artifact.parent is None or weights.version is not None:
+        if artifact.parent is None or self._weights.version is not None:
             return
         candidate = await self._base.candidate()
         if candidate is not None:
-            weights.host = candidate
+            self._weights.host = candidate
             _log.info("this machine's base checkpoint and %s lead to version %d", artifact, artifact.version)
 
-    async def _adopt(self, weights: Weights, artifact: ArtifactId) -> bool:
+    async def _adopt(self, artifact: ArtifactId) -> bool:
         """Uses the base checkpoint instead of a keyframe if their fingerprints are equal; returns whether it did."""
-        if artifact.parent is not None or weights.version is not None:
+        if artifact.parent is not None or self._weights.version is not None:
             return False
         fingerprint = self._node.library.fingerprint_of(artifact)
         base = self._base.proven(artifact.version, fingerprint) if fingerprint else None
@@ -345,28 +341,13 @@ class WeightReceiver:
         self._end_show(artifact)
         self._node.adopted(artifact)
         self._base.end()
-        await weights.adopt(base)
+        await self._weights.adopt(base)
         self._waits.end("weights")
         return True
 
-    def _show(self, weights: Weights, artifact: ArtifactId, more_bytes: int) -> None:
-        self._received_bytes += more_bytes
-        sizes = [offered.total_bytes for offered in self._node.artifacts_available() if offered.artifact == artifact]
-        # Bars only until the first version is live; later a version that takes long gets log lines.
-        progress = self._progress if weights.live is None else self._lines
-        progress.at(_name_of(artifact), self._received_bytes, max(sizes, default=0))
-
-    def _end_show(self, artifact: ArtifactId) -> None:
-        for progress in (self._progress, self._lines):
-            progress.ended(_name_of(artifact))
-
-    def on_decoded(self, is_keyframe: bool, weights_bytes: int, seconds: float) -> None:
-        self._node.planner.on_decoded(is_keyframe, weights_bytes, seconds)
-
-    def on_bad_artifact(self, version: Version | None) -> None:
-        assert self._artifact is not None, "an artifact was under way"
-        self._node.refetch(self._artifact)
-        if version is None:
+    def _refetch(self, artifact: ArtifactId) -> None:
+        self._node.refetch(artifact)
+        if self._weights.version is None:
             self._node.set_base(None)  # the base checkpoint may not be what the delta was made from
             self._node.set_live(None)
 
@@ -375,6 +356,17 @@ class WeightReceiver:
             offered.is_complete and offered.artifact.version > version and offered.artifact.parent in (None, version)
             for offered in self._node.artifacts_available()
         )
+
+    def _show(self, artifact: ArtifactId, more_bytes: int) -> None:
+        self._received_bytes += more_bytes
+        sizes = [offered.total_bytes for offered in self._node.artifacts_available() if offered.artifact == artifact]
+        # Bars only until the first version is live; later a version that takes long gets log lines.
+        progress = self._progress if self._weights.live is None else self._lines
+        progress.at(_name_of(artifact), self._received_bytes, max(sizes, default=0))
+
+    def _end_show(self, artifact: ArtifactId) -> None:
+        for progress in (self._progress, self._lines):
+            progress.ended(_name_of(artifact))
 
 
 def _name_of(artifact: ArtifactId) -> str:

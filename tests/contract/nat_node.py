@@ -20,9 +20,7 @@ from pathlib import Path
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.catch_up import ArtifactSealed
-from echo2.broadcast.nat.facts import HostOptions
-from echo2.broadcast.nat.reach import Nat
-from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.nat.reach import HostOptions, Nat
 from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.broadcast.plan import NodeLink
 from echo2.broadcast.reachability import Access, LinkKind
@@ -67,7 +65,7 @@ def of_family(addresses: Sequence[str], own: str) -> str:
 
 async def hub(folder: Path) -> None:
     relay = Nat(credentials_of("hub", Role.COORDINATOR, folder))
-    await relay.serve(HostOptions("::", RELAY_PORT, book=RelayBook(RelayLimits())))
+    await relay.serve(HostOptions("::", RELAY_PORT))
     say("ready", peer_id=PEERS["hub"])
     await asyncio.Event().wait()
 
@@ -168,7 +166,7 @@ async def node(role: str, name: str, address: str, hub_address: str, folder: Pat
     made.listen()
     await made.start()
     if role == "learner":
-        await made.nat.serve(HostOptions("::", RELAY_PORT, book=RelayBook(RelayLimits())))
+        await made.nat.serve(HostOptions("::", RELAY_PORT))
         made.nat.hold_pipe_place(PEERS["hub"], f"{hub_address}:{RELAY_PORT}")
     else:
         made.nat.use_relay(PEERS["hub"], f"{hub_address}:{RELAY_PORT}")

@@ -23,10 +23,8 @@ from multiaddr import Multiaddr
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.connection import Connection
 from echo2.broadcast.nat import host
-from echo2.broadcast.nat.facts import HostOptions
 from echo2.broadcast.nat.host import EXCHANGE, P2pHost, _multiaddr_of
-from echo2.broadcast.nat.reach import Nat
-from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.nat.reach import HostOptions, Nat
 from echo2.broadcast.transport import Transport
 from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
@@ -51,20 +49,19 @@ def authority() -> RunAuthority:
 class Lab:
     """A relay, and whoever joins it. No hole is ever punched here, so that all goes through the relay."""
 
-    def __init__(self, limits: RelayLimits) -> None:
+    def __init__(self) -> None:
         self.authority = authority()
-        self.book = RelayBook(limits)
         self.barred: set[PeerId] = set()
         self.met: dict[PeerId, str] = {}
         self.own = credentials(self.authority)
-        self.options = HostOptions(
-            "127.0.0.1", book=self.book, is_barred=self.barred.__contains__, proven=self.met.__setitem__
-        )
+        self.options = HostOptions("127.0.0.1", is_barred=self.barred.__contains__, proven=self.met.__setitem__)
         self.relay = Nat(self.own)
         self.transports = [self.relay]
 
     async def serve(self) -> None:
         self.address = f"127.0.0.1:{await self.relay.serve(self.options)}"
+        assert self.relay._p2p is not None
+        self.book = self.relay._p2p._host.book
 
     def member(self, of: tls.Credentials, accept: Callable[[Connection], Any] | None = None) -> Nat:
         made = Nat(of, accept, HostOptions("127.0.0.1"))
@@ -74,10 +71,10 @@ class Lab:
 
 
 @asynccontextmanager
-async def lab(monkeypatch: pytest.MonkeyPatch, **limits: float) -> AsyncIterator[Lab]:
+async def lab(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
     monkeypatch.setattr(host, "PAUSES_S", ())
     monkeypatch.setattr("echo2.broadcast.nat.host.PUNCH_S", 2.0)
-    made = Lab(RelayLimits(**limits))  # type: ignore[arg-type]
+    made = Lab()
     await made.serve()
     try:
         yield made

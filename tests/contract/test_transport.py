@@ -17,9 +17,7 @@ from echo2.base.hosts import joined
 from echo2.base.ids import RunId
 from echo2.base.rng import derived_rng
 from echo2.broadcast.connection import CLOSE_S, Connection, StreamConnection
-from echo2.broadcast.nat.facts import HostOptions
-from echo2.broadcast.nat.reach import Nat
-from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.nat.reach import HostOptions, Nat
 from echo2.broadcast.reachability import LinkKind
 from echo2.broadcast.transport import Transport
 from echo2.outside import entered
@@ -98,7 +96,7 @@ class World:
     async def _met(self, first: End, second: End) -> Connection:
         """Over libp2p, on a connection without a relay between, as a punched hole is; here `first` dials, as if to a relay."""
         second.nat = Nat(second.credentials, second.accept)
-        port = await second.nat.serve(HostOptions(HOST, book=RelayBook(RelayLimits())))
+        port = await second.nat.serve(HostOptions(HOST))
         settled = asyncio.Event()
         first.nat = Nat(
             first.credentials, first.accept, HostOptions(HOST), lambda facts: settled.set() if facts.relays else None

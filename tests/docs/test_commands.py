@@ -51,7 +51,7 @@ BY = (  # pattern; the test's file; the function or class in it that runs the co
     (r"echo2 offers.*", "tests/unit/cli/test_offers.py", "test_the_commands_of_the_page"),
     (r"echo2 demo(?!.*--(engine|model)).*", "tests/packaging/test_wheel.py", "test_loopback_run_from_the_wheel"),
     (r"echo2 export.*", "tests/packaging/test_wheel.py", "test_loopback_run_from_the_wheel"),
-    (r"echo2 doctor --link.*", "tests/e2e/test_doctor.py", "findings"),
+    (r"echo2 doctor --link.*", "tests/e2e/test_commands.py", "findings"),
     (
         r"echo-worker (status|drain|leave)",
         "tests/unit/worker/test_control.py",
@@ -78,7 +78,7 @@ BY = (  # pattern; the test's file; the function or class in it that runs the co
     (r"python -m sphinx .*", "tests/docs/test_docs.py", "test_pages_build_without_a_warning"),
     (r"python docs/generate\.py", "tests/docs/test_docs.py", "test_references_are_those_of_the_code"),
     (r"python proto/generate\.py.*", "tests/docs/test_commands.py", "test_stubs_are_made_from_the_protocol_as_make_proto_does"),
-    (r"sqlite3 .*", "tests/e2e/test_backup.py", "back_up"),
+    (r"sqlite3 .*", "tests/e2e/test_run.py", "back_up"),
     (r"python -m benchmarks\.gpu.*", "tests/contract/test_gpu_bench.py", "command"),
     (r"python -m tests\.size", "tests/unit/test_size.py", "test_the_command_prints_what_is_there"),
 )  # fmt: skip
@@ -86,7 +86,7 @@ UNDER_SOAK = {
     "test_two_processes_as_torchruns_environment_describes_them_are_one_learner",
 }
 
-AS_SHOWN = r"echo2 link .*|echo-worker join ('|LINK).*"  # word for word in tests/e2e/test_operator_commands.py
+AS_SHOWN = r"echo2 link .*|echo-worker join ('|LINK).*"  # word for word in tests/e2e/test_commands.py
 
 ONLY_READ = (
     (r"python -m pytest.*|pytest .*|ruff .*|python -m mypy", "they are what runs the tests and checks"),

@@ -39,6 +39,13 @@ def environment_of(home: Path) -> dict[str, str]:
     }
 
 
+def error_line(code: int, stderr: str) -> str:
+    """The one line that a command ends with which cannot go on."""
+    lines = [line for line in stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and code != 0 and "Traceback" not in stderr, stderr[-4000:]
+    return lines[0]
+
+
 def small_run(
     folder: Path, model: Path, *, steps: int = 30, prompts: int = 12, rollouts: int = 8, eval_prompts: int = 32,
     eval_every_steps: int = 10, checkpoint_every_steps: int = 5,
@@ -170,3 +177,10 @@ class Cluster:
 
     def step(self) -> int:
         return max((int(row["step"]) for row in self.metrics()), default=0)
+
+
+def trained_groups(cluster: Cluster) -> dict[str, int]:
+    """The ledger of the last checkpoint: each group that the model's history trained on, with its step."""
+    newest = max((cluster.run_folder / "learner" / "checkpoints").glob("step-*"))
+    trained: dict[str, int] = json.loads((newest / "state.json").read_text())["groups"]["trained"]
+    return trained

@@ -105,13 +105,6 @@ def judge_run(cluster: Cluster, archive: Archive, steps: int) -> Judged:
     return found
 
 
-@pytest.mark.soak  # tests/e2e/test_run.py has the kills, one after the other, in the default run
-@pytest.mark.parametrize("seed", [int(os.environ.get("CHAOS_SEED", "1"))])
-def test_a_run_survives_chaos_with_its_history_whole(tmp_path: Path, run_config: str, seed: int) -> None:
-    counts = chaotic_run(tmp_path, run_config, seed, steps=30, mean_gap_s=2.0, within_s=240)
-    assert sum(count for name, count in counts.items() if name.startswith("kill")) >= 2, counts
-
-
 @pytest.mark.soak
 def test_long_chaos(tmp_path: Path, run_config: str) -> None:
     """`CHAOS_SEED` and `CHAOS_STEPS` choose, `CHAOS_WITHIN_S` bounds; what was done is printed, also when it fails."""

@@ -371,6 +371,7 @@ def test_machines_are_rented_approved_and_given_back_on_the_page(tmp_path: Path)
     asyncio.run(asyncio.wait_for(scene(), WAIT_S))
 
 
+@pytest.mark.soak
 def test_a_change_is_seen_with_five_hundred_workers_listed(tmp_path: Path) -> None:
     """How long it takes is measured by `make bench-dashboard`."""
 
@@ -398,8 +399,31 @@ def test_a_change_is_seen_with_five_hundred_workers_listed(tmp_path: Path) -> No
     asyncio.run(asyncio.wait_for(scene(), WAIT_S))
 
 
-def test_a_finished_run_looks_finished_after_a_restart_as_well(tmp_path: Path) -> None:
-    """And an idle coordinator, and one whose workers have gone: no error on the console, nothing that is not so."""
+def test_a_starved_run_says_what_to_do_and_a_finished_one_looks_finished_after_a_restart_as_well(
+    tmp_path: Path,
+) -> None:
+    """Who waits for whom; then no error on the console, nothing that is not so, no worker there."""
+
+    async def starved(daemon: CoordinatorDaemon, chromium: Any, learner: Node) -> None:
+        report = pb.LearnerReport(step=3, train_s=1, utilisation=0.1, waits_for="rollouts", waits_since_s=40)
+
+        async def beats() -> None:
+            while True:
+                await learner.say(report=report)
+                await asyncio.sleep(0.1)
+
+        beating = asyncio.create_task(beats())
+        for width, scheme in ((1440, "light"), (390, "dark")):
+            async with page_of(chromium, daemon, width, scheme) as page:
+                await page.locator("#status").filter(has_text="learner waits").wait_for(timeout=WAIT_MS)
+                await page.locator("#waits").get_by_text("the learner waits for rollouts").wait_for(timeout=WAIT_MS)
+                assert "Start a worker" in await page.locator("#todo-text").text_content()
+                assert "of $1.00 spent" in await page.locator("#budget-text").text_content()
+                assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+                assert await _clipped(page) == []
+                await shoot(page, f"starved-{width}-{scheme}")
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
 
     async def finished(page: Any, name: str) -> None:
         await page.locator("#status").filter(has_text="finished").wait_for(timeout=WAIT_MS)
@@ -410,12 +434,13 @@ def test_a_finished_run_looks_finished_after_a_restart_as_well(tmp_path: Path) -
         await shoot(page, name)
 
     async def scene() -> None:
+        chosen = options(tmp_path, usd_budget=1.0)
         async with browser() as chromium:
-            async with running(options(tmp_path)) as daemon:
+            async with running(chosen) as daemon:
                 learner = await Node.join(daemon, Role.LEARNER)
-                await learner.hello(step_limit=20)
+                await learner.hello(step_limit=20, step=3)
+                await starved(daemon, chromium, learner)
                 async with page_of(chromium, daemon, 1440, "light") as page:
-                    await page.locator("#todo-text").filter(has_text="Start a worker").wait_for(timeout=WAIT_MS)
                     report = pb.LearnerReport(
                         step=20, train_s=1.0, reward_mean=0.75, eval_reward=0.8, lag_histogram=[10, 5], is_finished=True,
                         trained_tokens=15, audit_s=0.5,
@@ -427,10 +452,8 @@ def test_a_finished_run_looks_finished_after_a_restart_as_well(tmp_path: Path) -
                     await learner.call.done_writing()
                     await finished(page, "finished-1440-light")
                 await learner.close()
-            async with running(options(tmp_path)) as daemon:
-                for width, scheme in ((1440, "light"), (390, "dark")):
-                    async with page_of(chromium, daemon, width, scheme) as page:
-                        await finished(page, f"restarted-{width}-{scheme}")
+            async with running(chosen) as daemon, page_of(chromium, daemon, 390, "dark") as page:
+                await finished(page, "restarted-390-dark")
 
     asyncio.run(asyncio.wait_for(scene(), WAIT_S))
 
@@ -450,34 +473,5 @@ def test_the_page_shows_and_steers_a_run(tmp_path: Path) -> None:
             await page.get_by_role("alert").wait_for(timeout=WAIT_MS)
             assert "does not answer" in await page.get_by_role("alert").text_content()
             await shoot(page, "away-1440-light")
-
-    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
-
-
-def test_a_starved_run_says_who_waits_for_what_and_what_to_do(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with browser() as chromium, running(options(tmp_path, usd_budget=1.0)) as daemon:
-            learner = await Node.join(daemon, Role.LEARNER)
-            await learner.hello(step_limit=20, step=3)
-            report = pb.LearnerReport(step=3, train_s=1, utilisation=0.1, waits_for="rollouts", waits_since_s=40)
-
-            async def beats() -> None:
-                while True:
-                    await learner.say(report=report)
-                    await asyncio.sleep(0.1)
-
-            beating = asyncio.create_task(beats())
-            for width, scheme in ((1440, "light"), (390, "dark")):
-                async with page_of(chromium, daemon, width, scheme) as page:
-                    await page.locator("#status").filter(has_text="learner waits").wait_for(timeout=WAIT_MS)
-                    await page.locator("#waits").get_by_text("the learner waits for rollouts").wait_for(timeout=WAIT_MS)
-                    assert "Start a worker" in await page.locator("#todo-text").text_content()
-                    assert "of $1.00 spent" in await page.locator("#budget-text").text_content()
-                    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-                    assert await _clipped(page) == []
-                    await shoot(page, f"starved-{width}-{scheme}")
-            beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
-            await learner.close()
 
     asyncio.run(asyncio.wait_for(scene(), WAIT_S))

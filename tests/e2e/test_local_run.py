@@ -1,10 +1,11 @@
-"""`echo2 run RUN.toml --workers N` as a person starts it: real processes, an end and a Ctrl-C."""
+"""`echo2 run RUN.toml --workers N` as a person starts it: real processes, a Ctrl-C, a kill, an end."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from echo2.cli.run import LocalRun, workers_of
 from echo2.config.run import RunConfig
+from tests.e2e.cluster import ROOT
 from tests.patience import WAIT_S
 from tests.unit.learner.tiny import make_tiny_model
-
-ROOT = Path(__file__).resolve().parents[2]
 
 RUN = """
 [run]
@@ -36,6 +35,7 @@ prompts_per_step = 2
 rollouts_per_prompt = 2
 checkpoint_every_steps = 2
 """
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def started(folder: Path, steps: int) -> subprocess.Popen[str]:
@@ -43,34 +43,7 @@ def started(folder: Path, steps: int) -> subprocess.Popen[str]:
         make_tiny_model(folder / "model")
     (folder / "run.toml").write_text(RUN.format(folder=folder / "runs", model=folder / "model", steps=steps))
     command = [sys.executable, "-m", "echo2.cli.main", "run", str(folder / "run.toml"), "--workers", "2", "--plain"]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )  # fmt: skip
-
-
-def left_over(folder: Path) -> list[str]:
-    """Processes of the run that are still there."""
-    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in found.splitlines() if str(folder) in line and "echo2.cli." in line]
-
-
-def test_an_own_config_runs_to_its_end_leaves_no_process_and_goes_on_with_more_steps(tmp_path: Path) -> None:
-    run = started(tmp_path, steps=4)
-    said, _ = run.communicate(timeout=WAIT_S)
-    logs = "\n".join(path.read_text()[-1500:] for path in (tmp_path / "runs" / "own" / "logs").glob("*.log"))
-    assert run.returncode == 0, said + logs
-    learner = tmp_path / "runs" / "own" / "learner"
-    assert f"the trained model is in {learner / 'model'}" in said.replace("\n", " ")
-    assert (learner / "model" / "config.json").exists()
-    rows = [json.loads(line) for line in (learner / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert "step 4/4  reward " in logs and f"the model lies in {learner / 'model'}" in logs
-    assert "stopping: run own is finished after 4 steps; no work is left for workers" in logs
-    assert left_over(tmp_path) == []
-    more = started(tmp_path, steps=6)
-    said, _ = more.communicate(timeout=WAIT_S)
-    assert more.returncode == 0, said
-    assert steps_of(tmp_path)[-1] == 6
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -78,105 +51,91 @@ def steps_of(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in rows.read_text().splitlines()] if rows.exists() else []
 
 
-def trains(run: subprocess.Popen[str], folder: Path) -> None:
+def trains(run: subprocess.Popen[str], folder: Path, beyond: int = 1) -> None:
     """Waits until it has trained."""
     until = time.monotonic() + WAIT_S
-    while len(steps_of(folder)) <= 2:
+    while len(steps_of(folder)) <= beyond + 1:
         assert run.poll() is None, run.communicate()[0]
-        assert time.monotonic() < until, f"expected steps 0 to 2 within {WAIT_S:.0f} s, got {steps_of(folder)}"
+        assert time.monotonic() < until, f"expected steps beyond {beyond} within {WAIT_S:.0f} s, got {steps_of(folder)}"
         time.sleep(0.2)
 
 
-def gone(folder: Path, within_s: float) -> list[str]:
+def left_over(folder: Path, within_s: float = 0.0) -> list[str]:
     """Processes of the run that are still there after `within_s`."""
     until = time.monotonic() + within_s
-    while (left := left_over(folder)) and time.monotonic() < until:
+    while True:
+        found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        left = [line for line in found.splitlines() if str(folder) in line and "echo2.cli." in line]
+        if not left or time.monotonic() >= until:
+            return left
         time.sleep(0.2)
-    return left
 
 
-def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path) -> None:
-    run = started(tmp_path, steps=100_000)
-    trains(run, tmp_path)
-    run.send_signal(signal.SIGINT)
-    said, _ = run.communicate(timeout=WAIT_S)
-    assert run.returncode == 130
+def test_one_command_starts_all_ends_all_and_goes_on_until_the_model_is_there(tmp_path: Path) -> None:
+    """A Ctrl-C, kill -9 of the command, the last step; a second command in the folder and another run's port are left alone."""
+    try:
+        taken = socket.create_server(("127.0.0.1", RunConfig().coordinator.dashboard_port))
+    except OSError:  # somebody else's run has it
+        taken = socket.create_server(("127.0.0.1", 0))
+    with taken:
+        run = started(tmp_path, steps=100_000)
+        trains(run, tmp_path)
+        kept = (tmp_path / "runs" / "own" / "run.toml").read_bytes()
+        second = started(tmp_path, steps=99)
+        said, _ = second.communicate(timeout=WAIT_S)
+        assert second.returncode == 8 and f"found echo2 (process {run.pid}); to end it: kill {run.pid}" in said
+        assert (tmp_path / "runs" / "own" / "run.toml").read_bytes() == kept, "a live run's config is not written over"
+        run.send_signal(signal.SIGINT)
+        said, _ = run.communicate(timeout=WAIT_S)
+        assert run.returncode == 130 and "dashboard http://127.0.0.1:" in said
     assert "what was trained is saved in" in said and "the same command goes on from there" in said
-    assert "Traceback" not in said
+    assert "Traceback" not in said and left_over(tmp_path) == []
+    log = tmp_path / "runs" / "own" / "logs" / "learner.log"
+    assert "stopped after step" in log.read_text() and "the same command goes on from there" in log.read_text()
+
+    before = steps_of(tmp_path)[-1]
+    run = started(tmp_path, steps=100_000)
+    trains(run, tmp_path, before + 1)
+    run.kill()
+    run.communicate(timeout=WAIT_S)
+    assert left_over(tmp_path, WAIT_S) == [], "nobody trains for a command that is gone"
+
+    last = steps_of(tmp_path)[-1] + 3
+    run = started(tmp_path, steps=last)
+    said, _ = run.communicate(timeout=WAIT_S)
+    logs = "\n".join(path.read_text()[-1500:] for path in (tmp_path / "runs" / "own" / "logs").glob("*.log"))
+    assert run.returncode == 0, said + logs
+    assert steps_of(tmp_path) == list(range(last + 1)), "it went on from what was saved"
+    learner = tmp_path / "runs" / "own" / "learner"
+    assert f"the trained model is in {learner / 'model'}" in said.replace("\n", " ")
+    assert (learner / "model" / "config.json").exists() and f"the model lies in {learner / 'model'}" in logs
+    assert f"step {last}/{last}  reward " in logs
+    assert f"stopping: run own is finished after {last} steps; no work is left for workers" in logs
     assert left_over(tmp_path) == []
-    log = (tmp_path / "runs" / "own" / "logs" / "learner.log").read_text()
-    assert "stopped after step" in log and "the same command goes on from there" in log
 
 
 @pytest.mark.soak
-def test_a_second_ctrl_c_ends_all_at_once_and_in_silence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signals", [(signal.SIGHUP,), (signal.SIGINT, signal.SIGINT)], ids=["hangup", "twice"])
+def test_a_closed_terminal_and_a_second_ctrl_c_end_all_in_silence(
+    tmp_path: Path, signals: tuple[signal.Signals, ...]
+) -> None:
     run = started(tmp_path, steps=100_000)
     trains(run, tmp_path)
-    run.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    run.send_signal(signal.SIGINT)
+    for number in signals:
+        run.send_signal(number)
+        time.sleep(0.3)
     said, _ = run.communicate(timeout=WAIT_S)
     assert run.returncode == 130 and "Traceback" not in said and "rror" not in said, said
-    assert gone(tmp_path, WAIT_S) == []
+    assert left_over(tmp_path, WAIT_S) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
-def test_a_run_has_one_command_whose_end_ends_all_and_the_same_command_goes_on(tmp_path: Path, number: int) -> None:
-    run = started(tmp_path, steps=100_000)
-    trains(run, tmp_path)
-    kept = (tmp_path / "runs" / "own" / "run.toml").read_bytes()
-    second = started(tmp_path, steps=99)
-    said, _ = second.communicate(timeout=WAIT_S)
-    assert second.returncode == 8 and f"found echo2 (process {run.pid}); to end it: kill {run.pid}" in said
-    assert (tmp_path / "runs" / "own" / "run.toml").read_bytes() == kept, "nothing is written over a live run's config"
-    run.send_signal(number)
-    run.communicate(timeout=WAIT_S)
-    left = left_over(tmp_path) if number == signal.SIGHUP else gone(tmp_path, WAIT_S)
-    assert left == [], "nobody trains for a closed terminal"
-    before = steps_of(tmp_path)[-1]
-    again = started(tmp_path, steps=before + 3)
-    said, _ = again.communicate(timeout=WAIT_S)
-    assert again.returncode == 0, said
-    assert steps_of(tmp_path) == list(range(before + 4)), "it went on from what was saved"
-
-
-@pytest.mark.soak
-def test_two_runs_at_once_both_find_ports(tmp_path: Path) -> None:
-    """Both want the same ports; the second takes what the system gives it, and says where its page is."""
-    runs = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        runs.append(started(tmp_path / name, steps=2))
-    for run in runs:
-        said, _ = run.communicate(timeout=WAIT_S)
-        assert run.returncode == 0, said
-        assert "dashboard http://127.0.0.1:" in said
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_the_commands_are_those_that_a_person_would_type(workers: int) -> None:
-    found = LocalRun(RunConfig(), workers_of(workers)).commands()
-    assert list(found) == ["coordinator", "learner", *(f"w{n + 1}" for n in range(workers))]
-    assert all(words[0] in ("echo-coordinator", "echo-learner", "echo-worker") for words in found.values())
-
-
-def test_the_agent_example_trains_without_losing_an_episode(tmp_path: Path) -> None:
-    model = [
-        sys.executable,
-        "-m",
-        "echo2.cli.demo.model",
-        str(tmp_path / "digits-model"),
-        "--recipe",
-        '{"warmup_steps": 20}',
-    ]
-    subprocess.run(model, cwd=ROOT, check=True, timeout=WAIT_S)
+def test_the_agent_example_trains_without_losing_an_episode(tmp_path: Path, base_model: Path) -> None:
     command = [
         sys.executable, "-m", "echo2.cli.main", "run", "examples/agent.toml", "--workers", "1", "--plain", "--learner.steps=2",
-        "--learner.rollouts_per_prompt=2", f"--model.path={tmp_path / 'digits-model'}", f"--run.folder={tmp_path / 'runs'}",
+        "--learner.rollouts_per_prompt=2", f"--model.path={base_model}", f"--run.folder={tmp_path / 'runs'}",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     lines = (tmp_path / "runs" / "agent" / "learner" / "metrics.jsonl").read_text().splitlines()

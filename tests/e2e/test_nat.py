@@ -1,4 +1,4 @@
-"""The real daemons through NATs: coordinator and learner public, two workers behind NATs of their own, no flag given."""
+"""The doctor and the real daemons through NATs, no flag given: coordinator public, workers and perhaps the learner hidden."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from echo2.base.errors import EchoError
 from echo2.worker.control import ask
 from tests.contract.nat_lab import NatLab, reason_unavailable
 from tests.e2e.cluster import Cluster
+from tests.e2e.test_commands import CONFIG, findings
 
-# tests/contract/test_nat.py has the links in the default run
-pytestmark = [pytest.mark.network_namespaces, pytest.mark.soak]
+pytestmark = [
+    pytest.mark.network_namespaces,
+    pytest.mark.skipif(bool(reason_unavailable()), reason=reason_unavailable() or "available"),
+]
 HOSTS = {"coordinator": "hub", "learner": "learner", "w0": "left", "w1": "right"}
 
 
@@ -32,9 +35,31 @@ def kinds(cluster: Cluster, name: str) -> list[str]:
     return sorted(link.split(" ")[1].rstrip(":") for link in links)
 
 
+@pytest.mark.parametrize(
+    ("is_symmetric", "kind"), [(False, "hole-punched"), pytest.param(True, "relayed", marks=pytest.mark.soak)]
+)
+def test_a_machine_behind_a_nat_learns_how_it_will_be_met(tmp_path: Path, is_symmetric: bool, kind: str) -> None:
+    with NatLab(("hub", "open"), ("left",), is_symmetric=is_symmetric) as lab:
+        config = CONFIG.format(folder=tmp_path, host=lab.addresses["hub"])
+        with Cluster(tmp_path, config, workers=0) as cluster:
+            cluster.placed = lambda name, argv: lab.command("hub" if name == "coordinator" else name, argv)
+            cluster.start("coordinator")
+            if is_symmetric:
+                code, found = findings(cluster, "left", "learner", "--learner.port", "7000")
+                assert code == 6 and not found["reach"]["is_good"], "a learner must be dialled"
+            else:
+                code, found = findings(cluster, "left", "worker", "--worker.port", "7000")
+                assert code == 0 and "worker.port" in found["reach"]["advice"]
+            assert found["reach"]["found"].startswith(f"{kind}: nobody can dial it: it is behind a NAT")
+            assert "port 7000" in found["reach"]["found"]
+            if not is_symmetric:
+                code, found = findings(cluster, "open", "learner", "--learner.port", "7001")
+                where = f"{lab.addresses['open']}, port 7001"
+                assert (code, found["reach"]["found"]) == (0, f"direct: others can dial this machine at {where}")
+
+
+@pytest.mark.soak  # tests/contract/test_nat.py has the links in the default run
 def test_hidden_workers_join_without_flags_train_and_meet(tmp_path: Path, run_config: str) -> None:
-    if reason := reason_unavailable():
-        pytest.skip(reason)
     with NatLab(("hub", "learner"), ("left", "right")) as lab:
         config = (
             run_config.replace("[coordinator]\n", f'[coordinator]\nhost = "{lab.addresses["hub"]}"\n')
@@ -57,12 +82,11 @@ def test_hidden_workers_join_without_flags_train_and_meet(tmp_path: Path, run_co
                 assert kinds(cluster, name) == ["direct", "hole-punched"]
 
 
+@pytest.mark.soak
 def test_a_learner_behind_a_nat_trains_on_workers_that_it_can_dial_and_on_hidden_ones(
     tmp_path: Path, run_config: str
 ) -> None:
     """Rollouts, leases' reports and weights of all three; the coordinator's relay is killed on the way."""
-    if reason := reason_unavailable():
-        pytest.skip(reason)
     with NatLab(("hub", "right"), ("learner", "left")) as lab:
         config = (
             run_config.replace("[coordinator]\n", f'[coordinator]\nhost = "{lab.addresses["hub"]}"\n')

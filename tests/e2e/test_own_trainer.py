@@ -9,10 +9,9 @@ import pytest
 
 import echo2
 from echo2.base.errors import ConfigError
-from tests.e2e.cluster import ROOT, Cluster
-from tests.e2e.test_run import trained_groups
+from tests.e2e.cluster import ROOT, Cluster, trained_groups
 
-STEPS = 16
+STEPS = 12
 
 
 def steps_printed(cluster: Cluster) -> list[int]:

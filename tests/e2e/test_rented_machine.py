@@ -1,4 +1,4 @@
-"""A machine is rented; a real process there runs the set-up that it was given, in an environment without echo2, until it joins."""
+"""A rented machine: a real process there runs its set-up in an environment without echo2, joins, trains and is given back."""
 
 from __future__ import annotations
 
@@ -6,14 +6,42 @@ import json
 import os
 import sys
 import tomllib
+import urllib.request
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 from echo2.coordinator.fleet.wheel import running_wheel
 from tests.contract.command_cloud import CommandCloud
 from tests.e2e.cluster import ROOT, Cluster
-from tests.e2e.test_machines import Page
 from tests.packaging.installed import link_libraries
+from tests.patience import WAIT_S
+
+
+class Page:
+    """The JSON API of the dashboard, as a script of the operator's."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self._url + path, timeout=WAIT_S) as answer:
+            return json.load(answer)
+
+    def act(self, path: str, **body: str) -> Any:
+        headers = {"x-echo2-csrf": self.get("/api/session")["csrf"], "content-type": "application/json"}
+        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            return json.load(answer)
+
+    def machines(self) -> dict[str, Any]:
+        return {one["machine_id"]: one for one in self.get("/api/state")["machines"]["machines"]}
+
+    def is_up(self) -> bool:
+        try:
+            return bool(self.get("/readyz")["status"] == "ready")
+        except OSError:
+            return False
 
 
 def fresh_machine(folder: Path) -> dict[str, str]:
@@ -47,7 +75,14 @@ def _text(path: Path) -> str:
         return ""
 
 
-def test_a_rented_machine_gets_the_runs_own_wheel_and_joins(tmp_path: Path, run_config: str) -> None:
+def processes_of(machine_id: str) -> list[list[str]]:
+    lines = [_text(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
+    return [line.split("\0") for line in lines if machine_id in line]
+
+
+def test_a_rented_machine_gets_the_runs_own_wheel_joins_trains_and_is_given_back(
+    tmp_path: Path, run_config: str
+) -> None:
     offers = tmp_path / "offers.toml"
     cloud = CommandCloud(tmp_path / "cloud", fresh_machine(tmp_path))
     offers.write_text(offers_of(cloud, tmp_path / "runs" / "trial" / "run.toml"))
@@ -57,28 +92,35 @@ def test_a_rented_machine_gets_the_runs_own_wheel_and_joins(tmp_path: Path, run_
     page = Page(tomllib.loads(text)["coordinator"]["dashboard_port"])
     try:
         with Cluster(tmp_path, text, workers=0) as cluster:
-            cluster.start_all_but_learner()
+            cluster.start_all()
             cluster.wait_until(page.is_up, "the page")
             machine_id = page.act("/api/machines", offer="there", reason="to see it join")["machine_id"]
             try:
-                cluster.wait_until(
-                    lambda: page.machines()[machine_id]["workers"] == [machine_id], "the machine's worker"
-                )
+                cluster.wait_until(lambda: cluster.step() >= 1, "a step made from the rented worker's rollouts")
             finally:
                 print(cloud.log(machine_id)[-4000:])
             environment = cloud.folder / machine_id / "echo2-env"
             (package,) = environment.glob("lib/python3*/site-packages/echo2")
-            worker = next(one for one in Path("/proc").glob("[0-9]*/cmdline") if machine_id in _text(one))
-            assert _text(worker).split("\0")[:2] == [
-                str(environment / "bin" / name) for name in ("python", "echo-worker")
-            ]
+            (worker, *_) = processes_of(machine_id)
+            assert worker[:2] == [str(environment / "bin" / name) for name in ("python", "echo-worker")]
             assert (package / "cli" / "worker.py").read_bytes() == (ROOT / "echo2" / "cli" / "worker.py").read_bytes()
             assert (cloud.folder / machine_id / running_wheel().name).read_bytes() == running_wheel().data
+            for is_restarted in (False, True):
+                if is_restarted:
+                    cluster.kill("coordinator")
+                    cluster.start("coordinator")
+                    cluster.wait_until(page.is_up, "the page after the kill")
+                    step = cluster.step()
+                    cluster.wait_until(lambda at=step: cluster.step() >= at + 2, "steps after the kill")  # type: ignore[misc]
+                shown = page.machines()[machine_id]
+                assert (shown["state"], shown["workers"], shown["price"]) == ("running", [machine_id], 0.5)
             page.act("/api/machines/release", machine_id=machine_id, reason="seen")
             assert page.machines()[machine_id]["state"] == "gone"
             assert not list(cloud.folder.glob("*/pid"))
-            cluster.wait_until(
-                lambda: not any(machine_id in _text(one) for one in Path("/proc").glob("[0-9]*/cmdline")), "its end"
-            )
+            cluster.wait_until(lambda: not processes_of(machine_id), "its end")
+            money = page.get("/api/state")["money"]
+            journal = [(one["action"], one["reason"]) for one in money["journal"] if one["whom"] == machine_id]
+            assert journal[0] == ("rent", "to see it join") and ("released", "seen") in journal
+            assert 0 < money["spent"] < 1 and "Traceback" not in cloud.log(machine_id)
     finally:
         cloud.close()

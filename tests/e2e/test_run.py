@@ -1,73 +1,129 @@
-"""The real daemons, as processes, on loopback: a run from start to end, and the same with each process killed."""
+"""The real daemons on loopback: a run in which each process is killed and a worker cheats, and the same run from its backup."""
 
 from __future__ import annotations
 
-import json
+import shutil
+import sqlite3
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster
+from echo2.cli.demo.model import ModelRecipe, make_model
+from tests.e2e.cluster import Cluster, environment_of, error_line, trained_groups, words_of
+from tests.patience import WAIT_S
+
+STEPS, BOUND = 24, 4
 
 
-def trained_groups(cluster: Cluster) -> dict[str, int]:
-    """The ledger of the last checkpoint: each group that the model's history trained on, with its step."""
-    newest = max((cluster.run_folder / "learner" / "checkpoints").glob("step-*"))
-    trained: dict[str, int] = json.loads((newest / "state.json").read_text())["groups"]["trained"]
-    return trained
-
-
-def assert_run_ended_well(cluster: Cluster, steps: int, staleness_bound: int, kills: int = 0) -> None:
+def assert_run_ended_well(cluster: Cluster, steps: int, kills: int = 0) -> None:
     """A kill may cost the metrics row of the step in flight; it never costs the step."""
     rows = [row for row in cluster.metrics() if "reward/mean" in row]
     last = rows[-1]
     assert last["step"] == steps
     assert len({row["step"] for row in rows}) >= steps - kills
     lags = last["lag/histogram"]
-    assert sum(lags) > 0
-    assert sum(lags[staleness_bound + 1 :]) == 0, f"tokens over S were trained on: {lags}"
+    assert sum(lags) > 0 and sum(lags[BOUND + 1 :]) == 0, f"tokens over S were trained on: {lags}"
     assert last["tokens/over_stale"] == 0
+    assert Counter(trained_groups(cluster).values()) == dict.fromkeys(range(steps), 12), "a step lost or doubled groups"
     assert (cluster.run_folder / "learner" / "model" / "config.json").exists()
 
 
-@pytest.mark.parametrize("staleness_bound", [pytest.param(1, marks=pytest.mark.soak), 4])
-def test_a_run_trains_to_its_end_within_the_bound(tmp_path: Path, run_config: str, staleness_bound: int) -> None:
-    config = run_config + f"[staleness]\nbound = {staleness_bound}\n"
-    with Cluster(tmp_path, config) as cluster:
-        cluster.start_all()
-        assert cluster.wait("learner") == 0
-        assert_run_ended_well(cluster, 30, staleness_bound)
-        for name in ("w0", "w1", "coordinator"):
-            cluster.kill(name, 15)
-            assert cluster.wait(name) == 0, cluster.log(name)[-2000:]
+def back_up(run: Path, into: Path) -> None:
+    """What docs/runbook.md says of a run's folder, while coordinator and learner work in it."""
+    shutil.copytree(run / "links", into / "links")
+    shutil.copytree(run / "coordinator", into / "coordinator", ignore=shutil.ignore_patterns("state.sqlite*", "lock"))
+    state, copy = run / "coordinator" / "state.sqlite", into / "coordinator" / "state.sqlite"
+    if tool := shutil.which("sqlite3"):
+        subprocess.run([tool, str(state), f".backup '{copy}'"], check=True, timeout=WAIT_S, capture_output=True)
+    else:
+        with sqlite3.connect(state) as source, sqlite3.connect(copy) as target:
+            source.backup(target)
+    for name in ("checkpoints", "journal", "node"):
+        shutil.copytree(run / "learner" / name, into / "learner" / name)
+    shutil.copy(run / "learner" / "run.json", into / "learner" / "run.json")
 
+
+def refuses_another_model(cluster: Cluster, tmp_path: Path) -> None:
+    """By the run folder where it is the same, by the coordinator where the folder is new."""
+    other = tmp_path / "other"
+    make_model(other, ModelRecipe(hidden_size=32, warmup_steps=1))
+    for folder in ([], ["--folder", str(tmp_path / "new")]):
+        command = [*cluster.commands["learner"], "--model.path", str(other), *folder]
+        argv = [sys.executable, *words_of(command[0]), *command[1:]]
+        done = subprocess.run(argv, capture_output=True, text=True, env=environment_of(tmp_path), check=False)
+        line = error_line(done.returncode, done.stderr)
+        assert "model" in line and "expected" in line, line
+
+
+def is_live_everywhere(cluster: Cluster, version: int) -> bool:
+    return all(f"version {version} is live" in cluster.log(name) for name in ("w0", "w1"))
+
+
+def logs_no_secret(cluster: Cluster) -> None:
+    links = (cluster.run_folder / "links").iterdir()
+    secrets = [
+        path.read_text().strip() for path in links if path.name != "dashboard.url"
+    ]  # an address, which is logged
+    secrets += [link.partition("token=")[2] for link in secrets if "token=" in link]
+    assert len(secrets) >= 5, "three links with their tokens, and the page's"
+    for name in cluster.commands:
+        text = cluster.log(name)
+        assert text and not any(secret in text for secret in secrets), name
+
+
+def test_a_run_outlives_a_cheat_and_the_kill_of_each_process_and_goes_on_from_its_backup(
+    tmp_path: Path, run_config: str
+) -> None:
+    config = run_config.replace("steps = 30", f"steps = {STEPS}")
+    kept = tmp_path / "kept"
+    with Cluster(tmp_path, config, workers=3) as cluster:
+        cluster.commands["w2"] = ["tests.e2e.cheating_worker", *cluster.commands["w2"][1:]]
+        cluster.start_all()
+        assert cluster.wait("w2") == 4, cluster.log("w2")[-2000:]
+        banned = "is banned: audit: its log-probabilities are not those of the version that it claims"
+        assert banned in cluster.log("w2")
+        del cluster.processes["w2"]
+        cluster.wait_until(lambda: cluster.step() >= 6, "step 6")
+        back_up(cluster.run_folder, kept)
+        for more, name in ((1, "w0"), (2, "coordinator"), (2, "learner")):
+            after = cluster.step() + more
+            cluster.wait_until(lambda at=after: cluster.step() >= at, f"step {after}")  # type: ignore[misc]
+            assert after < STEPS - 2, "it is to be killed at work"
+            cluster.kill(name)
+            if name == "learner":
+                refuses_another_model(cluster, tmp_path)
+            cluster.start(name)
+        assert cluster.wait("learner") == 0, cluster.log("learner")[-3000:]
+        assert_run_ended_well(cluster, STEPS, kills=1)
+        last = cluster.metrics()[-1]
+        assert last["rollouts/trained"] == STEPS * 12 * 8, "a rollout was trained on twice, or is missing"
+        cluster.wait_until(lambda: is_live_everywhere(cluster, STEPS), "the last version on both")
+        for name in ("w0", "w1"):
+            assert cluster.wait(name) == 0, "the honest ones worked until the run had finished"
+        cluster.kill("coordinator", 15)
+        assert cluster.wait("coordinator") == 0, cluster.log("coordinator")[-2000:]
+        logs_no_secret(cluster)
+    evaluations = cluster.evaluations()
+    assert evaluations[-1]["eval/reward"] > evaluations[0]["eval/reward"] + 0.05, evaluations
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model_folder = cluster.run_folder / "learner" / "model"
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    assert model.config.vocab_size == len(tokenizer)
-    evaluations = cluster.evaluations()
-    assert evaluations[-1]["eval/reward"] > evaluations[0]["eval/reward"] + 0.05, evaluations
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(model_folder))
+    shutil.rmtree(cluster.run_folder)
 
-
-@pytest.mark.soak  # tests/unit/learner has it in one process
-def test_an_environment_of_two_turns_is_leased_turn_by_turn_and_trained(tmp_path: Path, run_config: str) -> None:
-    """Real workers that know nothing of environments sample both turns; kill -9 of the learner in between."""
-    config = run_config.replace('name = "sort_digits"', 'name = "tests.e2e.worlds:AskedTwice"')
-    config = config.replace("args = { digit_count = 5 }\n", "").replace("steps = 30", "steps = 12")
-    with Cluster(tmp_path, config) as cluster:
-        cluster.start_all()
-        cluster.wait_until(lambda: cluster.step() >= 5, "step 5")
-        cluster.kill("learner")
-        cluster.start("learner")
-        assert cluster.wait("learner") == 0, cluster.log("learner")[-2000:]
-        assert_run_ended_well(cluster, 12, 4, kills=1)
-    rows = cluster.metrics()
-    assert cluster.evaluations()[-1]["eval/turns"] == 2.0
-    assert rows[-1]["completion_tokens/mean"] > 7, "two turns of sampled tokens, the world's not among them"
-    assert all(count == 12 for count in Counter(trained_groups(cluster).values()).values())
+    newest = max((kept / "learner" / "checkpoints").glob("step-????????"))
+    checkpoint = int(newest.name.removeprefix("step-"))
+    text = config.replace(f"steps = {STEPS}", f"steps = {checkpoint + 6}")
+    with Cluster(tmp_path / "new", text.replace(f"{tmp_path}/runs", f"{tmp_path}/new/runs"), workers=1) as new:
+        shutil.copytree(kept, new.run_folder, dirs_exist_ok=True)
+        new.start_all()
+        assert new.wait("learner") == 0, new.log("learner")[-3000:]
+        assert_run_ended_well(new, checkpoint + 6, kills=STEPS)  # metrics.jsonl begins anew
+        assert f"checkpoint of step {checkpoint}" in new.log("learner")
 
 
 @pytest.mark.soak  # tests/unit/learner has it in one process
@@ -86,46 +142,4 @@ def test_two_processes_as_torchruns_environment_describes_them_are_one_learner(t
         assert len(list(max(checkpoints).glob("*.safetensors"))) == 2, "one file of shards a rank"
         cluster.start("learner")
         assert cluster.wait("learner") == 0, cluster.log("learner")[-2000:]
-        assert_run_ended_well(cluster, 8, 4)
-
-
-@pytest.mark.soak  # tests/unit/learner/test_replay.py has it in one process
-def test_a_learner_killed_on_a_device_that_does_not_give_the_same_bits_goes_on(tmp_path: Path, run_config: str) -> None:
-    """kill -9; weight decay stands for sums in another order. Workers keep what they hold and follow by deltas."""
-    config = run_config.replace("steps = 30", "steps = 16").replace("every_steps = 5", "every_steps = 100")
-    with Cluster(tmp_path, config) as cluster:
-        cluster.start_all()
-        cluster.wait_until(lambda: cluster.step() >= 5, "five steps")
-        cluster.kill("learner")
-        cluster.commands["learner"] += ["--learner.weight_decay", "0.3"]
-        cluster.start("learner")
-        assert cluster.wait("learner") == 0
-        assert_run_ended_well(cluster, 16, 4, kills=1)
-        assert "published versions stay as they are" in cluster.log("learner")
-        assert Counter(trained_groups(cluster).values()) == dict.fromkeys(range(16), 12), "each batch is whole"
-        final = [line for line in cluster.log("learner").splitlines() if "published version 16 (delta" in line]
-        assert final
-        for name in ("w0", "w1"):
-            cluster.wait_until(lambda name=name: "version 16 is live" in cluster.log(name), "the last version")  # type: ignore[misc]
-            assert "a version was bad" not in cluster.log(name)
-
-
-def test_each_process_may_be_killed_and_comes_back(tmp_path: Path, run_config: str) -> None:
-    """kill -9 and the same command again, one process after the other, in one run."""
-    config = run_config.replace("steps = 30", "steps = 16")
-    with Cluster(tmp_path, config, workers=2) as cluster:
-        cluster.start_all()
-        for after_step, name in ((3, "w0"), (6, "coordinator"), (9, "learner")):
-            cluster.wait_until(lambda at=after_step: cluster.step() >= at, f"step {after_step}")  # type: ignore[misc]
-            cluster.kill(name)
-            cluster.start(name)
-        assert cluster.wait("learner") == 0, cluster.log("learner")[-3000:]
-        assert_run_ended_well(cluster, 16, 4, kills=1)
-        per_step = Counter(trained_groups(cluster).values())
-        assert per_step == dict.fromkeys(range(16), 12), "a step trained on more or fewer groups than its own"
-        rows = [row for row in cluster.metrics() if "reward/mean" in row]
-        assert rows[-1]["rollouts/trained"] == 16 * 12 * 8, "a rollout was trained on twice, or is missing"
-        cluster.wait_until(
-            lambda: all(f"version {rows[-1]['step']} is live" in cluster.log(name) for name in ("w0", "w1")),
-            "weights",
-        )
+        assert_run_ended_well(cluster, 8)

@@ -6,15 +6,13 @@ import asyncio
 import random
 from pathlib import Path
 
-from echo2.base.ids import PeerId
 from echo2.control.session import ControlSession
 from echo2.control.waits import Backoff, Waits
 from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.worker.leases import Leases
-from echo2.worker.leases_service import LeaseService
+from echo2.worker.generation import Generation
 from echo2.worker.links import CoordinatorCommands, CoordinatorLink
 from echo2.worker.options import WorkerLimits
 from echo2.worker.reports import Reports
@@ -47,23 +45,13 @@ def test_all_workers_and_the_learner_hear_of_a_ban_and_of_its_end_and_newcomers_
     play(scene)
 
 
-class NoPort:
-    """The rest of a worker, which bans do not concern."""
-
-    def on_learner(self, learner: pb.LearnerWhereabouts) -> None: ...
-
-    def on_skew(self, skew_s: float) -> None: ...
-
-    def use_relay(self, peer_id: PeerId, address: str) -> None: ...
-
-
 def orders_of(member: Member) -> CoordinatorCommands:
     clock = SteadyClock()
     backoff = Backoff(random.Random(0))
     reports = Reports(member.credentials, Waits(clock), backoff, 1.0)
     link = CoordinatorLink(ControlSession(member.credentials, Waits(clock), backoff))
-    lease_service = LeaseService(Leases(WorkerLimits()), clock, reports, link)
-    return CoordinatorCommands(member.credentials, link, lease_service, reports, member.node, NoPort(), clock)
+    leases = Generation(WorkerLimits(), clock, reports, link).leases
+    return CoordinatorCommands(link, leases, reports, member.node, clock, lambda finding: None)
 
 
 def test_a_worker_that_is_told_of_a_ban_cuts_the_peer_off_and_takes_it_back_when_told_so(tmp_path: Path) -> None:

@@ -57,10 +57,7 @@ for _room in ("learner.shell", "worker.shell"):
     ALLOWED[_room] |= {"control.shell"}
 
 # Pure part and shell of a package lie side by side, and these files are the shell.
-SHELL_FILES = {
-    f"echo2/gateway/{name}.py"
-    for name in ("access", "app", "episodes", "harness", "long_work", "server", "verifiers_agent")
-}
+SHELL_FILES = {f"echo2/gateway/{name}.py" for name in ("access", "app", "episodes", "harness", "verifiers_agent")}
 SHELL_FILES |= {f"echo2/contain/{name}.py" for name in ("box", "inside", "kernel", "pool", "program_inside", "sandbox")}
 SHELL_FILES |= {
     f"echo2/tasks/{name}.py"
@@ -72,7 +69,7 @@ SHELL_FILES |= {
     f"echo2/broadcast/{name}.py"
     for name in (
         "catch_up", "connection", "connections", "exchange", "library", "link", "node", "store", "stripes", "transport", "uplink",
-        "nat/access", "nat/facts", "nat/host", "nat/libp2p", "nat/pipes", "nat/probing", "nat/reach", "nat/relay",
+        "nat/access", "nat/host", "nat/libp2p", "nat/pipes", "nat/probing", "nat/reach", "nat/relay",
     )
 }  # fmt: skip
 SHELL_FILES |= {
@@ -99,7 +96,7 @@ SHELL_FILES |= {
 SHELL_FILES |= {
     f"echo2/worker/{name}.py"
     for name in (
-        "base_checkpoint", "control", "heartbeat", "leases_service", "links", "machine", "progress", "rates", "reports", "weights",
+        "base_checkpoint", "control", "generation", "heartbeat", "links", "machine", "progress", "reports", "weights",
         "worker", "engines/adapter", "engines/making", "engines/outbox",
         *(f"engines/embedded/{name}" for name in ("embedded_engine", "forward", "general", "kernels", "live_weights", "loop")),
         *(f"engines/vllm/{name}" for name in ("extension", "vllm_engine", "vllm_weights", "weight_map")),

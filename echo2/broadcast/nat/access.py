@@ -30,7 +30,7 @@ from multiaddr import Multiaddr
 
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
-from echo2.broadcast.nat.facts import PROBE_S, shows_certificate
+from echo2.broadcast.nat.reach import PROBE_S, shows_certificate
 from echo2.broadcast.nat.relay import Members, peer_of_stream, reset
 from echo2.broadcast.reachability import is_punchable
 from echo2.outside.guard import Refusals
@@ -266,7 +266,7 @@ class ReachabilityService(AutoNATService):  # type: ignore[misc]  # untyped libr
     async def handle_stream(self, stream: Any) -> None:
         member, now = peer_of_stream(stream), trio.current_time()
         is_early = now - self._asked_at.get(member, -PAUSE_S) < PAUSE_S
-        if self._members.identity_of(member) is None or is_early:
+        if not self._members.is_member(member) or is_early:
             await reset(stream)
             return
         self._asked_at = {peer: at for peer, at in self._asked_at.items() if now - at < PAUSE_S}

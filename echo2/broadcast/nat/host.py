@@ -13,7 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import trio
 from libp2p import new_host
@@ -34,7 +34,7 @@ from multiaddr import Multiaddr
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat.access import STRANGER_S, AcceptGate, DialGate, ReachabilityService
-from echo2.broadcast.nat.facts import HostFacts, HostOptions
+from echo2.broadcast.nat.reach import HostFacts, HostOptions
 from echo2.broadcast.nat.relay import (
     PROTOCOL,
     MemberRelay,
@@ -45,6 +45,7 @@ from echo2.broadcast.nat.relay import (
     reset,
     widen,
 )
+from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
 from echo2.outside.net import EVERY_ADDRESS, listened, listening_socket
 from echo2.trust.identity import PeerIdentity
 from echo2.trust.tls import Credentials
@@ -133,16 +134,6 @@ WAITING_STREAMS_MAX = 16  # more at once come from no honest member
 logging.getLogger("libp2p").setLevel(logging.CRITICAL)
 
 
-class HostEvents(Protocol):
-    """Callbacks, called in trio."""
-
-    def changed(self, facts: HostFacts) -> None: ...
-
-    async def exchange(self, stream: Any, peer: PeerIdentity, is_outgoing: bool) -> None:
-        """Serves a stream over a hole until it ends."""
-        ...
-
-
 class P2pHost:
     """Create it anywhere; call `run` and everything else in trio."""
 
@@ -151,11 +142,17 @@ class P2pHost:
     _autonat: ReachabilityService
     _puncher: HolePuncher
 
-    def __init__(self, credentials: Credentials, options: HostOptions, events: HostEvents) -> None:
-        self.credentials = credentials
-        self.options = options
-        self.events = events
-        self.facts = HostFacts()
+    def __init__(
+        self,
+        credentials: Credentials,
+        options: HostOptions,
+        changed: Callable[[HostFacts], object],
+        carry: Callable[[Any, PeerIdentity, bool], Awaitable[None]],
+    ) -> None:
+        """`carry`: serves a stream through a hole, which this side opened or not, until it ends."""
+        self.credentials, self.options = credentials, options
+        self._changed, self._carry = changed, carry
+        self.facts, self.book = HostFacts(), RelayBook(RelayLimits())
         self.port = options.port or _free_port(options.listen_host)
         self._members = Members(credentials, options.is_barred)
         self._gate = DialGate(lambda: self.facts.public_host)
@@ -178,9 +175,9 @@ class P2pHost:
             Multiaddr(f"/{_kind(own_host)}/{own_host}/tcp/{self.port}") for own_host in _hosts(self.options.listen_host)
         ]
         self._autonat = ReachabilityService(
-            host, self._members, is_serving=self.options.book is not None, proven=self.options.proven
+            host, self._members, is_serving=self.options.is_relay, proven=self.options.proven
         )
-        relay = MemberRelay(host, self._members, self.options.book, self._circuit_came)
+        relay = MemberRelay(host, self._members, self.book, self.options.is_relay, self._on_circuit)
         self._gate.stand_before(host)
         self.accepted.stand_before(host)
         puncher = self._puncher = HolePuncher(host, self._members, self._gate)
@@ -235,7 +232,7 @@ class P2pHost:
 
     async def _show_membership(self, stream: Any) -> None:
         try:
-            await self._members.answer(stream, peer_of_stream(stream))
+            await self._members.introduce(stream, peer_of_stream(stream), is_first=False)
             self.accepted.prove(stream)
             await stream.close()
         except Exception as error:  # a stranger's error must not end the host
@@ -246,9 +243,9 @@ class P2pHost:
         """Shows our certificate and checks theirs; repeated each time, because the peer may have restarted and forgotten us."""
         stream = await self._host.new_stream(ID.from_base58(peer), [PROTOCOL])
         try:
-            shown = await self._members.show(stream, peer)
+            identity = await self._members.introduce(stream, peer, is_first=True)
             self.accepted.prove(stream)
-            return shown
+            return identity
         finally:
             await reset(stream)
 
@@ -259,7 +256,7 @@ class P2pHost:
             peers = {PeerId(peer.to_base58()) for peer in self._host.get_network().connections}
             self._seen_at = {peer: self._seen_at.get(peer, now) for peer in peers}
             for peer, since in self._seen_at.items():
-                if self._members.identity_of(peer) is None and now - since > STRANGER_S:
+                if not self._members.is_member(peer) and now - since > STRANGER_S:
                     _log.info("libp2p: %s has shown no certificate of this run within %.0f s", peer, STRANGER_S)
                     await self._close(peer)
 
@@ -272,14 +269,14 @@ class P2pHost:
 
     # ---- relays
 
-    def use_relay(self, peer: PeerId, address: str) -> None:
+    async def use_relay(self, peer: PeerId, address: str) -> None:
         """Keeps a reservation at the relay at `address` (host:port) from now on, retrying after failures."""
         if peer in self._relays or len(self._relays) >= RELAYS_MAX or peer == self.credentials.peer_id:
             return
         scope = self._relays[peer] = trio.CancelScope()
         self._nursery.start_soon(self._keep_relay, peer, address, scope)
 
-    def drop_relay(self, peer: PeerId) -> None:
+    async def drop_relay(self, peer: PeerId) -> None:
         scope = self._relays.pop(peer, None)
         if scope is not None:
             scope.cancel()
@@ -379,16 +376,16 @@ class P2pHost:
     def _change(self, facts: HostFacts) -> None:
         if facts != self.facts:
             self.facts = facts
-            self.events.changed(facts)
+            self._changed(facts)
 
     # ---- hidden peers
 
-    def _circuit_came(self, peer: PeerId) -> None:
+    def _on_circuit(self, peer: PeerId) -> None:
         """Starts the hole punch: by the DCUtR spec, the side that accepted the circuit does."""
         self._nursery.start_soon(self._puncher.punch, peer)
 
     async def punch(self, peer: PeerId, relay: PeerId) -> None:
-        """Meets the peer on a circuit of a relay until there is a hole, and passes a stream over that to `events.exchange`. The
+        """Meets the peer on a circuit of a relay until there is a hole, and passes a stream over that to `carry`. The
         peer, which accepts the circuit, begins to punch. Unreachable where PUNCH_S pass."""
         try:
             if not self._unrelayed(peer):
@@ -414,7 +411,7 @@ class P2pHost:
             with trio.CancelScope(shield=True):
                 await self._close(peer)
             raise
-        self._nursery.start_soon(self.events.exchange, stream, identity, True)
+        self._nursery.start_soon(self._carry, stream, identity, True)
 
     def _unrelayed(self, peer: PeerId) -> bool:
         connections = self._host.get_network().connections.get(ID.from_base58(peer), [])
@@ -422,8 +419,7 @@ class P2pHost:
 
     async def _accept(self, stream: Any) -> None:
         peer = peer_of_stream(stream)
-        identity = self._members.identity_of(peer)
-        if identity is None:
+        if (identity := self._members.identity_of(peer)) is None:
             _log.info("libp2p: %s requests an exchange but has shown no certificate of this run", peer)
             await reset(stream)
             return
@@ -432,7 +428,7 @@ class P2pHost:
             await reset(stream)
             return
         await widen(stream)
-        await self.events.exchange(stream, identity, False)
+        await self._carry(stream, identity, False)
 
 
 def _is_over_circuit(stream: Any) -> bool:

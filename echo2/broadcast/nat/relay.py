@@ -1,9 +1,8 @@
-"""Which libp2p peers belong to the run: both sides of a connection show their certificate of the run.
+"""Which libp2p peers belong to the run, and the circuits on which two of them agree to punch a hole.
 
 libp2p proves that a peer holds the key of its peer ID; the certificate, issued by the run's authority for that
-peer ID, proves that it may take part. Guarantees: `identity_of` returns only peers whose certificate was checked by this
-process and has not expired; a certificate of another peer or another run, or an expired one, raises
-TrustError. Waits HANDSHAKE_S for the other side.
+peer ID, proves that it may take part: both sides of a connection show theirs. Guarantees: a member's certificate was checked by
+this process and has not expired; a relay serves members alone, within its book. Waits HANDSHAKE_S for the other side.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import trio
 from libp2p.abc import IHost
 from libp2p.connection_types import ConnectionType
 from libp2p.custom_types import TProtocol
+from libp2p.io.utils import read_exactly
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2 import CircuitV2Protocol
@@ -56,15 +56,35 @@ class Members:
             return None
         return certificate.whose
 
-    async def wait_known(self, peer_id: PeerId) -> bool:
-        """Waits up to HANDSHAKE_S for the peer's certificate, which may be on its way; returns whether it is known."""
-        until = trio.current_time() + HANDSHAKE_S
-        while self.identity_of(peer_id) is None and trio.current_time() < until:
-            await trio.sleep(0.05)
+    def is_member(self, peer_id: PeerId) -> bool:
         return self.identity_of(peer_id) is not None
 
-    def admit(self, peer_id: PeerId, pem: bytes) -> PeerIdentity:
-        """Checks the certificate shown by `peer_id`, whose key libp2p has verified; raises TrustError."""
+    async def wait_known(self, peer_id: PeerId) -> bool:
+        """Waits up to HANDSHAKE_S for the peer's certificate, which may be on its way; returns whether it is a member."""
+        until = trio.current_time() + HANDSHAKE_S
+        while not self.is_member(peer_id) and trio.current_time() < until:
+            await trio.sleep(0.05)
+        return self.is_member(peer_id)
+
+    async def introduce(self, stream: Any, peer_id: PeerId, *, is_first: bool) -> PeerIdentity:
+        """Certificates go both ways; the accepting side checks the caller's before it shows its own. TrustError if it is wrong."""
+        own = self.credentials.certificate.pem
+        own = len(own).to_bytes(_LENGTH_BYTES, "big") + own
+        with trio.fail_after(HANDSHAKE_S):
+            if is_first:
+                await stream.write(own)
+            size = int.from_bytes(await read_exactly(stream, _LENGTH_BYTES), "big")
+            if size > CERTIFICATE_BYTES_MAX:
+                raise MalformedMessage(
+                    f"peer {peer_id}: expected a certificate of at most {CERTIFICATE_BYTES_MAX} bytes, it announces {size}"
+                )
+            identity = self._admit(peer_id, await read_exactly(stream, size))
+            if not is_first:
+                await stream.write(own)
+        return identity
+
+    def _admit(self, peer_id: PeerId, pem: bytes) -> PeerIdentity:
+        """libp2p has verified the peer's key."""
         certificate = NodeCertificate.parse(pem, f"certificate of {peer_id}")
         certificate.check_peer(peer_id)
         certificate.check_issuer(self.credentials.authority_pem)
@@ -76,60 +96,22 @@ class Members:
         self._known[peer_id] = certificate
         return certificate.whose
 
-    async def show(self, stream: Any, peer_id: PeerId) -> PeerIdentity:
-        """Shows our certificate and checks theirs, on a stream that we opened."""
-        with trio.fail_after(HANDSHAKE_S):
-            await write_block(stream, self.credentials.certificate.pem)
-            return self.admit(peer_id, await read_block(stream, CERTIFICATE_BYTES_MAX, f"peer {peer_id}"))
-
-    async def answer(self, stream: Any, peer_id: PeerId) -> PeerIdentity:
-        """The accepting side: checks the peer's certificate before showing ours."""
-        with trio.fail_after(HANDSHAKE_S):
-            identity = self.admit(peer_id, await read_block(stream, CERTIFICATE_BYTES_MAX, f"peer {peer_id}"))
-            await write_block(stream, self.credentials.certificate.pem)
-        return identity
-
-
-async def write_block(stream: Any, block: bytes) -> None:
-    """Writes a 4-byte length, then the bytes."""
-    await stream.write(len(block).to_bytes(_LENGTH_BYTES, "big") + block)
-
-
-async def read_block(stream: Any, limit: int, whose: str) -> bytes:
-    """Reads a block of `write_block`; MalformedMessage if it exceeds `limit`, before reading it."""
-    size = int.from_bytes(await read_exactly(stream, _LENGTH_BYTES), "big")
-    if size > limit:
-        raise MalformedMessage(f"{whose}: expected at most {limit} bytes in a message, it announces {size}")
-    return await read_exactly(stream, size)
-
-
-async def read_exactly(stream: Any, count: int) -> bytes:
-    """Reads `count` bytes; EOFError if the stream ends first."""
-    parts = bytearray()
-    while len(parts) < count:
-        part = await stream.read(count - len(parts))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
-
 
 WINDOW_BYTES: int = MAX_WINDOW_SIZE
-RELAY_WINDOW_BYTES = 4 << 20  # 100 Mbit/s at 300 ms
 WRITE_PIECE_BYTES = 48 << 10  # below the 64 KiB of a noise message
 ROOM_LOOK_S = 0.005  # a fraction of a round trip
 
 
-async def widen(stream: Any, window_bytes: int = WINDOW_BYTES) -> None:
-    """Lets the other side send up to `window_bytes` unacknowledged. `stream`: a libp2p network stream."""
+async def widen(stream: Any) -> None:
+    """Lets the other side send up to WINDOW_BYTES unacknowledged. `stream`: a libp2p network stream."""
     inner = getattr(stream, "muxed_stream", None)
     if not isinstance(inner, YamuxStream):
         return
     async with inner.window_lock:
-        more = window_bytes - inner.target_recv_window
+        more = WINDOW_BYTES - inner.target_recv_window
         if more <= 0:
             return
-        inner.target_recv_window = window_bytes
+        inner.target_recv_window = WINDOW_BYTES
         inner.recv_window += more
     await inner.send_window_update(more)
 
@@ -161,13 +143,14 @@ def circuit_multiaddr(relay: PeerId, peer: PeerId) -> Multiaddr:
 
 
 class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
-    """`book` None: this node is not a relay and only accepts circuits to itself. `came`: called for each of those."""
+    """Circuits, on which two members agree to punch a hole. `is_relay` False: only those that end here. `on_circuit`: called for
+    each of those."""
 
-    def __init__(self, host: IHost, members: Members, book: RelayBook | None, came: Callable[[PeerId], None]) -> None:
-        super().__init__(host, allow_hop=book is not None)
-        self._members = members
-        self._book = book
-        self._came = came
+    def __init__(
+        self, host: IHost, members: Members, book: RelayBook, is_relay: bool, on_circuit: Callable[[PeerId], None]
+    ) -> None:
+        super().__init__(host, allow_hop=is_relay)
+        self._members, self._book, self._on_circuit = members, book, on_circuit
 
     # ---- a circuit that ends here
 
@@ -175,20 +158,19 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
         relay = peer_of_stream(stream)
         try:
             with trio.fail_after(MESSAGE_S):
-                is_member = self._members.identity_of(relay) is not None  # otherwise its message is not even read
+                is_member = self._members.is_member(relay)  # otherwise its message is not even read
                 message = await read_delimited_msg(stream, StopMessage) if is_member else StopMessage()
                 if not is_member or message.type != StopMessage.CONNECT:
                     await write_delimited_msg(stream, _stop_status(Status.PERMISSION_DENIED))
                     await stream.close()
                     return
-                await widen(stream)
                 await write_delimited_msg(stream, _stop_status(Status.OK))
             peer = PeerId(ID(message.peer.id).to_base58())
             address = circuit_multiaddr(relay, peer)
             raw = RawConnection(stream, False, ConnectionType.RELAYED, [address])
             muxed = await self.host.upgrade_inbound_connection(raw, address)
             tag_as_relayed(self.host, peer, muxed, address)
-            self._came(peer)
+            self._on_circuit(peer)
         except Exception as error:  # a peer's stream must not end the host
             _log.debug("circuit through %s: %s", relay, error)
             await reset(stream)
@@ -197,9 +179,8 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
 
     async def _handle_hop_stream(self, stream: Any) -> None:
         member = peer_of_stream(stream)
-        assert self._book is not None, "only relays register this handler"
         try:
-            if self._members.identity_of(member) is None:
+            if not self._members.is_member(member):
                 raise NotAllowed(f"relay: {member} has shown no certificate of this run")
             with trio.fail_after(MESSAGE_S):
                 message = await read_delimited_msg(stream, HopMessage)
@@ -216,7 +197,6 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
             await reset(stream)
 
     async def _reserve(self, stream: Any, member: PeerId) -> None:
-        assert self._book is not None
         left_s = self._book.reserve(member, trio.current_time()) - trio.current_time()
         reply = _hop_status(Status.OK)
         reply.reservation.CopyFrom(Reservation(expire=int(time.time() + left_s)))
@@ -225,12 +205,10 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
         await stream.close()
 
     def _limit(self) -> Limit:
-        assert self._book is not None
         limits = self._book.limits
         return Limit(duration=int(limits.circuit_s_max), data=limits.circuit_bytes_max)
 
     async def _connect(self, stream: Any, member: PeerId, target: PeerId) -> None:
-        assert self._book is not None
         circuit = self._book.open(member, target, trio.current_time())
         other: Any = None
         try:
@@ -238,8 +216,6 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
                 other = await self._reach(member, target)
                 reply = _hop_status(Status.OK)
                 reply.limit.CopyFrom(self._limit())
-                await widen(stream, RELAY_WINDOW_BYTES)
-                await widen(other, RELAY_WINDOW_BYTES)
                 await write_delimited_msg(stream, reply)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._carry, circuit, stream, other, nursery.cancel_scope)
@@ -269,7 +245,6 @@ class MemberRelay(CircuitV2Protocol):  # type: ignore[misc]  # untyped library
 
     async def _carry(self, circuit: Circuit, source: Any, target: Any, both: trio.CancelScope) -> None:
         """Moves bytes in one direction, until the stream ends or a limit is reached."""
-        assert self._book is not None
         try:
             while piece := await source.read(PIECE_BYTES):
                 self._book.move(circuit, len(piece), trio.current_time())
@@ -311,7 +286,6 @@ async def dial_circuit(host: IHost, relay: PeerId, peer: PeerId) -> None:
             target = CircuitPeer(id=ID.from_base58(peer).to_bytes())
             await write_delimited_msg(stream, HopMessage(type=HopMessage.CONNECT, peer=target))
             _granted(await read_delimited_msg(stream, HopMessage), relay)
-            await widen(stream)
             address = circuit_multiaddr(relay, peer)
             raw = RawConnection(stream, True, ConnectionType.RELAYED, [address])
             connection = await host.upgrade_outbound_connection(raw, ID.from_base58(peer))

@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from echo2.cli.demo.summary import write_summary
 from echo2.cli.process import PARENT
 from echo2.cli.processes import ChildFailed, RunLock
 from echo2.cli.run import LocalRun
-from echo2.config.load import load_config
+from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
@@ -118,11 +118,11 @@ def faster(link: str) -> str:
     return " ".join([*(f"{LINK_FACTOR * int(rate.removesuffix('mbit/s'))}mbit/s" for rate in rates), rtt])
 
 
-def run_demo(own: argparse.Namespace, overrides: Mapping[str, str]) -> int:
-    """Runs the whole demo; returns the exit code."""
+def run_demo(own: argparse.Namespace, rest: Sequence[str]) -> int:
+    """`echo2 demo`; returns the exit code."""
     if own.model == "smollm2":
         model.require_package()
-    return asyncio.run(_run(demo_run(own, overrides), own, Console()))
+    return asyncio.run(_run(demo_run(own, parse_overrides(rest)), own, Console()))
 
 
 async def _run(run: LocalRun, own: argparse.Namespace, console: Console) -> int:
@@ -149,9 +149,9 @@ async def _run(run: LocalRun, own: argparse.Namespace, console: Console) -> int:
         is_everywhere = all(worker.heartbeat.fingerprint == status.learner.fingerprint for worker in alive)
         return is_everywhere or time.monotonic() - finished_at > FINAL_VERSION_WITHIN_S
 
-    live = await run.run(console, own.plain, lock, is_over)
-    assert live.state.status is not None, "the run was seen to its end"
-    summary = write_summary(run.folder, run.config, live.state.status, time.monotonic() - live.began)
+    seen = await run.run(console, own.plain, lock, is_over)
+    assert seen.status is not None, "the run was seen to its end"
+    summary = write_summary(run.folder, run.config, seen.status, seen.elapsed_s)
     console.print(summary.text, highlight=False, soft_wrap=True)
     if summary.problems:
         raise IntegrityError("; ".join(summary.problems))

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from echo2.base.ids import Step, Version
+from echo2.broadcast.route import BASE_SHARE_MAX
 from echo2.weights import CodecSetting
-from echo2.weights.policy import BASE_SHARE_MAX, SettingCost, choose_setting, parents_to_publish
 
 MERGED_LAG_MAX = 64
 """The most publications that a merged delta spans."""
@@ -96,6 +96,20 @@ class Merge:
     version: Version
 
 
+def parents_to_publish(ordinal: int, lag_max: int) -> tuple[int, ...]:
+    """The earlier publications from which the `ordinal`-th one gets an edge: one back, and 2^j back if 2^j divides it.
+
+    So any lag of k is caught up with at most 2 log2(k) + 1 pieces, while on average two edges are kept per version. No edge
+    reaches back farther than `lag_max`.
+    """
+    parents = []
+    reach = 1
+    while reach <= min(ordinal, lag_max) and ordinal % reach == 0:
+        parents.append(ordinal - reach)
+        reach *= 2
+    return tuple(parents)
+
+
 @dataclass(slots=True)
 class MergeSchedule:
     """Which merged deltas go with a version. Counts publications from the version that this process found published."""
@@ -143,6 +157,7 @@ FIRST_SHARE = {CodecSetting.FAST: 0.0119, CodecSetting.DENSE: 0.0088}
 ENCODE_BYTES_PER_S = {CodecSetting.FAST: 6.2e9, CodecSetting.DENSE: 2.4e9}
 DECODE_BYTES_PER_S = {CodecSetting.FAST: 7.1e9, CodecSetting.DENSE: 2.2e9}
 """Bytes of full weights per second and core. Measured, like the shares, at a learning rate of 3e-6, one step apart."""
+STAY_SHARE = 0.9  # predictions are off by some percent; a setting must not flap with them
 WORKER_CORES = 1
 """A worker decodes in one thread: its other cores may be busy."""
 ENCODE_CORES_MAX = 3
@@ -176,20 +191,26 @@ class SettingChoice:
             self._encode_bytes_per_s[each] = rate * ENCODE_BYTES_PER_S[each] / ENCODE_BYTES_PER_S[setting]
 
     def choose(self, weights_bytes: int, spread_bytes_per_s: float) -> bool:
-        """Chooses the setting of the next delta; returns whether it changed. `spread_bytes_per_s`: the rate at which one
-        artifact reaches all workers; 0 if it is not known yet."""
+        """Chooses the setting of the next delta: the one whose slowest stage (encoding, sending, decoding; they overlap) finishes
+        first, but a new one only if it takes less than `STAY_SHARE` of the current one's time. Returns whether it changed.
+        `spread_bytes_per_s`: the rate at which one artifact reaches all workers; 0 if it is not known yet."""
         before = self.setting
         if spread_bytes_per_s <= 0:
             self.setting, self.reason = CodecSetting.FAST, "fast: the uplink is not known yet"
-        else:
-            costs = {
-                each: SettingCost(
-                    self._share[each] * weights_bytes, self._encode_bytes_per_s[each], DECODE_BYTES_PER_S[each]
-                )
-                for each in CodecSetting
-            }
-            self.setting, why = choose_setting(
-                costs, weights_bytes, spread_bytes_per_s, self.cores, WORKER_CORES, self.setting
+            return self.setting is not before
+        slowest: dict[CodecSetting, tuple[float, str]] = {}
+        for each in CodecSetting:
+            slowest[each] = max(
+                (weights_bytes / (self._encode_bytes_per_s[each] * self.cores), "encoding"),
+                (self._share[each] * weights_bytes / spread_bytes_per_s, "sending"),
+                (weights_bytes / (DECODE_BYTES_PER_S[each] * WORKER_CORES), "decoding"),
             )
-            self.reason = f"{why} ({spread_bytes_per_s:.3g} bytes/s to all workers, {self.cores} cores encode)"
+        best = min(slowest, key=lambda each: slowest[each][0])
+        if slowest[best][0] <= STAY_SHARE * slowest[before][0]:
+            self.setting = best
+        seconds, stage = slowest[self.setting]
+        self.reason = (
+            f"{self.setting.name.lower()}: {stage} takes {seconds:.3g} s, the other stages less "
+            f"({spread_bytes_per_s:.3g} bytes/s to all workers, {self.cores} cores encode)"
+        )
         return self.setting is not before

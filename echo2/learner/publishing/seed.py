@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.artifact import ArtifactId, all_of
-from echo2.broadcast.nat.facts import HostOptions
-from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
+from echo2.broadcast.nat.reach import HostOptions
 from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions, port_beside
 from echo2.broadcast.plan import fluid_bound
 from echo2.learner.options import LearnerOptions, chunk_folder
@@ -68,7 +67,7 @@ class SeedNode:
         await self.node.start()
 
     async def serve_relay(self, listen_host: str, port: int) -> int:
-        return await self.node.nat.serve(HostOptions(listen_host, port, book=RelayBook(RelayLimits())))
+        return await self.node.nat.serve(HostOptions(listen_host, port))
 
     def hold_pipe_place(self, relay: PeerId, relay_address: str, own: tuple[str, int]) -> None:
         self.node.nat.hold_pipe_place(relay, relay_address)

@@ -17,12 +17,10 @@ from echo2.base.errors import EchoError, TaskError
 from echo2.base.ids import GroupId
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, Work
 from echo2.config.run import RunConfig
-from echo2.gateway.app import GatewayApp
+from echo2.gateway.app import GatewayApp, GatewayPort
 from echo2.gateway.codec import ModelCodec
-from echo2.gateway.episodes import Completion, Episodes, Scored
+from echo2.gateway.episodes import Completion, Episodes, GatewayLimits, Scored
 from echo2.gateway.harness import make_harness
-from echo2.gateway.limits import GatewayLimits
-from echo2.gateway.server import GatewayPort
 from echo2.learner.rollouts.groups import Draw, turn_of
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.rollouts.prompts import PromptWorld

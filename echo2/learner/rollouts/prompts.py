@@ -120,13 +120,10 @@ class EnvironmentWorld:
     ) -> TurnAnswer:
         texts = [self._chat.text_of(turn) for turn in turns]
         stepped = await _result(self._pool.submit_step(index, texts, sender))
-        observation = stepped.observation
-        scored = Scored(None, stepped.failure, stepped.message, stepped.seconds)
-        if observation is None:
-            return TurnAnswer(scored)
-        if observation.reward is not None:
-            return TurnAnswer(replace(scored, reward=observation.reward))
-        messages = [{"role": message.role, "content": message.content} for message in observation.messages]
+        if not stepped.messages:
+            return TurnAnswer(stepped)
+        messages = [{"role": message.role, "content": message.content} for message in stepped.messages]
+        scored = replace(stepped, messages=())
         try:
             said = self._chat.between(messages, turns[-1])
         except ConfigError as error:  # what the environment says came from anywhere: it costs this rollout alone
@@ -381,7 +378,7 @@ class Prompts:
 
     @property
     def is_mixed(self) -> bool:
-        return isinstance(self.split, MixedSplit)
+        return isinstance(self.world, MixedWorld)
 
     def name_of(self, index: int) -> str:
         """Name of an instance's task; in a mixture, the run's name for one of several."""
@@ -396,11 +393,8 @@ class Prompts:
     @property
     def held_out_counts(self) -> tuple[tuple[str, int], ...]:
         """Held-out instances per task, with the task's name in the mixture; a single task has an empty name."""
-        if isinstance(self.world, MixedWorld) and isinstance(self.split, MixedSplit):
-            counts = (split.held_out_count for split in self.split.splits)
-            return tuple(zip(self.world.names, counts, strict=True))
-        assert isinstance(self.split, TaskSplit), "one world has one split"
-        return (("", self.split.held_out_count),)
+        names = self.world.names if isinstance(self.world, MixedWorld) else ("",)
+        return tuple((name, one.held_out_count) for name, one in zip(names, self.split.splits, strict=True))
 
     def held_out(self, position: int) -> TaskInstance:
         return self.world.instance(self.split.held_out_index(position))
@@ -409,15 +403,13 @@ class Prompts:
         self.world.close()
 
 
-def _split_of(world: PromptWorld, config: RunConfig) -> TaskSplit | MixedSplit:
+def _split_of(world: PromptWorld, config: RunConfig) -> MixedSplit:
     worlds = world.worlds if isinstance(world, MixedWorld) else [world]
     splits = tuple(
         TaskSplit(one.size, held_out, config.run.seed, config.task.epochs or None)
         for one, held_out in zip(worlds, config.task.held_out.values(), strict=True)
     )
-    if not isinstance(world, MixedWorld):
-        return splits[0]
-    return MixedSplit(splits, tuple(entry.weight for entry in config.task.mixture.values()))
+    return MixedSplit(splits, tuple(entry.weight for entry in config.task.mixture.values()) or (1.0,))
 
 
 def load_tokenizer(path: str) -> Any:

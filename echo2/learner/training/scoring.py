@@ -5,7 +5,7 @@ Guarantees: scores are computed with exactly the published weights; it holds at 
 BYTES_MAX_OF_MODEL times a version's bytes. Leaves to others: which rollouts to audit (auditor), judging the scores
 (learner/audit). Each version costs the positions and bits of its changed weights: 6 bytes per changed bf16 weight (2 bytes per
 weight of the tensor if more than a third changed); with 8 billion weights of which 2 % change, 1 GB per version. The model is the
-one that trains, between two steps (`OwnScorer`), or a separate copy (`VersionScorer`, with a user's own trainer).
+one that trains, between two steps (`TrainerScorer`), or a separate copy (`VersionScorer`, with a user's own trainer).
 
 Do not use it while a step runs on the trainer's thread, nor on the event loop's thread. Shapes: L tokens, V vocabulary.
 """
@@ -31,7 +31,7 @@ from echo2.learner.training.adapter import published_name
 from echo2.learner.training.model import PolicyModel, is_packable, reshard
 from echo2.learner.training.packing import Attention
 from echo2.learner.training.ranks import own_part
-from echo2.learner.training.token_scores import COLUMNS, Reading, TokensToScore, columns_of
+from echo2.learner.training.token_scores import COLUMNS, TokensToScore, columns_of
 from echo2.weights.elements import published_tensors
 
 BYTES_MAX_OF_MODEL = 2.0
@@ -168,6 +168,32 @@ def _change(old: Tensor, new: Tensor) -> _Change | None:
     return _Change(places.to(small), bits[places])
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Scores the last `count` of `token_ids`; the very last token is only a target, not an input. `numbers`: the random numbers of
+    the scored tokens. `begin`: earlier tokens that are already in the KV cache. `keeps`: keep the cache, because a later reading
+    may continue this one."""
+
+    token_ids: tuple[int, ...]
+    count: int
+    sampling: SamplingParams
+    numbers: tuple[float, ...]
+    begin: int = 0
+    keeps: bool = False
+
+
+def reading_of(passage: Passage, piece: Piece, cached: int | None) -> Reading:
+    first, stop, begin = int(passage.places[piece.start]), int(passage.places[piece.stop - 1]) + 1, cached or 0
+    return Reading(
+        passage.token_ids[begin:stop],
+        stop - first,
+        passage.sampling.without_seed(),
+        tuple(passage.uniforms[piece.start : piece.stop].tolist()),
+        begin,
+        cached is not None,
+    )
+
+
 class _TokenReader:
     """Scores one reading after another by `forward`, and keeps the KV cache that the next may continue."""
 
@@ -193,13 +219,6 @@ class _TokenReader:
 
     def forget(self) -> None:
         self._cache = None
-
-
-def scorer_of(config: Any, versions_max: int) -> VersionScorer:
-    """Makes a scorer with a model of this transformers configuration, in float32 on the CPU."""
-    from transformers import AutoModelForCausalLM
-
-    return VersionScorer(AutoModelForCausalLM.from_config(config, dtype=torch.float32), versions_max)
 
 
 class VersionScorer:
@@ -228,39 +247,35 @@ class VersionScorer:
         with self.kept.held():
             yield
 
-    def together(self, version: Version, asked: Sequence[tuple[Passage, Piece]]) -> list[TokenScores]:
-        return [self(version, passage, piece, None)[0] for passage, piece in asked]
-
-    def __call__(
-        self, version: Version, passage: Passage, piece: Piece, cache: object | None
-    ) -> tuple[TokenScores, object]:
+    def score(
+        self, version: Version, asked: Sequence[tuple[Passage, Piece]], cached: int | None = None
+    ) -> list[TokenScores]:
         self.kept.load(version)
-        reading = reading_of(passage, piece, cache)
-        return _scored(self._reader.columns(reading), passage, piece, reading)
-
-
-Ask = Callable[[Version, Sequence[Reading], bool], list[Tensor]]
+        readings = [reading_of(passage, piece, cached) for passage, piece in asked]
+        return [TokenScores(*self._reader.columns(reading).numpy()) for reading in readings]
 
 
 def readings_to_bytes(readings: Sequence[Reading]) -> bytes:
-    return json.dumps([asdict(one) for one in readings]).encode()
+    return json.dumps([asdict(reading) for reading in readings]).encode()
 
 
 def readings_from_bytes(data: bytes) -> list[Reading]:
-    return [_reading_from(said) for said in json.loads(data)]
+    """The inverse of `readings_to_bytes`. JSON has lists for tuples, of which a reading and its sampling hold some."""
+
+    def with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+    return [
+        Reading(**with_tuples({**fields, "sampling": SamplingParams(**with_tuples(fields["sampling"]))}))
+        for fields in json.loads(data)
+    ]
 
 
-def _reading_from(said: dict[str, Any]) -> Reading:
-    sampling: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in said["sampling"].items()
-    }
-    return Reading(
-        tuple(said["token_ids"]), said["count"], SamplingParams(**sampling), tuple(said["numbers"]), said["begin"], said["keeps"]
-    )  # fmt: skip
+class TrainerScorer:
+    """A `Scorer` that uses the model that trains. On several ranks each keeps its rows of the versions and runs the forward passes
+    of its share: rank 0 calls `turn` and `score`, the others what these tell them."""
 
-
-class RankReader:
-    """One rank's part in scoring: keeps its rows of the versions and runs the forward passes of its share."""
+    is_of_trainer = True
 
     def __init__(self, model: PolicyModel, versions_max: int) -> None:
         self._model = model
@@ -270,6 +285,32 @@ class RankReader:
         self._trained: dict[str, Tensor] = {}
         self._was_training = False
         self._attention = model.policy.attention
+
+    @property
+    def versions(self) -> list[Version]:
+        return self.kept.versions
+
+    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        self.kept.keep(version, tensors)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self.kept.held() as versions:
+            self._ranks.tell({"command": "begin_scoring", "oldest": versions[0]})
+            self.begin()
+            try:
+                yield
+            finally:
+                self._ranks.tell({"command": "end_scoring"})
+                self.end()
+
+    def score(
+        self, version: Version, asked: Sequence[tuple[Passage, Piece]], cached: int | None = None
+    ) -> list[TokenScores]:
+        readings = [reading_of(passage, piece, cached) for passage, piece in asked]
+        if self._ranks.count > 1:
+            self._ranks.tell({"command": "score", "version": version}, readings_to_bytes(readings))
+        return [TokenScores(*columns_CT.numpy()) for columns_CT in self.columns(version, readings)]
 
     def begin(self) -> None:
         """Sets the training weights aside. Call it between two steps."""
@@ -295,13 +336,14 @@ class RankReader:
         if self._attention is not Attention.DENSE:
             self._model.policy.attend_by(self._attention)
 
-    def read(self, version: Version, readings: Sequence[Reading], *, is_shared: bool) -> list[Tensor]:
-        """Returns columns_CT of each reading, on every rank. `is_shared`: the ranks divide the readings; else each rank reads all
-        of them, because the next reading continues this one's KV cache."""
+    def columns(self, version: Version, readings: Sequence[Reading]) -> list[Tensor]:
+        """Returns columns_CT of each reading, on every rank. The ranks divide the readings; one that keeps its cache is read by all
+        of them, because the next may continue it."""
         reshard(self._model.policy)
         self.kept.load(version)
+        is_shared = not any(reading.keeps for reading in readings)
         count, rank = (self._ranks.count, self._ranks.rank) if is_shared else (1, 0)
-        found = [torch.zeros(COLUMNS, one.count, dtype=torch.float64) for one in readings]
+        found = [torch.zeros(COLUMNS, reading.count, dtype=torch.float64) for reading in readings]
         for begin in range(0, len(readings), count):
             own = min(begin + rank, len(readings) - 1)  # without one, the last again: all must join the forward pass
             columns_CT = self._reader.columns(readings[own])
@@ -309,70 +351,9 @@ class RankReader:
                 found[own] = columns_CT
         if count == 1:
             return found
-        together = self._ranks.sum(torch.cat([one.flatten() for one in found]))
-        parts = torch.split(together, [one.numel() for one in found])
-        return [part.view(one.shape) for part, one in zip(parts, found, strict=True)]
+        together = self._ranks.sum(torch.cat([columns_CT.flatten() for columns_CT in found]))
+        parts = torch.split(together, [columns_CT.numel() for columns_CT in found])
+        return [part.view(columns_CT.shape) for part, columns_CT in zip(parts, found, strict=True)]
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         return iter(zip(self._model.names, self._model.parameters, strict=True))
-
-
-class OwnScorer:
-    """A `Scorer` on rank 0. `tell_begin`, `tell_end` and `ask` reach all ranks."""
-
-    is_of_trainer = True
-
-    def __init__(
-        self, reader: RankReader, tell_begin: Callable[[Version], None], ask: Ask, tell_end: Callable[[], None]
-    ) -> None:
-        self._kept = reader.kept
-        self._tell_begin, self._ask, self._tell_end = tell_begin, ask, tell_end
-
-    @property
-    def versions(self) -> list[Version]:
-        return self._kept.versions
-
-    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        self._kept.keep(version, tensors)
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        with self._kept.held() as versions:
-            self._tell_begin(versions[0])
-            try:
-                yield
-            finally:
-                self._tell_end()
-
-    def together(self, version: Version, asked: Sequence[tuple[Passage, Piece]]) -> list[TokenScores]:
-        readings = [reading_of(passage, piece, None) for passage, piece in asked]
-        if not readings:
-            return []
-        return [TokenScores(*columns_CT.numpy()) for columns_CT in self._ask(version, readings, True)]
-
-    def __call__(
-        self, version: Version, passage: Passage, piece: Piece, cache: object | None
-    ) -> tuple[TokenScores, object]:
-        reading = reading_of(passage, piece, cache)
-        (columns_CT,) = self._ask(version, (reading,), False)
-        return _scored(columns_CT, passage, piece, reading)
-
-
-def reading_of(passage: Passage, piece: Piece, cache: object | None) -> Reading:
-    """The reading of a piece, whose tokens are consecutive. `cache`: number of tokens already in the KV cache, or None."""
-    begin = cache if isinstance(cache, int) else 0
-    first, stop = int(passage.places[piece.start]), int(passage.places[piece.stop - 1]) + 1
-    keeps = any(other.keeps_cache for other in passage.pieces)
-    return Reading(
-        passage.token_ids[begin:stop],
-        stop - first,
-        passage.sampling.without_seed(),
-        tuple(passage.uniforms[piece.start : piece.stop].tolist()),
-        begin if keeps else 0,
-        keeps,
-    )
-
-
-def _scored(columns_CT: Tensor, passage: Passage, piece: Piece, reading: Reading) -> tuple[TokenScores, object]:
-    """The scores, and the number of tokens that the KV cache then holds for the next piece."""
-    return TokenScores(*columns_CT.numpy()), int(passage.places[piece.stop - 1]) if reading.keeps else None

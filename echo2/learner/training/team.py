@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +24,7 @@ from torch import Tensor
 from echo2.base.errors import MalformedMessage, StateError
 from echo2.base.ids import Step, Version
 from echo2.cost_model.memory import checkpoint_bytes
-from echo2.learner.audit import Passage, Piece, ScoreUnderVersion, TokenScores
+from echo2.learner.auditor import Scorer
 from echo2.learner.publishing.checkpoint import (
     Checkpoint,
     CheckpointStore,
@@ -39,35 +38,11 @@ from echo2.learner.publishing.checkpoint import (
 from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
 from echo2.learner.rollouts.groups import Batch, Insertion, TrainGroup
 from echo2.learner.training.ranks import own_rows, whole
-from echo2.learner.training.scoring import OwnScorer, RankReader, readings_from_bytes, readings_to_bytes
+from echo2.learner.training.scoring import TrainerScorer, readings_from_bytes
 from echo2.learner.training.shards import HeldVersions, ShardFollower, ShardLeader
-from echo2.learner.training.token_scores import Reading
 from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.wire.gen.echo2.v1 import rollout_pb2
 from echo2.wire.rollout import group_from_message, group_to_message, rollout_from_message, rollout_to_message
-
-
-class Scorer(ScoreUnderVersion, Protocol):
-    """Scores tokens under the published `versions` (ascending) that it keeps. `is_of_trainer`: it uses the model that trains, so
-    call it only on the trainer's thread; else it needs its own thread. `keep` may be called from a different thread."""
-
-    @property
-    def is_of_trainer(self) -> bool: ...
-
-    @property
-    def versions(self) -> list[Version]: ...
-
-    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """Keeps a version. `tensors`: its published weights, as in a snapshot; never changed in place."""
-        ...
-
-    def turn(self) -> AbstractContextManager[None]:
-        """Context in which all scoring takes place; versions kept at its start stay until its end."""
-        ...
-
-    def together(self, version: Version, asked: Sequence[tuple[Passage, Piece]]) -> list[TokenScores]:
-        """Scores independent pieces, all under one version."""
-        ...
 
 
 class PublishedModel(Protocol):
@@ -216,7 +191,7 @@ class Team:
         self._writing: threading.Thread | None = None
         self._coding: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._reader: RankReader | None = None
+        self._scorer: TrainerScorer | None = None
         self._keeping = ThreadPoolExecutor(1, thread_name_prefix="keep")
 
     def _leader(self) -> ShardLeader | None:
@@ -280,24 +255,9 @@ class Team:
         put_back(checkpoint, self.trainer, is_given_away=True)
         return replace(checkpoint, shards={})  # the trainer has taken them
 
-    def scorer(self, versions_max: int, newest: Version) -> OwnScorer:
+    def scorer(self, versions_max: int, newest: Version) -> TrainerScorer:
         self.ranks.tell({"command": "audit", "versions_max": versions_max, "newest": newest})
-        self._reader = reader = RankReader(self.model, versions_max)
-
-        def begin(oldest: Version) -> None:
-            self.ranks.tell({"command": "begin_scoring", "oldest": oldest})
-            reader.begin()
-
-        def ask(version: Version, readings: Sequence[Reading], is_shared: bool) -> list[Tensor]:
-            head = {"command": "read", "version": version, "is_shared": is_shared}
-            self.ranks.tell(head, readings_to_bytes(readings) if self.ranks.count > 1 else b"")
-            return reader.read(version, readings, is_shared=is_shared)
-
-        def end() -> None:
-            self.ranks.tell({"command": "end_scoring"})
-            reader.end()
-
-        return OwnScorer(reader, begin, ask, end)
+        return TrainerScorer(self.model, versions_max)
 
     def stop(self) -> None:
         """Ends the other ranks. Call it once, while no checkpoint is being written."""
@@ -327,9 +287,9 @@ class Team:
                     self.ranks.meet()
                     self._keep_for_audits(Version(self.trainer.step_count))
                 case "audit":
-                    self._reader = RankReader(self.model, head["versions_max"])
+                    self._scorer = TrainerScorer(self.model, head["versions_max"])
                     self._keep_for_audits(Version(head["newest"]))
-                case "begin_scoring" | "read" | "end_scoring":
+                case "begin_scoring" | "score" | "end_scoring":
                     self._score(head, payload)
                 case "gather":
                     held = self._held.of(Version(head["version"]))
@@ -358,8 +318,8 @@ class Team:
 
     def _keep_for_audits(self, version: Version) -> None:
         """Keeps a version for scoring, in a thread: comparing all rows with the previous version takes seconds."""
-        if self._reader is not None:
-            self._keeping.submit(self._reader.kept.keep, version, self._held.of(version)).add_done_callback(self._kept)
+        if self._scorer is not None:
+            self._keeping.submit(self._scorer.keep, version, self._held.of(version)).add_done_callback(self._kept)
 
     def _kept(self, keeping: Future[None]) -> None:
         error = keeping.exception()
@@ -367,17 +327,16 @@ class Team:
             self._failure = error
 
     def _score(self, head: Mapping[str, Any], payload: bytes) -> None:
-        assert self._reader is not None, "rank 0 says audit first"
+        assert self._scorer is not None, "rank 0 says audit first"
         match head["command"]:
             case "begin_scoring":
                 self._keeping.submit(lambda: None).result()  # wait until all versions that rank 0 may name are kept
-                self._reader.kept.forget_before(Version(head["oldest"]))
-                self._reader.begin()
-            case "read":
-                readings = readings_from_bytes(payload)
-                self._reader.read(Version(head["version"]), readings, is_shared=head["is_shared"])
+                self._scorer.kept.forget_before(Version(head["oldest"]))
+                self._scorer.begin()
+            case "score":
+                self._scorer.columns(Version(head["version"]), readings_from_bytes(payload))
             case _:
-                self._reader.end()
+                self._scorer.end()
 
     def _take_rows(self, version: Version, name: str, payload: bytes) -> None:
         layout = self.model.layout_of(name)

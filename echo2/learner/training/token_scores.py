@@ -1,4 +1,4 @@
-"""Input and output of a scoring forward pass: what ranks read, and the columns that the policy computes.
+"""Input and output of a scoring forward pass: a reading on the device, and the columns that the policy computes.
 
 Guarantees: at most `rows_at_once` rows of logits exist at a time. Leaves to others: the weights (scoring).
 Shapes: L tokens read, T tokens scored, H hidden size, V vocabulary, C columns of `TokenScores`.
@@ -18,20 +18,6 @@ from echo2.base.rollout import SamplingParams
 from echo2.learner.audit import FLOOR_NATS, TokenScores
 
 COLUMNS = len(fields(TokenScores))
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Scores the last `count` of `token_ids`; the very last token is only a target, not an input. `numbers`: the random numbers of
-    the scored tokens. `begin`: earlier tokens that are already in the KV cache. `keeps`: keep the cache, because a later reading
-    may continue this one."""
-
-    token_ids: tuple[int, ...]
-    count: int
-    sampling: SamplingParams
-    numbers: tuple[float, ...]
-    begin: int = 0
-    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

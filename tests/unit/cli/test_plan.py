@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from echo2.base.errors import ConfigError, ResourceError
 from echo2.cli.main import make_parser
 from echo2.cli.plan import evaluation_rollouts
 from echo2.cli.plan_text import PlannedRun, alternatives, as_json, planned
+from echo2.cli.sizing import audit_s_per_step
 from echo2.config.run import RunConfig
 from echo2.cost_model.question import PoolOffer
 from echo2.cost_model.snapshot import LinkEstimate
@@ -28,29 +30,51 @@ EIGHT = ("--billions", "8")
 
 def run(*arguments: str) -> int:
     own, rest = make_parser().parse_known_args(arguments)
-    return int(own.command(own, rest))
+    return int(resolve_name(own.command)(own, rest))
 
 
-def test_plan_as_json_says_pool_terms_and_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", *EIGHT, "--json", LONG, "--learner.prompts_per_step=128", "--what-if", "uplink=1gbit,S=4") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["is_feasible"] and told["staleness_bound"] == 4
-    assert sum(told["pool_by_kind"].values()) == len(told["pool"]) > 0
-    assert {"cheapest", "fastest", "fewest workers"} <= set(told["alternatives"])
-    assert told["alternatives"]["cheapest"]["usd_per_hour"] <= told["alternatives"]["fastest"]["usd_per_hour"] + 1e-9
-    assert told["alternatives"]["fewest workers"]["workers"] <= told["alternatives"]["cheapest"]["workers"]
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The plan of 8 billion parameters with long completions, or of another run that the arguments name."""
+    asked = arguments if "--fleet" in arguments else (*EIGHT, LONG, "--learner.prompts_per_step=128", *arguments)
+    assert run("plan", *asked, "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_answer_names_the_pool_the_alternatives_and_the_whole_price(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--what-if", "uplink=1gbit,S=4", "--learner.steps=100")
+    found = told(capsys, *asked)
+    assert found["is_feasible"] and found["staleness_bound"] == 4
+    assert sum(found["pool_by_kind"].values()) == len(found["pool"]) > 0
+    others = found["alternatives"]
+    assert {"cheapest", "fastest", "fewest workers"} <= set(others)
+    assert others["cheapest"]["usd_per_hour"] <= others["fastest"]["usd_per_hour"] + 1e-9
+    assert others["fewest workers"]["workers"] <= others["cheapest"]["workers"]
+    learner, hours = found["learner"], found["run"]["hours"]
+    total = found["usd_per_hour"] + learner["price_usd_per_hour"]
+    assert learner["price_usd_per_hour"] > 0 and found["run"]["usd"] == pytest.approx(hours * total)
+    busy_s = 100 * (learner["train_s"] - learner["idle_s"])
+    assert hours == pytest.approx(busy_s / found["predicted_utilisation"] / 3600)
+    rows = [(row["machine"].split()[0], row["GPUs a worker"]) for row in found["machines"]]
+    assert [gpus for name, gpus in rows if name == "RTX4090"] == ["1", "2"], "one card beside what is recommended"
+    assert [gpus for name, gpus in rows if name == "H100"] == ["1"]
+    assert run("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", *asked) == 0
+    printed = capsys.readouterr().out
+    assert f"= ${total:.2f}/h" in printed and f"and ${found['run']['usd']:,.2f}" in printed
+    assert "100 steps: about" in printed
 
 
 def test_the_plan_counts_evaluations_and_checkpoints_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     """In the utilisation that it tells, in what workers have to make, and in the hours."""
 
-    def told(*more: str) -> dict[str, Any]:
-        assert run("plan", *EIGHT, "--json", LONG, "--learner.prompts_per_step=128", "--staleness.bound=8", *more) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
-
-    plain = told("--task.eval_prompts=0", "--learner.checkpoint_every_steps=100000")
-    full = told("--task.eval_prompts=512", "--task.eval_every_steps=4", "--learner.checkpoint_every_steps=1")
+    plain = told(capsys, "--staleness.bound=8", "--task.eval_prompts=0", "--learner.checkpoint_every_steps=100000")
+    full = told(
+        capsys,
+        "--staleness.bound=8",
+        "--task.eval_prompts=512",
+        "--task.eval_every_steps=4",
+        "--learner.checkpoint_every_steps=1",
+    )
     assert plain["predicted_utilisation"] > 0.99
     share = full["learner"]["idle_s"] / full["learner"]["train_s"]
     assert 0.01 < share < 0.5 and full["predicted_utilisation"] <= 1 - share + 1e-9
@@ -58,31 +82,18 @@ def test_the_plan_counts_evaluations_and_checkpoints_from_the_start(capsys: pyte
     assert full["run"]["hours"] > plain["run"]["hours"] * (1 + 0.9 * share)
 
 
-def test_plan_prints_the_inequality_the_sums_and_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    fleet = tmp_path / "fleet.toml"
-    fleet.write_text(
-        '[model]\nbillions = 4\n[learner]\ntrain = "60s"\nuplink = "20mbit"\n'
-        '[[worker]]\ngpu = "RTX4090"\ncount = 2\nuplink = "20mbit"\n'
-    )
-    assert run("plan", "--fleet", str(fleet), "--explain", LONG, "--learner.prompts_per_step=128") == 0
-    printed = capsys.readouterr().out
-    for said in ("what limits the run", "(3)", "not feasible with these machines", "would do: "):
-        assert said in printed
-    assert "alternatives" not in printed, "there is none to choose from"
-
-
 def test_the_budget_is_judged_by_the_whole_runs_cost(capsys: pytest.CaptureFixture[str]) -> None:
     def budget_of(*more: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        assert run("plan", *EIGHT, "--json", LONG, "--learner.prompts_per_step=128", *more) == 0
-        told: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return told, next(term for term in told["terms"] if term["limit_kind"] == "usd_budget")
+        found = told(capsys, *more)
+        return found, next(term for term in found["terms"] if term["limit_kind"] == "usd_budget")
 
-    told, term = budget_of("--coordinator.usd_budget=1000000")
-    assert told["is_feasible"] and term["value"] == pytest.approx(told["run"]["hours"] * told["usd_per_hour"], rel=0.01)
+    found, term = budget_of("--coordinator.usd_budget=1000000")
+    assert found["is_feasible"]
+    assert term["value"] == pytest.approx(found["run"]["hours"] * found["usd_per_hour"], rel=0.01)
     short = f"--coordinator.usd_budget={term['value'] / 3:.2f}"
-    told, term = budget_of(short)
-    assert not told["is_feasible"] and term["value"] > term["limit"]
-    assert any(one["what_if"].startswith("budget=") for one in told["advice"])
+    found, term = budget_of(short)
+    assert not found["is_feasible"] and term["value"] > term["limit"]
+    assert any(one["what_if"].startswith("budget=") for one in found["advice"])
     assert run("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", short) == 0
     printed = capsys.readouterr().out
     assert "not feasible with this budget" in printed and "the run  " in printed, "what it costs is said, too"
@@ -114,8 +125,12 @@ def test_advice_holds_when_it_is_followed(fleet: str, tmp_path: Path, capsys: py
         "--learner.prompts_per_step=64",
         "--staleness.bound=2",
     )
-    assert run(*asked) == 0
-    found = re.findall(r"workers (\$[\d.]+/h)   \(--what-if (\S+)\)", capsys.readouterr().out)
+    assert run(*asked, "--explain") == 0
+    printed = capsys.readouterr().out
+    for said in ("what limits the run", "(3)", "not feasible with these machines", "would do: "):
+        assert said in printed
+    assert "alternatives" not in printed, "there is none to choose from"
+    found = re.findall(r"workers (\$[\d.]+/h)   \(--what-if (\S+)\)", printed)
     assert found
     for price, what_if in found:
         assert run(*asked, "--what-if", what_if) == 0
@@ -123,33 +138,14 @@ def test_advice_holds_when_it_is_followed(fleet: str, tmp_path: Path, capsys: py
         assert "not feasible with" not in printed and f"workers {price}" in printed, what_if
 
 
-def test_the_headline_is_the_whole_price_of_the_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", "--learner.steps=100")
-    assert run(*asked, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    total = told["usd_per_hour"] + told["learner"]["price_usd_per_hour"]
-    assert told["learner"]["price_usd_per_hour"] > 0
-    assert told["run"]["usd"] == pytest.approx(told["run"]["hours"] * total)
-    assert told["run"]["hours"] == pytest.approx(
-        100 * (told["learner"]["train_s"] - told["learner"]["idle_s"]) / told["predicted_utilisation"] / 3600
-    )
-    assert run(*asked) == 0
-    printed = capsys.readouterr().out
-    assert f"= ${total:.2f}/h" in printed and f"and ${told['run']['usd']:,.2f}" in printed
-    assert "100 steps: about" in printed
+def test_the_audit_costs_what_it_reads_and_nothing_where_it_is_off() -> None:
+    def audit_s(**learner: object) -> float | None:
+        config = RunConfig.model_validate({"learner": learner, "model": {"lora_rank": learner.pop("rank", 0)}})
+        return audit_s_per_step(config, 1000.0, 2000.0, 60.0)
 
-
-def test_the_audits_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    def audit_s(*more: str) -> float | None:
-        assert run("plan", *EIGHT, LONG, "--sampling.max_prompt_tokens=2", "--json", *more) == 0
-        found: float | None = json.loads(capsys.readouterr().out)["audit_s_per_step"]
-        return found
-
-    default, half = audit_s(), audit_s("--learner.audit_share=0.06")
-    assert default and half == pytest.approx(default / 2)
-    assert audit_s("--learner.audit_share=0") is None and audit_s("--model.lora_rank=8") is None
-    assert run("plan", *EIGHT, LONG) == 0
-    assert "audit: the learner scores" in capsys.readouterr().out
+    default = audit_s()
+    assert default and audit_s(audit_share=RunConfig().learner.audit_share / 2) == pytest.approx(default / 2)
+    assert audit_s(audit_share=0) is None and audit_s(rank=8) is None
 
 
 def test_the_models_size_is_read_where_it_lies_and_never_guessed(
@@ -176,20 +172,15 @@ def test_the_models_size_is_read_where_it_lies_and_never_guessed(
         run("plan")
 
 
-def planned_3090(capsys: pytest.CaptureFixture[str], tmp_path: Path, *more: str) -> dict[str, Any]:
-    path = tmp_path / "fleet.toml"
-    path.write_text('[[worker]]\ngpu = "RTX3090"\ngpus = 2\ncount = 60\n')
-    asked = ("--learner.drop_equal_groups=false", "--staleness.kappa=1", "--coordinator.usd_per_hour_cap=0")
-    assert run("plan", str(EXAMPLE_8B), "--fleet", str(path), "--json", *asked, *more) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["is_feasible"]
-    return found
-
-
 def test_recomputed_caches_enlarge_the_pool_and_an_option_takes_them_off(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    recomputed, kept = (planned_3090(capsys, tmp_path, *more) for more in ((), ("--worker.swap_mode=keep_kv",)))
+    path = tmp_path / "fleet.toml"
+    path.write_text('[[worker]]\ngpu = "RTX3090"\ngpus = 2\ncount = 60\n')
+    asked = ("--learner.drop_equal_groups=false", "--staleness.kappa=1", "--coordinator.usd_per_hour_cap=0")
+    plan = (str(EXAMPLE_8B), "--fleet", str(path), *asked)
+    recomputed, kept = (told(capsys, *plan, *more) for more in ((), ("--worker.swap_mode=keep_kv",)))
+    assert recomputed["is_feasible"] and kept["is_feasible"]
     assert len(kept["pool"]) < len(recomputed["pool"]) < 1.4 * len(kept["pool"])
     (cost,) = recomputed["prefill"].values()
     assert cost["recompute_s"] == pytest.approx(31.7, rel=0.05) and not cost["is_measured"]
@@ -200,20 +191,16 @@ def test_recomputed_caches_enlarge_the_pool_and_an_option_takes_them_off(
 def test_the_share_of_groups_that_dynamic_sampling_throws_away_is_said_and_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", "--task.eval_prompts=0")
-    assert run(*asked, "--json") == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert run(*asked, "--json", "--learner.drop_equal_groups=true", "--what-if", "dropped=0.5") == 0
-    half = json.loads(capsys.readouterr().out)
+    asked = ("--task.eval_prompts=0", "--learner.drop_equal_groups=true")
+    plain = told(capsys, asked[0])
+    half = told(capsys, *asked, "--what-if", "dropped=0.5")
     batch = plain["learner"]["rollouts_per_step"]
     assert (half["learner"]["rollouts_per_step"], half["learner"]["dropped_rollouts"]) == (2 * batch, batch)
     assert half["learner"]["train_s"] == plain["learner"]["train_s"], "no step is made of what is thrown away"
     assert half["run"]["hours"] == pytest.approx(plain["run"]["hours"], rel=0.05)
-    assert run(*asked, "--learner.drop_equal_groups=true") == 0
+    assert run("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", *asked) == 0
     printed = capsys.readouterr().out
     assert "25% of the groups are assumed to have equal rewards" in printed and "--what-if dropped=" in printed
-    assert run(*asked) == 0
-    assert "are assumed to have equal rewards" not in capsys.readouterr().out
 
 
 def test_explain_shows_what_workers_prefill(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -234,9 +221,7 @@ SINGLE = '[learner]\ngpu = "H100"\ngpu_count = 8\n[[worker]]\ngpu = "RTX4090"\nc
 def planned_for(fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     path = tmp_path / "fleet.toml"
     path.write_text(fleet)
-    assert run("plan", str(EXAMPLE_8B), "--fleet", str(path), "--json", *more) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    return told(capsys, str(EXAMPLE_8B), "--fleet", str(path), *more)
 
 
 def test_thirty_single_cards_are_thirty_cards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,8 +244,8 @@ def test_single_cards_stand_beside_machines_of_two_and_assumed_prices_make_a_ran
     of_one = replace(asked, offers=(replace(cards, gpus=1),))
     assert "single cards" not in alternatives(of_one, planned(of_one)), "the answer takes them anyway"
     for is_assumed, low, high in ((True, 0.5, 2.0), (False, 1.0, 1.0)):
-        told = as_json(asked, answer, PlannedRun(10, "a test", prices_are_assumed=is_assumed))["run"]
-        assert (told["usd_low"], told["usd_high"]) == (low * told["usd"], high * told["usd"])
+        costs = as_json(asked, answer, PlannedRun(10, "a test", prices_are_assumed=is_assumed))["run"]
+        assert (costs["usd_low"], costs["usd_high"]) == (low * costs["usd"], high * costs["usd"])
 
 
 def test_machines_that_do_not_hold_the_model_are_left_out_by_name(
@@ -269,8 +254,8 @@ def test_machines_that_do_not_hold_the_model_are_left_out_by_name(
     large = ("--model.path=Qwen/Qwen3-32B",)
     with pytest.raises(ResourceError, match=r"no machine on offer holds the model.* 1 x RTX4090: .*such GPUs"):
         planned_for(SINGLE, tmp_path, capsys, *large)
-    told = planned_for(SINGLE + '[[worker]]\ngpu = "H200"\ncount = 4\n', tmp_path, capsys, *large)
-    assert set(told["pool_by_kind"]) == {"H200"} and "such GPUs" in told["left_out"]["1 x RTX4090"]
+    found = planned_for(SINGLE + '[[worker]]\ngpu = "H200"\ncount = 4\n', tmp_path, capsys, *large)
+    assert set(found["pool_by_kind"]) == {"H200"} and "such GPUs" in found["left_out"]["1 x RTX4090"]
 
 
 def test_the_learners_gpus_of_the_fleet_file_reach_memory_and_audit(
@@ -292,22 +277,13 @@ def test_the_learners_gpus_of_the_fleet_file_reach_memory_and_audit(
         printed("H100", 0)
 
 
-def test_one_card_is_told_beside_the_width_that_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", *EIGHT, "--json", LONG) == 0
-    rows = [
-        (row["machine"].split()[0], row["GPUs a worker"]) for row in json.loads(capsys.readouterr().out)["machines"]
-    ]
-    assert [gpus for name, gpus in rows if name == "RTX4090"] == ["1", "2"]
-    assert [gpus for name, gpus in rows if name == "H100"] == ["1"]
-
-
 def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("plan", *EIGHT, "--plot", str(tmp_path / "plan.png"), LONG, "--json", "--staleness.bound=2")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "said"),
     [
         ('[[worker]]\ngpu = "GTX"\n', "gpu: expected one of"),
         ("[[worker]]\nprice_usd_per_hour = -1\n", "price_usd_per_hour"),
@@ -320,10 +296,10 @@ def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("[[", "expected TOML"),
     ],
 )
-def test_bad_fleet_files_are_refused_by_name(text: str, told: str, tmp_path: Path) -> None:
+def test_bad_fleet_files_are_refused_by_name(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=said):
         run("plan", *EIGHT, "--fleet", str(path), "--json")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.contain import box
-from echo2.contain.box import box_command, bubblewrap, containment_problem, view_here
+from echo2.contain.box import View, box_command, bubblewrap, containment_problem, view_here
 from tests.patience import WAIT_S
 
 needs_namespaces = pytest.mark.skipif(bool(containment_problem()), reason="nothing can be contained on this machine")
@@ -24,13 +24,21 @@ def seen(code: str, *arguments: str, **view: tuple[str, ...]) -> str:
 
 @needs_namespaces
 def test_the_packages_and_the_readable_are_seen_and_the_hidden_are_not(tmp_path: Path) -> None:
-    for name in ("data/rows.jsonl", "data/run/identity.key", "other/secret"):
+    """Also where a hidden folder lies within what is shown, and what is shown deeper within it."""
+    seen_of = {
+        "data/rows.jsonl": True,
+        "data/run/identity.key": False,
+        "data/run/venv/x.py": True,
+        "other/secret": False,
+    }
+    for name in seen_of:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     code = "import sys, os, echo2, numpy; [print(p, os.path.exists(p)) for p in sys.argv[1:]]"
-    names = [str(tmp_path / name) for name in ("data/rows.jsonl", "data/run/identity.key", "other/secret")]
-    found = seen(code, *names, readable=(str(tmp_path / "data"),), hidden=(str(tmp_path / "data" / "run"),))
-    assert found.splitlines() == [f"{names[0]} True", f"{names[1]} False", f"{names[2]} False"]
+    names = {str(tmp_path / name): is_seen for name, is_seen in seen_of.items()}
+    data = tmp_path / "data"
+    found = seen(code, *names, readable=(str(data), str(data / "run" / "venv")), hidden=(str(data / "run"),))
+    assert found.splitlines() == [f"{name} {is_seen}" for name, is_seen in names.items()]
 
 
 @needs_namespaces
@@ -59,6 +67,9 @@ def test_home_and_what_is_missing_are_not_readable() -> None:
         view_here(readable=("/",))
     with pytest.raises(ConfigError, match="found nothing there"):
         view_here(readable=("/no/such/thing",))
+    for path in ("relative", "/a/../b", ""):
+        with pytest.raises(ConfigError, match="expected absolute paths"):
+            box_command("bwrap", View((path,)), 1 << 20, ["python"])
 
 
 def test_a_bwrap_that_does_not_work_is_told_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +84,22 @@ def test_a_bwrap_that_does_not_work_is_told_with_what_it_said(tmp_path: Path, mo
         assert "Permission denied" in containment_problem()
     finally:
         bubblewrap.cache_clear()
+
+
+def test_all_is_unshared_nothing_is_writable_and_no_variable_is_passed_on() -> None:
+    said = box_command("bwrap", View(("/usr",), (("/lib", "usr/lib"),)), 1 << 20, ["python"])
+    for flag in (
+        "--unshare-user",
+        "--unshare-all",
+        "--disable-userns",
+        "--die-with-parent",
+        "--new-session",
+        "--clearenv",
+    ):
+        assert flag in said
+    text = " ".join(said)
+    assert "--bind " not in text.replace("--ro-bind ", "").replace("--dev-bind ", "")
+    assert "--proc" not in said
+    assert text.endswith("--remount-ro / -- python")
+    assert "--as-pid-1" in said and text.count("--cap-add") == 1 and "--cap-drop ALL --cap-add CAP_SYS_ADMIN" in text
+    assert text.index("--cap-drop ALL") < text.index("--remount-ro /")

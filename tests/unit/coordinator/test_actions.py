@@ -11,9 +11,8 @@ import httpx
 import pytest
 
 from echo2.base.errors import ConfigError, EchoError, NotAllowed
-from echo2.cli.ctl import advice_lines, request_of
 from echo2.cli.main import main
-from echo2.cli.operator import OperatorClient
+from echo2.cli.operator import OperatorClient, advice_lines, request_of
 from echo2.config.run import RunConfig
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import Activation
@@ -182,7 +181,7 @@ def test_words_that_are_no_command_are_refused_by_name(words: list[str]) -> None
 def test_the_commands_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("echo2.cli.ctl.OPERATOR_FOLDER", tmp_path / "operator")
+    monkeypatch.setattr("echo2.cli.operator.OPERATOR_FOLDER", tmp_path / "operator")
 
     async def scene() -> None:
         async with running(options(tmp_path / "run")) as daemon:

@@ -11,7 +11,7 @@ from echo2.base.errors import PortBusy
 from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
 from echo2.trust.identity import JoinLink, Role
-from echo2.worker.links import listen_host
+from echo2.worker.heartbeat import listen_host
 from echo2.worker.options import WorkerOptions
 from tests.unit.coordinator.test_daemon import Node, options, play, running
 

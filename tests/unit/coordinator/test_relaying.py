@@ -9,7 +9,7 @@ import pytest
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat import reach
-from echo2.broadcast.nat.facts import HostOptions
+from echo2.broadcast.nat.reach import HostOptions
 from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.trust.identity import Role
 from tests.unit.coordinator.test_daemon import Node, options, play, running

@@ -13,7 +13,8 @@ from benchmarks.fleet_model.report import FleetReport, report_of, simulate
 from benchmarks.fleet_model.run import reports_of
 from benchmarks.fleet_model.scenario import ColocatedCluster, FleetScenario, PriceChange, WorkerTruth
 from echo2.base.errors import ConfigError
-from echo2.cli.plan import load_catalogue, read_toml
+from echo2.cli.plan import load_catalogue
+from echo2.config.load import read_toml
 from echo2.coordinator.leases.events import GroupPhase
 from echo2.cost_model.snapshot import LearnerEstimate, LinkEstimate, PlanConfig
 

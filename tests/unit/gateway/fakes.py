@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echo2.gateway.episodes import Call, CallRefused, Choice, Completion, Episodes, Scored, Session
+from echo2.gateway.episodes import Call, CallRefused, Choice, Completion, Episodes, GatewayLimits, Scored, Session
 from echo2.gateway.harness import Episode
-from echo2.gateway.limits import GatewayLimits
 from echo2.gateway.requests import CallRequest, chat_call
 
 

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from echo2.gateway.app import GatewayApp
-from echo2.gateway.episodes import Episodes, Session
-from echo2.gateway.limits import GatewayLimits
-from echo2.gateway.server import GatewayPort
+from echo2.gateway.app import GatewayApp, GatewayPort
+from echo2.gateway.episodes import Episodes, GatewayLimits, Session
 from echo2.gateway.tree import ChatCodec
 from echo2.trust.ports import GATEWAY, HttpLimits
 from tests.unit.gateway.fakes import LetterCodec, RecordingFleet, completion, letter_bytes

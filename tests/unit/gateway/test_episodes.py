@@ -40,17 +40,6 @@ async def settle() -> None:
 
 
 @in_loop
-async def test_sampled_tokens_stand_in_the_next_prompt_as_the_same_ids() -> None:
-    world, session = begun()
-    (first,) = world.ask(session, "hi", answer="yo")
-    (second,) = world.ask(session, "hi", "yo", "so?", answer="no")
-    leases = world.fleet.leases
-    opening = leases[first].prompt_token_ids
-    assert leases[second].prompt_token_ids[: len(opening) + 2] == (*opening, 1000 + ord("y"), 1000 + ord("o"))
-    assert leases[second].chain == 0 and world.episodes.counts.branches == 0
-
-
-@in_loop
 async def test_a_history_that_differs_begins_a_chain_of_its_own_and_is_counted() -> None:
     world, session = begun()
     leases = world.fleet.leases
@@ -75,21 +64,6 @@ async def test_choices_are_chains_and_each_may_be_continued() -> None:
     assert texts_of(call) == ["yo0", "yo1", "yo2"]
     (second,) = world.ask(session, "hi", "yo2", "so?")
     assert world.fleet.leases[second].chain == 2
-
-
-@in_loop
-async def test_texts_and_token_ids_continue_as_chats_do() -> None:
-    world, session = begun()
-    leases = world.fleet.leases
-    _, (first,) = world.begin(session, text_call({"prompt": "one"}))
-    world.sample(first, " two")
-    _, (second,) = world.begin(session, text_call({"prompt": "one two three"}))
-    sampled = tuple(1000 + ord(c) for c in " two")
-    assert leases[second].prompt_token_ids == (*map(ord, "one"), *sampled, *map(ord, " three"))
-    world.sample(second, "!")
-    whole = [*leases[second].prompt_token_ids, 1000 + ord("!"), 7]
-    _, (third,) = world.begin(session, text_call({"prompt": whole}))
-    assert leases[third].chain == 0 and world.episodes.counts.branches == 0
 
 
 @in_loop
@@ -189,20 +163,20 @@ async def test_a_harness_gives_the_reward_or_leaves_it_to_the_task_or_breaks() -
     await world.episodes.close()
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e300, 10**400], ids=str)
 @pytest.mark.parametrize("is_part", [False, True])
 @in_loop
 async def test_a_reward_that_cannot_be_averaged_loses_the_episode(
-    number: float, is_part: bool, caplog: pytest.LogCaptureFixture
+    is_part: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world, session = begun(restarts_max=0)
-    world.ask(session, "hi")
-    with caplog.at_level(logging.WARNING):
-        world.episodes.reward(session, 1.0 if is_part else number, {"exact": number if is_part else 1.0})
-    end = world.last_end
-    assert (end.reward, end.chains, end.parts) == (None, {0: 0}, {})
-    assert "expected a reward within 1,000,000 of 0" in caplog.text
-    assert (world.episodes.counts.rewarded, world.episodes.counts.dropped) == (0, 1)
+    for number in (math.nan, math.inf, -math.inf, 1e300, 10**400):
+        world, session = begun(restarts_max=0)
+        world.ask(session, "hi")
+        with caplog.at_level(logging.WARNING):
+            world.episodes.reward(session, 1.0 if is_part else number, {"exact": number if is_part else 1.0})
+        end = world.last_end
+        assert (end.reward, end.chains, end.parts) == (None, {0: 0}, {})
+        assert "expected a reward within 1,000,000 of 0" in caplog.text
+        assert (world.episodes.counts.rewarded, world.episodes.counts.dropped) == (0, 1)
 
 
 @in_loop
@@ -335,11 +309,11 @@ async def test_a_text_that_cannot_be_encoded_is_refused_by_what_the_codec_says()
 async def test_an_episode_keeps_each_token_once() -> None:
     world, session = begun(context_tokens=40_000)
     rng = random.Random(1)
-    prompt = [rng.randrange(300, 2000) for _ in range(20_000)]
+    prompt = [rng.randrange(300, 2000) for _ in range(8_000)]
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        for number in range(100):
+        for number in range(40):
             _, (group_id,) = world.begin(session, text_call({"prompt": prompt}))
             assert world.fleet.leases[group_id].chain == (0 if number else None)
             world.sample(group_id, "ok")
@@ -348,7 +322,7 @@ async def test_an_episode_keeps_each_token_once() -> None:
         kept = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert kept < 2_000_000 and 4 * 20_000 < session.kept_bytes < 200_000, (kept, session.kept_bytes)
+    assert kept < 800_000 and 4 * 8_000 < session.kept_bytes < 80_000, (kept, session.kept_bytes)
 
 
 @in_loop
@@ -357,8 +331,7 @@ async def test_an_episode_that_keeps_too_much_is_told_so_and_may_end() -> None:
     for number in range(3):
         _, (group_id,) = world.begin(session, text_call({"prompt": [number + 1] * 1000}))
         world.sample(group_id, "ok")
-    refused = world.refusal(session, text_call({"prompt": [4] * 1000}))
-    assert (refused.status, refused.code) == (400, "episode_too_large") and "at most 20000 bytes" in refused.message
+    assert world.refusal(session, text_call({"prompt": [4] * 1000})).code == "episode_too_large"
     world.episodes.reward(session, 1.0, {})
     assert world.last_end.reward == 1.0
 
@@ -416,11 +389,6 @@ def test_what_is_not_of_the_api_is_refused_by_name(body: dict[str, Any], text: s
         chat_call(body)
 
 
-def test_options_that_are_not_obeyed_are_named() -> None:
-    call = chat_call({"messages": [{"role": "user", "content": "x"}], "temperature": 0.1, "seed": 4, "model": "m"})
-    assert call.ignored == ("seed", "temperature")
-
-
 @in_loop
 async def test_random_histories_never_encode_again_what_was_sampled() -> None:
     rng = random.Random(5)
@@ -468,7 +436,7 @@ async def test_evaluations_are_seated_first_but_never_under_a_label() -> None:
 
 
 @in_loop
-async def test_the_temperature_of_a_request_counts_only_in_evaluations() -> None:
+async def test_the_temperature_of_a_request_counts_only_in_evaluations_and_what_is_ignored_is_named() -> None:
     world = World()
     world.episodes.open_problem("x1", 1, {"index": 9}, is_evaluation=True)
     world.episodes.open_problem("a1", 1, {"index": 5})
@@ -477,6 +445,7 @@ async def test_the_temperature_of_a_request_counts_only_in_evaluations() -> None
         for temperature, obeyed in ((0.3, 0.3), (0, 0.0), ("hot", None), (True, None), (None, None)):
             _, (group,) = world.begin(session, chat(repr(temperature), temperature=temperature))
             assert world.fleet.leases[group].temperature == (obeyed if is_evaluation else None)
+    assert chat("x", temperature=0.1, seed=4, model="m").ignored == ("seed", "temperature")
 
 
 # ---- streams: nothing is sent that a later token could take back
@@ -486,17 +455,13 @@ letters = st.text("abc", max_size=12)
 
 @given(letters, st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
 def test_the_certain_part_of_any_beginning_stands_in_the_whole(text: str, stops: list[str]) -> None:
+    assert certain_part("caf\ufffd", ()) == "caf" and certain_part("so </ans", ("</answer>",)) == "so "
     cut = min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))
     whole = text[:cut]  # what the client reads in the end
     for length in range(len(text) + 1):
         beginning = text[:length]
         if not any(stop in beginning for stop in stops):  # then the completion has ended
             assert whole.startswith(certain_part(beginning, stops))
-
-
-def test_an_incomplete_character_waits_for_its_bytes() -> None:
-    assert certain_part("caf\ufffd", ()) == "caf" and certain_part("a\ufffdb", ()) == "a\ufffdb"
-    assert certain_part("so </ans", ("</answer>",)) == "so " and certain_part("so </b>", ("</answer>",)) == "so </b>"
 
 
 def pieces_of(world: World, call: Call, group_id: str, *texts: str) -> list[str]:
@@ -512,6 +477,9 @@ async def test_a_stream_sends_only_new_and_certain_text() -> None:
     world, session = begun()
     call, (group,) = world.begin(session, chat("hi", stream=True, stop=["END"]))
     assert pieces_of(world, call, group, "he", "hel", "helloE", "hello EN") == ["he", "l", "lo", " "]
+    for length in range(2, 50):  # reported at once: the text is not decoded each time
+        world.episodes.on_tokens(group, (1000 + ord("h"),) * length)
+    assert call.pieces.empty()
     world.sample(group, "hello END")
     assert texts_of(call) == ["hello END"]
 
@@ -537,13 +505,3 @@ async def test_a_retry_reads_the_stream_from_its_beginning() -> None:
     assert not pieces_of(world, call, group, "hell"), "no client reads it"
     retry, groups = world.begin(session, request)
     assert not groups and pieces_of(world, retry, group, "hello") == ["hello"]
-
-
-@in_loop
-async def test_a_worker_that_reports_each_token_does_not_have_the_text_decoded_each_time() -> None:
-    world, session = begun()
-    call, (group,) = world.begin(session, chat("hi", stream=True))
-    assert pieces_of(world, call, group, "h") == ["h"]
-    for length in range(2, 50):
-        world.episodes.on_tokens(group, (1000 + ord("h"),) * length)
-    assert call.pieces.empty()

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from echo2.gateway.app import GatewayApp
-from echo2.gateway.episodes import PIECES_S, Call, Choice, Completion, Episodes
-from echo2.gateway.limits import GatewayLimits
+from echo2.gateway.app import GatewayApp, GatewayPort
+from echo2.gateway.episodes import PIECES_S, Call, Choice, Completion, Episodes, GatewayLimits
 from echo2.gateway.replies import reply_of
 from echo2.gateway.requests import chat_call, text_call
-from echo2.gateway.server import GatewayPort
 from echo2.gateway.tree import TreePlace, Wording
 from tests.patience import WAIT_S
 from tests.unit.gateway.fakes import LetterCodec, RecordingFleet, completion, letter_bytes

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from echo2.gateway.app import GatewayApp
-from echo2.gateway.episodes import Episodes
+from echo2.gateway.app import GatewayApp, GatewayPort
+from echo2.gateway.episodes import Episodes, GatewayLimits
 from echo2.gateway.harness import make_harness
-from echo2.gateway.limits import GatewayLimits
-from echo2.gateway.server import GatewayPort
 from echo2.tasks.registry import make_task
 from echo2.tasks.task import TaskSpec
 from echo2.tasks.verifiers_task import PLAYER

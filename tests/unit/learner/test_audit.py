@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.ids import GroupId, PeerId, Version
-from echo2.base.rng import rollout_seed, turn_seed, uniform, uniforms
+from echo2.base.rng import rollout_seed, turn_seed, uniform
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.audit import (
     DAY_S,
@@ -28,23 +32,33 @@ from echo2.learner.audit import (
     Passage,
     Piece,
     TokenScores,
-    examined,
+    examine,
     passage_of,
     pieces_of,
 )
+from echo2.learner.auditor import Auditor
 from echo2.learner.rollouts.groups import Insertion, SentTokens, TrainGroup
+from tests.patience import WAIT_S
 
 A, B = PeerId("a"), PeerId("b")
 SEED = 77
 Senders = list[tuple[PeerId, int]]
 
 
-def rollout_of(spans: list[tuple[int, int]], index: int = 0, tokens: tuple[int, ...] = ()) -> Rollout:
+def rollout_of(spans: list[tuple[int, int]], index: int) -> Rollout:
     count = sum(length for _, length in spans)
     numbers = tuple(-float(n) for n in range(count))
-    token_ids = tokens or tuple(range(100, 100 + count))
+    token_ids = tuple(range(100, 100 + count))
     version_spans = tuple(VersionSpan(Version(version), length) for version, length in spans)
     return Rollout(GroupId("g"), index, token_ids, numbers, numbers, version_spans, FinishReason.STOP)
+
+
+def group_of(
+    spans: list[tuple[int, int]], senders: Senders, said: tuple[Insertion, ...] = (), index: int = 0
+) -> TrainGroup:
+    sent = tuple(SentTokens(peer, count) for peer, count in senders)
+    spec = GroupSpec(GroupId("g"), (5, 6), 4, SamplingParams(seed=SEED), 0)
+    return TrainGroup(spec, 0, (rollout_of(spans, index),), (1.0,), (said,) if said else (), (sent,))
 
 
 def passage(
@@ -54,26 +68,7 @@ def passage(
     said: tuple[Insertion, ...] = (),
     index: int = 0,
 ) -> Passage:
-    rollout = rollout_of(spans, index)
-    sent = tuple(SentTokens(peer, count) for peer, count in senders)
-    spec = GroupSpec(GroupId("g"), (5, 6), 4, SamplingParams(seed=SEED), 0)
-    group = TrainGroup(spec, 0, (rollout,), (1.0,), (said,) if said else (), (sent,))
-    return passage_of(group, 0, lambda peer: Habits(True, keeps and peer == A))
-
-
-def shape(of: Passage) -> list[tuple[PeerId, int, int, int, bool]]:
-    return [(p.worker, p.version, p.start, p.stop, p.keeps_cache) for p in of.pieces]
-
-
-def test_a_rollout_is_examined_whole_cut_where_version_sender_or_turn_changes() -> None:
-    whole = passage([(4, 3), (6, 4)], [(A, 5), (B, 2)])
-    assert shape(whole) == [(A, 4, 0, 3, False), (A, 6, 3, 5, False), (B, 6, 5, 7, False)]
-    kept = passage([(4, 3), (6, 4)], [(A, 5), (B, 2)], keeps=True)
-    assert [p.keeps_cache for p in kept.pieces] == [False, True, False], "another worker begins with a cache of its own"
-    turns = passage([(4, 3), (6, 4)], [(A, 7)], keeps=True, said=(Insertion(3, (40, 41)), Insertion(5, ())))
-    assert shape(turns) == [(A, 4, 0, 3, False), (A, 6, 3, 5, False), (A, 6, 5, 7, False)]
-    assert turns.token_ids == (5, 6, 100, 101, 102, 40, 41, 103, 104, 105, 106)
-    assert turns.places.tolist() == [2, 3, 4, 7, 8, 9, 10]
+    return passage_of(group_of(spans, senders, said, index), 0, lambda peer: Habits(True, keeps and peer == A))
 
 
 def test_the_numbers_of_each_turn_begin_anew_and_are_those_that_its_lease_gave() -> None:
@@ -81,33 +76,41 @@ def test_the_numbers_of_each_turn_begin_anew_and_are_those_that_its_lease_gave()
     seeds = [rollout_seed(SEED, 2), rollout_seed(turn_seed(SEED, 2, 1), 0), rollout_seed(turn_seed(SEED, 2, 2), 0)]
     expected = [uniform(seeds[0], n) for n in range(3)] + [uniform(seed, n) for seed in seeds[1:] for n in range(2)]
     assert one.uniforms.tolist() == expected
-    assert uniforms(2**63 - 5, 300).tolist() == [uniform(2**63 - 5, n) for n in range(300)]
+    assert one.token_ids == (5, 6, 100, 101, 102, 40, 103, 104, 105, 106)
+    assert one.places.tolist() == [2, 3, 4, 6, 7, 8, 9]
 
 
-def column(value: float, count: int) -> np.ndarray:
-    return np.full(count, value)
+class Watched:
+    """A `Scorer` of versions 4 and 6 whose scores are the version, and what it was asked."""
+
+    is_of_trainer, versions = True, [Version(4), Version(6)]
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, int | None]] = []
+
+    def keep(self, version: Version, tensors: object) -> None: ...
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def score(
+        self, version: Version, asked: Sequence[tuple[Passage, Piece]], cached: int | None = None
+    ) -> list[TokenScores]:
+        self.asked += [(version, piece.start, cached) for _, piece in asked]
+        return [TokenScores(*[np.full(piece.stop - piece.start, float(version))] * 8) for _, piece in asked]
 
 
 def test_each_version_is_loaded_once_and_caches_are_handed_on() -> None:
-    asked: list[tuple[int, int, object]] = []
-
-    def score(version: Version, passage: Passage, piece: Piece, cache: object | None) -> tuple[TokenScores, object]:
-        asked.append((version, piece.start, cache))
-        return TokenScores(*[column(float(version), piece.stop - piece.start)] * 8), f"after {version}:{piece.stop}"
-
-    def together(version: Version, pieces: Sequence[tuple[Passage, Piece]]) -> list[TokenScores]:
-        return [score(version, passage, piece, None)[0] for passage, piece in pieces]
-
-    def evidence_of(whole: Passage) -> list[Evidence]:
-        return examined([whole], [Version(4), Version(6)], score, together)[0]
-
-    found = evidence_of(passage([(2, 2), (4, 3), (6, 1)], [(A, 6)]))
+    scorer = Watched()
+    (found,) = examine([passage([(2, 2), (4, 3), (6, 1)], [(A, 6)])], scorer)
     assert [(one.piece.version, one.exact.logprobs[0]) for one in found] == [(4, 4.0), (6, 6.0)]
     assert found[0].claimed.tolist() == [-2.0, -3.0, -4.0] and len(found[0].uniforms) == 3
-    asked.clear()
-    evidence_of(passage([(4, 3), (6, 1)], [(A, 4)], keeps=True))
-    assert asked == [(4, 0, None), (6, 3, "after 4:3")]
-    assert not evidence_of(passage([(2, 3), (6, 1)], [(A, 4)], keeps=True)), "nothing is known behind a lost cache"
+    scorer.asked.clear()
+    examine([passage([(4, 3), (6, 1)], [(A, 4)], keeps=True)], scorer)
+    assert scorer.asked == [(4, 0, 0), (6, 3, 4)], "the last token of a piece is not in the cache yet"
+    assert examine([passage([(2, 3), (6, 1)], [(A, 4)], keeps=True)], scorer) == [[]], (
+        "nothing is known behind a lost cache"
+    )
 
 
 @given(
@@ -124,11 +127,7 @@ def test_pieces_are_cut_wherever_a_token_differs_from_the_one_before(
     peers = [peer for peer, count in senders for _ in range(count)]
     said = tuple(Insertion(position, ()) for position in sorted(turns))
     end = min(len(versions), len(peers))
-    rollout = rollout_of(spans)
-    spec = GroupSpec(GroupId("g"), (5, 6), 4, SamplingParams(seed=SEED), 0)
-    sent = tuple(SentTokens(peer, count) for peer, count in senders)
-    group = TrainGroup(spec, 0, (rollout,), (1.0,), (said,), (sent,))
-    pieces = pieces_of(group, 0, lambda peer: Habits(peer == B, keeps))
+    pieces = pieces_of(group_of(spans, senders, said), 0, lambda peer: Habits(peer == B, keeps))
     assert [n for piece in pieces for n in range(piece.start, piece.stop)] == list(range(end))
     for piece in pieces:
         own = range(piece.start, piece.stop)
@@ -158,7 +157,7 @@ def test_every_worker_and_every_length_is_audited_also_when_the_audit_is_far_beh
         long[worker], short[worker] = trained(worker, True), trained(worker, False)
     seen: Counter[tuple[PeerId, bool]] = Counter()
     looked: Counter[tuple[PeerId, bool]] = Counter()
-    for _ in range(120):
+    for _ in range(60):
         for number in range(40):
             worker, is_long = (A if number % 8 else B), number % 20 == 0
             seen[worker, is_long] += 1
@@ -174,11 +173,12 @@ def test_every_worker_and_every_length_is_audited_also_when_the_audit_is_far_beh
 
 def test_a_worker_that_cannot_draw_by_its_seeds_is_audited_more_often() -> None:
     draw, counts = AuditDraw(0.1, random.Random(2)), Counter[PeerId]()
+    rollouts = {worker: trained(worker, False) for worker in (A, B)}
     for number in range(4000):
         worker = A if number % 2 else B
-        considered(draw, worker, trained(worker, False), draws_by_seed=worker == A)
-        for drawn, _ in draw.take(1 << 20):
-            counts[drawn] += number > 3000
+        considered(draw, worker, rollouts[worker], draws_by_seed=worker == A)
+        for drawn, _ in draw.take(1 << 20) if draw.waiting else ():
+            counts[drawn] += number > 2000
             draw.on_audit(drawn, 3)
     assert 2.0 < counts[B] / counts[A] < 4.5
 
@@ -253,10 +253,15 @@ def accused(noise_nats: float, kind: str, noise: KindNoise, pieces: int = 200, *
 
 
 @pytest.mark.parametrize(
-    ("nats", "kind"), [(0.0, "vllm none"), (0.002, "vllm none"), (0.05, "vllm none"), (0.28, "vllm fp8")]
+    ("nats", "kind", "heavy", "is_known"),
+    [
+        (0.0, "vllm none", False, True),
+        (0.002, "vllm none", True, False),
+        (0.05, "vllm none", True, True),
+        (0.05, "vllm none", False, False),
+        (0.28, "vllm fp8", True, True),
+    ],
 )
-@pytest.mark.parametrize("heavy", [False, True])
-@pytest.mark.parametrize("is_known", [False, True])
 def test_an_honest_engine_is_accused_of_nothing_whatever_the_noise_of_its_kind(
     nats: float, kind: str, heavy: bool, is_known: bool
 ) -> None:
@@ -295,3 +300,85 @@ def test_the_evidence_of_a_day_is_not_carried_over_and_lifted_noise_is_not_bet_o
     for _ in range(60):
         excused.observe(piece_of(rng, 0.05), "embedded none", noise)
     assert excused.accusation is None
+
+
+# ---- the auditor
+
+
+class Off(Watched):
+    """Scores that are `nats` off what the worker claims; a call takes `takes_s`."""
+
+    def __init__(self, nats: float, takes_s: float = 0.0) -> None:
+        super().__init__()
+        self.nats, self.takes_s, self.at_s = nats, takes_s, list[float]()
+
+    def score(
+        self, version: Version, asked: Sequence[tuple[Passage, Piece]], cached: int | None = None
+    ) -> list[TokenScores]:
+        self.at_s.append(time.monotonic())
+        time.sleep(self.takes_s)
+        claimed = [passage.claimed[piece.start : piece.stop] for passage, piece in asked]
+        return [TokenScores(one + self.nats, *[np.zeros(len(one))] * 6, np.ones(len(one))) for one in claimed]
+
+
+class Workers:
+    """A worker whose engine cannot draw by seeds, and what it is accused of."""
+
+    def __init__(self) -> None:
+        self.accused: list[bool] = []
+
+    def habits_of(self, peer_id: PeerId) -> Habits:
+        return Habits(kind="embedded none")
+
+    def accuse(self, peer_id: PeerId, reason: str, *, is_certain: bool) -> None:
+        self.accused.append(is_certain)
+
+
+async def look(auditor: Auditor, count: int, expected: int) -> None:
+    """Hands the auditor rollouts of one worker, of which it scores as many as expected."""
+    expected += auditor.counts.rollouts
+    auditor.consider([group_of([(4, TOKENS)], [(A, TOKENS)])] * count)
+    async with asyncio.timeout(WAIT_S):
+        while auditor.counts.rollouts < expected:
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
+    assert auditor.counts.rollouts == expected
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def test_who_is_accused_is_not_looked_at_until_it_is_taken_back_and_then_afresh() -> None:
+    async def scene() -> None:
+        scorer, workers = Off(5.0), Workers()
+        auditor = Auditor(1.0, random.Random(0), workers, fail)
+        auditor.begin(scorer, ThreadPoolExecutor(1), lambda: True)
+        await look(auditor, 5, 5)
+        assert workers.accused == [True], "made up, and told once"
+        await look(auditor, 5, 0)
+        auditor.release(A)
+        scorer.nats = 0.0
+        await look(auditor, 5, 5)
+        assert workers.accused == [True], "what was held against it is gone"
+        scorer.nats = 0.4  # noise, not made up
+        await look(auditor, 30, 30)
+        assert workers.accused == [True, False], "only noise is excused, and it was not yet"
+        auditor.release(A)
+        await look(auditor, 30, 30)
+        assert workers.accused == [True, False]
+        auditor.close()
+
+    asyncio.run(scene())
+
+
+def test_the_trainers_thread_is_left_to_training_between_two_turns() -> None:
+    async def scene() -> None:
+        scorer = Off(0.0, takes_s=0.02)
+        auditor = Auditor(1.0, random.Random(0), Workers(), fail)
+        auditor.begin(scorer, ThreadPoolExecutor(1), lambda: False)
+        await look(auditor, 3, 3)
+        assert len(scorer.at_s) == 2 and scorer.at_s[1] - scorer.at_s[0] > 0.15
+        auditor.close()
+
+    asyncio.run(scene())

@@ -58,11 +58,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 def test_honest_workers_of_another_dtype_and_batch_size_are_left_alone(bench: Bench) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert watched(bench, honest(bench, dtype), 12)[2] is None, dtype
-    assert watched(bench, honest(bench, siblings=1), 20)[2] is None
-    assert watched(bench, honest_over_a_swap(bench), 12)[2] is None
+        assert watched(bench, honest(bench, dtype), 6)[2] is None, dtype
+    assert watched(bench, honest(bench, siblings=1), 12)[2] is None
+    assert watched(bench, honest_over_a_swap(bench), 6)[2] is None
     own_numbers = best_of(bench, by_reward, tries=1)
-    assert watched(bench, own_numbers, 12, habits=Habits(False, kind="vllm none"))[2] is None
+    assert watched(bench, own_numbers, 6, habits=Habits(False, kind="vllm none"))[2] is None
 
 
 def known() -> KindNoise:

@@ -16,8 +16,11 @@ from echo2.learner.publishing.schedule import (
     MergeSchedule,
     PublicationConfig,
     PublicationSchedule,
+    SettingChoice,
+    parents_to_publish,
 )
 from echo2.staleness.rule import is_admissible
+from echo2.weights import CodecSetting
 
 
 @given(bound=st.integers(0, 16), fixed=st.none() | st.integers(1, 16), planned=st.none() | st.integers(1, 16))
@@ -71,6 +74,12 @@ def test_merges_join_halves_that_left_before_and_any_lag_takes_few_pieces(lags: 
     assert len(way.offers) <= 2 * math.log2(min(behind, MERGED_LAG_MAX)) + 1 + behind // MERGED_LAG_MAX
 
 
+def test_edges_are_few_and_reach_no_farther_than_asked() -> None:
+    assert [parents_to_publish(ordinal, 64) for ordinal in (0, 1, 12)] == [(), (0,), (11, 10, 8)]
+    assert parents_to_publish(64, 16) == (63, 62, 60, 56, 48)
+    assert sum(len(parents_to_publish(v, 1024)) for v in range(1, 1025)) < 2.1 * 1024
+
+
 def test_merging_begins_anew_where_the_chain_was_broken() -> None:
     schedule = MergeSchedule()
     assert schedule.published(Version(5), Version(4)) == []
@@ -112,3 +121,28 @@ def test_a_delta_from_the_base_that_saves_little_is_not_made_again() -> None:
     assert schedule.at == 0
     schedule.left(501, 1000)
     assert schedule.at is None and schedule.step([Merge(Version(0), Version(8), Version(16))] * 9) is None
+
+
+WEIGHTS = 16 * 10**9
+
+
+def test_a_slow_uplink_takes_dense_and_a_quick_one_fast() -> None:
+    choice = SettingChoice()
+    assert not choice.choose(WEIGHTS, 0.0)
+    assert choice.setting is CodecSetting.FAST and "not known" in choice.reason
+    assert choice.choose(WEIGHTS, 2e6)
+    assert choice.setting is CodecSetting.DENSE and "sending" in choice.reason
+    assert choice.choose(WEIGHTS, 1e9)
+    assert choice.setting is CodecSetting.FAST
+
+
+def test_what_was_measured_counts_and_a_small_gain_changes_nothing() -> None:
+    choice = SettingChoice()
+    choice.choose(WEIGHTS, 40e6)
+    before = choice.setting
+    assert before is CodecSetting.FAST, "190 MB at 40 MB/s take less than the 7.3 s of dense decoding"
+    choice.encoded(CodecSetting.FAST, WEIGHTS, WEIGHTS // 20, 10.0)
+    assert choice.choose(WEIGHTS, 20e6), "five per cent changed: sending takes 40 s, dense is worth its decoding"
+    choice.encoded(CodecSetting.DENSE, WEIGHTS, WEIGHTS // 34, 20.0)
+    for rate in (20.5e6, 21e6, 21.5e6):
+        assert not choice.choose(WEIGHTS, rate)

@@ -14,21 +14,18 @@ from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rng import rollout_seed, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.audit import Bets, Evidence, Habits, KindNoise, Passage, examined, passage_of
+from echo2.learner.audit import Bets, Evidence, Habits, KindNoise, Passage, examine, passage_of
+from echo2.learner.auditor import Scorer
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import SentTokens, TrainGroup
 from echo2.learner.training.adapter import AdapterOptions
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.scoring import (
     KeptVersions,
-    RankReader,
     VersionScorer,
-    reading_of,
-    readings_from_bytes,
-    readings_to_bytes,
     rows_by_name,
 )
-from echo2.learner.training.team import Scorer, Team
+from echo2.learner.training.team import Team
 from echo2.learner.training.token_scores import cache_name
 from echo2.learner.training.trainer import Trainer
 from echo2.worker.engines.embedded.loop import draw
@@ -100,24 +97,30 @@ PLAIN = SamplingParams(max_new_tokens=TOKENS, stop_token_ids=(1,), seed=9)
 
 def found_by(scorer: Scorer, passages: list[Passage]) -> list[list[Evidence]]:
     with scorer.turn():
-        return examined(passages, scorer.versions, scorer, scorer.together)
+        return examine(passages, scorer)
 
 
-@pytest.mark.parametrize("is_own", [True, False], ids=["own", "copy"])
-@pytest.mark.parametrize("changed", [1.0, 0.05])
-@pytest.mark.parametrize("keeps_cache", [False, True])
+FILTERED = replace(PLAIN, temperature=0.8, top_k=12, top_p=0.7)
+
+
 @pytest.mark.parametrize(
-    "sampling", [PLAIN, replace(PLAIN, temperature=0.8, top_k=12, top_p=0.7), replace(PLAIN, top_p=0.8)],
-    ids=["plain", "filtered", "filtered at 1"],
-)  # fmt: skip
+    ("sampling", "keeps_cache", "changed", "is_own", "weights_dtype"),
+    [
+        (PLAIN, True, 1.0, True, "bfloat16"),
+        (FILTERED, False, 0.05, True, "bfloat16"),
+        (replace(PLAIN, top_p=0.8), True, 0.05, True, "float32"),
+        (PLAIN, False, 0.05, False, "bfloat16"),
+        (FILTERED, True, 1.0, False, "bfloat16"),
+    ],
+)
 def test_tokens_are_scored_as_they_were_sampled(
-    tmp_path: Path, sampling: SamplingParams, keeps_cache: bool, changed: float, is_own: bool
+    tmp_path: Path, sampling: SamplingParams, keeps_cache: bool, changed: float, is_own: bool, weights_dtype: str
 ) -> None:
     """Under their own versions, behind the cache that their engine had, and by the numbers of their lease."""
-    model, scorer, snapshots = model_with_history(tmp_path, changed, is_own)
+    model, scorer, snapshots = model_with_history(tmp_path, changed, is_own, weights_dtype)
     spans = [(2, TOKENS // 2), (4, TOKENS // 2)]
     passages = [sampled(model, snapshots, spans, replace(sampling, seed=seed), keeps_cache) for seed in range(2)]
-    model.round_to_policy()
+    model.load_masters({name: master + 1e-3 for name, master in model.masters_by_name().items()})
     trained = {name: p.detach().clone() for name, p in model.hf_model.named_parameters()}
     all_found = found_by(scorer, passages)
     assert all(torch.equal(p, trained[name]) for name, p in model.hf_model.named_parameters()), "what trains is back"
@@ -133,7 +136,7 @@ def test_tokens_are_scored_as_they_were_sampled(
 
 
 def test_only_the_newest_versions_are_kept_whose_bits_are_those_that_were_published(tmp_path: Path) -> None:
-    _, scorer, snapshots = model_with_history(tmp_path, changed=0.05)
+    model, scorer, snapshots = model_with_history(tmp_path, changed=0.05)
     assert isinstance(scorer, VersionScorer)
     kept = scorer.kept
     assert kept.versions == [2, 4]
@@ -144,40 +147,39 @@ def test_only_the_newest_versions_are_kept_whose_bits_are_those_that_were_publis
         assert all(torch.equal(own[name].bfloat16(), tensor) for name, tensor in snapshots[version].items())
     with pytest.raises(StateError, match="version 0: expected a kept version among 2, 4"):
         kept.load(Version(0))
-
-
-def test_changes_of_all_weights_are_bounded_by_their_bytes(tmp_path: Path) -> None:
-    model, _, snapshots = model_with_history(tmp_path)
-    kept = KeptVersions(rows_by_name(model.hf_model), versions_max=100)
-    size = sum(tensor.nbytes for tensor in snapshots[0].values())
+    # Where all weights change, bytes bound how many are kept; another rank forgets what the first one tells it to.
+    bounded, follows = (KeptVersions(rows_by_name(model.hf_model), 100, is_leader=leads) for leads in (True, False))
     for number in range(8):
-        kept.keep(Version(number), snapshots[2 * (number % 3)])
-    assert kept.versions[-1] == 7 and len(kept.versions) < 8 and kept.held_bytes <= 2 * size
+        bounded.keep(Version(number), {name: t * (1 + number) for name, t in snapshots[2].items()})
+        follows.keep(Version(number), snapshots[2 * (number % 3)])
+    size = sum(tensor.nbytes for tensor in snapshots[0].values())
+    assert bounded.versions[-1] == 7 and len(bounded.versions) < 8 and bounded.held_bytes <= 2 * size
+    follows.forget_before(Version(6))
+    assert follows.versions == [6, 7]
 
 
 def test_versions_of_an_adapter_are_told_apart(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    path = str(make_tiny_model(tmp_path / "model"))
-    model = PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0, adapter=AdapterOptions(2, 4))
-    kept = VersionScorer(
-        PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0, adapter=AdapterOptions(2, 4)).hf_model, versions_max=3
-    )
-    kept.keep(Version(0), dict(model.snapshot()))
-    with torch.no_grad():
-        for master in model.masters:
-            master.add_(0.5 * torch.randn_like(master))
-    model.round_to_policy()
-    kept.keep(Version(1), dict(model.snapshot()))
-    numbers = (-1.0,) * 3
-    rollout = Rollout(GroupId("g"), 0, (9, 10, 11), numbers, numbers, (VersionSpan(Version(1), 3),), FinishReason.STOP)
-    spec = GroupSpec(GroupId("g"), PROMPT, 1, SamplingParams(), 0)
-    group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((SentTokens(WORKER, 3),),))
-    before = replace(rollout, version_spans=(VersionSpan(Version(0), 3),))
-    passages = [passage_of(replace(group, rollouts=(one,)), 0, lambda peer: Habits()) for one in (rollout, before)]
-    (newer,), (older,) = found_by(kept, passages)
+    path, adapter = str(make_tiny_model(tmp_path / "model")), AdapterOptions(2, 4)
+    model, copy = (PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0, adapter=adapter) for _ in range(2))
+    scorer = VersionScorer(copy.hf_model, versions_max=3)
+    for version in range(2):
+        scorer.keep(Version(version), dict(model.snapshot()))
+        with torch.no_grad():
+            for master in model.masters:
+                master.add_(0.5 * torch.randn_like(master))
+        model.round_to_policy()
+    spec, numbers = GroupSpec(GroupId("g"), PROMPT, 1, SamplingParams(), 0), (-1.0,) * 3
+    passages = []
+    for version in range(2):
+        spans = (VersionSpan(Version(version), 3),)
+        rollout = Rollout(GroupId("g"), 0, (9, 10, 11), numbers, numbers, spans, FinishReason.STOP)
+        group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((SentTokens(WORKER, 3),),))
+        passages.append(passage_of(group, 0, lambda peer: Habits()))
+    (older,), (newer,) = found_by(scorer, passages)
     assert np.abs(newer.exact.logprobs - older.exact.logprobs).max() > 1e-4
     with pytest.raises(StateError, match=r"version 2: expected tensors of the model that scores, got elsewhere"):
-        kept.keep(Version(2), {"elsewhere.weight": torch.zeros(1)})
+        scorer.keep(Version(2), {"elsewhere.weight": torch.zeros(1)})
 
 
 def test_greedy_answers_are_held_to_the_likeliest_token_and_honest_ones_pass(tmp_path: Path) -> None:
@@ -195,33 +197,3 @@ def test_greedy_answers_are_held_to_the_likeliest_token_and_honest_ones_pass(tmp
                 bets.observe(evidence, "embedded none", KindNoise())
     assert honest.accusation is None
     assert liar.accusation is not None and liar.accusation.bet == "sums"
-
-
-def test_float32_weights_that_train_are_back_after_a_turn_too(tmp_path: Path) -> None:
-    model, scorer, snapshots = model_with_history(tmp_path, changed=0.05, is_own=True, weights_dtype="float32")
-    passage = sampled(model, snapshots, [(2, 20), (4, 20)], PLAIN, False)
-    model.load_masters({name: tensor + 1e-3 for name, tensor in snapshots[4].items()})
-    trained = {name: p.detach().clone() for name, p in model.hf_model.named_parameters()}
-    (found,) = found_by(scorer, [passage])
-    assert all(one.exact.logprobs == pytest.approx(one.claimed, abs=2e-5) for one in found)
-    assert all(torch.equal(p, trained[name]) for name, p in model.hf_model.named_parameters())
-
-
-def test_what_ranks_are_told_to_read_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    model, _, snapshots = model_with_history(tmp_path)
-    sampling = replace(PLAIN, temperature=0.7, top_k=5)
-    passage = sampled(model, snapshots, [(2, 20), (4, 20)], sampling, True)
-    readings = [reading_of(passage, piece, None) for piece in passage.pieces]
-    assert readings_from_bytes(readings_to_bytes(readings)) == readings
-    assert [one.keeps for one in readings] == [True, True] and readings[0].count == 20
-
-
-def test_ranks_that_follow_keep_what_the_first_one_keeps(tmp_path: Path) -> None:
-    model, _, snapshots = model_with_history(tmp_path)
-    follower = RankReader(model, versions_max=2).kept
-    follower._is_leader = False
-    for version, tensors in snapshots.items():
-        follower.keep(Version(version), tensors)
-    assert follower.versions == [0, 2, 4]
-    follower.forget_before(Version(2))
-    assert follower.versions == [2, 4]

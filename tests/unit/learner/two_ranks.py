@@ -1,6 +1,8 @@
-"""One rank of a small learner; torchrun starts two of them: `-m tests.unit.learner.two_ranks COMMAND MODEL FOLDER DTYPE`.
+"""One rank of two over gloo: `-m tests.unit.learner.two_ranks COMMAND DENSE MOE FOLDER`.
 
-DTYPE may end in `-lora`, and in `-copies` for two copies of the weights, of which each is spread over half of the ranks.
+`paths`: every way in which ranks train (SCENARIOS) in one start, because torch takes seconds to load; rank 0 leaves in FOLDER what
+came of each. The second rank is as on another machine: it has a run folder and models of its own. `daemon`: a whole run; `failing`:
+one whose second rank cannot code its rows.
 """
 
 from __future__ import annotations
@@ -9,47 +11,74 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from echo2.base.errors import EchoError
+from echo2.base.errors import ConfigError, DeltaFormatError, EchoError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.audit import Habits, Passage, examined, passage_of
+from echo2.learner.audit import Habits, Passage, examine, passage_of
 from echo2.learner.options import LearnerLimits, LearnerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch, SentTokens, TrainGroup
-from echo2.learner.startup import follow, new_team
+from echo2.learner.startup import new_team
 from echo2.learner.training import loading
+from echo2.learner.training import model as model_module
 from echo2.learner.training import shards as sharded
-from echo2.learner.training.ranks import own_part, ranks_of_environment
+from echo2.learner.training.ranks import DistributedRanks, Ranks, own_part, ranks_of_environment
+from echo2.learner.training.shards import HeldVersions, ShardFollower, ShardLeader
 from echo2.learner.training.team import Team
-from echo2.weights import HostWeights
+from echo2.weights import (
+    CodecSetting,
+    DeltaHeader,
+    HostWeights,
+    encode_delta,
+    encode_keyframe,
+    join_frames,
+    section_fingerprint,
+    table_of,
+)
 from echo2.weights.fingerprint import key_of_run
 from tests.unit.learner.fleet import options_for
 from tests.unit.learner.test_trainer import random_groups
+from tests.unit.weights.models import KEY, with_changes
 
-STEPS = 3
+STEPS = 2
 RANK = int(os.environ.get("RANK", "0"))
+SCENARIOS = ("float32", "lora", "bf16", "bf16_as_on_gpu", "copies", "copies_as_on_gpu", "moe")
+"""`copies`: each rank has a copy of its own. `as_on_gpu`: parameters and gradients are bf16, as a CPU has to be made to do."""
 
 
-def options_of(model: Path, folder: Path, weights_dtype: str) -> LearnerOptions:
-    options = options_for(folder, model, staleness={"bound": 4, "kappa": 2})
-    dtype, _, more = weights_dtype.partition("-")
-    copies = 2 if more == "copies" else 1
+def options_of(scenario: str, dense: Path, moe: Path, folder: Path) -> LearnerOptions:
+    options = options_for(folder, moe if scenario == "moe" else dense, staleness={"bound": 4, "kappa": 2})
+    dtype = "float32" if scenario in ("float32", "moe") else "bfloat16"
+    copies = 2 if scenario.startswith("copies") else 1
     trainer = replace(options.trainer, weights_dtype=dtype, token_budget=40, replicas=copies)
-    if more == "lora":
-        trainer = replace(trainer, lora_rank=2)
-    return replace(options, trainer=trainer)
+    return replace(options, trainer=replace(trainer, lora_rank=2 if scenario == "lora" else 0))
+
+
+def team_of(scenario: str, options: LearnerOptions, ranks: Ranks) -> Team:
+    original = model_module._computes_in_bf16
+    if scenario.endswith("as_on_gpu"):
+        model_module._computes_in_bf16 = lambda *_: True
+    try:
+        return new_team(options, ranks)
+    finally:
+        model_module._computes_in_bf16 = original
 
 
 def batch(step: int) -> Batch:
-    return Batch(Step(step), random_groups(step, count=2 + step))
+    return Batch(Step(step), random_groups(step, count=4 + step))
 
 
 def passages() -> list[Passage]:
@@ -66,68 +95,19 @@ def passages() -> list[Passage]:
     return found
 
 
-def scored(team: Team, published: Mapping[str, torch.Tensor]) -> tuple[list[float], float]:
-    """The numbers of all passages under their versions, from a step and what was published on both its sides; and what the
-    step behind them gives."""
+def scored(team: Team) -> tuple[list[float], float]:
+    """The numbers of all passages under their versions, from what was published on both sides of a step; and what the step
+    behind them gives."""
     scorer = team.scorer(4, Version(STEPS))
-    scorer.keep(Version(STEPS), published)
+    scorer.keep(Version(STEPS), team.snapshot())
     team.step(batch(STEPS))
     scorer.keep(Version(STEPS + 1), team.snapshot())
     with scorer.turn():
-        found = examined(passages(), scorer.versions, scorer, scorer.together)
+        found = examine(passages(), scorer)
     numbers = [number for each in found for one in each for number in one.exact.logprobs.tolist()]
     result = team.step(batch(STEPS + 1)).metrics
     assert result is not None
     return numbers, result.loss
-
-
-def lead(team: Team, folder: Path, loaded_elements: list[int]) -> None:
-    """Three steps, a checkpoint; what came of them goes to a file."""
-    results = [team.step(batch(step)) for step in range(STEPS)]
-    taken = team.snapshot()
-    policy = team.whole(taken, Version(STEPS))
-    store = CheckpointStore(folder / "checkpoints", LearnerLimits(free_bytes_min=0))
-    checkpoint = team.take(store, taken, Version(STEPS), {"journal_from": 0})
-    store.save(checkpoint)
-    again = team.step(batch(STEPS))
-    team.load_newest(store)
-    repeated = team.step(batch(STEPS))
-    after = team.whole(team.snapshot(), Version(STEPS + 1))
-    moved = {name: tensor + 1 for name, tensor in after.items()}
-    rows = team.hold(Version(STEPS + 1), moved)
-    is_held = all(torch.equal(t, moved[n]) for n, t in team.whole(rows, Version(STEPS + 1)).items())
-    is_shared_out = all(isinstance(tensor, DTensor) for tensor in rows.values())
-    loaded = team.load_newest(store)
-    assert loaded is not None
-    numbers, behind = ([], 0.0) if team.model.adapter else scored(team, loaded.published)
-    team.stop()
-    torch.save(
-        {
-            "steps": [{**asdict(r.metrics), "grad_norm": r.grad_norm, "positions": r.positions} for r in results],
-            "policy": policy,
-            "after": after,
-            "held": is_held and is_shared_out,
-            "again": again.metrics.loss,
-            "repeated": repeated.metrics.loss,
-            "scored": numbers,
-            "behind": behind,
-            "loaded_elements": loaded_elements,
-            "moment_elements": sum(own_part(s["exp_avg"]).numel() for s in team.trainer.optimiser.state.values()),
-        },
-        folder / "result.pt",
-    )
-
-
-def resume(team: Team, folder: Path) -> None:
-    """A later start of all ranks: the step behind the newest checkpoint, as `lead` made it twice."""
-    store = CheckpointStore(folder / "checkpoints", LearnerLimits(free_bytes_min=0))
-    loaded = team.load_newest(store)
-    assert loaded is not None
-    result = team.step(batch(STEPS)).metrics
-    after = team.whole(team.snapshot(), Version(STEPS + 1))
-    team.stop()
-    assert result is not None
-    torch.save({"step": int(loaded.step), "loss": result.loss, "after": after}, folder / "resumed.pt")
 
 
 def watch_loading() -> list[int]:
@@ -145,6 +125,151 @@ def watch_loading() -> list[int]:
     return held
 
 
+def count_meetings(ranks: DistributedRanks) -> list[int]:
+    """Sizes of what this rank adds up with the other copies from now on."""
+    mesh, met, original = ranks.mesh("cpu"), [], dist.all_reduce
+    assert mesh is not None
+    group = mesh.get_group("replica") if ranks.replicas > 1 else None
+
+    def counted(tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        if group is not None and named.get("group") == group:
+            met.append(tensor.numel())
+        return original(tensor, *rest, **named)
+
+    dist.all_reduce = counted
+    return met
+
+
+def lead(team: Team, ranks: DistributedRanks, folder: Path, loaded_elements: list[int]) -> dict[str, Any]:
+    """Some steps; the versions before and after them, coded by each rank's own rows; a checkpoint, taken back."""
+    before = team.snapshot()
+    met = count_meetings(ranks)
+    results = [team.step(batch(step)) for step in range(STEPS)]
+    meetings = list(met)
+    after = team.snapshot()
+    policy = team.whole(after, Version(STEPS))
+    whole = DeltaHeader(target_version=Version(0), fingerprint_key=KEY)
+    keyframe = join_frames(team.coder.keyframe(before, whole))
+    delta = replace(
+        whole, target_version=Version(STEPS), parent_version=Version(0),
+        parent_fingerprint=team.coder.fingerprint(Version(0), before, KEY),
+    )  # fmt: skip
+    containers = {"keyframe": keyframe, "delta": join_frames(team.coder.delta(before, after, delta))}
+    store = CheckpointStore(folder / "checkpoints", LearnerLimits(free_bytes_min=0))
+    store.save(team.take(store, after, Version(STEPS), {"journal_from": 0}))
+    again = team.step(batch(STEPS))
+    team.load_newest(store)
+    repeated = team.step(batch(STEPS))
+    moved = {name: tensor + 1 for name, tensor in policy.items()}
+    rows = team.hold(Version(STEPS + 1), moved)
+    is_held = all(torch.equal(t, moved[n]) for n, t in team.whole(rows, Version(STEPS + 1)).items())
+    team.coder.forget_before(Version(STEPS))
+    team.load_newest(store)
+    numbers, behind = ([], 0.0) if team.model.adapter else scored(team)
+    team.stop()
+    return {
+        "steps": [{**asdict(result.metrics), "grad_norm": result.grad_norm} for result in results if result.metrics],
+        "whole": policy,
+        "dtypes": {str(parameter.dtype) for parameter in team.model.parameters},
+        "met": meetings,
+        "microbatches": [len(part.own) for step in range(STEPS) for part in team.trainer._parts(batch(step))],
+        "held": is_held and all(isinstance(tensor, DTensor) for tensor in rows.values()),
+        "again": again.metrics.loss if again.metrics else None,
+        "repeated": repeated.metrics.loss if repeated.metrics else None,
+        "scored": numbers,
+        "behind": behind,
+        "loaded_elements": loaded_elements,
+        "moment_elements": sum(own_part(s["exp_avg"]).numel() for s in team.trainer.optimiser.state.values()),
+        **containers,
+    }
+
+
+def refused(options: LearnerOptions, ranks: DistributedRanks) -> str:
+    """What a start is refused with whose second rank was told another budget."""
+    budget = options.trainer.token_budget + ranks.rank
+    try:
+        new_team(replace(options, trainer=replace(options.trainer, token_budget=budget)), ranks)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+class Tied(nn.Module):
+    """Heights that two ranks share unevenly, one that leaves the second rank nothing, and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(33, 24)
+        self.layers = nn.ModuleList(nn.Linear(24, 24 + 7 * i) for i in range(3))
+        self.scale = nn.Parameter(torch.full((1, 5), 0.5))
+        self.head = nn.Linear(24, 33, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("turns", torch.arange(9.0))
+
+
+def code_uneven_rows(group: dist.ProcessGroup) -> None:
+    """What both ranks code of their rows is what one process codes of all of them, to the byte."""
+    torch.manual_seed(3)
+    model, rng = Tied().bfloat16(), np.random.default_rng(3)
+    old = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    new = {name: with_changes(rng, tensor, 0.05, 2) for name, tensor in old.items()}
+    for version in (old, new):
+        version["head.weight"] = version["embed.weight"]
+    held = HeldVersions()
+    for number, weights in enumerate((old, new)):
+        part = Tied().bfloat16()
+        part.load_state_dict(weights)
+        for layer in part.layers:
+            fully_shard(layer)
+        held.keep(Version(number), {n: t.detach() for n, t in fully_shard(part).state_dict().items()})
+    if RANK:
+        ShardFollower(group, held).serve()
+        assert held.versions == [1], "what is forgotten on the first rank is forgotten here"
+    else:
+        leader, own = ShardLeader(group, 2), [held.of(Version(0)), held.of(Version(1))]
+        for setting in CodecSetting:
+            header = DeltaHeader(
+                Version(1), Version(0), leader.fingerprint(Version(0), own[0], KEY), None, KEY, setting, 400, 2
+            )
+            assert join_frames(leader.delta(*own, header)) == join_frames(encode_delta(old, new, header))
+        whole = DeltaHeader(Version(1), fingerprint_key=KEY, block_elements=400, shard_count=2)
+        assert join_frames(leader.keyframe(own[1], whole)) == join_frames(encode_keyframe(new, whole))
+        leader.forget_before(Version(1))
+        leader.stop()
+    columns = {"w": distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (2,)), [Shard(1)])}
+    try:
+        section_fingerprint(columns, table_of(columns), RANK, 2, KEY)
+        raise AssertionError("columns are no rows")
+    except DeltaFormatError as error:
+        assert "tensor w: expected elements" in str(error)
+
+
+def paths(dense: Path, moe: Path, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "meeting"), 2)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=60))
+    ranks = DistributedRanks()
+    own = folder / "elsewhere" if RANK else folder
+    told = refused(options_of("moe", dense, moe, own), ranks)
+    assert told, "on every rank"
+    assert ranks.encoders is not None
+    code_uneven_rows(ranks.encoders)
+    copies, loaded = DistributedRanks(2), watch_loading()
+    for scenario in SCENARIOS:
+        options = options_of(scenario, dense, moe, own / scenario)
+        given = copies if options.trainer.replicas > 1 else ranks
+        loaded.clear()
+        team = team_of(scenario, options, given)
+        if RANK:
+            team.follow()
+        else:
+            found = lead(team, given, folder / scenario, list(loaded))
+            torch.save({**found, "refused": told}, folder / f"{scenario}.pt")
+    dist.destroy_process_group()
+
+
+# ---- a whole run
+
+
 def count_gathered() -> list[str]:
     """Whole tensors that this rank takes part in gathering from now on, by shape."""
     gathered: list[str] = []
@@ -160,29 +285,22 @@ def count_gathered() -> list[str]:
 
 
 def obey(options: LearnerOptions, folder: Path, fails_at: int | None) -> None:
-    """Another rank than the first, to its end; `fails_at`: the version of which it cannot code its rows."""
+    """The second rank to its end; `fails_at`: the version of which it cannot code its rows."""
     gathered, original = count_gathered(), sharded.section_blocks
-    coded: list[int] = []
 
     def broken(parent: Any, target: Any, header: Any, *rest: Any) -> Any:
-        coded.append(header.target_version)
         if header.target_version == fails_at:
             raise OSError("a row cannot be read")
         return original(parent, target, header, *rest)
 
     sharded.section_blocks = broken
-    team = new_team(options, ranks_of_environment(options.trainer.replicas))
+    team = new_team(options, ranks_of_environment())
     team.follow()
     (newest,) = team._held.versions
     held = team._held.of(newest).values()
     assert all(isinstance(tensor, DTensor) for tensor in held)
-    said = {
-        "gathered": gathered,
-        "newest": newest,
-        "coded": coded,
-        "own_elements": sum(own_part(tensor).numel() for tensor in held),
-    }
-    (folder / f"rank{RANK}.json").write_text(json.dumps(said))
+    said = {"gathered": gathered, "newest": newest, "own_elements": sum(own_part(t).numel() for t in held)}
+    (folder / "rank1.json").write_text(json.dumps(said))
 
 
 def serve(options: LearnerOptions, folder: Path) -> None:
@@ -216,23 +334,12 @@ def serve(options: LearnerOptions, folder: Path) -> None:
 
 
 def main() -> None:
-    command, model, folder, weights_dtype = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    options = options_of(model, folder, weights_dtype)
+    command, dense, moe, folder = sys.argv[1], *map(Path, sys.argv[2:5])
     torch.set_num_threads(1)
-    if command == "steps":
-        ranks = ranks_of_environment(options.trainer.replicas)
-        if ranks.is_leader:
-            loaded = watch_loading()
-            lead(new_team(options, ranks), folder, loaded)
-        else:
-            follow(options, ranks)
-    elif command == "resume":
-        ranks = ranks_of_environment(options.trainer.replicas)
-        if ranks.is_leader:
-            resume(new_team(options, ranks), folder)
-        else:
-            follow(options, ranks)
-    elif RANK > 0:
+    options = options_of("bf16", dense, moe, folder)
+    if command == "paths":
+        paths(dense, moe, folder)
+    elif RANK:
         obey(options, folder, fails_at=4 if command == "failing" else None)
     else:
         serve(options, folder)

@@ -99,9 +99,7 @@ class Held(Ends):
         return [
             name
             for name, daemon in found
-            if isinstance(daemon, WorkerDaemon)
-            and daemon.worker is not None
-            and daemon.worker.leases.machine.exact_leases
+            if isinstance(daemon, WorkerDaemon) and daemon.worker is not None and daemon.worker.leases.exact_leases
         ]
 
     async def epilogue(self) -> None:

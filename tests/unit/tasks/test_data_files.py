@@ -9,8 +9,7 @@ import pytest
 
 from echo2.base.errors import TaskError
 from echo2.tasks.data_files import ColumnChoice, folder_to_show, local_data_set, read_math_rows
-from echo2.tasks.rewards import Containment, RewardLimits, launch_of
-from echo2.tasks.task import ChatMessage, TaskSpec
+from echo2.tasks.task import ChatMessage
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 ROWS = [
@@ -94,17 +93,6 @@ def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytes
         local_data_set("org/other")
     with pytest.raises(TaskError, match="found nothing there"):
         read_math_rows(local_data_set("./org/puzzles"))
-
-
-def test_a_contained_scorer_reads_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub_cache(tmp_path, [{"prompt": "1+1?", "answer": "2"}])
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    spec = TaskSpec("math", {"path": "org/puzzles", "subset": "main"}, 0)
-    launch = launch_of(spec, RewardLimits(), Containment())
-    assert str(tmp_path / "hub" / "datasets--org--puzzles") in (launch.view.readable if launch.view else ())
-    told = json.loads(launch.setup)
-    assert told["args"]["path"] == str(tmp_path / "hub" / "datasets--org--puzzles" / "snapshots" / "aaa")
 
 
 def test_columns_that_the_user_names_come_first(tmp_path: Path) -> None:

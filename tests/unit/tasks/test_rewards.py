@@ -60,7 +60,6 @@ def test_rewards_come_with_their_parts_and_a_raising_one_costs_only_itself(
         assert results[0].reward is not None and results[0].reward.parts == {"seed": 3.0}
         assert [r.failure for r in results[1:3]] == [RewardFailure.RAISED, RewardFailure.RAISED]
         assert results[1].message == "ValueError: no such answer"
-        assert (scorer.counts().scored, scorer.counts().raised) == (3, 2)
 
 
 def test_a_reward_that_nobody_waits_for_any_more_ends_in_silence(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,7 +78,6 @@ def test_an_instance_that_nothing_can_be_scored_on_is_no_senders_fault() -> None
         spun = scorer.submit(0, "spin", "liar").result(WAIT_S)
         assert spun.failure in (RewardFailure.EXHAUSTED, RewardFailure.TIMED_OUT)  # the latter on a busy machine
         assert scorer.submit(2, "fine").result(WAIT_S).failure is None
-        assert scorer.counts().fault == 2
 
 
 def test_what_a_completion_used_up_is_worth_0_and_other_failures_nothing_and_the_pool_goes_on() -> None:
@@ -89,6 +87,7 @@ def test_what_a_completion_used_up_is_worth_0_and_other_failures_nothing_and_the
         "die": (RewardFailure.DIED, None),
         "kill": (RewardFailure.RAISED, None),  # a contained process may signal nobody
         "spin": (RewardFailure.EXHAUSTED, 0.0),
+        "x" * (17 << 20): (RewardFailure.TOO_LARGE, None),
     }
     with opened(SPEC) as scorer:
         futures = {text: scorer.submit(0, text, "sender") for text in expected}
@@ -96,8 +95,6 @@ def test_what_a_completion_used_up_is_worth_0_and_other_failures_nothing_and_the
         assert {t: (r.failure, r.reward.value if r.reward else None) for t, r in results.items()} == expected
         assert all(r.reward is None or r.reward.parts == {"exhausted": 1.0} for r in results.values())
         assert scorer.submit(0, "fine").result(WAIT_S).failure is None
-        counts = scorer.counts()
-        assert (counts.scored, counts.timed_out, counts.out_of_memory, counts.exhausted) == (1, 1, 1, 1)
 
 
 def test_trusted_rewards_that_fail_cost_only_themselves_too() -> None:
@@ -149,12 +146,6 @@ def test_the_queue_is_bounded_and_a_closed_pool_refuses_and_cancels() -> None:
         pool.submit(0, "fine")
 
 
-def test_a_completion_over_the_limit_costs_only_itself() -> None:
-    with opened(SPEC) as scorer:
-        assert scorer.submit(0, "x" * (17 << 20)).result(WAIT_S).failure is RewardFailure.TOO_LARGE
-        assert scorer.submit(0, "fine").result(WAIT_S).failure is None
-
-
 def test_plain_comparisons_of_our_own_stay_in_this_process_and_others_do_not() -> None:
     plain = TaskSpec("sort_digits")
     with opened(plain) as own, opened(CHEAP_SPEC, containment=TRUSTED) as trusted:
@@ -169,16 +160,11 @@ def test_environments_are_stepped_in_the_pool_whichever_process_answers() -> Non
     pool = RewardPool(TaskSpec("calculator", {"turns_max": 3}, seed=1), LIMITS)
     try:
         call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
-        steps = [pool.submit_step(index, [call]) for index in range(4)]
-        for step in steps:
-            observation = step.result(WAIT_S).observation
-            assert observation is not None
-            assert observation.messages[0].content == "42"
-        ends = [pool.submit_step(index, [call, "I give up"]) for index in range(4)]
-        for end in ends:
-            observation = end.result(WAIT_S).observation
-            assert observation is not None and observation.reward is not None
-            assert observation.reward.value == 0.0
+        for step in [pool.submit_step(index, [call]) for index in range(4)]:
+            assert [message.content for message in step.result(WAIT_S).messages] == ["42"]
+        for end in [pool.submit_step(index, [call, "I give up"]) for index in range(4)]:
+            reward = end.result(WAIT_S).reward
+            assert reward is not None and reward.value == 0.0
         late = pool.submit_step(0, [call, "I give up", "again"]).result(WAIT_S)
         assert late.failure is RewardFailure.RAISED and "no completion after its end" in late.message
     finally:
@@ -194,6 +180,8 @@ def test_a_contained_scorer_reads_a_data_set_of_the_hubs_cache(monkeypatch: pyte
         (kept / "blobs" / "b").write_text(json.dumps({"prompt": "1/4+1/4?", "answer": "0.5"}) + "\n")
         (kept / "snapshots" / "aaa").mkdir(parents=True)
         (kept / "snapshots" / "aaa" / "train.jsonl").symlink_to(Path("../../blobs/b"))
+        (kept / "refs").mkdir()
+        (kept / "refs" / "main").write_text("aaa")
         monkeypatch.setenv("HF_HOME", home)
         monkeypatch.delenv("HF_HUB_CACHE", raising=False)
         with opened(TaskSpec("math", {"path": "org/puzzles"}), RewardLimits()) as scorer:

@@ -1,9 +1,8 @@
-"""Tool use: real calls to a real calculator, mistakes answered and survived, an end after the turns allowed."""
+"""Calls of tools as families write them; an environment with a real calculator, mistakes answered and survived."""
 
 from __future__ import annotations
 
 import json
-import re
 import time
 
 import pytest
@@ -11,8 +10,117 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import TaskError
-from echo2.tasks.task import replayed
-from echo2.tasks.tools import ArithmeticProblems, Calculator, CalculatorEnvironments, tool_calls_in
+from echo2.tasks.tools import CALLS_MAX, FORMATS, Calculator, CalculatorEnvironments, tool_calls_in, tool_format_of
+
+BY_NAME = {one.name: one for one in FORMATS}
+ADD = {"a": 1, "b": [2, 3]}
+WRITTEN = {
+    "hermes": 'so: <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}\n</tool_call>',
+    "qwen_coder": (
+        "so: <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2, 3]\n</parameter>\n"
+        "</function>\n</tool_call>"
+    ),
+    "glm": (
+        "so: <tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+        "<arg_value>[2, 3]</arg_value>\n</tool_call>"
+    ),
+    "mistral": 'so: [TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}]',
+    "deepseek": 'so: <｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1, "b": [2, 3]}\n```<｜tool▁call▁end｜>',
+    "granite": 'so: <|tool_call|>[{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}]',
+    "llama": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": [2, 3]}}',
+    "llama_json": '{"name": "add", "parameters": {"a": 1, "b": [2, 3]}}',
+}
+NEWER = {
+    "mistral": 'so: [TOOL_CALLS]add[ARGS]{"a": 1, "b": [2, 3]}',
+    "deepseek": 'so: <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": [2, 3]}<｜tool▁call▁end｜>',
+    "granite": 'so: <|tool_call|>[{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}]<|/tool_call|>',
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [*WRITTEN.items(), *NEWER.items()])
+def test_a_familys_calls_are_found_and_taken_out_of_its_text(name: str, text: str) -> None:
+    rest, calls = BY_NAME[name].split(text)
+    assert [(call.name, call.arguments) for call in calls] == [("add", ADD)]
+    assert rest == ("" if name.startswith("llama") else "so:")
+
+
+@pytest.mark.parametrize("name", sorted(WRITTEN))
+def test_what_does_not_parse_stays_text(name: str) -> None:
+    text = WRITTEN[name]
+    for broken in (
+        text[:-9],
+        text.replace("add", ""),
+        "no call",
+        "",
+        text.replace("name", "nom").replace("add", "<a{"),
+    ):
+        rest, calls = BY_NAME[name].split(broken)
+        assert calls or rest == broken
+    many = (WRITTEN[name] + " ") * 500
+    assert len(BY_NAME[name].split(many)[1]) <= CALLS_MAX
+
+
+def test_the_template_says_which_family_it_is() -> None:
+    for one in FORMATS:
+        assert tool_format_of(f"... {one.sign} ...").name == one.name
+    assert tool_format_of("{{ messages }}").name == "hermes"
+
+
+ARGUMENTS = st.dictionaries(st.text("abc", min_size=1), st.text("ab<>=/\n 1", max_size=9), max_size=4)
+
+
+@given(ARGUMENTS)
+def test_values_come_back_as_they_were_written(arguments: dict[str, str]) -> None:
+    written = {
+        "qwen_coder": "".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in arguments.items()),
+        "glm": "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>" for k, v in arguments.items()),
+    }
+    for name, text in written.items():
+        before, after = ("<function=f>", "</function>") if name == "qwen_coder" else ("f\n", "")
+        (call,) = BY_NAME[name].split(f"<tool_call>{before}{text}{after}</tool_call>")[1]
+        assert call.arguments.keys() == arguments.keys()
+        for key, value in arguments.items():
+            assert call.arguments[key] == (int(value) if value.strip().isdecimal() else value), name
+
+
+HOSTILE = {
+    "qwen_coder": [
+        ("<tool_call><function=f>", "<parameter=a>", "</function></tool_call>"),
+        ("<tool_call><function=f>", "<parameter=", "</function></tool_call>"),
+        ("<tool_call><function=f>", "<parameter=a", "</function></tool_call>"),
+        ("<tool_call><function=f>", "<parameter=a>\n", "</function></tool_call>"),
+        ("", "<tool_call><function=f>", "</function></tool_call>"),
+    ],
+    "glm": [
+        ("<tool_call>f", "<arg_key>a</arg_key><arg_value>", "</tool_call>"),
+        ("<tool_call>f", "<arg_key>", "</tool_call>"),
+        ("<tool_call>f", "<arg_key>a</arg_key>", "</tool_call>"),
+        ("<tool_call>f<arg_key>a</arg_key>", " ", "</tool_call>"),
+        ("<tool_call>f", "<arg_key>a</arg_key>  ", "</tool_call>"),
+    ],
+    "hermes": [("", "<tool_call>{", "</tool_call>"), ("", "<tool_call>", ""), ("<tool_call>", "[", "</tool_call>")],
+    "mistral": [("", "[TOOL_CALLS][{", ""), ("[TOOL_CALLS]", "[ARGS]", ""), ("", "[TOOL_CALLS]a[ARGS]", "")],
+    "deepseek": [
+        ("", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        ("<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    ],
+    "granite": [("", "<|tool_call|>", ""), ("<|tool_call|>", "[", "<|/tool_call|>")],
+    "llama": [("<|python_tag|>", "{", ""), ("<|python_tag|>[", "1,", "")],
+    "llama_json": [("", '{"a":', ""), ("[", "[],", "")],
+}
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_a_hostile_completion_of_200_kb_takes_no_time(name: str) -> None:
+    """Milliseconds each; what takes the square of the length took seconds."""
+    for before, again, behind in HOSTILE[name]:
+        text = before + again * (200_000 // len(again)) + behind
+        began = time.process_time()
+        BY_NAME[name].split(text)
+        assert time.process_time() - began < 0.5, (before, again)
+
+
+# ---- an environment with a tool
 
 SOURCE = CalculatorEnvironments(seed=1, turns_max=3)
 
@@ -47,16 +155,13 @@ def test_mistakes_are_answered_and_the_episode_goes_on() -> None:
 
 
 def test_the_last_turn_is_scored_as_it_stands_even_if_it_calls_again() -> None:
-    _, observations = replayed(SOURCE, 0, (call("1+1"), call("1+1"), call("1+1")))
-    assert [observation.is_done for observation in observations] == [False, False, True]
-    with pytest.raises(TaskError, match="no completion after its end"):
-        replayed(SOURCE, 0, ("42", "43"))
+    environment = SOURCE.open(0)
+    environment.reset()
+    assert [environment.step(call("1+1")).is_done for _ in range(3)] == [False, False, True]
 
 
 def test_episodes_depend_on_seed_and_index_alone() -> None:
-    completions = (call("2*3"), "no")
-    assert replayed(SOURCE, 5, completions) == replayed(SOURCE, 5, completions)
-    assert replayed(SOURCE, 5, completions)[0] != replayed(SOURCE, 6, completions)[0]
+    assert SOURCE.open(5).reset() == SOURCE.open(5).reset() != SOURCE.open(6).reset()
 
 
 @given(st.integers(-999, 999), st.integers(-999, 999), st.sampled_from("+-*"))
@@ -91,34 +196,15 @@ def test_deep_nesting_is_refused_and_calls_a_turn_are_bounded() -> None:
     assert len(tool_calls_in(call("1") * 40)) == 16
 
 
-def test_arithmetic_takes_the_last_number() -> None:
-    task = ArithmeticProblems(0)
-    instance = task.sample(3)
-    assert task.score(instance, f"12 + 5 ... so {int(instance.answer):,}").value == 1.0
-    assert task.score(instance, "none").value == 0.0
-
-
 @pytest.mark.parametrize(
     "text",
     [
-        "<tool_call>" * 100_000,
-        "<tool_call>" + " " * 1_000_000,
-        "<tool_call>" + " \n" * 500_000 + "x" + "\t" * 500_000,
-        ("<tool_call>" + " " * 1000) * 1000,
-        "</tool_call>" * 90_000 + "<tool_call>",
-        "<tool_call>" + "[" * 1_000_000 + "</tool_call>",
-        "<tool_call>{}</tool_call>" * 40_000,
+        "<tool_call>" * 100_000, "<tool_call>" + " \n" * 500_000 + "x" + "\t" * 500_000, "</tool_call>" * 90_000 + "<tool_call>",
+        "<tool_call>" + "[" * 1_000_000 + "</tool_call>", "<tool_call>{}</tool_call>" * 40_000,
     ],
-)
+)  # fmt: skip
 def test_a_megabyte_against_the_parser_takes_no_time(text: str) -> None:
     began = time.process_time()
     calls = tool_calls_in(text)
     assert time.process_time() - began < 0.5
     assert len(calls) <= 16 and all(call.problem for call in calls)
-
-
-@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", " ", "\n", "{}", '{"name": "a"}', "x"]), max_size=40))
-def test_calls_are_what_the_plain_reading_of_the_format_finds(pieces: list[str]) -> None:
-    text = "".join(pieces)
-    expected = re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", text, re.DOTALL)[:16]
-    assert [bool(call.problem) for call in tool_calls_in(text)] == [found != '{"name": "a"}' for found in expected]

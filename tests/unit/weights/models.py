@@ -10,6 +10,7 @@ from echo2.weights import ContainerDecoder, DeltaHeader, HostWeights, StagedDelt
 from echo2.weights.elements import ELEMENT_TYPES, ElementType, bits_of, tensor_of
 
 KEY = 0x5EED
+Weights = dict[str, torch.Tensor]
 
 
 def random_tensor(rng: np.random.Generator, element: ElementType, shape: tuple[int, ...]) -> torch.Tensor:

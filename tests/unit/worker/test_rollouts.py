@@ -1,4 +1,4 @@
-"""."""
+"""Rollouts as they grow, and the gate at which tokens of unproven weights wait."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.ids import LeaseId, Version
-from echo2.base.rollout import FinishReason, Rollout, SegmentVerdict, Verdict, VersionSpan
+from echo2.base.rollout import FinishReason, Rollout, VersionSpan
 from echo2.learner.rollouts.admission import problem_of_end
-from echo2.worker import leases as d
 from echo2.worker.engines.engine import TokenChunk
-from echo2.worker.leases import Leases
-from echo2.worker.options import WorkerLimits
 from echo2.worker.rollouts import TokenGate, expected_remaining
-from tests.unit.worker.test_leases import group
+from tests.unit.worker.test_leases import L1, Surroundings, group, held
 
 
 def chunk(request_id: str, token: int, version: int, reason: FinishReason = FinishReason.UNFINISHED) -> TokenChunk:
@@ -98,45 +95,29 @@ def test_siblings_weigh_more_than_strangers_and_only_longer_ones_count() -> None
 SPEC = replace(group("g", 1, 20), sampling=replace(
     group("g").sampling, max_new_tokens=20, stop_strings=(b"</a>",), stop_piece_ids=(5, 6), stop_pieces=(b"x</", b"a>"))
 )  # fmt: skip
-REQUEST = "g-1/0"
-
-
-def token_chunk(*tokens: int, reason: FinishReason = FinishReason.UNFINISHED) -> TokenChunk:
-    numbers = (-0.5,) * len(tokens)
-    return TokenChunk(REQUEST, tokens, numbers, numbers, Version(0), reason)
-
-
-def begun(*, is_continuation: bool = False) -> Leases:
-    made = Leases(WorkerLimits(leases_max=6, drain_s=2.0))
-    for event in (d.CoordinatorUp(1.0), d.LearnerUp(), d.VersionLive(Version(0), 4)):
-        made.handle(event, 0.0)
-    made.handle(d.Granted(LeaseId("g-1"), SPEC, 100.0, is_continuation), 0.0)
-    return made
 
 
 def test_tokens_behind_a_stop_string_are_cut_off_and_the_engine_is_stopped() -> None:
-    worker = begun()
-    assert not [a for a in worker.handle(d.Sampled((token_chunk(2, 6, 5),)), 0.1) if isinstance(a, d.Abort)]
-    actions = worker.handle(d.Sampled((token_chunk(6, 3, 4),)), 0.2)
-    assert [a.request_id for a in actions if isinstance(a, d.Abort)] == [REQUEST]
-    late = worker.handle(d.Sampled((token_chunk(8),)), 0.25)
-    assert not [a for a in late if isinstance(a, d.Abort)], "on its way meanwhile"
-    actions += [*late, *worker.handle(d.Sampled((token_chunk(reason=FinishReason.ABORTED),)), 0.3)]
-    actions += worker.handle(d.WakeUp(), 3.0)
-    (report,) = [a for a in actions if isinstance(a, d.Report)]
-    (segment,) = report.segments
+    it = Surroundings().begin()
+    it.grant(L1, SPEC)
+    it.sample("l1/0", 2, 6, 5)
+    assert it.running
+    it.sample("l1/0", 6, 3, 4)
+    assert not it.running
+    it.chunks = [TokenChunk("l1/0", (8,), (-1.0,), (-1.0,), Version(0), FinishReason.UNFINISHED), *it.chunks]
+    it.deliver()  # was on its way meanwhile
+    it.at(3.0)
+    (segment,) = it.reports[L1]
     assert segment.token_ids == (2, 6, 5, 6) and segment.finish_reason is FinishReason.STOP
-    verdict = SegmentVerdict(SPEC.group_id, 0, Verdict.ADMITTED, 4)
-    ended = [a for a in worker.handle(d.VerdictsArrived(LeaseId("g-1"), (verdict,)), 3.1) if isinstance(a, d.EndLease)]
-    assert len(ended) == 1
+    it.judge(L1)
+    assert L1 in it.ended
 
 
 def test_whoever_goes_on_with_a_rollout_that_ended_with_a_stop_string_samples_nothing_behind_it() -> None:
-    numbers = (-0.5,) * 2
-    held = Rollout(SPEC.group_id, 0, (5, 6), numbers, numbers, (VersionSpan(Version(0), 2),), FinishReason.UNFINISHED)
-    worker = begun(is_continuation=True)
-    actions = worker.handle(d.PartialsArrived(LeaseId("g-1"), (held,)), 0.1)
-    assert not [a for a in actions if isinstance(a, d.Submit)]
+    it = Surroundings().begin()
+    it.grant(L1, SPEC, is_continuation=True)
+    it.leases.on_partials(L1, [held("g", 0, (5, 6))])
+    assert not it.running
 
 
 def test_the_learner_refuses_what_no_stop_string_ends() -> None:

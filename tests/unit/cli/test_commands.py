@@ -1,0 +1,213 @@
+"""The commands as typed: what is wrong is said in one line, with an exit code of its own kind; a signal asks for a clean end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from echo2.base.errors import BadToken, ConfigError, EchoError, PortBusy, TaskError
+from echo2.base.ids import PeerId
+from echo2.broadcast.nat.reach import HostFacts
+from echo2.cli import coordinator, learner, main, worker
+from echo2.cli.process import run_daemon
+from echo2.cli.worker import worker_options
+from echo2.config.load import load_config
+from echo2.learner.options import LearnerOptions
+from echo2.worker.heartbeat import dialled_port, reach_of
+from tests.patience import WAIT_S
+from tests.unit.learner.tiny import make_tiny_model
+
+LINK = "echo2://127.0.0.1:1/12D3KooWPonMYafxrz8bgmhv4GFZcVwJh5A5svfk3x2QL1j1uNuF?token=abc"
+NOWHERE = ["--folder", "/proc/nope"]
+
+
+@pytest.mark.parametrize(
+    ("program", "typed", "code", "said"),
+    [
+        (main, ["dmo"], 2, "expected one of config, demo, run, .*, got 'dmo' \\(did you mean demo\\?\\)"),
+        (main, ["demo", "--stalness", "3"], 2, "no such option: --stalness \\(did you mean --staleness\\?\\)"),
+        (main, ["demo", "--steps", "many"], 2, "command line: --steps: expected a whole number, got 'many'"),
+        (main, ["export"], 2, "expected run, target, got none; echo2 export --help explains it"),
+        (main, ["export", "/proc/nope", "/tmp/x"], 8, "/proc/nope"),
+        (worker, ["join", "LINK", "--nmae", "x"], 2, "no such option: --nmae \\(did you mean --name\\?\\)"),
+        (worker, ["joyn"], 2, "got 'joyn' \\(did you mean join\\?\\)"),
+        (worker, ["join", "@no.link"], 2, "expected a file with a link at no.link, found nothing there"),
+        (worker, ["join", "http://example"], 2, "expected echo2://"),
+        (worker, ["join", LINK, *NOWHERE], 6, "/proc/nope"),
+        (worker, ["join", LINK, "--name", "../../x y"], 2, "--name: expected up to 63 letters"),
+        (coordinator, ["hand.toml"], 2, "a run file is given as --config hand.toml"),
+        (coordinator, ["--config", "no-such.toml"], 2, "no-such.toml: expected a TOML file, found nothing there"),
+        (coordinator, NOWHERE, 8, "/proc/nope"),
+        (learner, ["join", "LINK", "--learner.lrr", "1"], 2, "no such option \\(did you mean learner.lr\\?\\)"),
+        (learner, ["join", LINK, *NOWHERE, "--model.path", "x"], 6, "/proc/nope"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_one_line_that_says_what_was_meant(
+    program: object, typed: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        ended = program.main(typed)  # type: ignore[attr-defined]
+    except SystemExit as end:
+        ended = end.code
+    told = capsys.readouterr().err
+    errors = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert (ended, len(errors)) == (code, 1) and "Traceback" not in told, told
+    assert re.search(said, errors[0]), told
+
+
+def test_every_argument_of_every_command_is_explained() -> None:
+    from docs.generate import _parser_of
+
+    def unexplained(parser: argparse.ArgumentParser) -> Iterator[str]:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in action.choices.values():
+                    yield from unexplained(inner)
+            elif not action.help:
+                yield f"{parser.prog} {action.dest}"
+
+    for program in (main, coordinator, learner, worker):
+        assert list(unexplained(_parser_of(program.main))) == []
+
+
+def test_the_value_of_an_option_is_not_taken_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["config", "show", "--preset", "wan", "--learner.lr", "2e-6", "--plain"]) == 0
+    assert "lr = 2e-06" in capsys.readouterr().out
+
+
+def test_a_mapped_port_is_named_by_an_ip_address_and_a_port_that_peers_may_dial(tmp_path: Path) -> None:
+    own = argparse.Namespace(link="echo2://h:1/p?token=t", name="w", folder=tmp_path, preemption="", advertise="")
+    for text in ("203.0.113.5:41873", "[2001:db8::5]:41873"):
+        own.advertise = text
+        options = worker_options(own, load_config())
+        assert options.advertised_addresses == (text,)
+        assert dialled_port(options, 8419) == 41873
+        facts = HostFacts("203.0.113.5", is_reachable=True)
+        told = reach_of(facts, ["192.168.0.2:8419"], 41873, PeerId("hub"))
+        assert told is not None and list(told.addresses) == ["203.0.113.5:41873"]
+    own.advertise = ""
+    assert dialled_port(worker_options(own, load_config()), 8419) == 8419
+    for text in ("host.example:41873", "203.0.113.5", "203.0.113.5:22", "203.0.113.5:70000", "0.0.0.0:41873"):
+        own.advertise = text
+        with pytest.raises(ConfigError, match="--advertise: expected the public IP address and the mapped port"):
+            worker_options(own, load_config())
+
+
+def test_a_single_rollout_of_each_prompt_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[run]\nfolder = "{tmp_path}/runs"\n[model]\npath = "nowhere"\n[learner]\nrollouts_per_prompt = 1\n'
+    )
+    assert main.main(["run", str(file)]) == ConfigError.exit_code
+    assert "learner.rollouts_per_prompt: expected 2 or more" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    assert learner.main(["join", "link", "--config", str(file)]) == ConfigError.exit_code
+    assert "take 4 to 16" in capsys.readouterr().err
+
+
+def test_only_rank_0_needs_the_file_with_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    arguments = ["join", f"@{tmp_path / 'nowhere.link'}", "--folder", str(tmp_path / "run"), "--model.path", str(model)]
+    followed: list[LearnerOptions] = []
+
+    def follow(options: LearnerOptions) -> int:
+        followed.append(options)
+        return 0
+
+    monkeypatch.setattr(learner, "follow_rank_0", follow)
+    monkeypatch.setenv("RANK", "1")
+    assert learner.main(arguments) == 0 and followed[0].join_link == "" and followed[0].link_file is None
+    monkeypatch.setenv("RANK", "0")
+    assert learner.main(arguments) != 0 and len(followed) == 1
+    assert "expected a file with a link" in capsys.readouterr().err
+
+
+def test_rewards_that_cannot_work_end_the_learner_before_it_joins_or_loads_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    arguments = ["join", "echo2://nobody", "--folder", str(folder), "--model.path", str(tmp_path / "no-model")]
+    assert learner.main([*arguments, "--task.name", "tests.unit.tasks.naughty:Always"]) == TaskError.exit_code
+    assert "naughty:Always: expected a reward for a sample" in (said := capsys.readouterr().err), said
+    assert not folder.exists()
+
+
+class Failing:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def run(self) -> None:
+        raise self.error
+
+    def stop(self) -> None:
+        raise AssertionError("nobody asked for it")
+
+
+class Waiting:
+    """Runs until it is stopped; sends itself a signal as soon as it runs."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+        self.stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(self.stopped.wait(), WAIT_S)
+
+    def stop(self) -> None:
+        self.was_asked = True
+        self.stopped.set()
+
+
+@pytest.mark.parametrize("error", [PortBusy("expected port 1, got\nnothing"), BadToken("no")])
+def test_an_error_is_one_line_and_its_exit_code(error: EchoError, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_daemon(lambda: Failing(error)) == error.exit_code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"error: {type(error).__name__}: ")
+
+
+def test_no_space_left_is_a_disk_full_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run_daemon(lambda: Failing(OSError(28, "No space left on device", "/runs/x")))
+    assert code == 6
+    assert "DiskFull" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_there_is_a_daemon_ends_it_without_a_word() -> None:
+    script = (
+        "import os, signal; from echo2.cli import learner as own\n"
+        "own.parse = lambda *_: os.kill(os.getpid(), signal.SIGINT); own.main(['join', 'x'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_the_first_signal_asks_for_a_clean_stop() -> None:
+    made: list[Waiting] = []
+
+    def make() -> Waiting:
+        made.append(Waiting())
+        return made[0]
+
+    assert run_daemon(make) == 0
+    assert made[0].was_asked
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    shown = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m echo2.cli.main config show | head -1"],
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    assert (shown.stdout, shown.stderr) == ("[run]\n", "")
