@@ -19,14 +19,13 @@ from echo2.base.rng import uniform
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.base.staged import TensorUpdate
 from echo2.weights.fingerprint import fingerprint
-from echo2.worker.engines.engine import Engine, GenerateRequest, SwapMode
+from echo2.worker.engines.engine import Engine, SwapMode
 from tests.contract.engine_rig import (
     CONTEXT_TOKENS,
     VOCAB_COUNT,
     Collected,
     Rig,
     Staged,
-    bits_of,
     refused,
     tiny_config,
 )
@@ -89,111 +88,75 @@ def sampling_logprobs(raw_V: torch.Tensor, params: SamplingParams) -> torch.Tens
     return out
 
 
-def test_logprobs_agree_with_the_full_forward_for_more_sequences_than_slots(rig: Rig) -> None:
+def test_logprobs_agree_with_the_full_forward_for_more_sequences_than_slots_and_siblings_differ(rig: Rig) -> None:
     sampled = dataclasses.replace(SHORT, temperature=0.8, top_k=30, top_p=0.9)
 
     async def body() -> None:
+        shared = prompts(1, seed=3)[0] + (1, 2, 3, 4)
+        siblings = [rig.request(shared, dataclasses.replace(LONG, seed=seed), prefix="group") for seed in range(12)]
         requests = [
             rig.request(prompt, dataclasses.replace(sampled, max_new_tokens=4 + 5 * i))
             for i, prompt in enumerate(prompts(14))
         ]
-        for request, got in zip(requests, await rig.generate(*requests), strict=True):
-            assert len(got.token_ids) == request.sampling.max_new_tokens
-            assert set(got.versions) == {0}
+        before = rig.engine.stats()
+        found = await rig.generate(*requests, *siblings)
+        assert rig.engine.stats().sampled_tokens - before.sampled_tokens == sum(len(s.token_ids) for s in found)
+        assert rig.engine.stats().decode_s > before.decode_s
+        for request, got in zip([*requests, *siblings], found, strict=True):
+            assert len(got.token_ids) == request.sampling.max_new_tokens and set(got.versions) == {0}
             assert rig.worst(request.prompt_token_ids, got) < TOLERANCE
+        for request, got in zip(requests, found, strict=False):
             judged = rig.raw_logprobs(0, request.prompt_token_ids, got.token_ids)
             for at, token in enumerate(got.token_ids):
                 assert abs(float(sampling_logprobs(judged[at], sampled)[token]) - got.logprobs[at]) < TOLERANCE
+        assert len({tuple(sibling.token_ids) for sibling in found[len(requests) :]}) == len(siblings)
 
     rig.run(body)
 
 
-def test_siblings_share_a_prompt_and_differ(rig: Rig) -> None:
-    async def body() -> None:
-        prompt = prompts(1, seed=3)[0] + (1, 2, 3, 4)
-        own = [dataclasses.replace(LONG, seed=seed) for seed in range(12)]
-        requests = [rig.request(prompt, sampling, prefix="group") for sampling in own]
-        sequences = await rig.generate(*requests)
-        assert max(rig.worst(prompt, sequence) for sequence in sequences) < TOLERANCE
-        assert len({tuple(sequence.token_ids) for sequence in sequences}) == len(sequences)
-
-    rig.run(body)
-
-
-def test_tokens_are_those_that_the_seed_picks_whatever_the_request_the_batch_and_where_it_began(rig: Rig) -> None:
-    """What a learner relies on that tests them: also for a sequence that goes on elsewhere, beside others."""
-    if not rig.engine.draws_by_seed:
-        pytest.skip("draws by a generator of its own")
-
-    async def body() -> None:
-        prompt = prompts(1, seed=14)[0]
-        others = [rig.request(other, LONG) for other in prompts(3, seed=15)]
-        (whole,) = await rig.generate(rig.request(prompt, SHORT))
-        rest, *_ = await rig.generate(rig.request(prompt, SHORT, done=whole.token_ids[:9]), *others)
-        assert whole.token_ids[:9] + rest.token_ids == whole.token_ids
-        chances = rig.raw_logprobs(0, prompt, whole.token_ids).double().exp()
-        for place, (token, chances_V) in enumerate(zip(whole.token_ids, chances, strict=True)):
-            below = float(chances_V[:token].sum())
-            assert below - TOLERANCE <= uniform(SHORT.seed, place) <= below + float(chances_V[token]) + TOLERANCE
-
-    rig.run(body)
-
-
-def test_greedy_takes_the_likeliest_token(rig: Rig) -> None:
-    async def body() -> None:
-        prompt = prompts(1, seed=4)[0]
-        (got,) = await rig.generate(rig.request(prompt, dataclasses.replace(SHORT, temperature=0.0)))
-        judged = rig.raw_logprobs(0, prompt, got.token_ids)
-        assert got.token_ids == judged.argmax(dim=-1).tolist()
-        assert got.logprobs == [0.0] * len(got.token_ids)
-
-    rig.run(body)
-
-
-def test_sequences_stop_at_a_stop_token_or_their_budget_which_may_fill_the_context(rig: Rig) -> None:
-    async def body() -> None:
-        prompt = prompts(1, seed=5)[0]
-        (free,) = await rig.generate(rig.request(prompt, dataclasses.replace(SHORT, temperature=0.0)))
-        stop = free.token_ids[-1]
-        until = free.token_ids.index(stop) + 1
-        stopping = dataclasses.replace(SHORT, temperature=0.0, stop_token_ids=(stop,))
-        full = dataclasses.replace(SHORT, max_new_tokens=CONTEXT_TOKENS - len(prompt))
-        stopped, filled = await rig.generate(rig.request(prompt, stopping), rig.request(prompt, full))
-        assert free.finish_reason is FinishReason.LENGTH
-        assert (stopped.finish_reason, stopped.token_ids) == (FinishReason.STOP, free.token_ids[:until])
-        assert filled.finish_reason is FinishReason.LENGTH
-        assert len(prompt) + len(filled.token_ids) == CONTEXT_TOKENS
-
-    rig.run(body)
+def chi_squared_is_small(drawn: Counter[int], expected_V: torch.Tensor) -> bool:
+    """Below mean + 5 sigma of a chi-squared with that many degrees of freedom: fails by chance about once in a million."""
+    likely = [token for token in range(VOCAB_COUNT) if expected_V[token] >= 5]
+    total = sum((drawn[t] - float(expected_V[t])) ** 2 / float(expected_V[t]) for t in likely)
+    return total < len(likely) + 5 * math.sqrt(2 * len(likely))
 
 
 @pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(max_new_tokens=1),
-        SamplingParams(max_new_tokens=1, temperature=1.7, top_k=12),
-        SamplingParams(max_new_tokens=1, temperature=0.9, top_p=0.6),
-    ],
-    ids=["plain", "hot-top-k", "top-p"],
+    "filters",
+    [{}, {"temperature": 1.7, "top_k": 12}, {"temperature": 0.9, "top_p": 0.6}],
+    ids=["plain", "hot", "top-p"],
 )
-def test_first_tokens_follow_the_sampling_distribution(rig: Rig, params: SamplingParams) -> None:
-    count = 1200
+def test_tokens_follow_the_sampling_distribution_and_those_of_a_seed_are_picked_by_it_wherever_it_began(
+    rig: Rig, filters: dict[str, float]
+) -> None:
+    """What a learner relies on that tests them: the same tokens also for a sequence that goes on elsewhere, beside others."""
+    sampling = dataclasses.replace(SHORT, **filters)  # type: ignore[arg-type]
 
-    async def body() -> None:
-        prompt = (3, 1, 4)
+    async def by_seed() -> None:
+        prompt = prompts(1, seed=14)[0]
+        others = [rig.request(other, LONG) for other in prompts(3, seed=15)]
+        (whole,) = await rig.generate(rig.request(prompt, sampling))
+        rest, *_ = await rig.generate(rig.request(prompt, sampling, done=whole.token_ids[:9]), *others)
+        assert whole.token_ids[:9] + rest.token_ids == whole.token_ids
+        for place, token in enumerate(whole.token_ids):
+            raw_V = rig.raw_logprobs(0, prompt, whole.token_ids[: place + 1])[place]
+            chances_V = sampling_logprobs(raw_V, sampling).exp()
+            below = float(chances_V[:token].sum())
+            assert below - TOLERANCE <= uniform(sampling.seed, place) <= below + float(chances_V[token]) + TOLERANCE
+
+    async def by_frequency() -> None:
+        count, prompt, params = 1200, (3, 1, 4), dataclasses.replace(sampling, max_new_tokens=1)
         requests = [rig.request(prompt, dataclasses.replace(params, seed=seed), prefix="same") for seed in range(count)]
         drawn = Counter(sequence.token_ids[0] for sequence in await rig.generate(*requests))
         expected = sampling_logprobs(rig.raw_logprobs(0, prompt, (0,))[0], params).exp()
-        assert all(expected[token] > 0 for token in drawn)
-        likely = [token for token in range(VOCAB_COUNT) if expected[token] * count >= 5]
-        chi_squared = sum((drawn[t] - count * float(expected[t])) ** 2 / (count * float(expected[t])) for t in likely)
-        # Mean + 5 sigma of a chi-squared with that many degrees of freedom: fails by chance about once in a million.
-        assert chi_squared < len(likely) + 5 * math.sqrt(2 * len(likely))
+        assert all(expected[token] > 0 for token in drawn) and chi_squared_is_small(drawn, count * expected)
 
-    rig.run(body)
+    rig.run(by_seed if rig.engine.draws_by_seed else by_frequency)
 
 
-def test_second_tokens_follow_the_distribution_where_the_prompt_invites_a_guess(rig: Rig) -> None:
+@pytest.mark.vllm
+def test_second_tokens_follow_the_distribution_where_the_prompt_invites_a_guess() -> None:
+    rig = Rig("vllm-drafts", tiny_config("qwen3"), lambda config: make_engine("vllm-drafts", config))
     count = 800
     params = SamplingParams(max_new_tokens=2, temperature=0.7)
     # Ends in 7, after which the prompt knows 40 tokens, and one more after each of those: a guess at the second token.
@@ -212,10 +175,28 @@ def test_second_tokens_follow_the_distribution_where_the_prompt_invites_a_guess(
         assert len(chances) > count / 4, "many second tokens could be guessed"
         assert abs(guessed - sum(chances)) < 5 * math.sqrt(sum(chances) + 1)
         expected = torch.stack([after[first] for first, _ in drawn]).sum(0)
-        seconds = Counter(second for _, second in drawn)
-        likely = [token for token in range(VOCAB_COUNT) if expected[token] >= 5]
-        chi_squared = sum((seconds[t] - float(expected[t])) ** 2 / float(expected[t]) for t in likely)
-        assert chi_squared < len(likely) + 5 * math.sqrt(2 * len(likely))
+        assert chi_squared_is_small(Counter(second for _, second in drawn), expected)
+
+    rig.run(body)
+    rig.close()
+
+
+def test_greedy_takes_the_likeliest_and_sequences_stop_at_a_stop_token_or_their_budget_which_may_fill_the_context(
+    rig: Rig,
+) -> None:
+    async def body() -> None:
+        prompt = prompts(1, seed=5)[0]
+        (free,) = await rig.generate(rig.request(prompt, dataclasses.replace(SHORT, temperature=0.0)))
+        assert free.token_ids == rig.raw_logprobs(0, prompt, free.token_ids).argmax(dim=-1).tolist()
+        assert free.logprobs == [0.0] * len(free.token_ids)
+        stop = free.token_ids[-1]
+        until = free.token_ids.index(stop) + 1
+        stopping = dataclasses.replace(SHORT, temperature=0.0, stop_token_ids=(stop,))
+        full = dataclasses.replace(SHORT, max_new_tokens=CONTEXT_TOKENS - len(prompt))
+        stopped, filled = await rig.generate(rig.request(prompt, stopping), rig.request(prompt, full))
+        assert free.finish_reason is filled.finish_reason is FinishReason.LENGTH
+        assert (stopped.finish_reason, stopped.token_ids) == (FinishReason.STOP, free.token_ids[:until])
+        assert len(prompt) + len(filled.token_ids) == CONTEXT_TOKENS
 
     rig.run(body)
 
@@ -330,66 +311,49 @@ def _broken(rig: Rig, how: str) -> Staged:
     return dataclasses.replace(good, tensors=[*good.tensors[:-1], replaced[how]])
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "unknown name",
-        "shape",
-        "dtype",
-        "past the end",
-        "unsorted",
-        "too few values",
-        "other base",
-        "missing tensor",
-        "twice",
-    ],
-)
-def test_a_failed_swap_leaves_the_old_version_live(rig: Rig, how: str) -> None:
+HOWS = (
+    "unknown name", "shape", "dtype", "past the end", "unsorted", "too few values", "other base", "missing tensor", "twice",
+)  # fmt: skip
+
+
+def test_a_failed_swap_leaves_the_old_version_live(rig: Rig) -> None:
     async def body() -> None:
         before = await rig.engine.fingerprint(11)
         prompt = prompts(1, seed=12)[0]
-        running = rig.submit(rig.request(prompt, LONG))
-        await refused(rig.engine.swap(_broken(rig, how), SwapMode.RECOMPUTE_KV), EngineError)
-        assert rig.engine.version == 0
-        assert await rig.engine.fingerprint(11) == before
-        await rig.finish(running)
-        assert rig.worst(prompt, running) < TOLERANCE
+        for how in HOWS:
+            running = rig.submit(rig.request(prompt, SHORT))
+            await refused(rig.engine.swap(_broken(rig, how), SwapMode.RECOMPUTE_KV), EngineError)
+            assert rig.engine.version == 0 and await rig.engine.fingerprint(11) == before, how
+            await rig.finish(running)
+            assert rig.worst(prompt, running) < TOLERANCE, how
 
     rig.run(body)
 
 
-def test_fingerprint_is_that_of_the_published_weights(rig: Rig) -> None:
-    def published(version: int, key: int) -> int:
-        named = rig.models[version].named_parameters()
-        return fingerprint({name: tensor.detach().bfloat16() for name, tensor in named}, key)
+def test_fingerprint_is_that_of_the_published_weights_bit_for_bit(rig: Rig) -> None:
+    def published(version: int) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().bfloat16() for name, tensor in rig.models[version].named_parameters()}
 
     async def body() -> None:
-        assert await rig.engine.fingerprint(99) == published(0, 99)
+        count = rig.engine.stats().swap_count
+        assert await rig.engine.fingerprint(99) == fingerprint(published(0), 99)
         await rig.engine.swap(rig.delta(1), SwapMode.RECOMPUTE_KV)
-        assert await rig.engine.fingerprint(99) == published(1, 99)
+        assert await rig.engine.fingerprint(99) == fingerprint(published(1), 99)
         await rig.engine.swap(rig.keyframe(2), SwapMode.RECOMPUTE_KV)
-        assert await rig.engine.fingerprint(7) == published(2, 7) != published(1, 7)
-
-    rig.run(body)
-
-
-def test_not_a_number_and_negative_zero_arrive_bit_for_bit(rig: Rig) -> None:
-    async def body() -> None:
-        name, tensor = next(iter(rig.models[0].named_parameters()))
-        places = np.arange(4, dtype=np.int64)
-        odd = np.array([0x7FC1, 0x8000, 0xFF80, 0x0001], np.uint16)
-        update = TensorUpdate(name, "bfloat16", tuple(tensor.shape), places, odd)
-        await rig.engine.swap(Staged(Version(1), Version(0), [update]), SwapMode.RECOMPUTE_KV)
-        expected = {name: tensor.detach().bfloat16() for name, tensor in rig.models[0].named_parameters()}
-        bits = bits_of(expected[name])
-        bits[:4] = odd
-        expected[name] = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(tensor.shape)
+        assert await rig.engine.fingerprint(7) == fingerprint(published(2), 7) != fingerprint(published(1), 7)
+        expected = published(2)
+        name, tensor = next(iter(expected.items()))
+        odd = np.array([0x7FC1, 0x8000, 0xFF80, 0x0001], np.uint16)  # not a number and negative zero among them
+        update = TensorUpdate(name, "bfloat16", tuple(tensor.shape), np.arange(4, dtype=np.int64), odd)
+        await rig.engine.swap(Staged(Version(3), Version(2), [update]), SwapMode.RECOMPUTE_KV)
+        tensor.view(torch.int16).reshape(-1)[:4] = torch.from_numpy(odd.view(np.int16))
         assert await rig.engine.fingerprint(3) == fingerprint(expected, 3)
+        assert rig.engine.stats().swap_count == count + 3
 
     rig.run(body)
 
 
-def test_bad_requests_are_refused_at_once(rig: Rig) -> None:
+def test_bad_requests_are_refused_at_once_and_ids_can_be_used_again_after_their_end(rig: Rig) -> None:
     async def body() -> None:
         good = rig.request((1, 2), SHORT)
         bad = [
@@ -404,33 +368,13 @@ def test_bad_requests_are_refused_at_once(rig: Rig) -> None:
         for request in bad:
             with pytest.raises(EchoError, match=good.request_id):
                 rig.engine.submit(request)
-        running = rig.submit(good)
-        with pytest.raises(EchoError, match=good.request_id):
-            rig.engine.submit(good)
-        await rig.finish(running)
-
-    rig.run(body)
-
-
-def test_stats_count_tokens_and_swaps(rig: Rig) -> None:
-    async def body() -> None:
-        before = rig.engine.stats()
-        sequences: list[Collected] = await rig.generate(*(rig.request(p, SHORT) for p in prompts(3, seed=13)))
-        await rig.engine.swap(rig.delta(1), SwapMode.RECOMPUTE_KV)
-        after = rig.engine.stats()
-        assert after.sampled_tokens - before.sampled_tokens == sum(len(s.token_ids) for s in sequences)
-        assert after.swap_count == before.swap_count + 1
-        assert (after.running_sequences, after.waiting_sequences) == (0, 0)
-        assert after.decode_s > before.decode_s
-
-    rig.run(body)
-
-
-def test_request_ids_can_be_used_again_after_their_end(rig: Rig) -> None:
-    async def body() -> None:
-        request: GenerateRequest = rig.request((7, 8), SHORT)
-        (first,) = await rig.generate(request)
-        (second,) = await rig.generate(request)
-        assert len(first.token_ids) == len(second.token_ids) == SHORT.max_new_tokens
+        for _ in range(2):
+            running = rig.submit(good)
+            with pytest.raises(EchoError, match=good.request_id):
+                rig.engine.submit(good)
+            await rig.finish(running)
+            assert len(running.token_ids) == SHORT.max_new_tokens
+        stats = rig.engine.stats()
+        assert (stats.running_sequences, stats.waiting_sequences) == (0, 0)
 
     rig.run(body)

@@ -188,14 +188,12 @@ def given_up_at(bytes_per_s: float, keyframe_s: float, whole_bytes: int = OF_32B
     return None
 
 
-def test_a_large_model_on_a_usual_link_is_waited_for() -> None:
+def test_a_large_model_on_a_usual_link_is_waited_for_and_a_hub_much_slower_than_peers_given_up_soon() -> None:
     """32B at 400 Mbit/s takes 22 minutes, a keyframe over the same link nearly as long."""
-    assert given_up_at(50e6, keyframe_s=0.7 * OF_32B / 50e6) is None
-
-
-def test_a_hub_that_is_much_slower_than_peers_is_given_up_soon() -> None:
-    found = given_up_at(5e6, keyframe_s=0.7 * OF_32B / 50e6)
-    assert found is not None and found <= 60
+    keyframe_s = 0.7 * OF_32B / 50e6
+    assert given_up_at(50e6, keyframe_s) is None
+    soon = given_up_at(5e6, keyframe_s)
+    assert soon is not None and soon <= 60
 
 
 @given(st.floats(0, 1800), st.floats(1e6, 1e9))
@@ -307,17 +305,13 @@ def test_a_download_that_is_not_wanted_any_more_ends_with_the_piece_on_its_way(s
     asyncio.run(scene())
 
 
-def test_a_download_much_slower_than_a_keyframe_is_given_up(
+def test_a_download_much_slower_than_a_keyframe_and_what_the_hub_does_not_have_are_left_to_peers(
     served: type[Hub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(hub, "JUDGED_FROM_S", 0.3)
     served.pause_s = 0.2
     with caplog.at_level("INFO", "echo2.worker"):
         assert asyncio.run(download("a/b", lambda: 0.01)) is None
-    assert "download of a/b from the hub is given up: it would take" in caplog.text and served.sent < 20
-
-
-def test_what_the_hub_does_not_have_is_left_to_peers(served: type[Hub], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "echo2.worker"):
         assert asyncio.run(download("a/none", lambda: math.inf)) is None
+    assert "download of a/b from the hub is given up: it would take" in caplog.text and served.sent < 20
     assert "a/none cannot be had from the hub" in caplog.text

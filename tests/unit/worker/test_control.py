@@ -1,4 +1,4 @@
-"""."""
+"""The owner's commands to a running worker, and the list of those that run here."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from echo2.base.errors import ConfigError, ProtocolError, StateError, Unreachable
+from echo2.base.errors import ProtocolError, StateError, Unreachable
 from echo2.cli import worker
 from echo2.worker import control as running
 from echo2.worker.control import (
     ControlServer,
-    RunningWorker,
     ask,
     listening_sockets,
     running_workers,
     socket_path,
-    the_one,
 )
 
 
 async def answered(command: str) -> dict[str, object]:
-    if command != "status":
-        raise ProtocolError(f"command: expected status, got {command}")
-    return {"version": 3}
+    match command:
+        case "status":
+            return {"version": 3}
+        case "drain" | "leave":
+            return {"text": f"{command} begins"}
+    raise ProtocolError(f"command: expected status, got {command}")
 
 
 @pytest.mark.parametrize("depth", [1, 12])
@@ -38,6 +39,7 @@ def test_a_running_worker_answers_its_owner_however_deep_its_folder(tmp_path: Pa
     folder.mkdir(parents=True)
 
     async def scene() -> None:
+        socket_path(folder).touch()  # left by a killed worker
         server = ControlServer(folder, "w0", answered)
         await server.start()
         assert await ask(folder, "status") == {"version": 3}
@@ -51,38 +53,7 @@ def test_a_running_worker_answers_its_owner_however_deep_its_folder(tmp_path: Pa
             await ask(folder, "status")
 
     asyncio.run(scene())
-
-
-def test_a_socket_left_by_a_killed_worker_is_taken_over(tmp_path: Path) -> None:
-    async def scene() -> None:
-        socket_path(tmp_path).touch()
-        server = ControlServer(tmp_path, "w0", answered)
-        await server.start()
-        assert await ask(tmp_path, "status") == {"version": 3}
-        await server.stop()
-
-    asyncio.run(scene())
-
-
-def test_the_owners_commands_ask_the_worker_and_print_what_it_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def obeyed(command: str) -> dict[str, object]:
-        return {"version": 3, "waits_for": ""} if command == "status" else {"text": f"{command} begins"}
-
-    async def scene() -> None:
-        server = ControlServer(tmp_path, "w0", obeyed)
-        await server.start()
-        for command in ("status", "drain", "leave"):
-            code = await asyncio.to_thread(worker.main, [command, "--folder", str(tmp_path)])
-            assert code == 0
-        await server.stop()
-
-    asyncio.run(scene())
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].split() == ["version", "3"]
-    assert printed[-2:] == ["drain begins", "leave begins"]
-    assert worker.main(["status", "--folder", str(tmp_path)]) == 10
+    assert worker.main(["status", "--folder", str(folder)]) == 10
 
 
 @pytest.fixture(autouse=True)
@@ -99,16 +70,12 @@ def only_workers_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(running, "TABLE", Own())
 
 
-async def says_its_version(command: str) -> dict[str, object]:
-    return {"version": 3} if command == "status" else {"text": f"{command} begins"}
-
-
 def with_workers(folders: dict[str, Path], scene: Callable[[], Awaitable[None]]) -> None:
     async def play() -> None:
         async with AsyncExitStack() as stack:
             for name, folder in folders.items():
                 folder.mkdir(parents=True)
-                server = ControlServer(folder, name.split("@")[0], says_its_version)
+                server = ControlServer(folder, name.split("@")[0], answered)
                 await server.start()
                 stack.push_async_callback(server.stop)
             await scene()
@@ -151,18 +118,14 @@ def test_of_several_one_is_chosen_by_name_or_folder(tmp_path: Path, capsys: pyte
     with_workers(folders, scene)
 
 
-def test_nobody_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert worker.main(["status"]) == 10
-    assert "expected one that runs on this machine, found none" in capsys.readouterr().err
-
-
-def test_a_socket_that_a_killed_worker_left_is_not_a_worker(tmp_path: Path) -> None:
+def test_a_socket_that_a_killed_worker_left_is_not_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(socket_path(tmp_path)))
         killed.listen()
         assert list(listening_sockets(running.TABLE.read_bytes())) == [socket_path(tmp_path)]
-    assert socket_path(tmp_path).exists()
-    assert asyncio.run(running_workers()) == []
+    assert socket_path(tmp_path).exists() and asyncio.run(running_workers()) == []
+    assert worker.main(["status"]) == 10
+    assert "expected one that runs on this machine, found none" in capsys.readouterr().err
 
 
 def test_a_worker_that_hangs_is_listed_with_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +134,7 @@ def test_a_worker_that_hangs_is_listed_with_what_is_wrong(tmp_path: Path, monkey
         frozen.bind(str(socket_path(tmp_path)))
         frozen.listen()
         (found,) = asyncio.run(running_workers())
-    assert (found.name, found.folder) == ("", tmp_path) and "expected one to answer" in found.trouble
-    assert "expected one to answer" in str(found)
+    assert (found.name, found.folder) == ("", tmp_path) and "expected one to answer" in str(found)
 
 
 def test_other_programs_sockets_and_connections_are_no_workers() -> None:
@@ -194,9 +156,3 @@ def test_where_there_is_no_table_the_folder_is_asked_for(tmp_path: Path, monkeyp
     monkeypatch.setattr(running, "TABLE", tmp_path / "none")
     with pytest.raises(Unreachable, match="--folder"):
         asyncio.run(running_workers())
-
-
-def test_a_name_that_two_have_chooses_neither() -> None:
-    two = [RunningWorker("w", Path(f"/{n}"), Path(f"/{n}/s")) for n in "ab"]
-    with pytest.raises(ConfigError, match="found 2: w in /a; w in /b"):
-        the_one(two, "w")

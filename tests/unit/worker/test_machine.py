@@ -1,8 +1,10 @@
-"""."""
+"""What a worker finds out and says about its machine, and what went wrong on it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import subprocess
 import sys
 import threading
@@ -15,10 +17,13 @@ import pytest
 
 from echo2.base.errors import ConfigError, ResourceError
 from echo2.coordinator.money.market import built_in_models
+from echo2.wire.bounds import LOG_LINES_MAX, check
+from echo2.worker.heartbeat import LogTail
 from echo2.worker.machine import (
     CLOUDS,
     PRICE_VARIABLE,
     LocalGpu,
+    MachinePlace,
     NoticeSource,
     Price,
     WorkerMachine,
@@ -33,10 +38,10 @@ from echo2.worker.machine import (
     memory_finding,
     memory_used_bytes,
     parse_gpus,
+    place_of,
     price_of,
     rate_finding,
     reach,
-    reach_finding,
     source_of,
     watch,
 )
@@ -77,25 +82,20 @@ def test_a_model_that_cannot_fit_is_refused_with_what_it_needs(tmp_path: Path) -
 
 def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
     machine = look(tmp_path)
-    assert machine.cores >= 1 and machine.memory_bytes > 1 << 28 and machine.free_disk_bytes > 0
-    assert "cores" in machine.describe()
+    assert machine.cores >= 1 and machine.memory_bytes > 1 << 28 and "cores" in machine.describe()
+    found = {finding.what: finding for finding in findings(replace(machine, free_disk_bytes=1 << 20), tmp_path)}
+    assert set(found) == {"GPU", "memory", "disk"} and not found["disk"].is_good
 
 
-def test_findings_name_gpu_memory_and_disk(tmp_path: Path) -> None:
-    found = {finding.what: finding for finding in findings(replace(BARE, free_memory_bytes=4 << 30), tmp_path)}
-    assert set(found) == {"GPU", "memory", "disk"} and all(finding.is_good for finding in found.values())
-    assert not findings(replace(BARE, free_disk_bytes=1 << 20), tmp_path)[2].is_good
-
-
-def test_an_address_that_nobody_answers_at_is_found_out() -> None:
+def test_an_address_that_nobody_answers_at_is_found_out_and_named_with_the_reason() -> None:
     async def scene() -> None:
         server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        assert (await reach([f"127.0.0.1:{port}"])).is_good
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert (await reach([address])).is_good and not (await reach([])).is_good
         server.close()
         await server.wait_closed()
-        closed = await reach([f"127.0.0.1:{port}"])
-        assert not closed.is_good and f"127.0.0.1:{port} (" in closed.text
+        closed = await reach([address])
+        assert not closed.is_good and f"{address} (" in closed.text
 
     asyncio.run(scene())
 
@@ -112,49 +112,31 @@ def test_memory_counts_the_processes_of_an_engine_and_theirs() -> None:
         process.communicate()
 
 
-def test_an_old_driver_is_named_with_what_is_needed() -> None:
-    assert gpu_finding("cpu", 0, "").is_good
-    assert gpu_finding("1 x NVIDIA L4", 24 << 30, "580.65.06").is_good
+def test_findings_say_what_is_bad_with_what_was_expected() -> None:
+    good = [
+        gpu_finding("cpu", 0, ""), gpu_finding("1 x NVIDIA L4", 24 << 30, "580.65.06"), memory_finding(8 << 30, 4 << 30),
+        disk_finding("/data", 20 << 30, 8 << 30), clock_finding(0.2),
+        advertised_finding("203.0.113.5:41873", "203.0.113.5", is_reachable=True),
+        advertised_finding("203.0.113.5:41873", "198.51.100.2", is_reachable=True),
+    ]  # fmt: skip
+    assert all(finding.is_good for finding in good)
+    assert "peers are told 198.51.100.2:41873" in good[-1].text
     assert "CUDA 13" in gpu_finding("1 x NVIDIA L4", 24 << 30, "550.54").text
-    old = gpu_finding("1 x Tesla V100", 16 << 30, "470.42")
-    assert not old.is_good and "at least 525" in old.line()
-
-
-def test_little_memory_or_disk_is_said() -> None:
-    assert memory_finding(8 << 30, 4 << 30).is_good
-    assert not memory_finding(8 << 30, 100 << 20).is_good
-    assert disk_finding("/data", 20 << 30, 8 << 30).is_good
-    small = disk_finding("/data", 1 << 30, 8 << 30)
-    assert not small.is_good and "for chunks" in small.text
-
-
-def test_a_skewed_clock_is_told_by_its_side() -> None:
-    assert clock_finding(0.2).is_good
-    behind, ahead = clock_finding(42.0), clock_finding(-42.0)
-    assert not behind.is_good and "42.0 s behind the coordinator's" in behind.text
-    assert not ahead.is_good and "42.0 s ahead of the coordinator's" in ahead.text
-
-
-def test_addresses_that_do_not_answer_are_named_with_the_reason() -> None:
-    assert reach_finding(["1.2.3.4:5"], {}).is_good
-    assert not reach_finding([], {}).is_good
-    closed = reach_finding(["1.2.3.4:5"], {"1.2.3.4:5": "timed out"})
-    assert not closed.is_good and "1.2.3.4:5 (timed out)" in closed.text
-
-
-def test_the_rate_names_its_load() -> None:
-    assert rate_finding(0.0, 32).line().startswith("rate: unknown: the engine sampled no token")
     assert rate_finding(1234.5, 32).line() == "rate: 1234 tokens/s with 32 sequences, measured before the first lease"
-
-
-def test_an_advertised_address_that_does_not_answer_is_told_with_what_to_do() -> None:
-    assert advertised_finding("203.0.113.5:41873", "203.0.113.5", is_reachable=True).is_good
-    elsewhere = advertised_finding("203.0.113.5:41873", "198.51.100.2", is_reachable=True)
-    assert elsewhere.is_good and "peers are told 198.51.100.2:41873" in elsewhere.text
-    silent = advertised_finding("203.0.113.5:41873", "203.0.113.5", is_reachable=False)
-    assert not silent.is_good and "hidden worker" in silent.line() and "worker.port" in silent.line()
-    far = advertised_finding("[2001:db8::5]:41873", "198.51.100.2", is_reachable=False)
-    assert "come from 198.51.100.2, not from [2001:db8::5]" in far.text
+    assert rate_finding(0.0, 32).line().startswith("rate: unknown: the engine sampled no token")
+    for bad, text in (
+        (gpu_finding("1 x Tesla V100", 16 << 30, "470.42"), "at least 525"),
+        (memory_finding(8 << 30, 100 << 20), "expected at least 1.1 GB free"),
+        (disk_finding("/data", 1 << 30, 8 << 30), "for chunks"),
+        (clock_finding(42.0), "42.0 s behind the coordinator's"),
+        (clock_finding(-42.0), "42.0 s ahead of the coordinator's"),
+        (advertised_finding("203.0.113.5:41873", "203.0.113.5", is_reachable=False), "it works as a hidden worker"),
+        (
+            advertised_finding("[2001:db8::5]:4", "198.51.100.2", is_reachable=False),
+            "from 198.51.100.2, not from [2001",
+        ),
+    ):
+        assert not bad.is_good and text in bad.line()
 
 
 def test_a_flag_beats_the_environment() -> None:
@@ -168,6 +150,30 @@ def test_a_flag_beats_the_environment() -> None:
 def test_what_is_no_price_is_refused_with_its_source(text: str) -> None:
     with pytest.raises(ConfigError, match=PRICE_VARIABLE):
         price_of(0.0, {PRICE_VARIABLE: text})
+
+
+SKY = {"SKYPILOT_CLUSTER_INFO": json.dumps({"cluster_name": "a", "cloud": "GCP", "region": "us-central1", "zone": "b"})}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, MachinePlace()),
+        ({"RUNPOD_POD_ID": "x", "RUNPOD_DC_ID": "EU-NL-1"}, MachinePlace("runpod", "EU-NL-1")),
+        ({"VAST_CONTAINERLABEL": "C.123"}, MachinePlace("vast.ai", "")),
+        (SKY, MachinePlace("gcp", "us-central1")),
+        ({"SKYPILOT_CLUSTER_INFO": "[not json"}, MachinePlace()),
+        ({"SKYPILOT_CLUSTER_INFO": "[1]"}, MachinePlace()),
+        ({"RUNPOD_POD_ID": "x", "RUNPOD_DC_ID": "a\x1b[2J" + "y" * 100}, MachinePlace("runpod", "a[2J" + "y" * 59)),
+    ],
+)
+def test_a_machine_knows_its_provider_and_region_from_its_environment(
+    environment: dict[str, str], expected: MachinePlace
+) -> None:
+    assert place_of(MachinePlace(), environment) == expected
+    assert place_of(MachinePlace("own", "cellar"), environment) == MachinePlace("own", "cellar"), (
+        "what is declared counts"
+    )
 
 
 class Metadata(BaseHTTPRequestHandler):
@@ -231,3 +237,26 @@ def test_a_source_is_a_cloud_or_an_address() -> None:
     assert source_of("http://10.0.0.1/notice").url == "http://10.0.0.1/notice"
     with pytest.raises(ConfigError, match="expected aws, azure, gcp or an http address, got 'ibm'"):
         source_of("ibm")
+
+
+def test_warnings_and_errors_are_kept_within_bounds_and_the_rest_is_not() -> None:
+    tail, log = LogTail(), logging.getLogger("tests.log_tail")
+    log.propagate = False
+    log.setLevel(logging.DEBUG)
+    log.addHandler(tail)
+    try:
+        log.info("all is well")
+        assert tail.count == 0
+        for number in range(50):
+            log.warning("no answer\x1b[2J from %s\n%s", number, "x" * 1000)
+        try:
+            raise ValueError("boom")
+        except ValueError:
+            log.error("the engine failed", exc_info=sys.exc_info())
+    finally:
+        log.removeHandler(tail)
+    message = tail.message()
+    check(message, "this worker")
+    assert (tail.count, len(message.lines)) == (51, LOG_LINES_MAX)
+    assert message.lines[-1].is_error and message.lines[-1].text == "the engine failed: ValueError: boom"
+    assert not message.lines[0].is_error and message.lines[0].text.startswith("no answer?[2J from 31 xxx")

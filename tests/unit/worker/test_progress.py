@@ -1,3 +1,5 @@
+"""What is shown of long work."""
+
 from __future__ import annotations
 
 import asyncio
@@ -8,18 +10,12 @@ import pytest
 
 from echo2.outside.under_way import under_way
 from echo2.sim.virtual_loop import VirtualLoop
-from echo2.worker.progress import LINE_EVERY_S, ProgressBars, ProgressLines, progress_for, shown
+from echo2.worker.progress import LINE_EVERY_S, ProgressLines, progress_for, shown
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def test_bars_are_for_terminals_and_lines_for_all_else() -> None:
-    assert isinstance(progress_for(Terminal(), as_json=False), ProgressBars)
-    assert isinstance(progress_for(Terminal(), as_json=True), ProgressLines)
-    assert isinstance(progress_for(io.StringIO(), as_json=False), ProgressLines)
 
 
 def test_lines_come_now_and_then_and_name_what_is_known(caplog: pytest.LogCaptureFixture) -> None:
@@ -82,8 +78,10 @@ def test_a_bar_is_drawn_and_gone_at_its_end_and_the_log_goes_on_above_it() -> No
     logger.addHandler(handler)
     logger.addHandler(elsewhere)
     elsewhere.setLevel(logging.CRITICAL)
+    assert isinstance(progress_for(terminal, as_json=True), ProgressLines)
+    assert isinstance(progress_for(io.StringIO(), as_json=False), ProgressLines)
     try:
-        bars = ProgressBars(terminal)
+        bars = progress_for(terminal, as_json=False)
         bars.at("download", 10_000_000, 40_000_000)
         assert handler.stream is not terminal and elsewhere.stream is kept
         logger.warning("a line meanwhile")

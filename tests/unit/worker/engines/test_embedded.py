@@ -96,24 +96,12 @@ async def generated(*requests: GenerateRequest, slot_count: int = 4) -> dict[str
     return tokens
 
 
-def test_a_sequence_is_the_same_alone_and_in_any_batch() -> None:
+def test_a_sequence_is_the_same_alone_in_any_batch_and_as_another_workers_continuation() -> None:
     alone = run(generated(request("mine")))["mine"]
     others = [request(f"other{index}", count=10 + 7 * index) for index in range(6)]
-    for slot_count in (1, 3, 8):
-        assert run(generated(*others, request("mine"), slot_count=slot_count))["mine"] == alone
-
-
-def test_a_continuation_on_another_worker_goes_on_in_the_same_random_stream() -> None:
-    whole = run(generated(request("mine")))["mine"]
-    for cut in (1, 13, 29):
-        assert run(generated(request("mine", done=whole[:cut])))["mine"] == whole[cut:]
-
-
-def test_the_seed_alone_chooses_the_stream() -> None:
-    other = request("c")
-    other = replace(other, sampling=replace(other.sampling, seed=5))
-    tokens = run(generated(request("a"), request("b"), other))
-    assert tokens["a"] == tokens["b"] != tokens["c"]
+    for slot_count, cut in ((1, 0), (3, 29), (8, 13)):
+        rest = run(generated(*others, request("mine", done=alone[:cut]), slot_count=slot_count))["mine"]
+        assert alone[:cut] + rest == alone
 
 
 def test_a_slowed_engine_takes_that_much_longer() -> None:
@@ -168,62 +156,42 @@ def test_nothing_is_sampled_while_the_outbox_is_full() -> None:
     run(body())
 
 
-def test_outbox_joins_tokens_of_one_version_and_ends_with_its_failure() -> None:
-    async def body() -> None:
-        box = Outbox()
-        box.bind(asyncio.get_running_loop(), lambda: None)
+def test_tokens_are_joined_in_the_outbox_growing_sequences_linger_and_an_end_leaves_alone() -> None:
+    def token(name: str = "a", reason: FinishReason = FinishReason.UNFINISHED, version: int = 1) -> SampledToken:
+        return SampledToken(name, Version(version), reason, 7, -1.0, -2.0)
 
-        def token(name: str, version: int, token_id: int) -> SampledToken:
-            return SampledToken(name, version, FinishReason.UNFINISHED, token_id, -1.0, -2.0)  # type: ignore[arg-type]
-
-        box.put([token("a", 1, 10), token("b", 1, 20)])
-        box.put([token("a", 1, 11), token("a", 2, 12)])
-        chunks = await box.take()
-        assert [(c.request_id, c.token_ids, c.version) for c in chunks] == [
-            ("a", (10, 11), 1),
-            ("a", (12,), 2),
-            ("b", (20,), 1),
-        ]
-        waiting = asyncio.create_task(box.take())
-        await asyncio.sleep(0)
-        box.close(EngineError("the reason"))
-        with pytest.raises(EngineError, match="the reason"):
-            await waiting
-
-    run(body())
-
-
-def test_growing_sequences_linger_in_the_outbox_and_an_end_leaves_alone() -> None:
     async def body() -> None:
         box = Outbox(linger_s=30.0)
         box.bind(asyncio.get_running_loop(), lambda: None)
 
-        def token(name: str = "a", reason: FinishReason = FinishReason.UNFINISHED) -> SampledToken:
-            return SampledToken(name, Version(1), reason, 7, -1.0, -2.0)
+        async def taken() -> list[tuple[str, int, int]]:
+            return [(chunk.request_id, len(chunk.token_ids), chunk.version) for chunk in await box.take()]
 
-        taking = asyncio.create_task(box.take())
-        box.put([token()])
-        assert [chunk.token_ids for chunk in await taking] == [(7,)], "the first after a pause need not wait"
-        taking = asyncio.create_task(box.take())
+        async def lingering() -> asyncio.Task[list[tuple[str, int, int]]]:
+            taking = asyncio.create_task(taken())
+            await asyncio.wait([taking], timeout=0.05)
+            assert not taking.done()
+            return taking
+
         box.put([token(), token("b")])
+        assert await taken() == [("a", 1, 1), ("b", 1, 1)], "the first after a pause need not wait"
         box.put([token(), token("b")])
-        await asyncio.wait([taking], timeout=0.05)
-        assert not taking.done()
-        box.put([token("a", FinishReason.LENGTH)])
-        assert [(chunk.request_id, chunk.token_ids) for chunk in await taking] == [("a", (7, 7, 7))]
-        taking = asyncio.create_task(box.take())
-        await asyncio.wait([taking], timeout=0.05)
-        assert not taking.done(), "an end hurries nobody else"
-        box.close()
-        assert [(chunk.request_id, chunk.token_ids) for chunk in await taking] == [("b", (7, 7))]
-        brief = Outbox(linger_s=0.01)
-        brief.bind(asyncio.get_running_loop(), lambda: None)
+        box.put([token(), token(version=2), token("b")])
+        taking = await lingering()
+        box.put([token("a", FinishReason.LENGTH, 2)])
+        assert await taking == [("a", 2, 1), ("a", 2, 2)]
+        taking = await lingering()  # an end hurries nobody else
+        box.close(EngineError("the reason"))
+        assert await taking == [("b", 2, 1)]
+        with pytest.raises(EngineError, match="the reason"):
+            await taken()
+        box = Outbox(linger_s=0.01)
+        box.bind(asyncio.get_running_loop(), lambda: None)
         for _ in range(2):
-            brief.put([token()])
-            assert len(await brief.take()) == 1, "after a while growing ones leave too"
-        brief.put([token()])
-        brief.close()
-        assert len(await brief.take()) == 1 and await brief.take() == []
+            box.put([token()])
+            assert len(await taken()) == 1, "after a while growing ones leave too"
+        box.close()
+        assert await taken() == []
 
     run(body())
 
@@ -310,7 +278,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(params=st.lists(PARAMS, min_size=1, max_size=6), seed=st.integers(0, 10**6), number=st.floats(0, 1 - 2**-53))
 def test_a_row_does_not_depend_on_its_neighbours(params: list[SamplingParams], seed: int, number: float) -> None:
     logits = torch.randn(len(params), 17, generator=torch.Generator().manual_seed(seed)) * 4
@@ -323,10 +291,10 @@ def test_a_row_does_not_depend_on_its_neighbours(params: list[SamplingParams], s
         assert together.logprobs[row] <= 0 and together.raw_logprobs[row] <= 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(params=PARAMS, seed=st.integers(0, 10**6))
 def test_drawn_probabilities_add_up_to_one(params: SamplingParams, seed: int) -> None:
-    count = 4001
+    count = 801
     logits = torch.randn(1, 11, generator=torch.Generator().manual_seed(seed)).repeat(count, 1)
     drawn = draw(logits, [params] * count, [(i + 0.5) / count for i in range(count)])
     by_token = dict(zip(drawn.token_ids, drawn.logprobs, strict=True))
@@ -335,24 +303,10 @@ def test_drawn_probabilities_add_up_to_one(params: SamplingParams, seed: int) ->
     assert sum(math.exp(logprob) for logprob in by_token.values()) > 1 - 11 * 2 / count
 
 
-def test_top_k_keeps_k_and_top_p_keeps_the_smallest_set() -> None:
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-
-    def support(params: SamplingParams) -> set[int]:
-        return set(draw(logits.repeat(200, 1), [params] * 200, [i / 200 for i in range(200)]).token_ids)
-
-    assert support(SamplingParams(top_k=2)) == {0, 1}
-    assert support(SamplingParams(top_p=0.79)) == {0, 1}
-    assert support(SamplingParams(top_p=0.81)) == {0, 1, 2}
-    assert support(SamplingParams(top_p=0.01)) == {0}
-    assert support(SamplingParams(temperature=0.0)) == {0}
-
-
-def test_uniform_numbers_fill_the_interval_evenly_and_streams_differ() -> None:
+def test_the_numbers_of_a_stream_fill_the_interval_evenly_and_streams_differ() -> None:
     numbers = [uniform(12345, position) for position in range(5000)]
-    assert all(0.0 <= number < 1.0 for number in numbers)
     tenths = [sum(int(number * 10) == tenth for number in numbers) for tenth in range(10)]
-    assert max(abs(count - 500) for count in tenths) < 5 * math.sqrt(450)
+    assert sum(tenths) == 5000 and max(abs(count - 500) for count in tenths) < 5 * math.sqrt(450)
     assert len(set(numbers) | {uniform(12346, position) for position in range(5000)}) == 10_000
 
 
