@@ -6,8 +6,8 @@ import asyncio
 import json
 import re
 import shlex
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,39 +31,14 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "coordinator.md"
 METRICS_PAGE = DOCS.parent / "reference" / "metrics.md"
 
 
-def test_actions_need_our_header_our_origin_and_our_host(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with (
-            running(options(tmp_path, model_path="org/base")) as daemon,
-            httpx.AsyncClient(base_url=daemon.dashboard_url) as web,
-        ):
-            csrf = (await web.get("/api/session")).json()["csrf"]
-            wish = {"role": "worker", "lifetime_s": 60}
-            assert (await web.post("/api/tokens", json=wish)).status_code == 403
-            foreign = {"x-echo2-csrf": csrf, "origin": "http://evil.example"}
-            assert (await web.post("/api/tokens", json=wish, headers=foreign)).status_code == 403
-            assert (await web.get("/api/state", headers={"host": "evil.example"})).status_code == 421
-            good = {"x-echo2-csrf": csrf}
-            made = await web.post("/api/tokens", json=wish, headers=good)
-            assert made.json()["join_link"].startswith("echo2://")
-            words = shlex.split(made.json()["command"])
-            assert words == ["echo-worker", "join", made.json()["join_link"], "--model.path", "org/base"]
-            for body in ({}, {"role": "king", "lifetime_s": 1}, {"role": "worker", "lifetime_s": "x"}, [1], "no"):
-                answer = await web.post("/api/tokens", json=body, headers=good)
-                assert (answer.status_code, "expected" in answer.json()["error"]) == (400, True)
-            answer = await web.post("/api/workers/state", json={"peer_id": "x", "activation": "fly"}, headers=good)
-            assert "automatic, active, standby, draining, quarantined, banned" in answer.json()["error"]
-            unknown = await web.get("/api/what-if")  # no error: browsers would tell of it on their console
-            assert (unknown.status_code, unknown.json()["is_known"]) == (200, False)
-            for number in ("nan", "inf", "x"):
-                refused = await web.get("/api/what-if", params={"fleet_size": number})
-                assert (refused.status_code, "fleet_size: expected" in refused.json()["error"]) == (400, True)
-            state = (await web.get("/api/state")).json()
-            assert made.json()["token_id"] in [token["id"] for token in state["tokens"]]
-            assert made.json()["join_link"].partition("token=")[2] not in str(state)
-            assert "default-src 'self'" in (await web.get("/")).headers["content-security-policy"]
+@asynccontextmanager
+async def page(folder: Path, **chosen: Any) -> AsyncIterator[tuple[CoordinatorDaemon, httpx.AsyncClient]]:
+    async with running(options(folder, **chosen)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
+        yield daemon, web
 
-    play(scene)
+
+async def acting(web: httpx.AsyncClient) -> dict[str, str]:
+    return {"x-echo2-csrf": (await web.get("/api/session")).json()["csrf"]}
 
 
 async def status_of(daemon: CoordinatorDaemon, head: str) -> int:
@@ -76,11 +51,37 @@ async def status_of(daemon: CoordinatorDaemon, head: str) -> int:
     return int(answer.split()[1]) if answer else 0
 
 
-def test_only_a_host_header_that_is_exactly_ours_is_answered(tmp_path: Path) -> None:
+def test_actions_need_our_header_our_origin_and_our_host_and_say_what_they_expect(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
+        async with page(tmp_path, model_path="org/base") as (daemon, web):
+            good, wish = await acting(web), {"role": "worker", "lifetime_s": 60}
+            for headers, status in (({}, 403), (good | {"origin": "http://evil.example"}, 403), (good, 200)):
+                made = await web.post("/api/tokens", json=wish, headers=headers)
+                assert made.status_code == status
+            link = made.json()["join_link"]
+            assert shlex.split(made.json()["command"]) == ["echo-worker", "join", link, "--model.path", "org/base"]
+            state = (await web.get("/api/state")).json()
+            assert made.json()["token_id"] in [token["id"] for token in state["tokens"]]
+            assert link.partition("token=")[2] not in str(state)
+            wrong: list[tuple[str, object]] = [
+                ("tokens", body)
+                for body in ({}, {"role": "king", "lifetime_s": 1}, {"role": "worker", "lifetime_s": "x"}, [1], "no")
+            ]
+            for body in ({"peer_ids": "x"}, {"peer_ids": ["nobody"]}, {"peer_ids": [1]}, {"peer_ids": ["x"] * 1001}):
+                wrong.append(("workers/release", body))
+            wrong.append(("workers/state", {"peer_id": "x", "activation": "fly"}))
+            for action, body in wrong:
+                answer = await web.post(f"/api/{action}", json=body, headers=good)
+                assert (answer.status_code, "expected" in answer.json()["error"]) == (400, True)
+            assert "automatic, active, standby, draining, quarantined, banned" in answer.json()["error"]
+            unknown = await web.get("/api/what-if")  # no error: browsers would tell of it on their console
+            assert (unknown.status_code, unknown.json()["is_known"]) == (200, False)
+            for number in ("nan", "inf", "x"):
+                refused = await web.get("/api/what-if", params={"fleet_size": number})
+                assert (refused.status_code, "fleet_size: expected" in refused.json()["error"]) == (400, True)
+            assert "default-src 'self'" in (await web.get("/")).headers["content-security-policy"]
             port = urlsplit(daemon.dashboard_url).port
-            for path in ("/api/state", "/api/session", "/", "/healthz"):
+            for path in ("/api/state", "/healthz"):
                 for host in ("localhost", f"127.0.0.1:{port}", "LocalHost:9", f"[::1]:{port}"):
                     assert await status_of(daemon, f"GET {path} HTTP/1.1\r\nhost: {host}") == 200
                 for host in (
@@ -89,31 +90,64 @@ def test_only_a_host_header_that_is_exactly_ours_is_answered(tmp_path: Path) -> 
                     "localhost:99999999",
                 ):  # fmt: skip
                     assert await status_of(daemon, f"GET {path} HTTP/1.1\r\nhost: {host}") in (400, 421), host
-                assert await status_of(daemon, f"GET {path} HTTP/1.1\r\nhost: localhost\r\nhost: evil.example") == 400
-                assert await status_of(daemon, f"GET {path} HTTP/1.1\r\nhost: localhost\r\nhost: localhost") == 400
+                for second in ("evil.example", "localhost"):
+                    head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nhost: {second}"
+                    assert await status_of(daemon, head) == 400
                 assert await status_of(daemon, f"GET {path} HTTP/1.0") == 400
 
     play(scene)
 
 
-def test_sixty_streams_of_another_program_do_not_lock_a_viewer_out(tmp_path: Path) -> None:
+def test_several_workers_are_drained_and_released_at_once(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            where = urlsplit(daemon.dashboard_url)
+        async with page(tmp_path) as (daemon, web):
+            workers = [await Node.join(daemon, Role.WORKER) for _ in range(3)]
+            for worker in workers:
+                await worker.hello()
+            good, ids = await acting(web), [worker.credentials.peer_id for worker in workers]
+            body: dict[str, object] = {"peer_ids": ids[:2], "activation": "draining"}
+            assert (await web.post("/api/workers/state", json=body, headers=good)).json() == {"count": 2}
+            rows = (await web.get("/api/state")).json()["workers"]
+            assert [rows[peer]["activation"] == "draining" for peer in ids] == [True, True, False]
+            for count in (2, 0):
+                answer = await web.post("/api/workers/release", json={"peer_ids": ids[1:]}, headers=good)
+                assert answer.json() == {"count": count}
+            for worker in workers[1:]:
+                refusal = await worker.until("refusal")
+                assert (refusal.code, refusal.message) == ("Dismissed", "released by the operator")
+            for worker in workers:
+                await worker.close()
+
+    play(scene)
+
+
+def test_the_stream_sends_all_at_first_and_then_what_has_changed_though_another_program_holds_sixty(
+    tmp_path: Path,
+) -> None:
+    async def scene() -> None:
+        async with page(tmp_path) as (daemon, web):
+            where, worker = urlsplit(daemon.dashboard_url), await Node.join(daemon, Role.WORKER)
+            await worker.hello(name="berlin")
             held = [await asyncio.open_connection(where.hostname, where.port) for _ in range(60)]
             for _, writer in held:
                 writer.write(b"GET /api/stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            await asyncio.sleep(1.0)
-            async with httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
-                assert (await web.get("/")).status_code == 200
-                async with web.stream("GET", "/api/stream") as stream:
-                    lines = stream.aiter_lines()
-                    seen = [await anext(lines) for _ in range(8)]
-                    assert stream.status_code == 200 and any(line.startswith("data: ") for line in seen)
-                    again = [await asyncio.open_connection(where.hostname, where.port) for _ in range(3)]
-                    assert (await web.get("/api/state")).status_code == 200
-            for _, writer in [*held, *again]:
+            await asyncio.gather(*(reader.readline() for reader, _ in held[-16:]))
+            assert (await web.get("/")).status_code == 200
+            async with web.stream("GET", "/api/stream") as stream:
+                messages = (json.loads(line[6:]) async for line in stream.aiter_lines() if line.startswith("data: "))
+                first = await anext(messages)
+                whole = (await web.get("/api/state")).json()
+                assert set(first) == set(whole) | {"now", "samples_changed"}
+                assert first["workers"][worker.credentials.peer_id]["name"] == "berlin"
+                body = {"peer_id": worker.credentials.peer_id, "activation": "standby", "reason": "later"}
+                await web.post("/api/workers/state", json=body, headers=await acting(web))
+                while "workers" not in (message := await anext(messages)):
+                    assert "tokens" not in message, "what has not changed is not sent"
+                assert message["workers"][worker.credentials.peer_id]["activation"] == "standby"
+                assert "tokens" not in message
+            for _, writer in held:
                 writer.close()
+            await worker.close()
 
     play(scene)
 
@@ -155,7 +189,7 @@ def test_off_loopback_the_page_takes_the_token() -> None:
 
 def test_every_route_and_every_metric_is_in_the_docs(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
+        async with page(tmp_path) as (_, web):
             said = (await web.get("/metrics")).text
             assert (await web.get("/readyz")).json()["status"] == "ready"
         shown = set(re.findall(r"^# HELP (\S+)", said, re.MULTILINE))
@@ -170,29 +204,6 @@ def test_every_route_and_every_metric_is_in_the_docs(tmp_path: Path) -> None:
     assert documented <= routes, "the page names a route that is not there"
 
 
-def test_the_stream_sends_all_at_first_and_then_what_has_changed(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
-            worker = await Node.join(daemon, Role.WORKER)
-            await worker.hello(name="berlin")
-            async with web.stream("GET", "/api/stream") as stream:
-                messages = (json.loads(line[6:]) async for line in stream.aiter_lines() if line.startswith("data: "))
-                first = await anext(messages)
-                whole = (await web.get("/api/state")).json()
-                assert set(first) == set(whole) | {"now", "samples_changed"}
-                assert first["workers"][worker.credentials.peer_id]["name"] == "berlin"
-                csrf = (await web.get("/api/session")).json()["csrf"]
-                body = {"peer_id": worker.credentials.peer_id, "activation": "standby", "reason": "later"}
-                await web.post("/api/workers/state", json=body, headers={"x-echo2-csrf": csrf})
-                while "workers" not in (message := await anext(messages)):
-                    assert "tokens" not in message, "what has not changed is not sent"
-                assert message["workers"][worker.credentials.peer_id]["activation"] == "standby"
-                assert "tokens" not in message
-            await worker.close()
-
-    play(scene)
-
-
 async def until(web: httpx.AsyncClient, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The state once it is so; fails with the last headline if that takes too long."""
     for _ in range(200):
@@ -203,7 +214,7 @@ async def until(web: httpx.AsyncClient, is_it: Callable[[dict[str, Any]], bool])
     raise AssertionError(state["advice"])
 
 
-def test_the_page_says_why_no_worker_works_and_what_the_learner_waits_for(tmp_path: Path) -> None:
+def test_the_page_says_why_no_worker_works_what_the_learner_waits_for_and_what_ended_it(tmp_path: Path) -> None:
     due = "rollouts: 0 of 4 groups complete, 0 begun by workers, 0 not begun, 193 rewards due"
 
     def says(text: str, kind: str) -> Callable[[dict[str, Any]], bool]:
@@ -212,9 +223,13 @@ def test_the_page_says_why_no_worker_works_and_what_the_learner_waits_for(tmp_pa
         )
 
     async def scene() -> None:
-        patient = options(tmp_path, usd_budget=0.5, suspect_after=60.0, gone_after=90.0, heartbeat_interval=20.0)
-        async with running(patient) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
+        patient = {"usd_budget": 0.5, "suspect_after": 60.0, "gone_after": 90.0, "heartbeat_interval": 20.0}
+        async with page(tmp_path, **patient) as (daemon, web):
             learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+            await learner.hello(step_limit=100)
+            await learner.say(leaving=pb.LearnerLeaving(reason="disk full: checkpoints"))
+            await learner.call.done_writing()
+            await until(web, lambda state: state["advice"]["steps"][0]["text"].endswith("disk full: checkpoints"))
             await learner.hello(step_limit=100)
             await worker.hello(price_usd_per_hour=2.0)
             await until(web, says("1 on standby: it asks 2 USD/h, what spends the budget in an hour is 0.5", "bad"))
@@ -222,11 +237,14 @@ def test_the_page_says_why_no_worker_works_and_what_the_learner_waits_for(tmp_pa
             await web.post("/api/workers/state", json=body, headers=await acting(web))
             await until(web, says("Nothing to do: the first step is on its way", "info"))
             report = pb.LearnerReport(
-                step=3, train_s=1.0, utilisation=0.4, waits_for=due, waits_since_s=40.0, eval_reward=-1
+                step=3, train_s=1.0, utilisation=0.4, waits_for=due, waits_since_s=40.0, eval_reward=-1, rewards_due=193
             )
-            report.rewards_due = 193
             await learner.say(report=report)
             await until(web, says("193 rewards are due, and the learner has waited 4", "bad"))
+            assert daemon.hub is not None
+            daemon.hub.board.heard_at -= 61.0
+            waits = (await web.get("/api/state")).json()["waits"]
+            assert any("nothing is heard of the learner, whose stream stands" in wait["what"] for wait in waits)
             await learner.say(leaving=pb.LearnerLeaving(reason="finished: data set exhausted: task sort"))
             await until(web, says("Run a-run ended at step 3: data set exhausted: task sort", "bad"))
             for node in (learner, worker):
@@ -235,44 +253,25 @@ def test_the_page_says_why_no_worker_works_and_what_the_learner_waits_for(tmp_pa
     play(scene)
 
 
-def test_a_learner_that_an_error_ended_is_not_just_away(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
-            learner = await Node.join(daemon, Role.LEARNER)
-            await learner.hello(step_limit=100)
-            await learner.say(leaving=pb.LearnerLeaving(reason="disk full: checkpoints"))
-            await learner.close()
-            await until(
-                web, lambda state: state["advice"]["steps"][0]["text"].endswith("command: disk full: checkpoints")
-            )
-            learner = await Node.join(daemon, Role.LEARNER)
-            await learner.hello(step_limit=100)
-            await until(web, lambda state: "disk full" not in state["advice"]["steps"][0]["text"])
-            await learner.close()
-
-    play(scene)
-
-
 def test_the_curves_end_with_the_last_steps_own_reward_and_its_evaluation_over_a_restart(tmp_path: Path) -> None:
-    """A report may be made after a step and before its row is written: it has the new step and the old row's numbers."""
+    """A report may be made after a step and before its row is written: it has the new step and the old row's numbers. A reward that
+    nobody has measured is no point."""
 
     async def scene() -> None:
         for _ in range(2):
-            async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
+            async with page(tmp_path) as (daemon, web):
                 learner = await Node.join(daemon, Role.LEARNER)
-                await learner.hello(step_limit=8)
+                await learner.hello(step_limit=8, step=6)
+                await learner.say(report=pb.LearnerReport(step=6))
                 for step, reward, evaluated in ((7, 0.6, -1.0), (8, 0.6, -1.0), (8, 0.9, -1.0), (8, 0.9, 0.75)):
                     report = pb.LearnerReport(step=step, train_s=1.0, reward_mean=reward, eval_reward=evaluated)
                     await learner.say(report=report)
+                wanted: list[list[float | None]] = [[6, 7, 8], [None, 0.6, 0.9], [0.75]]
                 while True:  # after the restart the old curve is there before the reports that come again
-                    await until(web, lambda state: state["learner"].get("eval_reward") == 0.75)
                     series = (await web.get("/api/series")).json()
-                    if (series["step"][-2:], series["reward"][-2:], series["eval"][-1:]) == (
-                        [7, 8],
-                        [0.6, 0.9],
-                        [0.75],
-                    ):
+                    if [series["step"][-3:], series["reward"][-3:], series["eval"][-1:]] == wanted:
                         break
+                    await asyncio.sleep(0.05)
                 await learner.close()
 
     play(scene)
@@ -280,7 +279,7 @@ def test_the_curves_end_with_the_last_steps_own_reward_and_its_evaluation_over_a
 
 def test_a_million_useful_tokens_cost_the_bill_over_the_tokens_trained_on(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
+        async with page(tmp_path) as (daemon, web):
             learner = await Node.join(daemon, Role.LEARNER)
             await learner.hello()
             workers = [await Node.join(daemon, Role.WORKER) for _ in range(2)]
@@ -317,28 +316,31 @@ def test_a_million_useful_tokens_cost_the_bill_over_the_tokens_trained_on(tmp_pa
 HOSTILE = "=HYPERLINK(<script>)"
 
 
-async def acting(web: httpx.AsyncClient) -> dict[str, str]:
-    return {"x-echo2-csrf": (await web.get("/api/session")).json()["csrf"]}
-
-
-def test_a_workers_own_warnings_place_and_losses_are_shown_and_kept_over_its_restart(tmp_path: Path) -> None:
+def test_a_workers_own_warnings_and_place_are_shown_kept_over_its_restart_and_exported_as_no_formula(
+    tmp_path: Path,
+) -> None:
     async def scene() -> None:
-        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
+        async with page(tmp_path) as (daemon, web):
             worker = await Node.join(daemon, Role.WORKER)
-            await worker.hello(name="berlin", provider="runpod", region="EU-NL-1")
+            await worker.hello(name=HOSTILE, provider="runpod", region="EU-NL-1")
             lines = [pb.LogLine(unix_s=5, text=HOSTILE), pb.LogLine(unix_s=6, is_error=True, text="the engine failed")]
             lines.append(pb.LogLine(unix_s=7, text="trying again"))
             await worker.say(heartbeat=pb.Heartbeat(log=pb.LogTail(lines=lines)))
             await worker.say(heartbeat=pb.Heartbeat(tokens_per_s=3.0))  # says nothing of its log: as before
             peer_id = worker.credentials.peer_id
-            while (row := (await web.get("/api/state")).json()["workers"][peer_id])["tokens_per_s"] != 3.0:
-                await asyncio.sleep(0.05)
+            row = (await until(web, lambda state: state["workers"][peer_id]["tokens_per_s"] == 3.0))["workers"][peer_id]
             assert (row["said"], row["said_error"], row["said_at"]) == ("the engine failed", True, 6)
             assert (row["provider"], row["region"]) == ("runpod", "EU-NL-1")
-            await worker.hello(name="berlin")
+            await worker.hello(name=HOSTILE)
             near = (await web.get("/api/worker", params={"peer_id": peer_id})).json()
             assert [line["text"] for line in near["log"]] == ["trying again", "the engine failed", HOSTILE]
             assert (await web.get("/api/worker", params={"peer_id": "nobody"})).status_code == 400
+            table = await web.get("/api/workers.csv")
+            assert "attachment" in table.headers["content-disposition"]
+            head, cells = table.text.splitlines()
+            assert head.startswith("name,peer_id,state,activation,gpu,engine,provider,region")
+            assert cells.startswith(f"'{HOSTILE},{peer_id},alive,")
+            assert (await web.get("/api/series.csv")).text.startswith("at,step,reward")
             flood = pb.LogTail(lines=[pb.LogLine(text="x")] * 21)
             await worker.say(heartbeat=pb.Heartbeat(log=flood))
             assert "number of lines" in (await worker.until("refusal")).message
@@ -347,54 +349,9 @@ def test_a_workers_own_warnings_place_and_losses_are_shown_and_kept_over_its_res
     play(scene)
 
 
-def test_tables_are_exported_and_no_cell_is_a_formula(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
-            worker = await Node.join(daemon, Role.WORKER)
-            await worker.hello(name=HOSTILE, price_usd_per_hour=0.4)
-            table = await web.get("/api/workers.csv")
-            assert "attachment" in table.headers["content-disposition"]
-            head, row = table.text.splitlines()
-            assert head.startswith("name,peer_id,state,activation,gpu,engine,provider,region")
-            assert row.startswith(f"'{HOSTILE},{worker.credentials.peer_id},alive,")
-            assert (await web.get("/api/series.csv")).text.startswith("at,step,reward")
-            await worker.close()
-
-    play(scene)
-
-
-def test_several_workers_are_drained_and_released_at_once(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
-            workers = [await Node.join(daemon, Role.WORKER) for _ in range(3)]
-            for worker in workers:
-                await worker.hello()
-            good, ids = await acting(web), [worker.credentials.peer_id for worker in workers]
-            body: dict[str, object] = {"peer_ids": ids[:2], "activation": "draining"}
-            answer = await web.post("/api/workers/state", json=body, headers=good)
-            assert answer.json() == {"count": 2}
-            rows = (await web.get("/api/state")).json()["workers"]
-            assert [rows[peer]["activation"] == "draining" for peer in ids] == [True, True, False]
-            for wrong in ({"peer_ids": "x"}, {"peer_ids": ["nobody"]}, {"peer_ids": [1]}, {"peer_ids": ["x"] * 1001}):
-                answer = await web.post("/api/workers/release", json=wrong, headers=good)
-                assert (answer.status_code, "expected" in answer.json()["error"]) == (400, True)
-            answer = await web.post("/api/workers/release", json={"peer_ids": ids[1:]}, headers=good)
-            assert answer.json() == {"count": 2}
-            for worker in workers[1:]:
-                refusal = await worker.until("refusal")
-                assert (refusal.code, refusal.message) == ("Dismissed", "released by the operator")
-            assert (await web.post("/api/workers/release", json={"peer_ids": ids[1:]}, headers=good)).json()[
-                "count"
-            ] == 0
-            for worker in workers:
-                await worker.close()
-
-    play(scene)
-
-
 def test_rollouts_are_asked_of_the_learner_and_shown_token_by_token(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with running(options(tmp_path)) as daemon, httpx.AsyncClient(base_url=daemon.dashboard_url) as web:
+        async with page(tmp_path) as (daemon, web):
             assert "not connected" in (await web.get("/api/rollouts")).json()["problem"]
             learner = await Node.join(daemon, Role.LEARNER)
             await learner.hello()
