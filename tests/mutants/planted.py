@@ -175,7 +175,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a worker is shunned for what has not reached the learner within a second", "coordinator/fleet/record.py",
            "quiet_s >= UNHEARD_TIMEOUTS * self.lease_timeout_s", "quiet_s >= 1.0", (_UNIT + "coordinator/test_lease_book.py",)),
     Mutant("what has stopped coming counts as stalled for ever", "broadcast/route.py",
-           " and now - since < FORGOTTEN_S\n", "\n", (_UNIT + "broadcast/test_stalls.py",)),
+           " and now - since < FORGOTTEN_S\n", "\n", (_UNIT + "broadcast/test_catch_up.py",)),
     Mutant("what has stopped coming is asked for no more where it is the only way", "broadcast/node.py",
            "        if stalled is not None:\n            self.exchange.revised.set()\n", "", (_UNIT + "broadcast/test_stalled.py",)),
     Mutant("groups behind closed ones keep their late step", _ADMISSION,

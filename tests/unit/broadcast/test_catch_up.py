@@ -1,3 +1,5 @@
+"""Which artifacts lead to the newest version soonest, which of them are kept, and when one has stalled. Pure rules."""
+
 from __future__ import annotations
 
 import math
@@ -10,9 +12,12 @@ from hypothesis import strategies as st
 from echo2.base.ids import Version
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey
 from echo2.broadcast.route import (
+    FORGOTTEN_S,
+    LATE_STALL_S,
+    STALL_S,
     ArtifactOffer,
     BaseCheckpoint,
-    CatchUp,
+    Stalls,
     WorkerLink,
     dropped_to_fit,
     offer_s,
@@ -23,6 +28,7 @@ from echo2.learner.publishing.schedule import parents_to_publish
 
 SNAPSHOT = 10**9
 LINK = WorkerLink(1e6, 0.1, 1e12, 1e12)
+BASE = BaseCheckpoint(Version(0), 0.0)
 
 
 def offer(parent: int | None, version: int, missing: float, *, begun: bool = False) -> ArtifactOffer:
@@ -32,54 +38,44 @@ def offer(parent: int | None, version: int, missing: float, *, begun: bool = Fal
     return ArtifactOffer(key, artifact, missing, SNAPSHOT, is_pushed, begun)
 
 
-def way(start: int | None, *offers: ArtifactOffer) -> tuple[str, list[str]]:
-    found = plan_route(offers, None if start is None else Version(start), LINK)
-    assert isinstance(found, CatchUp)
-    return found.kind, [key.decode() for key in found.keys]
-
-
 STEPS = [offer(v, v + 1, 1e6) for v in range(8)]
 MERGED = offer(0, 8, 4e6)
 KEYFRAME = offer(None, 8, 6e8)
+ALL = (*STEPS, MERGED, KEYFRAME)
+TWO = (offer(0, 1, 0.3e6), offer(1, 2, 1e6))
+CHAIN = "0>1 1>2 2>3 3>4 4>5 5>6 6>7 7>8"
 
 
-def test_a_worker_takes_what_is_expected_first() -> None:
-    assert way(7, *STEPS, MERGED, KEYFRAME) == ("delta", ["7>8"])
-    assert way(6, *STEPS, MERGED, KEYFRAME) == ("chain", ["6>7", "7>8"])
-    assert way(0, *STEPS, MERGED, KEYFRAME) == ("merged", ["0>8"])
-    assert way(0, *STEPS, KEYFRAME) == ("chain", [f"{v}>{v + 1}" for v in range(8)])
-    assert way(None, *STEPS, MERGED, KEYFRAME) == ("keyframe", ["None>8"])
-    assert way(None, *STEPS, MERGED, offer(None, 0, 6e8)) == ("keyframe+merged", ["None>0", "0>8"])
-    assert plan_route([*STEPS, KEYFRAME], Version(8), LINK) is None
-    assert plan_route(STEPS, None, LINK) is None
-
-
-def test_who_has_the_base_begins_there_where_that_is_sooner() -> None:
-    base = BaseCheckpoint(Version(0), 0.0)
-
-    def begun_at(start: int | None, *offers: ArtifactOffer) -> tuple[str, list[str]] | None:
-        found = plan_route(offers, None if start is None else Version(start), LINK, (), base)
-        return (found.kind, [key.decode() for key in found.keys]) if found is not None else None
-
-    assert begun_at(None, *STEPS, MERGED, KEYFRAME) == ("base+merged", ["0>8"])
-    assert begun_at(None, *STEPS, KEYFRAME) == ("base+chain", [f"{v}>{v + 1}" for v in range(8)])
-    assert begun_at(None, offer(None, 0, 6e8)) == ("keyframe", ["None>0"]), "its seal proves the base"
-    assert begun_at(None) is None
-    assert begun_at(6, *STEPS, MERGED, KEYFRAME) == ("chain", ["6>7", "7>8"])
-    assert begun_at(None, offer(0, 8, 7e8), KEYFRAME) == ("keyframe", ["None>8"])
-
-
-def test_what_comes_by_itself_is_left_only_for_a_clear_gain() -> None:
-    """The pushed deltas' bytes are on their way in any case."""
-    two = [offer(0, 1, 0.3e6), offer(1, 2, 1e6)]
-    assert way(0, *two, offer(0, 2, 1.1e6))[0] == "chain"
-    assert way(0, *two, offer(0, 2, 0.2e6)) == ("merged", ["0>2"])
-
-
-def test_a_way_that_was_begun_is_not_left_for_one_that_is_a_little_shorter() -> None:
-    assert way(0, *STEPS, offer(0, 8, 3.9e6, begun=True), offer(0, 4, 1.9e6), offer(4, 8, 1.9e6)) == (
-        "merged", ["0>8"],
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("start", "offers", "base", "kind", "keys"),
+    [
+        (7, ALL, None, "delta", "7>8"),
+        (6, ALL, None, "chain", "6>7 7>8"),
+        (0, ALL, None, "merged", "0>8"),
+        (0, (*STEPS, KEYFRAME), None, "chain", CHAIN),
+        (None, ALL, None, "keyframe", "None>8"),
+        (None, (*STEPS, MERGED, offer(None, 0, 6e8)), None, "keyframe+merged", "None>0 0>8"),
+        (8, (*STEPS, KEYFRAME), None, None, ""),
+        (None, STEPS, None, None, ""),
+        # whoever has the base begins there where that is sooner, and a keyframe's seal proves the base
+        (None, ALL, BASE, "base+merged", "0>8"),
+        (None, (*STEPS, KEYFRAME), BASE, "base+chain", CHAIN),
+        (None, (offer(None, 0, 6e8),), BASE, "keyframe", "None>0"),
+        (None, (), BASE, None, ""),
+        (6, ALL, BASE, "chain", "6>7 7>8"),
+        (None, (offer(0, 8, 7e8), KEYFRAME), BASE, "keyframe", "None>8"),
+        # what comes by itself, or was begun, is left only for a clear gain: its bytes are on their way in any case
+        (0, (*TWO, offer(0, 2, 1.1e6)), None, "chain", "0>1 1>2"),
+        (0, (*TWO, offer(0, 2, 0.2e6)), None, "merged", "0>2"),
+        (0, (*STEPS, offer(0, 8, 3.9e6, begun=True), offer(0, 4, 1.9e6), offer(4, 8, 1.9e6)), None, "merged", "0>8"),
+    ],
+)
+def test_a_worker_takes_what_is_expected_first(
+    start: int | None, offers: tuple[ArtifactOffer, ...], base: BaseCheckpoint | None, kind: str | None, keys: str
+) -> None:
+    found = plan_route(offers, None if start is None else Version(start), LINK, (), base)
+    assert (found.kind if found else None) == kind
+    assert " ".join(key.decode() for key in (found.keys if found else ())) == keys
 
 
 def test_a_slow_decoder_rather_takes_a_keyframe_than_a_long_chain() -> None:
@@ -143,3 +139,38 @@ def test_what_workers_need_stays_within_the_budget_and_the_rest_goes() -> None:
     assert sum(edge.size_bytes for edge in kept) <= 200 and offer(None, 0, 100) not in kept
     least = set(edges) - dropped_to_fit(edges, Version(20), held, 60)
     assert {offer(12, 20, 40), offer(19, 20, 10)} <= least and sum(edge.size_bytes for edge in least) <= 60
+
+
+A, B = ArtifactKey(b"a"), ArtifactKey(b"b")
+
+
+@pytest.mark.parametrize(("is_late", "after_s"), [(False, STALL_S), (True, LATE_STALL_S)])
+def test_what_stops_coming_is_stalled_until_a_chunk_of_it_comes_or_it_is_gone(is_late: bool, after_s: float) -> None:
+    stalls = Stalls()
+    assert not stalls.look({A: 3}, {}, True, 0.0, is_late)
+    assert not stalls.look({A: 4}, {}, True, 10.0, is_late)
+    assert not stalls.look({A: 4}, {}, True, 9.9 + after_s, is_late)
+    assert stalls.look({A: 4}, {}, True, 10.0 + after_s, is_late) and stalls.keys == {A}
+    assert not stalls.look({B: 0}, {A: 4}, True, 11.0 + after_s, is_late), "another way was taken"
+    assert not stalls.look({B: 1}, {A: 4}, True, 12.0 + after_s, is_late) and stalls.keys == {A}
+    assert stalls.look({B: 1}, {A: 5}, True, 13.0 + after_s, is_late) and not stalls.keys
+
+
+@pytest.mark.parametrize(("known", "at_s"), [({A: 3}, STALL_S + FORGOTTEN_S), ({}, 2 * STALL_S)])
+def test_what_stalled_is_tried_again_later_and_at_once_where_it_was_dropped(
+    known: dict[ArtifactKey, int], at_s: float
+) -> None:
+    stalls = Stalls()
+    stalls.look({A: 3}, {}, True, 0.0)
+    stalls.look({A: 3}, {}, True, 0.5)
+    assert stalls.look({A: 3}, {}, True, STALL_S) and stalls.keys == {A}
+    assert not stalls.look({}, {A: 3}, True, at_s - 1.0)
+    assert stalls.look({}, known, True, at_s) and not stalls.keys
+
+
+def test_nothing_stalls_while_anything_wanted_comes_or_nobody_is_there() -> None:
+    stalls = Stalls()
+    for second in range(100):
+        assert not stalls.look({A: 3, B: second // 15}, {}, True, float(second)), "B comes, and A waits for its turn"
+    for second in range(100, 200):
+        assert not stalls.look({A: 3, B: 6}, {}, False, float(second)), "a cut link is no stall"

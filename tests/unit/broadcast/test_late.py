@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.broadcast_model.network import BroadcastNetwork
-from benchmarks.broadcast_model.scenarios import partly_needed_fleet, wan_fleet, weighted_and_alike
+from benchmarks.broadcast_model.scenarios import partly_needed_fleet, wan_fleet
 from echo2.base.ids import PeerId
 from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.events import ChunkSeen, ChunkSent, HeaderSeen, PeerUp, PlanSet, Route, SendChunk, SendRelayAck
@@ -45,7 +45,7 @@ def nodes_of(links: list[tuple[float, float, float]], seed_up: float, natted: in
     return [replace(node, downlink_bytes_per_s=down) for node, down in zip(nodes, downs, strict=True)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(LINKS, st.floats(20, 2000), st.floats(0.3, 1.0), st.integers(0, 10))
 def test_a_plan_is_sound_and_never_later_for_those_that_are_not_late(
     links: list[tuple[float, float, float]], seed_up: float, share: float, natted: int
@@ -85,7 +85,7 @@ def test_beside_slow_downlinks_the_others_are_done_near_their_own_earliest_time(
 IDLE_OR_NOT = st.tuples(st.floats(5, 500), st.floats(10, 1000), st.sampled_from([0.0, 1.0]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(IDLE_OR_NOT, min_size=2, max_size=7), st.floats(20, 500))
 def test_no_other_choice_among_those_that_weigh_nothing_is_faster(
     links: list[tuple[float, float, float]], seed_up: float
@@ -109,31 +109,24 @@ def test_the_needed_time_is_a_quantile_by_weight_and_idle_workers_do_not_count()
     assert Needs((1.0, 1.0), 0.5).needed_s((1.0, 3.0)) == 3.0
 
 
-def test_a_slow_worker_is_late_whether_or_not_it_can_be_spared() -> None:
+@pytest.mark.parametrize(
+    ("field", "mbit", "weights", "is_late"),
+    [
+        ("downlink_bytes_per_s", 20, (1.0,) * 8, True),  # whether or not it can be spared
+        ("downlink_bytes_per_s", 20, (1.0, 1.0, 0.5, *[1.0] * 5), True),
+        ("uplink_bytes_per_s", 10, (1.0, 1.0, 0.5, 1.1, *[1.0] * 4), True),  # the others are sooner done without it
+        ("uplink_bytes_per_s", 10, (1.0, 1.0, 0.0, *[1.0] * 5), True),  # on standby
+        ("uplink_bytes_per_s", 300, (1.0, 1.0, 0.0, *[1.0] * 5), False),  # on standby, and its uplink helps
+    ],
+)
+def test_a_worker_is_late_if_the_others_would_wait_for_it(
+    field: str, mbit: float, weights: tuple[float, ...], is_late: bool
+) -> None:
     nodes = wan_fleet("homogeneous", 8)
-    nodes[3] = replace(nodes[3], downlink_bytes_per_s=20 * MBIT)
-    for needs in (Needs((1.0,) * 8), Needs((1.0, 1.0, 0.5, 1.1, 1.0, 1.0, 1.0, 1.0), 0.95)):
-        made = weighted_plan(nodes, needs, 1)
-        assert made.late == {nodes[3].peer_id}
-        assert made.predicted_all_s > 2 * made.predicted_needed_s
-        assert made.predicted_needed_s <= plan([*nodes[:3], *nodes[4:]], 1).predicted_all_s
-
-
-def test_one_without_whose_uplink_and_downlink_the_others_are_sooner_done_is_late() -> None:
-    nodes = wan_fleet("homogeneous", 8)
-    nodes[3] = replace(nodes[3], uplink_bytes_per_s=10 * MBIT)
-    needs = Needs((1.0, 1.0, 0.5, 1.1, 1.0, 1.0, 1.0, 1.0), 0.9)
-    made = weighted_plan(nodes, needs, 1)
-    assert made.late == {nodes[3].peer_id}
-    assert made.predicted_needed_s <= plan([*nodes[:3], *nodes[4:]], 1).predicted_all_s
-
-
-def test_a_standby_worker_whose_uplink_helps_is_a_relay_like_others() -> None:
-    nodes, needs = wan_fleet("homogeneous", 8), Needs((0.0, *[1.0] * 7))
-    nodes[1] = replace(nodes[1], uplink_bytes_per_s=300 * MBIT)
-    assert not weighted_plan(nodes, needs, 1).late
-    nodes[1] = replace(nodes[1], uplink_bytes_per_s=10 * MBIT)
-    assert weighted_plan(nodes, needs, 1).late == {nodes[1].peer_id}
+    nodes[3] = replace(nodes[3], **{field: mbit * MBIT})  # type: ignore[arg-type]
+    made = weighted_plan(nodes, Needs(weights, 0.9), 1)
+    assert made.late == ({nodes[3].peer_id} if is_late else set())
+    assert not is_late or made.predicted_needed_s <= plan([*nodes[:3], *nodes[4:]], 1).predicted_all_s
 
 
 def test_a_plan_stays_while_its_late_workers_can_be_spared_and_others_would_hardly_be_better() -> None:
@@ -147,7 +140,7 @@ def test_a_plan_stays_while_its_late_workers_can_be_spared_and_others_would_hard
     assert not is_fit(plan(nodes, 1), nodes, needs)
 
 
-@pytest.mark.parametrize(("workers", "standby"), [(16, 4), (33, 4), (34, 2), (40, 8), (64, 24), (1000, 300)])
+@pytest.mark.parametrize(("workers", "standby"), [(16, 4), (33, 4), (34, 2), (1000, 300)])
 def test_late_workers_of_fleets_of_any_size_have_peers_to_pull_from(workers: int, standby: int) -> None:
     nodes, needs = partly_needed_fleet(workers, standby, 1.0)
     made = weighted_plan(nodes, needs, 1)
@@ -158,23 +151,15 @@ def test_late_workers_of_fleets_of_any_size_have_peers_to_pull_from(workers: int
         assert len(made.neighbours(node.peer_id)) <= DEGREE_MAX
 
 
-def test_the_needed_part_is_done_sooner_and_all_are_done() -> None:
-    nodes, needs = partly_needed_fleet(16, 4, 0.9)
-    weighted, alike = weighted_and_alike(nodes, needs, 16 << 20, 128 << 10)
-    assert weighted.needed_s <= 0.9 * alike.needed_s
-    assert weighted.needed_s <= 1.15 * weighted.predicted_needed_s
-    assert weighted.all_s < 60
-
-
 def test_a_late_workers_requests_wait_for_what_the_others_are_sent() -> None:
     """Beside late workers the others are done hardly later than if those were not there."""
     nodes, needs = partly_needed_fleet(8, 3, 1.0)
-    made = weighted_plan(nodes, needs, 1, 32 << 20, 128 << 10)
+    made = weighted_plan(nodes, needs, 1, 16 << 20, 128 << 10)
     assert len(made.late) == 3
 
     def needed_s(of: list[NodeLink], by: BroadcastNetwork) -> float:
         by.connect_all()
-        by.publish(32 << 20, chunk_bytes_for(by.plan, 128 << 10))
+        by.publish(16 << 20, chunk_bytes_for(by.plan, 128 << 10))
         by.run(120)
         times = [by.nodes[node.peer_id].done_at for node in of[1:]]
         assert None not in times
@@ -182,27 +167,17 @@ def test_a_late_workers_requests_wait_for_what_the_others_are_sent() -> None:
 
     needed = [node for node in made.nodes if not node.is_late]
     beside = needed_s(needed, BroadcastNetwork(made))
-    alone = needed_s(needed, BroadcastNetwork(plan(needed, 1, 32 << 20, 128 << 10)))
+    alone = needed_s(needed, BroadcastNetwork(plan(needed, 1, 16 << 20, 128 << 10)))
     assert beside <= 1.06 * alone
-
-
-def test_a_late_worker_gets_all_though_one_that_it_pulls_from_dies() -> None:
-    nodes, needs = partly_needed_fleet(8, 2, 1.0)
-    net = BroadcastNetwork(weighted_plan(nodes, needs, 1, 8 << 20, 128 << 10))
-    net.connect_all()
-    net.publish(8 << 20, 128 << 10)
-    net.at(0.5, lambda: net.kill(PeerId("w1")))
-    net.run(120)
-    assert all(node.done_at is not None for node in net.nodes.values() if node.is_alive)
 
 
 def test_a_late_relay_that_freezes_does_not_stop_the_others() -> None:
     nodes = nodes_of([*[(200.0, 500.0, 1.0)] * 5, (200.0, 40.0, 1.0)], 400.0)
-    made = weighted_plan(nodes, Needs((1.0,) * 6), 1, 48 << 20, 32 << 10)
+    made = weighted_plan(nodes, Needs((1.0,) * 6), 1, 24 << 20, 32 << 10)
     assert made.late == {nodes[-1].peer_id} and any(set(tree.parents[:-1]) == {6} for tree in made.trees)
     net = BroadcastNetwork(made)
     net.connect_all()
-    net.publish(48 << 20, 32 << 10)
+    net.publish(24 << 20, 32 << 10)
     net.at(1.0, lambda: net.freeze(nodes[-1].peer_id))
     net.run(10)
     others = [net.nodes[node.peer_id].done_at for node in nodes[1:-1]]

@@ -1,3 +1,5 @@
+"""What a node keeps of artifacts: checked before it is given out, dropped by its use, taken over by the next start."""
+
 from __future__ import annotations
 
 import asyncio
@@ -15,44 +17,66 @@ from echo2.broadcast.artifact import (
     STORE_BYTES_FLOOR,
     ArtifactId,
     ArtifactKey,
+    Chunk,
     Header,
     Seal,
+    all_of,
     root_of,
     signed_chunks,
     store_bytes_for,
     store_bytes_min,
 )
-from echo2.broadcast.events import ChunksKept, Event
+from echo2.broadcast.events import ChunksKept, Event, HeaderSeen, SealSeen
 from echo2.broadcast.exchange import Bans, Exchange
 from echo2.broadcast.library import Library, LibraryLimits, restored
 from echo2.broadcast.pace import Meter
 from echo2.broadcast.session import BroadcastSession
-from echo2.broadcast.store import ChunkStore
+from echo2.broadcast.store import SLOW_CLOSE_BYTES, ChunkStore
 from echo2.outside.files import MachineFiles
 from echo2.trust.identity import Identity
 
-RUN = RunId("run")
+RUN, ME, LEARNER = RunId("run"), PeerId("me"), Identity.generate()
+CHUNK_BYTES = 256 << 10
+
+
+def library(folder: Path, store_bytes: int = 1 << 30, recent_bytes: int = 16 << 20) -> Library:
+    return Library(ChunkStore(folder, store_bytes), RUN, LibraryLimits(recent_bytes_max=recent_bytes), "delta 1")
+
+
+def header_of(version: int, parent: int | None = None, *, run: RunId = RUN, weights_bytes: int = 1000) -> Header:
+    artifact = ArtifactId(Version(version), None if parent is None else Version(parent))
+    return Header(artifact, run, "delta 1", float(version), weights_bytes, True, LEARNER.peer_id).signed(LEARNER)
+
+
+def begun(to: Library, data: bytes, chunk_bytes: int, header: Header) -> list[tuple[Chunk, bytes]]:
+    """The header and all chunks of an artifact, which is not sealed."""
+    to.add_header(header)
+    made = signed_chunks(chunk_bytes, LEARNER, header.key, 0, data)
+    for chunk, digest in made:
+        to.add_chunk(chunk, digest)
+    return made
+
+
+def added(to: Library, header: Header, size: int, chunk_bytes: int = 1000) -> ArtifactKey:
+    digests = [digest for _, digest in begun(to, bytes(size), chunk_bytes, header)]
+    to.add_seal(header.key, Seal(header.key, len(digests), size, root_of(digests), "print").signed(LEARNER))
+    return header.key
 
 
 @pytest.mark.parametrize("part", ["payload", "signature"])
 def test_a_chunk_that_the_disk_changed_is_neither_served_nor_decoded(tmp_path: Path, part: str) -> None:
     """Served, it would make honest peers ban this node for a signature that does not hold."""
-    identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(recent_bytes_max=0), "delta 1")
-    header = Header(ArtifactId(Version(1)), RUN, "", time.time(), 1000, True, identity.peer_id).signed(identity)
-    library.add_header(header)
-    made = signed_chunks(100, identity, header.key, 0, bytes(range(250)))
-    for chunk, digest in made:
-        library.add_chunk(chunk, digest)
-    assert all(library.frame(header.key, index) for index in range(3))
+    held, header = library(tmp_path, recent_bytes=0), header_of(1)
+    made = begun(held, bytes(range(250)), 100, header)
+    assert all(held.frame(header.key, index) for index in range(3))
     (path,) = tmp_path.glob("*.artifact")
     data = bytearray(path.read_bytes())
     data[data.index(bytes(getattr(made[1][0], part)))] ^= 1
     path.write_bytes(bytes(data))
-    assert library.frame(header.key, 1) is None and "disk changed it" in library.trouble
-    assert library.frame(header.key, 0) and library.frame(header.key, 2)
+    assert held.frame(header.key, 1) is None and "disk changed it" in held.trouble
+    assert held.frame(header.key, 0) and held.frame(header.key, 2)
     with pytest.raises(CorruptChunk, match="chunk 1"):
-        library.chunk(header.key, 1)
+        held.chunk(header.key, 1)
 
 
 @pytest.mark.parametrize(("room", "said"), [(0, "got: no space left"), (50, r"expected room for \d+ bytes, wrote 50")])
@@ -60,12 +84,10 @@ def test_a_full_disk_is_told_with_its_folder_and_what_it_has_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, said: str
 ) -> None:
     """The system either refuses to write, or writes what there is room for and says how much that was."""
-    identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(recent_bytes_max=0), "delta 1")
-    header = Header(ArtifactId(Version(1)), RUN, "", time.time(), 1000, True, identity.peer_id).signed(identity)
-    library.add_header(header)
-    made = signed_chunks(100, identity, header.key, 0, bytes(range(250)))
-    library.add_chunk(*made[0])
+    held, header = library(tmp_path, recent_bytes=0), header_of(1)
+    held.add_header(header)
+    made = signed_chunks(100, LEARNER, header.key, 0, bytes(range(250)))
+    held.add_chunk(*made[0])
 
     def write_at(_: MachineFiles, handle: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
         if not room:
@@ -74,125 +96,184 @@ def test_a_full_disk_is_told_with_its_folder_and_what_it_has_is_served(
 
     monkeypatch.setattr(MachineFiles, "write_at", write_at)
     with pytest.raises(DiskFull, match=f"^{tmp_path}: .*{said}$"):
-        library.add_chunk(*made[1])
-    assert library.chunk(header.key, 0) == made[0][0] and library.frame(header.key, 1) is None
+        held.add_chunk(*made[1])
+    assert held.chunk(header.key, 0) == made[0][0] and held.frame(header.key, 1) is None
 
 
 def test_what_just_came_is_passed_on_and_decoded_without_the_disk(tmp_path: Path) -> None:
-    identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(recent_bytes_max=1000), "delta 1")
-    header = Header(ArtifactId(Version(1)), RUN, "", time.time(), 1000, True, identity.peer_id).signed(identity)
-    library.add_header(header)
-    made = signed_chunks(100, identity, header.key, 0, bytes(range(250)) * 4)
-    for chunk, digest in made:
-        library.add_chunk(chunk, digest)
-    kept = [index for index in range(len(made)) if library.recent.get(header.key, index)]
-    assert kept == [5, 6, 7, 8, 9] and library.recent.held_bytes <= 1000, "a payload lies in its frame"
-    library.store.drop(header.key)
-    assert library.chunk(header.key, 9) == made[9][0] and library.frame(header.key, 9) is not None
-    assert library.frame(header.key, 0) is None
-    library.drop(header.key)
-    assert library.recent.get(header.key, 9) is None and library.recent.held_bytes == 0
+    held, header = library(tmp_path, recent_bytes=1000), header_of(1)
+    made = begun(held, bytes(range(250)) * 4, 100, header)
+    held.store.drop(header.key)
+    served = [index for index in range(len(made)) if held.frame(header.key, index) is not None]
+    assert served == [5, 6, 7, 8, 9] and held.recent.held_bytes <= 1000, "a payload lies in its frame"
+    assert held.chunk(header.key, 9) == made[9][0]
+    held.drop(header.key)
+    assert held.frame(header.key, 9) is None and held.recent.held_bytes == 0
 
 
-def _artifact(library: Library, identity: Identity, version: int, parent: int | None, size: int) -> ArtifactKey:
-    artifact = ArtifactId(Version(version), None if parent is None else Version(parent))
-    header = Header(artifact, RUN, "", float(version), 1000, True, identity.peer_id).signed(identity)
-    library.add_header(header)
-    digests = []
-    for chunk, digest in signed_chunks(1000, identity, header.key, 0, bytes(size)):
-        library.add_chunk(chunk, digest)
-        digests.append(digest)
-    seal = Seal(header.key, len(digests), size, root_of(digests), "print").signed(identity)
-    library.add_seal(header.key, seal)
-    return header.key
-
-
-def test_a_full_disk_loses_first_what_leads_to_old_versions(tmp_path: Path) -> None:
-    identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 40_000), RUN, LibraryLimits(), "delta 1")
-    keyframe = _artifact(library, identity, 4, None, 10_000)
+def test_a_full_store_loses_first_what_leads_to_old_versions(tmp_path: Path) -> None:
+    held = library(tmp_path, 40_000)
+    keyframe = added(held, header_of(4), 10_000)
     for v in range(1, 9):
-        _artifact(library, identity, v, v - 1, 2_000)
-    into_newest = _artifact(library, identity, 8, 0, 6_000)
-    _artifact(library, identity, 9, 8, 8_000)
-    held = {str(entry.header.artifact) for entry in library.entries.values()}
-    assert keyframe in library.entries and library.store.used_bytes <= 40_000
-    assert {f"delta {v - 1}->{v}" for v in range(5, 10)} <= held, "a newcomer's way from the keyframe"
-    assert into_newest in library.entries
-    assert not {"delta 0->1", "delta 1->2"} & held
-    assert not library.trouble
+        added(held, header_of(v, v - 1), 2_000)
+    into_newest = added(held, header_of(8, 0), 6_000)
+    added(held, header_of(9, 8), 8_000)
+    names = {str(entry.header.artifact) for entry in held.entries.values()}
+    assert keyframe in held.entries and into_newest in held.entries and held.store.used_bytes <= 40_000
+    assert {f"delta {v - 1}->{v}" for v in range(5, 10)} <= names, "a newcomer's way from the keyframe"
+    assert not {"delta 0->1", "delta 1->2"} & names and not held.trouble
 
 
 def test_a_newer_keyframe_replaces_the_older_where_only_one_has_room(tmp_path: Path) -> None:
     """Else the learner's second keyframe ends the run, and a worker's is fetched for ever."""
-    identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 14_000), RUN, LibraryLimits(), "delta 1")
-    first = _artifact(library, identity, 1, None, 10_000)
-    _artifact(library, identity, 2, 1, 500)
-    second = _artifact(library, identity, 2, None, 10_000)
-    assert first not in library.entries and library.entries[second].is_complete and not library.trouble
-    assert library.store.used_bytes <= 14_000
+    held = library(tmp_path, 14_000)
+    first = added(held, header_of(1), 10_000)
+    added(held, header_of(2, 1), 500)
+    second = added(held, header_of(2), 10_000)
+    assert first not in held.entries and held.entries[second].is_complete and not held.trouble
+    assert held.store.used_bytes <= 14_000
 
 
-def taken_over(library: Library) -> list[ChunksKept]:
-    async def events() -> list[Event]:
-        return [event async for event in restored(library, PeerId("me"))]
+def events(found: Library, me: PeerId = ME, piece_bytes: int = 1 << 20) -> list[Event]:
+    async def all_of_them() -> list[Event]:
+        return [event async for event in restored(found, me, piece_bytes)]
 
-    return [event for event in asyncio.run(events()) if isinstance(event, ChunksKept)]
+    return asyncio.run(all_of_them())
 
 
-def test_a_store_without_a_size_of_its_own_follows_the_weights_and_is_kept_after_a_restart(tmp_path: Path) -> None:
-    identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 0), RUN, LibraryLimits(), "delta 1")
-    assert library.store.bytes_max == STORE_BYTES_FLOOR
-    weights_bytes = 8 << 30
-    header = Header(ArtifactId(Version(1)), RUN, "delta 1", 1.0, weights_bytes, True, identity.peer_id).signed(identity)
-    library.add_header(header)
-    assert library.store.bytes_max == store_bytes_for(weights_bytes) >= 2 * store_bytes_min(weights_bytes) > 16 << 30
-    library.store.close()
-    again = Library(ChunkStore(tmp_path, 0), RUN, LibraryLimits(), "delta 1")
-    assert [kept.key for kept in taken_over(again)] == [header.key] and again.store.bytes_max == store_bytes_for(
-        weights_bytes
-    )
-    asked = Library(ChunkStore(tmp_path / "asked", 1 << 20), RUN, LibraryLimits(), "delta 1")
+def test_a_store_without_a_size_of_its_own_follows_the_weights_also_after_a_restart(tmp_path: Path) -> None:
+    held, header = library(tmp_path, 0), header_of(1, weights_bytes=8 << 30)
+    assert held.store.bytes_max == STORE_BYTES_FLOOR
+    held.add_header(header)
+    assert held.store.bytes_max == store_bytes_for(8 << 30) >= 2 * store_bytes_min(8 << 30) > 16 << 30
+    held.store.close()
+    again = library(tmp_path, 0)
+    events(again)
+    assert header.key in again.entries and again.store.bytes_max == store_bytes_for(8 << 30)
+    asked = library(tmp_path / "asked", 1 << 20)
     asked.add_header(header)
     assert asked.store.bytes_max == 1 << 20
-    assert f"at least {store_bytes_min(weights_bytes)} bytes for a keyframe" in str(asked.shortage([header.key]))
+    assert f"at least {store_bytes_min(8 << 30)} bytes for a keyframe" in str(asked.shortage([header.key]))
 
 
 def test_blocks_are_read_back_and_what_was_dropped_meanwhile_is_said(tmp_path: Path) -> None:
-    identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(), "delta 1")
-    key = _artifact(library, identity, 1, 0, 2_500)
-    artifact = ArtifactId(Version(1), Version(0))
-    blocks = library.blocks_of(artifact)
+    held = library(tmp_path)
+    key, artifact = added(held, header_of(1, 0), 2_500), ArtifactId(Version(1), Version(0))
+    blocks = held.blocks_of(artifact)
     assert blocks is not None and list(blocks) == [bytes(2_500)]
-    blocks = library.blocks_of(artifact)
-    library.drop(key)
+    blocks = held.blocks_of(artifact)
+    held.drop(key)
     assert blocks is not None
     with pytest.raises(CorruptChunk, match="dropped"):
         next(blocks)
-    assert library.blocks_of(artifact) is None
+    assert held.blocks_of(artifact) is None
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_of_two_publications_of_a_version_the_newer_is_taken_in_whichever_order_they_come(
     tmp_path: Path, order: tuple[int, int]
 ) -> None:
-    identity = Identity.generate()
-    library = Library(ChunkStore(tmp_path, 1 << 20), RUN, LibraryLimits(), "delta 1")
+    held = library(tmp_path)
     made = [
-        Header(ArtifactId(Version(1)), RUN, "delta 1", at_s, 1000, True, identity.peer_id).signed(identity)
+        Header(ArtifactId(Version(1)), RUN, "delta 1", at_s, 1000, True, LEARNER.peer_id).signed(LEARNER)
         for at_s in (1.0, 2.0)
     ]
 
     async def scene() -> None:
-        exchange = Exchange(PeerId("me"), library, BroadcastSession(PeerId("me")), Meter(), Bans())
-        exchange.trust(identity.peer_id)
+        exchange = Exchange(ME, held, BroadcastSession(ME), Meter(), Bans())
+        exchange.trust(LEARNER.peer_id)
         for number in order:
             exchange.on_header(PeerId("peer"), made[number])
         exchange.stop_timer()
 
     asyncio.run(scene())
-    assert list(library.entries) == [made[1].key]
+    assert list(held.entries) == [made[1].key]
+
+
+# ---- the next start
+
+
+def left(folder: Path, chunks: int, *, is_sealed: bool = True, run: RunId = RUN) -> ArtifactKey:
+    """What a run that ended leaves in the folder."""
+    made, header = library(folder), header_of(1, run=run)
+    if is_sealed:
+        added(made, header, chunks * CHUNK_BYTES, CHUNK_BYTES)
+    else:
+        begun(made, bytes(chunks * CHUNK_BYTES), CHUNK_BYTES, header)
+    made.store.close()
+    return header.key
+
+
+def test_what_was_left_is_taken_over_at_once_and_a_large_file_is_dropped_without_waiting(tmp_path: Path) -> None:
+    """The kernel takes 0.1 s a GiB to free a file's pages: no thread that others wait for closes it."""
+    count = SLOW_CLOSE_BYTES // CHUNK_BYTES + 1
+    key = left(tmp_path, count)
+    found = library(tmp_path)
+    assert events(found, piece_bytes=64 << 20) == [
+        HeaderSeen(None, key, is_wanted=False),
+        ChunksKept(key, all_of(count), dict.fromkeys(range(count), CHUNK_BYTES)),
+        SealSeen(None, key, count),
+    ]
+    assert found.entries[key].is_complete and found.chunk(key, count - 1).payload == bytes(CHUNK_BYTES)
+    found.drop(key)
+    assert not list(tmp_path.iterdir()) and found.store.used_bytes == 0 and found.frame(key, 0) is None
+
+
+def test_the_loop_goes_on_while_chunks_are_checked_and_checking_is_given_up_between_two_pieces(tmp_path: Path) -> None:
+    key = left(tmp_path, 200)
+
+    async def scene() -> tuple[float, float, int]:
+        found, turns = library(tmp_path), 0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                async for _ in restored(found, ME, piece_bytes=1 << 20):
+                    pass
+        assert key not in found.entries and len(list(tmp_path.iterdir())) == 1, "the next start checks it"
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0.001)
+
+        task = asyncio.create_task(others())
+        on_loop_s, in_all_s = time.thread_time(), time.process_time()
+        async for _ in restored(library(tmp_path), ME, piece_bytes=4 << 20):
+            pass
+        task.cancel()
+        return time.thread_time() - on_loop_s, time.process_time() - in_all_s, turns
+
+    on_loop_s, in_all_s, turns = asyncio.run(scene())
+    assert on_loop_s < 0.5 * in_all_s, "the loop's thread checks chunks itself"
+    assert turns > 200 * CHUNK_BYTES // (4 << 20), "it has a turn with each piece at least"
+
+
+def test_what_is_not_sound_or_of_another_run_is_removed_and_counted(tmp_path: Path) -> None:
+    left(tmp_path, 5, run=RunId("another"))
+    good = left(tmp_path, 4)
+    for number, data in enumerate([b"", b"\0\0\0\5wrong"]):
+        (tmp_path / f"{number}.artifact").write_bytes(data)
+    spoilt = bytearray((tmp_path / f"{good.hex()}.artifact").read_bytes())
+    spoilt[len(spoilt) // 2] ^= 1
+    (tmp_path / "spoilt.artifact").write_bytes(spoilt)
+    found = library(tmp_path)
+    assert {event.key for event in events(found) if isinstance(event, ChunksKept)} == {good} == set(found.entries)
+    assert found.unsound_files == 4 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_our_own_that_was_cut_off_is_dropped_and_another_publishers_goes_on(tmp_path: Path) -> None:
+    """What was half written is overwritten; it is longer than the next record, whose rest must not be taken for records."""
+    key = left(tmp_path, 3, is_sealed=False)
+    with (tmp_path / f"{key.hex()}.artifact").open("ab") as file:
+        file.write((3 * CHUNK_BYTES).to_bytes(4, "big") + bytes(2 * CHUNK_BYTES))
+    found = library(tmp_path)
+    assert [type(event) for event in events(found)] == [HeaderSeen, ChunksKept]
+    (made,) = signed_chunks(CHUNK_BYTES, LEARNER, key, 3, bytes(CHUNK_BYTES))
+    found.add_chunk(*made)
+    found.store.close()
+    again = library(tmp_path)
+    assert ChunksKept(key, all_of(4), dict.fromkeys(range(4), CHUNK_BYTES)) in events(again)
+    assert again.unsound_files == 0
+    again.store.close()
+    ours = library(tmp_path)
+    assert events(ours, LEARNER.peer_id) == [] and key not in ours.entries and not list(tmp_path.iterdir())

@@ -45,18 +45,7 @@ def uncharged(nodes: list[NodeLink]) -> list[NodeLink]:
     return [replace(one, egress_usd_per_gib=0.0) for one in nodes]
 
 
-def test_what_leaves_a_region_is_charged_at_its_senders_price() -> None:
-    nodes = [node(0, "", usd=0.0), node(1, "a"), node(2, "a"), node(3, "b", usd=0.02)]
-    chain = (Tree(1.0, (0, 1, 2)),)  # seed -> a -> a -> b
-    assert egress_usd(nodes, chain, int(GIB)) == pytest.approx(USD_PER_GIB)
-    assert crossings(nodes, chain) == {"a": 1.0, "b": 1.0}
-    half_back = (Tree(0.5, (0, 1, 2)), Tree(0.5, (3, 1, 0)))  # the other half: seed -> b -> a -> a
-    assert egress_usd(nodes, half_back, int(GIB)) == pytest.approx(0.5 * USD_PER_GIB + 0.5 * 0.02)
-    unknown = [node(0, "", usd=0.0), node(1, ""), node(2, "")]
-    assert egress_usd(unknown, (Tree(1.0, (0, 1)),), int(GIB)) == pytest.approx(USD_PER_GIB), "nobody's own region"
-
-
-@pytest.mark.parametrize("workers, regions", [(64, 2), (64, 4), (128, 4), (256, 6)])
+@pytest.mark.parametrize("workers, regions", [(64, 2), (256, 6)])
 def test_where_traffic_is_charged_a_plan_crosses_into_each_region_once_and_costs_a_tenth(
     workers: int, regions: int
 ) -> None:
@@ -71,23 +60,15 @@ def test_where_traffic_is_charged_a_plan_crosses_into_each_region_once_and_costs
     assert made.egress_usd + paid < egress_usd(nodes, free.trees, SIZE), "the time that it takes longer is worth it"
 
 
-def test_where_nothing_is_charged_plans_are_as_they_were() -> None:
-    nodes = fleet(64, 4, usd=0.0)
-    made = plan(nodes, 1, SIZE, usd_per_s=POOL_USD_PER_S)
-    as_before = plan([replace(one, region="") for one in nodes], 1, SIZE)
+def test_where_nothing_is_charged_or_time_is_dear_or_has_no_price_no_time_is_given_away() -> None:
+    free, cheap, poor = fleet(64, 4, usd=0.0), fleet(64, 4, usd=0.0001), fleet(64, 4, seed_up=100 * MBIT)
+    made = plan(free, 1, SIZE, usd_per_s=POOL_USD_PER_S)
+    as_before = plan([replace(one, region="") for one in free], 1, SIZE)
     assert (made.trees, made.topology, made.egress_usd) == (as_before.trees, as_before.topology, 0.0)
     assert "USD" not in made.reason
-
-
-def test_dear_time_outweighs_cheap_traffic() -> None:
-    nodes = fleet(64, 4, usd=0.0001)
-    made, fastest = plan(nodes, 1, SIZE, usd_per_s=10.0), plan(uncharged(nodes), 1, SIZE)
+    made, fastest = plan(cheap, 1, SIZE, usd_per_s=10.0), plan(uncharged(cheap), 1, SIZE)
     assert made.predicted_all_s <= 1.05 * fastest.predicted_all_s and made.egress_usd > 0
-
-
-def test_time_without_a_price_is_not_given_away() -> None:
-    nodes = fleet(64, 4, seed_up=100 * MBIT)
-    assert plan(nodes, 1, SIZE).predicted_all_s <= 1.06 * plan(uncharged(nodes), 1, SIZE).predicted_all_s
+    assert plan(poor, 1, SIZE).predicted_all_s <= 1.06 * plan(uncharged(poor), 1, SIZE).predicted_all_s
 
 
 def test_gateways_pass_on_to_one_another_where_the_seed_is_poor() -> None:
@@ -107,7 +88,15 @@ def test_workers_that_come_late_are_charged_as_well() -> None:
     assert made.egress_usd == pytest.approx(egress_usd(nodes, made.trees, SIZE)) and made.egress_usd > 0
 
 
-@settings(max_examples=60, deadline=None)
+def test_what_leaves_a_region_is_charged_at_its_senders_price() -> None:
+    nodes = [node(0, "", usd=0.0), node(1, "a"), node(2, "a"), node(3, "b", usd=0.02)]
+    half_back = (Tree(0.5, (0, 1, 2)), Tree(0.5, (3, 1, 0)))  # seed -> a -> a -> b; the other half: seed -> b -> a -> a
+    assert egress_usd(nodes, half_back, int(GIB)) == pytest.approx(0.5 * USD_PER_GIB + 0.5 * 0.02)
+    unknown = [node(0, "", usd=0.0), node(1, ""), node(2, "")]
+    assert egress_usd(unknown, (Tree(1.0, (0, 1)),), int(GIB)) == pytest.approx(USD_PER_GIB), "nobody's own region"
+
+
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["", "a", "b", "c"]), st.sampled_from([50, 500]), st.booleans()),

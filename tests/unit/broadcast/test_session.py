@@ -24,7 +24,7 @@ from echo2.broadcast.events import (
     UplinkSeen,
     Woken,
 )
-from echo2.broadcast.pace import REPLAYS_MAX, SLOTS_PER_PEER, Pacer
+from echo2.broadcast.pace import REPLAYS_MAX, SLOTS_PER_PEER
 from echo2.broadcast.plan import NodeLink, fluid_bound
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.trees import plan
@@ -46,22 +46,20 @@ def bound_s(nodes: list[NodeLink], mib: float = 32) -> float:
     return mib * MIB / fluid_bound(nodes).rate_bytes_per_s
 
 
-@pytest.mark.parametrize(("uplinks", "ratio_max"), [([100.0] * 4, 1.08), ([100.0] * 8, 1.10), (HETEROGENEOUS, 1.12)])
-def test_broadcast_is_close_to_the_fluid_bound_and_sends_nothing_twice(uplinks: list[float], ratio_max: float) -> None:
-    nodes = fleet(uplinks)
-    net = network(nodes, mib=96)
+@pytest.mark.parametrize(
+    ("uplinks", "natted", "ratio_max"), [([100.0] * 4, 0, 1.08), (HETEROGENEOUS, 0, 1.12), ([100.0] * 8, 2, 1.20)]
+)
+def test_broadcast_is_close_to_the_fluid_bound_and_sends_nothing_twice(
+    uplinks: list[float], natted: int, ratio_max: float
+) -> None:
+    nodes = fleet(uplinks, natted=natted)
+    net = network(nodes, mib=64)
     net.run(60)
-    assert net.slowest_s <= ratio_max * bound_s(nodes, 96)
-    assert all(node.session.duplicates_bytes == 0 for node in net.nodes.values())
-    optimum = len(uplinks) * 96 * MIB - sum(n.link.up for n in list(net.nodes.values())[1:]) * bound_s(nodes, 96)
-    assert net.nodes[net.seed_id].sent_bytes <= 1.15 * optimum
-
-
-def test_workers_behind_nat_get_everything() -> None:
-    nodes = fleet([100.0] * 8, natted=2)
-    net = network(nodes)
-    net.run(60)
-    assert net.slowest_s <= 1.20 * bound_s(nodes)
+    assert net.slowest_s <= ratio_max * bound_s(nodes, 64)
+    if not natted:
+        assert all(node.session.duplicates_bytes == 0 for node in net.nodes.values())
+        optimum = len(uplinks) * 64 * MIB - sum(n.link.up for n in list(net.nodes.values())[1:]) * bound_s(nodes, 64)
+        assert net.nodes[net.seed_id].sent_bytes <= 1.15 * optimum
 
 
 def test_broadcast_begins_while_the_seed_still_encodes() -> None:
@@ -72,16 +70,6 @@ def test_broadcast_begins_while_the_seed_still_encodes() -> None:
     net.publish(16 * MIB, 128 << 10, encode_bytes_per_s=slow_encoder)
     net.run(60)
     assert net.slowest_s <= 16 * MIB / slow_encoder + 0.6
-
-
-def test_relay_that_dies_is_replaced() -> None:
-    nodes = fleet([100.0] * 4)
-    net = network(nodes, mib=64)
-    half = bound_s(nodes, 64) / 2
-    net.at(half, lambda: net.kill(PeerId("w1")))
-    net.run(60)
-    survivors = [n for n in nodes if n.peer_id != PeerId("w1")]
-    assert net.slowest_s <= 1.25 * max(bound_s(nodes, 64), bound_s(survivors, 64))
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
@@ -100,15 +88,18 @@ def test_weak_uplinks_relay_once_the_only_strong_one_is_gone_and_not_before(faul
     assert all(t is not None and t < 0.85 * star_s for t in times), "the learner sent it to each of them itself"
 
 
-def test_relay_that_freezes_is_replaced_and_catches_up() -> None:
-    nodes = fleet([100.0] * 4)
+def test_relays_that_die_or_freeze_are_replaced_and_one_that_thaws_catches_up() -> None:
+    nodes = fleet([100.0] * 5)
     net = network(nodes, mib=64)
-    net.at(1.0, lambda: net.freeze(PeerId("w1")))
+    half = bound_s(nodes, 64) / 2
+    net.at(half, lambda: net.kill(PeerId("w0")))
+    net.at(half, lambda: net.freeze(PeerId("w1")))
     net.at(20.0, lambda: net.thaw(PeerId("w1")))
     net.run(60)
     times = net.worker_times()
-    others = max(t for name, t in times.items() if name != "w1" and t is not None)
-    assert others < 10.0, "the others waited for a frozen relay"
+    survivors = [node for node in nodes if node.peer_id not in ("w0", "w1")]
+    others = max(t for name, t in times.items() if name not in ("w0", "w1") and t is not None)
+    assert others <= 1.5 * max(bound_s(nodes, 64), bound_s(survivors, 64)), "the others waited for a frozen relay"
     frozen = times["w1"]
     assert frozen is not None and frozen < 28.0
 
@@ -138,7 +129,7 @@ def test_late_joiner_pulls_from_peers_rather_than_from_the_seed() -> None:
     assert net.nodes[net.seed_id].sent_bytes <= before + 1 * MIB
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     uplinks=st.lists(st.sampled_from([20.0, 50.0, 100.0, 400.0]), min_size=2, max_size=6),
     seed=st.integers(0, 1000),
@@ -175,45 +166,45 @@ def test_once_faults_stop_every_living_worker_has_everything(
     assert not net.accusations, "an honest peer was accused"
 
 
-def _session() -> BroadcastSession:
-    return BroadcastSession(PeerId("me"))
+def session_with(*peers: str, uplink_bytes_per_s: float = 0.0) -> BroadcastSession:
+    """Connected to these peers, which have told of the artifact; to whom we publish it where there is none."""
+    made = BroadcastSession(PeerId("me"), uplink_bytes_per_s=uplink_bytes_per_s)
+    for name in peers:
+        made.handle(PeerUp(PeerId(name)), 0.0)
+        made.handle(HeaderSeen(PeerId(name), KEY, is_wanted=True), 0.0)
+    return made
+
+
+def publishing(uplink_bytes_per_s: float = 0.0) -> BroadcastSession:
+    made = BroadcastSession(PeerId("me"), uplink_bytes_per_s=uplink_bytes_per_s)
+    made.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
+    made.handle(PeerUp(PeerId("a")), 0.0)
+    return made
 
 
 def test_chunk_sent_twice_unasked_is_held_against_the_peer() -> None:
-    session = _session()
-    session.handle(PeerUp(PeerId("bad")), 0.0)
-    session.handle(HeaderSeen(PeerId("bad"), KEY, is_wanted=True), 0.0)
-    accused = []
-    for i in range(40):
+    session, accused = session_with("bad"), list[PeerId]()
+    for turn in range(REPLAYS_MAX + 1):
+        assert not accused
         seen = ChunkSeen(PeerId("bad"), KEY, 0, 1000)
-        accused += [a for a in session.handle(seen, 0.01 * i) if isinstance(a, Accuse)]
-        if accused:
-            break
-    assert accused and accused[0].peer == PeerId("bad") and i == REPLAYS_MAX
+        accused += [a.peer for a in session.handle(seen, 0.01 * turn) if isinstance(a, Accuse)]
+    assert accused == [PeerId("bad")]
 
 
 def test_request_that_is_not_answered_goes_to_another_holder() -> None:
-    session = _session()
+    session, asked, now = session_with("a", "b"), list[PeerId](), 0.0
     for name in ("a", "b"):
-        session.handle(PeerUp(PeerId(name)), 0.0)
-        session.handle(HeaderSeen(PeerId(name), KEY, is_wanted=True), 0.0)
         session.handle(HaveSeen(PeerId(name), KEY, 0b1, True), 0.0)
-    asked: list[PeerId] = []
-    now = 0.0
-    while now < 20.0 and len(set(asked)) < 2:
+    while now < 10.0 and len(set(asked)) < 2:
         asked += [a.peer for a in session.handle(Woken(), now) if isinstance(a, SendRequest)]
         now += 0.1
     assert set(asked) == {PeerId("a"), PeerId("b")}
-    assert now < 10.0
 
 
 def test_a_chunk_that_is_asked_for_again_and_again_is_sent_once_while_it_may_be_on_its_way() -> None:
     """Answers that wait in a full uplink were sent anew each time that a peer lost its patience, and nothing else went out."""
-    session = _session()
-    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
+    session, peer = publishing(), PeerId("a")
     session.handle(ChunkSeen(None, KEY, 0, 1000), 0.0)
-    peer = PeerId("w")
-    session.handle(PeerUp(peer), 0.0)
     sent: list[float] = []
 
     def ask(now: float, is_lost: bool = False) -> None:
@@ -232,10 +223,7 @@ def test_a_chunk_that_is_asked_for_again_and_again_is_sent_once_while_it_may_be_
 
 def test_push_that_is_late_as_usual_is_waited_for_and_not_pulled() -> None:
     """A neighbour has each chunk 2.5 s before it is pushed to us; after the first such, none is asked for."""
-    session = _session()
-    for name in ("relay", "neighbour"):
-        session.handle(PeerUp(PeerId(name)), 0.0)
-        session.handle(HeaderSeen(PeerId(name), KEY, is_wanted=True), 0.0)
+    session = session_with("relay", "neighbour")
     asked: dict[int, float] = {}
     for tick in range(200):
         now = 0.1 * tick
@@ -251,10 +239,7 @@ def test_push_that_is_late_as_usual_is_waited_for_and_not_pulled() -> None:
 
 
 def test_last_few_chunks_are_pulled_before_a_late_push_brings_them() -> None:
-    session = _session()
-    for name in ("relay", "neighbour"):
-        session.handle(PeerUp(PeerId(name)), 0.0)
-        session.handle(HeaderSeen(PeerId(name), KEY, is_wanted=True), 0.0)
+    session = session_with("relay", "neighbour")
     session.handle(SealSeen(PeerId("relay"), KEY, 200), 0.0)
     session.handle(HaveSeen(PeerId("neighbour"), KEY, (1 << 200) - 1, True), 0.0)
     for index in range(196):  # pushes are 3 s behind
@@ -269,9 +254,7 @@ def test_last_few_chunks_are_pulled_before_a_late_push_brings_them() -> None:
 
 def test_what_was_lost_and_sent_again_counts_as_sent() -> None:
     """Else chunks fill the uplink, and what a full queue lost comes on top and keeps it full."""
-    session = BroadcastSession(PeerId("me"), uplink_bytes_per_s=1e6)
-    session.handle(PeerUp(PeerId("a")), 0.0)
-    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
+    session = publishing(uplink_bytes_per_s=1e6)
     session.handle(UplinkSeen(100_000, 0.0, resent_bytes=500_000), 1.0)
     session.handle(ChunkSeen(None, KEY, 0, 50_000, is_fresh=True), 1.0)
     sent = [
@@ -282,9 +265,7 @@ def test_what_was_lost_and_sent_again_counts_as_sent() -> None:
 
 
 def test_uplink_that_queues_slows_the_session_and_an_idle_one_does_not() -> None:
-    session = _session()
-    session.handle(PeerUp(PeerId("a")), 0.0)
-    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
+    session = publishing()
     for tick in range(20):
         session.handle(UplinkSeen(100_000, 0.002), 0.1 * tick)
     assert session.governor.rate_bytes_per_s == 0.0
@@ -303,25 +284,8 @@ def test_uplink_that_queues_slows_the_session_and_an_idle_one_does_not() -> None
     assert sent * 50_000 <= 1.1 * 2.0 * session.governor.rate_bytes_per_s + 100_000
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(10_000, 10_000_000), st.lists(st.integers(1, 300_000), min_size=1, max_size=60))
-def test_pacer_never_lets_more_through_than_its_rate(rate: int, sizes: list[int]) -> None:
-    pacer, now, sent = Pacer(rate), 0.0, 0
-    for size in sizes:
-        now = pacer.ready_at(now)
-        pacer.spend(size, now)
-        sent += size
-        assert sent <= rate * (now + pacer.burst_s) + size + 1
-
-
 def test_transport_never_holds_more_than_its_slots() -> None:
-    session = _session()
-    session.handle(PeerUp(PeerId("a")), 0.0)
-    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
-    out = 0
-    for index in range(50):
-        out += sum(
-            isinstance(a, SendChunk)
-            for a in session.handle(ChunkSeen(None, KEY, index, 1000, is_fresh=True), 0.001 * index)
-        )
-    assert out == SLOTS_PER_PEER
+    session = publishing()
+    fresh = (ChunkSeen(None, KEY, index, 1000, is_fresh=True) for index in range(50))
+    actions = [action for event in fresh for action in session.handle(event, 0.001 * event.index)]
+    assert sum(isinstance(action, SendChunk) for action in actions) == SLOTS_PER_PEER

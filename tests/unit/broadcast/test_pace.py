@@ -1,0 +1,140 @@
+"""How much leaves when: the relay's window, the uplink governor against a model of a link, the choice of congestion control."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.broadcast.pace import (
+    FLOOR_SHARE,
+    IDLE_S,
+    START_S,
+    CongestionChooser,
+    Control,
+    Pacer,
+    RelayWindow,
+    UplinkGovernor,
+    UplinkSample,
+)
+
+TICK_S = 0.1
+GBIT, LAP_AND_SLACK_S = 125e6, 0.25
+
+
+@given(st.integers(10_000, 10_000_000), st.lists(st.integers(1, 300_000), min_size=1, max_size=60))
+def test_pacer_never_lets_more_through_than_its_rate(rate: int, sizes: list[int]) -> None:
+    pacer, now, sent = Pacer(rate), 0.0, 0
+    for size in sizes:
+        now = pacer.ready_at(now)
+        pacer.spend(size, now)
+        sent += size
+        assert sent <= rate * (now + pacer.burst_s) + size + 1
+
+
+def room(first_bytes: float, *chunk_bytes: int) -> int:
+    """How many chunks are given to one relay before the first acknowledgement, after chunks of such sizes."""
+    window, count = RelayWindow(0.15, first_bytes), 0
+    while count < len(chunk_bytes) or window.has_room(0.0):
+        window.given((b"k", count), chunk_bytes[min(count, len(chunk_bytes) - 1)], True, 0.0)
+        count += 1
+    return count
+
+
+def test_a_relays_window_holds_what_its_link_does_whatever_the_first_chunk_and_no_more_than_its_bound() -> None:
+    whole = GBIT * LAP_AND_SLACK_S
+    assert room(whole, 256 << 10) == pytest.approx(whole / (256 << 10), abs=1)
+    assert room(whole, 84) == RelayWindow.LARGEST, "a container's header is a chunk of 84 bytes"
+    assert room(whole, 84, 256 << 10) == room(whole, 256 << 10)
+    assert room(1e12, 256 << 10) == RelayWindow.LARGEST_PLANNED
+
+
+@dataclass
+class ModelLink:
+    """A drop-tail uplink; the round trip that is told is smoothed, as the kernel's is."""
+
+    rate: float
+    queue_max_s: float = 0.06
+    queue_bytes: float = 0.0
+    smoothed_s: float = 0.0
+
+    def tick(self, offered: float) -> tuple[int, float]:
+        """Bytes that got through in a tick, and the queue as seen."""
+        total = self.queue_bytes + offered * TICK_S
+        passed = min(total, self.rate * TICK_S)
+        self.queue_bytes = min(total - passed, self.rate * self.queue_max_s)
+        self.smoothed_s += 0.5 * (self.queue_bytes / self.rate - self.smoothed_s)
+        return int(passed), self.smoothed_s
+
+
+def governed(governor: UplinkGovernor, link: ModelLink, seconds: float, demand: float = 1e9) -> list[float]:
+    rates, now = [], 0.0
+    for _ in range(int(seconds / TICK_S)):
+        now += TICK_S
+        passed, queue_s = link.tick(min(demand, governor.rate_bytes_per_s or demand))
+        governor.sample(UplinkSample(passed, queue_s, is_waiting=demand > governor.rate_bytes_per_s > 0), now)
+        rates.append(governor.rate_bytes_per_s)
+    return rates
+
+
+@pytest.mark.parametrize("planned", [0.0, 0.5e6, 2e6, 6e6])
+def test_the_uplinks_rate_is_found_from_whatever_the_plan_said_and_yields_to_others(planned: float) -> None:
+    governor, link = UplinkGovernor(), ModelLink(2e6)
+    governor.planned(planned)
+    settled = governed(governor, link, 30.0)[200:]
+    assert 0.93 * link.rate <= sum(settled) / len(settled) <= 1.04 * link.rate
+    assert 0.8 * link.rate <= governor.capacity_bytes_per_s <= 1.1 * link.rate
+    link.rate = 1.2e6  # something else takes the rest
+    shared = governed(governor, link, 20.0)[-50:]
+    assert 0.9 * 1.2e6 <= sum(shared) / len(shared) <= 1.05 * 1.2e6
+    link.rate = 1e4
+    assert min(governed(governor, link, 10.0)) >= 0.9 * FLOOR_SHARE * 1.2e6, "others never get all"
+
+
+def test_an_idle_uplink_is_not_paced_a_rate_rises_only_where_chunks_wait_and_the_users_limit_holds() -> None:
+    idle = UplinkGovernor()
+    assert set(governed(idle, ModelLink(2e6), 10.0, demand=1e6)) == {0.0} and idle.capacity_bytes_per_s == 0.0
+    calm, limited = UplinkGovernor(), UplinkGovernor(limit_bytes_per_s=1e6)
+    calm.planned(1e6)
+    assert max(governed(calm, ModelLink(50e6), 10.0, demand=0.5e6)) <= 1e6
+    limited.planned(5e6)
+    assert limited.rate_bytes_per_s == 1e6 == max(governed(limited, ModelLink(50e6), 10.0))
+
+
+def chosen(
+    chooser: CongestionChooser, begun_at: float, seconds: float, loss: float = 0.0, queue_s: float = 0.02
+) -> list[Control]:
+    """Looks at a node that sends 200 segments a tick, each lost with `loss`."""
+    rng, seen = random.Random(7), []
+    for tick in range(round(seconds / TICK_S)):
+        now = begun_at + tick * TICK_S
+        chooser.sent(sum(rng.random() < loss for _ in range(200)), queue_s, now)
+        seen.append(chooser.control(now))
+    return seen
+
+
+def test_sending_begins_fast_and_goes_on_as_usual_and_a_pause_is_a_new_beginning() -> None:
+    chooser = CongestionChooser()
+    assert chooser.control(0.0) is Control.FAST
+    seen, first = chosen(chooser, 10.0, START_S + 1), round(START_S / TICK_S)
+    assert set(seen[: first - 1]) == {Control.FAST} and set(seen[first + 1 :]) == {Control.USUAL}
+    assert chooser.control(11.0 + START_S + 0.5 * IDLE_S) is Control.USUAL
+    assert chooser.control(11.5 + START_S + IDLE_S) is Control.FAST
+    assert chosen(chooser, 20.0 + START_S, START_S + 5)[0] is Control.FAST
+
+
+def test_losses_at_random_keep_the_fast_control_until_they_end_and_those_of_a_queue_or_a_burst_do_not() -> None:
+    chooser = CongestionChooser()
+    assert set(chosen(chooser, 0.0, 40.0, loss=0.001)[round((START_S + 8) / TICK_S) :]) == {Control.FAST}
+    assert chosen(chooser, 40.0, 20.0)[-1] is Control.USUAL
+    queue = CongestionChooser()
+    assert chosen(queue, 0.0, 60.0, loss=0.01, queue_s=0.055)[-1] is Control.USUAL
+    for _ in range(3):
+        queue.sent(150, 0.03, 60.0)
+    assert queue.control(60.0) is Control.USUAL
+    start = CongestionChooser()
+    chosen(start, 0.0, START_S - 0.5, loss=0.05)
+    assert chosen(start, START_S - 0.5, 2.0)[-1] is Control.USUAL, "BBR overflows queues while it looks for its rate"
