@@ -99,41 +99,24 @@ ALL = rows(GROUP, LEASE, MEMBER, TOKEN, MACHINE, TokenPeer("t", PeerId("w")), po
 ALL.log.extend([("events", EVENT), ("samples", SAMPLE), ("paid", PAID)])
 
 
-def test_what_was_written_is_there_after_the_process_is_gone(url: str) -> None:
+def test_what_was_written_is_there_after_the_process_is_gone_and_later_writes_replace_and_drop(url: str) -> None:
     with closing(SqlStore(url, RUN)) as store:
         store.write(ALL)
     with closing(SqlStore(url, RUN)) as store:
         saved = store.load()
-    assert saved.groups == (GROUP,)
-    assert saved.leases == (LEASE,)
-    assert saved.members == (MEMBER,)
-    assert saved.tokens == (TOKEN,)
-    assert (saved.events, saved.samples, saved.paid) == ((EVENT,), (SAMPLE,), (PAID,))
-    assert saved.machines == (MACHINE,)
-    assert saved.meta["port"] == "7"
-
-
-def test_later_writes_replace_and_drops_forget(url: str) -> None:
-    store = SqlStore(url, RUN)
-    store.write(ALL)
-    store.write(rows(replace(LEASE, tokens=80), replace(MEMBER, usd_spent=2.0)))
-    saved = store.load()
-    assert (saved.leases[0].tokens, saved.members[0].usd_spent) == (80, 2.0)
-    store.write(StateChanges({("groups", "g"): None, ("groups", "unknown"): None, ("leases", "l"): None}))
-    saved = store.load()
-    assert (saved.groups, saved.leases, len(saved.members)) == ((), (), 1)
-    store.close()
-
-
-def test_who_used_a_token_is_a_row_each_and_can_be_dropped(url: str) -> None:
-    with closing(SqlStore(url, RUN)) as store:
-        store.write(ALL)
-        store.write(rows(TokenPeer("t", PeerId("x"), 7.5), TokenPeer("t", PeerId("v"), 6.5)))
-        (token,) = store.load().tokens
-        assert token.peers == {"v", "w", "x"} and list(token.silent.items()) == [("v", 6.5), ("x", 7.5)]
-        store.write(StateChanges({("token_peers", "t x"): TokenPeer("t", PeerId("x")), ("token_peers", "t v"): None}))
-        (token,) = store.load().tokens
-        assert token.peers == {"w", "x"} and not token.silent
+        assert (saved.groups, saved.leases, saved.members) == ((GROUP,), (LEASE,), (MEMBER,))
+        assert (saved.tokens, saved.machines, saved.meta["port"]) == ((TOKEN,), (MACHINE,), "7")
+        assert (saved.events, saved.samples, saved.paid) == ((EVENT,), (SAMPLE,), (PAID,))
+        store.write(rows(replace(LEASE, tokens=80), TokenPeer("t", PeerId("x"), 7.5), TokenPeer("t", PeerId("v"), 6.5)))
+        saved = store.load()
+        assert saved.leases[0].tokens == 80 and saved.tokens[0].peers == {"v", "w", "x"}
+        assert list(saved.tokens[0].silent.items()) == [("v", 6.5), ("x", 7.5)], "a row each, oldest first"
+        store.write(StateChanges({("groups", "g"): None, ("groups", "unknown"): None, ("token_peers", "t v"): None}))
+        store.write(StateChanges(log=[("events", LoggedEvent(float(i), "k", str(i))) for i in range(10)]))
+        store.prune(events_max=3, samples_max=3)
+        saved = store.load()
+        assert (saved.groups, len(saved.members), saved.tokens[0].peers) == ((), 1, {"w", "x"})
+        assert [event.text for event in saved.events] == ["7", "8", "9"]
 
 
 def test_write_is_all_or_nothing(url: str) -> None:
@@ -150,24 +133,14 @@ def test_write_is_all_or_nothing(url: str) -> None:
     store.close()
 
 
-def test_old_events_are_forgotten(url: str) -> None:
-    store = SqlStore(url, RUN)
-    store.write(StateChanges(log=[("events", LoggedEvent(float(i), "k", str(i))) for i in range(10)]))
-    store.prune(events_max=3, samples_max=3)
-    assert [event.text for event in store.load().events] == ["7", "8", "9"]
-    store.close()
-
-
-@pytest.mark.parametrize("schema", ["3", "99"])
-def test_state_of_another_run_and_of_another_schema_are_refused(url: str, schema: str) -> None:
-    with closing(SqlStore(url, RUN)) as store:
-        store.write(ALL)
+def test_state_of_another_run_and_of_another_schema_are_refused(url: str) -> None:
+    SqlStore(url, RUN).close()
     with pytest.raises(StateError, match="'a-run'"):
         SqlStore(url, RunId("b-run"))
     engine = sa.create_engine(url)
     with engine.begin() as connection:
-        connection.execute(sa.text("UPDATE meta SET value = :schema WHERE key = 'schema_version'"), {"schema": schema})
-    with pytest.raises(StateError, match=f"got {schema}"):
+        connection.execute(sa.text("UPDATE meta SET value = '3' WHERE key = 'schema_version'"))
+    with pytest.raises(StateError, match="got 3"):
         SqlStore(url, RUN)
     engine.dispose()
 
@@ -211,28 +184,18 @@ def test_a_coordinator_on_this_store_goes_on_where_it_was(url: str, tmp_path: Pa
     daemon_tests.play(scene)
 
 
-def test_a_checkpoint_beside_writes_lets_the_log_start_over(tmp_path: Path) -> None:
-    log = tmp_path / "state.sqlite-wal"
-    with closing(SqlStore(f"sqlite:///{tmp_path / 'state.sqlite'}", RUN)) as store:
-        for number in range(300):
-            store.write(StateChanges({("meta", "n"): str(number)}, [("events", LoggedEvent(1.0, "k", "text" * 100))]))
-        grown = log.stat().st_size
-        store.checkpoint()
-        for number in range(300):
-            store.write(StateChanges({("meta", "n"): str(number)}, [("events", LoggedEvent(1.0, "k", "text" * 100))]))
-        assert log.stat().st_size < 1.5 * grown
-        assert store.load().meta["n"] == "299"
-    store.checkpoint()  # told after the end, by a thread that was late
-
-
-def test_a_checkpoint_on_another_thread_neither_stops_nor_loses_writes(tmp_path: Path) -> None:
-    url, count = f"sqlite:///{tmp_path / 'state.sqlite'}", 200
-    with closing(SqlStore(url, RUN)) as store, ThreadPoolExecutor(1) as pool:
-        for number in range(count):
-            done = pool.submit(store.checkpoint)
-            store.write(StateChanges(log=[("events", LoggedEvent(1.0, "k", str(number)))]))
+def test_checkpoints_on_another_thread_let_the_log_start_over_and_neither_stop_nor_lose_writes(tmp_path: Path) -> None:
+    log, count = tmp_path / "state.sqlite-wal", 60
+    with closing(SqlStore(f"sqlite:///{tmp_path / 'state.sqlite'}", RUN)) as store, ThreadPoolExecutor(1) as pool:
+        for number in range(2 * count):
+            done = pool.submit(store.checkpoint if number >= count else int)
+            store.write(StateChanges(log=[("events", LoggedEvent(1.0, "k" * 400, str(number)))]))
             done.result()
-        assert [event.text for event in store.load().events] == [str(number) for number in range(count)]
+            if number == count - 1:
+                grown = log.stat().st_size
+        assert log.stat().st_size < 1.5 * grown
+        assert [event.text for event in store.load().events] == [str(number) for number in range(2 * count)]
+    store.checkpoint()  # told after the end, by a thread that was late
 
 
 # ---- a database that is not what it was: SQLite, with the mark beside it
@@ -343,28 +306,21 @@ def test_a_database_that_is_gone_or_empty_is_not_begun_anew(tmp_path: Path) -> N
     kept_in(tmp_path).close()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.6, 0.9, 0.999])
-def test_a_flipped_bit_of_the_log_costs_no_ban_in_silence(tmp_path: Path, share: float) -> None:
+@pytest.mark.parametrize("damage", ["gone", "cut", 0.0, 0.001, 0.5, 0.999])
+def test_a_log_that_is_gone_cut_short_or_has_a_flipped_bit_costs_no_ban_in_silence(
+    tmp_path: Path, damage: str | float
+) -> None:
     left = as_a_kill_leaves_it(tmp_path / "run", tmp_path / "left")
     log = left / "state.sqlite-wal"
     data = bytearray(log.read_bytes())
-    frames = 32 + (len(data) - 32) // 4120 * 4120
-    data[int(share * (frames - 1))] ^= 4
-    log.write_bytes(data)
+    if isinstance(damage, float):
+        frames = 32 + (len(data) - 32) // 4120 * 4120
+        data[int(damage * (frames - 1))] ^= 4
+    log.write_bytes(data[:-1] if damage == "cut" else data)
+    if damage == "gone":
+        log.unlink()
     with pytest.raises(StateError, match=r"expected all of \d+ changes, found"):
         kept_in(left).close()
-
-
-def test_a_log_that_is_gone_or_cut_short_is_found(tmp_path: Path) -> None:
-    left = as_a_kill_leaves_it(tmp_path / "run", tmp_path / "left")
-    log = left / "state.sqlite-wal"
-    os.truncate(log, log.stat().st_size - 1)
-    with pytest.raises(StateError, match="expected all of"):
-        kept_in(left)
-    other = as_a_kill_leaves_it(tmp_path / "run2", tmp_path / "left2")
-    (other / "state.sqlite-wal").unlink()
-    with pytest.raises(StateError, match="expected all of"):
-        kept_in(other)
 
 
 def test_after_a_power_cut_the_last_moments_may_be_missing_but_nothing_that_was_safe(
@@ -410,44 +366,19 @@ def test_after_an_end_in_order_nothing_may_be_missing(tmp_path: Path, monkeypatc
         kept_in(tmp_path)
 
 
-def test_a_flipped_bit_of_a_row_is_found(tmp_path: Path) -> None:
-    with closing(kept_in(tmp_path)) as store:
-        store.write(rows(GROUP, BANNED, replace(TOKEN, is_revoked=True)))
-    database, found = tmp_path / "state.sqlite", 0
-    whole = database.read_bytes()
-    for text in (b'"setting":"banned"', TOKEN.hash.encode(), b'"is_revoked":true', b'"group_id":"g"'):
-        for at in range(len(whole)):
-            if whole.startswith(text, at):
-                data = bytearray(whole)
-                data[at + len(text) // 2] ^= 1
-                database.write_bytes(data)
-                with (
-                    pytest.raises(StateError, match=r"found it (changed|damaged)"),
-                    closing(kept_in(tmp_path)) as store,
-                ):
-                    store.load()
-                found += 1
-    assert found >= 2
-    database.write_bytes(whole)
-    with sqlite3.connect(database) as connection:
-        connection.execute(
-            "UPDATE rows SET json = replace(json, '\"is_revoked\":true', '\"is_revoked\":false') WHERE kind = 'tokens'"
-        )
-    connection.close()
-    with pytest.raises(StateError, match="row 't' of tokens"), closing(kept_in(tmp_path)) as store:
-        store.load()
-
-
-def test_no_flipped_byte_of_the_database_is_taken_for_another_state(tmp_path: Path) -> None:
-    """Every byte in turn: refused, or of no consequence for what stands for a group, lease, member, token or machine."""
+def test_no_flipped_bit_of_the_database_is_taken_for_another_state(tmp_path: Path) -> None:
+    """At many places, those of a ban and a revoked token among them: refused, or of no consequence for what stands for a group,
+    lease, member, token or machine."""
     with closing(kept_in(tmp_path)) as store:
         store.write(ALL)
+        store.write(rows(BANNED, replace(TOKEN, is_revoked=True)))
         expected = store.load()
     database, mark = tmp_path / "state.sqlite", (tmp_path / "state.mark").read_bytes()
-    whole = database.read_bytes()
-    chance, refused = random.Random(7), 0
-    places = [at for at in range(len(whole)) if whole[at]]
-    for at in chance.sample(places, min(250, len(places))):
+    whole, chance, refused = database.read_bytes(), random.Random(7), 0
+    places = chance.sample([at for at in range(len(whole)) if whole[at]], 100)
+    for text in (b'"setting":"banned"', TOKEN.hash.encode(), b'"is_revoked":true', b'"group_id":"g"'):
+        places += [at + len(text) // 2 for at in range(len(whole)) if whole.startswith(text, at)]
+    for at in places:
         data = bytearray(whole)
         data[at] ^= 1 << chance.randrange(8)
         database.write_bytes(data)
@@ -462,19 +393,22 @@ def test_no_flipped_byte_of_the_database_is_taken_for_another_state(tmp_path: Pa
             continue
         for name in ("groups", "leases", "members", "tokens", "machines"):
             assert getattr(saved, name) == getattr(expected, name), (at, name)
-    assert refused >= 50
+    assert refused >= 20
+    database.write_bytes(whole)
+    with closing(sqlite3.connect(database)) as connection:  # as no bit alone could do it
+        change = "replace(json, '\"is_revoked\":true', '\"is_revoked\":false')"
+        connection.execute(f"UPDATE rows SET json = {change} WHERE kind = 'tokens'")
+        connection.commit()
+    with pytest.raises(StateError, match="row 't' of tokens"), closing(kept_in(tmp_path)) as store:
+        store.load()
 
 
 def test_a_damaged_mark_says_what_to_do(tmp_path: Path) -> None:
     kept_in(tmp_path).close()
     mark = tmp_path / "state.mark"
     whole = mark.read_bytes()
-    for at in range(0, len(whole.rstrip()), 5):
-        data = bytearray(whole)
-        data[at] ^= 2
+    spoilt = [whole[:at] + bytes([whole[at] ^ 2]) + whole[at + 1 :] for at in range(0, len(whole.rstrip()), 10)]
+    for data in (whole[:20], *spoilt):
         mark.write_bytes(data)
         with pytest.raises(StateError, match="found it damaged .* remove the mark"):
             kept_in(tmp_path)
-    mark.write_bytes(whole[:20])
-    with pytest.raises(StateError, match="found it damaged"):
-        kept_in(tmp_path)

@@ -26,7 +26,7 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
-@pytest.mark.parametrize("host", ["::1", "[::1]", "::"])
+@pytest.mark.parametrize("host", ["[::1]", "::"])
 def test_a_worker_joins_a_coordinator_on_an_ipv6_address(tmp_path: Path, host: str) -> None:
     async def scene() -> None:
         async with running(options(tmp_path / "first", host=host)) as daemon:
@@ -43,16 +43,11 @@ def test_a_worker_joins_a_coordinator_on_an_ipv6_address(tmp_path: Path, host: s
     play(scene)
 
 
-def test_a_host_and_a_port_are_joined_with_brackets_once() -> None:
+def test_hosts_are_joined_with_brackets_once_and_a_worker_listens_where_a_coordinator_on_its_machine_does(
+    tmp_path: Path,
+) -> None:
     assert joined("::1", 7) == joined("[::1]", 7) == "[::1]:7"
     assert joined("10.0.0.1", 7) == "10.0.0.1:7" and joined("host.example", 7) == "host.example:7"
-
-
-def test_a_worker_of_a_run_on_this_machine_listens_where_the_coordinator_does(tmp_path: Path) -> None:
-    for host, own in (
-        ("::1", "::1"),
-        ("127.0.0.1", "127.0.0.1"),
-        ("localhost", "127.0.0.1"),
-        ("2001:db8::1", "::"),
-    ):
+    hosts = {"::1": "::1", "127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "2001:db8::1": "::"}
+    for host, own in hosts.items():
         assert listen_host(WorkerOptions("", tmp_path), JoinLink(host, 8418, PeerId("p"), "t")) == own

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import grpc.aio
@@ -24,46 +26,37 @@ from tests.unit.coordinator.test_daemon import options, play, running
 from tests.unit.coordinator.test_rpc_fuzz import enrolment_channel, fingerprint
 
 
-def test_reach_clock_and_rates_are_found_and_nothing_is_joined(tmp_path: Path) -> None:
+def test_reach_clock_and_rates_are_found_with_a_token_that_may_be_used_up_and_nothing_is_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reachability, "TRANSFER_BYTES", 4 << 20)
+
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
-            link = JoinLink.parse(daemon.links["worker"])
-            before = fingerprint(daemon)
+            link, hub, before = JoinLink.parse(daemon.links["worker"]), daemon.hub, fingerprint(daemon)
+            assert hub is not None
             found = await look_at_own_link(link, {}, 5)
             assert found.seen.local == found.seen.observed, "on loopback both ends see the same"
             assert found.seen.dialled_port == found.tried_port > 0 and not found.failure
             assert (found.role, found.token_problem, found.rate_problem) == ("worker", "", "")
             assert abs(found.skew_s) < 1
             assert found.uplink_bytes_per_s > 1e6 and found.downlink_bytes_per_s > 1e6
-            assert fingerprint(daemon) == before
-
-    play(scene)
-
-
-def test_the_port_of_the_role_is_dialled(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            link = JoinLink.parse(daemon.links["learner"])
+            learners = JoinLink.parse(daemon.links["learner"])
             with socket.create_server(("0.0.0.0", 0)) as busy:
                 port = busy.getsockname()[1]
                 with pytest.raises(PortBusy, match=f"port {port}"):
-                    await look_at_own_link(link, {"learner": port}, 5)
-            assert (await look_at_own_link(link, {"learner": port, "worker": 1}, 5)).seen.dialled_port == port
-
-    play(scene)
-
-
-def test_a_token_must_be_known_but_may_be_used_up(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            link, hub = JoinLink.parse(daemon.links["worker"]), daemon.hub
-            assert hub is not None
+                    await look_at_own_link(learners, {"learner": port}, 5)
+            reach = await look_at_own_link(learners, {"learner": port, "worker": 1}, 5)
+            assert reach.seen.dialled_port == port, "of the role"
             with pytest.raises(BadToken, match="does not know"):
                 await look_at_own_link(replace(link, token="x" * 43), {}, 5)
             with pytest.raises(TrustError, match="expected the peer"):
                 await look_at_own_link(replace(link, peer_id=Identity.generate().peer_id), {}, 5)
+            assert fingerprint(daemon) == before
             token = hub.tokens.redeem(link.token, "worker", Identity.generate().peer_id, hub.clock.now())
             token.use_limit = 1
+            hub.clock = SimpleNamespace(now=lambda: time.time() + 3600.0)  # later: it has called often
+            token.expires_at += 7200.0
             assert "used 1 of 1 times" in (await look_at_own_link(link, {}, 5)).token_problem
             token.is_revoked = True
             with pytest.raises(BadToken, match="revoked"):

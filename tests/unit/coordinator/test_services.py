@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from echo2.base.ids import PeerId
@@ -12,56 +13,36 @@ from echo2.coordinator.streams import CoordinatorService
 from echo2.outside.guard import FairShare
 from echo2.trust.identity import PeerIdentity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.unit.coordinator.test_daemon import options, running
-
-
-class Heard:
-    """A party that only listens."""
-
-    role = Role.LEARNER
-
-    def __init__(self) -> None:
-        self.said_by_peer: list[str] = []
-
-    async def on_hello(self, peer_id: PeerId, first: Any, session: Any) -> None: ...
-
-    def on_message(self, peer_id: PeerId, message: pb.LearnerMessage) -> None:
-        self.said_by_peer.append(message.close.reason)
-
-    def on_end(self, peer_id: PeerId, session: Any) -> None: ...
-
-
-class Stream:
-    """What a replaced stream may still hold: one message before, one after its session was ended."""
-
-    def __init__(self, session: StreamSession[pb.LearnerOrder]) -> None:
-        self.session = session
-        self.left = ["in time", "out of date"]
-        self.share = FairShare()
-
-    async def read(self) -> pb.LearnerMessage | None:
-        if not self.left:
-            return None
-        reason = self.left.pop(0)
-        if reason == "out of date":
-            self.session.end()
-        return pb.LearnerMessage(close=pb.CloseGroups(group_ids=["g"], reason=reason))
+from tests.unit.coordinator.test_daemon import options, play, running
 
 
 def test_a_stream_that_another_has_replaced_is_not_heard_any_more(tmp_path: Path) -> None:
     """An old offer, read behind a newer hello, would put a group on the queue that the learner has closed."""
+    heard: list[str] = []
 
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
-            peer = PeerId("learner")
+            assert daemon.hub is not None
             session: StreamSession[pb.LearnerOrder] = StreamSession(
-                peer, 8, lambda refusal: pb.LearnerOrder(refusal=refusal)
+                PeerId("learner"), 8, lambda refusal: pb.LearnerOrder()
             )
-            hub = daemon.hub
-            assert hub is not None
-            heard = Heard()
-            service = CoordinatorService(hub)
-            await service._read(Stream(session), heard, PeerIdentity(peer, Role.LEARNER), session)
-            assert heard.said_by_peer == ["in time"]
+            left = ["in time", "out of date"]
 
-    asyncio.run(scene())
+            async def read() -> pb.LearnerMessage | None:
+                reason = left.pop(0) if left else None
+                if reason == "out of date":
+                    session.end()
+                return pb.LearnerMessage(close=pb.CloseGroups(group_ids=["g"], reason=reason)) if reason else None
+
+            def on_message(peer_id: PeerId, message: pb.LearnerMessage) -> None:
+                heard.append(message.close.reason)
+
+            stream: Any = SimpleNamespace(read=read, share=FairShare())
+            node: Any = SimpleNamespace(role=Role.LEARNER, on_message=on_message)
+            await CoordinatorService(daemon.hub)._read(
+                stream, node, PeerIdentity(PeerId("learner"), Role.LEARNER), session
+            )
+            await asyncio.sleep(0)
+
+    play(scene)
+    assert heard == ["in time"]
