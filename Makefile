@@ -150,7 +150,7 @@ demos: $(STAMP)
 # One seed of the virtual world, in which the real daemons run, with its events; COUNT=n runs n seeds from SEED on.
 COUNT ?= 1
 sim: $(STAMP)
-	$(BIN)/python -m echo2.sim.world_run --seed $(SEED) --count $(COUNT)
+	$(BIN)/python -m echo2.sim.storm --seed $(SEED) --count $(COUNT)
 
 # constraints.txt anew, from the newest versions that the requirements allow and this environment has.
 lock: $(STAMP)

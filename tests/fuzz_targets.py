@@ -18,12 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from google.protobuf.message import DecodeError, Message
 
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, RunId, Step, Version
+from echo2.base.rollout import SegmentVerdict, Verdict
 from echo2.broadcast.connection import HEAD, FrameCutter
 from echo2.broadcast.nat.pipes import PipeAnswer, opening_of
 from echo2.config.load import load_config
@@ -44,7 +46,7 @@ from echo2.wire import broadcast as bw
 from echo2.wire import coordinator as cw
 from echo2.wire import rollout as rw
 from echo2.wire.bounds import check
-from echo2.wire.chunk_frames import FRAME_BYTES_MAX, chunk_in
+from echo2.wire.broadcast import FRAME_BYTES_MAX, chunk_in
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
 from echo2.wire.rollout import Ticket, sign_ticket, verify_ticket
 from tests.unit.weights.models import KEY, gaussian_pair
@@ -102,6 +104,15 @@ def _keyframe(data: bytes) -> None:
     decoder.finish()
 
 
+_peer_kind: dict[str, Callable[[Any], object]] = {
+    "header": lambda header: bw.header_from(header).verify(),
+    "chunk": lambda chunk: bw.chunk_from(chunk).verify(_COORDINATOR.peer_id),
+    "seal": lambda seal: bw.seal_from(seal).verify(_COORDINATOR.peer_id),
+    "have": bw.have_from, "request": bw.indices_from, "cancel": bw.indices_from, "relay_ack": bw.relay_ack_from,
+    "width_wish": bw.width_wish_from,
+}  # fmt: skip
+
+
 def _peer_message(data: bytes) -> None:
     by_hand = chunk_in(data, "peer x")
     message = bw.parse(data, "peer x")
@@ -109,26 +120,9 @@ def _peer_message(data: bytes) -> None:
         read = bw.chunk_from(message.chunk), bw.route_of(message), message.is_answer
         assert (by_hand.chunk, by_hand.route, by_hand.is_answer) == read, "what is read by hand is what protobuf reads"
         assert bw.chunk_from(bw.parse(bytes(by_hand.record), "the store").chunk) == by_hand.chunk
-    match message.WhichOneof("kind"):
-        case "header":
-            bw.header_from(message.header).verify()
-        case "chunk":
-            bw.chunk_from(message.chunk).verify(_COORDINATOR.peer_id)
-            bw.route_of(message)
-        case "seal":
-            bw.seal_from(message.seal).verify(_COORDINATOR.peer_id)
-        case "have":
-            bw.have_from(message.have)
-        case "request":
-            bw.indices_from(message.request)
-        case "cancel":
-            bw.indices_from(message.cancel)
-        case "relay_ack":
-            bw.relay_ack_from(message.relay_ack)
-        case "width_wish":
-            bw.width_wish_from(message.width_wish)
-        case _:
-            pass
+    kind = message.WhichOneof("kind") or ""
+    if kind in _peer_kind:
+        _peer_kind[kind](getattr(message, kind))
 
 
 def _bulk_frames(data: bytes) -> None:
@@ -193,77 +187,48 @@ def _pipe_opening(data: bytes) -> None:
         assert opening_of(data[:cut]) in (None, whole)
 
 
-def _worker_message(data: bytes) -> None:
-    message = _parsed(coordinator_pb2.WorkerMessage, data)
-    assert isinstance(message, coordinator_pb2.WorkerMessage)
-    match message.WhichOneof("kind"):
-        case "hello":
-            cw.worker_hello_from_message(message.hello, "a worker")
-        case "heartbeat":
-            cw.heartbeat_from_message(message.heartbeat, "a worker")
-        case "lease_ended":
-            cw.end_reason_from_message(message.lease_ended)
-        case _:
-            pass
+def _of(kind: type[Message], **readers: Callable[[Any], object]) -> Callable[[bytes], None]:
+    """Reads a message by the reader of its kind, if that has one."""
+
+    def decode(data: bytes) -> None:
+        message = _parsed(kind, data)
+        if (reader := readers.get(message.WhichOneof("kind") or "")) is not None:
+            reader(getattr(message, message.WhichOneof("kind") or ""))
+
+    return decode
 
 
-def _learner_message(data: bytes) -> None:
-    message = _parsed(coordinator_pb2.LearnerMessage, data)
-    assert isinstance(message, coordinator_pb2.LearnerMessage)
-    match message.WhichOneof("kind"):
-        case "hello":
-            cw.learner_hello_from_message(message.hello, "a learner")
-        case "report":
-            cw.learner_report_from_message(message.report, "a learner")
-        case "published":
-            cw.published_from_message(message.published, "a learner")
-        case "offer":
-            cw.offer_from_message(message.offer, "a learner")
-        case _:
-            pass
+def _whole(kind: type[Message], read: Callable[[Any], object]) -> Callable[[bytes], object]:
+    return lambda data: read(_parsed(kind, data))
 
 
-def _worker_order(data: bytes) -> None:
-    message = _parsed(coordinator_pb2.WorkerOrder, data)
-    assert isinstance(message, coordinator_pb2.WorkerOrder)
-    match message.WhichOneof("kind"):
-        case "lease_grant":
-            rw.group_from_message(message.lease_grant.group)
-        case "broadcast_plan":
-            bw.plan_from_message(message.broadcast_plan)
-        case _:
-            pass
+def _ticket(ticket: rollout_pb2.LeaseTicket) -> object:
+    return verify_ticket(ticket, RunId("r"), _COORDINATOR.peer_id, _WORKER.peer_id)
 
 
-def _report(data: bytes) -> None:
-    message = _parsed(ingest_pb2.RolloutReport, data)
-    assert isinstance(message, ingest_pb2.RolloutReport)
-    rw.segments_from_report(message)
-    verify_ticket(message.ticket, RunId("r"), _COORDINATOR.peer_id, _WORKER.peer_id)
+_worker_message = _of(
+    coordinator_pb2.WorkerMessage,
+    hello=lambda hello: cw.worker_hello_from_message(hello, "a worker"),
+    heartbeat=lambda beat: cw.heartbeat_from_message(beat, "a worker"),
+    lease_ended=cw.end_reason_from_message,
+)
+_learner_message = _of(
+    coordinator_pb2.LearnerMessage,
+    hello=lambda hello: cw.learner_hello_from_message(hello, "a learner"),
+    report=lambda report: cw.learner_report_from_message(report, "a learner"),
+    published=lambda published: cw.published_from_message(published, "a learner"),
+    offer=lambda offer: cw.offer_from_message(offer, "a learner"),
+)
+_worker_order = _of(
+    coordinator_pb2.WorkerOrder,
+    lease_grant=lambda grant: rw.group_from_message(grant.group),
+    broadcast_plan=bw.plan_from_message,
+)
 
 
-def _verdict(data: bytes) -> None:
-    message = _parsed(ingest_pb2.RolloutVerdict, data)
-    assert isinstance(message, ingest_pb2.RolloutVerdict)
-    rw.verdicts_from_message(message)
-
-
-def _partials(data: bytes) -> None:
-    message = _parsed(ingest_pb2.GetPartialsReply, data)
-    assert isinstance(message, ingest_pb2.GetPartialsReply)
-    rw.rollouts_from_partials(message)
-
-
-def _ticket(data: bytes) -> None:
-    message = _parsed(rollout_pb2.LeaseTicket, data)
-    assert isinstance(message, rollout_pb2.LeaseTicket)
-    verify_ticket(message, RunId("r"), _COORDINATOR.peer_id, _WORKER.peer_id)
-
-
-def _plan(data: bytes) -> None:
-    message = _parsed(broadcast_pb2.BroadcastPlan, data)
-    assert isinstance(message, broadcast_pb2.BroadcastPlan)
-    bw.plan_from_message(message)
+def _report(report: ingest_pb2.RolloutReport) -> None:
+    rw.segments_from_report(report)
+    _ticket(report.ticket)
 
 
 def _join_link(data: bytes) -> None:
@@ -304,11 +269,11 @@ TARGETS = {
         Target("worker_message", _worker_message),
         Target("learner_message", _learner_message),
         Target("worker_order", _worker_order),
-        Target("rollout_report", _report),
-        Target("rollout_verdict", _verdict),
-        Target("partials_reply", _partials),
-        Target("lease_ticket", _ticket),
-        Target("broadcast_plan", _plan),
+        Target("rollout_report", _whole(ingest_pb2.RolloutReport, _report)),
+        Target("rollout_verdict", _whole(ingest_pb2.RolloutVerdict, rw.verdicts_from_message)),
+        Target("partials_reply", _whole(ingest_pb2.GetPartialsReply, rw.rollouts_from_partials)),
+        Target("lease_ticket", _whole(rollout_pb2.LeaseTicket, _ticket)),
+        Target("broadcast_plan", _whole(broadcast_pb2.BroadcastPlan, bw.plan_from_message)),
         Target("join_link", _join_link),
         Target("config", _config),
         Target("journal", _journal),
@@ -393,7 +358,7 @@ def write_corpus() -> None:
 
 
 def _valid_inputs() -> Iterator[tuple[str, list[bytes]]]:
-    from tests.unit.wire.test_rollout import MESSAGES, SEGMENT, report_message
+    from tests.unit.wire.test_rollout import SEGMENT, report_message
 
     keyframe = list(encode_keyframe(_NEW, DeltaHeader(target_version=Version(42), fingerprint_key=KEY)))
     yield "delta_container", [join_frames(iter(_DELTA))]
@@ -402,9 +367,9 @@ def _valid_inputs() -> Iterator[tuple[str, list[bytes]]]:
     yield "delta_resealed", [bytes([i]) + frame for i, frame in enumerate(_DELTA[:4])]
     yield from _peer_inputs()
     yield from _coordinator_inputs()
-    wire = {name: message.SerializeToString() for name, message in MESSAGES.items()}
+    verdict = rw.verdict_to_message(SegmentVerdict(GroupId("g-17"), 3, Verdict.RESEND, 10, "tokens 8..9 are missing"))
     yield "rollout_report", [report_message().SerializeToString()]
-    yield "rollout_verdict", [wire["rollout_verdict"]]
+    yield "rollout_verdict", [ingest_pb2.RolloutVerdict(sequence=9, segments=[verdict]).SerializeToString()]
     whole = rw.segment_to_message(replace(SEGMENT, offset=0))
     yield "partials_reply", [ingest_pb2.GetPartialsReply(rollouts=[whole]).SerializeToString()]
     given = Ticket(LeaseId("l-1"), GroupId("g-17"), _WORKER.peer_id, 2, 2e9, RunId("r"))

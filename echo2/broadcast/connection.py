@@ -27,7 +27,7 @@ from echo2.outside.guard import FairShare
 from echo2.outside.streams import Remote, Stream
 from echo2.trust.identity import NodeCertificate, PeerIdentity, Role
 from echo2.trust.ports import DOORS
-from echo2.wire.chunk_frames import FRAME_BYTES_MAX
+from echo2.wire.broadcast import FRAME_BYTES_MAX
 
 HEAD = struct.Struct(">I")
 STILL_HERE = HEAD.pack(1) + b"\0"

@@ -50,7 +50,7 @@ from echo2.outside import monotonic
 from echo2.outside.guard import MISHAPS, Refusals
 from echo2.trust.tls import PROTOCOL_VERSION
 from echo2.wire import broadcast as wire
-from echo2.wire.chunk_frames import ChunkIn, chunk_in
+from echo2.wire.broadcast import ChunkIn, chunk_in
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 
 HELD_HEADERS_MAX = 128  # each at most some hundred bytes

@@ -34,7 +34,7 @@ from echo2.outside import here
 from echo2.weights import ContainerDecoder, HostWeights
 from echo2.weights.container import FORMAT_VERSION
 from echo2.wire import broadcast as wire
-from echo2.wire.chunk_frames import chunk_in
+from echo2.wire.broadcast import chunk_in
 
 log = logging.getLogger("echo2.broadcast")
 _LENGTH = struct.Struct(">I")

@@ -31,8 +31,9 @@ from echo2.learner.rollouts.journal import Journal, has_journal, read_journal
 from echo2.learner.rollouts.prompts import Prompts, PromptSource, load_tokenizer
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.training.adapter import AdapterOptions
-from echo2.learner.training.model import PolicyModel
-from echo2.learner.training.ranks import Ranks, check_agreement, local_device, pick_device, ranks_of_environment
+from echo2.learner.training.agreement import check_agreement
+from echo2.learner.training.model import PolicyModel, pick_device
+from echo2.learner.training.ranks import Ranks, local_device, ranks_of_environment
 from echo2.learner.training.team import PublishedModel, StepCounter, Team, TrainingSide
 from echo2.learner.training.trainer import Trainer
 from echo2.learner.training.trials import choose_attention, refuse_wrong_rows

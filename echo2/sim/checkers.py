@@ -25,8 +25,7 @@ from echo2.base.rollout import Rollout, RolloutSegment, VersionSpan
 from echo2.broadcast.artifact import ArtifactKey
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import Batch, Insertion, TurnOf, evaluated_version, root_of
-from echo2.sim.tiny_model import FINGERPRINT_KEY
-from echo2.sim.tiny_policy import logprobs_of
+from echo2.sim.tiny_model import FINGERPRINT_KEY, logprobs_of
 from echo2.weights import HostWeights
 
 RolloutName = tuple[GroupId, int]
@@ -87,21 +86,18 @@ class Truth:
         self._acknowledged: set[RolloutName] = set()
         self._dropped: dict[GroupId, str] = {}
 
-    def _check(self, invariant: int, holds: bool, text: str) -> None:
+    def check(self, invariant: int, holds: bool, text: str) -> None:
+        """Counts a check of an invariant."""
         self.checks[invariant] += 1
         if not holds:
             raise Violation(invariant, text)
-
-    def holds(self, invariant: int, is_so: bool, text: str) -> None:
-        """Records a check that the caller has evaluated."""
-        self._check(invariant, is_so, text)
 
     # ---- versions
 
     def published(self, version: Version, fingerprint: int) -> None:
         """The learner has published a version: its fingerprint must never change."""
         known = self.fingerprints.setdefault(version, fingerprint)
-        self._check(5, known == fingerprint, f"version {version} was {known:016x} and is {fingerprint:016x} now")
+        self.check(5, known == fingerprint, f"version {version} was {known:016x} and is {fingerprint:016x} now")
 
     def committed(self, who: str, host: HostWeights) -> None:
         """A worker's host copy has moved to another version: checks its bits, not what it reports."""
@@ -109,11 +105,11 @@ class Truth:
         assert version is not None, "what was committed has a version"
         found = HostWeights.from_tensors(host.tensors(), version, FINGERPRINT_KEY, copy=False).fingerprint()
         expected = self.fingerprints.get(version)
-        self._check(4, found == expected, f"the host copy of {who} at version {version} has fingerprint {found:016x}")
+        self.check(4, found == expected, f"the host copy of {who} at version {version} has fingerprint {found:016x}")
 
     def live(self, who: str, version: Version, fingerprint: int) -> None:
         expected = self.fingerprints.get(version)
-        self._check(
+        self.check(
             3, fingerprint == expected, f"{who} goes live with version {version} and fingerprint {fingerprint:016x}"
         )
 
@@ -127,7 +123,7 @@ class Truth:
             self._check_tokens(who, segment.group_id, segment.index, segment.offset, segment)
             exact = evaluated_version(segment.group_id)
             others = {span.version for span in segment.version_spans} - {exact}
-            self._check(3, exact is None or not others, f"{who} evaluates version {exact} by tokens of {others}")
+            self.check(3, exact is None or not others, f"{who} evaluates version {exact} by tokens of {others}")
 
     def _check_tokens(
         self, who: str, group_id: GroupId, index: int, offset: int, tokens: RolloutSegment | SampledTurn
@@ -135,11 +131,11 @@ class Truth:
         position = 0
         for span in tokens.version_spans:
             fingerprint = self.fingerprints.get(span.version)
-            self._check(3, fingerprint is not None, f"{who}: version {span.version} was never published")
+            self.check(3, fingerprint is not None, f"{who}: version {span.version} was never published")
             for _ in range(span.count):
                 token = tokens.token_ids[position]
                 expected = logprobs_of(fingerprint or 0, group_id, offset + position)[token]
-                self._check(
+                self.check(
                     3,
                     tokens.logprobs[position] == expected,
                     f"{who}: token {offset + position} of rollout {index} of {group_id} was not sampled by version "
@@ -148,11 +144,11 @@ class Truth:
                 position += 1
 
     def accused(self, worker_id: PeerId, reason: str) -> None:
-        self._check(2, worker_id in self.liar_ids, f"{worker_id} is honest and accused: {reason}")
+        self.check(2, worker_id in self.liar_ids, f"{worker_id} is honest and accused: {reason}")
 
     def shunned(self, who: str, worker_id: PeerId) -> None:
         """The coordinator gives a worker no leases for a while, because it claims progress that never arrives."""
-        self._check(6, worker_id in self.liar_ids, f"{who} is honest and shunned")
+        self.check(6, worker_id in self.liar_ids, f"{who} is honest and shunned")
 
     # ---- training
 
@@ -169,20 +165,20 @@ class Truth:
         groups = tuple(group.spec.group_id for group in batch.groups)
         known = self._models.get(batch.step)
         if known is not None:
-            self._check(2, known[0] == groups, f"step {batch.step} trained {known[0]} and now trains {groups}")
-            self._check(5, known[1] == fingerprint, f"step {batch.step} gave other weights when trained again")
+            self.check(2, known[0] == groups, f"step {batch.step} trained {known[0]} and now trains {groups}")
+            self.check(5, known[1] == fingerprint, f"step {batch.step} gave other weights when trained again")
         self._models[batch.step] = (groups, fingerprint)
         for group in batch.groups:
             name = group.spec.group_id
             at = self._trained_at.setdefault(name, batch.step)
-            self._check(2, at == batch.step, f"group {name} was trained at step {at} and again at step {batch.step}")
-            self._check(
+            self.check(2, at == batch.step, f"group {name} was trained at step {at} and again at step {batch.step}")
+            self.check(
                 2, evaluated_version(name) is None, f"group {name} of an evaluation is trained at step {batch.step}"
             )
             for rollout in group.rollouts:
                 for span in rollout.version_spans:
                     lag = batch.step - span.version
-                    self._check(
+                    self.check(
                         1, lag <= self.staleness_bound,
                         f"a token of version {span.version} is trained at step {batch.step}, S = {self.staleness_bound}",
                     )  # fmt: skip
@@ -199,9 +195,9 @@ class Truth:
                 continue
             held = groups.groups.get(group_id)
             is_there = held is not None and held.rollouts[index].is_finished
-            self._check(2, is_there, f"rollout {index} of {group_id} was admitted and is in no evaluation any more")
+            self.check(2, is_there, f"rollout {index} of {group_id} was admitted and is in no evaluation any more")
         step = groups.next_step
-        self._check(2, step >= self.step, f"the learner comes back at step {step}, it had reached {self.step}")
+        self.check(2, step >= self.step, f"the learner comes back at step {step}, it had reached {self.step}")
         self.nothing_is_lost(groups)
 
     def nothing_is_lost(self, groups: OpenGroups, drawn: Collection[GroupId] = ()) -> None:
@@ -215,30 +211,23 @@ class Truth:
                 continue
             group = groups.groups.get(group_id)
             is_there = group is not None and group.rollouts[index].is_finished
-            self._check(2, is_there, f"rollout {index} of {group_id} was admitted and is not there any more")
+            self.check(2, is_there, f"rollout {index} of {group_id} was admitted and is not there any more")
 
     # ---- processes and waits
 
-    def lied(self, group_id: GroupId) -> None:
-        """A liar has been given this group: its tokens are not checked from now on."""
-        self.tainted.add(group_id)
-
     def waits(self, who: str, is_idle: bool, text: str) -> None:
         """An idle daemon must say what it waits for."""
-        self._check(7, bool(text) or not is_idle, f"{who} does nothing and does not say what it waits for")
+        self.check(7, bool(text) or not is_idle, f"{who} does nothing and does not say what it waits for")
 
     def waits_since(self, who: str, seconds: float, limit_s: float, what: str) -> None:
-        self._check(7, seconds <= limit_s, f"{who} has waited {seconds:.1f} s for {what}; the limit is {limit_s} s")
+        self.check(7, seconds <= limit_s, f"{who} has waited {seconds:.1f} s for {what}; the limit is {limit_s} s")
 
     def asks(self, who: str, unasked: Collection[ArtifactKey]) -> None:
         """A worker must request every artifact that it lacks on its way to the newest version. `unasked`: those it does not."""
-        self._check(7, not unasked, f"{who} lacks {len(unasked)} artifacts of its way and does not ask for them")
+        self.check(7, not unasked, f"{who} lacks {len(unasked)} artifacts of its way and does not ask for them")
 
     def agree(self, unknown: Collection[GroupId], closed: Collection[GroupId]) -> None:
         """Learner and coordinator must agree. `unknown`: groups the learner waits for that the coordinator does not know;
         `closed`: groups the learner has closed that the coordinator still has."""
-        self._check(7, not unknown, f"the learner waits for {sorted(unknown)}, of which the coordinator does not know")
-        self._check(7, not closed, f"the coordinator still gives out {sorted(closed)}, which the learner has closed")
-
-    def progress(self, holds: bool, text: str) -> None:
-        self._check(6, holds, text)
+        self.check(7, not unknown, f"the learner waits for {sorted(unknown)}, of which the coordinator does not know")
+        self.check(7, not closed, f"the coordinator still gives out {sorted(closed)}, which the learner has closed")

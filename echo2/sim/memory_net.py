@@ -34,7 +34,7 @@ from echo2.sim.memory_grpc import (
 )
 from echo2.sim.process import PEERS
 from echo2.trust.identity import NodeCertificate, dns_name_of
-from echo2.wire.chunk_frames import FRAME_BYTES_MAX
+from echo2.wire.broadcast import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
     from echo2.sim.process import Process

@@ -1,13 +1,16 @@
-"""Feeds the checkers: observes every message on the wires, every stored transaction and every trained step.
+"""Feeds the checkers: observes every message on the wires, every stored transaction and every trained step. Also keeps the run's
+record: a hash over all events, and readable lines for the important ones.
 
-Guarantees: looks at messages and files rather than asking daemons; reports a `Violation` at the moment it happens. Leaves to
-others: what must hold (checkers).
+Guarantees: looks at messages and files rather than asking daemons; reports a `Violation` at the moment it happens; two runs have
+the same hash only if the same events happened at the same virtual times in the same order. Leaves to others: what must hold
+(checkers).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import hashlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from google.protobuf.message import Message
@@ -26,6 +29,40 @@ from echo2.sim.wires import End
 from echo2.trust.identity import NodeCertificate
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2
 from echo2.wire.rollout import segments_from_report, verdicts_from_message
+
+KEPT_MAX = 20_000  # some MB of text; the hash covers all
+
+
+class EventLog:
+    """`left_out`: text to mask because it differs between runs without meaning, such as a folder's random name."""
+
+    def __init__(self, now: Callable[[], float], left_out: str = "") -> None:
+        self._now, self._left_out = now, left_out
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._lines: deque[str] = deque(maxlen=KEPT_MAX)
+
+    def trace(self, who: str, text: str) -> None:
+        """Adds an event to the hash only."""
+        if self._left_out:
+            text = text.replace(self._left_out, "~").replace(
+                self._left_out.encode().hex(), "~"
+            )  # frames are traced in hex
+        self._hash.update(f"{self._now():.9f} {who} {text}\n".encode())
+
+    def tell(self, who: str, text: str) -> None:
+        """Adds an event to the hash and to the readable lines."""
+        if self._left_out:
+            text = text.replace(self._left_out, "~")
+        self.trace(who, text)
+        self._lines.append(f"{self._now():9.3f} s  {who:<12} {text}")
+
+    def lines(self, last: int = KEPT_MAX) -> Iterator[str]:
+        yield from list(self._lines)[-last:]
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
 
 _SAID: dict[tuple[str, int], type[Message]] = {
     ("/echo2.v1.Coordinator/WorkerSession", 0): coordinator_pb2.WorkerMessage,
@@ -123,15 +160,15 @@ class Observer:
         if beat.has_version:
             expected = self.run_fingerprints.get(Version(beat.version))
             holds = beat.fingerprint == expected
-            self.truth.holds(3, holds, f"{who} is at version {beat.version} with {beat.fingerprint}, not {expected}")
+            self.truth.check(3, holds, f"{who} is at version {beat.version} with {beat.fingerprint}, not {expected}")
 
     def _granted(self, grant: coordinator_pb2.LeaseGrant) -> None:
         ticket = grant.ticket
         self.counts["leases granted"] += not grant.is_renewal
         is_kept = (LeaseId(ticket.lease_id), ticket.attempt) in self.kept_leases
-        self.truth.holds(5, is_kept, f"lease {ticket.lease_id} is told before it is kept")
+        self.truth.check(5, is_kept, f"lease {ticket.lease_id} is told before it is kept")
         if ticket.worker_peer_id in self.truth.liar_ids:
-            self.truth.lied(GroupId(ticket.group_id))
+            self.truth.tainted.add(GroupId(ticket.group_id))  # its tokens are not checked from now on
 
     def _learner_said(self, message: coordinator_pb2.LearnerMessage) -> None:
         match message.WhichOneof("kind"):

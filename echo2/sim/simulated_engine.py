@@ -19,8 +19,7 @@ from echo2.base.errors import EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
-from echo2.sim.tiny_model import SHAPES, VOCABULARY, fingerprint_of
-from echo2.sim.tiny_policy import TokenSampler
+from echo2.sim.tiny_model import SHAPES, VOCABULARY, Pick, fingerprint_of
 from echo2.weights import HostWeights, apply_updates
 from echo2.worker.engines.embedded.slots import SlotTable
 from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
@@ -50,16 +49,11 @@ class SimulatedEngine:
     """The engine. `step_s`: seconds of one decode step over all slots."""
 
     def __init__(
-        self,
-        picks: TokenSampler,
-        slot_count: int,
-        step_s: float,
-        faults: EngineFaults,
-        rng: random.Random,
+        self, pick: Pick, draws_by_seed: bool, slot_count: int, step_s: float, faults: EngineFaults, rng: random.Random
     ) -> None:
-        self.slot_count = slot_count
+        self.slot_count, self.draws_by_seed = slot_count, draws_by_seed
         self.version: Version | None = None
-        self._picks, self._step_s, self._faults, self._rng = picks, step_s, faults, rng
+        self._pick, self._step_s, self._faults, self._rng = pick, step_s, faults, rng
         self._table = SlotTable(slot_count, CONTEXT_TOKENS)
         self._weights: dict[str, Tensor] = {name: torch.zeros(shape).bfloat16() for name, shape in SHAPES.items()}
         self._bits = 0
@@ -69,10 +63,6 @@ class SimulatedEngine:
         self._running: asyncio.Task[None] | None = None
         self._is_stopped = False
         self._sampled = self._swapped = 0
-
-    @property
-    def draws_by_seed(self) -> bool:
-        return self._picks.draws_by_seed
 
     async def start(self) -> None:
         self._running = asyncio.get_running_loop().create_task(self._run())
@@ -156,7 +146,7 @@ class SimulatedEngine:
         self._table.filled(self._table.next_fills(PREFILL_TOKENS_MAX))
         self._table.next_copies()
         for sequence in self._table.decodable():
-            token, logprob = self._picks.pick(self._bits, sequence.request, sequence.completion_count)
+            token, logprob = self._pick(self._bits, sequence.request, sequence.completion_count)
             finish = self._table.extend(sequence, token)
             if finish is not FinishReason.UNFINISHED:
                 self._table.release(sequence)

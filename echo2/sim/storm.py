@@ -1,20 +1,23 @@
-"""Carries out the faults of a simulated run, by a schedule drawn from the seed.
+"""Worlds with faults, by a schedule drawn from the seed: `python -m echo2.sim.storm --seed N` runs one and prints its events.
 
-Guarantees: same seed, same faults. Every fault ends, except that a preempted machine stays away and a new one replaces it.
-Leaves to others: the daemons' reaction.
+`--count M` runs M seeds from N on and prints one line each and a table of what happened. The exit code is 1 when something that
+must hold did not. Guarantees: same seed, same faults. Every fault ends, except that a preempted machine stays away and a new one
+replaces it. Leaves to others: the daemons' reaction.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
+import sys
+from collections import Counter
 from collections.abc import Callable
 
 from echo2.base.rng import derived_rng
-from echo2.sim.byzantine import ByzantineSender, Misbehaviour
-from echo2.sim.fault_plan import STORM_S, Fault, PlannedFault, long_outage, storm
+from echo2.sim.liars import ByzantineSender, Misbehaviour
 from echo2.sim.process import Process
-from echo2.sim.scenario import Scenario
-from echo2.sim.world import World
+from echo2.sim.scenario import STORM_S, Fault, PlannedFault, Scenario, long_outage, storm
+from echo2.sim.world import World, WorldOutcome
 from echo2.worker.worker import WorkerDaemon
 
 LONG_STORM_S = 250.0
@@ -244,3 +247,39 @@ def stormy_world(seed: int) -> tuple[World, float]:
     until_s = LONG_STORM_S if outage else STORM_S
     Storm(world, storm(seed, workers) + outage, until_s)
     return world, until_s
+
+
+def outcome_of(seed: int) -> WorldOutcome:
+    """Runs one seed from start to end."""
+    world, storm_until_s = stormy_world(seed)
+    return world.run(storm_until_s)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="echo2.sim.storm", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--stop", action="store_true", help="ends with the first seed that fails")
+    given = parser.parse_args(arguments)
+    faults, failed = Counter[str](), 0
+    for seed in range(given.seed, given.seed + given.count):
+        outcome = outcome_of(seed)
+        faults += outcome.faults
+        failed += bool(outcome.failure)
+        if given.count == 1:
+            print("\n".join(outcome.events))
+        verdict = outcome.failure or "everything held"
+        print(
+            f"seed {seed}: {verdict}; {outcome.steps} steps, {outcome.virtual_s:.0f} virtual s, trace {outcome.digest}",
+            flush=True,
+        )
+        if outcome.failure and given.stop:
+            break
+    if given.count > 1:
+        for name, number in sorted(faults.items()):
+            print(f"{number:8d}  {name}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,13 +29,13 @@ from echo2.sim.tiny_model import (
     SHAPES,
     STOP_TOKEN,
     VOCABULARY,
+    TinyScorer,
     base_weights,
     copied,
     fingerprint_of,
     reward_of,
     trained,
 )
-from echo2.sim.tiny_policy import TinyScorer
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.tasks.rewards import RewardFailure, Scored
 from echo2.tasks.task import Reward, TaskInstance
@@ -76,7 +76,7 @@ class TinyTrainer:
     starts_from_base = True
 
     def __init__(self, seed: int, train_s: Callable[[], float], told: Callable[[Batch, int], None]) -> None:
-        self.model, self.coder = TinyModel(), _coder()
+        self.model, self.coder = TinyModel(), cast(VersionCoder, LocalCoder())
         self.step_count = 0
         self._weights = base_weights(seed)
         self._train_s, self._told = train_s, told
@@ -127,10 +127,6 @@ class TinyTrainer:
 
     def stop(self) -> None:
         pass
-
-
-def _coder() -> VersionCoder:
-    return LocalCoder()
 
 
 def _spend(seconds: float) -> None:

@@ -140,7 +140,7 @@ class Wires:
                 return
             found = self.listener(host, port)
             server = found[0] if found is not None else None
-            name = server.name if server is not None else self._name_at(host)
+            name = server.name if server is not None else self.names.get(host)
             if name is None or self.is_blocked(client.name, name) or self.is_blocked(name, client.name):
                 if self.loop.time() < until:
                     self.after(KNOCK_AGAIN_S, knock)
@@ -154,9 +154,6 @@ class Wires:
 
         self.after(give_up_s, lambda: tell(None), client)
         knock()
-
-    def _name_at(self, host: str) -> str | None:
-        return self.names.get(host)
 
     def connect(self, client: Process, host: str, port: int, pair: tuple[bytes, bytes] | None) -> End | None:
         """Opens a wire and returns the client's end; None if no process listens there any more."""

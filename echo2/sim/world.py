@@ -35,33 +35,30 @@ from echo2.learner.rollouts.history import Record
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, prepare_with
 from echo2.outside import here
-from echo2.sim.byzantine import ByzantineMachine
 from echo2.sim.checkers import Truth, Violation
 from echo2.sim.cloud import CLOUD_CAP_USD_PER_HOUR, PRICE_USD_PER_HOUR, VirtualCloud
-from echo2.sim.event_log import EventLog
 from echo2.sim.inspector import Daemon, Inspector
+from echo2.sim.liars import ByzantineMachine
 from echo2.sim.memory_net import MemoryNet
-from echo2.sim.observer import Observer
+from echo2.sim.observer import EventLog, Observer
 from echo2.sim.process import Process, VirtualMachine
 from echo2.sim.scenario import Scenario
 from echo2.sim.simulated_engine import EngineFaults
 from echo2.sim.tiny_model import base_weights, copied, fingerprint_of
-from echo2.sim.tiny_policy import SeededSampler
 from echo2.sim.tiny_trainer import TinyTrainer, tiny_source
 from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires
 from echo2.sim.world_parts import (
     VirtualEngines,
-    WatchedStore,
     all_ended,
     as_running,
     no_collection,
     uncollected,
+    watched_store,
 )
 from echo2.trust.tls import Credentials
 from echo2.weights.fingerprint import fingerprint, key_of_run
-from echo2.worker.engines.making import Engines
 from echo2.worker.options import WorkerOptions
 from echo2.worker.worker import WorkerDaemon
 
@@ -204,7 +201,7 @@ class World:
 
     def _daemon(self, name: str, process: Process) -> Daemon:
         if name == "coordinator":
-            store = WatchedStore.opener(self.observer.kept)
+            store = watched_store(self.observer.kept)
             provider = self.cloud.provider if self.cloud is not None else make_provider
             return CoordinatorDaemon(
                 self._coordinator_options(process),
@@ -214,7 +211,7 @@ class World:
             options, prepared = self._learner_options(process), self._preparer(process)
             return LearnerDaemon(options, make_broadcaster=self._seed_node, make_prepared=prepared)
         traits = self.traits[name]
-        engines: Engines = VirtualEngines(SeededSampler(), traits.slot_count, traits.step_s, traits.faults)
+        engines = VirtualEngines(traits.slot_count, traits.step_s, traits.faults)
         if traits.liar is not None:
             engines = traits.liar.engines(engines)
         return WorkerDaemon(self._worker_options(name, process), engines=engines)
@@ -438,7 +435,7 @@ class World:
         return False
 
     def _check(self, holds: bool, text: str) -> None:
-        self._judged(lambda: self.truth.progress(holds, text))
+        self._judged(lambda: self.truth.check(6, holds, text))
 
     def _judged(self, check: Callable[[], None]) -> None:
         try:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from echo2.base.errors import DiskFull
 from echo2.base.ids import RunId
-from echo2.coordinator.persistence import StateChanges, StateSnapshot
+from echo2.coordinator.persistence import StateChanges
 from echo2.coordinator.store import SqlStore
 from echo2.cost_model.sizing import Fit
 from echo2.outside import here
 from echo2.sim.simulated_engine import CONTEXT_TOKENS, EngineFaults, SimulatedEngine
-from echo2.sim.tiny_policy import TokenSampler
+from echo2.sim.tiny_model import Pick, seeded_pick
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.worker.engines.engine import Engine
 from echo2.worker.machine import Finding, WorkerMachine
@@ -31,44 +31,32 @@ def no_collection() -> contextlib.AbstractContextManager[Callable[[], None]]:
     return contextlib.nullcontext(lambda: None)
 
 
-class WatchedStore:
-    """The real store; calls `kept` with changes once they are stored."""
+def watched_store(kept: Callable[[StateChanges], None]) -> Callable[[str, RunId, Path], SqlStore]:
+    """Opens the real store, which then calls `kept` with changes once they are stored."""
 
-    def __init__(self, url: str, run_id: RunId, mark: Path, kept: Callable[[StateChanges], None]) -> None:
-        self._store, self._kept = SqlStore(url, run_id, mark), kept
+    def opened(url: str, run_id: RunId, mark: Path) -> SqlStore:
+        store = SqlStore(url, run_id, mark)
+        write = store.write
 
-    @classmethod
-    def opener(cls, kept: Callable[[StateChanges], None]) -> Callable[[str, RunId, Path], WatchedStore]:
-        return lambda url, run_id, mark: cls(url, run_id, mark, kept)
+        def watched(changes: StateChanges) -> None:
+            if not changes.is_empty() and here().files.free_bytes(Path()) == 0:
+                raise DiskFull("expected room for the coordinator's state")
+            write(changes)
+            kept(changes)
 
-    def load(self) -> StateSnapshot:
-        return self._store.load()
+        store.write = watched  # type: ignore[method-assign]
+        return store
 
-    def write(self, changes: StateChanges) -> None:
-        if not changes.is_empty() and here().files.free_bytes(Path()) == 0:
-            raise DiskFull("expected room for the coordinator's state")
-        self._store.write(changes)
-        self._kept(changes)
-
-    def prune(self, events_kept: int, samples_kept: int) -> None:
-        self._store.prune(events_kept, samples_kept)
-
-    def checkpoint(self) -> str:
-        return self._store.checkpoint()
-
-    def close(self) -> None:
-        self._store.close()
+    return opened
 
 
 class VirtualEngines:
-    """`Engines` of a virtual machine."""
+    """`Engines` of a virtual machine, which sample tokens by `pick` and claim to draw by the leases' seeds, or not."""
 
-    def __init__(self, picks: TokenSampler, slot_count: int, step_s: float, faults: EngineFaults) -> None:
-        self._picks, self._slot_count, self._step_s, self._faults = picks, slot_count, step_s, faults
-
-    def picking(self, picks: TokenSampler) -> VirtualEngines:
-        """The same machine, with engines that sample tokens by `picks`."""
-        return VirtualEngines(picks, self._slot_count, self._step_s, self._faults)
+    def __init__(self, slot_count: int, step_s: float, faults: EngineFaults) -> None:
+        self._slot_count, self._step_s, self._faults = slot_count, step_s, faults
+        self.pick: Pick = seeded_pick
+        self.draws_by_seed = True
 
     def look(self, folder: Path) -> WorkerMachine:
         return WorkerMachine((), 2, 8 * GIB, 100 * GIB, False, 4 * GIB)
@@ -94,7 +82,7 @@ class VirtualEngines:
         )
 
     def make(self, choice: str, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
-        return SimulatedEngine(self._picks, fit.sequences, self._step_s, self._faults, here().rng)
+        return SimulatedEngine(self.pick, self.draws_by_seed, fit.sequences, self._step_s, self._faults, here().rng)
 
     async def reach(self, addresses: list[str]) -> Finding:
         return Finding("reach", "as virtual machines are reached", True)

@@ -1,15 +1,20 @@
 """Converts broadcast messages and core types. Parses at the edge: the result is within limits, or MalformedMessage.
 
-A chunk frame is encoded once and forwarded unchanged; its route is appended, which protobuf parses as one message.
+A chunk frame is encoded once and forwarded unchanged; its route is appended, which protobuf parses as one message. Every node
+writes and reads every chunk, and protobuf would copy its payload three times: `chunk_to_bytes` and `chunk_in` do it by hand, with
+the same result. What is not a single chunk as nodes write it (fields in order, each once, the route or answer mark before or after
+it), `chunk_in` leaves to `parse`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.artifact import (
+    CHUNK_BYTES_MAX,
     KEY_BYTES,
     ArtifactId,
     ArtifactKey,
@@ -29,6 +34,14 @@ from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 
 # Of an access: a host name has 253 characters, a node a few addresses, two relays and at most 48 links (broadcast/dialling).
 HOST_CHARS_MAX, ADDRESSES_MAX, RELAYS_MAX, MET_MAX = 256, 8, 8, 64
+# Protobuf tags of a chunk: field number << 3 | wire type.
+_CHUNK, _KEY, _INDEX, _ENDS_BLOCK, _SIGNATURE, _PAYLOAD = 0x1A, 0x0A, 0x10, 0x18, 0x22, 0x2A
+_SIGNATURE_BYTES = 64  # ed25519
+_HEAD_BYTES_MAX = 128
+"""Everything in a chunk except its payload."""
+BESIDE_BYTES_MAX = 32
+"""A route, or the answer mark."""
+FRAME_BYTES_MAX = CHUNK_BYTES_MAX + _HEAD_BYTES_MAX + BESIDE_BYTES_MAX  # the largest chunk and what lies around it
 
 
 def parse(data: bytes, whose: str) -> pb.PeerMessage:
@@ -66,7 +79,7 @@ def header_from(message: pb.ArtifactHeader) -> Header:
 
 def chunk_to_bytes(chunk: Chunk) -> bytes:
     """Encodes a chunk by hand exactly as protobuf would: every node does this for every chunk; copies the payload only once."""
-    parts: list[bytes | memoryview] = [b"\x0a", _varint(len(chunk.key)), chunk.key]
+    parts: list[bytes | memoryview] = [bytes((_KEY,)), _varint(len(chunk.key)), chunk.key]
     if chunk.index:
         parts += [b"\x10", _varint(chunk.index)]
     if chunk.ends_block:
@@ -109,6 +122,84 @@ def route_of(message: pb.PeerMessage) -> Route | None:
     if not message.HasField("route"):
         return None
     return Route(message.route.epoch, message.route.tree)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkIn:
+    """`record`: the encoded chunk to store and forward, without route or answer mark."""
+
+    chunk: Chunk
+    record: memoryview
+    route: Route | None
+    is_answer: bool
+
+
+def chunk_in(frame: bytes, whose: str) -> ChunkIn | None:
+    """The chunk in a frame; None for another message or an unusual encoding. MalformedMessage if out of bounds."""
+    try:
+        begin = 0 if frame[0] == _CHUNK else _after_beside(frame)
+        if frame[begin] != _CHUNK:
+            return None
+        size, at = _read_varint(frame, begin + 1)
+        end = at + size
+        if not at < end <= len(frame) or begin + len(frame) - end > BESIDE_BYTES_MAX:
+            return None
+        chunk = _chunk(frame, at, end)
+    except IndexError:
+        return None
+    beside = frame[:begin] + frame[end:]
+    if chunk is None:
+        return None
+    if not beside:
+        return ChunkIn(chunk, memoryview(frame), None, False)
+    message = parsed(pb.PeerMessage, beside, PEER_FRAME, whose)
+    if message.WhichOneof("kind") is not None:
+        return None
+    check(message, whose)
+    return ChunkIn(chunk, memoryview(frame)[begin:end], route_of(message), message.is_answer)
+
+
+def _after_beside(frame: bytes) -> int:
+    """The offset of the chunk after a route or an answer mark."""
+    if frame[0] == 0x50:  # is_answer
+        return 2
+    if frame[0] == 0x4A and frame[1] < BESIDE_BYTES_MAX:  # route
+        return 2 + frame[1]
+    raise IndexError("the frame does not start like a chunk")
+
+
+def _chunk(frame: bytes, at: int, end: int) -> Chunk | None:
+    """Parses the bytes from `at` to `end`; None if fields are not in the order and of the sizes that nodes write."""
+    if frame[at] != _KEY or frame[at + 1] != KEY_BYTES:
+        return None
+    key, at = ArtifactKey(frame[at + 2 : at + 2 + KEY_BYTES]), at + 2 + KEY_BYTES
+    index, ends_block, payload = 0, False, memoryview(b"")
+    if frame[at] == _INDEX:
+        index, at = _read_varint(frame, at + 1)
+    if frame[at] == _ENDS_BLOCK:
+        if frame[at + 1] != 1:
+            return None
+        ends_block, at = True, at + 2
+    if frame[at] != _SIGNATURE or frame[at + 1] != _SIGNATURE_BYTES:
+        return None
+    signature, at = frame[at + 2 : at + 2 + _SIGNATURE_BYTES], at + 2 + _SIGNATURE_BYTES
+    if at < end:
+        if frame[at] != _PAYLOAD:
+            return None
+        size, at = _read_varint(frame, at + 1)
+        payload, at = memoryview(frame)[at : at + size], at + size
+    return Chunk(key, index, ends_block, payload, signature) if at == end else None
+
+
+def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
+    """Reads a varint of at most four bytes, which is enough for sizes and indices of chunks."""
+    value = 0
+    for place in range(4):
+        byte = frame[at + place]
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return value, at + place + 1
+    raise IndexError("a number of more than four bytes")
 
 
 def seal_to_bytes(seal: Seal) -> bytes:

@@ -35,27 +35,15 @@ REPORT_TOKENS_MAX = SEGMENT_TOKENS_MAX = 1 << 16  # of one report, or of one seg
 REPORT_SPANS_MAX = 1 << 14  # of one report; a span ends only where the version changes
 PARTIALS_BYTES_MAX = 256 << 20  # of a GetPartials reply: the complete partial rollouts of one group
 
-# Core type to message, both ways.
-_FINISH_TO_WIRE: dict[FinishReason, rollout_pb2.FinishReason] = {
+# Core type to message.
+_FINISH_TO_WIRE = {
     FinishReason.UNFINISHED: rollout_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: rollout_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: rollout_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: rollout_pb2.FINISH_REASON_ABORTED,
 }
-_VERDICT_TO_WIRE: dict[Verdict, ingest_pb2.SegmentVerdict.Verdict] = {
-    Verdict.HELD: ingest_pb2.SegmentVerdict.VERDICT_HELD,
-    Verdict.ADMITTED: ingest_pb2.SegmentVerdict.VERDICT_ADMITTED,
-    Verdict.DUPLICATE: ingest_pb2.SegmentVerdict.VERDICT_DUPLICATE,
-    Verdict.STALE: ingest_pb2.SegmentVerdict.VERDICT_STALE,
-    Verdict.REFUSED: ingest_pb2.SegmentVerdict.VERDICT_REFUSED,
-    Verdict.RESEND: ingest_pb2.SegmentVerdict.VERDICT_RESEND,
-    Verdict.CLOSED: ingest_pb2.SegmentVerdict.VERDICT_CLOSED,
-}
-# As _FINISH_TO_WIRE.
-_WORK_TO_WIRE: dict[Work, rollout_pb2.Work] = {
-    Work.TRAIN: rollout_pb2.WORK_TRAIN,
-    Work.EVALUATE: rollout_pb2.WORK_EVALUATE,
-}
+_VERDICT_TO_WIRE = {verdict: ingest_pb2.SegmentVerdict.Verdict.Value(f"VERDICT_{verdict.name}") for verdict in Verdict}
+_WORK_TO_WIRE = {work: rollout_pb2.Work.Value(f"WORK_{work.name}") for work in Work}
 _FINISH_FROM_WIRE = {number: reason for reason, number in _FINISH_TO_WIRE.items()}
 _VERDICT_FROM_WIRE = {number: verdict for verdict, number in _VERDICT_TO_WIRE.items()}
 _WORK_FROM_WIRE = {number: work for work, number in _WORK_TO_WIRE.items()}

@@ -33,7 +33,7 @@ from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, RunAuthority, dns_name_of
 from echo2.trust.ports import BULK
 from echo2.wire import broadcast as wire
-from echo2.wire.chunk_frames import FRAME_BYTES_MAX
+from echo2.wire.broadcast import FRAME_BYTES_MAX
 from tests.contract.fleet import Fleet, Member, blocks_of, fleet, until
 from tests.contract.test_broadcast_stripes import width_of
 from tests.patience import WAIT_S

@@ -71,7 +71,7 @@ BY = (  # pattern; the test's file; the function or class in it that runs the co
     ),
     (r"python examples/own_trainer\.py .*", "tests/e2e/test_own_trainer.py", "test_own_trainer_learns_and_goes_on_after_a_kill"),
     (
-        r"python -m echo2\.sim\.world_run --seed .*",
+        r"python -m echo2\.sim\.storm --seed .*",
         "tests/unit/sim/test_world.py",
         "test_the_same_seed_gives_the_same_trace_under_any_hash_seed",
     ),

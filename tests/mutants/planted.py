@@ -294,7 +294,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "is_due=number + 1 == len(part.own)", "is_due=False", (_UNIT + "learner/test_ranks.py",)),
     Mutant("copies of the weights meet in every micro-batch", "learner/training/trainer.py",
            "is_due=number + 1 == len(part.own)", "is_due=True", (_UNIT + "learner/test_ranks.py",)),
-    Mutant("ranks with other options train together", "learner/training/ranks.py",
+    Mutant("ranks with other options train together", "learner/training/agreement.py",
            "if name != _HOST and expected != came:", "if False:", (_UNIT + "learner/test_ranks.py::test_another_model_is_named_by_its_file_and_its_machine",)),
     Mutant("copies of the weights need no even share of the ranks", "learner/training/ranks.py",
            "    if replicas < 1 or count % replicas:\n", "    if False:\n",
@@ -431,7 +431,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "            DOORS.brought_nothing(host)", "            pass", ("tests/redteam/test_page.py",)),
     Mutant("a worker that its record bars is planned for", "coordinator/planning/service.py",
            "= hub.book.records.is_barred(member.peer_id, choosable, hub.clock.now())", "= False",
-           (_UNIT + "coordinator/test_barring.py", "tests/redteam/test_given_up.py")),
+           (_UNIT + "coordinator/test_barring.py", "tests/redteam/test_claims.py")),
     Mutant("a plan that the operator applies is not acted on", "coordinator/operator.py", "is_acted_on=True)", "is_acted_on=False)",
            (_UNIT + "coordinator/test_actions.py",)),
 )  # fmt: skip

@@ -68,8 +68,8 @@ def _tested(tests: tuple[str, ...]) -> int:
 
 
 def _seeded(seeds: int) -> int:
-    world_run = importlib.import_module("echo2.sim.world_run")
-    return int(world_run.main(["--seed", "1", "--count", str(seeds), "--stop"]))
+    storm = importlib.import_module("echo2.sim.storm")
+    return int(storm.main(["--seed", "1", "--count", str(seeds), "--stop"]))
 
 
 def forked(folder: Path, work: Callable[[], int]) -> tuple[int, str]:

@@ -5,20 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from echo2.coordinator.coordinator import CoordinatorDaemon
-from echo2.coordinator.fleet.members import Activation, Member, OperatorSetting
+from echo2.coordinator.fleet.members import Activation, Member
+from echo2.coordinator.fleet.record import PICKS_MAX
+from echo2.coordinator.leases.waits import waits
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.gen.echo2.v1 import rollout_pb2
 from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, group, options, play, running
 
 ROOM = 1 << 20
 GROUP = 8
+
+
+def prompt(number: int) -> rollout_pb2.GroupSpec:
+    """Every other one is hard."""
+    made = group(f"g{number:04d}")
+    made.prompt_token_ids[:] = [1 + number]
+    made.sampling.seed = 1000 + number
+    return made
 
 
 class Fleet:
@@ -28,8 +40,10 @@ class Fleet:
         assert daemon.hub is not None
         self.daemon, self.hub, self.learner = daemon, daemon.hub, learner
         self.admitted: dict[str, float] = {}
-        self.done = 0
-        self.offered = 0
+        self.done = self.offered = 0
+        self.seeds: dict[str, list[int]] = defaultdict(list)  # by group: what each lease of it was to be drawn by
+        self.made_by: dict[str, Node] = {}
+        self.handed_back: set[str] = set()
         self.tasks: list[asyncio.Task[None]] = []
         self.nodes: list[Node] = [learner]
 
@@ -45,25 +59,28 @@ class Fleet:
             await node.say(heartbeat=heartbeat)
             await asyncio.sleep(0.1)
 
-    def works(self, node: Node) -> None:
-        self.tasks.append(asyncio.create_task(self._work(node)))
+    def works(self, node: Node, free_rollouts: int = GROUP, *, is_picky: bool = False) -> None:
+        self.tasks.append(asyncio.create_task(self._ask(node, free_rollouts)))
+        self.tasks.append(asyncio.create_task(self._work(node, is_picky)))
 
-    async def _work(self, node: Node) -> None:
-        """Takes what it is given and delivers it at once."""
-        asking = asyncio.create_task(self._ask(node, GROUP))
-        try:
-            while True:
-                grant = await node.until("lease_grant")
-                if grant.is_renewal:
-                    continue
-                await node.say(
-                    lease_ended=pb.LeaseEnded(lease_id=grant.ticket.lease_id, reason=pb.LeaseEnded.REASON_FINISHED)
-                )
-                await self.learner.say(close=pb.CloseGroups(group_ids=[grant.group.group_id], reason="complete"))
-                self.delivered(node, GROUP)
-                self.done += 1
-        finally:
-            asking.cancel()
+    async def _work(self, node: Node, is_picky: bool) -> None:
+        """Takes what it is given and delivers it at once; who is picky hands every other prompt back."""
+        while True:
+            grant = await node.until("lease_grant")
+            if grant.is_renewal:
+                continue
+            name, lease_id = grant.group.group_id, grant.ticket.lease_id
+            self.seeds[name].append(grant.group.sampling.seed)
+            if is_picky and grant.group.prompt_token_ids[0] % 2:
+                self.handed_back.add(name)
+                ended = pb.LeaseEnded(lease_id=lease_id, reason=pb.LeaseEnded.REASON_HANDED_BACK, message="preemption")
+                await node.say(lease_ended=ended)
+                continue
+            await node.say(lease_ended=pb.LeaseEnded(lease_id=lease_id, reason=pb.LeaseEnded.REASON_FINISHED))
+            await self.learner.say(close=pb.CloseGroups(group_ids=[name], reason="complete"))
+            self.delivered(node, GROUP)
+            self.made_by[name] = node
+            self.done += 1
 
     async def _ask(self, node: Node, free_rollouts: int) -> None:
         while True:
@@ -96,8 +113,8 @@ class Fleet:
         while True:
             missing = groups - (self.offered - self.done)
             if missing > 0:
-                names = [group(f"g{self.offered + number}") for number in range(missing)]
-                await self.learner.say(offer=pb.OfferGroups(groups=names))
+                offered = [prompt(self.offered + number) for number in range(missing)]
+                await self.learner.say(offer=pb.OfferGroups(groups=offered))
                 self.offered += missing
             await asyncio.sleep(0.02)
 
@@ -164,10 +181,10 @@ def test_workers_that_ask_for_everything_and_deliver_nothing_starve_nobody(tmp_p
             run.hogs(await run.worker(name="late", slot_count=ROOM))
             before = run.done
             await run.until(lambda: run.done >= before + 48)
-            records = run.hub.book.records
-            paused = [record for record in records.workers.values() if record.bars]
-            assert paused and all(sum(record.held.values()) <= GROUP for record in records.workers.values())
-            assert records.proven == {honest.credentials.peer_id}
+            records, name = run.hub.book.records, honest.credentials.peer_id
+            hogs = [record for peer, record in records.workers.items() if peer != name]
+            assert any(record.bars for record in hogs) and all(sum(record.held.values()) <= GROUP for record in hogs)
+            assert records.proven == {name}
 
     play(scene)
 
@@ -244,44 +261,6 @@ def test_what_a_newcomer_claims_of_its_link_and_its_rollouts_spoils_no_plan(tmp_
     play(scene)
 
 
-def test_a_price_is_no_less_bounded_without_a_cap_and_a_budget(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path) as run:
-            honest = await run.worker(name="honest", gpu="NVIDIA GeForce RTX 4090", price_usd_per_hour=0.5)
-            dear = await run.worker(name="dear", gpu="NVIDIA GeForce RTX 4090", price_usd_per_hour=1e6)
-            unknown = await run.worker(name="unknown", gpu="a card", price_usd_per_hour=1e6)
-            await run.until(lambda: run.is_active(honest))
-            for worker, limit in (
-                (dear, "10 times the typical price of RTX4090 is 3.5"),
-                (unknown, "of the dearest GPUs is 38.4"),
-            ):
-                await run.until(lambda worker=worker: run.member(worker).last_activation is not None)
-                assert not run.is_active(worker)
-                assert limit in run.member(worker).activation_reason
-            assert run.hub.money.sums().usd_spent < 0.01
-
-    play(scene)
-
-
-def test_a_price_above_the_cap_or_the_budget_waits_for_the_operator_and_costs_nothing(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, usd_per_hour_cap=5.0, usd_budget=50.0) as run:
-            honest = await run.worker(name="honest", price_usd_per_hour=1.0)
-            dear = await run.worker(name="dear", price_usd_per_hour=1e6)
-            await run.until(lambda: run.member(dear).last_activation is not None)
-            await run.stays(lambda: run.is_active(honest) and not run.is_active(dear), 1.0)
-            assert run.hub.money.sums().usd_spent < 0.01
-            assert "the whole pool's cap is 5" in run.member(dear).activation_reason
-            approved = await run.worker(name="approved", price_usd_per_hour=6.0)
-            await run.until(lambda: "6 USD/h" in run.member(approved).activation_reason)
-            run.hub.set_worker(approved.credentials.peer_id, OperatorSetting.ACTIVE, "agreed")
-            await run.until(lambda: run.is_active(approved))
-            await approved.hello(name="approved", price_usd_per_hour=7.0)  # not what was agreed
-            await run.until(lambda: not run.is_active(approved))
-
-    play(scene)
-
-
 def test_newcomers_are_paid_from_the_room_under_the_cap_and_as_many_as_have_delivered(tmp_path: Path) -> None:
     async def scene() -> None:
         async with fleet(tmp_path, usd_per_hour_cap=5.0) as run:
@@ -294,3 +273,32 @@ def test_newcomers_are_paid_from_the_room_under_the_cap_and_as_many_as_have_deli
             assert run.hub.money.sums().usd_chosen_per_hour <= 5.0
 
     play(scene)
+
+
+def test_a_worker_that_hands_back_hard_prompts_gets_none_for_a_while_and_others_draw_them_by_the_same_seeds(
+    tmp_path: Path,
+) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path) as run:
+            honest, picky = await run.worker(name="honest"), await run.worker(name="picky")
+            for node in (honest, picky):
+                run.delivered(node, 64)
+            await run.until(lambda: len(run.hub.book.records.proven) == 2)
+            run.works(picky, 4 * GROUP, is_picky=True)
+            run.tasks.append(asyncio.create_task(run.keep_offered(16)))
+            await run.until(lambda: len(run.handed_back) > 0)
+            run.works(honest, 4 * GROUP)
+            record = run.hub.book.records.of(picky.credentials.peer_id)
+            await run.until(lambda: record.barred_until > run.hub.clock.now())
+            assert "handed back" in record.why
+            held_back, before = sum(record.ways.values()), run.done
+            await run.until(lambda: run.done >= before + 48)
+            assert sum(record.ways.values()) == held_back <= 6 * PICKS_MAX, "it was given nothing since"
+            told = [what for what, _ in waits(run.hub.book, run.hub.clock.now())]
+            assert any(f"{picky.credentials.peer_id} is given no leases for another" in what for what in told), told
+            assert run.hub.book.records.of(honest.credentials.peer_id).picks == 0
+            assert all(run.made_by[name] is honest for name in run.handed_back)
+            assert all(len(set(seeds)) == 1 for seeds in run.seeds.values())
+            assert any(len(run.seeds[name]) > 1 for name in run.handed_back)
+
+    play(scene, 150.0)

@@ -6,28 +6,19 @@ import asyncio
 import contextlib
 import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
 
 from echo2.trust import tls
-from echo2.trust.identity import Role
 from tests.patience import WAIT_S
 from tests.redteam.hostile import Stalled, idle_connections, still_open, tls_to, varint
-from tests.redteam.target import ELSEWHERE, HERE, Target, coordinator
+from tests.redteam.target import ELSEWHERE, HERE, Target
 
 LOG_BYTES_MAX = 64 << 10
 MEMORY_MAX = 64 << 20
 REFUSED_MAX = 32 << 20  # two such messages; with what the process makes once
 MESSAGE = 15 << 20
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    with coordinator(tmp_path_factory.mktemp("ports")) as found:
-        yield found
 
 
 def page_answers(target: Target) -> bool:
@@ -109,30 +100,3 @@ def test_a_message_of_empty_submessages_is_refused_before_anything_is_made_of_it
     assert kept < REFUSED_MAX, f"{kept >> 20} MiB"
     assert target.cpu_seconds() - cpu < 3.0
     assert target.is_alive()
-
-
-def test_callers_that_prove_nothing_are_ended_and_those_that_do_stay(tmp_path: Path, target: Target) -> None:
-    member = target.join(Role.OPERATOR)
-
-    async def scene() -> None:
-        async with tls.open_channel(member.coordinator_address, member.coordinator_peer_id, member) as channel:
-            status = channel.unary_unary("/echo2.v1.Operator/GetStatus")
-            assert await status(b"")
-            ended = asyncio.to_thread(_seconds_until_ended, target)
-            assert await ended < 25
-            assert channel.get_state() is grpc.ChannelConnectivity.READY
-            assert await status(b"")
-
-    asyncio.run(scene())
-
-
-def _seconds_until_ended(target: Target) -> float:
-    """Of a TLS connection with no certificate on the enrolment port that asks for nothing."""
-    began = time.monotonic()
-    with tls_to(target.port("enrol_port"), None, ELSEWHERE) as connection:
-        Stalled(connection)
-        connection.settimeout(WAIT_S)
-        with contextlib.suppress(OSError):
-            while connection.recv(4096):
-                pass
-    return time.monotonic() - began

@@ -16,7 +16,6 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.dialling import GRACE_S
 from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.broadcast.plan import BroadcastPlan, NodeLink
-from echo2.broadcast.reachability import NAMED_MAX
 from echo2.broadcast.trees import PlanPace
 from echo2.trust.identity import Identity, Role
 from echo2.wire.broadcast import plan_from_message
@@ -142,28 +141,6 @@ def test_what_a_worker_names_elsewhere_than_where_it_is_seen_is_dialled_by_nobod
             await node.stop()
             for one in (learner, honest):
                 await one.close()
-
-    play(scene)
-
-
-def test_its_own_address_is_told_few_ports_of_it_and_ten_thousand_are_no_message(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-            await learner.hello()
-            async with seen_from(ELSEWHERE, worker.credentials.coordinator_address) as detour:
-                many = [f"{ELSEWHERE}:{port}" for port in range(5000, 15_000)]
-                flooding = Node(replace(worker.credentials, coordinator_address=detour))
-                assert (await flooding.hello(addresses=many)).refusal.code == "MalformedMessage"
-                await flooding.close()
-                own = Node(replace(worker.credentials, coordinator_address=detour))
-                await own.hello(addresses=many[:8])
-                plan = await node_of(learner, worker.credentials.peer_id, lambda n: bool(n.addresses))
-                (told,) = (one for one in plan.nodes if one.peer_id == worker.credentials.peer_id)
-                assert told.addresses == tuple(many[:NAMED_MAX])
-                await own.close()
-            await learner.close()
-            await worker.close()
 
     play(scene)
 

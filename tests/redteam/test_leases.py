@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from echo2.base.ids import GroupId, LeaseId, RunId
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.leases.events import GroupPhase, lease_id_of
@@ -68,22 +66,21 @@ def group_state(daemon: CoordinatorDaemon) -> tuple[GroupPhase, int]:
     return opened.phase, opened.attempts
 
 
-@pytest.mark.parametrize("name", FORGERIES)
-def test_a_hello_with_a_ticket_that_is_not_its_own_takes_no_lease_and_ends_nobody(name: str, tmp_path: Path) -> None:
-    forge, expected = FORGERIES[name]
-
+def test_a_hello_with_a_ticket_that_is_not_its_own_takes_no_lease_and_ends_nobody(tmp_path: Path) -> None:
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+            learner = await Node.join(daemon, Role.LEARNER)
             await learner.hello(open_groups=[group("g1")])
-            answer = await worker.hello(held_tickets=forge(worker, coordinator_of(daemon)))
-            assert answer.refusal.code == expected, answer
+            for name, (forge, expected) in FORGERIES.items():
+                worker = await Node.join(daemon, Role.WORKER)
+                answer = await worker.hello(held_tickets=forge(worker, coordinator_of(daemon)))
+                assert answer.refusal.code == expected, (name, answer)
+                await worker.close()
             await asyncio.sleep(TICKS_S)  # the daemon's own clock has looked at what is there since
             assert group_state(daemon) == (GroupPhase.QUEUED, 0)
             assert (await learner.hello(open_groups=[group("g1")])).WhichOneof("kind") == "welcome"
-            for node in (learner, worker):
-                await node.close()
-        async with running(options(tmp_path)) as daemon:  # what it said ends no later start either
+            await learner.close()
+        async with running(options(tmp_path)) as daemon:  # what they said ends no later start either
             await asyncio.sleep(TICKS_S)
             assert group_state(daemon) == (GroupPhase.QUEUED, 0)
 
@@ -117,38 +114,29 @@ def test_a_lease_of_another_worker_is_not_taken_over_nor_an_old_ticket_adopted(t
     play(scene)
 
 
-def test_a_worker_with_its_own_ticket_keeps_its_lease(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-            await learner.hello(open_groups=[group("g1")])
-            await worker.hello(held_tickets=[sign_ticket(ticket_of(worker), coordinator_of(daemon))])
-            assert (await worker.until("lease_grant")).ticket.attempt == 7
-            assert group_state(daemon) == (GroupPhase.LEASED, 7)
-            for node in (learner, worker):
-                await node.close()
-
-    play(scene)
-
-
-@pytest.mark.parametrize(
-    "numbers", [{"tokens": (1 << 64) - 1}, {"tokens": 1 << 63}, {"finished_rollouts": (1 << 32) - 1}], ids=str
+BEYOND: tuple[dict[str, int], ...] = (
+    {"tokens": (1 << 64) - 1},
+    {"tokens": 1 << 63},
+    {"finished_rollouts": (1 << 32) - 1},
 )
-def test_numbers_beyond_what_any_group_holds_end_the_session_and_are_not_kept(
-    numbers: dict[str, int], tmp_path: Path
+
+
+def test_its_own_ticket_keeps_a_lease_and_numbers_beyond_any_groups_end_the_session_and_are_not_kept(
+    tmp_path: Path,
 ) -> None:
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
             learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
             await learner.hello(open_groups=[group("g1")])
-            await worker.hello()
-            await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            lease_id = (await worker.until("lease_grant")).ticket.lease_id
-            await worker.say(lease_progress=pb.LeaseProgress(lease_id=lease_id, **numbers))
-            refusal = await worker.until("refusal")
-            assert (refusal.code, next(iter(numbers)) in refusal.message) == ("MalformedMessage", True)
-            assert daemon.hub is not None
-            daemon.hub.flush_now()  # every row of it can be written
+            for numbers in BEYOND:
+                await worker.hello(held_tickets=[sign_ticket(ticket_of(worker), coordinator_of(daemon))])
+                ticket = (await worker.until("lease_grant")).ticket
+                assert ticket.attempt == 7 and group_state(daemon) == (GroupPhase.LEASED, 7)
+                await worker.say(lease_progress=pb.LeaseProgress(lease_id=ticket.lease_id, **numbers))
+                refusal = await worker.until("refusal")
+                assert (refusal.code, next(iter(numbers)) in refusal.message) == ("MalformedMessage", True)
+                assert daemon.hub is not None
+                daemon.hub.flush_now()  # every row of it can be written
             for node in (learner, worker):
                 await node.close()
 

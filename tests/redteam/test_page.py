@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,6 @@ import pytest
 from tests.patience import WAIT_S
 from tests.redteam.hostile import idle_connections
 from tests.redteam.target import ELSEWHERE, Target, coordinator
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    with coordinator(tmp_path_factory.mktemp("page")) as found:
-        yield found
 
 
 def asked(target: Target, path: str, body: dict[str, Any] | None = None, csrf: str = "") -> Any:
@@ -65,12 +60,13 @@ def test_a_body_in_chunks_is_counted(target: Target) -> None:
 
 def test_slow_heads_and_bodies_end(target: Target) -> None:
     csrf = asked(target, "/api/session")["csrf"]
-    _, taken_s = said(target, "GET / HTTP/1.1\r\nhost: localhost\r\n", (b"a" for _ in range(100)), 0.3)
-    assert taken_s < 15
-    head = f"POST /api/tokens HTTP/1.1\r\nhost: localhost\r\nx-echo2-csrf: {csrf}\r\ncontent-length: 1000\r\n\r\n"
-    answer, taken_s = said(target, head, (b"{" for _ in range(100)), 0.3)
-    assert b" 408 " in answer.split(b"\r\n")[0]
-    assert taken_s < 20
+    post = f"POST /api/tokens HTTP/1.1\r\nhost: localhost\r\nx-echo2-csrf: {csrf}\r\ncontent-length: 1000\r\n\r\n"
+    with ThreadPoolExecutor(2) as pool:
+        head = pool.submit(said, target, "GET / HTTP/1.1\r\nhost: localhost\r\n", iter([b"a"] * 100), 0.3)
+        body = pool.submit(said, target, post, iter([b"{"] * 100), 0.3)
+    assert head.result()[1] < 15
+    answer, taken_s = body.result()
+    assert b" 408 " in answer.split(b"\r\n")[0] and taken_s < 20
 
 
 def test_the_state_that_every_page_hears_holds_no_join_link(target: Target) -> None:

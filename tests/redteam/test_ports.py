@@ -22,7 +22,7 @@ from tests.e2e.cluster import Cluster, small_run
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
 from tests.redteam.cost import cpu_s
-from tests.redteam.hostile import Stalled, is_open, tls_to, varint
+from tests.redteam.hostile import Stalled, is_open, tls_to
 from tests.redteam.scene import Scene, scene_of
 from tests.redteam.target import ELSEWHERE
 from tests.unit.learner.tiny import make_tiny_model
@@ -204,7 +204,10 @@ def ports_of_members(scene: Scene) -> dict[str, tuple[int, str, bytes]]:
     }
 
 
-def test_a_call_without_its_message_and_a_member_without_a_call_are_ended(scene: Scene) -> None:
+def test_a_call_without_its_message_and_who_makes_no_call_are_ended_and_who_works_stays(
+    ports: Ports, scene: Scene
+) -> None:
+    enrol, steps = int(scene.enrolment.rpartition(":")[2]), ports.cluster.step()
     calls = {
         "coordinator": "/echo2.v1.Operator/GetStatus",
         "learner": "/echo2.v1.Ingest/GetPartials",
@@ -220,8 +223,9 @@ def test_a_call_without_its_message_and_a_member_without_a_call_are_ended(scene:
         return time.monotonic() - began
 
     def without_call(port: int) -> float:
+        """Of a member; at the enrolment port, of a stranger."""
         began = time.monotonic()
-        with tls_to(port, scene.identity(Role.WORKER)) as connection:
+        with tls_to(port, None if port == enrol else scene.identity(Role.WORKER)) as connection:
             Stalled(connection)
             while time.monotonic() - began < 2 * DEADLINE_S and said(connection) != b"":
                 pass
@@ -229,12 +233,14 @@ def test_a_call_without_its_message_and_a_member_without_a_call_are_ended(scene:
 
     members = ports_of_members(scene)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        silent = dict(zip(members, pool.map(without_call, [port for port, _, _ in members.values()]), strict=True))
+        asked_nothing = {"stranger": enrol} | {name: port for name, (port, _, _) in members.items()}
+        silent = dict(zip(asked_nothing, pool.map(without_call, asked_nothing.values()), strict=True))
         asked = [(members[name][0], path) for name, path in calls.items()]
         stalled = dict(zip(calls, pool.map(without_message, asked), strict=True))
     print(silent, stalled)
     assert max(silent.values()) <= DEADLINE_S, silent
     assert max(stalled.values()) <= DEADLINE_S, stalled
+    assert ports.cluster.step() > steps, "honest members have worked on"
 
 
 def said(connection: ssl.SSLSocket) -> bytes | None:
@@ -262,16 +268,11 @@ def said_end(connection: ssl.SSLSocket) -> bool:
     return False
 
 
-@pytest.mark.parametrize("daemon", ["coordinator", "learner"])
-def test_messages_of_empty_submessages_cost_what_they_weigh(ports: Ports, scene: Scene, daemon: str) -> None:
-    """Four at once, each as large as the port takes; parsed they would be 500 MB each."""
-    port, path, empty = ports_of_members(scene)[daemon]
-    pid = ports.cluster.processes[daemon].pid
-    size = (15 if daemon == "coordinator" else 7) << 20
-    body = empty * (size // 2)
-    if daemon == "coordinator":  # of its hello
-        body = b"\x0a" + varint(len(body)) + body
-    message = b"\x00" + len(body).to_bytes(4, "big") + body
+def test_reports_of_empty_submessages_cost_what_they_weigh(ports: Ports, scene: Scene) -> None:
+    """Four at once, each as large as the port takes; parsed they would be 500 MB each. To a coordinator: test_connections."""
+    port, path, empty = ports_of_members(scene)["learner"]
+    pid, size = ports.cluster.processes["learner"].pid, 7 << 20
+    message = b"\x00" + size.to_bytes(4, "big") + empty * (size // 2)
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # the highest so far is what it has now
     before, worked = highest_bytes(pid), cpu_s(pid)
     with contextlib.ExitStack() as open_ones:
@@ -282,10 +283,10 @@ def test_messages_of_empty_submessages_cost_what_they_weigh(ports: Ports, scene:
                 attack.send(attack.begin(path), message, 8.0)
         time.sleep(3.0)  # real processes have no virtual clock
     grown, worked = highest_bytes(pid) - before, cpu_s(pid) - worked
-    print(f"{daemon}: at most {grown >> 20} MiB more, {worked:.1f} s of CPU")
-    assert grown < EMPTY_BYTES_MAX + 4 * (size if daemon != "coordinator" else 4 << 20)
-    assert ports.cluster.processes[daemon].poll() is None
-    assert "Traceback" not in ports.cluster.log(daemon)
+    print(f"at most {grown >> 20} MiB more, {worked:.1f} s of CPU")
+    assert grown < EMPTY_BYTES_MAX + 4 * size
+    assert ports.cluster.processes["learner"].poll() is None
+    assert "Traceback" not in ports.cluster.log("learner")
 
 
 def highest_bytes(pid: int) -> int:

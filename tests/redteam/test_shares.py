@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import grpc.aio
 import pytest
 
@@ -23,7 +26,7 @@ from echo2.coordinator.streams import CoordinatorService
 from echo2.learner.rollouts import ingest as ingest_module
 from echo2.outside.guard import FairShare, FairShares, Pace
 from echo2.trust import calls, tls
-from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority
+from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.trust.ports import (
     CALL_S,
     HANDSHAKE_S,
@@ -32,6 +35,7 @@ from echo2.trust.ports import (
     MESSAGE_S,
     SERVICES,
     Caller,
+    PortLimits,
     overweight,
 )
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -39,13 +43,35 @@ from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.gen.echo2.v1.probe_pb2 import ProbeBlock
 from tests.contract.fleet import until
 from tests.patience import WAIT_S
-from tests.redteam.test_idle_members import member_of
 from tests.unit.coordinator.test_daemon import Node, options, play, running
 from tests.unit.learner.fleet import RandomWorker
 from tests.unit.learner.test_ingest import Stage, model_path, report_of, stage
 
+Served = Callable[[], grpc.aio.Channel]
 assert model_path and stage  # fixtures
 MIB = 1 << 20
+
+
+def member_of(authority: RunAuthority) -> tls.Credentials:
+    identity, key = Identity.generate(), TlsKey.generate()
+    issued = authority.issue(certificate_request(identity, key), Role.WORKER, time.time())
+    own = authority.identity.peer_id
+    return tls.Credentials(
+        identity, key.to_pem(), issued, authority.certificate_pem, authority.run_id, own, "127.0.0.1:0"
+    )
+
+
+@contextlib.asynccontextmanager
+async def served(limits: PortLimits, method: grpc.RpcMethodHandler[ProbeBlock, ProbeBlock]) -> AsyncIterator[Served]:
+    """A server of one call, `/test.Service/Call`, for members of a run; opens channels of new members to it."""
+    authority = RunAuthority.create(Identity.generate(), RunId("run"), time.time())
+    server = tls.new_server(limits)
+    server.add_registered_method_handlers("test.Service", {"Call": method})
+    credentials = tls.server_credentials(tls.coordinator_credentials(authority, "127.0.0.1:0"))
+    address = f"127.0.0.1:{tls.bind_server(server, '127.0.0.1:0', credentials)}"
+    await server.start()
+    yield lambda: tls.open_channel(address, authority.identity.peer_id, member_of(authority))
+    await server.stop(0)
 
 
 def test_streams_one_after_another_are_one_share() -> None:
@@ -195,7 +221,6 @@ def test_parsing_is_within_the_callers_share_though_its_messages_are_refused(
 
 
 def test_a_member_has_so_many_calls_at_a_time_and_others_are_served() -> None:
-    authority = RunAuthority.create(Identity.generate(), RunId("run"), time.time())
     may_end, running = asyncio.Event(), 0
 
     async def wait(request: ProbeBlock, context: object) -> ProbeBlock:
@@ -205,24 +230,40 @@ def test_a_member_has_so_many_calls_at_a_time_and_others_are_served() -> None:
         return request
 
     async def scene() -> None:
-        server = tls.new_server(replace(LEARNER, streams=2 * calls.CALLS_PER_CALLER))
         method = grpc.unary_unary_rpc_method_handler(wait, ProbeBlock.FromString, ProbeBlock.SerializeToString)
-        server.add_registered_method_handlers("test.Service", {"Wait": method})
-        credentials = tls.server_credentials(tls.coordinator_credentials(authority, "127.0.0.1:0"))
-        address = f"127.0.0.1:{tls.bind_server(server, '127.0.0.1:0', credentials)}"
-        await server.start()
-        own, greedy, other = authority.identity.peer_id, member_of(authority), member_of(authority)
-        async with tls.open_channel(address, own, greedy) as first, tls.open_channel(address, own, other) as second:
-            held = [first.unary_unary("/test.Service/Wait")(b"") for _ in range(calls.CALLS_PER_CALLER)]
-            await until(lambda: running == calls.CALLS_PER_CALLER, "as many calls as it may have")
-            with pytest.raises(grpc.aio.AioRpcError, match="calls at a time"):
-                await first.unary_unary("/test.Service/Wait")(b"", timeout=WAIT_S)
-            neighbours = second.unary_unary("/test.Service/Wait")(b"")
-            await until(lambda: running == calls.CALLS_PER_CALLER + 1, "another member's call")
-            may_end.set()
-            await asyncio.gather(*held, neighbours)
-            assert await first.unary_unary("/test.Service/Wait")(b"") == b"", "a call that has ended makes room"
-        await server.stop(0)
+        async with served(replace(LEARNER, streams=2 * calls.CALLS_PER_CALLER), method) as channel:
+            async with channel() as first, channel() as second:
+                held = [first.unary_unary("/test.Service/Call")(b"") for _ in range(calls.CALLS_PER_CALLER)]
+                await until(lambda: running == calls.CALLS_PER_CALLER, "as many calls as it may have")
+                with pytest.raises(grpc.aio.AioRpcError, match="calls at a time"):
+                    await first.unary_unary("/test.Service/Call")(b"", timeout=WAIT_S)
+                neighbours = second.unary_unary("/test.Service/Call")(b"")
+                await until(lambda: running == calls.CALLS_PER_CALLER + 1, "another member's call")
+                may_end.set()
+                await asyncio.gather(*held, neighbours)
+                assert await first.unary_unary("/test.Service/Call")(b"") == b"", "a call that has ended makes room"
+
+    asyncio.run(scene())
+
+
+def test_a_members_connection_without_a_call_ends_and_is_made_anew() -> None:
+    assert LEARNER.idle_s <= 30 and SERVICES.idle_s <= 60, "each keeps memory"
+
+    async def echo(messages: object, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
+        await context.write(await context.read())
+
+    async def scene() -> None:
+        method = grpc.stream_stream_rpc_method_handler(echo, ProbeBlock.FromString, ProbeBlock.SerializeToString)
+        async with served(replace(LEARNER, idle_s=1.0), method) as open_channel, open_channel() as channel:
+            for _ in range(2):
+                call = channel.stream_stream("/test.Service/Call")()
+                said = ProbeBlock(data=b"x").SerializeToString()
+                await call.write(said)
+                assert await call.read() == said
+                await call.done_writing()
+                async with asyncio.timeout(WAIT_S):
+                    while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
+                        await channel.wait_for_state_change(state)
 
     asyncio.run(scene())
 

@@ -12,6 +12,8 @@ import grpc.aio
 import pytest
 
 from echo2.base.errors import MalformedMessage, Unreachable
+from echo2.base.ids import Version
+from echo2.broadcast.artifact import ArtifactId
 from echo2.coordinator.planning import service as planning
 from echo2.outside.guard import MISHAPS, QUIET_S, FairShare, Mishaps, handling
 from echo2.trust.calls import _Gate
@@ -26,36 +28,26 @@ def broken(*arguments: Any, **named: Any) -> Any:
     raise OverflowError("planted")
 
 
-def test_an_error_in_handling_one_workers_message_ends_its_stream_and_is_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_error_in_a_message_a_tick_a_plan_or_a_call_costs_its_sender_a_stream_and_nobody_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
-            assert daemon.hub is not None
+            hub = daemon.hub
+            assert hub is not None
             learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+            operator = await Node.join(daemon, Role.OPERATOR)
             await learner.hello(open_groups=[group("g1")])
-            daemon.hub.worker_beat = broken  # type: ignore[method-assign]
+            hub.worker_beat = broken  # type: ignore[method-assign]
             with caplog.at_level(logging.ERROR):
                 for _ in range(5):
                     await worker.hello()
                     await worker.say(heartbeat=pb.Heartbeat())
                     assert (await worker.until("refusal")).code == "MalformedMessage"
             said = [record for record in caplog.records if "unforeseen" in record.message]
-            assert len(said) == 1
-            assert worker.credentials.peer_id in said[0].message
-            assert (await learner.hello()).WhichOneof("kind") == "welcome"
-            for node in (learner, worker):
-                await node.close()
-
-    play(scene)
-
-
-def test_an_error_in_a_tick_or_in_planning_stops_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            assert daemon.hub is not None
+            assert len(said) == 1 and worker.credentials.peer_id in said[0].message
             monkeypatch.setattr(planning, "broadcast_nodes", broken)
-            ticks, tick = 0, daemon.hub.tick
+            ticks, tick = 0, hub.tick
 
             def counted() -> None:
                 nonlocal ticks
@@ -63,27 +55,17 @@ def test_an_error_in_a_tick_or_in_planning_stops_neither(tmp_path: Path, monkeyp
                 tick()
                 broken()
 
-            daemon.hub.tick = counted  # type: ignore[method-assign]
-            worker = await Node.join(daemon, Role.WORKER)
-            await worker.hello()
-            daemon.hub.broadcast_needed.set()
+            hub.tick = counted  # type: ignore[method-assign]
+            hub.broadcast_needed.set()
             await until(lambda: ticks >= 3, "the clock goes on")
-            assert (await worker.hello()).WhichOneof("kind") == "welcome"
-            await worker.close()
-
-    play(scene)
-
-
-def test_an_error_in_a_call_is_its_callers_status(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            assert daemon.hub is not None
-            operator = await Node.join(daemon, Role.OPERATOR)
-            daemon.hub.money.sums = broken  # type: ignore[method-assign]
+            hub.money.sums = broken  # type: ignore[method-assign]
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await operator.channel.unary_unary("/echo2.v1.Operator/GetStatus")(b"", timeout=WAIT_S)
             assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-            await operator.close()
+            for node in (learner, worker):
+                assert (await node.hello()).WhichOneof("kind") == "welcome"
+            for node in (learner, worker, operator):
+                await node.close()
 
     play(scene)
 
@@ -136,20 +118,13 @@ def test_an_error_over_what_a_dialled_peer_sent_ends_that_link_and_not_the_node(
         async with fleet(tmp_path, 1) as f:
             learner, worker = (member.node for member in f.members)
             worker.exchange._on_message = broken  # type: ignore[method-assign]
-            await learner.publish(*_artifact(), 1 << 20)
+            await learner.publish(ArtifactId(Version(0)), iter([b"x" * 1000]), lambda: "p", 1 << 20)
             await until(lambda: not worker.stats().links or worker._dialling.targets != {}, "the link has ended")
             await asyncio.sleep(0.5)
             assert worker.exchange.error is None
             assert not worker.stats().banned, "what nobody foresaw is no guilt"
 
     asyncio.run(scene())
-
-
-def _artifact() -> tuple[Any, Any, Any]:
-    from echo2.base.ids import Version
-    from echo2.broadcast.artifact import ArtifactId
-
-    return ArtifactId(Version(0)), iter([b"x" * 1000]), lambda: "p"
 
 
 def test_an_unforeseen_error_is_its_senders_and_foreseen_ones_stay_what_they_are() -> None:

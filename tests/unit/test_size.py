@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
-from tests.size import ROOT, constants
+from tests.size import constants
 
 
 def test_a_constant_has_a_reason_where_a_comment_stands_beside_it() -> None:
@@ -15,12 +11,3 @@ def test_a_constant_has_a_reason_where_a_comment_stands_beside_it() -> None:
     assert constants(
         'A, B = 1, 2 << 3\n"""Why."""\nNAMES = ("a", "b")\nT = TypeVar("T")\nC = MINUTE * 2\nD = -1\n'
     ) == (5, 3, 1)
-
-
-def test_the_command_prints_what_is_there() -> None:
-    done = subprocess.run([sys.executable, "-m", "tests.size", "--json"], cwd=ROOT, capture_output=True, check=True)
-    figures = json.loads(done.stdout)
-    options = (ROOT / "tests" / "unit" / "config" / "options.txt").read_text().split()
-    assert figures["options"] == len(options)
-    assert 0 < figures["product files"] < figures["product lines"]
-    assert figures["module constants without a reason"] <= figures["module constants"]

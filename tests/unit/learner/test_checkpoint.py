@@ -48,28 +48,23 @@ def break_weights(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("weights_dtype", ["bfloat16", "float32"])
-def test_a_checkpoint_that_is_written_while_training_goes_on_leads_to_the_same_bits(
+def test_training_on_from_a_checkpoint_gives_the_same_bits(
     model_path: Path, tmp_path: Path, weights_dtype: str
 ) -> None:
     store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
     straight = new_trainer(model_path, weights_dtype=weights_dtype)
     train(straight, 2)
-    checkpoint = checkpoint_of(straight)
-    assert (checkpoint.lent is not None) == (weights_dtype == "bfloat16"), (
-        "masters that audits change are copied at once"
-    )
-    expected = {key: tensor.clone() for key, tensor in checkpoint.shards.items()}
+    saved(store, straight)
     train(straight, 3)
-    store.begin(checkpoint)
-    store.save(checkpoint)
-    loaded = store.load_newest()
-    assert loaded is not None and loaded.step == 2 and loaded.shards.keys() == expected.keys()
-    assert all(torch.equal(loaded.shards[key], tensor) for key, tensor in expected.items())
     resumed = new_trainer(model_path, weights_dtype=weights_dtype)
+    loaded = store.load_newest()
+    assert loaded is not None and loaded.step == 2
     put_back(loaded, resumed)
     train(resumed, 3)
-    assert all(torch.equal(*pair) for pair in zip(straight.model.masters, resumed.model.masters, strict=True))
-    assert all(torch.equal(*pair) for pair in zip(straight.model.parameters, resumed.model.parameters, strict=True))
+    for one, other in zip(straight.model.masters, resumed.model.masters, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(straight.model.parameters, resumed.model.parameters, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_steps_in_a_row_that_were_not_finite_count_on_after_a_restart(model_path: Path, tmp_path: Path) -> None:
@@ -87,6 +82,29 @@ def test_steps_in_a_row_that_were_not_finite_count_on_after_a_restart(model_path
     assert (resumed.nonfinite_steps, resumed.nonfinite_in_a_row) == (3, 3)
     with pytest.raises(TrainingError, match="for 4 steps in a row"):
         train(resumed, 1)
+
+
+@pytest.mark.parametrize("weights_dtype", ["bfloat16", "float32"])
+def test_a_checkpoint_that_is_written_while_training_goes_on_holds_its_own_step(
+    model_path: Path, tmp_path: Path, weights_dtype: str
+) -> None:
+    store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
+    trainer = new_trainer(model_path, weights_dtype=weights_dtype)
+    train(trainer, 1)
+    checkpoint = checkpoint_of(trainer)
+    assert (checkpoint.lent is not None) == (weights_dtype == "bfloat16"), (
+        "masters that audits change are copied at once"
+    )
+    expected = {key: tensor.clone() for key, tensor in checkpoint.shards.items()}
+    train(trainer, 2)
+    store.begin(checkpoint)
+    store.save(checkpoint)
+    loaded = store.load_newest()
+    assert loaded is not None and loaded.shards.keys() == expected.keys()
+    assert all(torch.equal(loaded.shards[key], tensor) for key, tensor in expected.items())
+    assert not all(
+        torch.equal(tensor, expected[f"masters|{name}"]) for name, tensor in trainer.model.masters_by_name().items()
+    )
 
 
 def test_what_is_written_already_is_not_copied_when_it_changes() -> None:
@@ -132,6 +150,18 @@ def test_the_newest_are_kept_and_the_journal_before_them_is_not_needed(model_pat
     assert store.steps() == [3, 4] and needed == [0, 0, 1, 2]
 
 
+def test_a_torn_checkpoint_is_not_seen_and_the_one_before_is_used(model_path: Path, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
+    trainer = new_trainer(model_path)
+    saved(store, trainer)
+    (tmp_path / "step-00000009.partial").mkdir()
+    (tmp_path / "step-00000009.partial" / "state.json").write_text("{")
+    again = CheckpointStore(tmp_path, LearnerLimits())
+    loaded = again.load_newest()
+    assert loaded is not None and loaded.step == 0
+    assert not (tmp_path / "step-00000009.partial").exists()
+
+
 @pytest.fixture(scope="module")
 def two(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of steps 0 and 1, to be copied and then harmed."""
@@ -164,7 +194,7 @@ def test_a_checkpoint_that_is_harmed_anywhere_is_refused_and_the_one_before_it_i
 ) -> None:
     chance, told = random.Random(3), set()
     expected = CheckpointStore(two, LearnerLimits(), is_owner=False).load(Step(0), None)
-    for number in range(40):
+    for number in range(60):
         folder = tmp_path / str(number)
         shutil.copytree(two, folder)
         told.add(what := harmed(chance.choice(sorted((folder / "step-00000001").iterdir())), chance))
@@ -182,13 +212,11 @@ def test_a_checkpoint_that_is_harmed_anywhere_is_refused_and_the_one_before_it_i
     assert len({what.split(":")[1].split()[0] for what in told}) == 4 and len({w.split(":")[0] for w in told}) == 2
 
 
-def test_a_file_of_another_checkpoint_is_refused_and_a_torn_one_is_not_seen(two: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_of_the_checkpoint_is_refused(two: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(two, tmp_path / "more")
-    newest = folder / "step-00000001"
-    shutil.copytree(newest, folder / "step-00000002.partial")
-    assert CheckpointStore(folder, LearnerLimits()).newest() == 1
-    assert not (folder / "step-00000002.partial").exists()
-    shutil.copy(newest / "rank-00000.safetensors", newest / "rank-00001.safetensors")
+    shutil.copy(
+        folder / "step-00000001" / "rank-00000.safetensors", folder / "step-00000001" / "rank-00001.safetensors"
+    )
     assert CheckpointStore(folder, LearnerLimits()).newest() == 0
 
 

@@ -144,7 +144,7 @@ class Learning:
             self.with_base += 1
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000))
 def test_what_a_newcomer_with_the_base_or_without_follows_leads_to_the_newest_version(
     seed: int, tmp_path_factory: pytest.TempPathFactory

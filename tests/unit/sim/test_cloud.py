@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from echo2.coordinator.money import renting
-from echo2.sim.fault_plan import STORM_S, Fault, PlannedFault
-from echo2.sim.scenario import Scenario
+from echo2.sim.scenario import STORM_S, Fault, PlannedFault, Scenario
 from echo2.sim.storm import Storm
 from echo2.sim.world import World
 

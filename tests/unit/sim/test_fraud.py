@@ -9,8 +9,7 @@ import pytest
 from echo2.base.rng import derived_rng
 from echo2.learner.auditor import Auditor
 from echo2.learner.learner import LearnerDaemon
-from echo2.sim.byzantine import ByzantineSender, Misbehaviour
-from echo2.sim.fraud import Fraud, FraudulentWorker
+from echo2.sim.liars import ByzantineSender, Fraud, FraudulentWorker, Misbehaviour
 from echo2.sim.scenario import Scenario
 from echo2.sim.world import World, WorldOutcome
 

@@ -12,13 +12,11 @@ import pytest
 
 from echo2.base.rng import derived_rng
 from echo2.learner.rollouts.workers import IMPOSSIBLE_MAX
-from echo2.sim.byzantine import CLAIMS, ByzantineSender, Misbehaviour
-from echo2.sim.fault_plan import STORM_S, Fault, PlannedFault, storm
 from echo2.sim.inspector import AGAIN_CAME, AGAIN_TRIED, PAUSED
-from echo2.sim.scenario import Scenario
-from echo2.sim.storm import Storm
+from echo2.sim.liars import CLAIMS, ByzantineSender, Misbehaviour
+from echo2.sim.scenario import STORM_S, Fault, PlannedFault, Scenario, storm
+from echo2.sim.storm import Storm, outcome_of
 from echo2.sim.world import World, WorldOutcome
-from echo2.sim.world_run import outcome_of
 
 ROOT = Path(__file__).resolve().parents[3]
 SEEDS = (2, 9, 130, 88)
@@ -71,7 +69,7 @@ def test_a_synchronous_run_trains_every_token_in_the_step_of_its_version() -> No
 
 
 def test_the_same_seed_gives_the_same_trace_under_any_hash_seed() -> None:
-    command = [sys.executable, "-m", "echo2.sim.world_run", "--seed", "7", "--count", "1"]
+    command = [sys.executable, "-m", "echo2.sim.storm", "--seed", "7", "--count", "1"]
 
     def printed(hash_seed: str) -> str:
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from echo2.base.errors import BadSignature, ConfigError, NotAllowed, TrustError
 from echo2.base.ids import RunId
 from echo2.trust import identity as module
+from echo2.trust.enrolment import renewal_due_unix_s
 from echo2.trust.identity import (
     Identity,
     JoinLink,
@@ -102,6 +103,8 @@ def test_issued_certificate_names_peer_role_and_run() -> None:
     certificate.check_issuer(authority.certificate_pem)
     certificate.check_time(NOW)
     certificate.check_role(Role.LEARNER, Role.WORKER)
+    left_s = certificate.not_after_unix_s - renewal_due_unix_s(certificate)
+    assert 9.5 * 86400 < left_s < 10.5 * 86400, "of thirty days, ten are left to renew it"
     with pytest.raises(NotAllowed, match="learner"):
         certificate.check_role(Role.LEARNER)
     with pytest.raises(TrustError, match="expected now to lie between"):

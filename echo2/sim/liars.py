@@ -1,8 +1,8 @@
-"""A malicious worker that has the keys and the certificate of an honest one.
+"""Malicious workers that have the keys and the certificate of honest ones: each runs the real daemon and lies in one way, in the
+messages that leave its machine or in what its engine samples and reports.
 
-It runs the real daemon and alters the messages that leave its machine. Guarantees: it can do only what a real one could:
-it cannot sign as the learner or the coordinator. Leaves to others: what must hold in spite of it (checkers), lies of its
-engine (`ByzantineMachine.engines`).
+Guarantees: it can do only what a real one could: it cannot sign as the learner or the coordinator. Leaves to others: what must hold
+in spite of it (checkers), detection (the daemons).
 """
 
 from __future__ import annotations
@@ -12,9 +12,24 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+
+from echo2.base.ids import GroupId
+from echo2.base.rng import derived_seed
 from echo2.sim.process import PEERS, MessageFilter
+from echo2.sim.tiny_model import (
+    STOP_TOKEN,
+    VOCABULARY,
+    Pick,
+    group_of,
+    logprobs_of,
+    reward_of,
+    seeded,
+    seeded_pick,
+)
+from echo2.sim.world_parts import VirtualEngines
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
-from echo2.worker.engines.making import Engines
+from echo2.worker.engines.engine import GenerateRequest
 
 REPORTS_KEPT = 64  # of several versions, so that stale ones are among them
 REPLAYS_SHARE = 0.3  # most of its reports stay honest, else it would only be slow
@@ -30,7 +45,7 @@ class ByzantineMachine(MessageFilter, Protocol):
     @property
     def name(self) -> str: ...
 
-    def engines(self, own: Engines) -> Engines:
+    def engines(self, own: VirtualEngines) -> VirtualEngines:
         """The engines that its daemon gets instead of `own`."""
         ...
 
@@ -63,7 +78,7 @@ class ByzantineSender:
         self._kept: list[ingest_pb2.RolloutReport] = []
         self._tickets: dict[str, rollout_pb2.LeaseTicket] = {}
 
-    def engines(self, own: Engines) -> Engines:
+    def engines(self, own: VirtualEngines) -> VirtualEngines:
         return own
 
     # ---- outgoing messages
@@ -178,3 +193,131 @@ _SAYS: dict[tuple[str, int], Callable[[ByzantineSender, bytes], Sequence[bytes]]
     (PEERS, 0): ByzantineSender.to_peers,
     (PEERS, 1): ByzantineSender.to_peers,
 }
+
+
+TRIES = 4  # as the benchmark's best of four
+HIGH_USD = 1e6  # within the wire's bound, above any price cap of a scenario
+MEMORISED_TOKENS = 12  # within the median length, so that it is not found by its length
+
+
+class Fraud(enum.Enum):
+    FORGED_NUMBERS = "log-probabilities that it makes up"
+    OLDER_TOKENS = "tokens of an older version, with the numbers of the one named"
+    BEST_OF = "the best of four completions, by reward"
+    OWN_BEST_OF = "the best of four completions, and says that it cannot draw by seeds"
+    MEMORISED = "one memorised answer a group, with honest numbers"
+    EARLY_LENGTH = "ends for its length after one token"
+    HARD_BACK = "hands back every other prompt"
+    LOW_PRICE = "offers itself for nothing"
+    HIGH_PRICE = "asks for a million USD an hour"
+
+
+def forged_numbers(rng: random.Random, mean_nats: float = 0.5) -> Pick:
+    """Honest tokens, with log-probabilities that make them look less likely than they were."""
+
+    def pick(bits: int, request: GenerateRequest, position: int) -> tuple[int, float]:
+        token, logprob = seeded_pick(bits, request, position)
+        return token, float(np.float32(logprob - rng.expovariate(1.0 / mean_nats)))
+
+    return pick
+
+
+def older_tokens() -> Pick:
+    """Samples from the first weights it had, and recomputes the log-probabilities under the weights it should use."""
+    first: list[int] = []
+
+    def pick(bits: int, request: GenerateRequest, position: int) -> tuple[int, float]:
+        if not first:
+            first.append(bits)
+        token, _ = seeded_pick(first[0], request, position)
+        return token, float(logprobs_of(bits, group_of(request), position)[token])
+
+    return pick
+
+
+def best_of_pick() -> Pick:
+    """Completes a prompt with four seeds, the lease's first, and submits the completion with the highest reward."""
+    chosen: dict[tuple[GroupId, int], int] = {}
+
+    def value(bits: int, request: GenerateRequest, seed: int) -> float:
+        tokens: list[int] = []
+        while len(tokens) < request.sampling.max_new_tokens and STOP_TOKEN not in tokens:
+            tokens.append(seeded(bits, group_of(request), seed, len(tokens))[0])
+        return reward_of(tuple(tokens))
+
+    def pick(bits: int, request: GenerateRequest, position: int) -> tuple[int, float]:
+        group_id, seed = group_of(request), request.sampling.seed
+        if (group_id, seed) not in chosen:
+            seeds = [seed, *(derived_seed(seed, "mine", number) for number in range(1, TRIES))]
+            chosen[group_id, seed] = max(seeds, key=lambda one: value(bits, request, one))
+        return seeded(bits, group_id, chosen[group_id, seed], position)
+
+    return pick
+
+
+def memorised_pick(bits: int, request: GenerateRequest, position: int) -> tuple[int, float]:
+    """A memorised answer as the first completion of each group; the others are honest."""
+    if not request.request_id.endswith("/0"):
+        return seeded_pick(bits, request, position)
+    token = STOP_TOKEN if position + 1 >= MEMORISED_TOKENS else VOCABULARY - 1 - position
+    return token, float(logprobs_of(bits, group_of(request), position)[token])
+
+
+class FraudulentWorker:
+    """A `ByzantineMachine` that tells one kind of fraud."""
+
+    def __init__(self, fraud: Fraud, rng: random.Random) -> None:
+        self.fraud, self.name, self._rng = fraud, fraud.value, rng
+        self._given_back: list[str] = []
+
+    def engines(self, own: VirtualEngines) -> VirtualEngines:
+        match self.fraud:
+            case Fraud.FORGED_NUMBERS:
+                own.pick = forged_numbers(self._rng)
+            case Fraud.OLDER_TOKENS:
+                own.pick = older_tokens()
+            case Fraud.BEST_OF | Fraud.OWN_BEST_OF:
+                own.pick, own.draws_by_seed = best_of_pick(), self.fraud is Fraud.BEST_OF
+            case Fraud.MEMORISED:
+                own.pick = memorised_pick
+        return own
+
+    # ---- messages
+
+    def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
+        if (method, side) == (SESSION, 0):
+            return self._to_coordinator(coordinator_pb2.WorkerMessage.FromString(data))
+        if (method, side) == (REPORT, 0) and self.fraud is Fraud.EARLY_LENGTH:
+            report = ingest_pb2.RolloutReport.FromString(data)
+            for segment in report.segments:
+                _cut(segment)
+            return (report.SerializeToString(),)
+        return (data,)
+
+    def _to_coordinator(self, message: coordinator_pb2.WorkerMessage) -> Sequence[bytes]:
+        said = [message]
+        if message.HasField("hello") and self.fraud in (Fraud.LOW_PRICE, Fraud.HIGH_PRICE):
+            message.hello.price_usd_per_hour = HIGH_USD if self.fraud is Fraud.HIGH_PRICE else 0.0
+        while self._given_back:
+            back = coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
+            ended = coordinator_pb2.LeaseEnded(lease_id=self._given_back.pop(), reason=back)
+            said.append(coordinator_pb2.WorkerMessage(lease_ended=ended))
+        return [one.SerializeToString() for one in said]
+
+    def hears(self, method: str, side: int, data: bytes) -> bool:
+        """Hides from the daemon the leases that the machine hands back at once."""
+        if self.fraud is not Fraud.HARD_BACK or (method, side) != (SESSION, 0):
+            return True
+        order = coordinator_pb2.WorkerOrder.FromString(data)
+        grant = order.lease_grant
+        if not order.HasField("lease_grant") or grant.is_renewal or derived_seed(0, grant.ticket.group_id) % 2:
+            return True
+        self._given_back.append(grant.ticket.lease_id)
+        return False
+
+
+def _cut(segment: rollout_pb2.RolloutSegment) -> None:
+    if segment.token_ids and segment.offset == 0:
+        del segment.token_ids[1:], segment.logprobs[1:], segment.raw_logprobs[1:], segment.version_spans[1:]
+        segment.version_spans[0].count = 1
+        segment.finish_reason = rollout_pb2.FINISH_REASON_LENGTH
