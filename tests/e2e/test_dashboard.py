@@ -371,34 +371,6 @@ def test_machines_are_rented_approved_and_given_back_on_the_page(tmp_path: Path)
     asyncio.run(asyncio.wait_for(scene(), WAIT_S))
 
 
-@pytest.mark.soak
-def test_a_change_is_seen_with_five_hundred_workers_listed(tmp_path: Path) -> None:
-    """How long it takes is measured by `make bench-dashboard`."""
-
-    async def scene() -> None:
-        chosen = options(
-            tmp_path, heartbeat_interval=5.0, suspect_after=30.0, gone_after=60.0,
-            planner_mode="advise",
-        )  # fmt: skip
-        async with browser() as chromium, running(chosen) as daemon, fleet(daemon, 500, work_s=15.0, beat_s=5.0):
-            for width, scheme in ((1440, "dark"), (390, "light")):
-                async with page_of(chromium, daemon, width, scheme) as page:
-                    listed = "() => document.querySelectorAll('#fleet-body tr').length === 500"
-                    await page.wait_for_function(listed, timeout=WAIT_MS)
-                    assert daemon.hub is not None
-                    member = next(m for m in daemon.hub.membership.members.values() if m.name == "h100-0242")
-                    daemon.hub.set_worker(member.peer_id, OperatorSetting.STANDBY, f"seen at {width}")
-                    shown = (
-                        "() => [...document.querySelectorAll('#fleet-body tr')].some((tr) => "
-                        f"tr.textContent.includes('h100-0242') && tr.querySelector('[title=\"seen at {width}\"]'))"
-                    )
-                    await page.wait_for_function(shown, timeout=WAIT_MS)
-                    await page.screenshot(path=SCREENSHOTS / f"large-{width}-{scheme}.png")
-
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
-
-
 def test_a_starved_run_says_what_to_do_and_a_finished_one_looks_finished_after_a_restart_as_well(
     tmp_path: Path,
 ) -> None:
