@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 from echo2.base.errors import ConfigError, TaskError
 from echo2.tasks.task import ChatMessage, Reward, TaskInstance, checked_index
@@ -31,6 +31,8 @@ class SortDigits:
     some tokenizers put between characters, are ignored. The part `exact` logs the all-or-nothing score.
     """
 
+    name: ClassVar[str] = "sort_digits"
+    is_cheap: ClassVar[bool] = True
     digit_count: int = 5
 
     def __post_init__(self) -> None:
@@ -38,16 +40,8 @@ class SortDigits:
             raise ConfigError(f"sort_digits: expected a digit_count of 1 to {DIGITS_MAX}, got {self.digit_count}")
 
     @property
-    def name(self) -> str:
-        return "sort_digits"
-
-    @property
     def size(self) -> int:
         return int(10**self.digit_count)
-
-    @property
-    def is_cheap(self) -> bool:
-        return True
 
     def sample(self, index: int) -> TaskInstance:
         digits = str(checked_index(index, self.size, self.name)).zfill(self.digit_count)
@@ -77,6 +71,8 @@ _NUMBER = re.compile(r"\d+")  # the last one of a completion counts
 class Sums:
     """Sums of two numbers below `numbers`. The last number of a completion is its answer: reward 1 if right, else 0."""
 
+    name: ClassVar[str] = "sums"
+    is_cheap: ClassVar[bool] = True
     numbers: int = 10
 
     def __post_init__(self) -> None:
@@ -84,16 +80,8 @@ class Sums:
             raise ConfigError(f"sums: expected numbers of 2 to {NUMBERS_MAX}, got {self.numbers}")
 
     @property
-    def name(self) -> str:
-        return "sums"
-
-    @property
     def size(self) -> int:
         return self.numbers**2
-
-    @property
-    def is_cheap(self) -> bool:
-        return True
 
     def sample(self, index: int) -> TaskInstance:
         left, right = divmod(checked_index(index, self.size, self.name), self.numbers)
@@ -122,22 +110,12 @@ class _DataSet(Protocol):
 class ReasoningGym:
     """Data set `dataset` with its own options (`args`). It has `size` problems, generated on demand."""
 
+    is_cheap = False
+
     def __init__(self, dataset: str, seed: int, size: int = DEFAULT_SIZE, args: Mapping[str, object] | None = None):
-        self._dataset_name = dataset
+        self.name = f"reasoning_gym/{dataset}"
         self._data = _created(dataset, seed, size, dict(args or {}))
-        self._size = len(self._data)
-
-    @property
-    def name(self) -> str:
-        return f"reasoning_gym/{self._dataset_name}"
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def is_cheap(self) -> bool:
-        return False
+        self.size = len(self._data)
 
     def sample(self, index: int) -> TaskInstance:
         entry = self._data[checked_index(index, self.size, self.name)]

@@ -33,23 +33,12 @@ class MathRow:
 class MathTask:
     """Problems of `rows`. `name` names the data set in messages and metrics."""
 
+    is_cheap = False
+
     def __init__(self, rows: Sequence[MathRow], name: str):
         if not rows:
             raise TaskError(f"math data set {name}: expected at least one row, got none")
-        self._rows = rows
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def size(self) -> int:
-        return len(self._rows)
-
-    @property
-    def is_cheap(self) -> bool:
-        return False
+        self._rows, self.name, self.size = rows, name, len(rows)
 
     @property
     def content(self) -> str:
@@ -60,12 +49,12 @@ class MathTask:
         return digest.hexdigest()
 
     def sample(self, index: int) -> TaskInstance:
-        row = self._rows[checked_index(index, self.size, self._name)]
+        row = self._rows[checked_index(index, self.size, self.name)]
         return TaskInstance(index, row.prompt, row.answer, {"data_source": row.data_source})
 
     def score(self, instance: TaskInstance, completion_text: str) -> Reward:
         if len(completion_text) > TEXT_CHARS_MAX:
-            raise TaskError(f"{self._name}: expected at most {TEXT_CHARS_MAX} characters, got {len(completion_text)}")
+            raise TaskError(f"{self.name}: expected at most {TEXT_CHARS_MAX} characters, got {len(completion_text)}")
         right = float(is_equal_answer(instance.answer, completion_text))
         return Reward(right, {"accuracy": right})
 

@@ -83,17 +83,7 @@ class Scored:
 PROCESSES_MIN, PROCESSES_MAX = 2, 16  # one may hang while the other scores; more than 16 are for a cluster (task.ray)
 
 
-@dataclass(frozen=True, slots=True)
-class RewardLimits:
-    """Bounds of the pool. `cpu_s` and `timeout_s` (wall time) apply to each request. `start_timeout_s` covers importing the task's
-    packages and reading its data."""
-
-    cpu_s: int = 2
-    timeout_s: float = 10.0
-    memory_bytes: int = 2 << 30
-    process_count: int = 2
-    queue_max: int = 1 << 16
-    start_timeout_s: float = 120.0
+QUEUE_MAX = 1 << 16  # requests that wait: some minutes of a fleet
 
 
 def available_cores() -> int:
@@ -107,12 +97,10 @@ def reward_processes(cores: int) -> int:
     return max(PROCESSES_MIN, min(PROCESSES_MAX, cores // 4))
 
 
-def limits_of(spec: TaskSpec) -> RewardLimits:
-    """Chooses default limits: built-in scorers need milliseconds, a user's own may run tests."""
-    count = reward_processes(available_cores())
-    if is_users_own(spec):
-        return RewardLimits(cpu_s=10, timeout_s=30.0, process_count=count)
-    return RewardLimits(process_count=count)
+def limits_of(spec: TaskSpec) -> Limits:
+    """Limits of a reward, whose packages and data are read before its time: built-in scorers need milliseconds, a user's own may
+    run tests."""
+    return Limits(cpu_s=10, wall_s=30.0) if is_users_own(spec) else Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +135,7 @@ class RewardScorer(Protocol):
 
 
 def make_scorer(
-    task: Task, spec: TaskSpec, limits: RewardLimits | None = None, containment: Containment | None = None
+    task: Task, spec: TaskSpec, limits: Limits | None = None, containment: Containment | None = None
 ) -> RewardScorer:
     """Makes a scorer: in this process for echo2's own plain comparisons, else a pool. `spec` must be what `task` was made from.
 
@@ -222,11 +210,9 @@ class InProcessScorer:
 class RewardPool:
     """A pool of processes that score or step; contained, unless rewards are trusted."""
 
-    def __init__(self, spec: TaskSpec, limits: RewardLimits | None = None, containment: Containment | None = None):
+    def __init__(self, spec: TaskSpec, limits: Limits | None = None, containment: Containment | None = None):
         containment = containment or Containment()
         limits = limits or limits_of(spec)
-        if containment.processes:
-            limits = replace(limits, process_count=containment.processes)
         self._read = partial(
             _scored, is_trusted=containment.is_trusted, bound=OWN_REWARD_MAX if is_users_own(spec) else 1.0
         )
@@ -293,29 +279,22 @@ class RewardPool:
         self._pool.close()
 
 
-def _pool_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) -> Pool:
+def _pool_of(spec: TaskSpec, limits: Limits, containment: Containment) -> Pool:
     if containment.ray:
-        count = limits.process_count if containment.processes else processes_of_cluster(containment.ray)
+        count = containment.processes or processes_of_cluster(containment.ray)
         there = replace(containment, ray="")
-        return Pool(lambda: RayRunner(spec, limits, there), bounds_of(limits), count, limits.queue_max)
+        return Pool(lambda: RayRunner(spec, limits, there), limits, count, QUEUE_MAX)
     launch = launch_of(spec, limits, containment)
-    return Pool(lambda: Sandbox(launch), launch.limits, limits.process_count, limits.queue_max)
+    count = containment.processes or reward_processes(available_cores())
+    return Pool(lambda: Sandbox(launch), limits, count, QUEUE_MAX)
 
 
-def bounds_of(limits: RewardLimits) -> Limits:
-    """Limits of one request, as contain takes them."""
-    return Limits(
-        cpu_s=limits.cpu_s, wall_s=limits.timeout_s, memory_bytes=limits.memory_bytes, start_s=limits.start_timeout_s
-    )
-
-
-def launch_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) -> Launch:
+def launch_of(spec: TaskSpec, limits: Limits, containment: Containment) -> Launch:
     """Describes how to start the processes. Raises `ConfigError` if they cannot be contained and are not trusted."""
-    bounds = bounds_of(limits)
     module = "echo2.tasks.scorer"
     if containment.is_trusted:
         _log.warning("%s", trusted_text(spec.name, spec.args))
-        return Launch(module, spec.to_json(), bounds, None)
+        return Launch(module, spec.to_json(), limits, None)
     try:
         bubblewrap()
     except ResourceError as error:
@@ -330,7 +309,7 @@ def launch_of(spec: TaskSpec, limits: RewardLimits, containment: Containment) ->
         local = local_data_set(path)
         spec, data = replace(spec, args={**spec.args, "path": str(local)}), (str(folder_to_show(local)),)
     view = view_here(modules, (*containment.readable, *data), containment.hidden)
-    return Launch(module, spec.to_json(), bounds, view)
+    return Launch(module, spec.to_json(), limits, view)
 
 
 # ---- answers
@@ -461,7 +440,7 @@ def processes_of_cluster(address: str) -> int:
 class RayScorer:
     """The actor, on the machine that Ray selected."""
 
-    def __init__(self, spec: TaskSpec, limits: RewardLimits, containment: Containment) -> None:
+    def __init__(self, spec: TaskSpec, limits: Limits, containment: Containment) -> None:
         self._sandbox = Sandbox(launch_of(spec, limits, containment))
 
     def ready(self) -> None:
@@ -474,9 +453,9 @@ class RayScorer:
 class RayRunner:
     """A runner of `Pool` that holds one actor at a time. The cluster must be connected already."""
 
-    def __init__(self, spec: TaskSpec, limits: RewardLimits, containment: Containment) -> None:
+    def __init__(self, spec: TaskSpec, limits: Limits, containment: Containment) -> None:
         self._told = spec, limits, containment
-        self._bounds = bounds_of(limits)
+        self._limits = limits
         self._actor: Any = None
 
     def prepare(self, is_wanted: Callable[[], bool]) -> bool:
@@ -507,7 +486,7 @@ class RayRunner:
 
     def ask(self, body: Mapping[str, object], times: int = 1) -> Answer:
         ray = _ray()
-        limit_s = self._bounds.wall_s * times + 2 * GRACE_S + self._bounds.start_s
+        limit_s = self._limits.wall_s * times + 2 * GRACE_S + self._limits.start_s
         try:
             answer: Answer = ray.get(self._actor.ask.remote(dict(body), times), timeout=limit_s)
         except ray.exceptions.GetTimeoutError:

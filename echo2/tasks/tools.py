@@ -18,7 +18,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from echo2.base.errors import TaskError
 from echo2.base.rng import derived_rng
@@ -167,19 +167,10 @@ def _bounded(value: float) -> float:
 class ArithmeticProblems:
     """Products and sums that are tedious by head and easy with a calculator. Right if the completion's last number is exact."""
 
+    name: ClassVar[str] = "arithmetic"
+    size: ClassVar[None] = None
+    is_cheap: ClassVar[bool] = True
     seed: int = 0
-
-    @property
-    def name(self) -> str:
-        return "arithmetic"
-
-    @property
-    def size(self) -> None:
-        return None
-
-    @property
-    def is_cheap(self) -> bool:
-        return True
 
     def sample(self, index: int) -> TaskInstance:
         rng = derived_rng(self.seed, "arithmetic", index)
@@ -196,16 +187,10 @@ class ArithmeticProblems:
 class CalculatorEnvironments:
     """Arithmetic with a calculator tool: the built-in example of a tool-calling environment."""
 
+    name: ClassVar[str] = "calculator"
+    size: ClassVar[None] = None
     seed: int = 0
     turns_max: int = 4
-
-    @property
-    def name(self) -> str:
-        return "calculator"
-
-    @property
-    def size(self) -> None:
-        return None
 
     def open(self, index: int) -> Environment:
         task = ArithmeticProblems(self.seed)

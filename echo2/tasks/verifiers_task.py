@@ -26,6 +26,8 @@ class VerifiersTask:
     verifiers' AgentConfig for the agent that plays them; None: each task is answered by one completion.
     """
 
+    is_cheap = False
+
     def __init__(
         self,
         taskset: str,
@@ -33,25 +35,14 @@ class VerifiersTask:
         size: int = SIZE_MAX,
         agent: Mapping[str, object] | None = None,
     ):
-        self._name, self._agent = taskset, agent
+        self.name, self._agent = f"verifiers/{taskset}", agent
         self._told: dict[str, object] = {} if agent is None else {
             "taskset": taskset, "options": dict(options), "agent": dict(agent), "size": size
         }  # fmt: skip
         self._tasks = loaded(taskset, options, min(size, SIZE_MAX))
+        self.size = len(self._tasks)
         if agent is None:
             _refuse_container(self._tasks[0], taskset)
-
-    @property
-    def name(self) -> str:
-        return f"verifiers/{self._name}"
-
-    @property
-    def size(self) -> int:
-        return len(self._tasks)
-
-    @property
-    def is_cheap(self) -> bool:
-        return False
 
     def sample(self, index: int) -> TaskInstance:
         data = self._tasks[checked_index(index, self.size, self.name)].data

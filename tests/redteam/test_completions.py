@@ -26,7 +26,7 @@ from echo2.contain.pool import Program, ProgramPool, Ran
 from echo2.contain.sandbox import Launch, Sandbox
 from echo2.tasks.built_in import EXECUTING_DATA_SETS
 from echo2.tasks.registry import make_task
-from echo2.tasks.rewards import Containment, RewardFailure, RewardLimits, RewardPool, Scored
+from echo2.tasks.rewards import Containment, RewardFailure, RewardPool, Scored
 from echo2.tasks.task import TaskSpec
 from tests.patience import WAIT_S
 from tests.redteam.hostile_programs import (
@@ -43,7 +43,7 @@ except ResourceError as error:  # then rewards are refused, which tests/unit/tas
 
 ROOT = Path(__file__).parents[2]
 SECRET = "SECRET-of-the-learner"
-LIMITS = RewardLimits(cpu_s=1, timeout_s=4.0, process_count=1)
+LIMITS = Limits(cpu_s=1, wall_s=4.0)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def test_a_completion_that_its_scorer_executes_reaches_nothing(data_set: str, ou
     pytest.importorskip("reasoning_gym")
     assert data_set in EXECUTING_DATA_SETS
     spec = TaskSpec("reasoning_gym", {"dataset": data_set, "size": 10}, 1)
-    hidden = Containment(readable=(str(outside.key.parents[3]),), hidden=(str(outside.key.parents[1]),))
+    hidden = Containment(readable=(str(outside.key.parents[3]),), hidden=(str(outside.key.parents[1]),), processes=1)
     pool = RewardPool(spec, LIMITS, hidden)
     actions = (
         f"__import__('os').close(__import__('os').open({str(outside.mark)!r}, 66))",
@@ -133,7 +133,9 @@ def test_a_completion_that_its_scorer_executes_reaches_nothing(data_set: str, ou
 def test_the_same_completions_do_harm_where_rewards_are_trusted(outside: Outside) -> None:
     """The attack is real: without containment it writes the mark. So the test above shows what contains it."""
     pytest.importorskip("reasoning_gym")
-    pool = RewardPool(TaskSpec("reasoning_gym", {"dataset": "n_queens", "size": 10}), LIMITS, Containment(True))
+    pool = RewardPool(
+        TaskSpec("reasoning_gym", {"dataset": "n_queens", "size": 10}), LIMITS, Containment(True, processes=1)
+    )
     try:
         text = f"open({str(outside.mark)!r}, 'w').write(open({str(outside.key)!r}).read())"
         pool.submit(0, text).result(WAIT_S)
@@ -152,7 +154,7 @@ MATHS_BOMBS = (
 def test_a_maths_bomb_costs_its_sender_and_the_others_wait_little(data_set: str) -> None:
     pytest.importorskip("reasoning_gym")
     spec = TaskSpec("reasoning_gym", {"dataset": data_set, "size": 10}, 1)
-    pool = RewardPool(spec, RewardLimits(cpu_s=1, timeout_s=5.0, process_count=2))
+    pool = RewardPool(spec, Limits(cpu_s=1, wall_s=5.0), Containment(processes=2))
     try:
         pool.submit(0, "0", "worker that is honest").result(WAIT_S)  # started
         began = time.monotonic()
@@ -280,7 +282,7 @@ SIGNAL_PARENT = (
 def test_a_sender_of_signals_costs_honest_senders_no_reward() -> None:
     pytest.importorskip("reasoning_gym")
     spec = TaskSpec("reasoning_gym", {"dataset": "n_queens", "size": 10}, 1)
-    pool = RewardPool(spec, RewardLimits(cpu_s=1, timeout_s=4.0, process_count=2))
+    pool = RewardPool(spec, LIMITS, Containment(processes=2))
     try:
         answer = make_task(spec).sample(1).answer
         bad = [pool.submit(0, SIGNAL_PARENT, "hostile") for _ in range(40)]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.tasks.rewards import Containment, RewardFailure, RewardLimits, RewardPool
+from echo2.contain.messages import Limits
+from echo2.tasks.rewards import Containment, RewardFailure, RewardPool
 from echo2.tasks.task import TaskSpec
 from tests.patience import WAIT_S
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {}, seed=3)
-LIMITS = RewardLimits(cpu_s=1, timeout_s=3.0, process_count=2)
+LIMITS = Limits(cpu_s=1, wall_s=3.0)
 
 
 @pytest.fixture(scope="module")
@@ -63,4 +63,4 @@ def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda *args, **kwargs: (_ for _ in ()).throw(ConnectionError("nobody there")))
     with pytest.raises(ConfigError, match=r"task\.ray: expected a Ray cluster at nowhere:1, got: nobody there"):
-        RewardPool(SPEC, replace(LIMITS), Containment(ray="nowhere:1"))
+        RewardPool(SPEC, LIMITS, Containment(ray="nowhere:1"))

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from echo2.base.errors import ConfigError, LimitExceeded, ResourceError, TaskError
+from echo2.contain.messages import Limits
 from echo2.tasks import rewards
 from echo2.tasks.built_in import PLAIN_TASKS
 from echo2.tasks.registry import make_task
@@ -19,7 +20,6 @@ from echo2.tasks.rewards import (
     Containment,
     InProcessScorer,
     RewardFailure,
-    RewardLimits,
     RewardPool,
     RewardScorer,
     check_rewards,
@@ -31,13 +31,11 @@ from tests.patience import WAIT_S
 SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {}, seed=3)
 CHEAP_SPEC = TaskSpec("tests.unit.tasks.naughty:Naughty", {"is_cheap": True}, seed=3)
 TRUSTED = Containment(is_trusted=True)
-LIMITS = RewardLimits(cpu_s=1, timeout_s=3.0, memory_bytes=2 << 30, process_count=2)
+LIMITS = Limits(cpu_s=1, wall_s=3.0)
 
 
 @contextmanager
-def opened(
-    spec: TaskSpec, limits: RewardLimits = LIMITS, containment: Containment | None = None
-) -> Iterator[RewardScorer]:
+def opened(spec: TaskSpec, limits: Limits = LIMITS, containment: Containment | None = None) -> Iterator[RewardScorer]:
     scorer = make_scorer(make_task(spec), spec, limits, containment)
     try:
         yield scorer
@@ -63,7 +61,7 @@ def test_rewards_come_with_their_parts_and_a_raising_one_costs_only_itself(
 
 
 def test_a_reward_that_nobody_waits_for_any_more_ends_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    with opened(SPEC, replace(LIMITS, process_count=1)) as scorer:
+    with opened(SPEC, containment=Containment(processes=1)) as scorer:
         assert scorer.submit(0, "fine").cancel()
         assert scorer.submit(1, "fine").result(WAIT_S).reward is not None  # one process: the other is done before it
     assert "callback" not in caplog.text
@@ -134,8 +132,9 @@ def test_a_task_that_cannot_be_made_in_the_child_is_reported_with_its_reason() -
         pool.close()
 
 
-def test_the_queue_is_bounded_and_a_closed_pool_refuses_and_cancels() -> None:
-    pool = RewardPool(SPEC, RewardLimits(timeout_s=0.5, process_count=1, queue_max=2))
+def test_the_queue_is_bounded_and_a_closed_pool_refuses_and_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards, "QUEUE_MAX", 2)
+    pool = RewardPool(SPEC, Limits(wall_s=0.5), Containment(processes=1))
     futures = []
     with pytest.raises(LimitExceeded, match="at most 2 requests waiting"):
         for _ in range(10):
@@ -184,7 +183,7 @@ def test_a_contained_scorer_reads_a_data_set_of_the_hubs_cache(monkeypatch: pyte
         (kept / "refs" / "main").write_text("aaa")
         monkeypatch.setenv("HF_HOME", home)
         monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-        with opened(TaskSpec("math", {"path": "org/puzzles"}), RewardLimits()) as scorer:
+        with opened(TaskSpec("math", {"path": "org/puzzles"}), Limits()) as scorer:
             result = scorer.submit(0, "\\boxed{\\frac{1}{2}}").result(WAIT_S)
             assert result.reward is not None and result.reward.value == pytest.approx(1.0, abs=0.3), result.message
 
@@ -198,7 +197,7 @@ def test_real_scorers_fit_within_the_default_limits() -> None:
         specs = [TaskSpec("math", {"path": str(path)}), TaskSpec("reasoning_gym", {"dataset": "spell_backward"})]
         answers = ["\\boxed{\\frac{1}{2}}", make_task(specs[1]).sample(0).answer]
         for spec, answer in zip(specs, answers, strict=True):
-            with opened(spec, RewardLimits()) as scorer:
+            with opened(spec, Limits()) as scorer:
                 for text, expected in ((answer, 1.0), ("no idea", 0.0)):
                     result = scorer.submit(0, text).result(WAIT_S)
                     assert result.reward is not None, result.message
