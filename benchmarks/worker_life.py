@@ -68,7 +68,7 @@ async def worker(run: SmallRun, folder: Path) -> AsyncIterator[tuple[asyncio.sub
     run.learner.reports.clear()
     run.coordinator.heartbeats.clear()
     begun = time.monotonic()
-    arguments = ["-m", "tests.unit.worker.worker_process", run.link(), str(folder), "1", "32"]
+    arguments = ["-m", "benchmarks.worker_process", run.link(), str(folder), "1", "32"]
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments)
     try:
         await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].sampled_tokens > 0, within_s=120.0)

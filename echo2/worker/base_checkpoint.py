@@ -19,7 +19,6 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,55 +44,37 @@ KEYFRAME_TIMES = 2.0
 _log = logging.getLogger("echo2.worker")
 
 
-@dataclass(slots=True)
-class HubPace:
-    """How many bytes have arrived, and when. `began_s`: start, on the clock of `now`. `whole_bytes`: size of the checkpoint;
-    0: not known."""
+class HubDownload:
+    """One attempt at the hub, shared by the client's threads, which count, and the event loop, which may end it. `whole_bytes`: the
+    checkpoint's size; 0: not known."""
 
-    began_s: float
-    whole_bytes: int = 0
-    _moved_s: float = field(init=False)
-    _looks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=1024))
-
-    def __post_init__(self) -> None:
-        self._moved_s = self.began_s
-
-    @property
-    def arrived_bytes(self) -> int:
-        return self._looks[-1][1] if self._looks else 0
-
-    def record(self, arrived_bytes: int, now: float) -> None:
-        if not self._looks or arrived_bytes > self.arrived_bytes:
-            self._moved_s = now
-        self._looks.append((now, arrived_bytes))
-        while len(self._looks) > 2 and now - self._looks[1][0] >= WINDOW_S:
-            self._looks.popleft()
+    def __init__(self, model_id: str, began_s: float, whole_bytes: int = 0) -> None:
+        self.model_id, self.whole_bytes = model_id, whole_bytes
+        self.arrived_bytes = 0
+        self.is_ended = threading.Event()
+        self._began_s = self._moved_s = began_s
+        self._looks: deque[tuple[float, int]] = deque([(began_s, 0)], maxlen=1024)
 
     def why_given_up(self, keyframe_s: float, now: float) -> str:
         """Why to give up the download; empty: continue. `keyframe_s`: seconds that a keyframe from peers would take."""
+        if self.arrived_bytes > self._looks[-1][1]:
+            self._moved_s = now
+        self._looks.append((now, self.arrived_bytes))
+        while len(self._looks) > 2 and now - self._looks[1][0] >= WINDOW_S:
+            self._looks.popleft()
         if now - self._moved_s >= STALLED_S:
             return f"nothing came for {now - self._moved_s:.0f} s"
-        if not self.whole_bytes or now - self.began_s < JUDGED_FROM_S or len(self._looks) < 2:
+        if not self.whole_bytes or now - self._began_s < JUDGED_FROM_S:
             return ""
-        (then, before), (last, arrived) = self._looks[0], self._looks[-1]
-        rate = max(1.0, (arrived - before) / max(1e-9, last - then))
-        left_s = (self.whole_bytes - arrived) / rate
+        then, before = self._looks[0]
+        rate = max(1.0, (self.arrived_bytes - before) / max(1e-9, now - then))
+        left_s = (self.whole_bytes - self.arrived_bytes) / rate
         if left_s > KEYFRAME_TIMES * keyframe_s:
             return f"it would take {left_s:.0f} s more, a keyframe from peers about {keyframe_s:.0f} s"
         return ""
 
 
-class _Download:
-    """One attempt, shared by the client's threads, which count, and the event loop, which may end it."""
-
-    def __init__(self, model_id: str) -> None:
-        self.model_id = model_id
-        self.whole_bytes = 0
-        self.arrived_bytes = 0
-        self.is_ended = threading.Event()
-
-
-def _fetch(attempt: _Download) -> Path:
+def _fetch(attempt: HubDownload) -> Path:
     """The thread's work; raises whatever the client raises."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils.tqdm import tqdm
@@ -124,7 +105,7 @@ async def download(model_id: str, keyframe_s: Callable[[], float]) -> Path | Non
     `keyframe_s`: seconds that a keyframe from peers would take.
     """
     began = monotonic()
-    attempt, pace = _Download(model_id), HubPace(began)
+    attempt = HubDownload(model_id, began)
     running = asyncio.get_running_loop().run_in_executor(None, _fetch, attempt)
 
     async def followed() -> Path | None:
@@ -132,9 +113,7 @@ async def download(model_id: str, keyframe_s: Callable[[], float]) -> Path | Non
             await asyncio.wait([running], timeout=LOOK_S)
             if running.done():
                 return running.result()
-            pace.whole_bytes = attempt.whole_bytes
-            pace.record(attempt.arrived_bytes, monotonic())
-            if why := pace.why_given_up(keyframe_s(), monotonic()):
+            if why := attempt.why_given_up(keyframe_s(), monotonic()):
                 _log.info(
                     "base checkpoint: the download of %s from the hub is given up: %s; peers have it", model_id, why
                 )

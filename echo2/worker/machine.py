@@ -102,18 +102,6 @@ def clock_finding(skew_s: float) -> Finding:
     return Finding("clock", text)
 
 
-def reach_finding(addresses: list[str], refused: dict[str, str]) -> Finding:
-    """`refused`: those of `addresses` that this machine could not connect to itself, with the reason."""
-    if not addresses:
-        return Finding("reach", "no address to tell peers: it forwards over connections that it opens", is_good=False)
-    if refused:
-        each = "; ".join(f"{address} ({reason})" for address, reason in refused.items())
-        return Finding(
-            "reach", f"peers are told {', '.join(addresses)}, but from here it does not answer: {each}", is_good=False
-        )
-    return Finding("reach", f"peers are told {', '.join(addresses)}")
-
-
 def rate_finding(tokens_per_s: float, slot_count: int) -> Finding:
     if not tokens_per_s:
         return Finding("rate", "unknown: the engine sampled no token of its first requests; the first lease will tell")
@@ -164,26 +152,18 @@ def place_of(declared: MachinePlace, environment: Mapping[str, str]) -> MachineP
 
     Each is printable and at most `CHARS_MAX` characters; empty: not known.
     """
-    found = _found(environment)
-    return MachinePlace(_line(declared.provider or found.provider), _line(declared.region or found.region))
-
-
-def _found(environment: Mapping[str, str]) -> MachinePlace:
+    provider = region = ""
     if "RUNPOD_POD_ID" in environment:
-        return MachinePlace("runpod", environment.get("RUNPOD_DC_ID", ""))
-    if "VAST_CONTAINERLABEL" in environment:
-        return MachinePlace("vast.ai")
-    try:
-        cluster = json.loads(environment.get("SKYPILOT_CLUSTER_INFO", "{}"))
-    except ValueError:
-        return MachinePlace()
-    if not isinstance(cluster, dict):
-        return MachinePlace()
-    return MachinePlace(str(cluster.get("cloud") or "").lower(), str(cluster.get("region") or ""))
-
-
-def _line(text: str) -> str:
-    return "".join(c for c in text[:CHARS_MAX] if c.isprintable())
+        provider, region = "runpod", environment.get("RUNPOD_DC_ID", "")
+    elif "VAST_CONTAINERLABEL" in environment:
+        provider = "vast.ai"
+    else:
+        with contextlib.suppress(ValueError):
+            cluster = json.loads(environment.get("SKYPILOT_CLUSTER_INFO", "{}"))
+            if isinstance(cluster, dict):
+                provider, region = str(cluster.get("cloud") or "").lower(), str(cluster.get("region") or "")
+    texts = declared.provider or provider, declared.region or region
+    return MachinePlace(*("".join(c for c in text[:CHARS_MAX] if c.isprintable()) for text in texts))
 
 
 POLL_S = 2.0  # clouds give 30 s of notice or more
@@ -394,7 +374,9 @@ def findings(machine: WorkerMachine, folder: Path) -> list[Finding]:
 
 async def reach(addresses: list[str]) -> Finding:
     """Connects to this worker's own addresses, as a peer would. A router may still block peers."""
-    refused = {}
+    if not addresses:
+        return Finding("reach", "no address to tell peers: it forwards over connections that it opens", is_good=False)
+    refused = []
     for address in addresses:
         host, _, port = address.rpartition(":")
         try:
@@ -402,8 +384,11 @@ async def reach(addresses: list[str]) -> Finding:
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             writer.close()
         except (OSError, TimeoutError, ValueError) as error:
-            refused[address] = str(error) or "no answer"
-    return reach_finding(addresses, refused)
+            refused.append(f"{address} ({error or 'no answer'})")
+    text = f"peers are told {', '.join(addresses)}"
+    if refused:
+        return Finding("reach", f"{text}, but from here it does not answer: {'; '.join(refused)}", is_good=False)
+    return Finding("reach", text)
 
 
 def chosen_engine(choice: str, machine: WorkerMachine) -> str:

@@ -55,12 +55,10 @@ def make_engine(kind: str, config: dict[str, object]) -> Engine:
         if kind == "several":
             return SeveralEngines([EmbeddedEngine(config, slot_count=8) for _ in range(2)])
         return EmbeddedEngine(config, slot_count=8)
-    from echo2.worker.engines.vllm.vllm_engine import VllmEngine, VllmTuning
+    from echo2.worker.engines.vllm.vllm_engine import VllmEngine
 
     gpus = (0, 1) if kind == "vllm-2-ranks" else ()
-    return VllmEngine(
-        config, slot_count=8, gpus=gpus, tuning=VllmTuning(draft_tokens=3 if kind == "vllm-drafts" else 0)
-    )
+    return VllmEngine(config, slot_count=8, gpus=gpus, draft_tokens=3 if kind == "vllm-drafts" else 0)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 
@@ -39,10 +39,8 @@ class SeveralEngines:
         if not engines:
             raise ConfigError("engines: expected at least one, got none")
         self._engines = tuple(engines)
-        self._home: dict[str, int] = {}  # request id to engine number
+        self._home: dict[str, tuple[int, str]] = {}  # request id to engine number and prefix key
         self._groups: dict[str, tuple[int, set[str]]] = {}  # prefix key to engine number and request ids
-        self._group_of: dict[str, str] = {}
-        self._held = [0] * len(engines)
         self._reading: dict[asyncio.Task[Sequence[TokenChunk]], int] = {}
 
     @property
@@ -75,9 +73,7 @@ class SeveralEngines:
         self._engines[at].submit(request)
         members.add(request.request_id)
         self._groups[request.prefix_key] = (at, members)
-        self._group_of[request.request_id] = request.prefix_key
-        self._home[request.request_id] = at
-        self._held[at] += 1
+        self._home[request.request_id] = (at, request.prefix_key)
 
     async def next_chunks(self) -> Sequence[TokenChunk]:
         for at, engine in enumerate(self._engines):
@@ -94,9 +90,8 @@ class SeveralEngines:
         return chunks
 
     async def abort(self, request_id: str) -> None:
-        at = self._home.get(request_id)
-        if at is not None:
-            await self._engines[at].abort(request_id)
+        if request_id in self._home:
+            await self._engines[self._home[request_id][0]].abort(request_id)
 
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
         swaps = (engine.swap(staged, mode) for engine in self._engines)
@@ -129,11 +124,13 @@ class SeveralEngines:
         )
 
     def _idlest(self) -> int:
-        return min(range(len(self._engines)), key=lambda at: self._held[at] / self._engines[at].slot_count)
+        held = [0] * len(self._engines)
+        for at, members in self._groups.values():
+            held[at] += len(members)
+        return min(range(len(held)), key=lambda at: held[at] / self._engines[at].slot_count)
 
     def _forget(self, request_id: str) -> None:
-        self._held[self._home.pop(request_id)] -= 1
-        prefix_key = self._group_of.pop(request_id)
+        _, prefix_key = self._home.pop(request_id)
         _, members = self._groups[prefix_key]
         members.discard(request_id)
         if not members:
@@ -157,9 +154,10 @@ def parse_model_config(raw: bytes) -> dict[str, object]:
 
 
 def module_of(choice: str) -> str:
-    """The module of an engine, with a class of the protocol `Engine` and a function `make`. To add an engine, write one and name it
-    among the values of `worker.engine` (config/run.py). Only the chosen module is imported: each import costs seconds, and its
-    library may not be installed."""
+    """The module of an engine, with a class of the protocol `Engine` and a function `make(config, options, fit, gpus)`, which makes
+    one without starting it (`gpus`: which to use; empty: the engine chooses). To add an engine, write one and name it among the
+    values of `worker.engine` (config/run.py). Only the chosen module is imported: each import costs seconds, and its library may
+    not be installed."""
     return f"echo2.worker.engines.{choice}.{choice}_engine"
 
 
@@ -200,32 +198,18 @@ def fit_engine(
 
 def make_engine(choice: str, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
     """Makes the engine without starting it. May take seconds: run it in a thread."""
-    if fit.engine_count == 1:
-        gpus = range(fit.tensor_parallel) if fit.tensor_parallel > 1 else range(0)
-        return _one_engine(choice, config, options, fit, gpus)
-    width = fit.tensor_parallel
-    shares = [range(number * width, (number + 1) * width) for number in range(fit.engine_count)]
-    return SeveralEngines([_one_engine(choice, config, options, fit, gpus) for gpus in shares])
-
-
-def _one_engine(
-    choice: str, config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]
-) -> Engine:
     try:
-        module = cast(MakesEngine, importlib.import_module(module_of(choice)))
+        module = importlib.import_module(module_of(choice))
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"engine: expected {choice}, but {error.name} is not installed; choose the embedded one"
         ) from None
-    return module.make({key: value for key, value in config.items() if key != SIZE_KEY}, options, fit, gpus)
-
-
-class MakesEngine(Protocol):
-    """An engine's module."""
-
-    def make(self, config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> Engine:
-        """Makes an engine without starting it. `config`: the model's; `gpus`: the GPUs to use; empty: the engine chooses."""
-        ...
+    model, width = {key: value for key, value in config.items() if key != SIZE_KEY}, fit.tensor_parallel
+    if fit.engine_count == 1:
+        engine: Engine = module.make(model, options, fit, range(width) if width > 1 else range(0))
+        return engine
+    shares = [range(number * width, (number + 1) * width) for number in range(fit.engine_count)]
+    return SeveralEngines([module.make(model, options, fit, gpus) for gpus in shares])
 
 
 class Engines(Protocol):

@@ -28,7 +28,7 @@ from echo2.worker.base_checkpoint import (
     KEYFRAME_TIMES,
     STALLED_S,
     BaseCheckpointLoader,
-    HubPace,
+    HubDownload,
     download,
     find_base,
     load_base,
@@ -177,10 +177,9 @@ OF_32B = 65_500_000_000
 
 
 def given_up_at(bytes_per_s: float, keyframe_s: float, whole_bytes: int = OF_32B, until_s: int = 3600) -> float | None:
-    pace = HubPace(0.0, whole_bytes)
+    pace = HubDownload("m", 0.0, whole_bytes)
     for now in range(0, until_s, 5):
-        came = min(whole_bytes, int(bytes_per_s * now))
-        pace.record(came, now)
+        came = pace.arrived_bytes = min(whole_bytes, int(bytes_per_s * now))
         if pace.why_given_up(keyframe_s, now):
             return float(now)
         if came == whole_bytes:
@@ -198,20 +197,20 @@ def test_a_large_model_on_a_usual_link_is_waited_for_and_a_hub_much_slower_than_
 
 @given(st.floats(0, 1800), st.floats(1e6, 1e9))
 def test_a_download_that_stops_is_given_up_within_its_time(stops_at: float, bytes_per_s: float) -> None:
-    pace, now = HubPace(0.0, OF_32B), 0.0
+    pace, now = HubDownload("m", 0.0, OF_32B), 0.0
     while not pace.why_given_up(math.inf, now):
-        pace.record(int(bytes_per_s * min(now, stops_at)), now)
+        pace.arrived_bytes = int(bytes_per_s * min(now, stops_at))
         now += 5.0
         assert now <= stops_at + STALLED_S + 10.0
 
 
 def test_one_that_gets_faster_is_judged_by_its_last_minute() -> None:
-    pace, keyframe_s = HubPace(0.0, OF_32B), 1000.0
+    pace, keyframe_s = HubDownload("m", 0.0, OF_32B), 1000.0
     needed = OF_32B / (KEYFRAME_TIMES * keyframe_s)
     came = 0.0
     for now in range(0, 200, 5):
         came += 5 * needed * (0.1 if now < 20 else 2.0)
-        pace.record(int(came), now)
+        pace.arrived_bytes = int(came)
         assert not pace.why_given_up(keyframe_s, now), now
 
 

@@ -332,6 +332,24 @@ def test_a_finished_rollout_is_reported_at_once_a_growing_one_every_interval_and
     assert it.ended == {L1: (EndReason.FINISHED, "")}
 
 
+@given(gaps_s=st.lists(st.floats(0.01, 0.7), min_size=5, max_size=60))
+def test_a_worker_killed_at_any_moment_costs_at_most_one_report_interval_of_tokens(gaps_s: list[float]) -> None:
+    it = Surroundings().begin()
+    it.grant(L1, group("g1", 2, 1 << 20))
+    sampled_at: list[float] = []
+    for number, gap_s in enumerate(gaps_s):
+        until = it.time + gap_s
+        while it.wake <= until:
+            it.at(it.wake)
+            if L1 in it.reports:
+                it.judge(L1)
+        it.time = until
+        it.sample(f"l1/{number % 2}", 3)
+        sampled_at.append(until)
+        safe = sum(at <= until - it.leases.report_interval_s for at in sampled_at)
+        assert sum(map(len, it.held.values())) >= safe, "held by the learner, so another worker goes on behind them"
+
+
 def test_what_finishes_while_the_learner_is_away_outlives_its_lease_until_the_learner_has_judged_it() -> None:
     it = Surroundings().begin(has_learner=False)
     it.grant(L1, group("g1", 1), 10.0)

@@ -12,10 +12,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Protocol
 
 from echo2.base import routing
 from echo2.base.errors import ConfigError, EngineError, LimitExceeded
@@ -26,8 +23,8 @@ from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.outside.allocator import give_back
 from echo2.worker.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load_base
 from echo2.worker.engines.embedded.forward import CachedDecoder
-from echo2.worker.engines.embedded.live_weights import LiveWeights, Scatter, load_config, read_shape, why_not_fused
-from echo2.worker.engines.embedded.loop import ChangeableWeights, Forward, LiveSwap, StepLoop
+from echo2.worker.engines.embedded.live_weights import LiveTensors, LiveWeights, read_shape, why_not_fused
+from echo2.worker.engines.embedded.loop import Forward, LiveSwap, StepLoop
 from echo2.worker.engines.embedded.slots import WAITING_MAX, BlockPool
 from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.engines.outbox import LINGER_S, Outbox
@@ -37,37 +34,18 @@ STOP_TIMEOUT_S = 9.0  # a step takes seconds at most; within the 10 s that `Engi
 _log = logging.getLogger("echo2.worker")
 
 
-class CheckedWeights(ChangeableWeights, Protocol):
-    """Live weights that can check a version before it is applied."""
-
-    def checked(self, staged: StagedVersion) -> list[Scatter]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model's weights and forward pass, and its limits for requests."""
-
-    weights: CheckedWeights
-    make_forward: Callable[[BlockPool], Forward]
-    context_tokens: int
-    vocab_count: int
-    carries_state: bool = False
-
-
-def _model_of(source: str | Path | Mapping[str, object], adapter: Adapter | None) -> _Model:
-    config = load_config(source)
-    tells_routing = bool(config.pop(routing.CONFIG_KEY, False))
+def _model_of(
+    given: Mapping[str, object], adapter: Adapter | None
+) -> tuple[LiveTensors, Callable[[BlockPool], Forward]]:
+    """A model's weights, and how to make a forward pass over them."""
+    config = {key: value for key, value in given.items() if key != routing.CONFIG_KEY}
+    tells_routing = bool(given.get(routing.CONFIG_KEY, False))
     reason = why_not_fused(config)
-    if reason:
-        return _general_model(config, adapter, reason, tells_routing)
-    if tells_routing:
-        raise ConfigError("routing: the learner asks for that of a mixture of experts, got a dense model")
-    shape = read_shape(config)
-    live = LiveWeights(shape, adapter)
-    return _Model(live, partial(CachedDecoder, live), shape.context_tokens, shape.vocab_count)
-
-
-def _general_model(config: Mapping[str, object], adapter: Adapter | None, reason: str, tells_routing: bool) -> _Model:
+    if not reason:
+        if tells_routing:
+            raise ConfigError("routing: the learner asks for that of a mixture of experts, got a dense model")
+        live = LiveWeights(read_shape(config), adapter)
+        return live, partial(CachedDecoder, live)
     from echo2.worker.engines.embedded.general import (
         GeneralDecoder,  # imported here because it imports transformers
         ModuleWeights,
@@ -76,9 +54,7 @@ def _general_model(config: Mapping[str, object], adapter: Adapter | None, reason
 
     weights = ModuleWeights(config, adapter, tells_routing=tells_routing)
     _log.warning("generating by transformers' own modules, slower than the fused path: %s", reason)
-    decoder = StateDecoder if weights.carries_state else GeneralDecoder
-    make_forward = partial(decoder, weights)
-    return _Model(weights, make_forward, weights.context_tokens, weights.vocab_count, weights.carries_state)
+    return weights, partial(StateDecoder if weights.carries_state else GeneralDecoder, weights)
 
 
 class EmbeddedEngine:
@@ -89,7 +65,7 @@ class EmbeddedEngine:
 
     def __init__(
         self,
-        config: str | Path | Mapping[str, object],
+        config: Mapping[str, object],
         *,
         slot_count: int = 32,
         context_tokens: int = 0,
@@ -100,18 +76,15 @@ class EmbeddedEngine:
     ) -> None:
         if slowdown < 1.0:
             raise ConfigError(f"slowdown: expected 1 or more, got {slowdown}")
-        model = _model_of(config, adapter)
-        self.carries_state = model.carries_state
-        context = context_tokens or model.context_tokens
-        if not 2 <= context <= model.context_tokens:
-            raise ConfigError(f"context_tokens: expected 2 to the model's {model.context_tokens}, got {context}")
-        self._vocab_count = model.vocab_count
-        self._context_tokens = context
-        self._slot_count = slot_count
+        self._weights, make_forward = _model_of(config, adapter)
+        limit = self._weights.context_tokens
+        self._context_tokens = context_tokens or limit
+        if not 2 <= self._context_tokens <= limit:
+            raise ConfigError(f"context_tokens: expected 2 to the model's {limit}, got {context_tokens}")
+        self.carries_state, self._slot_count = self._weights.carries_state, slot_count
         self._outbox = outbox or Outbox()
-        self._weights = model.weights
         self._loop = StepLoop(
-            model.weights, model.make_forward, slot_count, context, self._outbox, slowdown, cache_tokens
+            self._weights, make_forward, slot_count, self._context_tokens, self._outbox, slowdown, cache_tokens
         )
         self._thread: threading.Thread | None = None
         self._ids_in_use: set[str] = set()
@@ -147,7 +120,12 @@ class EmbeddedEngine:
         self._outbox.close()
 
     def submit(self, request: GenerateRequest) -> None:
-        self._check(request)
+        whose = f"request {request.request_id}"
+        if request.request_id in self._ids_in_use:
+            raise EngineError(f"{whose}: expected a new id, got one whose last chunk was not taken yet")
+        if len(self._ids_in_use) >= WAITING_MAX:
+            raise LimitExceeded(f"{whose}: the engine holds {WAITING_MAX} requests already")
+        refuse_bad_request(request, self._context_tokens, self._weights.vocab_count)
         self._loop.call(lambda: self._loop.submit(request))
         self._ids_in_use.add(request.request_id)
 
@@ -164,10 +142,10 @@ class EmbeddedEngine:
 
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:
         async with self._swap_order:
-            scatters = await asyncio.to_thread(self._weights.checked, staged)
-            swap = LiveSwap(staged.version, staged.parent, scatters, mode)
+            updates = await asyncio.to_thread(self._weights.checked, staged)
+            swap = LiveSwap(staged.version, staged.parent, updates, mode)
             stood_still_s = await asyncio.wrap_future(self._loop.swap(swap))
-            swap.scatters.clear()
+            updates.clear()
             await asyncio.to_thread(give_back)
             return stood_still_s
 
@@ -176,14 +154,6 @@ class EmbeddedEngine:
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
-
-    def _check(self, request: GenerateRequest) -> None:
-        whose = f"request {request.request_id}"
-        if request.request_id in self._ids_in_use:
-            raise EngineError(f"{whose}: expected a new id, got one whose last chunk was not taken yet")
-        if len(self._ids_in_use) >= WAITING_MAX:
-            raise LimitExceeded(f"{whose}: the engine holds {WAITING_MAX} requests already")
-        refuse_bad_request(request, self._context_tokens, self._vocab_count)
 
 
 def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequence[int]) -> EmbeddedEngine:

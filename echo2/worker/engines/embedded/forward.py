@@ -130,6 +130,8 @@ def _block(begin: int, runs: list[Fill]) -> _Block:
 class CachedDecoder:
     """One model with its cache; `blocks` maps the positions of slots to cache blocks. Not thread-safe: one thread calls it."""
 
+    routing = None  # dense models have no routers
+
     def __init__(self, weights: LiveWeights, blocks: BlockPool) -> None:
         shape = weights.shape
         self._weights = weights
@@ -190,11 +192,6 @@ class CachedDecoder:
                 attended = self._attend_block(index, self._project(index, layer, normed[rows], *places), block)
                 norm = self._weights.layers[index + 1].input_norm
                 self._finish(layer, hidden[rows], attended, norm, normed[rows])
-
-    tells_routing = False
-
-    def routing(self, slot: int, first: int, count: int) -> bytes:
-        raise AssertionError("dense models have no routers")
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies cached positions between blocks, of all layers."""

@@ -15,10 +15,9 @@ vocabulary. The cache is [blocks, layers, 2 (keys, values), G, BLOCK_TOKENS, E],
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,10 +27,11 @@ from transformers import AttentionInterface, DynamicCache
 
 from echo2.base.errors import ConfigError
 from echo2.base.routing import packed
+from echo2.base.staged import TensorUpdate
 from echo2.weights.elements import published_tensors
 from echo2.weights.routers import Routers
 from echo2.worker.engines.adapter import Adapter
-from echo2.worker.engines.embedded.live_weights import LiveTensors, Scatter, library_config, load_config
+from echo2.worker.engines.embedded.live_weights import LiveTensors, library_config
 from echo2.worker.engines.embedded.slots import BLOCK_TOKENS, BlockPool, Copy, Fill, blocks_for
 
 ATTENTION = "echo2_blocks"
@@ -45,7 +45,7 @@ class ModuleWeights(LiveTensors):
 
     def __init__(
         self,
-        source: str | Path | Mapping[str, object],
+        config: Mapping[str, object],
         adapter: Adapter | None = None,
         *,
         tells_routing: bool = False,
@@ -53,17 +53,18 @@ class ModuleWeights(LiveTensors):
         from transformers import AutoModelForCausalLM
         from transformers.initialization import no_init_weights
 
-        config = library_config(load_config(source))
-        self.model_type = str(config.model_type)
-        self._text = config.get_text_config(decoder=True)
-        _refuse_other_models(self.model_type, self._text)
-        self.carries_state = not set(getattr(self._text, "layer_types", None) or []) <= set(_WINDOWS)
+        known = library_config(config)
+        self.model_type = str(known.model_type)
+        text = known.get_text_config(decoder=True)
+        _refuse_other_models(self.model_type, text)
+        self.context_tokens, self.vocab_count = _context_tokens(text), int(text.vocab_size)
+        self.carries_state = not set(getattr(text, "layer_types", None) or []) <= set(_WINDOWS)
         attention = {} if self.carries_state else {"attn_implementation": ATTENTION}
         self.changes = 0
         """How often the weights have changed: a state of older weights is computed again."""
         try:
             with no_init_weights():
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention)
+                model = AutoModelForCausalLM.from_config(known, dtype=torch.float32, **attention)
         except (ImportError, ValueError) as error:
             raise ConfigError(
                 f"model_type {self.model_type}: transformers cannot make a causal LM of it: {error}"
@@ -80,23 +81,15 @@ class ModuleWeights(LiveTensors):
             )
         self.routers = Routers(self.model, f"model_type {self.model_type}") if tells_routing else None
 
-    def apply(self, scatters: Iterable[Scatter]) -> None:
-        super().apply(scatters)
+    def apply(self, updates: Iterable[TensorUpdate]) -> None:
+        super().apply(updates)
         self.changes += 1
 
-    @property
-    def vocab_count(self) -> int:
-        return int(self._text.vocab_size)
 
-    @property
-    def context_tokens(self) -> int:
-        """The model's context; with longrope only its original length, because longer sequences use another rotation."""
-        most = int(self._text.max_position_embeddings)
-        ropes = _ropes(self._text)
-        unchanged = [
-            int(rope["original_max_position_embeddings"]) for rope in ropes if rope.get("rope_type") == "longrope"
-        ]
-        return min([most, *unchanged])
+def _context_tokens(config: Any) -> int:
+    """The model's context; with longrope only its original length, because longer sequences use another rotation."""
+    longropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
+    return min(map(int, [config.max_position_embeddings, *(r["original_max_position_embeddings"] for r in longropes)]))
 
 
 def _refuse_other_models(model_type: str, config: Any) -> None:
@@ -314,11 +307,10 @@ class GeneralDecoder:
                 self._chosen[copy.target, : copy.count] = self._chosen[copy.source, : copy.count]
 
     @property
-    def tells_routing(self) -> bool:
-        return self._routers is not None
+    def routing(self) -> Callable[[int, int, int], bytes] | None:
+        return None if self._routers is None else self._routing
 
-    def routing(self, slot: int, first: int, count: int) -> bytes:
-        """Packed rows of cached positions of a slot."""
+    def _routing(self, slot: int, first: int, count: int) -> bytes:
         assert self._routers is not None, "it was told to record them"
         places = np.arange(first, first + count)
         rows_NLK = self._chosen[self._tables[slot, places // BLOCK_TOKENS], places % BLOCK_TOKENS]
@@ -422,7 +414,7 @@ class StateDecoder:
     copy of another's, if one has read the beginning of its tokens under the live weights, else from the first token.
     """
 
-    tells_routing = False
+    routing = None
 
     def __init__(self, weights: ModuleWeights, blocks: BlockPool) -> None:
         self._weights, self._model, self._tables = weights, weights.model, blocks.tables
@@ -456,9 +448,6 @@ class StateDecoder:
     def copy(self, copies: Sequence[Copy]) -> None:
         for copy in copies:
             self._ids[copy.target, : copy.count] = self._ids[copy.source, : copy.count]
-
-    def routing(self, slot: int, first: int, count: int) -> bytes:
-        raise AssertionError("it tells no routing")
 
     def _keep(self, slot: int, start: int, token_ids: Sequence[int]) -> None:
         places = np.arange(start, start + len(token_ids))

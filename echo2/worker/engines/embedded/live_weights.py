@@ -9,17 +9,15 @@ which the published tensors are views.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from echo2.base.errors import ConfigError, EngineError
-from echo2.base.staged import StagedVersion
+from echo2.base.staged import StagedVersion, TensorUpdate
 from echo2.weights.elements import TensorSpec, element_type_of
 from echo2.weights.fingerprint import MODULUS, fingerprint_tensor, header_term, sum_bits
 from echo2.worker.engines.adapter import Adapter
@@ -63,33 +61,16 @@ class ModelShape:
     rope_scale: float
 
 
-def load_config(source: str | Path | Mapping[str, object]) -> dict[str, object]:
-    """The config as a dict, from a folder in Hugging Face layout, a JSON file or a dict."""
-    if isinstance(source, Mapping):
-        return dict(source)
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        loaded = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model config {path}: expected a readable JSON object: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"model config {path}: expected a JSON object, got {type(loaded).__name__}")
-    return loaded
-
-
-def why_not_fused(source: str | Path | Mapping[str, object]) -> str:
+def why_not_fused(given: Mapping[str, object]) -> str:
     """The feature of a transformers config that the fused path does not support; empty: it supports the model."""
-    given = load_config(source)
     model_type = given.get("model_type")
     if model_type not in SUPPORTED:
         return f"model_type: the fused path knows {', '.join(SUPPORTED)}, got {model_type!r}"
     return _difference(_whole(given))
 
 
-def read_shape(source: str | Path | Mapping[str, object]) -> ModelShape:
+def read_shape(given: Mapping[str, object]) -> ModelShape:
     """Parses a transformers config. Raises ConfigError, naming the field, for what the fused path cannot run."""
-    given = load_config(source)
     reason = why_not_fused(given)
     if reason:
         raise ConfigError(reason)
@@ -172,24 +153,16 @@ PIECE_ELEMENTS = 1 << 16  # fits into a core's second cache
 _BF16 = element_type_of("", torch.zeros(0, dtype=torch.bfloat16))
 
 
-@dataclass(frozen=True, slots=True)
-class Scatter:
-    """A checked update: `bits` (patterns of `dtype`) go to the flat `positions` of the tensor; None: to all of it.
-
-    Positions are uint32 if the last one fits: all positions of a version are in memory at the same time.
-    """
-
-    name: str
-    dtype: str
-    positions: np.ndarray | None
-    bits: np.ndarray
-
-
 class LiveTensors:
     """`tensors` are what the forward pass reads, by Hugging Face name: float32, contiguous and on the CPU.
 
     With an `adapter`, its tensors are published and checked instead, and `tensors` are computed from the adapter and its base.
     """
+
+    context_tokens: int
+    vocab_count: int
+    carries_state = False
+    """Whether layers carry a state along, which is computed again when the weights change."""
 
     def __init__(self, model_type: str, tensors: Mapping[str, torch.Tensor], adapter: Adapter | None = None) -> None:
         self._tensors = tensors
@@ -200,41 +173,44 @@ class LiveTensors:
         if adapter is not None:
             adapter.lay_base(tensors)
 
-    def checked(self, staged: StagedVersion) -> list[Scatter]:
-        """The staged updates, checked against the model. Touches no weight."""
-        scatters = []
+    def checked(self, staged: StagedVersion) -> list[TensorUpdate]:
+        """The staged updates, checked against the model. Touches no weight. Positions are uint32 if the last one fits: all of a
+        version's are in memory at the same time."""
+        updates = []
         for update in self._check.checked(staged):
             places = update.indices
-            if places is not None and len(places) and places[-1] <= np.iinfo(np.uint32).max:
-                places = places.astype(np.uint32)
-            scatters.append(Scatter(update.name, update.dtype, places, update.bits))
-        return scatters
+            if places is None or not len(places) or places[-1] > np.iinfo(np.uint32).max:
+                updates.append(update)
+            else:
+                updates.append(replace(update, indices=places.astype(np.uint32)))
+        return updates
 
-    def apply(self, scatters: Iterable[Scatter]) -> None:
+    def apply(self, updates: Iterable[TensorUpdate]) -> None:
         """Writes checked updates in place. On any failure undoes every change and raises EngineError.
 
         Whole tensors come last, piece by piece and without keeping the old values: they were checked to fit, so that cannot fail.
         """
-        undo: list[tuple[Scatter, np.ndarray]] = []
-        written: list[Scatter] = []
+        undo: list[tuple[TensorUpdate, np.ndarray]] = []
+        written: list[TensorUpdate] = []
         try:
-            for scatter in sorted(scatters, key=lambda scatter: scatter.positions is None):
-                live = self._bits[scatter.name]
-                if scatter.positions is None:
-                    _put_whole(live, scatter)
+            for update in sorted(updates, key=lambda update: update.indices is None):
+                live = self._bits[update.name]
+                if update.indices is None:
+                    _put_whole(live, update.bits)
                 else:
-                    undo.append((scatter, _narrowed(scatter, live[scatter.positions])))
-                    live[scatter.positions] = _widened(scatter.bits)
-                written.append(scatter)
+                    old = live[update.indices]
+                    undo.append((update, old if update.bits.dtype == old.dtype else _upper_halves(old)))
+                    live[update.indices] = _widened(update.bits)
+                written.append(update)
         except (IndexError, ValueError, MemoryError) as error:
             for changed, old in reversed(undo):
-                self._bits[changed.name][changed.positions] = _widened(old)
+                self._bits[changed.name][changed.indices] = _widened(old)
             raise EngineError(
-                f"tensor {scatter.name}: the update did not apply, old weights are back: {error}"
+                f"tensor {update.name}: the update did not apply, old weights are back: {error}"
             ) from error
-        self._check.dtypes.update((scatter.name, scatter.dtype) for scatter in written)
+        self._check.applied(written)
         if self._adapter is not None:
-            self._adapter.merge(self._tensors, [scatter.name for scatter in written])
+            self._adapter.merge(self._tensors, [update.name for update in written])
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every tensor in the dtype that was published."""
@@ -274,19 +250,14 @@ def _widened(bits: np.ndarray) -> np.ndarray:
     return bits if bits.dtype == np.uint32 else bits.astype(np.uint32) << 16
 
 
-def _narrowed(scatter: Scatter, old: np.ndarray) -> np.ndarray:
-    """Live patterns in the update's dtype."""
-    return old if scatter.bits.dtype == old.dtype else _upper_halves(old)
-
-
-def _put_whole(live: np.ndarray, scatter: Scatter) -> None:
+def _put_whole(live: np.ndarray, bits: np.ndarray) -> None:
     """Writes a whole tensor, in pieces that stay in the processor's cache."""
-    if scatter.bits.dtype == live.dtype:
-        live[:] = scatter.bits
+    if bits.dtype == live.dtype:
+        live[:] = bits
         return
     for begin in range(0, len(live), PIECE_ELEMENTS):
         piece = live[begin : begin + PIECE_ELEMENTS]
-        piece[:] = scatter.bits[begin : begin + PIECE_ELEMENTS]
+        piece[:] = bits[begin : begin + PIECE_ELEMENTS]
         piece <<= 16
 
 
@@ -312,7 +283,7 @@ class LiveWeights(LiveTensors):
     """All weights of one model. `tensors` are views, by Hugging Face name, of the fused storage that the forward pass reads."""
 
     def __init__(self, shape: ModelShape, adapter: Adapter | None = None) -> None:
-        self.shape = shape
+        self.shape, self.context_tokens, self.vocab_count = shape, shape.context_tokens, shape.vocab_count
         self.tensors: dict[str, torch.Tensor] = {}
         self.embedding = self._whole("model.embed_tokens.weight", shape.vocab_count, shape.hidden)
         self.layers = [self._layer(f"model.layers.{index}.") for index in range(shape.layer_count)]

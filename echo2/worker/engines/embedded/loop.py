@@ -13,10 +13,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -25,7 +25,8 @@ from echo2.base.ids import Version
 from echo2.base.rng import uniform
 from echo2.base.rollout import FinishReason, SamplingParams
 from echo2.base.routing import NO_ROUTING, Routing
-from echo2.worker.engines.embedded.live_weights import Scatter
+from echo2.base.staged import TensorUpdate
+from echo2.worker.engines.embedded.live_weights import LiveTensors
 from echo2.worker.engines.embedded.slots import BlockPool, Copy, Fill, SlotSequence, SlotTable
 from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode
 from echo2.worker.engines.outbox import Outbox, SampledToken
@@ -43,12 +44,9 @@ class Forward(Protocol):
     def copy(self, copies: Sequence[Copy]) -> None: ...
 
     @property
-    def tells_routing(self) -> bool:
-        """Whether it records which experts computed each cached position."""
-        ...
-
-    def routing(self, slot: int, first: int, count: int) -> bytes:
-        """Packed rows (base/routing) of cached positions of a slot."""
+    def routing(self) -> Callable[[int, int, int], bytes] | None:
+        """Packed rows (base/routing) of cached positions of a slot: the slot, the first position, their number. None: it does not
+        record which experts computed each position."""
         ...
 
 
@@ -60,22 +58,16 @@ successors' prompts are computed once instead of twice. That saves more than the
 _T = TypeVar("_T")
 
 
-class ChangeableWeights(Protocol):
-    """The live weights of a model."""
-
-    def apply(self, scatters: Iterable[Scatter]) -> None: ...
-
-    def fingerprint(self, key: int) -> int: ...
-
-
 @dataclass(slots=True)
 class LiveSwap:
-    """A checked version on its way into the live weights."""
+    """A checked version on its way into the live weights. `done`: the seconds that generation paused."""
 
     version: Version
     parent: Version | None
-    scatters: list[Scatter]
+    updates: list[TensorUpdate]
     mode: SwapMode
+    done: Future[float] = field(default_factory=Future)
+    steps_left: int = HOLD_STEPS
 
 
 @dataclass(slots=True)
@@ -87,27 +79,12 @@ class _Counters:
     swap_count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """A command for the thread to `run` between two steps; `fail` is called instead if the thread stops first."""
-
-    run: Callable[[], None]
-    fail: Callable[[EchoError], object]
-
-
-@dataclass(slots=True)
-class _PendingSwap:
-    swap: LiveSwap
-    done: Future[float]
-    steps_left: int = HOLD_STEPS
-
-
 @dataclass(slots=True)
 class StepLoop:
     """`run` is the thread's function. Methods marked "in the thread", `run_commands` and `step` run in that thread; the others may
     be called from any thread."""
 
-    weights: ChangeableWeights
+    weights: LiveTensors
     make_forward: Callable[[BlockPool], Forward]
     slot_count: int
     context_tokens: int
@@ -116,10 +93,10 @@ class StepLoop:
     cache_tokens: int = 0
     version: Version | None = None
     _counters: _Counters = field(default_factory=_Counters)
-    _commands: deque[_Command] = field(default_factory=deque)
+    _commands: deque[tuple[Future[Any], Callable[[], object]]] = field(default_factory=deque)
     _wake: threading.Condition = field(default_factory=threading.Condition)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _pending_swap: _PendingSwap | None = None
+    _pending_swap: LiveSwap | None = None
     _table: SlotTable = field(init=False)
     _forward: Forward = field(init=False)
 
@@ -133,7 +110,7 @@ class StepLoop:
         try:
             torch.set_num_threads(1)
             with torch.inference_mode():
-                self.warm_up()
+                self._forward.warm_up()
                 while not self._stop.is_set():
                     self.run_commands()
                     self.step()
@@ -151,10 +128,6 @@ class StepLoop:
         self._stop.set()
         self.notify()
 
-    @property
-    def is_stopped(self) -> bool:
-        return self._stop.is_set()
-
     def notify(self) -> None:
         """Wakes the thread to check for work, for example after the outbox has been emptied."""
         with self._wake:
@@ -163,23 +136,13 @@ class StepLoop:
     def call(self, command: Callable[[], _T]) -> Future[_T]:
         """Runs `command` in the thread, between two steps, unless the future is cancelled before."""
         done: Future[_T] = Future()
-
-        def run() -> None:
-            if not done.set_running_or_notify_cancel():
-                return
-            try:
-                done.set_result(command())
-            except EchoError as error:
-                done.set_exception(error)
-            except BaseException as error:
-                done.set_exception(error)
-                raise
-
-        def fail(error: BaseException) -> None:
-            if done.set_running_or_notify_cancel():
-                done.set_exception(error)
-
-        self._post(_Command(run, fail))
+        with self._wake:
+            if self._stop.is_set():
+                raise EngineError("the engine is stopped")
+            if len(self._commands) >= COMMANDS_MAX:
+                raise LimitExceeded(f"the engine has {COMMANDS_MAX} commands waiting already")
+            self._commands.append((done, command))
+            self._wake.notify_all()
         return done
 
     def submit(self, request: GenerateRequest) -> None:
@@ -192,20 +155,22 @@ class StepLoop:
             self.outbox.put([SampledToken(request_id, self.version or Version(0), FinishReason.ABORTED)])
 
     def swap(self, swap: LiveSwap) -> Future[float]:
-        """Makes a version live according to its mode; the future's result is the seconds that generation paused."""
-        done: Future[float] = Future()
-        done.set_running_or_notify_cancel()  # a swap cannot be cancelled
+        """Makes a version live according to its mode; returns `done`."""
+        swap.done.set_running_or_notify_cancel()  # a swap cannot be cancelled
 
-        def begin() -> None:
-            if self._pending_swap is not None:
-                done.set_exception(EngineError(f"version {swap.version}: another swap is under way"))
-                return
-            self._pending_swap = _PendingSwap(swap, done)
-            self._table.is_holding = swap.mode is not SwapMode.KEEP_KV
-            self._swap_if_ready()
+        def fail(begun: Future[None]) -> None:
+            if (error := begun.exception()) is not None and not swap.done.done():
+                swap.done.set_exception(error)
 
-        self._post(_Command(begin, done.set_exception))
-        return done
+        self.call(lambda: self._begin_swap(swap)).add_done_callback(fail)
+        return swap.done
+
+    def _begin_swap(self, swap: LiveSwap) -> None:
+        if self._pending_swap is not None:
+            raise EngineError(f"version {swap.version}: another swap is under way")
+        self._pending_swap = swap
+        self._table.is_holding = swap.mode is not SwapMode.KEEP_KV
+        self._swap_if_ready()
 
     def stats(self) -> EngineStats:
         counters = self._counters
@@ -222,15 +187,6 @@ class StepLoop:
             prefilled_tokens=self._table.counts.filled,
         )
 
-    def _post(self, command: _Command) -> None:
-        with self._wake:
-            if self._stop.is_set():
-                raise EngineError("the engine is stopped")
-            if len(self._commands) >= COMMANDS_MAX:
-                raise LimitExceeded(f"the engine has {COMMANDS_MAX} commands waiting already")
-            self._commands.append(command)
-            self._wake.notify_all()
-
     def run_commands(self) -> None:
         """Runs the waiting commands; waits while there is neither a command nor anything to generate."""
         with self._wake:
@@ -239,8 +195,9 @@ class StepLoop:
             )
             commands = list(self._commands)
             self._commands.clear()
-        for command in commands:
-            command.run()
+        for done, command in commands:
+            if done.set_running_or_notify_cancel():
+                _settle(done, command)
 
     def _has_work(self) -> bool:
         table = self._table
@@ -303,11 +260,11 @@ class StepLoop:
 
     def _routing_of(self, sequence: SlotSequence) -> Routing:
         """The routing of the token being sampled: the experts of the position just fed and, with the first token, of the prompt."""
-        if not self._forward.tells_routing:
+        rows, fed = self._forward.routing, sequence.cached
+        if rows is None:
             return NO_ROUTING
-        fed = sequence.cached
-        prompt = self._forward.routing(sequence.slot, 0, fed) if sequence.completion_count == 0 else b""
-        return Routing(prompt, self._forward.routing(sequence.slot, fed, 1))
+        prompt = rows(sequence.slot, 0, fed) if sequence.completion_count == 0 else b""
+        return Routing(prompt, rows(sequence.slot, fed, 1))
 
     def _swap_if_ready(self) -> None:
         pending = self._pending_swap
@@ -315,19 +272,13 @@ class StepLoop:
             return
         self._pending_swap = None
         self._table.is_holding = False
-        try:
-            pending.done.set_result(self._apply(pending.swap))
-        except EchoError as error:
-            pending.done.set_exception(error)
-        except BaseException as error:
-            pending.done.set_exception(error)
-            raise
+        _settle(pending.done, lambda: self._apply(pending))
 
     def _is_swap_ready(self) -> bool:
         pending = self._pending_swap
         if pending is None:
             return False
-        match pending.swap.mode:
+        match pending.mode:
             case SwapMode.KEEP_KV:
                 return True
             case SwapMode.FINISH_FIRST:
@@ -341,7 +292,7 @@ class StepLoop:
                 f"version {swap.version}: expected a change of live version {self.version}, got {swap.parent}"
             )
         began = time.monotonic()
-        self.weights.apply(swap.scatters)
+        self.weights.apply(swap.updates)
         self.version = swap.version
         self._table.weights_changed(keep_kv=swap.mode is SwapMode.KEEP_KV)
         stood_still_s = time.monotonic() - began
@@ -349,18 +300,26 @@ class StepLoop:
         self._counters.swap_count += 1
         return stood_still_s
 
-    def warm_up(self) -> None:
-        """In the thread, before anything else: compiles and measures whatever would delay the first tokens."""
-        self._forward.warm_up()
-
     def _refuse_what_waits(self, failure: EchoError) -> None:
         with self._wake:
             commands = list(self._commands)
             self._commands.clear()
         if self._pending_swap is not None:
             self._pending_swap.done.set_exception(failure)
-        for command in commands:
-            command.fail(failure)
+        for done, _ in commands:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(failure)
+
+
+def _settle(done: Future[_T], work: Callable[[], _T]) -> None:
+    """Does the work and gives the future its result; raises again what is no error of ours."""
+    try:
+        done.set_result(work())
+    except EchoError as error:
+        done.set_exception(error)
+    except BaseException as error:
+        done.set_exception(error)
+        raise
 
 
 ELEMENTS_MAX = 1 << 19

@@ -120,15 +120,10 @@ class BlockPool:
         self._holders[block] += 1
 
 
-KEPT_PER_SLOT = 4  # prompts of finished groups, of which siblings may still come
+KEPT_PER_SLOT = 4  # chats that wait for their tools, and prompts of which siblings may still come
 KEPT_ROWS_MAX = 512
 """Bounds the search, which looks at every row for each new prompt; the cache's blocks bound the memory."""
 _GLANCE = 4  # most pairs of prompts differ at once
-
-
-def kept_rows_for(slot_count: int) -> int:
-    """How many ended sequences an engine with `slot_count` slots remembers, such as chats that wait for their tools."""
-    return min(KEPT_ROWS_MAX, KEPT_PER_SLOT * slot_count)
 
 
 def common_count(one: Sequence[int], other: Sequence[int], limit: int) -> int:
@@ -152,9 +147,6 @@ class KeptSequences:
     def __init__(self, rows: range) -> None:
         self._free = list(reversed(rows))
         self._tokens: OrderedDict[int, tuple[int, ...]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._tokens)
 
     @property
     def has_row(self) -> bool:
@@ -273,7 +265,7 @@ class SlotTable:
                 f"slots: expected at least 1 slot of at least 2 tokens, got {self.slot_count} of {self.context_tokens}"
             )
         self._free.extend(range(self.slot_count))
-        kept_rows = kept_rows_for(self.slot_count)
+        kept_rows = min(KEPT_ROWS_MAX, KEPT_PER_SLOT * self.slot_count)
         self._kept = KeptSequences(range(self.slot_count, self.slot_count + kept_rows))
         self.blocks = BlockPool(self.slot_count, self.context_tokens, self.cache_tokens, kept_rows)
 

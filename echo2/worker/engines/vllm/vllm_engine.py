@@ -29,7 +29,6 @@ from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.worker.engines.adapter import CONFIG_KEY, AdapterSpec, adapter_spec, load_base
-from echo2.worker.engines.embedded.live_weights import load_config
 from echo2.worker.engines.embedded.slots import WAITING_MAX
 from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.engines.outbox import LINGER_S, Outbox, SampledToken
@@ -40,12 +39,10 @@ GPU_MEMORY_SHARE = 0.9  # share of a GPU's memory that vLLM may use
 CPU_CACHE_GIB = 1  # small models only run so, in tests and demos
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports; an adapter gets the next larger one."""
-_ROUNDINGS = {Quantisation.NONE: None, Quantisation.FP8: "fp8_per_channel"}
-"""vLLM's names of roundings. fp8_per_channel has one scale per row of a matrix, and one per token for the activations."""
-_UNROUNDED = {
-    "num_experts": "experts", "num_local_experts": "experts", "n_routed_experts": "experts",
-}  # fmt: skip
-"""Layers that cannot be rounded, by the field of a model's config that announces them."""
+_FP8 = "fp8_per_channel"
+"""vLLM's name of a rounding with one scale per row of a matrix, and one per token for the activations."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""The fields of a model's config that announce experts, whose layers cannot be rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,34 +53,27 @@ class BaseOfAdapter:
     base_path: str
 
 
-def check_attention(config: Mapping[str, object]) -> None:
-    """Raises ConfigError for latent attention: vLLM derives further matrices from such weights when it loads them. An update in
-    place would not reach those, and the fingerprint of the weights would not show it."""
-    if rank := _text_config(config).get("kv_lora_rank"):
+def refuse_unsupported(config: Mapping[str, object], quantisation: Quantisation, adapter: BaseOfAdapter | None) -> None:
+    """Raises ConfigError for a model that vLLM's workers could not follow, or could not round in this way."""
+    text = config.get("text_config")
+    said = {**config, **(text if isinstance(text, Mapping) else {})}
+    # vLLM derives further matrices of latent attention when it loads its weights. An update in place would not reach those, and the
+    # fingerprint of the weights would not show it.
+    if rank := said.get("kv_lora_rank"):
         raise ConfigError(
             f"model: vLLM's workers do not follow changes of latent attention (kv_lora_rank {rank!r}); expected a model without it"
         )
-
-
-def _text_config(config: Mapping[str, object]) -> dict[str, object]:
-    text = config.get("text_config")
-    return {**config, **(text if isinstance(text, Mapping) else {})}
-
-
-def check_rounding(config: Mapping[str, object], quantisation: Quantisation, adapter: BaseOfAdapter | None) -> None:
-    """Raises ConfigError if vLLM cannot round this way, or not this model."""
-    whose = f"worker.quantisation: {quantisation.value}"
     if quantisation is Quantisation.NONE:
         return
+    whose = f"worker.quantisation: {quantisation.value}"
     if adapter is not None:
         raise ConfigError(f"{whose} is for whole weights, but the learner publishes an adapter alone; expected none")
-    said = _text_config(config)
-    for field, what in _UNROUNDED.items():
+    for field in _EXPERTS:
         if said.get(field):
-            raise ConfigError(f"{whose} is not for models with {what} ({field} {said[field]!r}); expected none")
+            raise ConfigError(f"{whose} is not for models with experts ({field} {said[field]!r}); expected none")
 
 
-def check_device(quantisation: Quantisation) -> None:
+def refuse_device(quantisation: Quantisation) -> None:
     """Raises ConfigError if the GPU has no fp8 matrix products. On a CPU torch computes them, slowly, which suffices for trials."""
     if quantisation is Quantisation.NONE or is_cpu():
         return
@@ -94,32 +84,6 @@ def check_device(quantisation: Quantisation) -> None:
             f"worker.quantisation: {quantisation.value} needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell) "
             f"or an MI300, got {current_platform.get_device_name()}; expected none"
         )
-
-
-def rounding_arguments(quantisation: Quantisation) -> dict[str, Any]:
-    """vLLM's arguments for rounding, and the dtype in which it loads and computes layers."""
-    name = _ROUNDINGS[quantisation]
-    if name is None:
-        return {"dtype": "float32" if is_cpu() else "bfloat16"}
-    return {"dtype": "bfloat16", "quantization": name}
-
-
-def drafting_arguments(count: int) -> dict[str, Any]:
-    """vLLM's arguments for drafting `count` tokens ahead; none if 0."""
-    if not count:
-        return {}
-    guesses = {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    return {"speculative_config": guesses}
-
-
-def adapter_arguments(adapter: BaseOfAdapter | None) -> dict[str, Any]:
-    """vLLM's arguments if the learner publishes an adapter. ConfigError if its rank is too large."""
-    if adapter is None:
-        return {}
-    rank = next((size for size in _LORA_RANKS if size >= adapter.spec.rank), None)
-    if rank is None:
-        raise ConfigError(f"adapter: expected a rank of at most {_LORA_RANKS[-1]} for vLLM, got {adapter.spec.rank}")
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
 
 @contextmanager
@@ -185,36 +149,29 @@ class _VllmCounters:
     busy_since: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class VllmTuning:
-    """`linger_s`: how long tokens of unfinished sequences wait to be handed out together. `draft_tokens`: tokens that vLLM drafts
-    from repetitions in the same sequence and verifies in one step; 0: none."""
-
-    linger_s: float = 0.0
-    draft_tokens: int = 0
-
-
 class VllmEngine:
     """One vLLM instance.
 
     `gpus`: which of the visible GPUs to use; with several, vLLM is tensor parallel (on a CPU, over as many processes); empty: vLLM
-    chooses. `quantisation`: with fp8 vLLM rounds linear layers, again for each published version.
+    chooses. `quantisation`: with fp8 vLLM rounds linear layers, again for each published version. `linger_s`: how long tokens of
+    unfinished sequences wait to be handed out together. `draft_tokens`: tokens that vLLM drafts from repetitions in the same
+    sequence and verifies in one step; 0: none.
     """
 
     def __init__(
         self,
-        config: str | Path | Mapping[str, object],
+        config: Mapping[str, object],
         *,
         slot_count: int = 64,
         context_tokens: int = 0,
         gpus: Sequence[int] = (),
         adapter: BaseOfAdapter | None = None,
         quantisation: Quantisation = Quantisation.NONE,
-        tuning: VllmTuning = VllmTuning(),
+        linger_s: float = 0.0,
+        draft_tokens: int = 0,
     ) -> None:
-        self._config = load_config(config)
-        check_attention(self._config)
-        check_rounding(self._config, quantisation, adapter)
+        self._config = config
+        refuse_unsupported(config, quantisation, adapter)
         self._quantisation = quantisation
         limit = int(str(self._config.get("max_position_embeddings", 0)))
         self._context_tokens = context_tokens or limit
@@ -225,13 +182,13 @@ class VllmEngine:
         self._gpus = tuple(gpus)
         self._llm: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="echo2-vllm-")
-        self._outbox = Outbox(linger_s=tuning.linger_s)
+        self._outbox = Outbox(linger_s=linger_s)
         self._room = asyncio.Event()
         self._version: Version | None = None
         self._epoch = 0
         self._streams: dict[str, _Stream] = {}
         self._ids_in_use: set[str] = set()
-        self._draft_tokens = tuning.draft_tokens
+        self._draft_tokens = draft_tokens
         self._adapter = adapter
         self._weights = VllmWeights(
             self._rpc,
@@ -276,7 +233,7 @@ class VllmEngine:
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise ConfigError(f"the vLLM engine needs the package vllm: {error}") from error
-        check_device(self._quantisation)
+        refuse_device(self._quantisation)
         folder = Path(self._folder.name)
         said = {key: value for key, value in self._config.items() if key not in (CONFIG_KEY, routing.CONFIG_KEY)}
         (folder / "config.json").write_text(json.dumps(said))
@@ -293,15 +250,33 @@ class VllmEngine:
             disable_log_stats=True,
             tensor_parallel_size=max(1, len(self._gpus)),
             distributed_executor_backend="mp" if len(self._gpus) > 1 else None,
-            **rounding_arguments(self._quantisation),
-            **drafting_arguments(self._draft_tokens),
-            **adapter_arguments(self._adapter),
+            **self._arguments(),
         )
         try:
             with only_gpus(self._gpus):
                 return AsyncLLM.from_engine_args(arguments)
         except Exception as error:
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+
+    def _arguments(self) -> dict[str, Any]:
+        """vLLM's arguments for rounding, drafting and an adapter. ConfigError if the adapter's rank is too large."""
+        given: dict[str, Any] = {"dtype": "bfloat16"}
+        if self._quantisation is Quantisation.FP8:
+            given["quantization"] = _FP8
+        elif is_cpu():
+            given["dtype"] = "float32"
+        if self._draft_tokens:
+            given["speculative_config"] = {
+                "method": "ngram", "num_speculative_tokens": self._draft_tokens, "prompt_lookup_min": 2,
+                "prompt_lookup_max": 4,
+            }  # fmt: skip
+        if self._adapter is not None:
+            wanted = self._adapter.spec.rank
+            rank = next((size for size in _LORA_RANKS if size >= wanted), None)
+            if rank is None:
+                raise ConfigError(f"adapter: expected a rank of at most {_LORA_RANKS[-1]} for vLLM, got {wanted}")
+            given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        return given
 
     async def stop(self) -> None:
         for stream in self._streams.values():
@@ -516,6 +491,7 @@ def make(config: dict[str, object], options: WorkerOptions, fit: Fit, gpus: Sequ
         context_tokens=fit.sequence_tokens,
         gpus=gpus,
         quantisation=Quantisation(options.config.worker.quantisation),
-        tuning=VllmTuning(LINGER_S, options.config.worker.draft_tokens),
+        linger_s=LINGER_S,
+        draft_tokens=options.config.worker.draft_tokens,
         adapter=None if adapter is None else BaseOfAdapter(adapter, options.config.model.path),
     )

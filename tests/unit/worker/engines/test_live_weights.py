@@ -74,22 +74,19 @@ def test_what_the_fused_path_cannot_run_is_refused_by_name(change: dict[str, obj
         read_shape(tiny_config("qwen3") | change)
 
 
-def test_a_config_that_transformers_wrote_is_read_without_it_and_a_missing_one_is_named(tmp_path: Path) -> None:
+def test_a_config_that_transformers_wrote_is_read_without_it(tmp_path: Path) -> None:
     """Its imports would take 60 MiB of each worker."""
-    with pytest.raises(ConfigError, match="nowhere"):
-        read_shape(tmp_path / "nowhere")
     given = [
         tiny_config(kind) | ({"sliding_window": None} if kind == "mistral" else {})
         for kind in ("llama", "mistral", "qwen2", "qwen3")
     ]
     for number, config in enumerate(given):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(AutoConfig.for_model(**config).to_dict(), default=str))
+        (tmp_path / f"{number}.json").write_text(json.dumps(AutoConfig.for_model(**config).to_dict(), default=str))
     script = (
-        "import pathlib, sys\n"
+        "import json, pathlib, sys\n"
         "from echo2.worker.engines.embedded.live_weights import read_shape\n"
-        "print(*(repr(read_shape(folder)) for folder in sorted(pathlib.Path(sys.argv[1]).iterdir())), sep='|')\n"
+        "files = sorted(pathlib.Path(sys.argv[1]).iterdir())\n"
+        "print(*(repr(read_shape(json.loads(file.read_text()))) for file in files), sep='|')\n"
         "assert 'transformers' not in sys.modules\n"
     )
     told = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
@@ -103,11 +100,11 @@ def test_keyframe_and_delta_come_back_bit_for_bit_and_a_failure_in_the_middle_is
     weights.apply(weights.checked(keyframe_of(models[0], 0)))
     before = weights.fingerprint(1)
     for staged in (delta_of(models[0], models[1], 0, 1), keyframe_of(models[1], 1)):
-        scatters = weights.checked(staged)
+        updates = weights.checked(staged)
         # Positions that a check would have refused stand for whatever can go wrong while weights are written.
-        scatters[-1] = replace(scatters[-1], positions=np.array([1 << 40]), bits=scatters[-1].bits[:1])
-        with pytest.raises(EngineError, match=scatters[-1].name):
-            weights.apply(scatters)
+        updates[-1] = replace(updates[-1], indices=np.array([1 << 40]), bits=updates[-1].bits[:1])
+        with pytest.raises(EngineError, match=updates[-1].name):
+            weights.apply(updates)
         assert weights.fingerprint(1) == before
     weights.apply(weights.checked(delta_of(models[0], models[1], 0, 1)))
     expected = dict(models[1].named_parameters())

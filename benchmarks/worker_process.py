@@ -1,4 +1,4 @@
-"""A worker in a process of its own: `python -m tests.unit.worker.worker_process LINK FOLDER SLOWDOWN SLOTS`."""
+"""A worker in a process of its own: `python -m benchmarks.worker_process LINK FOLDER SLOWDOWN SLOTS`."""
 
 from __future__ import annotations
 
