@@ -54,13 +54,12 @@ BY = (  # pattern; the file whose tests run the command
     (r"echo-worker (status|drain|leave)", "tests/unit/worker/test_control.py"),
     (r"echo-learner join @.*|echo-(coordinator|worker join @).*", "tests/e2e/cluster.py"),
     (r"torchrun .*|sqlite3 .*", "tests/e2e/test_run.py"),
-    (r"python -m echo2\.cli\.demo\.model .*", "tests/unit/learner/test_agents.py"),
+    (r"python -m echo2\.cli\.demo\.model .*", "tests/e2e/conftest.py"),
     (r"python examples/own_trainer\.py .*", "tests/e2e/test_own_trainer.py"),
     (r"python -m echo2\.sim\.storm --seed .*", "tests/unit/sim/test_world.py"),
     (r"python -m sphinx .*|python docs/generate\.py", "tests/docs/test_docs.py"),
     (r"python proto/generate\.py.*", "tests/docs/test_commands.py"),
     (r"python -m benchmarks\.gpu.*", "tests/contract/test_gpu_bench.py"),
-    (r"python -m tests\.size", "tests/unit/test_size.py"),
 )
 
 AS_SHOWN = r"echo2 link .*|echo-worker join ('|LINK).*"  # word for word in tests/e2e/test_commands.py
@@ -81,6 +80,7 @@ ONLY_READ = (
     (r"echo2 demo .*--engine vllm.*", "needs vLLM's environment; make test-vllm runs the engine in it"),
     (r"python -m tests\.security\.dependency_audit", "asks an advisory service on the Internet; its verdicts have tests"),
     (r"(python -m )?pip install .*|git clone .*|apt install .*", "need a package index"),
+    (r"python -m tests\.size", "counts lines; tests/unit/test_size.py asks its functions"),
     (r"python -m tests.lock", "makes constraints.txt anew, of the versions that happen to be installed"),
     (r"docker .*|kubectl .*|sky .*|systemctl .*", "need a container engine, a cluster, a cloud or an init system"),
     (r"echo2 (plan|run|status)|echo-worker join( ….*| --help)?", "named; what is given of it is parsed by tests/docs/test_docs.py"),

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from echo2.cli.demo.model import ModelRecipe, make_model
-from tests.e2e.cluster import small_run
+from tests.e2e.cluster import ROOT, environment_of, small_run
+from tests.patience import WAIT_S
 
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "model"
-    make_model(folder, ModelRecipe(warmup_steps=80))
-    return folder
+    folder = tmp_path_factory.mktemp("base")
+    command = ["-m", "echo2.cli.demo.model", str(folder / "model"), "--recipe", '{"warmup_steps": 80}']
+    subprocess.run([sys.executable, *command], env=environment_of(folder), cwd=ROOT, check=True, timeout=WAIT_S)
+    return folder / "model"
 
 
 @pytest.fixture
