@@ -460,7 +460,7 @@ def _coordinator_inputs() -> Iterator[tuple[str, list[bytes]]]:
 
 def _journal_inputs() -> Iterator[bytes]:
     from echo2.learner.rollouts.groups import Draw
-    from echo2.learner.rollouts.history import (
+    from echo2.learner.rollouts.journal import (
         BatchDrawn,
         Finished,
         GroupDropped,

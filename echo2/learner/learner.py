@@ -23,8 +23,7 @@ from pathlib import Path
 
 from echo2.base.errors import ConfigError, EchoError, TaskError, Unreachable
 from echo2.base.hosts import is_loopback, joined
-from echo2.base.ids import PeerId, RunId, Version
-from echo2.broadcast.nat.reach import loopback_of, outward_host
+from echo2.base.ids import PeerId, Version
 from echo2.broadcast.node import NodeCalls
 from echo2.control.session import ControlSession, enrolled, unless
 from echo2.control.waits import Backoff, Waits
@@ -38,7 +37,7 @@ from echo2.learner.publishing.seed import SeedNode
 from echo2.learner.recent import answer
 from echo2.learner.rollouts.agents import Agents
 from echo2.learner.rollouts.groups import TrainGroup
-from echo2.learner.rollouts.ingest import IngestService
+from echo2.learner.rollouts.ingest import IngestPort
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.rollouts.workers import NEWS_S
 from echo2.learner.run_folder import RunFolder
@@ -49,18 +48,14 @@ from echo2.outside.ending import cancel_all
 from echo2.outside.under_way import under_way
 from echo2.trust.enrolment import find_coordinator, keep_renewed
 from echo2.trust.identity import JoinLink, Role
-from echo2.trust.ports import LEARNER
 from echo2.trust.tls import (
     Credentials,
-    bind_server,
     load_credentials,
     load_or_create_identity,
-    new_server,
     save_credentials,
-    server_credentials,
 )
 from echo2.wire.coordinator import FINISHED, STOPPED, leaving_reason
-from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2_grpc
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 STOP_GRACE_S = 0.5  # for a call that is being answered; report streams never end by themselves
 LOOK_S = 0.25  # four looks a second cost nothing and delay an end by as little
@@ -82,14 +77,8 @@ class RunSummary:
     version: Version
     fingerprint: str
     evaluations: dict[int, float]
-    utilisation: float
     trained_rollouts: int
-    trained_tokens: int
-    dropped_stale_rollouts: int
     over_stale_tokens: int
-    delta_bytes: int
-    keyframe_bytes: int
-    full_snapshot_bytes: int
     export_folder: Path | None
 
 
@@ -169,7 +158,7 @@ class LearnerDaemon:
 
 
 class Learner:
-    """One prepared learner. Construct it on the event loop that runs it."""
+    """One prepared learner: set up from its parts, run to its end, closed. Construct it on the event loop that runs it."""
 
     def __init__(
         self,
@@ -188,18 +177,17 @@ class Learner:
         self.pool = RolloutPool(
             prepared.groups, prepared.journal, prepared.history, prepared.prompts, prepared.evaluations, session, self
         )
-        self.agents: Agents | None = None
-        if options.config.agent.is_on:
-            self.pool.agents = self.agents = Agents(options.config, options.folder, self.pool, self.fail)
-        self._server = new_server(LEARNER)
-        ingest = IngestService(
-            self.pool, RunId(options.config.run.name), credentials.coordinator_peer_id, self.fail,
-            requires_seeds=not options.config.worker.draft_tokens,
-        )  # fmt: skip
-        ingest_pb2_grpc.add_IngestServicer_to_server(ingest, self._server)
+        self.agents = (
+            Agents(options.config, options.folder, self.pool, self.fail) if options.config.agent.is_on else None
+        )
+        self.pool.agents = self.agents
         self.auditor = auditor_of(options, here().rng, self.pool, self.fail)
+        self._ingest = IngestPort(self.pool, options, credentials, self.fail)
+        self.address = self._ingest.address
         calls = NodeCalls(self.pool.groups.workers.is_proven, self._on_lost_chunks)
         self._broadcaster = make_broadcaster(credentials, options, calls)
+        self.chunk_address = joined(self.address.rpartition(":")[0].strip("[]"), self._broadcaster.listen())
+        self.relay_address = ""
         cores = encode_cores(prepared.model.device.type, os.cpu_count() or 1)
         # With one core, the caller's own thread encodes.
         self._encoders = ThreadPoolExecutor(cores, thread_name_prefix="encoder") if cores > 1 else None
@@ -207,15 +195,6 @@ class Learner:
             self._broadcaster, prepared.journal, prepared.schedule, self, prepared.fingerprint_key,
             SettingChoice(cores), self._encoders, prepared.team.coder,
         )  # fmt: skip
-        port = bind_server(
-            self._server, joined(options.host, options.config.learner.port), server_credentials(credentials)
-        )
-        self._own = loopback_of(options.host), port
-        self.address = options.config.learner.advertise or joined(
-            outward_host(options.host, credentials.coordinator_address), port
-        )
-        self.chunk_address = joined(self.address.rpartition(":")[0].strip("[]"), self._broadcaster.listen())
-        self.relay_address = ""
         self._sinks = open_sinks(options.folder, options.config.run.name, options.config.learner.sinks)
         if options.metrics_port:
             self._sinks.append(PrometheusEndpoint(options.metrics_port, self._numbers_now))
@@ -229,7 +208,7 @@ class Learner:
 
     async def run(self) -> RunSummary:
         """Runs until the last step, `stop` or an error."""
-        await self._server.start()
+        await self._ingest.server.start()
         await self._broadcaster.start()
         if not is_loopback(self.address):
             relay_port = await self._broadcaster.serve_relay(self.options.host, self.options.config.learner.relay_port)
@@ -250,11 +229,8 @@ class Learner:
     async def _work(self) -> RunSummary:
         begin = asyncio.get_running_loop().create_task
         talking, training = begin(self.session.run(self)), begin(self.loop.run())
-        beside = [
-            begin(self._remind()),
-            begin(self._report_deliveries()),
-            begin(keep_renewed(self._credentials, self._save)),
-        ]
+        beside = (self._remind(), self._report_deliveries(), keep_renewed(self._credentials, self._save))
+        tasks = (training, talking, *map(begin, beside))
         reason = STOPPED
         try:
             await asyncio.wait({talking, training, self._failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -278,22 +254,22 @@ class Learner:
         finally:
             self.begin_wait("the coordinator to be told that the learner leaves")
             await self.session.leave(reason)
-            await cancel_all((training, talking, *beside))
+            await cancel_all(tasks)
 
     async def _close(self) -> None:
         self.begin_wait("rewards, broadcast and journal to close")
+        prepared = self._prepared
         async with contextlib.AsyncExitStack() as rest:  # in reverse order, even if some of them raise
             if self._encoders is not None:
                 rest.callback(self._encoders.shutdown, wait=True, cancel_futures=True)
-            for sink in self._sinks:
-                rest.callback(sink.close)
-            rest.callback(self._prepared.journal.close)
-            rest.callback(self._prepared.prompts.close)
-            rest.callback(self._prepared.evaluations.close)
-            rest.callback(self.auditor.close)
+            for close in (
+                *(sink.close for sink in self._sinks), prepared.journal.close, prepared.prompts.close,
+                prepared.evaluations.close, self.auditor.close,
+            ):  # fmt: skip
+                rest.callback(close)
             if self.agents is not None:
                 rest.push_async_callback(self.agents.close)
-            rest.push_async_callback(self._server.stop, STOP_GRACE_S)
+            rest.push_async_callback(self._ingest.server.stop, STOP_GRACE_S)
             rest.push_async_callback(self._broadcaster.stop)
             await self.pool.close()
 
@@ -337,12 +313,10 @@ class Learner:
                 "stopped after step %d of %d; saved in %s: the same command goes on from there",
                 loop.step, self.options.config.learner.steps, self.options.folder / "checkpoints",
             )  # fmt: skip
-        groups, sent = self.pool.groups, publisher.bytes
+        groups = self.pool.groups
         return RunSummary(
             loop.step, loop.is_finished, publisher.newest_version, f"{publisher.newest_fingerprint:016x}",
-            self.pool.evaluations.rewards, loop.utilisation.overall, groups.counts.trained, groups.counts.trained_tokens,
-            groups.counts.dropped_stale, groups.ledger.over_stale_tokens(), sent.deltas, sent.keyframes,
-            sent.full_snapshots, folder,
+            self.pool.evaluations.rewards, groups.counts.trained, groups.ledger.over_stale_tokens(), folder,
         )  # fmt: skip
 
     async def _serve_last_version(self) -> None:
@@ -383,7 +357,9 @@ class Learner:
         return report_of(self.loop, self.waits_for)
 
     def on_welcome(self, welcome: coordinator_pb2.LearnerWelcome) -> None:
-        self._broadcaster.hold_pipe_place(self._credentials.coordinator_peer_id, welcome.relay_address, self._own)
+        self._broadcaster.hold_pipe_place(
+            self._credentials.coordinator_peer_id, welcome.relay_address, self._ingest.own
+        )
 
     def on_order(self, order: coordinator_pb2.LearnerOrder) -> None:
         match order.WhichOneof("kind"):
@@ -396,7 +372,7 @@ class Learner:
             case "banned":
                 self._on_ban(PeerId(order.banned.peer_id), order.banned)
             case "wanted":
-                self.session.show(answer(self.loop.recent, self._prepared.prompts.tokenizer, order.wanted))
+                self.session.tell(shown=answer(self.loop.recent, self._prepared.prompts.tokenizer, order.wanted))
             case _:
                 pass  # from a newer release
 
@@ -458,16 +434,16 @@ class Learner:
         self.loop.write_evaluation(row)
 
     def _on_step(self) -> None:
-        self.session.report(self.report())
+        self.session.tell(report=self.report())
 
     def on_version(self, version: Version) -> None:
         self.pool.on_published(version)
 
-    def on_artifact(self, artifact: PublishedArtifact) -> None:
-        self.session.published(artifact)
-
     def _on_lost_chunks(self, what: str) -> None:
         self.publisher.replace_lost(what)
+
+    def on_artifact(self, artifact: PublishedArtifact) -> None:
+        self.session.published(artifact)
 
     def _numbers_now(self) -> Mapping[str, float]:
         """Numbers for Prometheus, which calls this from its own thread."""

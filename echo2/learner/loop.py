@@ -88,7 +88,7 @@ class TrainingLoop:
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._checkpointed = prepared.checkpoint_step
         self._told_every = 0
-        self._is_stopping = self._was_stopped = False
+        self._is_stopped = False
         self._is_warm = False
         self._ended_at: deque[tuple[int, float]] = deque(maxlen=20)  # step and time of the newest steps
         self.recent = RecentRollouts()
@@ -117,7 +117,7 @@ class TrainingLoop:
 
     def stop(self) -> None:
         """Ends the loop after the step in progress."""
-        self._is_stopping = self._was_stopped = True
+        self._is_stopped = True
         self.pool.stop()
 
     async def run(self) -> None:
@@ -131,16 +131,16 @@ class TrainingLoop:
             self.auditor.keep(newest, self.p.published)
         self.p.published = {}  # drop the reference: the publisher holds them while they are the newest
         await self._make_up()
-        while not self.is_finished and not self._is_stopping:
-            await self._one_step()
+        while not self.is_finished and not self._is_stopped and await self._one_step():
+            pass
         await self.publisher.settled()
         await self._checkpoint(StepTimes())
         await self._checkpoint_written()
-        if self.is_finished and not self._was_stopped:
+        if self.is_finished and not self._is_stopped:
             self.waiting = (EVALUATION, monotonic())
             await self.pool.evaluations_ended()
             self.waiting = ("", 0.0)
-        if self.pool.exhausted is not None and not self.is_finished and not self._was_stopped:
+        if self.pool.exhausted is not None and not self.is_finished and not self._is_stopped:
             raise self.pool.exhausted
 
     async def _make_up(self) -> None:
@@ -154,7 +154,8 @@ class TrainingLoop:
             self._write({"step": self.step, "unix_s": unix_now()})
         self.pool.evaluate(self.p.schedule.newest, self.is_finished)
 
-    async def _one_step(self) -> None:
+    async def _one_step(self) -> bool:
+        """Returns False if there is no batch any more."""
         times = StepTimes()
         began = monotonic()
         self.waiting = ("rollouts", monotonic())
@@ -162,8 +163,7 @@ class TrainingLoop:
         self.waiting = ("", 0.0)
         times.wait_s = monotonic() - began
         if batch is None:
-            self._is_stopping = True
-            return
+            return False
         due_at = monotonic()
         try:
             result, snapshot, times.diff_s = await self._in_trainer(lambda: self._train(batch, times, due_at))
@@ -183,6 +183,7 @@ class TrainingLoop:
         if result.is_skipped:
             await asyncio.to_thread(keep_for_inspection, batch, self.p.folder.path)
         self._record(batch, result, times)
+        return True
 
     def _train(
         self, batch: Batch, times: StepTimes, due_at: float

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -126,8 +126,8 @@ KEPT_MAX = 16
 def keep_for_inspection(batch: Batch, folder: Path) -> None:
     """Writes `batch` to not_finite/ in the run folder `folder`, unless `KEPT_MAX` batches are already there.
 
-    Not for the event loop's thread: a batch of 6 million tokens is 300 MB of text and takes seconds. It writes one rollout at a
-    time, so that other threads get the GIL."""
+    Not for the event loop's thread: a batch of 6 million tokens is 300 MB of text and takes a while. It is written piece by piece,
+    so that other threads get the GIL."""
     kept = folder / "not_finite"
     kept.mkdir(exist_ok=True)
     if len(list(kept.glob("*.json"))) >= KEPT_MAX:
@@ -135,31 +135,16 @@ def keep_for_inspection(batch: Batch, folder: Path) -> None:
     target = kept / f"step-{batch.step:08d}.json"
     partial = target.with_suffix(".partial")
     with partial.open("w") as file:
-        file.writelines(_text_of(batch))
+        json.dump({"step": batch.step, "groups": list(map(_readable, batch.groups))}, file)
     partial.rename(target)
 
 
-def _text_of(batch: Batch) -> Iterator[str]:
-    yield f'{{"step": {int(batch.step)}, "groups": ['
-    for number, group in enumerate(batch.groups):
-        yield ", " if number else ""
-        yield from _group_text(group)
-    yield "]}"
-
-
-def _group_text(group: TrainGroup) -> Iterator[str]:
-    head = {
-        "group_id": group.spec.group_id,
-        "prompt_token_ids": group.spec.prompt_token_ids,
-        "rewards": group.rewards,
-    }
-    yield json.dumps(head)[:-1] + ', "rollouts": ['
-    for number, rollout in enumerate(group.rollouts):
-        said = {
-            "index": rollout.index,
-            "token_ids": rollout.token_ids,
-            "logprobs": rollout.logprobs,
-            "raw_logprobs": rollout.raw_logprobs,
-        }
-        yield (", " if number else "") + json.dumps(said)
-    yield "]}"
+def _readable(group: TrainGroup) -> dict[str, object]:
+    rollouts = [
+        {name: getattr(rollout, name) for name in ("index", "token_ids", "logprobs", "raw_logprobs")}
+        for rollout in group.rollouts
+    ]
+    return {
+        "group_id": group.spec.group_id, "prompt_token_ids": group.spec.prompt_token_ids, "rewards": group.rewards,
+        "rollouts": rollouts,
+    }  # fmt: skip

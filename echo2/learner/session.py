@@ -7,7 +7,7 @@ which carries every open group, makes up for them. Leaves to others: the stream 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from echo2.base.ids import GroupId, PeerId
 from echo2.base.rollout import GroupSpec
@@ -18,6 +18,7 @@ from echo2.learner.options import LearnerOptions
 from echo2.learner.publishing.publisher import PublishedArtifact
 from echo2.learner.rollouts.workers import DeliveryTally
 from echo2.trust.tls import PROTOCOL_VERSION
+from echo2.wire.by_name import message_of
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, coordinator_pb2_grpc
 from echo2.wire.rollout import group_to_message
 
@@ -57,48 +58,29 @@ class LearnerSession:
             )
         )
 
-    def report(self, report: coordinator_pb2.LearnerReport) -> None:
-        self._control.send(coordinator_pb2.LearnerMessage(report=report))
+    def tell(self, **message: Any) -> None:
+        """Sends a message by its name among those of `LearnerMessage`."""
+        self._control.send(coordinator_pb2.LearnerMessage(**message))
 
     def offer(self, specs: Sequence[GroupSpec], held_tokens: Sequence[int] = ()) -> None:
         """Offers groups. `held_tokens`: in a reminder, the tokens of each group received so far."""
         groups = [group_to_message(spec) for spec in specs]
-        offer = coordinator_pb2.OfferGroups(groups=groups, held_tokens=held_tokens)
-        self._control.send(coordinator_pb2.LearnerMessage(offer=offer))
+        self.tell(offer=coordinator_pb2.OfferGroups(groups=groups, held_tokens=held_tokens))
 
     def close(self, group_ids: Sequence[GroupId], reason: str) -> None:
-        close = coordinator_pb2.CloseGroups(group_ids=group_ids, reason=reason)
-        self._control.send(coordinator_pb2.LearnerMessage(close=close))
-
-    def published(self, artifact: PublishedArtifact) -> None:
-        message = coordinator_pb2.VersionPublished(
-            version=artifact.version,
-            parent=artifact.parent or 0,
-            has_parent=artifact.parent is not None,
-            artifact_bytes=artifact.artifact_bytes,
-            full_snapshot_bytes=artifact.full_snapshot_bytes,
-            encode_s=artifact.encode_s,
-            fingerprint=artifact.fingerprint,
-        )
-        self._control.send(coordinator_pb2.LearnerMessage(published=message))
+        self.tell(close=coordinator_pb2.CloseGroups(group_ids=group_ids, reason=reason))
 
     def accuse(self, peer_id: PeerId, reason: str, *, is_certain: bool) -> None:
-        accused = coordinator_pb2.WorkerAccused(peer_id=peer_id, reason=reason, is_certain=is_certain)
-        self._control.send(coordinator_pb2.LearnerMessage(accused=accused))
+        self.tell(accused=coordinator_pb2.WorkerAccused(peer_id=peer_id, reason=reason, is_certain=is_certain))
+
+    def published(self, artifact: PublishedArtifact) -> None:
+        parent, has_parent = artifact.parent or 0, artifact.parent is not None
+        message = message_of(artifact, coordinator_pb2.VersionPublished, parent=parent, has_parent=has_parent)
+        self.tell(published=message)
 
     def delivered(self, tallies: Iterable[DeliveryTally]) -> None:
-        workers = [
-            coordinator_pb2.WorkerDelivered(
-                peer_id=tally.worker_id, heard_rollouts=tally.heard_rollouts, admitted_rollouts=tally.admitted_rollouts
-            )
-            for tally in tallies
-        ]
-        message = coordinator_pb2.WorkersDelivered(workers=workers)
-        self._control.send(coordinator_pb2.LearnerMessage(delivered=message))
-
-    def show(self, shown: coordinator_pb2.RolloutsShown) -> None:
-        """Sends the rollouts that an operator asked to see."""
-        self._control.send(coordinator_pb2.LearnerMessage(shown=shown))
+        workers = [message_of(tally, coordinator_pb2.WorkerDelivered, peer_id=tally.worker_id) for tally in tallies]
+        self.tell(delivered=coordinator_pb2.WorkersDelivered(workers=workers))
 
     async def leave(self, reason: str) -> None:
         """Disconnects cleanly after all queued messages."""

@@ -26,8 +26,7 @@ from echo2.learner.publishing.replay import StandingVersion, replay
 from echo2.learner.publishing.schedule import PublicationConfig, PublicationSchedule
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
 from echo2.learner.rollouts.evaluation import Evaluations
-from echo2.learner.rollouts.history import History, SegmentBegan
-from echo2.learner.rollouts.journal import Journal, has_journal, read_journal
+from echo2.learner.rollouts.journal import History, Journal, SegmentBegan, has_journal, read_journal
 from echo2.learner.rollouts.prompts import Prompts, PromptSource, load_tokenizer
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.training.adapter import AdapterOptions

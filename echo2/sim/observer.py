@@ -22,7 +22,7 @@ from echo2.coordinator.leases.events import Lease
 from echo2.coordinator.persistence import StateChanges
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import Batch, evaluated_version
-from echo2.learner.rollouts.history import GroupDropped, Record
+from echo2.learner.rollouts.journal import GroupDropped, Record
 from echo2.sim.checkers import Truth, Violation
 from echo2.sim.process import Process
 from echo2.sim.wires import End

@@ -31,7 +31,7 @@ from echo2.coordinator.options import CoordinatorOptions, timed_section
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
 from echo2.learner.publishing.seed import SeedNode
-from echo2.learner.rollouts.history import Record
+from echo2.learner.rollouts.journal import Record
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, prepare_with
 from echo2.outside import here

@@ -14,8 +14,15 @@ from pathlib import Path
 
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import Rollout
-from echo2.learner.rollouts.history import BatchDrawn, Finished, GroupDropped, Opened, Record, VersionPublished
-from echo2.learner.rollouts.journal import read_journal
+from echo2.learner.rollouts.journal import (
+    BatchDrawn,
+    Finished,
+    GroupDropped,
+    Opened,
+    Record,
+    VersionPublished,
+    read_journal,
+)
 
 
 class Archive:

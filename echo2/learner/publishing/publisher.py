@@ -24,8 +24,7 @@ from echo2.base.units import format_bytes
 from echo2.broadcast.node import NodeCalls
 from echo2.learner.options import LearnerOptions
 from echo2.learner.publishing.schedule import BaseSchedule, Merge, MergeSchedule, PublicationSchedule, SettingChoice
-from echo2.learner.rollouts.history import VersionPublished
-from echo2.learner.rollouts.journal import Journal
+from echo2.learner.rollouts.journal import Journal, VersionPublished
 from echo2.outside import monotonic
 from echo2.outside.under_way import far_text, under_way
 from echo2.trust.tls import Credentials

@@ -19,13 +19,17 @@ from weakref import WeakValueDictionary
 import grpc
 
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
+from echo2.base.hosts import joined
 from echo2.base.ids import LeaseId, PeerId, RunId
 from echo2.base.rollout import SegmentVerdict, Verdict
 from echo2.base.routing import NO_ROUTING
+from echo2.broadcast.nat.reach import loopback_of, outward_host
 from echo2.learner.audit import Habits
+from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.outside import monotonic
-from echo2.trust.tls import peer_of
+from echo2.trust.ports import LEARNER
+from echo2.trust.tls import Credentials, bind_server, new_server, peer_of, server_credentials
 from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import (
@@ -98,8 +102,9 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         before = self.pool.held_tokens(ticket.group_id)
         try:
             verdicts = await self.pool.report(own, ticket.attempt, peer_id)
-        except EchoError as error:
+        except EchoError as error:  # the learner's own: the worker has done nothing wrong
             self._fail(error)
+            await call.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
             raise
         useful = [one for one in verdicts if one.verdict in (Verdict.HELD, Verdict.ADMITTED)]
         new = sum(max(0, one.held_tokens - before.get(one.index, 0)) for one in useful)
@@ -160,3 +165,26 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
     def _check_barred(self, peer_id: PeerId) -> None:
         if peer_id in self.pool.barred:
             raise NotAllowed(f"nothing is taken from {peer_id}: {self.pool.barred[peer_id]}")
+
+
+class IngestPort:
+    """The port at which workers reach the learner. `address`: for workers; `own`: host and port on this machine."""
+
+    def __init__(
+        self,
+        pool: RolloutPool,
+        options: LearnerOptions,
+        credentials: Credentials,
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self.server = new_server(LEARNER)
+        service = IngestService(
+            pool, credentials.run_id, credentials.coordinator_peer_id, fail,
+            requires_seeds=not options.config.worker.draft_tokens,
+        )  # fmt: skip
+        ingest_pb2_grpc.add_IngestServicer_to_server(service, self.server)
+        listen = joined(options.host, options.config.learner.port)
+        port = bind_server(self.server, listen, server_credentials(credentials))
+        self.own = loopback_of(options.host), port
+        host = outward_host(options.host, credentials.coordinator_address)
+        self.address = options.config.learner.advertise or joined(host, port)

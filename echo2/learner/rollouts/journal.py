@@ -1,11 +1,15 @@
-"""The learner's journal on disk: records that survive a kill.
+"""The learner's journal: records on disk that survive a kill, and the state that a restart restores from them.
 
 Guarantees: what was appended before `commit` is on disk when `commit` returns; a torn record at the end (a kill or power cut
 during a write: fewer bytes than the record's header promises, or zeros where the disk had not stored the last sectors) is cut
 off; damage anywhere else, even in the last record, which may have been acknowledged, raises a `StateError` that says how to
 continue, and leaves the file unchanged. Each checkpoint begins a segment; a group's records are in the segment in which it was
-opened or in later ones, so a restart reads from the oldest segment in which a live group was opened. Leaves to others: the
-meaning of records (history), which segments are still needed (pool, checkpoint).
+opened or in later ones, so a restart reads from the oldest segment in which a live group was opened.
+
+Replaying from a checkpoint's step gives every batch drawn since, in order, with the tokens and rewards that it was trained on;
+every admitted rollout that was neither trained on nor dropped; every answer of an evaluation that has no result yet; and every
+version that may have been published. Applying a record twice is idempotent. Leaves to others: which segments are still needed
+(pool, checkpoint), training again (replay).
 
 Framing: length, CRC-32 of the payload, CRC-32 of those two fields (little-endian, 32 bits each), payload. The second CRC prevents
 a flipped bit in a length from looking like a torn end.
@@ -21,23 +25,16 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from echo2.base.errors import DiskFull, StateError
-from echo2.base.ids import GroupId, PeerId, Step
-from echo2.learner.rollouts.groups import Draw, SentTokens
-from echo2.learner.rollouts.history import (
-    BatchDrawn,
-    EpisodeScored,
-    Finished,
-    GroupDropped,
-    Opened,
-    Record,
-    SegmentBegan,
-    VersionPublished,
-)
+from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.rollout import GroupSpec, Rollout, Work
+from echo2.learner.rollouts.admission import OpenGroups
+from echo2.learner.rollouts.groups import Batch, Draw, Group, SentTokens, is_driven, is_later_turn, root_of, turn_of
 from echo2.outside import here
 from echo2.wire.by_name import core_of, message_of
 from echo2.wire.gen.echo2.v1 import journal_pb2 as pb
@@ -49,6 +46,233 @@ _SECTOR_BYTES = 512  # what a disk writes as a whole or not at all
 _FIELDS = struct.Struct("<II")
 _HEADER = struct.Struct("<III")
 _log = logging.getLogger("echo2.learner")
+
+
+# ---- records
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentBegan:
+    """First record of a journal segment, begun after `step` steps and `cursor` drawn prompts. `published`: versions that
+    workers may still name."""
+
+    run_id: str
+    step: Step
+    cursor: int
+    published: tuple[Version, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    draw: Draw
+    spec: GroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A rollout, or one turn of it, is finished. `senders`: which worker reported which tokens."""
+
+    rollout: Rollout
+    senders: tuple[SentTokens, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDrawn:
+    """A batch was drawn. `rewards[g][i]`: the reward of rollout i of the g-th group; None if scoring failed."""
+
+    step: Step
+    group_ids: tuple[GroupId, ...]
+    rewards: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPublished:
+    """The version is about to be published (`fingerprint` empty), or was published."""
+
+    version: Version
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeScored:
+    """An agent's episode ended with this reward for its `chains` of calls; None: it failed. Journalled because the reward
+    cannot be computed again.
+
+    `lost`: chains that do not count. If not `is_final`, another episode took its seat.
+    """
+
+    group_id: GroupId
+    chains: tuple[int, ...]
+    reward: float | None
+    lost: tuple[int, ...] = ()
+    is_final: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDropped:
+    group_id: GroupId
+
+
+Record = SegmentBegan | Opened | Finished | BatchDrawn | VersionPublished | GroupDropped | EpisodeScored
+
+
+def to_message(record: Record) -> pb.JournalRecord:
+    match record:
+        case SegmentBegan():
+            return pb.JournalRecord(header=message_of(record, pb.JournalHeader, format=FORMAT))
+        case Opened():
+            group = group_to_message(record.spec)
+            return pb.JournalRecord(opened=message_of(record.draw, pb.OpenedGroup, group=group))
+        case Finished():
+            senders = [pb.Sender(peer_id=sent.peer_id, tokens=sent.token_count) for sent in record.senders]
+            rollout = rollout_to_message(record.rollout)
+            return pb.JournalRecord(rollout=pb.FinishedRollout(senders=senders, rollout=rollout))
+        case BatchDrawn():
+            groups = [
+                pb.DrawnGroup(rewards=list(map(_reward_to_message, rewards)), group_id=group_id)
+                for group_id, rewards in zip(record.group_ids, record.rewards, strict=True)
+            ]
+            return pb.JournalRecord(batch=pb.DrawnBatch(groups=groups, step=record.step))
+        case VersionPublished():
+            return pb.JournalRecord(published=message_of(record, pb.PublishedVersion))
+        case GroupDropped():
+            return pb.JournalRecord(closed=pb.ClosedGroup(group_id=record.group_id))
+        case EpisodeScored():
+            reward = _reward_to_message(record.reward)
+            scored = message_of(
+                record,
+                pb.ScoredEpisode,
+                is_failed=reward.is_failed,
+                value=reward.value,
+                is_restarted=not record.is_final,
+            )
+            return pb.JournalRecord(scored=scored)
+
+
+def from_message(message: pb.JournalRecord) -> Record:
+    """Raises `StateError` if the record is of another kind or format than this release writes."""
+    match message.WhichOneof("kind"):
+        case "header" if message.header.format == FORMAT:
+            return core_of(message.header, SegmentBegan)
+        case "opened":
+            spec = group_from_message(message.opened.group)
+            return Opened(Draw(message.opened.cursor, message.opened.retry, spec.prompt_token_ids, spec.sampling), spec)
+        case "rollout":
+            senders = tuple(SentTokens(PeerId(sent.peer_id), sent.tokens) for sent in message.rollout.senders)
+            return Finished(rollout_from_message(message.rollout.rollout), senders)
+        case "batch":
+            rewards = tuple(tuple(map(_reward_of, group.rewards)) for group in message.batch.groups)
+            group_ids = tuple(GroupId(group.group_id) for group in message.batch.groups)
+            return BatchDrawn(Step(message.batch.step), group_ids, rewards)
+        case "published":
+            return core_of(message.published, VersionPublished)
+        case "closed":
+            return core_of(message.closed, GroupDropped)
+        case "scored":
+            scored = message.scored
+            return core_of(scored, EpisodeScored, reward=_reward_of(scored), is_final=not scored.is_restarted)
+        case kind:
+            raise StateError(
+                f"expected a known record of format {FORMAT}, got {kind} of format {message.header.format}"
+            )
+
+
+def _reward_to_message(reward: float | None) -> pb.DrawnReward:
+    return pb.DrawnReward(value=reward or 0.0, is_failed=reward is None)
+
+
+def _reward_of(message: pb.DrawnReward | pb.ScoredEpisode) -> float | None:
+    return None if message.is_failed else message.value
+
+
+# ---- the state that they add up to
+
+
+@dataclass(slots=True)
+class History:
+    """The state that the records since a checkpoint add up to. `opened_in`: the journal segment of each group."""
+
+    cursor: int = 0
+    groups: dict[GroupId, Group] = field(default_factory=dict)
+    opened_in: dict[GroupId, Step] = field(default_factory=dict)
+    drawn: dict[Step, BatchDrawn] = field(default_factory=dict)
+    published: dict[Version, str] = field(default_factory=dict)
+    dropped: set[GroupId] = field(default_factory=set)
+
+    def apply(self, record: Record, segment: Step) -> None:
+        """Adds a record. `segment`: the step at which the record's journal segment begins."""
+        match record:
+            case SegmentBegan():
+                self.cursor = max(self.cursor, record.cursor)
+                for version in record.published:
+                    self.published.setdefault(version, "")
+            case Opened():
+                if record.spec.work is Work.TRAIN:  # the questions of an evaluation have numbers of their own
+                    self.cursor = max(self.cursor, record.draw.cursor + 1)
+                self._open(record, segment)
+            case Finished():
+                group = self.groups.get(record.rollout.group_id)
+                if group is not None:
+                    group.rollouts[record.rollout.index] = record.rollout
+                    group.senders[record.rollout.index] = record.senders
+            case BatchDrawn():
+                self.drawn[record.step] = record
+            case VersionPublished():
+                self.published[record.version] = record.fingerprint or self.published.get(record.version, "")
+            case GroupDropped():
+                self.dropped.add(record.group_id)
+            case EpisodeScored():
+                group = self.groups.get(record.group_id)
+                if group is not None:
+                    group.end_seat(record.lost, None, is_final=False)
+                    group.end_seat(record.chains, record.reward, is_final=record.is_final)
+
+    def _open(self, record: Opened, segment: Step) -> None:
+        spec = record.spec
+        if spec.group_id not in self.groups or spec.group_id in self.dropped:  # a version may be evaluated again
+            self.dropped.discard(spec.group_id)
+            self.groups[spec.group_id] = Group.opened(spec, record.draw)
+            self.opened_in[spec.group_id] = segment
+            root = self.groups.get(root_of(spec.group_id))
+            if is_driven(spec.group_id) and is_later_turn(spec.group_id) and root is not None:
+                while len(root.rollouts) <= turn_of(spec.group_id, 0).index:
+                    root.add_chain()
+
+    def restore(self, groups: OpenGroups) -> None:
+        """Adds every group that a later batch or an unfinished evaluation may need; `groups` must be at the checkpoint's step."""
+        groups.published = sorted({*groups.published, *self.published})
+        trained_before = (drawn.group_ids for step, drawn in self.drawn.items() if step < groups.next_step)
+        gone = self.dropped.union(*trained_before)
+        for group_id, group in self.groups.items():
+            root = root_of(group_id)
+            if not {group_id, root} & gone and not groups.ledger.is_trained(root):
+                groups.groups[group_id] = group
+
+    def next_batch(self, groups: OpenGroups) -> Batch | None:
+        """Draws the batch recorded for the next step again; None if none is recorded. Raises `StateError` if the journal lacks the
+        rollouts of one of its groups."""
+        record = self.drawn.get(groups.next_step)
+        if record is None:
+            return None
+        missing = [group_id for group_id in record.group_ids if group_id not in groups.groups]
+        if missing:
+            raise StateError(
+                f"journal: expected the rollouts of group {missing[0]} before step {record.step} trained on it, "
+                "found none"
+            )
+        return groups.draw_recorded(record.group_ids, record.rewards)
+
+
+def drawn_of(batch: Batch) -> BatchDrawn:
+    """The record of a batch: enough to draw it again."""
+    rewards = []
+    for group in batch.groups:
+        known = {rollout.index: reward for rollout, reward in zip(group.rollouts, group.rewards, strict=True)}
+        rewards.append(tuple(known.get(index) for index in range(group.spec.rollout_count)))
+    return BatchDrawn(batch.step, tuple(group.spec.group_id for group in batch.groups), tuple(rewards))
+
+
+# ---- on disk
 
 
 class Journal:
@@ -205,78 +429,6 @@ def _read_segment(path: Path, is_newest: bool) -> list[Record]:
     )  # fmt: skip
     os.truncate(path, position)
     return records
-
-
-# ---- messages
-
-
-def to_message(record: Record) -> pb.JournalRecord:
-    match record:
-        case SegmentBegan():
-            return pb.JournalRecord(header=message_of(record, pb.JournalHeader, format=FORMAT))
-        case Opened():
-            group = group_to_message(record.spec)
-            return pb.JournalRecord(opened=message_of(record.draw, pb.OpenedGroup, group=group))
-        case Finished():
-            senders = [pb.Sender(peer_id=sent.peer_id, tokens=sent.token_count) for sent in record.senders]
-            rollout = rollout_to_message(record.rollout)
-            return pb.JournalRecord(rollout=pb.FinishedRollout(senders=senders, rollout=rollout))
-        case BatchDrawn():
-            groups = [
-                pb.DrawnGroup(rewards=list(map(_reward_to_message, rewards)), group_id=group_id)
-                for group_id, rewards in zip(record.group_ids, record.rewards, strict=True)
-            ]
-            return pb.JournalRecord(batch=pb.DrawnBatch(groups=groups, step=record.step))
-        case VersionPublished():
-            return pb.JournalRecord(published=message_of(record, pb.PublishedVersion))
-        case GroupDropped():
-            return pb.JournalRecord(closed=pb.ClosedGroup(group_id=record.group_id))
-        case EpisodeScored():
-            reward = _reward_to_message(record.reward)
-            scored = message_of(
-                record,
-                pb.ScoredEpisode,
-                is_failed=reward.is_failed,
-                value=reward.value,
-                is_restarted=not record.is_final,
-            )
-            return pb.JournalRecord(scored=scored)
-
-
-def from_message(message: pb.JournalRecord) -> Record:
-    """Raises `StateError` if the record is of another kind or format than this release writes."""
-    match message.WhichOneof("kind"):
-        case "header" if message.header.format == FORMAT:
-            return core_of(message.header, SegmentBegan)
-        case "opened":
-            spec = group_from_message(message.opened.group)
-            return Opened(Draw(message.opened.cursor, message.opened.retry, spec.prompt_token_ids, spec.sampling), spec)
-        case "rollout":
-            senders = tuple(SentTokens(PeerId(sent.peer_id), sent.tokens) for sent in message.rollout.senders)
-            return Finished(rollout_from_message(message.rollout.rollout), senders)
-        case "batch":
-            rewards = tuple(tuple(map(_reward_of, group.rewards)) for group in message.batch.groups)
-            group_ids = tuple(GroupId(group.group_id) for group in message.batch.groups)
-            return BatchDrawn(Step(message.batch.step), group_ids, rewards)
-        case "published":
-            return core_of(message.published, VersionPublished)
-        case "closed":
-            return core_of(message.closed, GroupDropped)
-        case "scored":
-            scored = message.scored
-            return core_of(scored, EpisodeScored, reward=_reward_of(scored), is_final=not scored.is_restarted)
-        case kind:
-            raise StateError(
-                f"expected a known record of format {FORMAT}, got {kind} of format {message.header.format}"
-            )
-
-
-def _reward_to_message(reward: float | None) -> pb.DrawnReward:
-    return pb.DrawnReward(value=reward or 0.0, is_failed=reward is None)
-
-
-def _reward_of(message: pb.DrawnReward | pb.ScoredEpisode) -> float | None:
-    return None if message.is_failed else message.value
 
 
 # ---- framing

@@ -40,16 +40,16 @@ from echo2.learner.rollouts.groups import (
     is_later_turn,
     turn_of,
 )
-from echo2.learner.rollouts.history import (
+from echo2.learner.rollouts.journal import (
     EpisodeScored,
     Finished,
     GroupDropped,
     History,
+    Journal,
     Opened,
     SegmentBegan,
     drawn_of,
 )
-from echo2.learner.rollouts.journal import Journal
 from echo2.learner.rollouts.prompts import Prompts, TurnAnswer
 from echo2.learner.rollouts.workers import WORKERS_MAX, FailureStreak
 from echo2.outside.ending import cancel_all

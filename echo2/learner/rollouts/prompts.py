@@ -25,6 +25,7 @@ from echo2.base.rollout import SamplingParams
 from echo2.config.run import RunConfig
 from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.groups import Draw
+from echo2.learner.training.team import PublishedModel
 from echo2.tasks.chat_format import ChatFormat, ChatOptions
 from echo2.tasks.registry import is_environment, make_environment_source, make_task
 from echo2.tasks.rewards import Containment, RewardFailure, RewardPool, Scored, check_rewards, make_scorer
@@ -210,20 +211,6 @@ class PromptSource:
     world: PromptWorld
 
 
-class PromptedModel(Protocol):
-    """What prompts depend on. `stop_token_ids`: as the model's own files name them."""
-
-    @property
-    def vocabulary_size(self) -> int: ...
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def context_tokens(self) -> int: ...
-    def check_length(self, tokens: int) -> None:
-        """Raises `ConfigError` for a sequence too long for the model."""
-        ...
-
-
 class Prompts:
     """The run's prompts and rewards, with the model's tokenizer. `context_tokens`: longest sequence of the run. `secret`: without
     it, a seed cannot be known before its lease. `began`: when the run began, for templates that ask for the date."""
@@ -231,7 +218,7 @@ class Prompts:
     def __init__(
         self,
         options: LearnerOptions,
-        model: PromptedModel,
+        model: PublishedModel,
         source: PromptSource | None = None,
         secret: bytes = b"",
         began: datetime | None = None,

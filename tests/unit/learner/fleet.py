@@ -305,7 +305,7 @@ def prompts_for(
     options: LearnerOptions, vocabulary_size: int = 100, stop_token_ids: tuple[int, ...] = (1,), **given: Any
 ) -> Prompts:
     """The run's prompts, for a model of which nothing else matters."""
-    model = SimpleNamespace(
+    model: Any = SimpleNamespace(
         vocabulary_size=vocabulary_size,
         stop_token_ids=stop_token_ids,
         context_tokens=256,

@@ -23,7 +23,7 @@ from echo2.base.rollout import (
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
 from echo2.learner.rollouts.evaluation import EvaluationResult, EvaluationRules, QuestionSet
 from echo2.learner.rollouts.groups import Batch, Draw, TrainGroup, evaluated_version
-from echo2.learner.rollouts.history import History, Record, SegmentBegan
+from echo2.learner.rollouts.journal import History, Record, SegmentBegan
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.rollouts.prompts import TurnAnswer
 from echo2.staleness.ledger import Ledger

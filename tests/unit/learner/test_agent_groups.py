@@ -16,7 +16,7 @@ from echo2.learner.audit import _uniforms_of
 from echo2.learner.rollouts.admission import GroupRules
 from echo2.learner.rollouts.evaluation import QuestionSet
 from echo2.learner.rollouts.groups import Batch, evaluated_version
-from echo2.learner.rollouts.history import EpisodeScored
+from echo2.learner.rollouts.journal import EpisodeScored
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from tests.unit.learner.stage import ALICE, GREEDY, SAMPLING, STOP, Stage, piece
 from tests.unit.learner.test_trainer import new_trainer

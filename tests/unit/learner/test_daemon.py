@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 
@@ -28,13 +27,11 @@ from echo2.learner.rollouts.groups import Batch, evaluated_version
 from echo2.learner.run_folder import RunFolder, keep_for_inspection
 from echo2.learner.startup import export_run
 from echo2.learner.training.model import PolicyModel
-from echo2.trust.tls import open_channel
 from echo2.weights import Encoding, HostWeights, fingerprint
-from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2, ingest_pb2_grpc
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from tests.ports import choose_ports
 from tests.unit.learner.fleet import (
     FollowerBroadcaster,
-    RandomWorker,
     Run,
     crash_image,
     evaluations_of,
@@ -152,9 +149,13 @@ def test_prometheus_serves_a_run(finished: Finished) -> None:
     assert {gauge_name(name) for name in numbers} <= names
 
 
-def test_the_coordinator_hears_offers_closures_versions_and_reports(model_path: Path, tmp_path: Path) -> None:
+def test_learner_and_coordinator_hear_of_groups_versions_reports_plans_and_bars(
+    model_path: Path, tmp_path: Path
+) -> None:
     plan = coordinator_pb2.PlanUpdate(kappa=2, in_flight_cap_rollouts=16, predicted_utilisation=0.5)
     run = Run(options_for(tmp_path / "run", model_path, staleness={"bound": 4}, learner={"steps": 5}), plan)
+    order = coordinator_pb2.WorkerBanned(peer_id="liar", reason="by hand", is_banned=True)
+    run.coordinator.orders.append(coordinator_pb2.LearnerOrder(banned=order))
     go(run.finish())
     coordinator = run.coordinator
     (hello,) = coordinator.hellos
@@ -166,6 +167,7 @@ def test_the_coordinator_hears_offers_closures_versions_and_reports(model_path: 
     assert coordinator.offers > coordinator.reminders, "groups are offered as they are opened, not by reminders"
     assert coordinator.reports[-1].is_finished and coordinator.reports[-1].step == 5
     assert rows_of(tmp_path / "run")[3]["utilisation/predicted"] == 0.5
+    assert run.learner.pool.barred == {"liar": "by hand"}, "nothing is taken from it"
 
 
 def test_what_the_disk_lost_of_the_published_is_replaced_by_a_keyframe(model_path: Path, tmp_path: Path) -> None:
@@ -257,7 +259,7 @@ def test_a_killed_run_goes_on_to_its_end(model_path: Path, tmp_path: Path, kille
         assert [*summary.evaluations] == [*killed.summary.evaluations] == [0, 4, 6]
 
 
-# ---- stops, absences, bars
+# ---- stops and absences
 
 
 def test_only_a_finished_learner_says_that_the_run_is_finished_and_a_stopped_one_leaves_a_checkpoint(
@@ -297,32 +299,6 @@ def test_the_coordinator_may_go_and_come_back(model_path: Path, tmp_path: Path) 
     assert run.coordinator.hellos[1].step >= 2
     names = {spec.group_id for spec in run.coordinator.groups.values()}
     assert {group.group_id for group in run.coordinator.hellos[1].open_groups} <= names
-
-
-def test_nothing_is_taken_from_a_worker_that_the_coordinator_has_barred(model_path: Path, tmp_path: Path) -> None:
-    run = Run(options_for(tmp_path / "run", model_path, learner={"steps": 12}))
-    tasks: list[asyncio.Task[None]] = []
-    found: list[grpc.StatusCode] = []
-
-    async def report(worker: RandomWorker) -> None:
-        async with open_channel(worker.learner_address, worker.learner.peer_id, worker.credentials) as channel:
-            stream = ingest_pb2_grpc.IngestStub(channel).Report()
-            ticket = worker.ticket(next(iter(run.coordinator.groups)))
-            try:
-                await stream.write(ingest_pb2.RolloutReport(sequence=0, ticket=ticket, draws_by_seed=True))
-                await stream.read()
-            except grpc.aio.AioRpcError as error:
-                found.append(error.code())
-
-    def bar() -> None:
-        barred = RandomWorker(run.coordinator, run.learner.address, run.workers[0].learner, 60)
-        order = coordinator_pb2.WorkerBanned(peer_id=barred.identity.peer_id, reason="by hand", is_banned=True)
-        run.coordinator.orders.append(coordinator_pb2.LearnerOrder(banned=order))
-        run.at_step[6] = lambda: tasks.append(asyncio.get_running_loop().create_task(report(barred)))
-
-    run.at_step[1] = bar
-    assert go(run.finish()).is_finished
-    assert found == [grpc.StatusCode.UNAUTHENTICATED]
 
 
 # ---- refusals at the start

@@ -172,55 +172,39 @@ def test_an_overtaken_one_whose_rewards_take_long_is_not_sampled_again() -> None
     assert "evaluation of version 8" in stage.pool.evaluation_waits_for
 
 
-def test_what_a_barred_worker_answered_is_answered_again_by_others() -> None:
+def test_what_a_barred_worker_answered_is_answered_again_by_others_also_after_a_kill() -> None:
     stage = begun()
-    first, second, *_ = stage.questions
+    first, second, *others = stage.questions
     stage.answer(first, 1.0, BOB)
     stage.answer(second, 0.0, ALICE)
     stage.tell(stage.pool.accuse, BOB, "planted", is_certain=True)
-    assert f"{first}r1" in stage.questions and second not in stage.questions
+    assert set(stage.questions) == {f"{first}r1", *others}
+    stage.start()
+    assert len(stage.prompts.due) == 1 and set(stage.questions) == {f"{first}r1", *others}, (
+        "only ALICE's is scored again"
+    )
+    stage.reward(0.0)
     for group_id in stage.questions:
         stage.answer(group_id, 0.0)
     assert [result.reward for result in stage.evaluations.results] == [0.0]
 
 
-def test_what_a_barred_worker_answered_stays_dropped_after_a_kill() -> None:
-    stage = begun()
-    first, *others = stage.questions
-    stage.answer(first, 1.0, BOB)
-    stage.tell(stage.pool.accuse, BOB, "planted", is_certain=True)
-    stage.start()
-    assert not stage.prompts.due and first not in stage.pool.groups.groups, "nothing of it is scored again"
-    assert set(stage.questions) == {f"{first}r1", *others}
-
-
-def test_a_large_one_opens_a_bounded_number_of_questions_at_once() -> None:
+def test_questions_open_at_once_are_bounded_and_all_turns_of_one_are_closed_with_it() -> None:
     stage = begun(0, (QuestionSet("large", OPEN_MAX + 40, 1),))
-    most = 0
-    while questions := stage.questions:
-        most = max(most, len(questions))
-        stage.answer(questions[0])
-    assert most == OPEN_MAX and len(stage.answered) == OPEN_MAX + 40 and len(stage.evaluations.results) == 1
-
-
-def test_one_at_a_time_and_the_newest_of_those_due_is_next() -> None:
-    stage = begun()
-    for version in (5, 9):
+    for version in (5, 9):  # the newest of those due is next
         stage.tell(stage.pool.evaluate, Version(version), False)
-    for group_id in stage.questions:
-        stage.answer(group_id)
-    assert versions(stage) == {Version(9)}
-
-
-def test_all_turns_of_an_answered_question_are_closed_with_it() -> None:
-    stage = begun(0, (QuestionSet("held_out", 1, 1),))
-    (root,) = stage.questions
+    most, (root, *_) = 0, stage.questions
     stage.report(piece(root, 0, [9, STOP]))
     stage.reward(None, said=(7,))
-    (turn,) = [group_id for group_id in stage.questions if group_id != root]
+    (turn,) = [group_id for group_id in stage.questions if group_id.startswith(f"{root}.")]
     stage.report(piece(turn, 0, [9, STOP]))
     stage.reward(1.0)
-    assert not stage.questions and [result.tokens for result in stage.evaluations.results] == [4]
+    assert not {root, turn} & set(stage.questions)
+    while versions(stage) == {Version(0)}:
+        most = max(most, len(stage.questions))
+        stage.answer(stage.questions[0])
+    assert most == OPEN_MAX and len(stage.answered) == OPEN_MAX + 40 and versions(stage) == {Version(9)}
+    assert [result.tokens for result in stage.evaluations.results] == [2 * (OPEN_MAX + 40) + 2]
 
 
 def test_answers_keep_their_journal_segment_until_their_evaluation_is_over() -> None:

@@ -17,18 +17,19 @@ from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan, Work
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
 from echo2.learner.rollouts.groups import Draw, SentTokens, TurnOf
-from echo2.learner.rollouts.history import (
+from echo2.learner.rollouts.journal import (
     BatchDrawn,
     EpisodeScored,
     Finished,
     GroupDropped,
     History,
+    Journal,
     Opened,
     Record,
     SegmentBegan,
     VersionPublished,
+    read_journal,
 )
-from echo2.learner.rollouts.journal import Journal, read_journal
 from echo2.staleness.ledger import Ledger
 
 SAMPLING = SamplingParams(temperature=0.5, max_new_tokens=8, stop_token_ids=(1,), seed=3)

@@ -17,7 +17,7 @@ from echo2.learner.audit import Habits
 from echo2.learner.rollouts.admission import GroupRules
 from echo2.learner.rollouts.evaluation import QuestionSet
 from echo2.learner.rollouts.groups import evaluated_version, root_of
-from echo2.learner.rollouts.history import BatchDrawn, Finished, GroupDropped, Opened
+from echo2.learner.rollouts.journal import BatchDrawn, Finished, GroupDropped, Opened
 from tests.unit.learner.stage import ALICE, BOB, PATIENCE_S, STOP, Stage, piece
 
 WORKERS = (ALICE, BOB)

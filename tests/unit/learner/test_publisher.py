@@ -16,8 +16,7 @@ from echo2.broadcast.artifact import ArtifactId, ArtifactKey
 from echo2.broadcast.route import ArtifactOffer, WorkerLink, plan_catch_up
 from echo2.learner.publishing.publisher import PublishedArtifact, VersionPublisher
 from echo2.learner.publishing.schedule import BASE_REACH, PublicationConfig, PublicationSchedule
-from echo2.learner.rollouts.history import SegmentBegan, VersionPublished
-from echo2.learner.rollouts.journal import Journal, read_journal
+from echo2.learner.rollouts.journal import Journal, SegmentBegan, VersionPublished, read_journal
 from echo2.weights import Encoding, HostWeights
 from tests.unit.learner.fleet import FollowerBroadcaster
 

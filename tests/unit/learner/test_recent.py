@@ -47,27 +47,22 @@ def shown(recent: RecentRollouts, rollout_id: str = "", offset: int = 0) -> pb.R
     return found
 
 
-def test_the_list_names_reward_step_versions_and_workers_newest_first() -> None:
+def test_the_list_is_newest_first_and_one_rollout_has_each_token_with_its_log_probability_and_version() -> None:
     recent = RecentRollouts()
-    recent.add(Batch(Step(4), (group("g1", 10),)))
-    recent.add(Batch(Step(5), (group("g2", 10),)))
+    for step in (4, 4, 5):  # the first is trained again after a restart
+        recent.add(Batch(Step(step), (group(f"g{step}", 10),)))
     rows = shown(recent).rollouts
-    assert [row.rollout_id for row in rows] == ["g2/1", "g2/0", "g1/1", "g1/0"]
+    assert [row.rollout_id for row in rows] == ["g5/1", "g5/0", "g4/1", "g4/0"]
     first = rows[0]
     assert (first.step, first.reward, first.token_count, first.finish_reason) == (6, 0.5, 10, "stop")
     assert (first.oldest_version, first.newest_version, list(first.peer_ids)) == (3, 4, ["w1", "w2"])
-
-
-def test_one_rollout_has_each_token_with_its_log_probability_and_version() -> None:
-    recent = RecentRollouts()
-    recent.add(Batch(Step(4), (group("g1", 10),)))
-    one = shown(recent, "g1/0", 3)
+    one = shown(recent, "g4/0", 3)
     assert [token.token_id for token in one.tokens] == list(range(3, 10))
     assert [token.logprob for token in one.tokens] == [-0.5 * place for place in range(3, 10)]
     assert [token.version for token in one.tokens] == [3, 3, 4, 4, 4, 4, 4]
     assert one.prompt == "a<b>"
     assert not shown(recent, "g9/0").rollouts, "one that is not kept is not shown"
-    assert not shown(recent, "g1/0", 10).tokens
+    assert not shown(recent, "g4/0", 10).tokens
 
 
 def test_hostile_texts_are_shown_as_escapes_and_cut() -> None:
@@ -105,10 +100,3 @@ def test_lengths_are_means_of_equal_shares_of_the_newest_rollouts() -> None:
     assert len(lengths) == LENGTH_SHARES_MAX and lengths == sorted(lengths)
     assert sum(lengths) / len(lengths) == pytest.approx(sum(sizes) / len(sizes), rel=0.03)
     assert lengths[0] < 13 and lengths[-1] > 205
-
-
-def test_a_step_that_is_trained_again_after_a_restart_is_kept_once() -> None:
-    recent = RecentRollouts()
-    for _ in range(2):
-        recent.add(Batch(Step(4), (group("g1", 10),)))
-    assert len(recent.newest(10)) == 2

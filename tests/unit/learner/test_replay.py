@@ -20,8 +20,7 @@ from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions,
 from echo2.learner.publishing.publisher import LocalCoder
 from echo2.learner.publishing.seed import SeedNode
 from echo2.learner.rollouts.groups import Batch, SentTokens
-from echo2.learner.rollouts.history import Finished, Opened, Record
-from echo2.learner.rollouts.journal import Journal, read_journal
+from echo2.learner.rollouts.journal import Finished, Journal, Opened, Record, read_journal
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, new_team, prepare_with
 from echo2.learner.training.ranks import Ranks

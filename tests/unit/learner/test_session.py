@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 
 from echo2.base.ids import PeerId
 from echo2.control.session import ControlSession
@@ -16,32 +15,12 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.learner.fleet import RUN, Coordinator, issue, new_authority
 
 
-class Bench:
-    """A session, its coordinator, and what the session needs of a learner. It dials `address` at first, if that is given."""
+class Learner:
+    """What the session needs of one. Its coordinator has moved."""
 
-    def __init__(self, address: str = "") -> None:
-        self.address, self.searches = address, 0
-
-    async def __aenter__(self) -> Bench:
-        self.coordinator = Coordinator(new_authority())
-        await self.coordinator.start()
-        at = self.address or self.coordinator.address
-        self.credentials = issue(self.coordinator.authority, Identity.generate(), Role.LEARNER, at)
-        backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
-        self.session = LearnerSession(ControlSession(self.credentials, Waits(SteadyClock()), backoff))
-        self.task = asyncio.create_task(self.session.run(self))
-        await self.until(lambda: self.session.is_connected)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
-        await self.coordinator.stop()
-
-    async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(30):
-            while not holds():
-                await asyncio.sleep(0.02)
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self.credentials = issue(coordinator.authority, Identity.generate(), Role.LEARNER, "127.0.0.1:1")
 
     def hello(self) -> pb.LearnerHello:
         return pb.LearnerHello(run_id=RUN, protocol_version=1)
@@ -54,25 +33,28 @@ class Bench:
     def on_order(self, order: pb.LearnerOrder) -> None: ...
 
     async def find_coordinator(self) -> None:
-        self.searches += 1
         self.credentials.coordinator_address = self.coordinator.address
 
 
-def test_a_coordinator_that_moved_is_looked_for() -> None:
+def test_a_coordinator_that_moved_is_looked_for_and_told_of_a_step_and_an_accusation_at_once_and_whole() -> None:
     async def scene() -> None:
-        async with Bench("127.0.0.1:1") as bench:
-            assert bench.searches == 1 and len(bench.coordinator.hellos) == 1
-
-    asyncio.run(scene())
-
-
-def test_a_step_and_an_accusation_are_told_at_once_and_whole() -> None:
-    async def scene() -> None:
-        async with Bench() as bench:
-            bench.session.accuse(PeerId("w"), "it lies", is_certain=True)
-            bench.session.report(pb.LearnerReport(step=7))
-            await bench.until(lambda: 7 in [report.step for report in bench.coordinator.reports])
-            told = pb.WorkerAccused(peer_id="w", reason="it lies", is_certain=True)
-            assert bench.coordinator.accused == [told]
+        coordinator = Coordinator(new_authority())
+        await coordinator.start()
+        learner = Learner(coordinator)
+        backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
+        session = LearnerSession(ControlSession(learner.credentials, Waits(SteadyClock()), backoff))
+        task = asyncio.create_task(session.run(learner))
+        async with asyncio.timeout(30):
+            while not session.is_connected:
+                await asyncio.sleep(0.02)
+            session.accuse(PeerId("w"), "it lies", is_certain=True)
+            session.tell(report=pb.LearnerReport(step=7))
+            while 7 not in [report.step for report in coordinator.reports]:
+                await asyncio.sleep(0.02)
+        assert len(coordinator.hellos) == 1
+        assert coordinator.accused == [pb.WorkerAccused(peer_id="w", reason="it lies", is_certain=True)]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await coordinator.stop()
 
     asyncio.run(scene())
