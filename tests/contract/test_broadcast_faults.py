@@ -15,14 +15,15 @@ from echo2.base.errors import DiskFull, LimitExceeded
 from echo2.base.ids import PeerId, Version
 from echo2.base.link_shape import LinkShape
 from echo2.broadcast import route
-from echo2.broadcast.artifact import ArtifactId, Chunk
-from echo2.broadcast.connection import Connection
+from echo2.broadcast.artifact import ArtifactId, Chunk, digest_of
+from echo2.broadcast.connection import HEAD, Connection
 from echo2.broadcast.library import LibraryLimits
 from echo2.broadcast.node import NodeOptions
 from echo2.broadcast.transport import Transport
 from echo2.trust import tls
 from echo2.trust.identity import Role
 from echo2.wire import broadcast as wire
+from echo2.wire.broadcast import FRAME_BYTES_MAX
 from tests.contract.fleet import Fleet, Member, blocks_of, fleet, gathered, until
 from tests.patience import WAIT_S
 
@@ -119,7 +120,7 @@ async def _hostile_connection(f: Fleet, victim: Member) -> tuple[PeerId, Connect
     return credentials.peer_id, connection
 
 
-@pytest.mark.parametrize("deed", ["corrupt", "replay", "rubbish", "foreign seal"])
+@pytest.mark.parametrize("deed", ["corrupt", "replay", "rubbish", "foreign seal", "too large"])
 def test_malicious_peer_is_named_dropped_and_banned(tmp_path: Path, deed: str) -> None:
     async def scene() -> None:
         async with fleet(tmp_path, 1) as f:
@@ -135,13 +136,18 @@ def test_malicious_peer_is_named_dropped_and_banned(tmp_path: Path, deed: str) -
             for _ in range(40):
                 if bad in victim.node.stats().banned:
                     break
-                await connection.send(_bad_frame(deed, f, learner, key, header_only))
+                if deed == "too large":
+                    connection.stream.write(HEAD.pack(FRAME_BYTES_MAX + 1))  # type: ignore[attr-defined]
+                else:
+                    await connection.send(_bad_frame(deed, f, learner, key, header_only))
                 await asyncio.sleep(0.01)
             await until(lambda: bad in victim.node.stats().banned, "the peer is banned")
             assert all(link.peer_id != bad for link in victim.node.stats().links)
             again = await Transport(f.credentials(Role.WORKER)).dial(victim.address, victim.node.peer_id)
             await again.close()  # others are still served
             assert victim.node.library.entries[key].is_complete
+            kept = victim.node.library.entries[header_only].digests.values()
+            assert digest_of(b"evil") not in kept
             await connection.close()
 
     asyncio.run(scene())
@@ -224,16 +230,14 @@ def test_a_learner_whose_store_holds_one_keyframe_publishes_the_next_one(tmp_pat
 def test_a_worker_whose_store_cannot_hold_a_keyframe_ends_with_the_number_that_it_needs(tmp_path: Path) -> None:
     async def scene() -> None:
         def options(number: int) -> NodeOptions:
-            store_bytes = 200_000 if number == 1 else 0
-            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=store_bytes)
+            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=200_000 if number else 0)
 
         async with fleet(tmp_path, 1, options) as f:
             learner, small = (m.node for m in f.members)
             reading = asyncio.create_task(blocks_of(small, KEYFRAME))
             await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1_200_000, is_pushed=False)
-            with pytest.raises(
-                LimitExceeded, match=r"keyframe 0: expected a store of at least 1218750 bytes .* got 200000"
-            ):
+            said = r"keyframe 0: expected a store of at least 1218750 bytes .* got 200000"
+            with pytest.raises(LimitExceeded, match=said):
                 await reading
 
     asyncio.run(scene())

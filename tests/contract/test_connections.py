@@ -13,16 +13,15 @@ import struct
 import termios
 import time
 import tracemalloc
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from echo2.base.errors import Unreachable
-from echo2.base.ids import PeerId, Version
+from echo2.base.ids import PeerId
 from echo2.broadcast import connection as connection_module
 from echo2.broadcast import transport as transport_module
-from echo2.broadcast.artifact import ArtifactId, Chunk
 from echo2.broadcast.connection import HEAD, UNREAD_BYTES_MAX, Connection, StreamConnection
 from echo2.broadcast.link import PeerLink
 from echo2.broadcast.node import BroadcastNode
@@ -30,16 +29,12 @@ from echo2.broadcast.transport import Accept, Transport
 from echo2.outside.guard import FairShare
 from echo2.outside.tls_streams import ROOM_BYTES, SocketCaller, TlsStream, tls_context
 from echo2.trust import tls
-from echo2.trust.identity import Identity, Role, RunAuthority, dns_name_of
+from echo2.trust.identity import Role, TlsKey, certificate_request, dns_name_of
 from echo2.trust.ports import BULK
 from echo2.wire import broadcast as wire
-from echo2.wire.broadcast import FRAME_BYTES_MAX
-from tests.contract.fleet import Fleet, Member, blocks_of, fleet, until
+from tests.contract.fleet import Fleet, Member, fleet, until
 from tests.contract.test_broadcast_stripes import width_of
 from tests.patience import WAIT_S
-
-KEYFRAME, LATER = ArtifactId(Version(0)), ArtifactId(Version(1), Version(0))
-BLOCKS = [random.Random(12).randbytes(400_000) for _ in range(10)]
 
 
 def port_of(node: BroadcastNode) -> int:
@@ -69,14 +64,20 @@ def link_to(node: BroadcastNode, other: BroadcastNode) -> PeerLink:
     return node._connections.links[other.peer_id]
 
 
-def test_a_bulk_connection_that_comes_after_its_link_was_replaced_joins_no_other(tmp_path: Path) -> None:
+def test_a_further_connection_of_a_link_that_was_replaced_or_that_the_other_side_dialled_joins_none(
+    tmp_path: Path,
+) -> None:
+    """Whoever dialled a link opens further connections itself: one that comes was for a link that this one took the place of."""
+
     async def scene() -> None:
         async with fleet(tmp_path, 1) as f:
             learner, worker = (m.node for m in f.members)
             node, other = (learner, worker) if link_to(learner, worker).connection.is_outgoing else (worker, learner)
             former = PeerLink(link_to(node, other).connection, node.exchange, FairShare(), link_to(node, other).address)
+            late = await other._connections.transport.dial(address_of(node), node.peer_id)
             async with asyncio.timeout(WAIT_S):
-                await node._connections._dial_further(former)  # ends at once
+                await node._connections._dial_further(former)  # each ends at once
+                await other._connections._serve(late, further_of=link_to(other, node))
             await until(
                 lambda: {width_of(node, other), width_of(other, node)} == {1}, "one connection for chunks each way"
             )
@@ -84,23 +85,7 @@ def test_a_bulk_connection_that_comes_after_its_link_was_replaced_joins_no_other
     asyncio.run(scene())
 
 
-def test_whoever_dialled_a_link_is_given_no_further_connection_of_it(tmp_path: Path) -> None:
-    """It opens them itself: one that comes was for a link that this one took the place of."""
-
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            learner, worker = (m.node for m in f.members)
-            node, other = (learner, worker) if link_to(learner, worker).connection.is_outgoing else (worker, learner)
-            late = await other._connections.transport.dial(address_of(node), node.peer_id)
-            async with asyncio.timeout(WAIT_S):
-                await other._connections._serve(late, further_of=link_to(other, node))
-            assert {width_of(node, other), width_of(other, node)} == {1}
-
-    asyncio.run(scene())
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_call_that_is_given_up_at_any_moment_leaves_no_socket_open(tmp_path: Path, host: str) -> None:
+def test_a_call_that_is_given_up_at_any_moment_leaves_no_socket_open(tmp_path: Path) -> None:
     """pytest makes an error of the warning with which a socket goes that nobody closed."""
     noted = list[object]()
 
@@ -110,7 +95,7 @@ def test_a_call_that_is_given_up_at_any_moment_leaves_no_socket_open(tmp_path: P
             learner, worker = (m.node for m in f.members)
             for turns in range(25):
                 dialling = asyncio.create_task(
-                    worker._connections.transport.dial(f"{host}:{port_of(learner)}", learner.peer_id)
+                    worker._connections.transport.dial(f"localhost:{port_of(learner)}", learner.peer_id)
                 )
                 for _ in range(turns):
                     await asyncio.sleep(0)
@@ -142,96 +127,33 @@ def test_a_peer_that_is_banned_before_its_hello_has_come_gets_no_link(tmp_path: 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("deed", ["corrupt", "rubbish", "too large"])
-def test_a_peer_that_breaks_the_protocol_on_its_bulk_connection_is_banned(tmp_path: Path, deed: str) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            learner, victim = f.members
-            header = (await learner.node.publish(KEYFRAME, iter(BLOCKS[:1]), lambda: "p", 1 << 20)).artifact
-            await blocks_of(victim.node, header)
-            fresh = learner.node.library.entries[learner.node.library.find(KEYFRAME)].header  # type: ignore[index]
-            fresh = replace(fresh, artifact=LATER).signed(learner.credentials.identity)
-            victim.node.library.add_header(fresh)
-            credentials, bulk = await hostile(f, victim)
-            match deed:
-                case "corrupt":
-                    forged = Chunk.make(fresh.key, 0, True, b"evil", credentials.identity)
-                    await bulk.send(wire.chunk_to_bytes(forged))
-                case "rubbish":
-                    await bulk.send(b"\xff\xff not a message")
-                case _:
-                    bulk.stream.write(HEAD.pack(FRAME_BYTES_MAX + 1))
-            await until(lambda: credentials.peer_id in victim.node.stats().banned, "it is banned")
-            assert credentials.peer_id not in victim.node._connections.links
-            assert not victim.node.library.entries[fresh.key].digests, "nothing of it was kept"
-            async with asyncio.timeout(WAIT_S):
-                while await bulk.receive() is not None:  # what the victim had to say before
-                    pass
-            await bulk.close()
-
-    asyncio.run(scene())
-
-
-def test_only_members_of_the_run_are_let_in_and_only_the_peer_that_was_meant_is_talked_to(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            victim = f.members[1].node
-            foreign = Fleet(tmp_path / "other")
-            foreign.authority = RunAuthority.create(Identity.generate(), foreign.authority.run_id, time.time())
-            with pytest.raises(Unreachable, match="refused, or it is another peer"):  # we do not trust its run
-                await Transport(foreign.credentials(Role.WORKER)).dial(address_of(victim), victim.peer_id)
-            with pytest.raises(Unreachable, match="refused, or it is another peer"):
-                await Transport(f.credentials(Role.WORKER)).dial(address_of(victim), f.members[0].node.peer_id)
-            assert await asyncio.to_thread(_is_ended_without_certificate, port_of(victim))
-
-    asyncio.run(scene())
-
-
-def _is_ended_without_certificate(port: int) -> bool:
+def test_whoever_shows_no_certificate_is_let_go(tmp_path: Path) -> None:
     """In TLS 1.3 a client hears of its refusal with its first read."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as raw:
-        try:
-            with context.wrap_socket(raw) as connection:
-                return connection.recv(1) == b""
-        except ssl.SSLError:
-            return True
 
+    def is_ended(port: int) -> bool:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as raw:
+            try:
+                with context.wrap_socket(raw) as connection:
+                    return connection.recv(1) == b""
+            except ssl.SSLError:
+                return True
 
-def test_of_a_crowd_that_proves_nothing_a_share_is_left_and_members_are_served(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            victim = f.members[1].node
-            crowd = [
-                await asyncio.open_connection("127.0.0.1", port_of(victim)) for _ in range(BULK.strangers_per_host + 40)
-            ]
-            for _, writer in crowd:
-                writer.write(bytes.fromhex("1603010200"))  # the first bytes of a TLS hello
-            member = Transport(f.credentials(Role.WORKER))
-            connection = await member.dial(address_of(victim), victim.peer_id)
-            await connection.close()
-            await until(
-                lambda: sum(reader.at_eof() for reader, _ in crowd) >= 40, "all but a share are ended", limit_s=10
-            )
-            for _, writer in crowd:
-                writer.transport.abort()
+        async with fleet(tmp_path, 0) as f:
+            assert await asyncio.to_thread(is_ended, port_of(f.members[0].node))
 
     asyncio.run(scene())
 
 
-def test_a_frame_that_has_begun_and_does_not_go_on_ends_its_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frame_that_has_begun_and_does_not_go_on_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "STALLED_S", 0.3)
 
     async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            _, bulk = await hostile(f, f.members[1])
-            bulk.stream.write(HEAD.pack(1000) + bytes(10))
-            while await asyncio.wait_for(bulk.receive(), WAIT_S) is not None:
-                pass
-            await bulk.close()
+        async with pair() as (sending, taking):
+            sending.stream.write(HEAD.pack(1000) + bytes(10))
+            assert await asyncio.wait_for(taking.receive(), WAIT_S) is None
 
     asyncio.run(scene())
 
@@ -270,189 +192,138 @@ def unacknowledged_bytes(raw: socket.socket) -> int:
     return int(struct.unpack("i", fcntl.ioctl(raw, termios.TIOCOUTQ, bytes(4)))[0])
 
 
-def test_the_end_of_a_frame_arrives_wherever_the_link_cut_it(tmp_path: Path) -> None:
+@asynccontextmanager
+async def by_hand() -> AsyncIterator[tuple[TlsByHand, asyncio.Queue[bytes | None], asyncio.Event]]:
+    """A member whose records are cut by the test, what the other end takes (None: its end), and whether that was let go."""
+    f = Fleet(Path())
+    theirs, heard, lost = f.credentials(Role.WORKER), asyncio.Queue[bytes | None](), asyncio.Event()
+
+    async def take(connection: Connection) -> None:
+        assert isinstance(connection, StreamConnection)
+        while (frame := await connection.receive()) is not None:
+            heard.put_nowait(frame)
+        heard.put_nowait(None)
+        await connection.ended.wait()
+        lost.set()
+
+    receiver = Transport(theirs)
+    listen(receiver, take)
+    sender = await asyncio.to_thread(TlsByHand, f.credentials(Role.WORKER), receiver.port, theirs.peer_id)
+    with sender.socket:
+        await asyncio.to_thread(sender.shake_hands)
+        sender.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield sender, heard, lost
+    await receiver.close()
+
+
+async def arrived(sender: TlsByHand, data: bytes) -> None:
+    """The other end's loop reads it, if it is woken."""
+    sender.socket.sendall(data)
+    while unacknowledged_bytes(sender.socket):
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_the_end_of_a_frame_arrives_wherever_the_link_cut_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel wakes the loop once a large piece is there, while more than that must still come. What TLS has of a record that
-    is not complete has come already, though the frame misses it."""
-
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            mine, learner = f.credentials(Role.WORKER), f.members[0]
-            frames = asyncio.Queue[bytes]()
-
-            async def take(connection: Connection) -> None:
-                while (frame := await connection.receive()) is not None:
-                    frames.put_nowait(frame)
-
-            receiver = Transport(learner.credentials)
-            listen(receiver, take)
-            sender = await asyncio.to_thread(TlsByHand, mine, receiver.port, learner.node.peer_id)
-            with sender.socket:
-                await asyncio.to_thread(sender.shake_hands)
-                for size in (70_000, 200_000, 33_000):
-                    frame = random.Random(size).randbytes(size)
-                    sealed, sent = sender.sealed(HEAD.pack(size) + frame), 0
-                    for share in (0.2, 0.35, 0.41, 0.62, 0.93, 0.9999, 1.0):
-                        end = int(share * len(sealed))
-                        sender.socket.sendall(sealed[sent:end])
-                        sent = end
-                        while unacknowledged_bytes(sender.socket):
-                            await asyncio.sleep(0)
-                        for _ in range(10):
-                            await asyncio.sleep(0)  # the loop reads it, if it is woken
-                    assert await asyncio.wait_for(frames.get(), WAIT_S) == frame
-            await receiver.close()
-
-    asyncio.run(scene())
-
-
-def test_a_chunk_that_comes_segment_by_segment_wakes_the_loop_a_few_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With its first segment, then for each 48 KiB, then with the last."""
-    reads = list[int]()
-    plain = TlsStream.buffer_updated
+    is not complete has come already, though the frame misses it. Segment by segment it is woken with the first, then for each
+    48 KiB, then with the last."""
+    reads, plain = list[int](), TlsStream.buffer_updated
 
     def counted(self: TlsStream, count: int) -> None:
         reads.append(count)
         plain(self, count)
 
     async def scene() -> None:
-        f = Fleet(tmp_path)
-        mine, theirs = (f.credentials(Role.WORKER) for _ in range(2))
-        frames = asyncio.Queue[bytes]()
-
-        async def take(connection: Connection) -> None:
-            while (frame := await connection.receive()) is not None:
-                frames.put_nowait(frame)
-
-        receiver = Transport(theirs)
-        listen(receiver, take)
-        sender = await asyncio.to_thread(TlsByHand, mine, receiver.port, theirs.peer_id)
-        with sender.socket:
-            await asyncio.to_thread(sender.shake_hands)
-            sender.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        async with by_hand() as (sender, heard, _):
+            for size in (70_000, 200_000, 33_000):
+                frame = random.Random(size).randbytes(size)
+                sealed, sent = sender.sealed(HEAD.pack(size) + frame), 0
+                for share in (0.2, 0.35, 0.41, 0.62, 0.93, 0.9999, 1.0):
+                    end = int(share * len(sealed))
+                    await arrived(sender, sealed[sent:end])
+                    sent = end
+                assert await asyncio.wait_for(heard.get(), WAIT_S) == frame
             monkeypatch.setattr(TlsStream, "buffer_updated", counted)
             frame = random.Random(0).randbytes(64 << 10)
             sealed = sender.sealed(HEAD.pack(len(frame)) + frame)
             for begin in range(0, len(sealed), 1448):
-                sender.socket.sendall(sealed[begin : begin + 1448])
-                while unacknowledged_bytes(sender.socket):
-                    await asyncio.sleep(0)
-                for _ in range(3):
-                    await asyncio.sleep(0)
-            assert await asyncio.wait_for(frames.get(), WAIT_S) == frame
-        await receiver.close()
-        assert sum(reads) == len(sealed)
-        assert len(reads) <= 4, reads
+                await arrived(sender, sealed[begin : begin + 1448])
+            assert await asyncio.wait_for(heard.get(), WAIT_S) == frame
+            assert sum(reads) == len(sealed) and len(reads) <= 4, reads
 
     asyncio.run(scene())
 
 
 @pytest.mark.parametrize("is_farewell_said", [True, False])
-def test_who_has_said_farewell_or_nonsense_is_let_go_though_it_keeps_the_connection(
-    tmp_path: Path, is_farewell_said: bool
-) -> None:
+def test_who_has_said_farewell_or_nonsense_is_let_go_though_it_keeps_the_connection(is_farewell_said: bool) -> None:
     async def scene() -> None:
-        f = Fleet(tmp_path)
-        mine, theirs = (f.credentials(Role.WORKER) for _ in range(2))
-        heard, lost = asyncio.Queue[bytes | None](), asyncio.Event()
-
-        async def take(connection: Connection) -> None:
-            assert isinstance(connection, StreamConnection)
-            while (frame := await connection.receive()) is not None:
-                heard.put_nowait(frame)
-            heard.put_nowait(None)
-            await connection.ended.wait()
-            lost.set()
-
-        receiver = Transport(theirs)
-        listen(receiver, take)
-        sender = await asyncio.to_thread(TlsByHand, mine, receiver.port, theirs.peer_id)
-        with sender.socket:
-            await asyncio.to_thread(sender.shake_hands)
+        async with by_hand() as (sender, heard, lost):
             sender.socket.sendall(sender.sealed(HEAD.pack(5) + b"hello"))
             sender.socket.sendall(sender.farewell() if is_farewell_said else b"\x17\x03\x03\x00\x20" + bytes(32))
             assert await asyncio.wait_for(heard.get(), WAIT_S) == b"hello"
             assert await asyncio.wait_for(heard.get(), WAIT_S) is None
             await asyncio.wait_for(lost.wait(), WAIT_S)
-        await receiver.close()
 
     asyncio.run(scene())
 
 
-def test_a_connection_has_room_for_what_waits_beside_what_is_under_way(tmp_path: Path) -> None:
-    """By default the kernel's buffer is 128 KiB, a window of 64."""
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[StreamConnection, StreamConnection]]:
+    """Both ends of a connection, the dialler's first."""
+    f = Fleet(Path())
+    members = [f.credentials(Role.WORKER) for _ in range(2)]
+    receiver, sender = map(Transport, members)
+    came, done = asyncio.get_running_loop().create_future(), asyncio.Event()
 
-    async def scene() -> None:
-        f = Fleet(tmp_path)
-        members = [f.credentials(Role.WORKER) for _ in range(2)]
-        receiver, sender = map(Transport, members)
-        rooms = asyncio.Queue[int]()
+    async def accept(connection: Connection) -> None:
+        came.set_result(connection)
+        await done.wait()
 
-        def note(connection: Connection) -> None:
-            assert isinstance(connection, StreamConnection)
-            raw = connection.stream._raw
-            rooms.put_nowait(raw.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF))
-
-        async def accept(connection: Connection) -> None:
-            note(connection)
-
-        listen(receiver, accept)
-        sending = await sender.dial(f"127.0.0.1:{receiver.port}", members[0].peer_id)
-        note(sending)
-        assert min([await asyncio.wait_for(rooms.get(), WAIT_S) for _ in range(2)]) >= 2 * ROOM_BYTES
-        for one in (sending, sender, receiver):
-            await one.close()
-
-    asyncio.run(scene())
+    listen(receiver, accept)
+    sending = await sender.dial(f"127.0.0.1:{receiver.port}", members[0].peer_id)
+    yield sending, await came
+    done.set()
+    for one in (sending, sender, receiver):
+        await one.close()
 
 
-def test_what_a_peer_sends_waits_in_its_own_machine_while_nobody_takes_it(tmp_path: Path) -> None:
+def test_what_a_peer_sends_waits_in_its_own_machine_while_nobody_takes_it() -> None:
     frames = [number.to_bytes(4, "big") + bytes(UNREAD_BYTES_MAX // 4) for number in range(256)]
     assert sum(map(len, frames)) > 32 << 20, "far more than the buffers of two sockets"
     held_most = 4 * UNREAD_BYTES_MAX  # with a frame that is not whole, both ends' buffers, and what is unsent
 
     async def scene() -> None:
-        f = Fleet(tmp_path)
-        members = [f.credentials(Role.WORKER) for _ in range(2)]
-        receiver, sender = map(Transport, members)
-        came: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-        done = asyncio.Event()
-        sent = 0
+        async with pair() as (sending, taken):
+            for end in (sending, taken):  # by default the kernel's buffer is 128 KiB, a window of 64
+                raw = end.stream._raw  # type: ignore[attr-defined]
+                assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) >= 2 * ROOM_BYTES
+            sent = 0
 
-        async def accept(connection: Connection) -> None:
-            came.set_result(connection)
-            await done.wait()
+            async def send() -> None:
+                nonlocal sent
+                for frame in frames:
+                    await sending.send(frame)
+                    sent += 1
 
-        async def send() -> None:
-            nonlocal sent
-            for frame in frames:
-                await sending.send(frame)
-                sent += 1
-
-        listen(receiver, accept)
-        sending = await sender.dial(f"127.0.0.1:{receiver.port}", members[0].peer_id)
-        taken = await came
-        tracemalloc.start()
-        try:
-            task, before = asyncio.create_task(send()), -1
-            await until(
-                lambda: task.done() or tracemalloc.get_traced_memory()[0] > UNREAD_BYTES_MAX, "so much waits in memory"
-            )
-            while before != sent < len(frames):
-                before = sent
-                await asyncio.sleep(0.5)
-            assert not task.done(), "the sender was stopped"
-            assert tracemalloc.get_traced_memory()[1] < held_most
-            for frame in frames:
-                assert await asyncio.wait_for(taken.receive(), WAIT_S) == frame, "and it goes on as they are taken"
-            assert tracemalloc.get_traced_memory()[1] < held_most
-        finally:
-            tracemalloc.stop()
-        await task
-        done.set()
-        for one in (sending, sender, receiver):
-            await one.close()
+            tracemalloc.start()
+            try:
+                task, before = asyncio.create_task(send()), -1
+                await until(
+                    lambda: task.done() or tracemalloc.get_traced_memory()[0] > UNREAD_BYTES_MAX, "so much waits"
+                )
+                while before != sent < len(frames):
+                    before = sent
+                    await asyncio.sleep(0.5)
+                assert not task.done(), "the sender was stopped"
+                assert tracemalloc.get_traced_memory()[1] < held_most
+                for frame in frames:
+                    assert await asyncio.wait_for(taken.receive(), WAIT_S) == frame, "and it goes on as they are taken"
+                assert tracemalloc.get_traced_memory()[1] < held_most
+            finally:
+                tracemalloc.stop()
+            await task
 
     asyncio.run(scene())
 
@@ -513,25 +384,14 @@ def _is_ended(theirs: socket.socket) -> bool:
 def test_a_renewed_certificate_is_shown_by_the_next_handshake(tmp_path: Path) -> None:
     async def scene() -> None:
         async with fleet(tmp_path, 1) as f:
-            member, caller = f.members[1], Transport(f.credentials(Role.WORKER))
-            shown = list[bytes | None]()
-            fresh = Identity.generate()
-            assert fresh.peer_id != member.node.peer_id
-            for turn in range(2):
+            member, caller, key = f.members[1], Transport(f.credentials(Role.WORKER)), TlsKey.generate()
+            shown = list[bytes]()
+            for _ in range(2):
                 bulk = await caller.dial(member.address, member.node.peer_id)
                 shown.append(bulk.stream.certificate)
                 await bulk.close()
-                if turn == 0:
-                    other = _renewed(f, member)
-                    member.credentials.renew(*other)
+                request = certificate_request(member.credentials.identity, key)
+                member.credentials.renew(key.to_pem(), f.authority.issue(request, Role.WORKER, time.time() - 5))
             assert shown[0] != shown[1]
 
     asyncio.run(scene())
-
-
-def _renewed(f: Fleet, member: Member):  # type: ignore[no-untyped-def]
-    from echo2.trust.identity import TlsKey, certificate_request
-
-    key = TlsKey.generate()
-    issued = f.authority.issue(certificate_request(member.credentials.identity, key), Role.WORKER, time.time() - 5)
-    return key.to_pem(), issued
