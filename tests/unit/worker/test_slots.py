@@ -163,7 +163,8 @@ def test_siblings_prefill_their_prompt_once_also_after_its_sequence_has_left() -
     table.filled(fills)
     assert [copy.count for copy in table.next_copies()] == [69 - 2 * BLOCK_TOKENS] * 3, "whole blocks are shared"
     decodable = table.decodable()
-    assert len(decodable) == 4 and table.blocks.touched_count == 2 + 4, "two whole blocks for all, one of each's own"
+    blocks_taken = table.blocks.block_count - table.blocks.free_count
+    assert len(decodable) == 4 and blocks_taken == 2 + 4, "two whole blocks for all, one of each's own"
     for sequence in decodable:
         assert table.extend(sequence, 9) is FinishReason.LENGTH
         table.release(sequence)
@@ -228,8 +229,8 @@ def test_blocks_are_taken_from_the_lowest_on_and_come_back_and_one_sequence_must
     with pytest.raises(EngineError, match=f"one sequence of {CONTEXT} tokens"):
         SlotTable(2, CONTEXT, CONTEXT - BLOCK_TOKENS)
     pool = BlockPool(3, CONTEXT, 6 * BLOCK_TOKENS)
-    assert pool.reserve(0, 40) and pool.reserve(1, 1) and pool.touched_count == 3
+    assert pool.reserve(0, 40) and pool.reserve(1, 1) and pool.free_count == 3
     pool.keep(0, 0)
-    assert pool.reserve(2, 33) and list(pool.tables[2, :2]) == [0, 1] and pool.touched_count == 3
+    assert pool.reserve(2, 33) and list(pool.tables[2, :2]) == [0, 1] and pool.free_count == 3
     assert pool.reserve(0, CONTEXT) is False and pool.count(0) == 0, "all or nothing"
     assert pool.reserve(0, 3 * BLOCK_TOKENS) and pool.free_count == 0

@@ -10,6 +10,7 @@ Shapes: T tokens, D hidden, R rows of q, k, v, Q query rows, V vocabulary; those
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class Products:
         count = rows.shape[0]
         if count > BLOCK_ROWS:
             return self._product_of_many(rows, weight, bias)
-        chosen = self._chosen[_class_of(count)]
+        chosen = self._chosen[bisect.bisect_right(ROW_CLASSES, count) - 1]
         missing = -count % (PIECE_ROWS if count > PIECE_ROWS else STEP_ROWS)
         if chosen is F.linear or not missing:
             return chosen(rows, weight, bias)
@@ -68,13 +69,6 @@ class Products:
         for at, rows in enumerate(ROW_CLASSES):
             if _spent_s(_by_onednn, weights, rows) < _spent_s(F.linear, weights, rows):
                 self._chosen[at] = _by_onednn
-
-
-def _class_of(count: int) -> int:
-    at = 0
-    while at + 1 < len(ROW_CLASSES) and count >= ROW_CLASSES[at + 1]:
-        at += 1
-    return at
 
 
 def _spent_s(product: Product, weights: Sequence[torch.Tensor], row_count: int) -> float:
@@ -148,11 +142,6 @@ class CachedDecoder:
         padded = -(-context_tokens // kernels.LANES) * kernels.LANES
         self._scratch = (np.zeros(padded, np.float32), np.zeros(padded, np.int32))
         self._products = Products()
-
-    @property
-    def block_bytes(self) -> int:
-        """Memory of one block of the cache."""
-        return int(self._cache[:1].nbytes)
 
     def warm_up(self) -> None:
         """Compiles the kernels and chooses the matrix products, so that the first token does not wait for that."""

@@ -56,11 +56,6 @@ class BlockPool:
     def free_count(self) -> int:
         return len(self._free) + self.block_count - self._unused
 
-    @property
-    def touched_count(self) -> int:
-        """Most blocks ever in use at once: the memory actually touched."""
-        return self._unused
-
     def count(self, slot: int) -> int:
         return self._counts[slot]
 

@@ -38,14 +38,14 @@ Sums = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """Which ranks hold the same part of a tensor: for each tensor, its name and groups of rank numbers."""
+    """Which ranks hold the same part of a tensor: for each tensor, groups of rank numbers."""
 
-    holders: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+    holders: tuple[tuple[tuple[int, ...], ...], ...]
 
     def fingerprint(self, sums: Sequence[Sums]) -> int | None:
         """The fingerprint from the sums of every rank; None if ranks differ in a part that they share."""
         total = 0
-        for at, (_, groups) in enumerate(self.holders):
+        for at, groups in enumerate(self.holders):
             total += sums[0][at][0]
             for group in groups:
                 if len({tuple(sums[rank][at]) for rank in group}) > 1:
@@ -67,7 +67,7 @@ def joined(shapes: Mapping[str, tuple[int, ...]], covers: Sequence[Covers]) -> R
         expected, found = math.prod(shape), sum(counts.values())
         if found != expected:
             raise EngineError(f"tensor {name}: the model's loader places {found} of its {expected} elements")
-        holders.append((name, tuple(tuple(ranks) for ranks in groups.values())))
+        holders.append(tuple(tuple(ranks) for ranks in groups.values()))
     return RankGroups(tuple(holders))
 
 
@@ -95,7 +95,9 @@ class VllmWeights:
         self._check: UpdateCheck | None = None
         self._ranks: RankGroups | None = None
         self._updates: list[TensorUpdate] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="echo2-patch-", dir=_shared_memory())
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="echo2-patch-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+        )
         self._path = Path(self._folder.name, "patch")
         self._entries: list[Entry] = []
         self._is_written = False
@@ -239,7 +241,3 @@ def _patch(raw: np.ndarray, entry: Entry) -> Patch:
 
 def _listed(shapes: Shapes) -> list[tuple[str, list[int]]]:
     return [(name, list(shape)) for name, shape in shapes.items()]
-
-
-def _shared_memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None

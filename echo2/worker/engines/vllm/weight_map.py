@@ -14,39 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from echo2.base.errors import EngineError
 from echo2.weights.elements import TensorSpec, element_type_of
 from echo2.weights.fingerprint import MODULUS, fingerprint_tensor, header_term
-
-
-@dataclass(slots=True)
-class Replaced:
-    """Old `values` for the `places` of the parameter `flat`; values and places are on the host."""
-
-    flat: torch.Tensor
-    places: torch.Tensor
-    values: torch.Tensor
-
-    def exchange(self) -> None:
-        """Swaps the live values with the kept ones."""
-        device = self.flat.device
-        places = self.places.to(device).long()
-        live = self.flat[places].cpu()
-        self.flat.index_copy_(0, places, self.values.to(device))
-        self.values = live
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.places.nbytes + self.values.nbytes)
-
-
-def replaced_at(flat: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> Replaced:
-    """A `Replaced` with 4-byte positions if those suffice, else 8-byte ones."""
-    small = torch.int32 if flat.numel() <= 1 << 31 else torch.int64
-    return Replaced(flat, places.to("cpu", small), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +90,6 @@ class TensorPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class _WholeBefore:
-    """All values of a piece before an update, on the host."""
-
-    piece: TensorPiece
-    old: torch.Tensor
-
-    def put_back(self) -> None:
-        self.piece.live.copy_(self.old)
-
-
-@dataclass(frozen=True, slots=True)
 class Patch:
     """New raw values of one published tensor: `bits` as signed integers, at flat `positions`; None: all of it."""
 
@@ -153,7 +116,7 @@ class WeightMap:
         self._device = device
         self._masters: dict[str, torch.Tensor] = {}  # published bits, flat, of tensors with derived live values
         self._dtypes: dict[str, str] = {}
-        self._undo: list[Replaced | _WholeBefore | Callable[[], object]] = []
+        self._undo: list[Callable[[], object]] = []
         self._keeps_old = False
 
     def covers(self) -> list[tuple[str, int, str]]:
@@ -197,14 +160,8 @@ class WeightMap:
         """Ends the last update: restores the old values (not `is_kept`), or drops them."""
         undo, self._undo = self._undo, []
         if not is_kept:
-            for old in reversed(undo):
-                match old:
-                    case Replaced():
-                        old.exchange()
-                    case _WholeBefore():
-                        old.put_back()
-                    case put_back:
-                        put_back()
+            for put_back in reversed(undo):
+                put_back()
 
     def sums(self, key: int) -> list[tuple[int, int]]:
         """For each tensor, in the order of `shapes`: its header's term of the fingerprint, and the sum over its elements here."""
@@ -216,7 +173,8 @@ class WeightMap:
 
     def _sum(self, name: str, key: int) -> tuple[int, int]:
         if name in self._derived:
-            whole, is_off = self._master(name), not self._follows(name)
+            whole = self._master(name)
+            is_off = not all(derived.follows(whole) for derived in self._derived[name])
         else:
             whole, is_off = self._gathered(name), False
         header = header_term(key, TensorSpec(name, element_type_of(name, whole), self.shapes[name]))
@@ -231,9 +189,6 @@ class WeightMap:
         for piece in pieces:
             piece.part_of(whole).copy_(_narrowed(piece.live, _TORCH_DTYPES[dtype]))
         return whole
-
-    def _follows(self, name: str) -> bool:
-        return all(derived.follows(self._master(name)) for derived in self._derived[name])
 
     def _master(self, name: str) -> torch.Tensor:
         return self._masters[name].view(_TORCH_DTYPES[self._dtypes[name]]).view(self.shapes[name])
@@ -268,14 +223,21 @@ class WeightMap:
         if patch.positions is None:
             values = _widened(patch.bits.to(device), patch.dtype, live.dtype, whose)
             if self._keeps_old:
-                self._undo.append(_WholeBefore(piece, live.to("cpu", copy=True)))
+                self._undo.append(partial(live.copy_, live.to("cpu", copy=True)))
             live.copy_(piece.part_of(values))
             return
         inside, target = piece.positions(patch.positions.to(device))
         values = _widened(patch.bits.to(device)[inside], patch.dtype, live.dtype, whose)
         flat = piece.live_flat
-        self._undo.append(replaced_at(flat, target, flat[target].cpu()))
+        self._undo.append(_put_back_at(flat, target))
         flat.index_copy_(0, target, values)
+
+
+def _put_back_at(flat: torch.Tensor, places: torch.Tensor) -> Callable[[], object]:
+    """What puts the present values back at `places`. Both are kept on the host, the places in 4 bytes if those suffice."""
+    values = flat[places].cpu()
+    kept = places.to("cpu", torch.int32 if flat.numel() <= 1 << 31 else torch.int64)
+    return lambda: flat.index_copy_(0, kept.to(flat.device).long(), values.to(flat.device))
 
 
 def record_map(
@@ -402,7 +364,7 @@ class RoundedMap:
 
     def __init__(self, weights: WeightMap, layers: Sequence[RoundedLayer]) -> None:
         self._weights = weights
-        self._layers = {_storage(layer.master): layer for layer in layers}
+        self._layers = {layer.master.untyped_storage().data_ptr(): layer for layer in layers}
         self._touched: set[int] = set()
         self._rounded: list[RoundedLayer] = []
 
@@ -442,10 +404,6 @@ class RoundedMap:
             (header, total + bool(is_off & self._weights.storages_of(name)))
             for name, (header, total) in zip(self._weights.shapes, self._weights.sums(key), strict=True)
         ]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _raw(values: torch.Tensor) -> torch.Tensor:

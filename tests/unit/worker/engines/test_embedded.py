@@ -265,9 +265,7 @@ def test_a_few_tokens_in_many_slots_of_a_long_context_take_a_few_pages() -> None
             assert blocks.reserve(slot, 8)
         decoder.fill([Fill(slot, 0, (1, 2, 3, 4, 5, 6, 7)) for slot in range(SLOTS)])
         decoder.decode([8] * SLOTS, list(range(SLOTS)), [7] * SLOTS)
-    used = decoder.block_bytes * blocks.touched_count
-    assert used < 4 << 20
-    assert resident_bytes() - before < used + (8 << 20), "a page for each slot, head and layer is 768 MiB"
+    assert resident_bytes() - before < 12 << 20, "a page for each slot, head and layer is 768 MiB"
 
 
 PARAMS = st.builds(
