@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,109 +33,93 @@ class Answers:
         return self.is_there
 
 
-@contextmanager
-def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
     made = Answers()
     monkeypatch.setattr(learner_door, "shows_certificate", made)
-    monkeypatch.setattr(learner_door, "MISSED_S", 0.01)
-    monkeypatch.setattr(learner_door, "LOOK_HIDDEN_S", 0.1)
-    monkeypatch.setattr(learner_door, "LOOK_S", 0.1)
-    monkeypatch.setattr(learner_door, "PLACE_S", 0.2)
-    yield made
+    for name, seconds in (("MISSED_S", 0.01), ("LOOK_HIDDEN_S", 0.1), ("LOOK_S", 0.1), ("PLACE_S", 0.2)):
+        monkeypatch.setattr(learner_door, name, seconds)
+    return made
 
 
-def relaying(daemon: CoordinatorDaemon, *, has_place: bool) -> None:
+@asynccontextmanager
+async def relaying(folder: Path, *, has_place: bool = True) -> AsyncIterator[CoordinatorDaemon]:
     """As if it listened elsewhere than on the loopback."""
+    async with running(options(folder)) as daemon:
+        assert daemon.hub is not None
+        daemon.hub.relay_address = "203.0.113.9:8423"
+        daemon.hub.relay = SimpleNamespace(is_piped=lambda peer: has_place, close=lambda: asyncio.sleep(0))  # type: ignore[assignment]
+        yield daemon
+
+
+def complaints(daemon: CoordinatorDaemon) -> list[str]:
     assert daemon.hub is not None
-    daemon.hub.relay_address = "203.0.113.9:8423"
-    daemon.hub.relay = SimpleNamespace(is_piped=lambda peer: has_place, close=lambda: asyncio.sleep(0))  # type: ignore[assignment]
+    return [event.text for event in daemon.hub.state.events if "does not answer" in event.text]
 
 
-async def address_told(worker: Node, wanted: str) -> None:
+async def learner_told(worker: Node, wanted: str) -> None:
     while (await worker.until("learner")).address != wanted:
         pass
 
 
+async def dialled(worker: Node, wanted: tuple[str, ...]) -> None:
+    """Waits until the plan says that the learner is dialled there."""
+    while plan_from_message(await worker.until("broadcast_plan")).nodes[0].addresses != wanted:
+        pass
+
+
 def test_a_learner_that_does_not_answer_is_reached_by_pipes_and_directly_once_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, answers: Answers
 ) -> None:
     async def scene() -> None:
-        with answering(monkeypatch) as answers:
-            async with running(options(tmp_path)) as daemon:
-                relaying(daemon, has_place=True)
-                learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-                welcome = (await learner.hello(address=AT, chunk_address=CHUNKS)).welcome
-                assert welcome.relay_address == "203.0.113.9:8423"
-                came = await worker.hello(addresses=["127.0.0.1:7777"])
-                if came.welcome.learner.address != PIPES:
-                    await address_told(worker, PIPES)
-                assert answers.asked[0] == ("198.51.100.7", 8421, learner.credentials.peer_id)
-                while plan_from_message(await worker.until("broadcast_plan")).nodes[0].addresses:
-                    pass  # a worker that can be dialled is there: the learner dials it
-                assert daemon.hub is not None
-                assert any("byte pipes" in event.text and AT in event.text for event in daemon.hub.state.events)
-                answers.is_there = True
-                await address_told(worker, AT)
-                while plan_from_message(await worker.until("broadcast_plan")).nodes[0].addresses != (CHUNKS,):
-                    pass
-                for node in (learner, worker):
-                    await node.close()
-
-    play(scene)
-
-
-def test_where_all_workers_are_hidden_the_plan_has_them_dial_the_pipes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scene() -> None:
-        with answering(monkeypatch):
-            async with running(options(tmp_path)) as daemon:
-                relaying(daemon, has_place=True)
-                learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-                await learner.hello(address=AT, chunk_address=CHUNKS)
-                await worker.hello()
-                while plan_from_message(await worker.until("broadcast_plan")).nodes[0].addresses != (PIPES,):
-                    pass
-                for node in (learner, worker):
-                    await node.close()
+        async with relaying(tmp_path) as daemon:
+            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+            welcome = (await learner.hello(address=AT, chunk_address=CHUNKS)).welcome
+            assert welcome.relay_address == "203.0.113.9:8423"
+            came = await worker.hello()
+            if came.welcome.learner.address != PIPES:
+                await learner_told(worker, PIPES)
+            assert answers.asked[0] == ("198.51.100.7", 8421, learner.credentials.peer_id)
+            await dialled(worker, (PIPES,))  # all workers are hidden
+            await worker.hello(addresses=["127.0.0.1:7777"])
+            await dialled(worker, ())  # the learner dials it
+            assert any("byte pipes" in text and AT in text for text in complaints(daemon))
+            answers.is_there = True
+            await learner_told(worker, AT)
+            await dialled(worker, (CHUNKS,))
+            for node in (learner, worker):
+                await node.close()
 
     play(scene)
 
 
 def test_a_learner_without_a_place_is_left_where_it_says_and_the_operator_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, answers: Answers
 ) -> None:
     async def scene() -> None:
-        with answering(monkeypatch) as answers:
-            async with running(options(tmp_path)) as daemon:
-                relaying(daemon, has_place=False)
-                learner = await Node.join(daemon, Role.LEARNER)
-                await learner.hello(address=AT, chunk_address=CHUNKS)
-                while len(answers.asked) < 3:
-                    await asyncio.sleep(0.02)
-                assert daemon.hub is not None and daemon.hub.board.address == AT
-                told = [event.text for event in daemon.hub.state.events if "does not answer" in event.text]
-                assert len(told) == 1 and "learner.advertise" in told[0]
-                await learner.close()
+        async with relaying(tmp_path, has_place=False) as daemon:
+            learner = await Node.join(daemon, Role.LEARNER)
+            await learner.hello(address=AT, chunk_address=CHUNKS)
+            while len(answers.asked) < 3:
+                await asyncio.sleep(0.02)
+            (text,) = complaints(daemon)
+            assert "learner.advertise" in text and daemon.hub is not None and daemon.hub.board.address == AT
+            await learner.close()
 
     play(scene)
 
 
-def test_one_dial_that_fails_moves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_dial_that_fails_moves_nobody(tmp_path: Path, answers: Answers) -> None:
     async def scene() -> None:
-        with answering(monkeypatch) as answers:
-            async with running(options(tmp_path)) as daemon:
-                relaying(daemon, has_place=True)
-                learner = await Node.join(daemon, Role.LEARNER)
-                answers.is_there = True
-                await learner.hello(address=AT, chunk_address=CHUNKS)
-                for fails in (False, True, False):
-                    asked, answers.is_there = len(answers.asked), not fails
-                    while len(answers.asked) == asked:
-                        await asyncio.sleep(0.001)
-                await asyncio.sleep(0.2)
-                assert daemon.hub is not None and not daemon.hub.board.pipe_address
-                assert not any("does not answer" in event.text for event in daemon.hub.state.events)
-                await learner.close()
+        async with relaying(tmp_path) as daemon:
+            learner, answers.is_there = await Node.join(daemon, Role.LEARNER), True
+            await learner.hello(address=AT, chunk_address=CHUNKS)
+            for fails in (False, True, False):
+                asked, answers.is_there = len(answers.asked), not fails
+                while len(answers.asked) == asked:
+                    await asyncio.sleep(0.001)
+            await asyncio.sleep(0.2)
+            assert daemon.hub is not None and not daemon.hub.board.pipe_address and not complaints(daemon)
+            await learner.close()
 
     play(scene)
