@@ -28,7 +28,6 @@ from echo2.base.ids import PeerId, RunId
 from echo2.coordinator.commands import Commands
 from echo2.coordinator.ending import until_settled
 from echo2.coordinator.fleet.enrolment import EnrolmentService, RenewalService
-from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.fleet.probe import ProbeService
 from echo2.coordinator.fleet.tokens import token_hash
 from echo2.coordinator.fleet.wheel import SetupService
@@ -39,7 +38,6 @@ from echo2.coordinator.leases.long_tail import is_quiet, moves, pace_of
 from echo2.coordinator.money.offers import MakeProvider, Renting, load_offers, make_provider
 from echo2.coordinator.operator import OperatorService
 from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.persistence import StateStore
 from echo2.coordinator.planning.service import Planning
 from echo2.coordinator.store import SqlStore
 from echo2.coordinator.streams import CoordinatorService
@@ -69,7 +67,7 @@ def links_folder(folder: Path) -> Path:
 
 
 OpenGarbage = Callable[[], AbstractContextManager[Callable[[], None]]]
-OpenStore = Callable[[str, RunId, Path], StateStore]
+OpenStore = Callable[[str, RunId, Path], SqlStore]
 
 
 @contextmanager
@@ -211,17 +209,13 @@ class CoordinatorDaemon:
 
         hub, loop, options = self._running_hub, asyncio.get_running_loop(), self.options
 
-        def is_banned(peer: PeerId) -> bool:  # the relay's thread calls it; it is a single look-up
-            member = hub.membership.members.get(peer)
-            return member is not None and member.setting is OperatorSetting.BANNED
-
         def proven(peer: PeerId, address: str) -> None:  # in the relay's thread as well
             loop.call_soon_threadsafe(hub.proven.note, peer, address, hub.clock.now())
 
         host, wanted = options.config.coordinator.host, ports.wanted("relay_port")
         relay = Nat(self._own)
         opened.push_async_callback(relay.close)
-        port = await relay.serve(HostOptions(host, wanted, is_barred=is_banned, proven=proven))
+        port = await relay.serve(HostOptions(host, wanted, is_barred=hub.membership.banned.__contains__, proven=proven))
         ports.save("relay_port", port)
         hub.flush_now()
         hub.relay, hub.relay_address = relay, joined(options.link_host, port)

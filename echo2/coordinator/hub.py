@@ -41,12 +41,13 @@ from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.seekers import LeaseRules
 from echo2.coordinator.money.costs import Money, meter
 from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.persistence import LoggedEvent, PaidAction, StateSnapshot, StateStore, StateWriter
+from echo2.coordinator.persistence import LoggedEvent, PaidAction, StateSnapshot
 from echo2.coordinator.plan_process import PlanProcess
 from echo2.coordinator.planning.board import LearnerBoard
 from echo2.coordinator.planning.corrections import Corrections
 from echo2.coordinator.planning.parts import PlanParts
 from echo2.coordinator.sessions import StreamSession
+from echo2.coordinator.store import SqlStore, StateWriter
 from echo2.cost_model.plan import Plan
 from echo2.outside.guard import PeerLines
 from echo2.trust.identity import Identity
@@ -78,7 +79,7 @@ class Hub:
         self,
         options: CoordinatorOptions,
         identity: Identity,
-        store: StateStore,
+        store: SqlStore,
         saved: StateSnapshot,
         clock: Clock,
         failed: Callable[[EchoError], None],

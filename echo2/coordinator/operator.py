@@ -189,15 +189,8 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
     def __init__(self, commands: Commands) -> None:
         self._commands, self._actions = commands, Actions(commands)
 
-    async def _answer(self, request: Message, context: Any, act: Callable[[], Reply]) -> Reply:
+    async def _answer(self, request: Message, context: Any, act: Callable[[], Awaitable[Reply]]) -> Reply:
         """Checks the caller and the request, then returns what `act` returns."""
-
-        async def later() -> Reply:
-            return act()
-
-        return await self._awaited(request, context, later)
-
-    async def _awaited(self, request: Message, context: Any, act: Callable[[], Awaitable[Reply]]) -> Reply:
         try:
             caller = peer_of(context)
             if caller.role is not Role.OPERATOR:
@@ -213,15 +206,15 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
             raise
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.RunStatus:
-        def act() -> pb.RunStatus:
-            status, told = self._commands.status(), self._commands.advice().headline
-            status.headline, status.headline_kind = told.text, told.kind
+        async def act() -> pb.RunStatus:
+            status, headline = self._commands.status(), self._commands.advice().headline
+            status.headline, status.headline_kind = headline.text, headline.kind
             return status
 
         return await self._answer(request, context, act)
 
     async def CreateToken(self, request: pb.CreateTokenRequest, context: Any) -> pb.CreateTokenReply:
-        def act() -> pb.CreateTokenReply:
+        async def act() -> pb.CreateTokenReply:
             token, link = self._commands.create_token(
                 request.role, request.label, request.lifetime_s, request.use_limit
             )
@@ -231,8 +224,7 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
 
     async def Act(self, request: pb.ActRequest, context: Any) -> pb.ActReply:
         async def act() -> pb.ActReply:
-            return pb.ActReply(
-                answer_json=json.dumps(await self._actions.act(request.name, request.body_json)).encode()
-            )
+            answer = await self._actions.act(request.name, request.body_json)
+            return pb.ActReply(answer_json=json.dumps(answer).encode())
 
-        return await self._awaited(request, context, act)
+        return await self._answer(request, context, act)

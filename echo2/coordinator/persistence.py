@@ -1,27 +1,18 @@
-"""The coordinator's persistent state, the changes to it, and the one place where changes wait for the store.
-
-Guarantees: `StateWriter.flush` returns only once everything noted before it is saved, in one transaction, each object in its state
-at that time. A `StateStore` writes all of a transaction or nothing, and what it wrote survives a crash of the process once `write`
-returns; one contract suite checks that for every implementation. When to flush is the hub's: before any order that follows from a
-change is sent.
-"""
+"""The coordinator's persistent state, and the changes to it, as values."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import Member
-from echo2.coordinator.fleet.tokens import Token, TokenBook
+from echo2.coordinator.fleet.tokens import Token
 from echo2.coordinator.leases.events import Lease, OpenGroup
 from echo2.coordinator.money.provisioning import RentedMachine
 
 # Samples of the run's curves in memory and in the store: a step a minute for three days.
 SAMPLES_MAX = 4_000
-# Transactions between two deletions of old log lines: each deletion scans the log, which may grow by this many lines in between.
-PRUNE_EVERY_FLUSHES = 2_000
 
 RowKind = Literal["groups", "leases", "members", "tokens", "token_peers", "machines", "meta"]
 LogKind = Literal["events", "samples", "paid"]
@@ -108,82 +99,3 @@ class StateSnapshot:
     samples: tuple[CurvePoint, ...] = ()
     paid: tuple[PaidAction, ...] = ()
     meta: dict[str, str] = field(default_factory=dict)
-
-
-class StateStore(Protocol):
-    def load(self) -> StateSnapshot: ...
-
-    def write(self, changes: StateChanges) -> None:
-        """Writes all changes or none. DiskFull or StateError if they cannot be written."""
-        ...
-
-    def prune(self, events_max: int, samples_max: int) -> None:
-        """Deletes all but the newest events and samples."""
-        ...
-
-    def checkpoint(self) -> str:
-        """Syncs what was written to disk; called in another thread than the event loop's. Says what it had to restore."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class StateWriter:
-    """Collects changes until `flush`. Rows are noted by reference, so an object that changes again is written as it is then."""
-
-    def __init__(self, store: StateStore, tokens: TokenBook, events_max: int) -> None:
-        self.store, self._tokens, self._events_max = store, tokens, events_max
-        self._changes = StateChanges()
-        self._flushes = 0
-        self.events: deque[LoggedEvent] = deque(maxlen=events_max)
-        self.samples: deque[CurvePoint] = deque(maxlen=SAMPLES_MAX)
-        self.paid: deque[PaidAction] = deque(maxlen=events_max)
-
-    def restore(self, saved: StateSnapshot) -> None:
-        """Takes over what an earlier process wrote."""
-        self.events.extend(saved.events)
-        self.paid.extend(saved.paid)
-        for sample in saved.samples:
-            self._add_point(sample)
-
-    def save(self, kind: RowKind, key: str, row: Row | None) -> None:
-        """Notes a row; None deletes it."""
-        self._changes.rows[kind, key] = row
-
-    def meta(self, key: str, value: str) -> None:
-        self.save("meta", key, value)
-
-    def require_sync(self) -> None:
-        """Makes the next flush sync to disk before it returns. Only for rare changes, because it waits for the disk."""
-        self._changes.must_last = True
-
-    def event(self, event: LoggedEvent) -> None:
-        self.events.append(event)
-        self._changes.log.append(("events", event))
-
-    def paid_action(self, action: PaidAction) -> None:
-        self.paid.append(action)
-        self._changes.log.append(("paid", action))
-
-    def sample(self, sample: CurvePoint) -> None:
-        """Adds a point of the curves; one of the same step takes the place of the last."""
-        self._add_point(sample)
-        self._changes.log.append(("samples", sample))
-
-    def _add_point(self, sample: CurvePoint) -> None:
-        if self.samples and self.samples[-1].step == sample.step:
-            self.samples.pop()
-        self.samples.append(sample)
-
-    def flush(self) -> None:
-        """Writes all noted changes. DiskFull or StateError if they cannot be written."""
-        changes, self._changes = self._changes, StateChanges()
-        for token_id, peer_id in sorted(self._tokens.changed_peers):
-            token = self._tokens.tokens[token_id]
-            use = TokenPeer(token_id, peer_id, token.silent.get(peer_id)) if peer_id in token.peers else None
-            changes.rows["token_peers", f"{token_id} {peer_id}"] = use
-        self._tokens.changed_peers.clear()
-        self.store.write(changes)
-        self._flushes += 1
-        if self._flushes % PRUNE_EVERY_FLUSHES == 0:
-            self.store.prune(self._events_max, SAMPLES_MAX)

@@ -20,6 +20,7 @@ import os
 import sqlite3
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from echo2.base.errors import DiskFull, EchoError, StateError
 from echo2.base.ids import RunId
 from echo2.coordinator.fleet.members import Member
-from echo2.coordinator.fleet.tokens import Token
+from echo2.coordinator.fleet.tokens import Token, TokenBook
 from echo2.coordinator.leases.events import Lease, OpenGroup
 from echo2.coordinator.money.provisioning import RentedMachine
 from echo2.coordinator.persistence import (
@@ -44,6 +45,8 @@ from echo2.coordinator.persistence import (
     CurvePoint,
     LoggedEvent,
     PaidAction,
+    Row,
+    RowKind,
     StateChanges,
     StateSnapshot,
     TokenPeer,
@@ -54,6 +57,8 @@ SCHEMA_VERSION = 6  # of the tables and of what their JSON holds
 CHECKPOINT_TRIES = 3  # writes during a try remain in the log; the next checkpoint comes two seconds later anyway
 LOG_PAGES_MAX = 16_384  # 64 MiB: such a log is folded in by `write` itself, in case `checkpoint` is not called
 EVENTS_LOADED = 5_000  # as many as the page and the status can ever show
+# Transactions between two deletions of old log lines: each deletion scans the log, which may grow by this many lines in between.
+PRUNE_EVERY_FLUSHES = 2_000
 MARK_BYTES = 256  # room for two numbers of 20 digits and two ids of up to 64 characters
 # What opening a database may raise. ValueError, because SQLite reads part of it on connect, and damaged text fails to decode.
 _DRIVER_ERRORS = (SQLAlchemyError, sqlite3.Error, ValueError)
@@ -124,7 +129,8 @@ def _sum_of(kind: str, key: str, text: str) -> str:
 
 
 class SqlStore:
-    """`StateStore` on a database URL; one process writes at a time."""
+    """The state at a database URL; one process writes at a time. `write` writes all of a transaction or nothing, and what it wrote
+    survives a crash of the process once it returns."""
 
     def __init__(self, url: str, run_id: RunId, mark_path: Path | None = None) -> None:
         """`mark_path`: file of the mark; None for a copy that is only inspected."""
@@ -190,6 +196,7 @@ class SqlStore:
         _set_meta(connection, store_id=store_id, transactions=str(self._written))
 
     def write(self, changes: StateChanges) -> None:
+        """DiskFull or StateError if the changes cannot be written."""
         if changes.is_empty():
             return
         with self._writing:
@@ -263,6 +270,7 @@ class SqlStore:
             raise self._damaged(f"a row cannot be read: {error}") from None
 
     def prune(self, events_max: int, samples_max: int) -> None:
+        """Deletes all but the newest events and samples."""
         try:
             with self._writing, self._engine.begin() as connection:
                 for kind, count in (("events", events_max), ("samples", samples_max)):
@@ -406,6 +414,68 @@ def _tokens_of(tokens: Iterable[Token], uses: Iterable[TokenPeer]) -> tuple[Toke
         if use.silent_since is not None:
             token.silent[use.peer_id] = use.silent_since
     return tuple(by_id.values())
+
+
+class StateWriter:
+    """Collects changes until `flush`, which returns only once everything noted before it is saved, in one transaction. Rows are
+    noted by reference, so an object that changes again is written as it is then."""
+
+    def __init__(self, store: SqlStore, tokens: TokenBook, events_max: int) -> None:
+        self.store, self._tokens, self._events_max = store, tokens, events_max
+        self._changes = StateChanges()
+        self._flushes = 0
+        self.events: deque[LoggedEvent] = deque(maxlen=events_max)
+        self.samples: deque[CurvePoint] = deque(maxlen=SAMPLES_MAX)
+        self.paid: deque[PaidAction] = deque(maxlen=events_max)
+
+    def restore(self, saved: StateSnapshot) -> None:
+        """Takes over what an earlier process wrote."""
+        self.events.extend(saved.events)
+        self.paid.extend(saved.paid)
+        for sample in saved.samples:
+            self._add_point(sample)
+
+    def save(self, kind: RowKind, key: str, row: Row | None) -> None:
+        """Notes a row; None deletes it."""
+        self._changes.rows[kind, key] = row
+
+    def meta(self, key: str, value: str) -> None:
+        self.save("meta", key, value)
+
+    def require_sync(self) -> None:
+        """Makes the next flush sync to disk before it returns. Only for rare changes, because it waits for the disk."""
+        self._changes.must_last = True
+
+    def event(self, event: LoggedEvent) -> None:
+        self.events.append(event)
+        self._changes.log.append(("events", event))
+
+    def paid_action(self, action: PaidAction) -> None:
+        self.paid.append(action)
+        self._changes.log.append(("paid", action))
+
+    def sample(self, sample: CurvePoint) -> None:
+        """Adds a point of the curves; one of the same step takes the place of the last."""
+        self._add_point(sample)
+        self._changes.log.append(("samples", sample))
+
+    def _add_point(self, sample: CurvePoint) -> None:
+        if self.samples and self.samples[-1].step == sample.step:
+            self.samples.pop()
+        self.samples.append(sample)
+
+    def flush(self) -> None:
+        """Writes all noted changes. DiskFull or StateError if they cannot be written."""
+        changes, self._changes = self._changes, StateChanges()
+        for token_id, peer_id in sorted(self._tokens.changed_peers):
+            token = self._tokens.tokens[token_id]
+            use = TokenPeer(token_id, peer_id, token.silent.get(peer_id)) if peer_id in token.peers else None
+            changes.rows["token_peers", f"{token_id} {peer_id}"] = use
+        self._tokens.changed_peers.clear()
+        self.store.write(changes)
+        self._flushes += 1
+        if self._flushes % PRUNE_EVERY_FLUSHES == 0:
+            self.store.prune(self._events_max, SAMPLES_MAX)
 
 
 @dataclass(frozen=True, slots=True)

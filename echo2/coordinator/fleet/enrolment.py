@@ -14,7 +14,6 @@ from urllib.parse import unquote
 import grpc
 
 from echo2.base.errors import BadToken, EchoError, LimitExceeded, NotAllowed, TrustError, VersionMismatch
-from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.fleet.tokens import RateLimiter
 from echo2.coordinator.hub import Hub
 from echo2.outside.guard import Refusals
@@ -109,9 +108,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         token_id = self._hub.tokens.look_up(request.token, host, now).token_id  # checked before anything is signed
         role = Role(request.role)
         certificate = self._authority.issue(request.certificate_request_der, role, now, token_id=token_id)
-        member = self._hub.membership.members.get(certificate.peer_id)
-        if member is not None and member.setting is OperatorSetting.BANNED:
-            raise NotAllowed(f"worker {certificate.peer_id} is banned: {member.setting_reason or 'no reason given'}")
+        self._hub.membership.check_not_banned(certificate.peer_id)
         token = self._hub.tokens.redeem(request.token, request.role, certificate.peer_id, now)
         self._hub.note("join", f"{request.role} {certificate.peer_id} enrolled with token {token.token_id}")
         self._hub.flush_now()
@@ -137,9 +134,7 @@ class RenewalService(enrolment_pb2_grpc.RenewalServicer):
         check(request, caller.peer_id)
         if len(request.certificate_request_der) > REQUEST_BYTES_MAX:
             raise TrustError(f"renewal: expected a request of up to {REQUEST_BYTES_MAX} bytes")
-        member = self._hub.membership.members.get(caller.peer_id)
-        if member is not None and member.setting is OperatorSetting.BANNED:
-            raise NotAllowed(f"worker {caller.peer_id} is banned: {member.setting_reason or 'no reason given'}")
+        self._hub.membership.check_not_banned(caller.peer_id)
         certificate = self._authority.issue(request.certificate_request_der, caller.role, now, token_id=caller.token_id)
         certificate.check_peer(caller.peer_id)
         self._hub.note("join", f"{caller.role} {caller.peer_id} renewed its certificate")

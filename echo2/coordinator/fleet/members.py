@@ -277,10 +277,7 @@ class Membership:
             record = self.records.of(peer_id)
             member = Member(peer_id, hello, now, now, record, activation_since=now, metered_until=now)
             self.members[peer_id] = member
-        elif member.setting is OperatorSetting.BANNED:
-            raise NotAllowed(
-                f"worker {member.name} ({peer_id}) is banned: {member.setting_reason or 'no reason given'}"
-            )
+        self.check_not_banned(peer_id)
         if member.last_liveness is Liveness.GONE:
             member.metered_until = now
         if member.setting is OperatorSetting.DRAINING:
@@ -291,6 +288,13 @@ class Membership:
         member.heartbeat = replace(member.heartbeat, reach=None, links=None)  # they belong to its last session
         member.is_restored = member.has_left = False
         return member
+
+    def check_not_banned(self, peer_id: PeerId) -> None:
+        """NotAllowed, with the reason, for a banned peer."""
+        if peer_id in self.banned:
+            member = self.members[peer_id]
+            reason = member.setting_reason or "no reason given"
+            raise NotAllowed(f"worker {member.name} ({peer_id}) is banned: {reason}")
 
     def on_message(self, peer_id: PeerId, heartbeat: Heartbeat | None, now: float) -> Member:
         member = self.members[peer_id]

@@ -100,13 +100,17 @@ class TokenBook:
         self.restore([token])
         return token
 
-    def redeem(self, secret: str, role: str, peer_id: PeerId, now: float) -> Token:
-        """Uses the token to admit `peer_id` as `role` and returns it; else BadToken or NotAllowed with the reason."""
+    def _known(self, secret: str, whose: str) -> Token:
         token = self._by_hash.get(token_hash(secret))
         if token is None:
             raise BadToken(
-                f"join token of {peer_id}: expected one of this run, got one that it does not know; ask for a new link"
+                f"join token of {whose}: expected one of this run, got one that it does not know; ask for a new link"
             )
+        return token
+
+    def redeem(self, secret: str, role: str, peer_id: PeerId, now: float) -> Token:
+        """Uses the token to admit `peer_id` as `role` and returns it; else BadToken or NotAllowed with the reason."""
+        token = self._known(secret, peer_id)
         if token.role != role:
             raise NotAllowed(
                 f"join token {token.token_id} of {peer_id}: it is for the role {token.role}, not {role[:40]!r}"
@@ -144,11 +148,7 @@ class TokenBook:
 
     def look_up(self, secret: str, whose: str, now: float) -> Token:
         """Returns the token without using it, even if it is used up. BadToken if it is unknown, expired or revoked."""
-        token = self._by_hash.get(token_hash(secret))
-        if token is None:
-            raise BadToken(
-                f"join token of {whose}: expected one of this run, got one that it does not know; ask for a new link"
-            )
+        token = self._known(secret, whose)
         if token.is_revoked or now >= token.expires_at:
             raise BadToken(
                 f"join token {token.token_id} ({token.label or token.role}) of {whose}: {token.problem(now)}"

@@ -28,36 +28,9 @@ from echo2.base.errors import LimitExceeded
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version, warm_groups
 from echo2.base.rollout import EndReason, GroupSpec
 from echo2.coordinator.fleet.record import EXPIRED, HANDED_BACK, LOST, MISSING, REFUSED, UNFINISHED, WorkerRecords
+from echo2.coordinator.leases import events as le
 from echo2.coordinator.leases.evaluations import Evaluators
-from echo2.coordinator.leases.events import (
-    Action,
-    Delivered,
-    Event,
-    Grant,
-    GroupPhase,
-    GroupsClosed,
-    GroupsOffered,
-    GroupsSynced,
-    HeldLease,
-    Lease,
-    LeaseCounts,
-    LeaseEnded,
-    Note,
-    OpenGroup,
-    Progressed,
-    Rated,
-    Recall,
-    Revoke,
-    RolloutsWanted,
-    SaveGroup,
-    SaveLease,
-    Tick,
-    WorkerAllowed,
-    WorkerCame,
-    WorkerLost,
-    lease_id_of,
-    refusal_pause_s,
-)
+from echo2.coordinator.leases.events import Action, Event, GroupPhase, Lease, Note, OpenGroup
 from echo2.coordinator.leases.queue import ExpectedLength, LeaseQueue
 from echo2.coordinator.leases.seekers import LeaseRules, Ranking, Seekers
 from echo2.staleness.rule import may_begin
@@ -72,7 +45,7 @@ class LeaseBook:
     rules: LeaseRules
     groups: dict[GroupId, OpenGroup] = field(default_factory=dict)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
-    counts: LeaseCounts = field(default_factory=LeaseCounts)
+    counts: le.LeaseCounts = field(default_factory=le.LeaseCounts)
     seekers: Seekers = field(init=False)
     lengths: ExpectedLength = field(default_factory=ExpectedLength)
     offered_at: float = 0.0
@@ -110,43 +83,43 @@ class LeaseBook:
 
     def _handle(self, event: Event, now: float) -> Iterator[Action]:
         match event:
-            case GroupsOffered(groups, held_tokens):
+            case le.GroupsOffered(groups, held_tokens):
                 yield from self._offer(groups, now)
                 for spec, tokens in zip(groups, held_tokens, strict=False):
                     yield from self._check_held(self.groups[spec.group_id], tokens, now)
-            case GroupsSynced(groups):
+            case le.GroupsSynced(groups):
                 yield from self._sync(groups, now)
-            case GroupsClosed(group_ids, reason):
+            case le.GroupsClosed(group_ids, reason):
                 for group_id in group_ids:
                     yield from self._close(group_id, reason)
                 return
-            case WorkerCame(worker_id, held):
+            case le.WorkerCame(worker_id, held):
                 yield from self._reconnect(worker_id, held, now)
-            case WorkerAllowed(worker_id, is_allowed):
+            case le.WorkerAllowed(worker_id, is_allowed):
                 self.seekers.allow(worker_id, is_allowed)
-            case RolloutsWanted(worker_id, free_rollouts, version):
+            case le.RolloutsWanted(worker_id, free_rollouts, version):
                 self.seekers.on_request(worker_id, free_rollouts, version)
                 yield from self._overtake(now)
                 # Only this worker may take more than before. Groups that became free by time alone wait for the next tick.
                 yield from self._match(now, None if self._queue.has_exact else worker_id)
                 return
-            case Rated(worker_id, rollouts_per_s):
+            case le.Rated(worker_id, rollouts_per_s):
                 self.seekers.on_rate(worker_id, rollouts_per_s)
                 return
-            case Delivered(workers):
+            case le.Delivered(workers):
                 for worker_id in self.records.on_delivered(workers, now):
                     yield from self._take_back_all(worker_id, now)
-            case Progressed():
+            case le.Progressed():
                 yield from self._progress(event, now)
                 return
-            case LeaseEnded():
+            case le.LeaseEnded():
                 yield from self._end(event, now)
-            case WorkerLost(worker_id, reason):
+            case le.WorkerLost(worker_id, reason):
                 yield from self._lose(worker_id, reason, now)
-            case Recall():
+            case le.Recall():
                 yield from self._recall(event, now)
                 return
-            case Tick():
+            case le.Tick():
                 yield from self._expire(now)
                 yield from self._overtake(now)
                 yield from (Note("lease", text) for text in self.records.judge(now))
@@ -173,7 +146,7 @@ class LeaseBook:
             self.groups[spec.group_id] = opened
             self.offered_at = now
             self._queue.add(opened)
-            yield SaveGroup(spec.group_id)
+            yield le.SaveGroup(spec.group_id)
 
     def _prefer_warm(self, opened: OpenGroup, now: float) -> None:
         """A later turn waits a while for the worker that sampled the previous turn and has it in its KV cache."""
@@ -201,7 +174,7 @@ class LeaseBook:
             f"that worker is given nothing for {bar_s:.0f} s",
         )
         yield from self._take_back(lease, now, bar_s)
-        yield Revoke(lease.worker_id, lease.lease_id, text)
+        yield le.Revoke(lease.worker_id, lease.lease_id, text)
 
     def _take_turn(self, group: OpenGroup, spec: GroupSpec) -> Iterator[Action]:
         """Moves the group to the consume step of the new `spec`."""
@@ -211,7 +184,7 @@ class LeaseBook:
         group.spec = spec
         if is_queued:
             self._queue.add(group)
-        yield SaveGroup(spec.group_id)
+        yield le.SaveGroup(spec.group_id)
 
     def _sync(self, groups: tuple[GroupSpec, ...], now: float) -> Iterator[Action]:
         wanted = {spec.group_id for spec in groups}
@@ -231,14 +204,14 @@ class LeaseBook:
         lease = self.leases.get(group.lease_id) if group.lease_id else None
         if lease is not None:
             yield from self._drop_lease(lease)
-        yield SaveGroup(group_id)
+        yield le.SaveGroup(group_id)
         if lease is not None:
             self.counts.revoked += 1
-            yield Revoke(lease.worker_id, lease.lease_id, f"group closed: {reason}")
+            yield le.Revoke(lease.worker_id, lease.lease_id, f"group closed: {reason}")
 
     # ---- the workers' side
 
-    def _reconnect(self, worker_id: PeerId, held: tuple[HeldLease, ...], now: float) -> Iterator[Action]:
+    def _reconnect(self, worker_id: PeerId, held: tuple[le.HeldLease, ...], now: float) -> Iterator[Action]:
         self.seekers.on_reconnect(worker_id)
         for lease_id in sorted(self._of_worker.get(worker_id, set()) - {one.lease_id for one in held}):
             lease = self.leases[lease_id]
@@ -251,18 +224,20 @@ class LeaseBook:
             elif known is None and one.may_be_adopted(self.groups.get(one.group_id), now, self.rules.lease_timeout_s):
                 yield from self._adopt(worker_id, one, now)
             else:
-                yield Revoke(worker_id, one.lease_id, "the lease has gone to another worker or its group is closed")
+                yield le.Revoke(worker_id, one.lease_id, "the lease has gone to another worker or its group is closed")
 
-    def _adopt(self, worker_id: PeerId, held: HeldLease, now: float) -> Iterator[Action]:
+    def _adopt(self, worker_id: PeerId, held: le.HeldLease, now: float) -> Iterator[Action]:
         group = self.groups[held.group_id]
         self._queue.remove(group)
         yield Note("lease", f"lease {held.lease_id} of {worker_id} was not in the book and is taken in")
         yield from self._open_lease(group, worker_id, held.lease_id, held.attempt, now, is_held=True)
 
-    def _progress(self, event: Progressed, now: float) -> Iterator[Action]:
+    def _progress(self, event: le.Progressed, now: float) -> Iterator[Action]:
         lease = self.leases.get(event.lease_id)
         if lease is None or lease.worker_id != event.worker_id:
-            yield Revoke(event.worker_id, event.lease_id, "the lease has gone to another worker or its group is closed")
+            yield le.Revoke(
+                event.worker_id, event.lease_id, "the lease has gone to another worker or its group is closed"
+            )
             return
         if (event.finished_rollouts, event.tokens) <= (lease.finished_rollouts, lease.tokens):
             return
@@ -273,7 +248,7 @@ class LeaseBook:
         if not lease.is_recalled and lease.deadline - now < self.rules.lease_timeout_s / 2:
             yield from self._renew(lease, now)
 
-    def _end(self, event: LeaseEnded, now: float) -> Iterator[Action]:
+    def _end(self, event: le.LeaseEnded, now: float) -> Iterator[Action]:
         lease = self.leases.get(event.lease_id)
         if lease is None or lease.worker_id != event.worker_id:
             return  # closed, expired or superseded before
@@ -287,7 +262,7 @@ class LeaseBook:
                 group.phase, group.lease_id, group.since = GroupPhase.PRODUCED, None, now
                 group.made_by = lease.worker_id
                 yield from self._drop_lease(lease, is_finished=True)
-                yield SaveGroup(group.spec.group_id)
+                yield le.SaveGroup(group.spec.group_id)
             case EndReason.HANDED_BACK:
                 self.counts.handed_back += 1
                 yield Note("lease", f"{event.worker_id} hands back group {lease.group_id}: {event.message}")
@@ -296,7 +271,7 @@ class LeaseBook:
             case EndReason.REFUSED:
                 self.counts.refused += 1
                 group.refusals += 1
-                pause_s = refusal_pause_s(group.refusals)
+                pause_s = le.refusal_pause_s(group.refusals)
                 group.not_before = now + pause_s
                 yield Note("lease", f"group {lease.group_id} was refused of {event.worker_id}: {event.message}")
                 yield from self._take_back(lease, now, pause_s, REFUSED)
@@ -315,9 +290,9 @@ class LeaseBook:
         )
         for lease in self.leases_of(worker_id):
             yield from self._take_back(lease, now, self.rules.lease_timeout_s)
-            yield Revoke(worker_id, lease.lease_id, "nothing of it reached the learner")
+            yield le.Revoke(worker_id, lease.lease_id, "nothing of it reached the learner")
 
-    def _recall(self, recall: Recall, now: float) -> Iterator[Action]:
+    def _recall(self, recall: le.Recall, now: float) -> Iterator[Action]:
         lease = self.leases.get(recall.lease_id)
         if lease is None or lease.is_recalled:
             return
@@ -327,8 +302,8 @@ class LeaseBook:
             group = self.groups[lease.group_id]
             group.preferred, group.moves = recall.to, group.moves + 1
             self.counts.moved += 1
-        yield SaveLease(recall.lease_id)
-        yield Revoke(lease.worker_id, recall.lease_id, recall.reason)
+        yield le.SaveLease(recall.lease_id)
+        yield le.Revoke(lease.worker_id, recall.lease_id, recall.reason)
 
     def _expire(self, now: float) -> Iterator[Action]:
         for lease in [lease for lease in self.leases.values() if now >= lease.deadline]:
@@ -340,7 +315,7 @@ class LeaseBook:
                 f"{lease.tokens} tokens for {idle_s:.1f} s and goes to another worker",
             )
             yield from self._take_back(lease, now, self.rules.lease_timeout_s, EXPIRED)
-            yield Revoke(lease.worker_id, lease.lease_id, f"no progress for {idle_s:.1f} s")
+            yield le.Revoke(lease.worker_id, lease.lease_id, f"no progress for {idle_s:.1f} s")
 
     def _overtake(self, now: float) -> Iterator[Action]:
         """Takes evaluation leases that are overdue from their workers, if another worker at their version wants some."""
@@ -351,7 +326,7 @@ class LeaseBook:
                 self.counts.moved += 1
                 self._evaluators.on_overtake(lease.worker_id, version)
                 yield from self._take_back(lease, now, self.rules.lease_timeout_s)
-                yield Revoke(lease.worker_id, lease.lease_id, text)
+                yield le.Revoke(lease.worker_id, lease.lease_id, text)
 
     # ---- matching
 
@@ -409,7 +384,7 @@ class LeaseBook:
         is_held: bool = False,
     ) -> Iterator[Action]:  # fmt: skip
         is_continuation = group.is_continuation
-        lease_id = lease_id or lease_id_of(group.spec.group_id, attempt)
+        lease_id = lease_id or le.lease_id_of(group.spec.group_id, attempt)
         deadline = now + self.rules.lease_timeout_s
         lease = self.leases[lease_id] = Lease(lease_id, group.spec.group_id, worker_id, attempt, now, deadline, now)
         self._of_worker.setdefault(worker_id, set()).add(lease_id)
@@ -419,15 +394,15 @@ class LeaseBook:
         self._evaluators.on_grant(lease, group.spec)
         self.counts.granted += 1
         self.counts.continued += is_continuation
-        yield SaveGroup(group.spec.group_id)
-        yield SaveLease(lease_id)
-        yield Grant(worker_id, lease_id, attempt, deadline, group.spec, is_continuation, is_held)
+        yield le.SaveGroup(group.spec.group_id)
+        yield le.SaveLease(lease_id)
+        yield le.Grant(worker_id, lease_id, attempt, deadline, group.spec, is_continuation, is_held)
 
     def _renew(self, lease: Lease, now: float) -> Iterator[Action]:
         lease.deadline = now + self.rules.lease_timeout_s
         group = self.groups[lease.group_id]
-        yield SaveLease(lease.lease_id)
-        yield Grant(
+        yield le.SaveLease(lease.lease_id)
+        yield le.Grant(
             lease.worker_id, lease.lease_id, lease.attempt, lease.deadline, group.spec, lease.attempt > 1,
             is_renewal=True,
         )  # fmt: skip
@@ -440,7 +415,7 @@ class LeaseBook:
         held.discard(lease.lease_id)
         if not held:
             del self._of_worker[lease.worker_id]
-        yield SaveLease(lease.lease_id)
+        yield le.SaveLease(lease.lease_id)
 
     def _take_back(self, lease: Lease, now: float, avoid_s: float, way: str = "") -> Iterator[Action]:
         """Ends the lease and requeues its group, which avoids this worker for `avoid_s`. `way`: how the worker gave it up; empty:
@@ -457,7 +432,7 @@ class LeaseBook:
     def _requeue(self, group: OpenGroup, now: float) -> Iterator[Action]:
         group.phase, group.lease_id, group.since = GroupPhase.QUEUED, None, now
         self._queue.add(group)
-        yield SaveGroup(group.spec.group_id)
+        yield le.SaveGroup(group.spec.group_id)
 
     def set_staleness_bound(self, bound: int) -> None:
         """From now on groups go to workers by this bound."""
