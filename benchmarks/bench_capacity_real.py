@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.bench_capacity import RESULTS, Row, keep, show
 from echo2.cli.demo.model import ModelRecipe, make_model
-from echo2.cli.demo.run import WORKERS, DemoWorker, demo_run, worker_arguments
+from echo2.cli.demo.run import WORKERS, demo_run, worker_arguments
 from echo2.cli.demo.summary import steady_utilisation
 from echo2.cli.processes import Children, RunLock
 from echo2.config.load import to_toml
@@ -33,16 +33,15 @@ STEP_S = 0.9
 ERROR = "measured minus predicted"
 LOOK_EVERY_S = 0.5
 LINKS = {"1 Mbit/s": "1mbit/s", "4 Mbit/s": "4mbit/s", "10 Mbit/s": "10mbit/s"}
-_MIDDLE = WORKERS["oregon"]
-MIXES: dict[str, dict[str, DemoWorker]] = {
-    "three unlike": {name: replace(worker, slowdown=2.0 * worker.slowdown) for name, worker in WORKERS.items()},
-    "two alike": dict.fromkeys(("one", "two"), replace(_MIDDLE, slowdown=6.0)),
-    "one alone": {"alone": replace(_MIDDLE, slowdown=12.0)},
-    "one, too slow": {"alone": replace(_MIDDLE, slowdown=30.0)},
+MIXES: dict[str, dict[str, dict[str, str]]] = {
+    "three unlike": {name: {**one, "slowdown": str(2 * float(one["slowdown"]))} for name, one in WORKERS.items()},
+    "two alike": {name: {**WORKERS["oregon"], "slowdown": "6"} for name in ("one", "two")},
+    "one alone": {"alone": {**WORKERS["oregon"], "slowdown": "12"}},
+    "one, too slow": {"alone": {**WORKERS["oregon"], "slowdown": "30"}},
 }
 
 
-async def run_cell(folder: Path, link: str, workers: dict[str, DemoWorker], steps: int) -> tuple[float, float]:
+async def run_cell(folder: Path, link: str, workers: dict[str, dict[str, str]], steps: int) -> tuple[float, float]:
     """Measured and predicted utilisation of one run."""
     overrides = {
         "run.folder": str(folder), "learner.emulated_link": f"{link} 0 0s", "task.eval_every_steps": "100000",

@@ -33,7 +33,7 @@ from echo2.cost_model.market import EGRESS_USD_PER_GIB
 from echo2.cost_model.memory import CHECKPOINT_BYTES_PER_S, checkpoint_bytes, steps_between
 from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts, parse_what_if
 from echo2.cost_model.sizing import ModelSize, size_by_billions
-from echo2.cost_model.snapshot import JOIN_S, Hysteresis, LearnerEstimate, LinkEstimate, PlanConfig
+from echo2.cost_model.snapshot import JOIN_S, LearnerEstimate, LinkEstimate, PlanConfig
 
 MARKET_COUNT = 48  # more of one kind than a run of the documented sizes rents, so that price decides, not stock
 DROPPED_GROUPS = 0.25
@@ -207,7 +207,12 @@ def question_of(
     tables = fleet.get("worker", None)
     if tables is not None and not isinstance(tables, list):
         raise ConfigError(f"fleet: worker: expected [[worker]] tables, got {tables!r}")
-    offers = _market(catalogue) if tables is None else [offer_of(one, i, catalogue) for i, one in enumerate(tables)]
+    if tables is None:  # MARKET_COUNT of every GPU at its typical price, 100 Mbit/s up, 400 down
+        link = LinkEstimate(12.5e6, 50e6, 0.08)
+        kinds = [gpu for gpu in catalogue.values() if gpu.name != CPU]
+        offers = [PoolOffer(gpu.name, MARKET_COUNT, gpu.usd_per_hour, link) for gpu in kinds]
+    else:
+        offers = [offer_of(one, i, catalogue) for i, one in enumerate(tables)]
     machine = learner_gpus(config, fleet, size, catalogue)
     learner = _learner(config, Fields("learner", fleet.get("learner", {})), size, tokens.mean, machine)
     for fields in (model, lengths):
@@ -216,7 +221,12 @@ def question_of(
         size,
         lengths_of(config),
         learner,
-        _wishes(config),
+        PlanConfig(
+            staleness_bound=config.staleness.bound,
+            fixed_kappa=config.staleness.kappa,
+            usd_per_hour_cap=config.coordinator.usd_per_hour_cap,
+            usd_budget=config.coordinator.usd_budget,
+        ),
         tokens,
         tuple(offers),
         catalogue,
@@ -227,12 +237,6 @@ def question_of(
 def size_of(billions: float) -> ModelSize | None:
     """Returns the size of a model with `billions` parameters; None for 0."""
     return size_by_billions(built_in_models(), billions) if billions > 0 else None
-
-
-def _market(catalogue: Mapping[str, GpuType]) -> list[PoolOffer]:
-    """Offers to assume without a fleet file: MARKET_COUNT of every GPU at its typical price, 100 Mbit/s up, 400 down."""
-    link = LinkEstimate(12.5e6, 50e6, 0.08)
-    return [PoolOffer(g.name, MARKET_COUNT, g.usd_per_hour, link) for g in catalogue.values() if g.name != "cpu"]
 
 
 def _learner(
@@ -288,13 +292,3 @@ def learner_gpus(
     if count < 0 or (count == 0 and gpu.name != CPU):
         raise ConfigError(f"learner: gpu_count: expected a number above 0, got {count}")
     return gpu, max(1, count)
-
-
-def _wishes(config: RunConfig) -> PlanConfig:
-    return PlanConfig(
-        staleness_bound=config.staleness.bound,
-        fixed_kappa=config.staleness.kappa,
-        usd_per_hour_cap=config.coordinator.usd_per_hour_cap,
-        usd_budget=config.coordinator.usd_budget,
-        hysteresis=Hysteresis(),
-    )

@@ -218,18 +218,14 @@ def _machines(question: PlanQuestion, offer: PoolOffer, count: int) -> str:
     return f"{count} x {kind}" if gpus == 1 else f"{count} workers of {gpus} x {kind}"
 
 
-def _publishes(kappa: int) -> str:
-    return "publish every step" if kappa == 1 else f"publish every {kappa} steps"
-
-
 def _print_price(console: Console, question: PlanQuestion, answer: Plan, run: PlannedRun) -> None:
     hours, learner_usd = hours_of(question, answer, run), question.learner.price_usd_per_hour
     busy = f"the learner trains {answer.predicted_utilisation:.0%} of the time"
-    total = answer.usd_per_hour + learner_usd
+    total, steps = answer.usd_per_hour + learner_usd, "step" if answer.kappa == 1 else f"{answer.kappa} steps"
     low, high = run.usd_range(hours * total)
     usd = f"${hours * total:,.2f}" + (f" (${low:,.0f} to ${high:,.0f} at such prices)" if low < high else "")
     console.print(
-        f"rent     {_pool(question, answer)}; {_publishes(answer.kappa)}; {busy}\n"
+        f"rent     {_pool(question, answer)}; publish every {steps}; {busy}\n"
         f"price    workers ${answer.usd_per_hour:.2f}/h + learner ${learner_usd:.2f}/h = ${total:.2f}/h\n"
         f"the run  {run.steps} steps: about {format_seconds(3600 * hours)} and {usd}",
         style="bold", soft_wrap=True,
@@ -318,7 +314,7 @@ def _print_sums(console: Console, question: PlanQuestion, answer: Plan) -> None:
         f"transfer    fluid bound of {format_bytes(size)} over {format_bytes(learner.link.uplink_bytes_per_s)}/s and "
         f"the pool's links / {question.wishes.broadcast_efficiency:g} = {answer.transfer_s:.2f} s",
         f"T_bcast     transfer + encode + round trips + apply = {answer.broadcast_s:.2f} s",
-        *_prefill_lines(question, answer),
+        *(f"prefill     {o.key}: {_prefill_text(question, o, answer.kappa)}" for o in pool_offers(question, answer)),
         f"(2) rate    mu_pool = {rate:.4g} against R/T_train = {batch}/{train_s:.4g} = {batch / train_s:.4g} /s",
         f"(2) links   transfer = {answer.transfer_s:.2f} against kappa*T_train = {kappa}*{train_s:.4g} = "
         f"{kappa * train_s:.4g} s",
@@ -334,15 +330,8 @@ def _print_sums(console: Console, question: PlanQuestion, answer: Plan) -> None:
     console.print("\n".join(lines), soft_wrap=True)
 
 
-def _prefill_lines(question: PlanQuestion, answer: Plan) -> list[str]:
-    """Describes what the pool's machines prefill besides sampling, and what rate that leaves."""
-    return [
-        f"prefill     {offer.key}: {_prefill_text(question, offer, answer.kappa)}"
-        for offer in pool_offers(question, answer)
-    ]
-
-
 def _prefill_text(question: PlanQuestion, offer: PoolOffer, kappa: int) -> str:
+    """Describes what a machine prefills besides sampling, and what rate that leaves."""
     cost, worker = question.prefill_cost(offer), question.worker(offer, 0)
     if question.is_measured(offer):
         return "in its measured rate"

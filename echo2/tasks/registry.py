@@ -75,14 +75,6 @@ def is_users_own(spec: TaskSpec) -> bool:
     return ":" in spec.name
 
 
-def _sort_digits(seed: int, digit_count: int = 5) -> Task:
-    return SortDigits(digit_count)
-
-
-def _sums(seed: int, numbers: int = 10) -> Task:
-    return Sums(numbers)
-
-
 def _reasoning_gym(
     seed: int, dataset: str = "", size: int = DEFAULT_SIZE, options: Mapping[str, object] | None = None
 ) -> Task:
@@ -121,8 +113,8 @@ def _verifiers(
 
 # Name in the run file, and what makes the task of its arguments.
 _BUILT_IN: Mapping[str, Callable[..., Task]] = {
-    "sort_digits": _sort_digits,
-    "sums": _sums,
+    "sort_digits": lambda seed, digit_count=5: SortDigits(digit_count),
+    "sums": lambda seed, numbers=10: Sums(numbers),
     "reasoning_gym": _reasoning_gym,
     "math": _math,
     "verifiers": _verifiers,

@@ -15,6 +15,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
+from typing import cast
 
 from echo2.base.errors import TaskError
 from echo2.contain.inside import Body, Handler, serve
@@ -57,14 +58,23 @@ def _made(setup: str) -> Handler:
     spec = spec_from_json(setup)
     if is_environment(spec):
         steps = EpisodeReplay(make_environment_source(spec))
-        return Handler(lambda body: _bytes(_caught(lambda: _observation(steps.step(_index(body), _completions(body))))))
+
+        def stepped(body: Body) -> bytes:
+            completions = tuple(map(str, cast(list[object], body["completions"])))
+            return _bytes(_caught(lambda: _observation(steps.step(int(str(body["index"])), completions))))
+
+        return Handler(stepped)
     task = make_task(spec)
     sample = lru_cache(maxsize=INSTANCES_CACHED)(task.sample)
     if not is_users_own(spec):
         _warm(task)
+
+    def prepare(body: Body) -> None:
+        sample(int(str(body["index"])))
+
     return Handler(
-        lambda body: _bytes(_caught(lambda: _reward(task.score(sample(_index(body)), str(body["text"]))))),
-        lambda body: _ignored(sample(_index(body))),
+        lambda body: _bytes(scored(task, sample(int(str(body["index"]))), str(body["text"]))),
+        prepare,
     )
 
 
@@ -77,20 +87,6 @@ def _warm(task: Task) -> None:
 
 def _bytes(answer: Answer) -> bytes:
     return json.dumps(answer).encode()
-
-
-def _ignored(_: object) -> None:
-    pass
-
-
-def _index(request: Body) -> int:
-    return int(str(request["index"]))
-
-
-def _completions(request: Body) -> tuple[str, ...]:
-    completions = request["completions"]
-    assert isinstance(completions, list), "an environment is asked with its completions"
-    return tuple(str(text) for text in completions)
 
 
 class EpisodeReplay:

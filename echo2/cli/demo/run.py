@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -54,22 +54,28 @@ LLM_SETTINGS = {
 """What differs with it. A checkpoint takes 1.6 GB here, so one at the end is enough."""
 
 
-@dataclass(frozen=True, slots=True)
-class DemoWorker:
-    """One emulated rented machine."""
-
-    price_usd_per_hour: float
-    is_spot: bool
-    slowdown: float
-    link: str
-
-
 # Three kinds of rented machine: near and dear, middling, far and cheap.
 WORKERS = {
-    "berlin": DemoWorker(0.40, False, 2.0, "20mbit/s 60mbit/s 30ms"),
-    "oregon": DemoWorker(0.22, True, 3.0, "12mbit/s 40mbit/s 90ms"),
-    "mumbai": DemoWorker(0.15, True, 4.5, "10mbit/s 30mbit/s 140ms"),
+    "berlin": {
+        "price_usd_per_hour": "0.4",
+        "is_spot": "false",
+        "slowdown": "2",
+        "emulated_link": "20mbit/s 60mbit/s 30ms",
+    },
+    "oregon": {
+        "price_usd_per_hour": "0.22",
+        "is_spot": "true",
+        "slowdown": "3",
+        "emulated_link": "12mbit/s 40mbit/s 90ms",
+    },
+    "mumbai": {
+        "price_usd_per_hour": "0.15",
+        "is_spot": "true",
+        "slowdown": "4.5",
+        "emulated_link": "10mbit/s 30mbit/s 140ms",
+    },
 }
+"""By name; how `echo-worker join` emulates the machine."""
 
 
 def demo_run(own: argparse.Namespace, overrides: Mapping[str, str]) -> LocalRun:
@@ -103,13 +109,9 @@ def demo_run(own: argparse.Namespace, overrides: Mapping[str, str]) -> LocalRun:
     return LocalRun(config, workers, {"HF_HUB_OFFLINE": "1", **threads}, own.worker_python, still_s)
 
 
-def worker_arguments(worker: DemoWorker, is_llm: bool = False) -> list[str]:
-    """How `echo-worker join` emulates the machine."""
-    return [
-        "--worker.price_usd_per_hour", str(worker.price_usd_per_hour), "--worker.is_spot", str(worker.is_spot).lower(),
-        "--worker.slowdown", str(worker.slowdown),
-        "--worker.emulated_link", faster(worker.link) if is_llm else worker.link,
-    ]  # fmt: skip
+def worker_arguments(options: dict[str, str], is_llm: bool = False) -> list[str]:
+    told = options | {"emulated_link": faster(options["emulated_link"])} if is_llm else options
+    return [word for name, value in told.items() for word in (f"--worker.{name}", value)]
 
 
 def faster(link: str) -> str:
