@@ -10,31 +10,27 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.events import (
     Accuse,
     Action,
-    CancelSeen,
+    Cancel,
     ChunkSeen,
     ChunkSent,
     Event,
-    HaveSeen,
+    Have,
     HeaderSeen,
     PeerDown,
     PeerUp,
     PlanSet,
-    RelayAckSeen,
-    RequestSeen,
+    RelayAck,
+    Request,
     SealSeen,
-    SendCancel,
     SendChunk,
-    SendHave,
     SendHeader,
-    SendRelayAck,
-    SendRequest,
     SendSeal,
     UplinkSeen,
     Wake,
@@ -214,14 +210,8 @@ class BroadcastNetwork:
                 return HeaderSeen(me, action.key, is_wanted=True)
             case SendSeal():
                 return SealSeen(me, action.key, len(self._chunk_bytes))
-            case SendHave():
-                return HaveSeen(me, action.key, action.bitmap, action.is_sealed)
-            case SendRequest():
-                return RequestSeen(me, action.key, action.indices)
-            case SendCancel():
-                return CancelSeen(me, action.key, action.indices)
-            case SendRelayAck():
-                return RelayAckSeen(me, action.key, action.index, action.backlog)
+            case Have() | Request() | Cancel() | RelayAck():
+                return replace(action, peer=me)
             case _:
                 raise AssertionError(f"not a message: {action}")
 

@@ -16,12 +16,12 @@ from echo2.broadcast.events import (
     ChunkSeen,
     ChunksKept,
     Event,
-    HaveSeen,
+    Have,
     HeaderSeen,
     PeerDown,
     PeerUp,
+    Request,
     SealSeen,
-    SendRequest,
     Woken,
 )
 from echo2.broadcast.session import BroadcastSession
@@ -84,7 +84,7 @@ class Puller:
         self.now += 10.0
         for peer in self._peers:
             self._tell(PeerUp(peer))
-            self._tell(HaveSeen(peer, KEY, self._some(self.load.held_share), is_sealed=True))
+            self._tell(Have(peer, KEY, self._some(self.load.held_share), is_sealed=True))
 
     def fetch(self, chunks_max: int) -> PullCost:
         """Answers requests in order until `chunks_max` more chunks have arrived. Returns the total cost, `begin` included."""
@@ -123,5 +123,5 @@ class Puller:
         self.cost.spent_s += spent_s
         self.cost.longest[kind] = max(self.cost.longest.get(kind, 0.0), spent_s)
         for action in actions:
-            if isinstance(action, SendRequest):
+            if isinstance(action, Request):
                 self._asked.extend((action.peer, index) for index in action.indices)

@@ -10,7 +10,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NewType
 
 from blake3 import blake3
@@ -91,10 +91,7 @@ class Header:
 
     def signed(self, identity: Identity) -> Header:
         assert identity.peer_id == self.publisher
-        return Header(
-            self.artifact, self.run_id, self.lineage, self.published_unix_s, self.full_snapshot_bytes,
-            self.is_pushed, self.publisher, identity.sign(self.body()),
-        )  # fmt: skip
+        return replace(self, signature=identity.sign(self.body()))
 
     def verify(self) -> None:
         """Raises BadSignature unless the publisher named in it signed it."""
@@ -178,10 +175,7 @@ class Seal:
         return _SEAL_DOMAIN + self.key + numbers + self.root_sha256 + _text(self.fingerprint, 256, "fingerprint")
 
     def signed(self, identity: Identity) -> Seal:
-        return Seal(
-            self.key, self.chunk_count, self.total_bytes, self.root_sha256, self.fingerprint,
-            identity.sign(self.body()),
-        )  # fmt: skip
+        return replace(self, signature=identity.sign(self.body()))
 
     def verify(self, publisher: PeerId) -> None:
         _verified(publisher, self.body(), self.signature, f"seal of artifact {self.key.hex()}")

@@ -17,6 +17,45 @@ class Route:
     tree: int
 
 
+# ---- messages: an action that sends one to `peer`, an event where one came from `peer`
+
+
+@dataclass(frozen=True, slots=True)
+class Have:
+    """All chunks that a node holds and shows, as a bitmap."""
+
+    peer: PeerId
+    key: ArtifactKey
+    bitmap: int
+    is_sealed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    peer: PeerId
+    key: ArtifactKey
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Of requests: another peer brought these chunks."""
+
+    peer: PeerId
+    key: ArtifactKey
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RelayAck:
+    """The chunk was relayed to all children; `backlog` more from the same parent wait there."""
+
+    peer: PeerId
+    key: ArtifactKey
+    index: int
+    backlog: int
+
+
 # ---- events
 
 
@@ -90,38 +129,6 @@ class SealSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class HaveSeen:
-    peer: PeerId
-    key: ArtifactKey
-    bitmap: int
-    is_sealed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSeen:
-    peer: PeerId
-    key: ArtifactKey
-    indices: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CancelSeen:
-    peer: PeerId
-    key: ArtifactKey
-    indices: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RelayAckSeen:
-    """The peer has relayed the chunk to all its children; `backlog` more of our chunks wait there."""
-
-    peer: PeerId
-    key: ArtifactKey
-    index: int
-    backlog: int
-
-
-@dataclass(frozen=True, slots=True)
 class ChunkSent:
     """The transport took a chunk that we asked it to send; `is_lost`: not sent, because the store no longer had it."""
 
@@ -175,8 +182,8 @@ class Woken:
 
 
 Event = (
-    PlanSet | PeerUp | PeerDown | LinkWidened | WidthWished | HeaderSeen | ChunkSeen | ChunksKept | SealSeen | HaveSeen
-    | RequestSeen | CancelSeen | RelayAckSeen | ChunkSent | UplinkSeen | ArtifactWanted | Unwanted | Forgotten | Emptied | Woken
+    PlanSet | PeerUp | PeerDown | LinkWidened | WidthWished | HeaderSeen | ChunkSeen | ChunksKept | SealSeen | Have
+    | Request | Cancel | RelayAck | ChunkSent | UplinkSeen | ArtifactWanted | Unwanted | Forgotten | Emptied | Woken
 )  # fmt: skip
 
 # ---- actions
@@ -206,36 +213,6 @@ class SendSeal:
 
 
 @dataclass(frozen=True, slots=True)
-class SendHave:
-    peer: PeerId
-    key: ArtifactKey
-    bitmap: int
-    is_sealed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SendRequest:
-    peer: PeerId
-    key: ArtifactKey
-    indices: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SendCancel:
-    peer: PeerId
-    key: ArtifactKey
-    indices: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SendRelayAck:
-    peer: PeerId
-    key: ArtifactKey
-    index: int
-    backlog: int
-
-
-@dataclass(frozen=True, slots=True)
 class Accuse:
     """The peer broke the protocol: drop the connection, ban the peer and log the reason."""
 
@@ -251,5 +228,5 @@ class Wake:
 
 
 Action = (
-    SendHeader | SendChunk | SendSeal | SendHave | SendRequest | SendCancel | SendRelayAck | Accuse | Wake
+    SendHeader | SendChunk | SendSeal | Have | Request | Cancel | RelayAck | Accuse | Wake
 )  # fmt: skip

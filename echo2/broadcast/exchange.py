@@ -19,24 +19,20 @@ from echo2.broadcast.artifact import ArtifactKey, Chunk, Header
 from echo2.broadcast.events import (
     Accuse,
     Action,
-    CancelSeen,
+    Cancel,
     ChunkSeen,
     ChunkSent,
     Event,
     Forgotten,
-    HaveSeen,
+    Have,
     HeaderSeen,
     LinkWidened,
     PeerDown,
-    RelayAckSeen,
-    RequestSeen,
+    RelayAck,
+    Request,
     SealSeen,
-    SendCancel,
     SendChunk,
-    SendHave,
     SendHeader,
-    SendRelayAck,
-    SendRequest,
     SendSeal,
     Wake,
     WidthWished,
@@ -181,13 +177,13 @@ class Exchange:
                 return self._library.header_frame(action.key)
             case SendSeal():
                 return self._library.seal_frame(action.key)
-            case SendHave():
+            case Have():
                 return wire.have_to_bytes(action.key, action.bitmap, action.is_sealed)
-            case SendRequest():
+            case Request():
                 return wire.request_to_bytes(action.key, action.indices)
-            case SendCancel():
+            case Cancel():
                 return wire.cancel_to_bytes(action.key, action.indices)
-            case SendRelayAck():
+            case RelayAck():
                 return wire.relay_ack_to_bytes(action.key, action.index, action.backlog)
             case _:
                 raise AssertionError(f"not a message: {action}")
@@ -213,6 +209,7 @@ class Exchange:
             self.act(LinkWidened(link.peer_id, link.width))
 
     def on_sent(self, action: SendChunk, frame_bytes: int | None) -> None:
+        """`frame_bytes`: on the wire; None: the store no longer had it."""
         if frame_bytes is not None:
             entry = self._library.entries.get(action.key)
             self._meter.sent(entry.header.artifact if entry else None, frame_bytes, self.now())
@@ -258,13 +255,13 @@ class Exchange:
             case "seal":
                 self._on_seal(peer, message.seal)
             case "have":
-                self.act(HaveSeen(peer, *wire.have_from(message.have)))
+                self.act(Have(peer, *wire.have_from(message.have)))
             case "request":
-                self.act(RequestSeen(peer, *wire.indices_from(message.request)))
+                self.act(Request(peer, *wire.indices_from(message.request)))
             case "cancel":
-                self.act(CancelSeen(peer, *wire.indices_from(message.cancel)))
+                self.act(Cancel(peer, *wire.indices_from(message.cancel)))
             case "relay_ack":
-                self.act(RelayAckSeen(peer, *wire.relay_ack_from(message.relay_ack)))
+                self.act(RelayAck(peer, *wire.relay_ack_from(message.relay_ack)))
             case "width_wish":
                 self.act(WidthWished(peer, wire.width_wish_from(message.width_wish)))
             case kind:

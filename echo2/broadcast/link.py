@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from echo2.base.errors import LimitExceeded, Unreachable
-from echo2.base.ids import PeerId, RunId
+from echo2.base.ids import RunId
 from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.connection import Connection
 from echo2.broadcast.events import SendChunk
@@ -27,6 +27,9 @@ from echo2.outside.guard import FairShare
 from echo2.outside.streams import Remote
 from echo2.trust.tls import PROTOCOL_VERSION
 from echo2.wire import broadcast as wire
+
+if TYPE_CHECKING:
+    from echo2.broadcast.exchange import Exchange
 
 CONTROL_FRAMES_MAX = 8192  # minutes of acknowledgements at some tens a second
 HELLO_TIMEOUT_S = 10.0  # a few round trips and a busy loop
@@ -50,26 +53,6 @@ async def hello_of(connection: Connection, run_id: RunId, *, is_further: bool = 
     return frame
 
 
-class LinkPort(Protocol):
-    """What a link asks of its node (exchange)."""
-
-    def frame(self, key: ArtifactKey, index: int) -> bytes | memoryview | None: ...
-
-    def header(self, key: ArtifactKey) -> bytes | None: ...
-
-    def on_sent(self, action: SendChunk, frame_bytes: int | None) -> None:
-        """`frame_bytes`: on the wire; None: the store no longer had it."""
-        ...
-
-    def on_frame(self, peer: PeerId, frame: bytes) -> bool:
-        """Returns whether it brought what was missing."""
-        ...
-
-    def on_width(self, link: PeerLink) -> None:
-        """Another number of connections is there now."""
-        ...
-
-
 class _Further:
     """One more connection of a link. `headers`: of which artifacts went over it."""
 
@@ -82,12 +65,12 @@ class _Further:
 class PeerLink:
     """`share`: of the loop's time, for this peer; `address`: where it was dialled, empty where it dialled us."""
 
-    def __init__(self, connection: Connection, port: LinkPort, share: FairShare, address: str = "") -> None:
+    def __init__(self, connection: Connection, exchange: Exchange, share: FairShare, address: str = "") -> None:
         self.connection, self.address = connection, address
         self.peer_id = connection.peer.peer_id
         self.sent_bytes = 0
         self.received_bytes = 0
-        self._port, self._share = port, share
+        self._exchange, self._share = exchange, share
         self._control: deque[bytes] = deque()
         self._chunks: deque[SendChunk] = deque()
         self._further: list[_Further] = []
@@ -132,12 +115,12 @@ class PeerLink:
         further = _Further(connection)
         self._further.append(further)
         self._changed.set()
-        self._port.on_width(self)
+        self._exchange.on_width(self)
         try:
             await self._until_one_ends(self._write_further(further), self._read(connection), further)
         finally:
             self._further.remove(further)
-            self._port.on_width(self)
+            self._exchange.on_width(self)
 
     async def _until_one_ends(
         self, writing: Coroutine[Any, Any, None], reading: Coroutine[Any, Any, None], further: _Further | None = None
@@ -167,7 +150,7 @@ class PeerLink:
     def _end(self, further: _Further) -> None:
         if not further.is_ending:
             further.is_ending = True
-            self._port.on_width(self)
+            self._exchange.on_width(self)
         self._changed.set()
 
     # ---- frames
@@ -191,7 +174,7 @@ class PeerLink:
                 continue
             action = self._chunks.popleft()
             try:
-                if action.key not in further.headers and (header := self._port.header(action.key)) is not None:
+                if action.key not in further.headers and (header := self._exchange.header(action.key)) is not None:
                     await self._send(further.connection, header)
                     further.headers = {action.key, *list(further.headers)[: HEADERS_REMEMBERED_MAX - 1]}
                 await self._send_chunk(further.connection, action)
@@ -201,11 +184,11 @@ class PeerLink:
                 raise
 
     async def _send_chunk(self, connection: Connection, action: SendChunk) -> None:
-        frame = self._port.frame(action.key, action.index)
+        frame = self._exchange.frame(action.key, action.index)
         if frame is not None:
             await self._send(connection, wire.beside(action.route, action.is_answer), frame)
             self._share.repay(ANSWERS_S)
-        self._port.on_sent(action, None if frame is None else len(frame))
+        self._exchange.on_sent(action, None if frame is None else len(frame))
         if self._further:
             await asyncio.sleep(0)  # the other connections take their share
 
@@ -217,7 +200,7 @@ class PeerLink:
         while (frame := await connection.receive()) is not None:
             self.received_bytes += len(frame)
             begun = monotonic()
-            is_useful = self._port.on_frame(self.peer_id, frame)
+            is_useful = self._exchange.on_frame(self.peer_id, frame)
             now = monotonic()
             if not is_useful and (pause_s := self._share.pause_s(now - begun, now)) > 0:
                 await asyncio.sleep(pause_s)  # its transport fills meanwhile

@@ -120,7 +120,7 @@ class Artifact:
 
 
 @dataclass(slots=True)
-class Request:
+class OpenRequest:
     """A chunk that we asked a peer for."""
 
     since: float
@@ -145,7 +145,7 @@ class Peer:
     send_s: float = 0.0  # smoothed time that it needs to take one chunk
     is_stuck: bool = False
     served_at: int = 0
-    requests: dict[Ref, Request] = field(default_factory=dict)
+    requests: dict[Ref, OpenRequest] = field(default_factory=dict)
     asked: dict[ArtifactKey, int] = field(default_factory=dict)  # chunks that we ever requested from it
     given: dict[ArtifactKey, int] = field(default_factory=dict)  # chunks that it ever sent us
     sent: dict[Ref, float] = field(default_factory=dict)  # chunks sent to it recently, and when

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from echo2.base.ids import PeerId
 from echo2.broadcast import pace
 from echo2.broadcast.artifact import ArtifactKey, those_in
-from echo2.broadcast.events import Action, SendHave, SendHeader, SendSeal
+from echo2.broadcast.events import Action, Have, SendHeader, SendSeal
 from echo2.broadcast.pace import (
     PUBLISHER_AFTER_S,
     PUBLISHER_ALONE_AFTER_S,
@@ -24,7 +24,7 @@ from echo2.broadcast.pace import (
     PULL_WINDOW_S,
     PUSH_SILENCE_S,
 )
-from echo2.broadcast.peer import Artifact, Peer, Request
+from echo2.broadcast.peer import Artifact, OpenRequest, Peer
 from echo2.broadcast.seeding import Seeding
 
 CANDIDATES_MAX = 256  # several windows, so that the rarest can be found among them
@@ -110,7 +110,7 @@ def note_requests(artifact: Artifact, peer: Peer, indices: list[int], now: float
     for index in indices:
         ahead = (len(peer.requests) + 1) * artifact.mean_chunk_bytes
         deadline = now + min(10.0, PULL_TIMEOUT_S + 3 * ahead / peer.rate.bytes_per_s)
-        peer.requests[(artifact.key, index)] = Request(now, deadline)
+        peer.requests[(artifact.key, index)] = OpenRequest(now, deadline)
         peer.asked[artifact.key] = peer.asked.get(artifact.key, 0) | 1 << index
     return tuple(indices)
 
@@ -185,7 +185,7 @@ class Gossip:
 
     def _have(self, peer: Peer, artifact: Artifact) -> list[Action]:
         shown = peer.told[artifact.key] = self._shown(artifact)
-        have = SendHave(peer.peer_id, artifact.key, shown, artifact.chunk_count is not None)
+        have = Have(peer.peer_id, artifact.key, shown, artifact.chunk_count is not None)
         return [*self.header(peer, artifact.key), have]
 
     def _shown(self, artifact: Artifact) -> int:

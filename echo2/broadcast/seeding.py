@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.artifact import ArtifactKey
-from echo2.broadcast.events import Route, SendRelayAck
+from echo2.broadcast.events import RelayAck, Route
 from echo2.broadcast.pace import RELAY_SLACK_S, RELAY_TIMEOUT_S, RELAYS_FULL_S, RelayWindow
 from echo2.broadcast.peer import Peer, Ref, RelayJob
 from echo2.broadcast.plan import BroadcastPlan, fluid_bound
@@ -57,14 +57,14 @@ class Relaying:
             self._children[route] = ours
         return ours
 
-    def begin(self, ref: Ref, parent: PeerId | None, waiting: set[PeerId], has_children: bool) -> list[SendRelayAck]:
+    def begin(self, ref: Ref, parent: PeerId | None, waiting: set[PeerId], has_children: bool) -> list[RelayAck]:
         """Starts relaying a chunk to `waiting`, the children that still need it; with none, acknowledges at once."""
         if waiting:
             self._jobs[ref] = RelayJob(parent, waiting, len(waiting))
             return []
         return self._acknowledgement(parent, ref) if has_children else []
 
-    def done(self, ref: Ref, child: PeerId) -> list[SendRelayAck]:
+    def done(self, ref: Ref, child: PeerId) -> list[RelayAck]:
         """The child has the chunk, or will not get it from us: acknowledges to the parent after the last child."""
         job = self._jobs.get(ref)
         if job is None:
@@ -75,7 +75,7 @@ class Relaying:
         del self._jobs[ref]
         return self._acknowledgement(job.parent, ref)
 
-    def give_up(self, child: PeerId) -> list[SendRelayAck]:
+    def give_up(self, child: PeerId) -> list[RelayAck]:
         """Stops waiting for a child; returns the acknowledgements that this completes."""
         return [ack for ref in self._owed_to(child) for ack in self.done(ref, child)]
 
@@ -86,13 +86,13 @@ class Relaying:
     def _owed_to(self, child: PeerId) -> list[Ref]:
         return [ref for ref, job in self._jobs.items() if child in job.waiting]
 
-    def _acknowledgement(self, parent: PeerId | None, ref: Ref) -> list[SendRelayAck]:
+    def _acknowledgement(self, parent: PeerId | None, ref: Ref) -> list[RelayAck]:
         """The backlog is the mean of pending sends per child, so that one slow child does not hide that the others idle."""
         if parent is None:
             return []
         jobs = [job for job in self._jobs.values() if job.parent == parent]
         backlog = sum(len(job.waiting) for job in jobs) // max((job.child_count for job in jobs), default=1)
-        return [SendRelayAck(parent, ArtifactKey(ref[0]), ref[1], backlog)]
+        return [RelayAck(parent, ArtifactKey(ref[0]), ref[1], backlog)]
 
 
 @dataclass(slots=True)

@@ -28,27 +28,24 @@ from echo2.broadcast.events import (
     Accuse,
     Action,
     ArtifactWanted,
-    CancelSeen,
+    Cancel,
     ChunkSeen,
     ChunkSent,
     ChunksKept,
     Emptied,
     Event,
     Forgotten,
-    HaveSeen,
+    Have,
     HeaderSeen,
     LinkWidened,
     PeerDown,
     PeerUp,
     PlanSet,
-    RelayAckSeen,
-    RequestSeen,
+    RelayAck,
+    Request,
     Route,
     SealSeen,
-    SendCancel,
     SendChunk,
-    SendRelayAck,
-    SendRequest,
     Unwanted,
     UplinkSeen,
     Wake,
@@ -62,7 +59,7 @@ from echo2.broadcast.pulling import Gossip
 from echo2.broadcast.seeding import Child, Relaying, Seeding
 
 HOUSEKEEPING_S = 0.05  # peers' messages and timers trigger the checks over all peers at most this often
-OFTEN = (ChunkSeen, ChunkSent, RelayAckSeen, HaveSeen, RequestSeen, CancelSeen, WidthWished, Woken)
+OFTEN = (ChunkSeen, ChunkSent, RelayAck, Have, Request, Cancel, WidthWished, Woken)
 
 
 class BroadcastSession:
@@ -136,13 +133,13 @@ class BroadcastSession:
                     self._gossip.changed()
             case SealSeen():
                 self._seal_seen(event)
-            case HaveSeen():
+            case Have():
                 self._have_seen(event, now)
-            case RequestSeen():
+            case Request():
                 self._request_seen(event, now)
-            case CancelSeen():
+            case Cancel():
                 self._cancel_seen(event)
-            case RelayAckSeen():
+            case RelayAck():
                 peer = self.peers.get(event.peer)  # chunks that we have queued for it are backlog, too
                 backlog = max(event.backlog, len(peer.relay_queue)) if peer is not None else event.backlog
                 self._seeding.acknowledged(event.peer, (event.key, event.index), backlog, now)
@@ -235,7 +232,7 @@ class BroadcastSession:
     def _drop_other_requests(self, ref: Ref, giver: PeerId | None) -> None:
         for peer in self.peers.values():
             if peer.peer_id != giver and peer.requests.pop(ref, None) is not None:
-                self._actions.append(SendCancel(peer.peer_id, ArtifactKey(ref[0]), (ref[1],)))
+                self._actions.append(Cancel(peer.peer_id, ArtifactKey(ref[0]), (ref[1],)))
 
     def _seal_seen(self, event: SealSeen) -> None:
         if event.peer in self.peers:
@@ -247,7 +244,7 @@ class BroadcastSession:
         for peer in self.peers.values():
             self._actions += self._gossip.seal(peer, event.key)
 
-    def _have_seen(self, event: HaveSeen, now: float) -> None:
+    def _have_seen(self, event: Have, now: float) -> None:
         peer, artifact = self.peers.get(event.peer), self.artifacts.get(event.key)
         if peer is None or artifact is None:
             return
@@ -260,7 +257,7 @@ class BroadcastSession:
         peer.note_all(event.key, bitmap)
         artifact.offered(bitmap, now)
 
-    def _request_seen(self, event: RequestSeen, now: float) -> None:
+    def _request_seen(self, event: Request, now: float) -> None:
         peer, artifact = self.peers.get(event.peer), self.artifacts.get(event.key)
         if peer is None or artifact is None:
             return
@@ -272,7 +269,7 @@ class BroadcastSession:
                 queued.add((event.key, index))
                 peer.pull_queue.append(Outgoing(event.key, index, None, now, is_answer=True))
 
-    def _cancel_seen(self, event: CancelSeen) -> None:
+    def _cancel_seen(self, event: Cancel) -> None:
         peer = self.peers.get(event.peer)
         if peer is not None and event.key in self.artifacts:
             peer.cancelled(event.key, event.indices)
@@ -311,7 +308,7 @@ class BroadcastSession:
             self.artifacts[key].is_wanted = False
         for peer in self.peers.values():
             if asked := peer.withdraw(key):
-                self._actions.append(SendCancel(peer.peer_id, key, asked))
+                self._actions.append(Cancel(peer.peer_id, key, asked))
 
     def _forget_at_peers(self, key: ArtifactKey) -> None:
         self._relaying.forget(key)
@@ -340,7 +337,7 @@ class BroadcastSession:
         (peer.relay_queue if child.relays_on else peer.leaf_queue).append(outgoing)
         return True
 
-    def _acknowledge(self, acks: list[SendRelayAck]) -> None:
+    def _acknowledge(self, acks: list[RelayAck]) -> None:
         self._actions += (ack for ack in acks if ack.peer in self.peers)
 
     # ---- pulling
@@ -353,7 +350,7 @@ class BroadcastSession:
             peer.rate.punish()  # its window shrinks, so the next requests go to others
             for ref in late:
                 del peer.requests[ref]
-                self._actions.append(SendCancel(peer.peer_id, ArtifactKey(ref[0]), (ref[1],)))
+                self._actions.append(Cancel(peer.peer_id, ArtifactKey(ref[0]), (ref[1],)))
 
     def _pull(self, now: float) -> None:
         publisher = self.plan.seed.peer_id if self.plan is not None and self.plan.seed is not None else None
@@ -366,7 +363,7 @@ class BroadcastSession:
             chosen = pulling.choose(artifact, self.peers, publisher, self._rng, now)
             for peer_id, indices in chosen.items():
                 noted = pulling.note_requests(artifact, self.peers[peer_id], indices, now)
-                self._actions.append(SendRequest(peer_id, artifact.key, noted))
+                self._actions.append(Request(peer_id, artifact.key, noted))
 
     # ---- sending
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echo2.base.errors import ResourceError, Unreachable
 from echo2.base.ids import PeerId
@@ -59,12 +59,6 @@ class LinkLook:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    at: float
-    look: LinkLook
-
-
-@dataclass(frozen=True, slots=True)
 class _Trial:
     """A doubling whose effect is still being measured."""
 
@@ -82,7 +76,7 @@ class Striping:
         self.count = 1
         self.is_short = False
         self.reason = ""
-        self._seen: deque[_Seen] = deque()
+        self._seen: deque[tuple[float, LinkLook]] = deque()
         self._losses: deque[float] = deque(maxlen=64)
         self._active_at = float("-inf")
         self._clean_since = float("-inf")
@@ -102,15 +96,15 @@ class Striping:
             self._clean_since = now
             self._restart_trial(now)
         self._active_at = now
-        self._seen.append(_Seen(now, seen))
+        self._seen.append((now, seen))
         if seen.lost:
             self._losses.append(now)
             self._clean_since = now
-        while now - self._seen[0].at > SPAN_S:
+        while now - self._seen[0][0] > SPAN_S:
             self._seen.popleft()
         if self._trial is not None:
             self._judge(self._trial, open_count, now)
-        if self._trial is None and self._seen and now - self._seen[0].at > 0.9 * SPAN_S:
+        if self._trial is None and self._seen and now - self._seen[0][0] > 0.9 * SPAN_S:
             self._choose(max(self.count, min(open_count, limit)), limit, now)
 
     def _choose(self, present: int, limit: int, now: float) -> None:
@@ -160,17 +154,17 @@ class Striping:
 
     def _restart_trial(self, now: float) -> None:
         if self._trial is not None:
-            trial = self._trial
-            self._trial = _Trial(now, trial.count_before, trial.rate_before, trial.held_back_before)
+            self._trial = replace(self._trial, begun_at=now)
 
     @property
     def _held_back(self) -> float:
-        return sum(seen.look.is_held_back for seen in self._seen) / len(self._seen)
+        return sum(look.is_held_back for _, look in self._seen) / len(self._seen)
 
     @property
     def _rate(self) -> float:
-        span_s = self._seen[-1].at - self._seen[0].at
-        delivered = sum(seen.look.delivered_bytes for seen in self._seen) - self._seen[0].look.delivered_bytes
+        (begun_at, first), (ended_at, _) = self._seen[0], self._seen[-1]
+        span_s = ended_at - begun_at
+        delivered = sum(look.delivered_bytes for _, look in self._seen) - first.delivered_bytes
         return delivered / span_s if span_s > 0 else 0.0
 
 

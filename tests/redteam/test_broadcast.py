@@ -14,7 +14,7 @@ from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactId, ArtifactKey
 from echo2.broadcast.connection import Connection
-from echo2.broadcast.events import ChunkSeen, HaveSeen, HeaderSeen, PeerDown, PeerUp, RequestSeen, SendRequest, Woken
+from echo2.broadcast.events import ChunkSeen, Have, HeaderSeen, PeerDown, PeerUp, Request, Woken
 from echo2.broadcast.node import BroadcastNode
 from echo2.broadcast.peer import MISSING_MAX
 from echo2.broadcast.session import BroadcastSession
@@ -109,8 +109,8 @@ def test_one_have_map_takes_a_session_no_time_whatever_it_says() -> None:
     session.handle(PeerUp(honest), 0.0)
     session.handle(HeaderSeen(liar, key, is_wanted=True), 0.0)
     begun_s = time.process_time()
-    session.handle(HaveSeen(liar, key, EVERYTHING, False), 0.1)
-    session.handle(RequestSeen(liar, key, tuple(range(CHUNKS_MAX - 4096, CHUNKS_MAX))), 0.2)
+    session.handle(Have(liar, key, EVERYTHING, False), 0.1)
+    session.handle(Request(liar, key, tuple(range(CHUNKS_MAX - 4096, CHUNKS_MAX))), 0.2)
     session.handle(Woken(), 0.4)
     session.handle(PeerDown(liar), 0.5)
     assert time.process_time() - begun_s < 0.05
@@ -123,15 +123,15 @@ def test_chunks_that_a_liar_made_up_keep_no_real_ones_out() -> None:
     for peer in (liar, honest):
         session.handle(PeerUp(peer), 0.0)
     session.handle(HeaderSeen(honest, key, is_wanted=True), 0.0)
-    session.handle(HaveSeen(liar, key, EVERYTHING & ~((1 << (CHUNKS_MAX - MISSING_MAX)) - 1), False), 0.1)
+    session.handle(Have(liar, key, EVERYTHING & ~((1 << (CHUNKS_MAX - MISSING_MAX)) - 1), False), 0.1)
     real = 6000
-    session.handle(HaveSeen(honest, key, (1 << real) - 1, False), 0.2)
+    session.handle(Have(honest, key, (1 << real) - 1, False), 0.2)
     got: set[int] = set()
     now = 1.0
     while len(got) < real and now < 5000:
         now += 0.3
         for action in session.handle(Woken(), now):
-            if isinstance(action, SendRequest) and action.peer == honest:
+            if isinstance(action, Request) and action.peer == honest:
                 for index in action.indices:
                     got.add(index)
                     session.handle(ChunkSeen(honest, key, index, 1000, is_answer=True), now)

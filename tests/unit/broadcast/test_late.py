@@ -13,7 +13,7 @@ from benchmarks.broadcast_model.network import BroadcastNetwork
 from benchmarks.broadcast_model.scenarios import partly_needed_fleet, wan_fleet
 from echo2.base.ids import PeerId
 from echo2.broadcast.artifact import ArtifactKey
-from echo2.broadcast.events import ChunkSeen, ChunkSent, HeaderSeen, PeerUp, PlanSet, Route, SendChunk, SendRelayAck
+from echo2.broadcast.events import ChunkSeen, ChunkSent, HeaderSeen, PeerUp, PlanSet, RelayAck, Route, SendChunk
 from echo2.broadcast.plan import DEGREE_MAX, NodeLink, chunk_bytes_for, degree_of, fluid_bound, is_sound
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.trees import (
@@ -201,7 +201,7 @@ def test_what_was_queued_for_a_leaf_that_becomes_late_is_acknowledged_and_owed_n
         actions += session.handle(chunk, 0.3)
     for sent in in_transport:
         actions += session.handle(ChunkSent(leaf, key, sent.index), 0.4)
-    acknowledged = [action.index for action in actions if isinstance(action, SendRelayAck)]
+    acknowledged = [action.index for action in actions if isinstance(action, RelayAck)]
     assert sorted(acknowledged) == list(range(10))
     assert not session.is_waiting and not session.peers[leaf].needs({})
 

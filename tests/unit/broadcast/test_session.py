@@ -13,14 +13,13 @@ from echo2.broadcast.events import (
     Accuse,
     ChunkSeen,
     ChunkSent,
-    HaveSeen,
+    Have,
     HeaderSeen,
     PeerUp,
     PlanSet,
-    RequestSeen,
+    Request,
     SealSeen,
     SendChunk,
-    SendRequest,
     UplinkSeen,
     Woken,
 )
@@ -194,9 +193,9 @@ def test_chunk_sent_twice_unasked_is_held_against_the_peer() -> None:
 def test_request_that_is_not_answered_goes_to_another_holder() -> None:
     session, asked, now = session_with("a", "b"), list[PeerId](), 0.0
     for name in ("a", "b"):
-        session.handle(HaveSeen(PeerId(name), KEY, 0b1, True), 0.0)
+        session.handle(Have(PeerId(name), KEY, 0b1, True), 0.0)
     while now < 10.0 and len(set(asked)) < 2:
-        asked += [a.peer for a in session.handle(Woken(), now) if isinstance(a, SendRequest)]
+        asked += [a.peer for a in session.handle(Woken(), now) if isinstance(a, Request)]
         now += 0.1
     assert set(asked) == {PeerId("a"), PeerId("b")}
 
@@ -208,7 +207,7 @@ def test_a_chunk_that_is_asked_for_again_and_again_is_sent_once_while_it_may_be_
     sent: list[float] = []
 
     def ask(now: float, is_lost: bool = False) -> None:
-        actions = session.handle(RequestSeen(peer, KEY, (0,)), now) + session.handle(Woken(), now + 0.06)
+        actions = session.handle(Request(peer, KEY, (0,)), now) + session.handle(Woken(), now + 0.06)
         if any(isinstance(action, SendChunk) for action in actions):
             sent.append(now)
             session.handle(ChunkSent(peer, KEY, 0, is_lost), now + 0.1)
@@ -227,12 +226,12 @@ def test_push_that_is_late_as_usual_is_waited_for_and_not_pulled() -> None:
     asked: dict[int, float] = {}
     for tick in range(200):
         now = 0.1 * tick
-        have = HaveSeen(PeerId("neighbour"), KEY, (1 << tick + 1) - 1, False)
+        have = Have(PeerId("neighbour"), KEY, (1 << tick + 1) - 1, False)
         actions = session.handle(have, now)
         if tick >= 25:
             actions += session.handle(ChunkSeen(PeerId("relay"), KEY, tick - 25, 1000), now)
         for action in actions:
-            if isinstance(action, SendRequest):
+            if isinstance(action, Request):
                 asked.update(dict.fromkeys(action.indices, now))
     assert asked, "nothing was pulled before the lag was known"
     assert max(asked.values()) < 4.0
@@ -241,13 +240,13 @@ def test_push_that_is_late_as_usual_is_waited_for_and_not_pulled() -> None:
 def test_last_few_chunks_are_pulled_before_a_late_push_brings_them() -> None:
     session = session_with("relay", "neighbour")
     session.handle(SealSeen(PeerId("relay"), KEY, 200), 0.0)
-    session.handle(HaveSeen(PeerId("neighbour"), KEY, (1 << 200) - 1, True), 0.0)
+    session.handle(Have(PeerId("neighbour"), KEY, (1 << 200) - 1, True), 0.0)
     for index in range(196):  # pushes are 3 s behind
         session.handle(ChunkSeen(PeerId("relay"), KEY, index, 1000), 3.0 + index * 1e-3)
     asked: list[int] = []
     for tick in range(10):  # patience with a push that is usually 3 s behind would be 6 s
         for action in session.handle(Woken(), 3.25 + 0.05 * tick):
-            if isinstance(action, SendRequest):
+            if isinstance(action, Request):
                 asked += action.indices
     assert asked and set(asked) <= {196, 197, 198, 199}
 
