@@ -29,7 +29,7 @@ from benchmarks.market_world import Machine, World, simulate, usual_cap
 from echo2.cost_model.estimates import RobustEstimator
 from echo2.cost_model.plan import UTILISATION_TOLERANCE, Plan
 from echo2.cost_model.planner import plan, priced, promised, sent_gib_per_hour
-from echo2.cost_model.snapshot import FleetSnapshot, Hysteresis, PlanConfig, WorkerState
+from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerState
 from echo2.cost_model.solver import QUEUE_SHARE, UTILISATION_LEAST
 
 RESULTS = Path(__file__).parent / "results" / "market.json"
@@ -196,14 +196,14 @@ def controller(days_count: int) -> list[Row]:
         fleet = random_fleet(rng.randint(2, 6), seed)
         config = PlanConfig(
             rng.randint(2, 6), usd_per_hour_cap=rng.choice([0.0, 0.5, 0.8]) * sum(w.price_usd_per_hour for w in fleet.workers),
-            usd_budget=rng.choice([0.0, 5.0, 30.0]), hysteresis=Hysteresis(dwell_s=300.0),
+            usd_budget=rng.choice([0.0, 5.0, 30.0]), dwell_s=300.0,
         )  # fmt: skip
         train_s, spent, now, made, changed_at = fleet.learner.train_s, 0.0, 0.0, None, -1
         measured = RobustEstimator("train_s")
         for step in range(STEPS_A_DAY):
             if step == STEPS_A_DAY // 2:
                 train_s, changed_at = train_s * rng.choice([0.5, 0.7, 1.5]), step
-            measured.observe(train_s * rng.uniform(0.97, 1.03), now)
+            measured.observe(train_s * rng.uniform(0.97, 1.03))
             if rng.random() < 0.1:
                 fleet = _moved(fleet, rng)
             snapshot = replace(
@@ -409,7 +409,7 @@ def brute_force_usd(snapshot: FleetSnapshot, config: PlanConfig) -> float | None
 def keeps_all(fleet: FleetSnapshot, config: PlanConfig) -> bool:
     """Whether these very workers keep the relations, with the margin that plans carry, and reach the target."""
     made = promised(fleet, config)
-    needed = config.target_utilisation * (1 + config.hysteresis.add_margin)
+    needed = config.target_utilisation * (1 + config.add_margin)
     needed *= fleet.learner.rollouts_per_step / fleet.learner.train_s
     return made.keeps_relations(needed) and made.utilisation >= config.target_utilisation - UTILISATION_TOLERANCE
 

@@ -14,7 +14,11 @@ import heapq
 import math
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,12 @@ class World:
             plain = self.cut
         return min(self.cut, plain)
 
+    @lru_cache(maxsize=64)  # noqa: B019 - a frozen value, asked for at each of hundreds of simulations
     def mean_length(self) -> float:
         """Of the cut log-normal, in closed form."""
         if self.shape != "log-normal":
             rng = random.Random(5)
             return sum(self.length(rng) for _ in range(40_000)) / 40_000
-        from statistics import NormalDist
-
         phi, s, at = NormalDist().cdf, self.sigma, math.log(self.cut)
         if s == 0:
             return min(1.0, self.cut)
@@ -86,18 +89,21 @@ class World:
         return self.bytes_of(spans) * max(1 / self.up, swarm) / self.efficiency
 
 
-@dataclass
-class Rollout:
-    seconds: float
-    group: Group
-    begun_at: float = 0.0
-
-
-@dataclass
+@dataclass(slots=True, eq=False)
 class Group:
     version: int
     left: int
     is_lost: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """`ends_at`: later than its event says if its host stood still meanwhile, infinite if that was lost."""
+
+    seconds: float
+    group: Group
+    host: Host
+    ends_at: float = 0.0
 
 
 class Host:
@@ -106,12 +112,8 @@ class Host:
     def __init__(self, machine: Machine) -> None:
         self.machine, self.version, self.busy, self.still_until = machine, 0, 0, 0.0
         self.queue: deque[Rollout] = deque()
-        self.running: set[int] = set()
+        self.running: set[Rollout] = set()
         self.fetching, self.fetching_until, self.is_away = 0, 0.0, False
-
-    @property
-    def has_room(self) -> bool:
-        return not self.is_away and self.machine.slots - self.busy - len(self.queue) > 0
 
 
 def simulate(world: World, pool: list[Machine], kappa: int, cap: int, steps: int = 90, seed: int = 1) -> float:
@@ -130,25 +132,24 @@ class _Run:
         self.scale = 1 / world.mean_length()
         self.pool = pool
         self.rewarding: list[float] = [0.0] * world.reward_processes  # when each process is free
-        self.heap: list[tuple[float, int, str, object]] = []
+        self.heap: list[tuple[float, int, Callable[[Any], None], object]] = []
         self.count = 0
-        self.due: dict[int, tuple[float, Host, Rollout]] = {}
         self.now, self.step, self.done, self.published, self.sent = 0.0, 0, 0, 0, 0
         self.in_flight, self.is_training, self.link_busy = 0, False, False
         self.buffer: list[int] = []  # versions of finished groups
         self.starts: list[float] = []
 
-    def at(self, when: float, what: str, whose: object) -> None:
+    def at(self, when: float, act: Callable[[Any], None], whose: object) -> None:
         self.count += 1
-        heapq.heappush(self.heap, (when, self.count, what, whose))
+        heapq.heappush(self.heap, (when, self.count, act, whose))
 
     def run(self, steps: int) -> None:
         for host in self.hosts:
             self.next_loss(host)
         self.hand_out()
         while self.heap and len(self.starts) <= steps:
-            self.now, number, what, whose = heapq.heappop(self.heap)
-            getattr(self, "on_" + what)(number, whose)
+            self.now, _, act, whose = heapq.heappop(self.heap)
+            act(whose)
 
     def until(self, steps: int) -> float:
         self.run(steps)
@@ -162,53 +163,50 @@ class _Run:
 
     def hand_out(self) -> None:
         while self.in_flight < self.cap:
-            meant_for = self.step + self.in_flight // self.need
-            able = [h for h in self.hosts if h.has_room and h.version >= meant_for - self.w.bound]
-            if not able:
+            oldest = self.step + self.in_flight // self.need - self.w.bound
+            host, least = None, math.inf
+            for other in self.hosts:
+                taken, slots = other.busy + len(other.queue), other.machine.slots
+                if taken < slots and other.version >= oldest and not other.is_away:
+                    load = taken * other.machine.mean_s / slots
+                    if load < least:
+                        host, least = other, load
+            if host is None:
                 return
-            host = min(able, key=lambda h: (h.busy + len(h.queue)) * h.machine.mean_s / h.machine.slots)
             group = Group(host.version, self.w.group)
             self.in_flight += 1
             for _ in range(self.w.group):
                 length = self.w.length(self.rng) * self.scale
-                host.queue.append(Rollout(length * host.machine.mean_s, group))
+                host.queue.append(Rollout(length * host.machine.mean_s, group, host))
             self.fill(host)
 
     def fill(self, host: Host) -> None:
         while host.queue and host.busy < host.machine.slots:
             rollout = host.queue.popleft()
             host.busy += 1
-            begin = max(self.now, host.still_until)
-            self.at(begin + rollout.seconds, "rollout", (host, rollout))
-            self.due[self.count] = (begin + rollout.seconds, host, rollout)
-            host.running.add(self.count)
+            rollout.ends_at = max(self.now, host.still_until) + rollout.seconds
+            self.at(rollout.ends_at, self.on_rollout, rollout)
+            host.running.add(rollout)
 
-    def on_rollout(self, number: int, whose: tuple[Host, Rollout]) -> None:
-        host, rollout = whose
-        when, _, _ = self.due[number]
-        if when == math.inf:  # its machine was lost
-            del self.due[number]
+    def on_rollout(self, rollout: Rollout) -> None:
+        if rollout.ends_at == math.inf:  # its machine was lost
             return
-        if when > self.now + 1e-12:  # it stood still meanwhile
-            del self.due[number]
-            host.running.discard(number)
-            self.at(when, "rollout", whose)
-            self.due[self.count] = (when, host, rollout)
-            host.running.add(self.count)
+        if rollout.ends_at > self.now + 1e-12:  # it stood still meanwhile
+            self.at(rollout.ends_at, self.on_rollout, rollout)
             return
-        del self.due[number]
-        host.running.discard(number)
+        host = rollout.host
+        host.running.discard(rollout)
         host.busy -= 1
         self.fill(host)
         if self.w.reward_s:
             begin = max(self.now, heapq.heappop(self.rewarding))
             heapq.heappush(self.rewarding, begin + self.w.reward_s)
-            self.at(begin + self.w.reward_s, "reward", rollout.group)
+            self.at(begin + self.w.reward_s, self.on_reward, rollout.group)
         else:
-            self.on_reward(0, rollout.group)
+            self.on_reward(rollout.group)
         self.hand_out()
 
-    def on_reward(self, _: int, group: Group) -> None:
+    def on_reward(self, group: Group) -> None:
         group.left -= 1
         if group.left == 0 and not group.is_lost:
             self.buffer.append(group.version)
@@ -216,34 +214,33 @@ class _Run:
 
     # losses
 
-    def on_lost(self, _: int, host: Host) -> None:
+    def on_lost(self, host: Host) -> None:
         """The machine is gone: what it had begun is begun again elsewhere."""
-        groups = {id(r.group): r.group for r in host.queue}
-        for number in host.running:
-            groups[id(self.due[number][2].group)] = self.due[number][2].group
-            self.due[number] = (math.inf, host, self.due[number][2])
-        for group in groups.values():
+        groups = {rollout.group for rollout in (*host.queue, *host.running)}
+        for rollout in host.running:
+            rollout.ends_at = math.inf
+        for group in groups:
             group.is_lost = True
         self.in_flight -= len(groups)
         host.queue.clear()
         host.running.clear()
         host.busy, host.is_away = 0, True
-        self.at(self.now + host.machine.join_s, "joined", host)
+        self.at(self.now + host.machine.join_s, self.on_joined, host)
         self.hand_out()
 
-    def on_joined(self, _: int, host: Host) -> None:
-        host.is_away, host.version, host.fetching, host.still_until = False, self.sent, self.sent, self.now
+    def on_joined(self, host: Host) -> None:
+        """Another machine in its place. Its first weights came while it joined, over a link like that of the lost one."""
+        host.is_away = False
         self.next_loss(host)
         self.hand_out()
 
     def next_loss(self, host: Host) -> None:
         if host.machine.losses_per_hour:
-            self.at(self.now + self.rng.expovariate(host.machine.losses_per_hour / 3600), "lost", host)
+            self.at(self.now + self.rng.expovariate(host.machine.losses_per_hour / 3600), self.on_lost, host)
 
     def stand_still(self, host: Host, seconds: float) -> None:
-        for number in host.running:
-            when, whose, rollout = self.due[number]
-            self.due[number] = (when + seconds, whose, rollout)
+        for rollout in host.running:
+            rollout.ends_at += seconds
         host.still_until = max(host.still_until, self.now) + seconds
 
     # training
@@ -260,13 +257,13 @@ class _Run:
             self.step += 1
             self.is_training = True
             self.starts.append(self.now)
-            self.at(self.now + self.train_s(), "step", None)
+            self.at(self.now + self.train_s(), self.on_step, None)
         self.hand_out()
 
     def train_s(self) -> float:
         return next((s for step, s in reversed(self.w.train_times) if self.step >= step), self.w.train_s)
 
-    def on_step(self, _: int, __: object) -> None:
+    def on_step(self, _: object) -> None:
         self.is_training = False
         self.done += 1
         if self.done - self.published >= self.kappa:
@@ -284,32 +281,30 @@ class _Run:
         for host in self.hosts:
             if host.fetching_until <= self.now + 1e-9:
                 self.fetch(host)
-        self.at(self.now + takes, "through", None)
+        self.at(self.now + takes, self.on_through, None)
 
     def fetch(self, host: Host) -> None:
         """The newest version, over the host's own link: no sooner than the seed's and the swarm's links bring it."""
-        if host.is_away:
-            return
         spans = self.sent - host.fetching
         own = self.w.bytes_of(spans) / host.machine.down / self.w.efficiency
         takes = max(own, self.w.links_s(self.pool, spans))
         host.fetching, host.fetching_until = self.sent, self.now + takes
         if self.w.is_stalled:
             self.stand_still(host, takes)
-        self.at(self.now + takes + host.machine.apply_s, "live", (host, self.sent))
-        self.at(self.now + takes, "fetched", host)
+        self.at(self.now + takes + host.machine.apply_s, self.on_live, (host, self.sent))
+        self.at(self.now + takes, self.on_fetched, host)
 
-    def on_fetched(self, _: int, host: Host) -> None:
+    def on_fetched(self, host: Host) -> None:
         if host.fetching < self.sent and host.fetching_until <= self.now + 1e-9:
             self.fetch(host)
 
-    def on_through(self, _: int, __: object) -> None:
+    def on_through(self, _: object) -> None:
         self.link_busy = False
         self.send()
 
-    def on_live(self, _: int, whose: tuple[Host, int]) -> None:
+    def on_live(self, whose: tuple[Host, int]) -> None:
         host, version = whose
-        if host.is_away or version < host.version:
+        if version < host.version:
             return
         host.version = version
         if host.machine.swap_s:

@@ -14,7 +14,7 @@ from echo2.cli.sizing import DEFAULT_BILLIONS
 from echo2.cost_model.machines import GpuType, gpu_of, train_s_prior
 from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts
 from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence
-from echo2.cost_model.snapshot import BROADCAST_EFFICIENCY, DownloadMode, Hysteresis, LearnerEstimate, PlanConfig
+from echo2.cost_model.snapshot import BROADCAST_EFFICIENCY, DownloadMode, LearnerEstimate, PlanConfig
 
 DELTA_SHARE = 0.01
 PROMPT_TOKENS = 1024  # a run's default prompt limit, added to the longest completion
@@ -113,11 +113,7 @@ def _wishes(fields: Fields) -> PlanConfig:
         usd_budget=fields.number("usd_budget", 0.0),
         download=DownloadMode(download),
         broadcast_efficiency=fields.number("broadcast_efficiency", BROADCAST_EFFICIENCY),
-        hysteresis=Hysteresis(
-            add_margin=fields.number("add_margin", 0.05),
-            drain_margin=fields.number("drain_margin", 0.15),
-            dwell_s=fields.seconds("dwell", 600.0),
-        ),
+        dwell_s=fields.seconds("dwell", 600.0),
     )
     fields.done()
     return made
@@ -132,7 +128,6 @@ def _machines(question: PlanQuestion, offer: PoolOffer) -> list[WorkerTruth]:
         price_usd_per_hour=offer.price_usd_per_hour * prior.gpu_count,
         link=offer.link,
         gpu=offer.gpu,
-        provider=offer.provider,
         hazard_per_hour=offer.hazard_per_hour,
         join_s=offer.join_s,
         apply_s=offer.apply_s,

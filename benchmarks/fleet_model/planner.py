@@ -38,7 +38,6 @@ def estimate_of(truth: WorkerTruth, lengths: LengthDistribution) -> WorkerEstima
         hazard_per_hour=truth.hazard_per_hour,
         apply_s=truth.apply_s,
         swap_s=truth.swap_s,
-        provider=truth.provider,
     )
 
 

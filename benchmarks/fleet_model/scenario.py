@@ -24,7 +24,6 @@ class WorkerTruth:
     price_usd_per_hour: float
     link: LinkEstimate
     gpu: str = "cpu"
-    provider: str = ""
     hazard_per_hour: float = 0.0
     join_s: float = 60.0
     apply_s: float = 0.0

@@ -18,7 +18,7 @@ from echo2.cli.sizing import lengths_of, model_of
 from echo2.config.load import load_config, parse_overrides
 from echo2.coordinator.money.market import Catalogue, keep, kept_file, newest, recorded
 from echo2.cost_model.machines import GpuType
-from echo2.cost_model.market import SORTS, OfferFilter, Ranked, Ranker
+from echo2.cost_model.market import SORTS, OfferFilter, Ranked, ranked
 from echo2.outside import unix_now
 
 # As they stand in the table.
@@ -51,16 +51,16 @@ def run_offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
         own.usd_per_hour_max,
     )  # fmt: skip
     in_cache = question_of(config, {}, gpus)[0].tokens_in_cache
-    ranked = Ranker(size, lengths_of(config), gpus, in_cache).ranked(found.offers, wish)
-    if not ranked:
+    rows = ranked(found.offers, size, lengths_of(config), gpus, in_cache, wish)
+    if not rows:
         raise ConfigError(f"offers: expected one that passes the filters, none of {len(found.offers)} does")
-    ranked.sort(key=lambda one: (bool(one.refusal), SORTS[own.sort](one)))
-    shown = ranked[: own.rows or None]
+    rows.sort(key=lambda one: (bool(one.refusal), SORTS[own.sort](one)))
+    shown = rows[: own.rows or None]
     if own.json:
         print(json.dumps([_plain(one) for one in shown], indent=2))
         return 0
     print(f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths_of(config).of(size)} tokens")
-    print(_source_line(found, len(ranked)))
+    print(_source_line(found, len(rows)))
     print("rates are predicted from data sheets")
     from rich.console import Console
 

@@ -42,7 +42,7 @@ def alternatives(question: PlanQuestion, answer: Plan) -> dict[str, Plan | None]
     if not answer.is_feasible:
         return {"cheapest": answer}
     snapshot, wishes = question.snapshot(), question.wishes
-    fast = replace(wishes, target_utilisation=1.0, hysteresis=replace(wishes.hysteresis, add_margin=0.25))
+    fast = replace(wishes, target_utilisation=1.0, add_margin=0.25)
     alike = replace(
         snapshot,
         workers=tuple(replace(one, price_usd_per_hour=1.0, egress_usd_per_gib=0.0) for one in snapshot.workers),

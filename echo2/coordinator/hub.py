@@ -355,7 +355,7 @@ class Hub:
         """
         self.plan, self.plan_waits_for = plan, ""
         cap = min(plan.in_flight_cap_rollouts, (1 << 31) - 1)
-        self.corrections.on_plan(plan, is_acted_on, self.clock.now())
+        self.corrections.on_plan(plan, is_acted_on)
         if is_acted_on:
             self._want([self.membership.members[peer_id] for peer_id in choosable], set(plan.pool), plan.reason)
         update = pb.PlanUpdate(

@@ -187,7 +187,7 @@ class WorkerStream:
         before, access = member.link, member.access
         hub.membership.on_message(peer_id, heartbeat, now)
         hub.board.on_live(peer_id, heartbeat.version, now)
-        hub.corrections.on_spread(hub.board.newest_complete, now)
+        hub.corrections.on_spread(hub.board.newest_complete)
         hub.review(member)
         hub.book.handle(le.Rated(peer_id, heartbeat.rollouts_per_s), now)
         rates = zip(asdict(before).values(), asdict(member.link).values(), strict=True)

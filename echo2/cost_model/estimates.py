@@ -2,18 +2,14 @@
 
 Each estimator keeps a bounded window and uses the median and the median absolute deviation (MAD) as centre and spread,
 so one frozen machine or one wrong clock does not move the estimate. `CHANGE_OBSERVATIONS` in a row far on one side are a change,
-and what came before them is forgotten. A prior counts as `PRIOR_WEIGHT` observations, so
-its weight fades. Guarantees: pure state, bounded memory; a value that is not finite or out of range raises
-`MalformedMessage` naming the field, and leaves the estimate unchanged. Leaves to others: priors by GPU (catalogue), use
-of the numbers (planner).
+and what came before them is forgotten. A prior counts as `PRIOR_WEIGHT` observations, so its weight fades. Guarantees: pure state,
+bounded memory. Leaves to others: priors by GPU (machines), use of the numbers (planner).
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import statistics
-from collections import deque
 from dataclasses import dataclass, field
 
 from echo2.base.errors import MalformedMessage
@@ -40,37 +36,25 @@ class Estimate:
     count: int
 
 
-def checked_observation(field_name: str, value: float, least: float = 0.0) -> float:
-    """Returns `value`, or raises `MalformedMessage` naming the field, the value and the range."""
-    if not (math.isfinite(value) and value >= least):
-        raise MalformedMessage(f"telemetry {field_name}: expected a finite number of at least {least:g}, got {value}")
-    return value
-
-
 @dataclass(slots=True)
 class RobustEstimator:
-    """Estimates one quantity from the newest `window` observations. Drops those older than `age_max_s`, except the last."""
+    """Estimates one quantity from the newest `window` observations."""
 
     field_name: str
     prior: float | None = None
-    age_max_s: float = math.inf
     window: int = WINDOW
-    _seen: deque[tuple[float, float]] = field(default_factory=deque)
+    _seen: list[float] = field(default_factory=list)
 
-    def observe(self, value: float, now: float) -> None:
-        """Adds one measurement."""
-        self._seen.append((now, checked_observation(self.field_name, value)))
-        while len(self._seen) > self.window:
-            self._seen.popleft()
-        while len(self._seen) > 1 and now - self._seen[0][0] > self.age_max_s:
-            self._seen.popleft()
+    def observe(self, value: float) -> None:
+        """Adds one measurement. `MalformedMessage` for one that is no number or negative, which then changes nothing."""
+        if not (math.isfinite(value) and value >= 0.0):
+            raise MalformedMessage(f"telemetry {self.field_name}: expected a finite number of at least 0, got {value}")
+        self._seen = [*self._seen, value][-self.window :]
         if self._has_changed():
-            while len(self._seen) > CHANGE_OBSERVATIONS:
-                self._seen.popleft()
+            self._seen = self._seen[-CHANGE_OBSERVATIONS:]
 
     def _has_changed(self) -> bool:
-        values = [value for _, value in self._seen]
-        before, newest = values[:-CHANGE_OBSERVATIONS], values[-CHANGE_OBSERVATIONS:]
+        before, newest = self._seen[:-CHANGE_OBSERVATIONS], self._seen[-CHANGE_OBSERVATIONS:]
         if len(before) < CHANGE_OBSERVATIONS:
             return False
         centre = statistics.median(before)
@@ -88,9 +72,8 @@ class RobustEstimator:
             if self.prior is None:
                 return None
             return Estimate(self.prior, PRIOR_SPREAD * self.prior, PRIOR_SPREAD * self.prior, 0)
-        values = [value for _, value in self._seen]
-        centre, count = statistics.median(values), len(values)
-        spread = MAD_TO_SIGMA * statistics.median(abs(value - centre) for value in values)
+        centre, count = statistics.median(self._seen), len(self._seen)
+        spread = MAD_TO_SIGMA * statistics.median(abs(value - centre) for value in self._seen)
         if self.prior is None:
             if count == 1:
                 spread = PRIOR_SPREAD * centre
@@ -110,99 +93,32 @@ class RobustEstimator:
 class DeltaSizeEstimator:
     """Artifact bytes as a function of the steps covered; fits the growth exponent once two periods have been observed."""
 
-    prior_bytes: float | None = None
     _by_steps: dict[int, RobustEstimator] = field(default_factory=dict)
 
-    def observe(self, artifact_bytes: float, steps: int, now: float) -> None:
+    def observe(self, artifact_bytes: float, steps: int) -> None:
         """Adds the size of a version that covers `steps` steps since its parent."""
         if not 1 <= steps <= DELTA_PERIODS_MAX:
             raise MalformedMessage(f"telemetry delta steps: expected 1 to {DELTA_PERIODS_MAX}, got {steps}")
-        checked_observation("artifact_bytes", artifact_bytes)
-        self._by_steps.setdefault(steps, RobustEstimator("artifact_bytes")).observe(artifact_bytes, now)
+        sizes = self._by_steps.get(steps, RobustEstimator("artifact_bytes"))
+        sizes.observe(artifact_bytes)
+        self._by_steps[steps] = sizes
 
     @property
     def growth(self) -> float:
         """Exponent g of bytes ~ steps ** g, between 0 and 1."""
         points = [
-            (math.log(steps), math.log(found.value))
-            for steps, one in self._by_steps.items()
-            if (found := one.estimate()) is not None and found.value > 0
+            (math.log(steps), math.log(size))
+            for steps, sizes in self._by_steps.items()
+            if (size := sizes.value_or(0.0)) > 0
         ]
         if len(points) < 2:
             return DELTA_GROWTH_PRIOR
         slope = statistics.linear_regression([x for x, _ in points], [y for _, y in points]).slope
         return min(1.0, max(0.0, slope))
 
-    def at(self, steps: int) -> Estimate | None:
-        """Estimated bytes of a version that covers `steps` steps, scaled from the nearest measured period; None without
-        a measurement or prior."""
+    def at(self, steps: int) -> float:
+        """Estimated bytes of a version that covers `steps` steps, scaled from the nearest measured period; 0 before the first."""
         if not self._by_steps:
-            if self.prior_bytes is None:
-                return None
-            grown = self.prior_bytes * steps**DELTA_GROWTH_PRIOR
-            return Estimate(grown, PRIOR_SPREAD * grown, PRIOR_SPREAD * grown, 0)
+            return 0.0
         nearest = min(self._by_steps, key=lambda known: (abs(math.log(known / steps)), known))
-        found = self._by_steps[nearest].estimate()
-        assert found is not None, "an observed period has an estimate"
-        factor = (steps / nearest) ** self.growth
-        return Estimate(found.value * factor, found.error * factor, found.spread * factor, found.count)
-
-
-COMPARISONS_KEPT = 512  # the newest, of which errors are the mean
-
-
-class Predicted(enum.Enum):
-    """The predicted quantity; its value is the metric's name."""
-
-    UTILISATION = "utilisation"
-    BROADCAST_S = "broadcast_s"
-    USD_PER_HOUR = "usd_per_hour"
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One prediction and the measurement that followed."""
-
-    predicted: float
-    measured: float
-    predicted_at: float
-    measured_at: float
-
-    @property
-    def error(self) -> float:
-        """Measured minus predicted."""
-        return self.measured - self.predicted
-
-
-@dataclass(slots=True)
-class PredictionLog:
-    """The newest prediction of each kind and the last comparisons."""
-
-    _open: dict[Predicted, tuple[float, float]] = field(default_factory=dict)
-    _made: dict[Predicted, deque[Comparison]] = field(default_factory=dict)
-
-    def predict(self, what: Predicted, value: float, now: float) -> None:
-        """Records a prediction; it replaces the previous one of its kind."""
-        self._open[what] = (checked_observation(f"predicted {what.value}", value), now)
-
-    def measure(self, what: Predicted, value: float, now: float) -> Comparison | None:
-        """Compares a measurement with the newest prediction; None if there is none."""
-        checked_observation(f"measured {what.value}", value)
-        if what not in self._open:
-            return None
-        predicted, at = self._open[what]
-        comparison = Comparison(predicted, value, at, now)
-        self._made.setdefault(what, deque(maxlen=COMPARISONS_KEPT)).append(comparison)
-        return comparison
-
-    def comparisons(self, what: Predicted) -> tuple[Comparison, ...]:
-        return tuple(self._made.get(what, ()))
-
-    def mean_absolute_error(self, what: Predicted) -> float | None:
-        made = self._made.get(what)
-        return statistics.fmean(abs(one.error) for one in made) if made else None
-
-    def bias(self, what: Predicted) -> float | None:
-        """Mean of measured minus predicted."""
-        made = self._made.get(what)
-        return statistics.fmean(one.error for one in made) if made else None
+        return self._by_steps[nearest].value_or(0.0) * math.pow(steps / nearest, self.growth)

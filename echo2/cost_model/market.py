@@ -88,6 +88,9 @@ class OfferFilter:
         )
 
 
+NO_FILTER = OfferFilter()
+
+
 def kind_of(offer: MarketOffer, catalogue: Mapping[str, GpuType]) -> str:
     """The catalogue's kind with the same GPU name and the nearest memory size; empty if the catalogue has none."""
     word = _plain(offer.gpu)
@@ -105,64 +108,54 @@ def useful_share(hazard_per_hour: float, join_s: float) -> float:
     return 1.0 / (1.0 + hazard_per_hour * join_s / 3600)
 
 
-class Ranker:
-    """Ranks offers for one model and run. `tokens_each`: average tokens per sequence in the KV cache; 0: half of the
-    longest."""
-
-    def __init__(
-        self,
-        size: ModelSize,
-        run: RunLengths,
-        catalogue: Mapping[str, GpuType],
-        tokens_each: float = 0.0,
-    ) -> None:
-        self._tokens_each = tokens_each
-        self._size, self._run, self._catalogue = size, run, catalogue
-        self._kinds: dict[tuple[str, float], str] = {}
-        self._rates: dict[tuple[str, int], tuple[int, float] | str] = {}
-
-    def ranked(self, offers: Iterable[MarketOffer], wish: OfferFilter | None = None) -> list[Ranked]:
-        """Offers in order of USD per million useful tokens; those that cannot serve come last."""
-        wish = wish or OfferFilter()
-        kinds = ((offer, self._kind(offer)) for offer in offers)
-        found = [self._rank(offer, kind) for offer, kind in kinds if wish.lets(offer, kind)]
-        return sorted(found, key=lambda one: (bool(one.refusal), one.usd_per_million, one.offer.usd_per_hour))
-
-    def _rank(self, offer: MarketOffer, kind: str) -> Ranked:
-        egress = EGRESS_USD_PER_GIB.get(offer.provider.lower(), 0.0)
-        rate = self._rate(kind, offer.gpu_count) if kind else f"no data sheet of {offer.gpu}"
-        if isinstance(rate, str):
-            return Ranked(offer, kind, 0, 0.0, math.inf, math.inf, math.inf, egress, rate)
-        sequences, predicted = rate
-        low, high = RATE_RANGE
-        at_one = offer.usd_per_hour / (
-            predicted * useful_share(SPOT_HAZARD_PER_HOUR if offer.is_spot else 0.0, JOIN_S) * 3600 / 1e6
-        )
-        return Ranked(
-            offer, kind, sequences, predicted, at_one, at_one / high, at_one / low, egress,
-        )  # fmt: skip
-
-    def _kind(self, offer: MarketOffer) -> str:
+def ranked(
+    offers: Iterable[MarketOffer],
+    size: ModelSize,
+    run: RunLengths,
+    catalogue: Mapping[str, GpuType],
+    tokens_each: float = 0.0,
+    wish: OfferFilter = NO_FILTER,
+) -> list[Ranked]:
+    """Offers in order of USD per million useful tokens; those that cannot serve come last. `tokens_each`: average tokens per
+    sequence in the KV cache; 0: half of the longest."""
+    kinds: dict[tuple[str, float], str] = {}
+    rates: dict[tuple[str, int], tuple[int, float] | str] = {}
+    found = []
+    for offer in offers:
         named = (offer.gpu, offer.gpu_memory_gib)
-        if named not in self._kinds:
-            self._kinds[named] = kind_of(offer, self._catalogue)
-        return self._kinds[named]
+        if named not in kinds:
+            kinds[named] = kind_of(offer, catalogue)
+        kind = kinds[named]
+        if not wish.lets(offer, kind):
+            continue
+        machine = (kind, offer.gpu_count)
+        if kind and machine not in rates:
+            rates[machine] = _rate(catalogue[kind], offer.gpu_count, size, run, tokens_each)
+        found.append(_rank(offer, kind, rates[machine] if kind else f"no data sheet of {offer.gpu}"))
+    return sorted(found, key=lambda one: (bool(one.refusal), one.usd_per_million, one.offer.usd_per_hour))
 
-    def _rate(self, kind: str, gpu_count: int) -> tuple[int, float] | str:
-        """Sequences and tokens/s of a whole machine, or the reason why the model does not fit."""
-        key = (kind, gpu_count)
-        if key not in self._rates:
-            self._rates[key] = self._measure(self._catalogue[kind], gpu_count)
-        return self._rates[key]
 
-    def _measure(self, gpu: GpuType, gpu_count: int) -> tuple[int, float] | str:
-        try:
-            fit = gpu_fit(self._size, [gpu.memory_bytes] * gpu_count, self._run)
-        except ResourceError as error:
-            return str(error).rpartition("what would fit: ")[2] or str(error)
-        tokens = self._tokens_each or fit.sequence_tokens / FILL
-        engine = Roofline(gpu, self._size, spread_speed(fit.tensor_parallel), self._run.quantisation)
-        return fit.engine_count * fit.sequences, fit.engine_count * engine.tokens_per_s(fit.sequences, tokens)
+def _rank(offer: MarketOffer, kind: str, rate: tuple[int, float] | str) -> Ranked:
+    egress = EGRESS_USD_PER_GIB.get(offer.provider.lower(), 0.0)
+    if isinstance(rate, str):
+        return Ranked(offer, kind, 0, 0.0, math.inf, math.inf, math.inf, egress, rate)
+    (sequences, predicted), (low, high) = rate, RATE_RANGE
+    share = useful_share(SPOT_HAZARD_PER_HOUR if offer.is_spot else 0.0, JOIN_S)
+    usd = offer.usd_per_hour / (predicted * share * 3600 / 1e6)
+    return Ranked(offer, kind, sequences, predicted, usd, usd / high, usd / low, egress)
+
+
+def _rate(
+    gpu: GpuType, gpu_count: int, size: ModelSize, run: RunLengths, tokens_each: float
+) -> tuple[int, float] | str:
+    """Sequences and tokens/s of a whole machine, or what would fit if the model does not."""
+    try:
+        fit = gpu_fit(size, [gpu.memory_bytes] * gpu_count, run)
+    except ResourceError as error:
+        return str(error).rpartition("what would fit: ")[2] or str(error)
+    engine = Roofline(gpu, size, spread_speed(fit.tensor_parallel), run.quantisation)
+    tokens_per_s = engine.tokens_per_s(fit.sequences, tokens_each or fit.sequence_tokens / FILL)
+    return fit.engine_count * fit.sequences, fit.engine_count * tokens_per_s
 
 
 SORTS: Mapping[str, Callable[[Ranked], float]] = {

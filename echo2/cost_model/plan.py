@@ -62,7 +62,7 @@ class Plan:
     pool: worker IDs, sorted. activate, drain: the changes relative to the workers that are active now.
     in_flight_cap_rollouts: most rollouts that may be offered and not yet trained on. utilisation_spread: standard deviation of the
     utilisation over time, as machines are lost and replaced. broadcast_s: T_bcast, including encode and apply; transfer_s: the part
-    of it that occupies the links. gap: by what share a cheaper pool may exist, as far as the integer program knows.
+    of it that occupies the links.
     over_provisioned_since_s: since when a much cheaper pool has been known. short_since_s: since when the pool has been slightly
     short of its terms. egress_usd_per_hour: the part of `usd_per_hour` that providers charge for traffic. usd_to_finish: what the
     steps left cost, 0 if their number is unknown.
@@ -83,7 +83,6 @@ class Plan:
     terms: tuple[Term, ...]
     binding: Limit
     reason: str
-    gap: float = 0.0
     over_provisioned_since_s: float | None = None
     short_since_s: float | None = None
     egress_usd_per_hour: float = 0.0
@@ -113,9 +112,16 @@ def usd_to_finish(snapshot: FleetSnapshot, found: Evaluation) -> float:
     return (found.usd_per_hour * (snapshot.steps_left * step_s + learner.start_s) + joins_usd_s) / 3600
 
 
-def plan_of(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation, why: str, **others: float | None) -> Plan:
+def plan_of(
+    snapshot: FleetSnapshot,
+    config: PlanConfig,
+    found: Evaluation,
+    why: str,
+    over_provisioned_since_s: float | None = None,
+    short_since_s: float | None = None,
+) -> Plan:
     """The plan for a rehearsed evaluation; `why` begins its reason. It is feasible if all its own terms are met and its own
-    utilisation reaches the target. `others`: further fields of the plan."""
+    utilisation reaches the target."""
     assert found.is_rehearsed, "a plan's utilisation comes from a rehearsal"
     learner, workers = snapshot.learner, snapshot.workers
     pool = sorted(workers[row].worker_id for row in np.flatnonzero(found.chosen).tolist())
@@ -142,10 +148,10 @@ def plan_of(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation, why:
         terms=terms,
         binding=binding.limit_kind,
         reason=_reason(found, config, binding, len(pool), is_feasible, why),
-        gap=found.gap,
         utilisation_spread=found.spread,
         usd_to_finish=usd_to_finish(snapshot, found),
-        **others,  # type: ignore[arg-type]
+        over_provisioned_since_s=over_provisioned_since_s,
+        short_since_s=short_since_s,
     )
 
 

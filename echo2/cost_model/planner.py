@@ -6,7 +6,7 @@ and says which term is violated and what would fix it; if the budget cannot pay 
 
 A pool is chosen with `add_margin` more rate than needed, and is kept while it has the rate needed without the margin and its
 rehearsal reaches the target. A shortage that only the estimates show is fixed once it has lasted the dwell time; any other at once.
-A pool is changed to save money only after the saving has exceeded `drain_margin` for the dwell time, and by draining members if
+A pool is changed to save money only after the saving has exceeded `DRAIN_MARGIN` for the dwell time, and by draining members if
 that is nearly as cheap. Workers that relay a broadcast, or that were activated less than the dwell time (or their join time) ago,
 stay. Leaves to others: acting on it (coordinator), the trees (broadcast), measuring (estimates).
 """
@@ -25,6 +25,7 @@ from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, PlanConfig
 from echo2.cost_model.solver import Solver
 
 NOISE_MARGINS = 2.0  # two margins of shortage are still measurement noise
+DRAIN_MARGIN = 0.15  # a smaller saving is not worth the motion
 CLOSE, REHEARSED_PERIODS = 0.01, 2  # periods that the relations see within 1 %: two decide
 SLOWER = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Targets tried where the budget does not pay for a busy learner: a slower run with the cheapest machines costs less in all."""
@@ -61,7 +62,7 @@ def plan_if_feasible(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None
 
 def _plan_if_feasible(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
     fleet = FleetModel.of(snapshot, config)
-    found, _ = Solver(fleet, fleet.is_must).cheapest(config.target_utilisation - UTILISATION_TOLERANCE)
+    found, _ = Solver(fleet, fleet.is_must).cheapest(_goal(config))
     if found is None or not _affords(fleet, found):
         return None
     made = plan_of(snapshot, config, found, CHEAPEST)
@@ -134,24 +135,28 @@ def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) ->
         nobody = fleet.evaluate(kappa, np.zeros(len(fleet), dtype=np.bool_))
         return plan_of(snapshot, config, rehearsed(fleet, nobody), "the budget is spent")
     solver = Solver(fleet, fleet.is_must)
-    fresh, rejected = solver.cheapest(config.target_utilisation - UTILISATION_TOLERANCE)
+    fresh, rejected = solver.cheapest(_goal(config))
     is_busy = fresh is not None
     if fresh is None:
         fresh = solver.nearest(rejected)
     choice = _PoolChoice(fresh, CHEAPEST if is_busy else NEAREST)
-    if _affords(fleet, fresh):
-        choice = _kept(previous, fleet, choice, is_busy) if previous is not None else choice
-    else:
+    if not _affords(fleet, fresh):
         choice = _within_budget(fleet, fresh)
+    elif previous is not None:
+        choice = _kept(previous, fleet, choice, is_busy)
     final = choice.evaluation
     if previous is not None:
         held = np.array([_is_held(worker, snapshot.now_s, config) for worker in snapshot.workers]) & ~final.chosen
         if held.any():
-            final = replace(fleet.evaluate(final.kappa, final.chosen | held), gap=final.gap)
+            final = fleet.evaluate(final.kappa, final.chosen | held)
     if not final.is_rehearsed:
         final = confirmed(fleet, final)
-    since = {"over_provisioned_since_s": choice.over_provisioned_since_s, "short_since_s": choice.short_since_s}
-    return plan_of(snapshot, config, final, choice.reason, **since)
+    return plan_of(snapshot, config, final, choice.reason, choice.over_provisioned_since_s, choice.short_since_s)
+
+
+def _goal(config: PlanConfig) -> float:
+    """What a rehearsal must reach."""
+    return config.target_utilisation - UTILISATION_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +183,13 @@ def _within_budget(fleet: FleetModel, busy: Evaluation) -> _PoolChoice:
     """The fastest pool with which the budget pays for all steps; if there is none, the one with the cheapest step, and what would
     finish."""
     snapshot, config = fleet.snapshot, fleet.config
-    left = config.usd_budget - snapshot.spent_usd
-    targets = [target for target in SLOWER if target < busy.utilisation]
     least, fastest = busy, None
+    targets = [target for target in SLOWER if target < busy.utilisation]
     low, high = 0, len(targets)
     while low < high:
         middle = (low + high) // 2
         slower = replace(fleet, config=replace(config, target_utilisation=targets[middle]))
-        found, rejected = Solver(slower, slower.is_must).cheapest(targets[middle] - UTILISATION_TOLERANCE)
+        found, rejected = Solver(slower, slower.is_must).cheapest(_goal(slower.config))
         pools = [*rejected, *([found] if found is not None else ())]
         least = min(least, *pools, key=lambda one: usd_to_finish(snapshot, one)) if pools else least
         paid = [one for one in pools if _affords(fleet, one)]
@@ -195,7 +199,7 @@ def _within_budget(fleet: FleetModel, busy: Evaluation) -> _PoolChoice:
         total_usd = snapshot.spent_usd + usd_to_finish(snapshot, fastest)
         why = f"the budget does not pay for a busy learner; this pool finishes for {total_usd:.2f} USD"
         return _PoolChoice(fastest, why)
-    usd = usd_to_finish(snapshot, least)
+    usd, left = usd_to_finish(snapshot, least), config.usd_budget - snapshot.spent_usd
     steps = int(snapshot.steps_left * left / usd) if usd > 0 else 0
     return _PoolChoice(
         least,
@@ -209,53 +213,49 @@ def _within_budget(fleet: FleetModel, busy: Evaluation) -> _PoolChoice:
 
 def _is_held(worker: WorkerEstimate, now_s: float, config: PlanConfig) -> bool:
     """Whether an active worker must not be drained now."""
-    dwell_s = max(config.hysteresis.dwell_s, worker.join_s)
+    dwell_s = max(config.dwell_s, worker.join_s)
     return worker.state is WorkerState.ACTIVE and (worker.is_relaying or now_s - worker.state_since_s < dwell_s)
 
 
 def _kept(previous: Plan, fleet: FleetModel, choice: _PoolChoice, is_busy: bool) -> _PoolChoice:
     """The previous pool if it still meets its terms, else that pool with additions, else the fresh one."""
-    config, snapshot, fresh = fleet.config, fleet.snapshot, choice.evaluation
-    margins, now_s = config.hysteresis, snapshot.now_s
-    pool = set(previous.pool)
-    members = np.array([one.worker_id in pool for one in snapshot.workers]) & fleet.is_available
+    config, now_s, fresh = fleet.config, fleet.snapshot.now_s, choice.evaluation
     if previous.kappa not in config.kappas or not previous.pool:
         return replace(choice, reason="a new pool: there was none")
+    pool = set(previous.pool)
+    members = np.array([one.worker_id in pool for one in fleet.snapshot.workers]) & fleet.is_available
     stayed = confirmed(fleet, fleet.evaluate(previous.kappa, members))
     within_cap = not config.usd_per_hour_cap or stayed.usd_per_hour <= config.usd_per_hour_cap
-    is_dear = stayed.usd_per_hour > fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9
+    is_dear = stayed.usd_per_hour > fresh.usd_per_hour * (1 + DRAIN_MARGIN) + 1e-9
     if not is_busy:
-        is_better = fresh.utilisation > stayed.utilisation * (1 + margins.add_margin) + 1e-9
+        is_better = fresh.utilisation > stayed.utilisation * (1 + config.add_margin) + 1e-9
         if is_better or is_dear or not within_cap or (fresh.keeps_up and not stayed.keeps_up):
             return choice
         return _PoolChoice(stayed, "unchanged: no pool keeps the learner busy, and none is clearly better")
-    goal = config.target_utilisation - UTILISATION_TOLERANCE
-    kept_rate = fleet.rate_needed / (1 + margins.add_margin)
+    kept_rate = fleet.rate_needed / (1 + config.add_margin)
     since_s = (previous.over_provisioned_since_s or now_s) if is_dear else None
-    if stayed.keeps_relations(kept_rate) and stayed.utilisation >= goal and within_cap:
+    if stayed.keeps_relations(kept_rate) and stayed.utilisation >= _goal(config) and within_cap:
         if since_s is None:
             return _PoolChoice(stayed, "unchanged: the pool is still within the margins")
-        if now_s - since_s < margins.dwell_s:
+        if now_s - since_s < config.dwell_s:
             return _PoolChoice(stayed, "unchanged for now: a cheaper pool is known, but not for long enough", since_s)
-        shrunk, _ = Solver(_narrowed(fleet, members), fleet.is_must).cheapest(goal)
-        if shrunk is not None and shrunk.usd_per_hour <= fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9:
-            return _PoolChoice(
-                shrunk, f"smaller: saves {1 - shrunk.usd_per_hour / stayed.usd_per_hour:.0%} of the price"
-            )
-        return _PoolChoice(fresh, f"changed: saves {1 - fresh.usd_per_hour / stayed.usd_per_hour:.0%} of the price")
-    slip = NOISE_MARGINS * margins.add_margin
+        # Only these workers to choose from: what others seem to save beyond them is mostly noise in their estimates.
+        shrunk = _no_dearer(replace(fleet, is_available=members), fleet.is_must, fresh)
+        change, best = ("smaller", shrunk) if shrunk is not None else ("changed", fresh)
+        return _PoolChoice(best, f"{change}: saves {1 - best.usd_per_hour / stayed.usd_per_hour:.0%} of the price")
     if within_cap and int(np.count_nonzero(members)) == len(previous.pool):
-        short_since_s = previous.short_since_s or now_s
-        is_little = stayed.keeps_relations(kept_rate / (1 + slip), margins.add_margin + slip)
-        if is_little and now_s - short_since_s < margins.dwell_s:
+        slip, short_since_s = NOISE_MARGINS * config.add_margin, previous.short_since_s or now_s
+        is_little = stayed.keeps_relations(kept_rate / (1 + slip), config.add_margin + slip)
+        if is_little and now_s - short_since_s < config.dwell_s:
             reason = "unchanged for now: a little short, but not for long enough"
             return _PoolChoice(stayed, reason, since_s, short_since_s)
-    mended, _ = Solver(fleet, members | fleet.is_must).cheapest(goal)
-    if mended is not None and mended.usd_per_hour <= fresh.usd_per_hour * (1 + margins.drain_margin) + 1e-9:
+    mended = _no_dearer(fleet, members | fleet.is_must, fresh)
+    if mended is not None:
         return _PoolChoice(mended, "mended: the pool no longer met its terms")
     return _PoolChoice(fresh, "changed: the pool no longer met its terms")
 
 
-def _narrowed(fleet: FleetModel, members: Flags) -> FleetModel:
-    """The fleet with only these workers to choose from: what others seem to save beyond them is mostly noise in their estimates."""
-    return replace(fleet, is_available=fleet.is_available & members)
+def _no_dearer(fleet: FleetModel, is_must: Flags, fresh: Evaluation) -> Evaluation | None:
+    """The cheapest pool of `fleet` with those that must stay, unless it is clearly dearer than a fresh one."""
+    found, _ = Solver(fleet, is_must).cheapest(_goal(fleet.config))
+    return found if found is not None and found.usd_per_hour <= fresh.usd_per_hour * (1 + DRAIN_MARGIN) + 1e-9 else None

@@ -154,7 +154,6 @@ class PlanQuestion:
             hazard_per_hour=offer.hazard_per_hour,
             apply_s=offer.apply_s,
             swap_s=offer.swap_s or cost.recompute_s,
-            provider=offer.provider,
             egress_usd_per_gib=offer.egress_usd_per_gib,
         )
 
@@ -197,37 +196,30 @@ class PlanQuestion:
         if kind not in WHAT_IF or bool(of) != (kind in ("price", "count")):
             raise ConfigError(f"what-if: expected one of {', '.join(WHAT_IF)}, got {name!r}")
         learner, wishes = self.learner, self.wishes
+        if kind in FIELDS:
+            part, field_name = FIELDS[kind]
+            value = _number(name, text)
+            changed = replace(getattr(self, part), **{field_name: int(value) if kind == "kappa" else value})
+            return replace(self, **{part: changed})
         match kind:
             case "S":
                 bound = int(_number(name, text))
                 kappa = min(wishes.fixed_kappa, bound)
                 return replace(self, wishes=replace(wishes, staleness_bound=bound, fixed_kappa=kappa))
-            case "kappa":
-                return replace(self, wishes=replace(wishes, fixed_kappa=int(_number(name, text))))
             case "uplink":
                 link = replace(learner.link, uplink_bytes_per_s=parse_rate_bytes_per_s(text))
                 return replace(self, learner=replace(learner, link=link))
             case "train":
                 return replace(self, learner=replace(learner, train_s=parse_duration_s(text) + learner.idle_s))
             case "R":
-                changed = learner.training(int(_number(name, text)))
-                return replace(self, learner=trained_in(changed, changed.trained_rollouts / learner.trained_rollouts))
+                more = learner.training(int(_number(name, text)))
+                return replace(self, learner=trained_in(more, more.trained_rollouts / learner.trained_rollouts))
             case "mean":
                 tokens = replace(self.tokens, mean=_number(name, text))
                 tokens = replace(tokens, tail=max(tokens.tail, min(1.5 * tokens.mean, tokens.longest)))
                 return replace(self, tokens=tokens, learner=trained_in(learner, tokens.mean / self.tokens.mean))
             case "dropped":
                 return replace(self, learner=learner.dropping(_number(name, text)))
-            case "delta":
-                return replace(self, learner=replace(learner, delta_bytes=_number(name, text)))
-            case "tail":
-                return replace(self, tokens=replace(self.tokens, tail=_number(name, text)))
-            case "target":
-                return replace(self, wishes=replace(wishes, target_utilisation=_number(name, text)))
-            case "cap":
-                return replace(self, wishes=replace(wishes, usd_per_hour_cap=_number(name, text)))
-            case "budget":
-                return replace(self, wishes=replace(wishes, usd_budget=_number(name, text)))
             case "worker_uplink":
                 rate = parse_rate_bytes_per_s(text)
                 offers = (replace(o, link=replace(o.link, uplink_bytes_per_s=rate)) for o in self.offers)
@@ -246,6 +238,11 @@ class PlanQuestion:
         return replace(self, offers=tuple(replace(o, **changed) if o.gpu == of else o for o in offers))
 
 
+FIELDS = {
+    "kappa": ("wishes", "fixed_kappa"), "target": ("wishes", "target_utilisation"), "cap": ("wishes", "usd_per_hour_cap"),
+    "budget": ("wishes", "usd_budget"), "delta": ("learner", "delta_bytes"), "tail": ("tokens", "tail"),
+}  # fmt: skip
+"""What-ifs that set one field of one part of the question."""
 WHAT_IF = (
     "S", "kappa", "uplink", "train", "R", "mean", "delta", "tail", "target", "cap", "budget", "dropped", "worker_uplink", "price",
     "count",

@@ -36,7 +36,7 @@ LONGEST_TAILS = 3.0
 """The longest rollout if the token limit is unknown, in 95th percentiles."""
 USUAL_SIGMA, AT_THE_CUT = 0.9, 0.995
 IN_FLIGHT_HEADROOM = 1.1
-"""Lengths fluctuate from step to step, so a tenth more than the mean is in flight at times."""
+"""Lengths fluctuate from step to step, so a tenth more than the mean is in flight at times; of few groups a deviation more."""
 NORMAL = NormalDist()  # for quantiles
 
 
@@ -135,8 +135,7 @@ class OperatingPoint:
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
     """A period and a pool. `utilisation`: by relation (4), or by rehearsals once `is_rehearsed`; `spread`: its standard deviation
-    over time as machines are lost and replaced. `group_s`: L_roll, mean over the pool by rate. `gap`: the solver's own, of the
-    price."""
+    over time as machines are lost and replaced. `group_s`: L_roll, mean over the pool by rate."""
 
     chosen: Flags
     point: OperatingPoint
@@ -144,7 +143,6 @@ class Evaluation:
     utilisation: float
     group_s: float
     spread: float = 0.0
-    gap: float = 0.0
     is_rehearsed: bool = False
 
     @property
@@ -185,7 +183,8 @@ class Evaluation:
         """
         point = self.point
         batch = point.rollouts_per_step
-        flow = batch * (1 + self.group_s / point.train_s) * IN_FLIGHT_HEADROOM
+        flow = batch * (1 + self.group_s / point.train_s)
+        flow *= max(IN_FLIGHT_HEADROOM, 1 + math.sqrt(rollouts_per_group / flow))
         cap = max(batch + rollouts_per_group, min(flow, batch * (point.staleness_bound + 1)))
         return math.ceil(cap / rollouts_per_group) * rollouts_per_group
 
@@ -217,12 +216,10 @@ class FleetModel:
     slots: Counts
     is_available: Flags
     is_must: Flags
-    provider: Counts  # index into the config's limits; -1: no limit
 
     @classmethod
     def of(cls, snapshot: FleetSnapshot, config: PlanConfig) -> FleetModel:
         workers, learner = snapshot.workers, snapshot.learner
-        limits = {name: index for index, (name, _) in enumerate(config.provider_workers_max)}
         table = np.array(
             [
                 (
@@ -255,7 +252,6 @@ class FleetModel:
             group_s=mean_s * (longest_of(lengths, group) + turns) + reward_s, swap_s=table[7], slots=slots,
             is_available=is_available,
             is_must=np.array([worker.is_pinned for worker in workers]) & is_available,
-            provider=np.array([limits.get(worker.provider, -1) for worker in workers], dtype=np.int64),
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -265,15 +261,13 @@ class FleetModel:
     def rate_needed(self) -> float:
         """Rollouts/s that a new pool must give: the target's, and the margin that keeps it from changing at once."""
         learner, config = self.snapshot.learner, self.config
-        return (
-            config.target_utilisation * (1 + config.hysteresis.add_margin) * learner.rollouts_per_step / learner.train_s
-        )
+        return config.target_utilisation * (1 + config.add_margin) * learner.rollouts_per_step / learner.train_s
 
     @cached_property
     def kind(self) -> Counts:
         """Machines that the relations cannot tell apart have the same number."""
         columns = (
-            self.rate, self.price, self.uplink, self.downlink, self.latency_s, self.group_s, self.swap_s, self.provider,
+            self.rate, self.price, self.uplink, self.downlink, self.latency_s, self.group_s, self.swap_s,
         )  # fmt: skip
         order = np.lexsort(columns)
         is_new = np.zeros(len(self), dtype=np.bool_)

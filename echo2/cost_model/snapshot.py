@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import PeerId
@@ -91,7 +91,6 @@ class WorkerEstimate:
     hazard_per_hour: float = 0.0
     apply_s: float = 0.0
     swap_s: float = 0.0
-    provider: str = ""
     egress_usd_per_gib: float = 0.0
     state: WorkerState = WorkerState.STANDBY
     state_since_s: float = 0.0  # on the snapshot's clock
@@ -231,26 +230,11 @@ class FleetSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Hysteresis:
-    """How the pool resists noise. A chosen pool has `add_margin` more rate than needed and grows only when that margin is
-    used up. It shrinks or changes only if that saves more than `drain_margin` of the price. A worker stays at least
-    `dwell_s`, and never less than its join time."""
-
-    add_margin: float = 0.05
-    drain_margin: float = 0.15
-    dwell_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        checked("hysteresis", "add_margin", self.add_margin, 0.0, 1.0)
-        checked("hysteresis", "drain_margin", self.drain_margin, 0.0, 10.0)
-        checked("hysteresis", "dwell_s", self.dwell_s, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
 class PlanConfig:
     """What the user wants. fixed_kappa: 0 lets the planner choose; caps and budgets: 0 means none.
 
-    preemption_loss_s: work lost with a worker, which is one report interval.
+    preemption_loss_s: work lost with a worker, which is one report interval. add_margin: a chosen pool has so much more rate than
+    needed, and grows only when that is used up. dwell_s: a worker stays at least so long, and never less than its join time.
     """
 
     staleness_bound: int
@@ -258,11 +242,11 @@ class PlanConfig:
     target_utilisation: float = 0.98
     usd_per_hour_cap: float = 0.0
     usd_budget: float = 0.0
-    provider_workers_max: tuple[tuple[str, int], ...] = ()
     download: DownloadMode = DownloadMode.BACKGROUND
-    hysteresis: Hysteresis = field(default_factory=Hysteresis)
     broadcast_efficiency: float = BROADCAST_EFFICIENCY
     preemption_loss_s: float = 5.0
+    add_margin: float = 0.05
+    dwell_s: float = 300.0
 
     def __post_init__(self) -> None:
         checked("plan", "staleness_bound S", self.staleness_bound, 0, STALENESS_BOUND_MAX)
@@ -275,8 +259,8 @@ class PlanConfig:
         checked("plan", "usd_budget", self.usd_budget, 0.0)
         checked("plan", "broadcast_efficiency", self.broadcast_efficiency, 0.01, 1.0)
         checked("plan", "preemption_loss_s", self.preemption_loss_s, 0.0)
-        for provider, count in self.provider_workers_max:
-            checked("plan", f"provider_workers_max of {provider!r}", count, 0)
+        checked("plan", "add_margin", self.add_margin, 0.0, 1.0)
+        checked("plan", "dwell_s", self.dwell_s, 0.0)
 
     @property
     def kappas(self) -> range:

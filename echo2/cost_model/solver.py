@@ -1,7 +1,7 @@
 """Finds the cheapest pool that reaches the target, or the one that comes nearest: one integer program, confirmed by rehearsal.
 
     minimise  sum price_k x_k    subject to    sum value_k x_k >= need,   sum burden_k x_k <= room,
-                                               0 <= x_k <= count_k whole, per provider: sum x_k <= its limit
+                                               sum price_k x_k <= cap,       0 <= x_k <= count_k whole
 
 x_k machines of kind k. Relations (2) and (3) couple the pool's rate, its slowest member and the swarm's uplinks; two thresholds
 decouple them: a ceiling on the swarm's transfer time and one on R/mu_pool. Given both, each kind is eligible or not on its own.
@@ -31,8 +31,8 @@ nearly."""
 BATCH_POINTS, TRANSFER_POINTS, TRANSFER_POINTS_SMALL, SMALL_FLEET = 8, 5, 12, 40
 """Thresholds tried. In a small fleet, one machine more or less changes the transfer time a lot, hence finer steps."""
 UTILISATION_LEAST = 1e-4  # keeps ratios of utilisations finite
-STEP = 0.01
-"""Best efforts this near to one another count as equal, and the cheaper is taken: a rehearsal is hardly more accurate."""
+STEP = UTILISATION_TOLERANCE
+"""Best efforts this near to one another count as equal, and the cheaper is taken: a rehearsal is no more accurate."""
 QUEUE_SHARE = 0.97
 """Share of the utilisation that counts if versions wait for the links: they go out late, and some pushes are wasted."""
 # 64 take one to two seconds; 6 take 0.1 s, half of what the plan of a large fleet may take.
@@ -62,8 +62,6 @@ class PoolProgram:
     burden_room: float
     price_cap: float
     count: Counts
-    provider: Counts
-    provider_max: Counts
 
     def relaxes(self, other: PoolProgram) -> bool:
         """Whether every solution of `other`, over the same kinds and caps, also solves this one."""
@@ -126,7 +124,7 @@ class PoolProgram:
             if not bound < roof:
                 return None, bound
         first = max(0, last - CORE_KINDS // 2) if len(kinds) > CORE_KINDS else 0
-        fixed = self._fixed(kinds[:first])
+        fixed = self._all_of(kinds[:first])
         fixed_usd = float(self.price @ fixed)
         gap = min(0.5, MIP_GAP * bound / max(bound - fixed_usd, 1e-9)) if bound > 0 else MIP_GAP
         found = self._integers(fixed, kinds[first : first + CORE_KINDS] if len(kinds) > CORE_KINDS else kinds, gap)
@@ -138,29 +136,23 @@ class PoolProgram:
         return (None if is_dear else fixed + found), bound
 
     def most(self) -> Counts | None:
-        """Machines of each kind with the most rate that the cap, the providers and the swarm allow, at the least price of
-        equals."""
+        """Machines of each kind with the most rate that the cap and the swarm allow, at the least price of equals."""
         kinds, _ = self.ordered(0.0)
         spent = np.cumsum(self.price[kinds] * self.count[kinds])
-        if not self.provider_max.size and self.swarm_is_free and (not len(kinds) or spent[-1] <= self.price_cap):
+        if self.swarm_is_free and (not len(kinds) or spent[-1] <= self.price_cap):
             return self.count.copy()
         first = max(0, int(np.searchsorted(spent, self.price_cap)) - CORE_KINDS // 2) if len(kinds) > CORE_KINDS else 0
-        fixed = self._fixed(kinds[:first])
+        fixed = self._all_of(kinds[:first])
         core = kinds[first : first + CORE_KINDS] if len(kinds) > CORE_KINDS else kinds
         rates = self.value * self.count
         gap = MIP_GAP * (1 + float(rates[kinds[:first]].sum()) / max(0.5 * float(rates[core].sum()), 1e-12))
         found = self._integers(fixed, core, min(0.1, 5 * gap if first else gap), True)
         return None if found is None else fixed + found
 
-    def _fixed(self, kinds: Counts) -> Counts:
-        """All machines of these kinds, within the providers' limits."""
-        fixed = np.zeros_like(self.count)
-        fixed[kinds] = self.count[kinds]
-        for provider, most in enumerate(self.provider_max.tolist()):
-            own = kinds[self.provider[kinds] == provider]
-            before = np.cumsum(fixed[own]) - fixed[own]
-            fixed[own] = np.minimum(fixed[own], np.maximum(0, most - before))
-        return fixed
+    def _all_of(self, kinds: Counts) -> Counts:
+        every = np.zeros_like(self.count)
+        every[kinds] = self.count[kinds]
+        return every
 
     def _integers(self, fixed: Counts, core: Counts, gap: float, is_most: bool = False) -> Counts | None:
         """The integer program over `core` within `gap` of its optimum, beside the machines that are fixed already: the least price
@@ -186,11 +178,8 @@ class PoolProgram:
         if not self.swarm_is_free:
             scale = max(float(np.abs(self.burden[core]).max()), 1e-9)
             limit(self.burden[core] / scale, -np.inf, (self.burden_room - float(self.burden @ fixed)) / scale)
-        for provider, most in enumerate(self.provider_max.tolist()):
-            is_own = self.provider == provider
-            limit(is_own[core].astype(np.float64), -np.inf, float(most - int(fixed[is_own].sum())))
         if not rows:
-            return self.count * np.isin(np.arange(len(self.count)), core)
+            return self._all_of(core)
         answer = milp(
             1e-6 * price - value if is_most else price,
             constraints=LinearConstraint(np.vstack(rows), low, high),
@@ -266,29 +255,23 @@ class Solver:
             if counts is None:
                 continue
             found = self.fleet.evaluate(kappa, self._pool(counts))
-            gap = max(0.0, found.usd_per_hour / (bound + fixed_usd) - 1) if bound + fixed_usd > 0 else 0.0
             if found.keeps_relations(need) and (best is None or found.usd_per_hour < best.usd_per_hour):
-                best = replace(found, gap=gap if best is None else min(gap, best.gap))
+                best = found
         return best if best is not None and best.usd_per_hour < roof else None
 
     # ---- small fleets
 
     @cached_property
     def _compositions(self) -> Counts | None:
-        """Every number of machines of each kind, the cheapest first, within the cap and the providers' limits; None if too many."""
+        """Every number of machines of each kind, the cheapest first, within the cap; None if too many."""
         fleet, (rows, most, _) = self.fleet, self._members
         if 1 << len(most) > COMPOSITIONS_MAX or (size := math.prod((most + 1).tolist())) > COMPOSITIONS_MAX:
             return None
         grid = np.indices(tuple((most + 1).tolist())).reshape(len(most), size).T  # one row of nobody if all are pinned
-        price, must = grid @ fleet.price[rows] + float(fleet.price[self.is_must].sum()), fleet.provider[self.is_must]
-        is_allowed = np.ones(len(grid), dtype=np.bool_)
-        if fleet.config.usd_per_hour_cap:
-            is_allowed &= price <= fleet.config.usd_per_hour_cap * (1 + TOLERANCE)
-        for index, (_, limit) in enumerate(fleet.config.provider_workers_max):
-            own = grid @ (fleet.provider[rows] == index)
-            is_allowed &= (own == 0) | (own + np.count_nonzero(must == index) <= limit)
+        price = grid @ fleet.price[rows] + float(fleet.price[self.is_must].sum())
         order = np.argsort(price, kind="stable")
-        return grid[order[is_allowed[order]]]
+        cap = fleet.config.usd_per_hour_cap * (1 + TOLERANCE) or math.inf
+        return grid[order[price[order] <= cap]]
 
     def _in_order(self, compositions: Counts, kappa: int) -> Iterator[Evaluation]:
         """The pools that may keep the relations, the cheapest first. A bound for all at once leaves few to evaluate."""
@@ -352,10 +335,6 @@ class Solver:
         period = fleet.period(kappa)
         rows, counts, _ = self._members
         burden = period.artifact_bytes / (ceiling_s * period.efficiency) - fleet.uplink
-        limits = [
-            most - int(np.count_nonzero(fleet.provider[must] == index))
-            for index, (_, most) in enumerate(config.provider_workers_max)
-        ]
         return PoolProgram(
             price=fleet.price[rows],
             value=value[rows],
@@ -364,8 +343,6 @@ class Solver:
             burden_room=fleet.snapshot.learner.link.uplink_bytes_per_s - float(burden[must].sum()),
             price_cap=config.usd_per_hour_cap - float(fleet.price[must].sum()) if config.usd_per_hour_cap else math.inf,
             count=np.where(eligible[rows], counts, 0),
-            provider=fleet.provider[rows],
-            provider_max=np.maximum(0, np.array(limits, dtype=np.int64)),
         )
 
     def _transfer_ceilings(self, kappa: int, pace: float) -> list[float]:
@@ -391,8 +368,8 @@ class Solver:
     # ---- the best effort
 
     def nearest(self, known: list[Evaluation]) -> Evaluation:
-        """If no pool reaches the target: of those that come within 1 % of the nearest, if versions wait for the links the one with
-        the shortest wait, then the cheapest. `known`: pools that were rehearsed already."""
+        """If no pool reaches the target: of those that come within `STEP` of the nearest, the one whose versions wait the shortest
+        for the links, then the cheapest. `known`: pools that were rehearsed already."""
         tried = {self._sign(one): one for one in known}
         is_large = len(self.fleet) > SMALL_FLEET
         most = REHEARSALS_LARGE_MAX // 2 if is_large else REHEARSALS_MAX
@@ -409,7 +386,8 @@ class Solver:
         preferred = self._preferred(tried.values())
         if is_large:  # so many rollouts that chance averages out, and few pools to be lucky among
             return preferred[0]
-        finalists = {id(one): one for one in (*preferred[:FINALISTS], max(tried.values(), key=self._counted))}
+        nearest = sorted(tried.values(), key=self._counted)[-FINALISTS:]  # a first rehearsal may have been unlucky
+        finalists = {id(one): one for one in (*preferred[:FINALISTS], *nearest)}
         return self._preferred([rehearsed(self.fleet, one, TAKES) for one in finalists.values()])[0]
 
     def _thinner(self, found: Evaluation, program: PoolProgram) -> Iterator[Evaluation]:
@@ -452,8 +430,11 @@ class Solver:
         fleet, kappas = self.fleet, self.fleet.config.kappas
         if self._compositions is not None and len(self._compositions) * len(kappas) <= EVALUATIONS_MAX:
             pools = [fleet.evaluate(kappa, self._pool(counts)) for kappa in kappas for counts in self._compositions]
-            pools.sort(key=lambda one: (-round(one.utilisation, 4), one.usd_per_hour, one.kappa))
-            yield from ((one, None) for one in (*pools, fleet.evaluate(kappas[0], self.is_must)))
+            by_pace = sorted(pools, key=lambda one: (-round(one.utilisation, 4), one.usd_per_hour, one.kappa))
+            # The relations are too strict for long periods: half of the looks go to the pools with the most rate.
+            by_rate = sorted(pools, key=lambda one: -min(fleet.rate_needed, float(fleet.rate[one.chosen].sum())))
+            yield from ((one, None) for pair in zip(by_pace, by_rate, strict=True) for one in pair)
+            yield fleet.evaluate(kappas[0], self.is_must), None
             return
         batch, train_s = fleet.snapshot.learner.rollouts_per_step, fleet.snapshot.learner.train_s
         is_large = len(fleet) > SMALL_FLEET

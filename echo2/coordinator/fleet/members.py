@@ -84,20 +84,20 @@ class WorkerMeasures:
     _estimators: dict[str, RobustEstimator] = field(default_factory=dict)
     _values: dict[str, float] = field(default_factory=dict)
 
-    def observe(self, beat: Heartbeat, now: float) -> None:
+    def observe(self, beat: Heartbeat) -> None:
         """Adds the heartbeat's values; a 0 means not known yet and is skipped."""
         for name in OF_BEAT:
-            self._take(name, getattr(beat, name), now)
+            self._take(name, getattr(beat, name))
         for name in OF_LINK:
-            self._take(name, getattr(beat.link, name), now)
+            self._take(name, getattr(beat.link, name))
 
-    def _take(self, name: str, value: float, now: float) -> None:
+    def _take(self, name: str, value: float) -> None:
         if value <= 0:
             return
         estimator = self._estimators.get(name)
         if estimator is None:
             estimator = self._estimators[name] = RobustEstimator(name, window=WINDOW)
-        estimator.observe(value, now)
+        estimator.observe(value)
         self._values[name] = estimator.value_or(value)
 
     def value(self, name: str) -> float:
@@ -256,7 +256,7 @@ class Membership:
         """Takes over what an earlier process saved: all members count as heard now, and none has a stream."""
         for member in members:
             member.record = self.records.of(member.peer_id)
-            member.measures.observe(member.heartbeat, now)
+            member.measures.observe(member.heartbeat)
             if member.last_liveness is not Liveness.GONE:
                 member.heard_at, member.cut_at, member.is_restored = now, now, True
                 member.last_liveness = Liveness.SUSPECT
@@ -303,7 +303,7 @@ class Membership:
             links = heartbeat.links if heartbeat.links is not None else member.heartbeat.links
             log = heartbeat.log if heartbeat.log is not None else member.heartbeat.log
             member.heartbeat, member.heartbeat_at = replace(heartbeat, links=links, log=log), now
-            member.measures.observe(heartbeat, now)
+            member.measures.observe(heartbeat)
         return member
 
     def on_disconnect(self, peer_id: PeerId, now: float) -> None:

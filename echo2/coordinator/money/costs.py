@@ -55,16 +55,6 @@ def meter(members: Iterable[Member], now: float) -> None:
         member.metered_until = max(member.metered_until, now)
 
 
-def usd_per_hour(members: Iterable[Member]) -> float:
-    """Price of the workers that are working now."""
-    return sum(member.hello.price_usd_per_hour for member in members if is_useful(member))
-
-
-def usd_spent(members: Iterable[Member]) -> float:
-    """What the workers have cost while they worked."""
-    return sum(member.usd_spent for member in members)
-
-
 @dataclass(frozen=True, slots=True)
 class FleetCosts:
     """Costs so far and per hour. `usd_spent`, `usd_per_hour`: the bill for all machines; `usd_useful`: for those that work;
@@ -87,30 +77,29 @@ def sums(
 ) -> FleetCosts:
     """Adds up the costs of workers, which must be metered up to `now`, and of machines. `rented`: maps each worker on a machine
     rented through a provider to the machine's id. `standby_usd`: what all other workers have cost on standby."""
-    everybody, there = list(members), list(machines)
-    own = [member for member in everybody if member.peer_id not in rented]
+    own: list[Member] = []
     on: dict[str, list[Member]] = {}
-    for member in everybody:
-        if member.peer_id in rented:
-            on.setdefault(rented[member.peer_id], []).append(member)
-    useful = sum(_useful_of(machine, on.get(machine.machine_id, ()), now) for machine in there)
-    useful_per_hour = sum(
-        one.usd_per_hour for one in there if one.is_open and any(map(is_useful, on.get(one.machine_id, ())))
-    )
-    spent, per_hour = usd_spent(own), usd_per_hour(own)
-    rent = sum(machine.usd_spent(now) for machine in there)
-    rent_per_hour = sum(machine.usd_per_hour for machine in there if machine.is_open)
-    all_per_hour = sum(member.hello.price_usd_per_hour for member in own if is_there(member))
+    for member in members:
+        machine_id = rented.get(member.peer_id)
+        (own if machine_id is None else on.setdefault(machine_id, [])).append(member)
+    useful = spent = sum(member.usd_spent for member in own)
+    useful_per_hour = per_hour = sum(member.hello.price_usd_per_hour for member in own if is_useful(member))
+    there_per_hour = sum(member.hello.price_usd_per_hour for member in own if is_there(member))
+    rent = rent_per_hour = 0.0
+    for machine in machines:
+        workers, cost = on.get(machine.machine_id, []), machine.usd_spent(now)
+        rent += cost
+        useful += min(
+            cost, sum(worker.usd_spent for worker in workers)
+        )  # its workers' work, at most what it has cost itself
+        if machine.is_open:
+            rent_per_hour += machine.usd_per_hour
+            useful_per_hour += machine.usd_per_hour * any(map(is_useful, workers))
     return FleetCosts(
-        spent + standby_usd + rent, all_per_hour + rent_per_hour,
-        spent + useful, per_hour + useful_per_hour,
+        spent + standby_usd + rent, there_per_hour + rent_per_hour,
+        useful, useful_per_hour,
         spent + rent, per_hour + rent_per_hour,
     )  # fmt: skip
-
-
-def _useful_of(machine: RentedMachine, workers: Sequence[Member], now: float) -> float:
-    """The useful part of a machine's cost: what its workers have cost while they worked, at most the machine's own cost."""
-    return min(machine.usd_spent(now), usd_spent(workers))
 
 
 class Money:

@@ -1,25 +1,23 @@
 """Catalogues of machines that can be rented: fetched through gpuhunt and cached on this machine with their age.
 
 Guarantees: a fetched catalogue is cached atomically. Without a network the cached one is used and its age reported; if there is
-none, SkyPilot's catalogues are used; if there are none either, the typical prices that come with the package, which are not real
-offers. Leaves to others: ranking (cost_model/advice).
+none, the typical prices that come with the package, which are not real offers. Leaves to others: ranking (cost_model/market).
 """
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 import logging
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from echo2.base.errors import ConfigError, Unreachable
-from echo2.cost_model.machines import CPU, GpuType, kind_of_name, parse_catalogue, parse_models
+from echo2.cost_model.machines import CPU, GpuType, parse_catalogue, parse_models
 from echo2.cost_model.market import MarketOffer, offer_from_row
 from echo2.cost_model.sizing import ModelSize
 from echo2.outside import unix_now
@@ -28,8 +26,6 @@ FILE = "offers.json"  # in the cache folder
 VENDOR = "nvidia"  # vLLM and our kernels need CUDA
 TYPICAL = "typical"  # stands for a provider
 TYPICAL_COUNTS = (1, 2, 4, 8)  # GPUs of common machines
-SKYPILOT_FOLDER = Path("~/.sky/catalogs")
-"""Where the package skypilot keeps one CSV file per cloud, in folders v1, v2, ...; it fetches them when it is used."""
 _log = logging.getLogger("echo2.market")
 
 
@@ -144,56 +140,11 @@ def recorded(path: Path) -> Catalogue:
     return found
 
 
-def of_skypilot(folder: Path, gpus: Mapping[str, GpuType]) -> Catalogue | None:
-    """The catalogues that SkyPilot has fetched for itself, as old as the oldest file; None if there are none. GPU memory is taken
-    from the data sheets."""
-    versions = sorted((one for one in folder.glob("v*") if one.name[1:].isdigit()), key=lambda one: int(one.name[1:]))
-    offers: list[MarketOffer] = []
-    ages: list[float] = []
-    for file in sorted(versions[-1].glob("*/vms.csv")) if versions else ():
-        try:
-            with file.open(encoding="utf-8", newline="") as lines:
-                found = [one for row in csv.DictReader(lines) for one in _of_sky_row(file.parent.name, row, gpus)]
-            ages.append(file.stat().st_mtime)
-        except (OSError, ValueError, csv.Error) as error:
-            _log.warning("offers: %s: expected SkyPilot's catalogue, got: %s", file, error)
-            continue
-        offers += found
-    return Catalogue(tuple(offers), min(ages), "SkyPilot's catalogues") if offers else None
-
-
-def _of_sky_row(cloud: str, row: Mapping[str, str | None], gpus: Mapping[str, GpuType]) -> Iterator[MarketOffer]:
-    """The on-demand and spot offers of a row, if priced; nothing if the catalogue does not know its GPU."""
-    name, count = row.get("AcceleratorName") or "", _positive(row.get("AcceleratorCount"))
-    kind = kind_of_name(name, gpus)[0] or kind_of_name(name.removesuffix("-SXM"), gpus)[0]
-    if not kind or count is None or count != int(count):
-        return
-    for column, is_spot in (("Price", False), ("SpotPrice", True)):
-        price = _positive(row.get(column))
-        if price is None:
-            continue
-        try:
-            yield MarketOffer(
-                cloud, row.get("InstanceType") or name, row.get("Region") or "", kind.partition("-")[0], int(count),
-                gpus[kind].memory_gib, price, is_spot,
-            )  # fmt: skip
-        except ConfigError as error:
-            _log.debug("left out: %s", error)
-
-
-def _positive(text: str | None) -> float | None:
-    try:
-        value = float(text or "")
-    except ValueError:
-        return None
-    return value if 0 < value < float("inf") else None
-
-
 def newest(
     path: Path, gpus: Mapping[str, GpuType], *, must_fetch: bool, may_fetch: bool, age_max_s: float
 ) -> Catalogue:
     """Fetches a catalogue if `must_fetch`, or if `may_fetch` and the cached one is missing or older than `age_max_s`; else, or if
-    that fails, returns the cached one, SkyPilot's, or typical prices. With `must_fetch`, raises if fetching fails."""
+    that fails, returns the cached one, or typical prices. With `must_fetch`, raises if fetching fails."""
     found = kept(path)
     age_s = None if found is None else found.age_s(unix_now())
     if must_fetch or (may_fetch and (age_s is None or age_s > age_max_s)):
@@ -206,7 +157,7 @@ def newest(
         else:
             keep(fresh, path)
             return fresh
-    return found or of_skypilot(SKYPILOT_FOLDER.expanduser(), gpus) or typical(gpus)
+    return found or typical(gpus)
 
 
 @functools.cache

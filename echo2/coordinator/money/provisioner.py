@@ -18,7 +18,6 @@ from dataclasses import replace
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.ids import PeerId
 from echo2.coordinator.ending import preempted, send_home
-from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.fleet.tokens import Token
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.money.market import built_in_catalogue
@@ -125,7 +124,7 @@ class Provisioner:
             raise LimitExceeded(f"machine {machine_id}: its provider is still busy with it; try again in a moment")
         machine.state = MachineState.RELEASING
         self._journal(machine, "release", reason)
-        for worker in self.workers_of(machine):
+        for worker in self._hub.money.workers_of(machine):
             send_home(self._hub, worker.peer_id, f"its machine is given back: {reason}")
         await self._in_time(machine, self._release(machine, reason))
 
@@ -174,10 +173,6 @@ class Provisioner:
         return count
 
     # ---- looking
-
-    def workers_of(self, machine: RentedMachine) -> list[Member]:
-        """The workers that joined with the machine's token."""
-        return self._hub.money.workers_of(machine)
 
     def budget(self) -> Budget:
         section, money = self._hub.config.coordinator, self._hub.money.sums()
@@ -250,7 +245,9 @@ class Provisioner:
         if machine.state is MachineState.RELEASING:  # an earlier process had begun it, or the provider did not answer
             await self._in_time(machine, self._release(machine, "begun before"))
         elif machine.provider == "manual" and machine.command:  # a person starts it: visible only by joins
-            self._is_now(machine, MachineState.RUNNING if self.workers_of(machine) else MachineState.STARTING)
+            self._is_now(
+                machine, MachineState.RUNNING if self._hub.money.workers_of(machine) else MachineState.STARTING
+            )
         elif seen is None:
             self._missing(machine)
         elif seen.state is MachineState.ENDING:
@@ -272,15 +269,13 @@ class Provisioner:
             self._keep(machine)
 
     def _missing(self, machine: RentedMachine) -> None:
+        now = self._hub.clock.now()
         if machine.state is MachineState.WANTED:
             self._ended(machine, "rent undone", "the coordinator stopped before its provider had done it")
         elif machine.state is MachineState.ENDING:
             self._ended(machine, "preempted", machine.notice)
-        elif machine.machine_id not in self._rented_here or self._age_s(machine) >= LOST_AFTER_S:
+        elif machine.machine_id not in self._rented_here or now - machine.rented_at >= LOST_AFTER_S:
             self._ended(machine, "lost", "its provider does not list it any longer")
-
-    def _age_s(self, machine: RentedMachine) -> float:
-        return self._hub.clock.now() - machine.rented_at
 
     def _take_in(self, offer: MachineOffer, machine_id: str) -> None:
         now = self._hub.clock.now()
@@ -294,7 +289,7 @@ class Provisioner:
         if machine.state in (MachineState.ENDING, MachineState.GONE):
             return
         machine.state, machine.notice = MachineState.ENDING, notice
-        for worker in self.workers_of(machine):
+        for worker in self._hub.money.workers_of(machine):
             preempted(self._hub, worker.peer_id, notice)
         self._journal(machine, "preemption notice", notice)
 
@@ -304,7 +299,7 @@ class Provisioner:
             self.advice = FleetAdvice(reason=hub.ending.text)
             return
         machines = list(self.machines.values())
-        workers = {machine.machine_id: self.workers_of(machine) for machine in machines if machine.is_open}
+        workers = {machine.machine_id: self._hub.money.workers_of(machine) for machine in machines if machine.is_open}
         rates = rates_by_gpu(hub.membership.members.values(), built_in_catalogue())
         offers = list(self.offers.values())
         self.advice = advise(hub.plan, offers, machines, workers, rates, self.budget(), hub.clock.now())

@@ -90,10 +90,10 @@ class LearnerBoard:
         """Takes a report; returns whether a step was made since the last one."""
         is_step = report.step != self.report.step
         if report.train_s > 0 and (is_step or not self.train_time.is_measured):
-            self.train_time.observe(report.train_s, now)
+            self.train_time.observe(report.train_s)
         steps, discarded = report.step - self.report.step, report.discarded_rollouts - self.report.discarded_rollouts
         if steps > 0 and discarded >= 0:  # fewer than before: another process
-            self.discarded.observe(discarded / steps, now)
+            self.discarded.observe(discarded / steps)
         self.report, self.heard_at = report, now
         return is_step
 
@@ -105,7 +105,7 @@ class LearnerBoard:
         if version.version in self.versions:
             return
         if version.parent is not None and 1 <= version.version - version.parent <= DELTA_PERIODS_MAX:
-            self.delta_size.observe(version.artifact_bytes, version.version - version.parent, now)
+            self.delta_size.observe(version.artifact_bytes, version.version - version.parent)
         waiting, is_alone = set(pool), not any(row.waiting for row in self.versions.values())
         self.versions[version.version] = VersionRow(version, now, predicted_s, len(waiting), waiting, is_alone)
         self.totals.artifact_bytes += version.artifact_bytes
@@ -136,7 +136,7 @@ class LearnerBoard:
             return
         row.complete_s = now - row.published_at
         if row.published.parent is not None and row.has_links_alone and row.predicted_s > 0 and row.complete_s > 0:
-            self.reached.observe(min(1.0, row.predicted_s / row.complete_s), now)
+            self.reached.observe(min(1.0, row.predicted_s / row.complete_s))
         newest = self.newest_complete
         if newest is None or newest.published.version < row.published.version:
             self.newest_complete = row
@@ -182,5 +182,4 @@ class LearnerBoard:
     @property
     def delta_bytes(self) -> int:
         """Bytes of a delta over `delta_kappa` steps, estimated from the published ones; 0 before the first."""
-        found = self.delta_size.at(self.delta_kappa)
-        return 0 if found is None else round(found.value)
+        return round(self.delta_size.at(self.delta_kappa))

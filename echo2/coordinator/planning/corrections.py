@@ -9,18 +9,59 @@ bounded memory.
 
 from __future__ import annotations
 
+import enum
 import math
+import statistics
+from collections import deque
 from dataclasses import dataclass, field
 
 from echo2.coordinator.planning.board import LearnerBoard, VersionRow
 from echo2.coordinator.planning.telemetry import LearnerReport
-from echo2.cost_model.estimates import Predicted, PredictionLog
 from echo2.cost_model.plan import Plan
 
 STEPS_A_LOOK = 5  # ten steps are two looks
 RATIO_LEAST, RATIO_MOST = 0.5, 1.1  # rates are too high rather than too low: nothing is added twice
 CLOSE = 0.01
 """A utilisation this near to the promised one says that the estimates are right."""
+
+
+ERRORS_KEPT = 512  # the newest, of which the page shows the mean
+
+
+class Predicted(enum.Enum):
+    """The predicted quantity; its value is the metric's name."""
+
+    UTILISATION = "utilisation"
+    BROADCAST_S = "broadcast_s"
+    USD_PER_HOUR = "usd_per_hour"
+
+
+@dataclass(slots=True)
+class PredictionLog:
+    """The newest prediction of each kind, and by how much the measurements since were above it."""
+
+    _newest: dict[Predicted, float] = field(default_factory=dict)
+    _errors: dict[Predicted, deque[float]] = field(default_factory=dict)
+
+    def predict(self, what: Predicted, value: float) -> None:
+        self._newest[what] = value
+
+    def measure(self, what: Predicted, value: float) -> None:
+        """Compares a measurement with the newest prediction, if there is one."""
+        if what in self._newest:
+            self._errors.setdefault(what, deque(maxlen=ERRORS_KEPT)).append(value - self._newest[what])
+
+    def count(self, what: Predicted) -> int:
+        return len(self._errors.get(what, ()))
+
+    def mean_absolute_error(self, what: Predicted) -> float | None:
+        errors = self._errors.get(what)
+        return statistics.fmean(map(abs, errors)) if errors else None
+
+    def bias(self, what: Predicted) -> float | None:
+        """Mean of measured minus predicted."""
+        errors = self._errors.get(what)
+        return statistics.fmean(errors) if errors else None
 
 
 @dataclass(slots=True)
@@ -37,13 +78,13 @@ class Corrections:
     _spent: tuple[float, float] | None = None  # when a step was last reported, and the USD spent by then
     _compared: VersionRow | None = None
 
-    def on_plan(self, plan: Plan, is_acted_on: bool, now: float) -> None:
+    def on_plan(self, plan: Plan, is_acted_on: bool) -> None:
         """A plan was adopted. The same pool and period as before change nothing."""
-        self.log.predict(Predicted.UTILISATION, plan.predicted_utilisation, now)
+        self.log.predict(Predicted.UTILISATION, plan.predicted_utilisation)
         if not is_acted_on:
             return
         # The meter counts machines only: no provider reports here what the traffic costs.
-        self.log.predict(Predicted.USD_PER_HOUR, plan.usd_per_hour - plan.egress_usd_per_hour, now)
+        self.log.predict(Predicted.USD_PER_HOUR, plan.usd_per_hour - plan.egress_usd_per_hour)
         if self._plan is None or (self._plan.kappa, self._plan.pool) != (plan.kappa, plan.pool):
             self._began = None
         self._plan = plan
@@ -51,10 +92,10 @@ class Corrections:
     def on_step(self, report: LearnerReport, spent_usd: float, now: float) -> None:
         """The learner made a step. `spent_usd`: spent on all workers so far."""
         if report.utilisation > 0:
-            self.log.measure(Predicted.UTILISATION, report.utilisation, now)
+            self.log.measure(Predicted.UTILISATION, report.utilisation)
         if self._spent is not None and now > self._spent[0]:
             per_hour = max(0.0, spent_usd - self._spent[1]) / (now - self._spent[0]) * 3600
-            self.log.measure(Predicted.USD_PER_HOUR, per_hour, now)
+            self.log.measure(Predicted.USD_PER_HOUR, per_hour)
         self._spent = now, spent_usd
         if self._plan is None:
             return
@@ -76,11 +117,11 @@ class Corrections:
             f"the time where {promised:.0%} was promised"
         )
 
-    def on_spread(self, row: VersionRow | None, now: float) -> None:
+    def on_spread(self, row: VersionRow | None) -> None:
         """A version is live on its whole pool. `row`: the newest such version. Idempotent."""
         if row is None or row is self._compared:
             return
         self._compared = row
         if row.complete_s is not None and row.predicted_s > 0:
-            self.log.predict(Predicted.BROADCAST_S, row.predicted_s, row.published_at)
-            self.log.measure(Predicted.BROADCAST_S, row.complete_s, now)
+            self.log.predict(Predicted.BROADCAST_S, row.predicted_s)
+            self.log.measure(Predicted.BROADCAST_S, row.complete_s)

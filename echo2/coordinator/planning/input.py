@@ -9,7 +9,7 @@ left out of the snapshot. Leaves to others: planning (cost_model, broadcast).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -21,7 +21,7 @@ from echo2.config.run import RunConfig
 from echo2.coordinator.fleet.members import Activation, Liveness, Member, OperatorSetting
 from echo2.coordinator.fleet.record import CLAIM_MARGIN
 from echo2.coordinator.planning.board import LearnerBoard
-from echo2.coordinator.planning.telemetry import LearnerHello, LinkReport
+from echo2.coordinator.planning.telemetry import LinkReport
 from echo2.cost_model.machines import GpuType, kind_of_name
 from echo2.cost_model.market import EGRESS_USD_PER_GIB
 from echo2.cost_model.plan import Limit, Plan
@@ -29,8 +29,6 @@ from echo2.cost_model.snapshot import (
     DROPPED_SHARE_MAX,
     JOIN_S,
     SPOT_HAZARD_PER_HOUR,
-    FleetSnapshot,
-    Hysteresis,
     LearnerEstimate,
     LinkEstimate,
     PlanConfig,
@@ -55,7 +53,7 @@ def plan_config(config: RunConfig, board: LearnerBoard) -> PlanConfig:
         fixed_kappa=min(fixed, bound),
         usd_per_hour_cap=section.usd_per_hour_cap,
         usd_budget=section.usd_budget,
-        hysteresis=Hysteresis(dwell_s=DWELL_HEARTBEATS * section.heartbeat_interval),
+        dwell_s=DWELL_HEARTBEATS * section.heartbeat_interval,
         broadcast_efficiency=board.broadcast_efficiency,
         preemption_loss_s=section.report_interval,
     )
@@ -88,20 +86,17 @@ def _state(member: Member) -> WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A worker's rates, and the seconds that its rollouts take."""
+    """A worker's rate, and the seconds that its rollouts take."""
 
     rollouts_per_s: float
-    tokens_per_s: float
     rollout_s_mean: float
     rollout_s_tail: float
 
 
 def measured_speed(member: Member) -> Speed:
     """The speed from the worker's heartbeats, but no faster than its deliveries support."""
-    value = member.measures.value
-    mean_s, rate = value("rollout_s_mean"), believed_rate(member)
-    share = rate / value("rollouts_per_s") if value("rollouts_per_s") > 0 else 0.0
-    return Speed(rate, share * value("tokens_per_s"), mean_s, max(value("rollout_s_p95"), mean_s))
+    mean_s = member.measures.value("rollout_s_mean")
+    return Speed(believed_rate(member), mean_s, max(member.measures.value("rollout_s_p95"), mean_s))
 
 
 def believed_rate(member: Member) -> float:
@@ -130,7 +125,6 @@ def prior_speed(
     speeds = kin or [speed for _, speed in measured]
     return Speed(
         median(one.rollouts_per_s for one in speeds),
-        median(one.tokens_per_s for one in speeds),
         median(one.rollout_s_mean for one in speeds),
         median(one.rollout_s_tail for one in speeds),
     )
@@ -145,12 +139,7 @@ def _brought_over(speed: Speed, of: tuple[str, int], to: tuple[str, int], catalo
     source, target = catalogue[of[0]], catalogue[to[0]]
     quicker = target.bandwidth_gb_per_s / source.bandwidth_gb_per_s
     faster = quicker * (target.memory_gib / source.memory_gib) ** 0.5 * to[1] / of[1]
-    return Speed(
-        speed.rollouts_per_s * faster,
-        speed.tokens_per_s * faster,
-        speed.rollout_s_mean / quicker,
-        speed.rollout_s_tail / quicker,
-    )
+    return Speed(speed.rollouts_per_s * faster, speed.rollout_s_mean / quicker, speed.rollout_s_tail / quicker)
 
 
 def _worker(member: Member, speed: Speed, has_own_speed: bool, swap_s_max: float, spreads: bool) -> WorkerEstimate:
@@ -162,12 +151,10 @@ def _worker(member: Member, speed: Speed, has_own_speed: bool, swap_s_max: float
         link=_link(member.link),
         rollout_s_mean=speed.rollout_s_mean,
         rollout_s_tail=speed.rollout_s_tail,
-        tokens_per_s=speed.tokens_per_s,
         join_s=0.0 if member.heartbeat.version is not None else JOIN_S,
         hazard_per_hour=SPOT_HAZARD_PER_HOUR if member.hello.is_spot else 0.0,
         apply_s=member.measures.value("apply_s"),
         swap_s=min(member.measures.value("swap_s"), swap_s_max),
-        provider=member.hello.provider,
         egress_usd_per_gib=EGRESS_USD_PER_GIB.get(member.hello.provider.lower(), 0.0),
         state=_state(member),
         state_since_s=member.activation_since,
@@ -185,71 +172,42 @@ def is_spreading(board: LearnerBoard, now: float) -> bool:
     return now - newest.published_at <= max(OVERDUE * newest.predicted_s, OVERDUE_S_MIN)
 
 
-class SnapshotMaker:
-    """Makes one snapshot, some workers at a time, so that a large fleet does not block the event loop.
+def worker_estimates(
+    board: LearnerBoard,
+    members: Sequence[Member],
+    now: float,
+    catalogue: Mapping[str, GpuType],
+    rate_ratio: float = 1.0,
+) -> Iterator[WorkerEstimate] | None:
+    """The workers as the planner sees them; None while too little is known: the learner, its step time, one worker's rate. Made one
+    at a time, so that a large fleet does not block the event loop: each is told as it is when its turn comes, with the rate that it
+    had at the call. `catalogue`: data sheets for priors; `rate_ratio`: by which rates are corrected (corrections)."""
+    there = [m for m in members if m.last_liveness is not Liveness.GONE and not m.activation.is_barred]
+    proven = [m for m in there if not m.is_newcomer or m.setting is OperatorSetting.ACTIVE]
+    has_proven = any(is_measured(m) and m.last_liveness is Liveness.ALIVE for m in proven)
+    living = proven if has_proven else there
+    measured = {m.peer_id: (m.hello.gpu, measured_speed(m)) for m in living if is_measured(m)}
+    if board.hello is None or board.train_s <= 0 or not measured:
+        return None
+    spreads, swap_s_max = is_spreading(board, now), board.train_s
+    priors: dict[str, Speed] = {}
 
-    Each worker is described as it is when its turn comes. `catalogue`: data sheets for priors; `rate_ratio`: by which
-    the rates are corrected, from what came of earlier plans (corrections); `spent_usd`: what counts against the budget.
-    """
+    def estimate(member: Member) -> WorkerEstimate:
+        gpu, speed = measured.get(member.peer_id, (member.hello.gpu, None))
+        if speed is None:
+            if gpu not in priors:
+                priors[gpu] = prior_speed(gpu, list(measured.values()), catalogue)
+            speed = priors[gpu]
+        corrected = replace(speed, rollouts_per_s=speed.rollouts_per_s * rate_ratio)
+        return _worker(member, corrected, member.peer_id in measured, swap_s_max, spreads)
 
-    def __init__(
-        self,
-        board: LearnerBoard,
-        members: Sequence[Member],
-        now: float,
-        catalogue: Mapping[str, GpuType],
-        rate_ratio: float = 1.0,
-        spent_usd: float = 0.0,
-    ) -> None:
-        self._rate_ratio, self._spent_usd = rate_ratio, spent_usd
-        self._board, self._now, self._catalogue = board, now, catalogue
-        there = [m for m in members if m.last_liveness is not Liveness.GONE and not m.activation.is_barred]
-        proven = [m for m in there if not m.is_newcomer or m.setting is OperatorSetting.ACTIVE]
-        has_proven = any(is_measured(m) and m.last_liveness is Liveness.ALIVE for m in proven)
-        self._living = proven if has_proven else there
-        self._measured = {m.peer_id: (m.hello.gpu, measured_speed(m)) for m in self._living if is_measured(m)}
-        self._priors: dict[str, Speed] = {}
-        self._spreads = is_spreading(board, now)
-        self._workers: list[WorkerEstimate] = []
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether enough is known: the learner, its step time, one worker's rate."""
-        return self._board.hello is not None and self._board.train_s > 0 and bool(self._measured)
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self._workers) == len(self._living)
-
-    def go_on(self, count: int) -> None:
-        """Adds the next `count` workers."""
-        done, swap_s_max = len(self._workers), self._board.train_s
-        for member in self._living[done : done + count]:
-            known = self._measured.get(member.peer_id)
-            speed = known[1] if known else self._prior(member.hello.gpu)
-            speed = replace(
-                speed,
-                rollouts_per_s=speed.rollouts_per_s * self._rate_ratio,
-                tokens_per_s=speed.tokens_per_s * self._rate_ratio,
-            )
-            self._workers.append(_worker(member, speed, known is not None, swap_s_max, self._spreads))
-
-    def _prior(self, kind: str) -> Speed:
-        """The prior for a GPU name, computed once."""
-        if kind not in self._priors:
-            self._priors[kind] = prior_speed(kind, list(self._measured.values()), self._catalogue)
-        return self._priors[kind]
-
-    def snapshot(self) -> FleetSnapshot:
-        """Returns the snapshot; call it once `is_whole`."""
-        hello = self._board.hello
-        assert hello is not None and self.is_whole, "asked for where it is possible, and made whole"
-        steps_left = max(0, hello.step_limit - self._board.report.step)
-        learner = _learner(self._board, hello)
-        return FleetSnapshot(self._now, learner, tuple(self._workers), self._spent_usd, steps_left)
+    return map(estimate, living)
 
 
-def _learner(board: LearnerBoard, hello: LearnerHello) -> LearnerEstimate:
+def learner_estimate(board: LearnerBoard) -> LearnerEstimate:
+    """The learner as the planner sees it, once it has said hello."""
+    hello = board.hello
+    assert hello is not None, "there is no snapshot without a learner"
     full, newest = float(max(hello.full_snapshot_bytes, 1)), board.newest
     report = board.report
     idle_s = min(report.idle_s, IDLE_MOST * board.train_s)  # the learner's own claim, so it is bounded

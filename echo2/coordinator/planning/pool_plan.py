@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
@@ -23,35 +23,24 @@ _kept = -1
 @contextmanager
 def quiet_solver() -> Iterator[None]:
     """Redirects the whole process's standard output to standard error inside the block."""
-    _enter()
-    try:
-        yield
-    finally:
-        _leave()
-
-
-def _enter() -> None:
     global _inside, _kept
     with _lock:
         if _inside == 0:
             sys.stdout.flush()
-            try:
+            with suppress(OSError):  # a daemon without standard output or error has nothing to redirect
                 _kept = os.dup(1)
                 os.dup2(2, 1)
-            except OSError:
-                _kept = -1  # a daemon without standard output or error: nothing to redirect
         _inside += 1
-
-
-def _leave() -> None:
-    global _inside, _kept
-    with _lock:
-        _inside -= 1
-        if _inside == 0 and _kept >= 0:
-            sys.stdout.flush()
-            os.dup2(_kept, 1)
-            os.close(_kept)
-            _kept = -1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0 and _kept >= 0:
+                sys.stdout.flush()
+                os.dup2(_kept, 1)
+                os.close(_kept)
+                _kept = -1
 
 
 def make_plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None = None) -> Plan:

@@ -17,9 +17,16 @@ from echo2.broadcast.trees import PlanPace, is_fit, is_worth_sending, serves, we
 from echo2.coordinator.fleet.members import Liveness, try_newcomers
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.money.market import built_in_catalogue
-from echo2.coordinator.planning.input import SnapshotMaker, broadcast_nodes, needs_of, plan_config, pool_usd_per_s
+from echo2.coordinator.planning.input import (
+    broadcast_nodes,
+    learner_estimate,
+    needs_of,
+    plan_config,
+    pool_usd_per_s,
+    worker_estimates,
+)
 from echo2.coordinator.planning.pool_plan import make_plan
-from echo2.cost_model.snapshot import FleetSnapshot
+from echo2.cost_model.snapshot import FleetSnapshot, WorkerEstimate
 from echo2.outside import unix_now
 from echo2.outside.guard import noting
 
@@ -32,17 +39,18 @@ _log = logging.getLogger("echo2.coordinator")
 
 async def snapshot_of(hub: Hub) -> FleetSnapshot | None:
     """The planner's snapshot of the fleet; None while too little is known. Yields to the loop, so leases are served meanwhile."""
+    board, now, found = hub.board, hub.clock.now(), list[WorkerEstimate]()
     members = list(hub.membership.members.values())
-    spent_usd = hub.money.sums().usd_chosen  # the same number by which cap and budget are checked
-    maker = SnapshotMaker(
-        hub.board, members, hub.clock.now(), built_in_catalogue(), hub.corrections.rate_ratio, spent_usd
-    )
-    if not maker.is_possible:
+    workers = worker_estimates(board, members, now, built_in_catalogue(), hub.corrections.rate_ratio)
+    if workers is None or board.hello is None:
         return None
-    while not maker.is_whole:
-        maker.go_on(ESTIMATES_AT_ONCE)
-        await asyncio.sleep(0)
-    return maker.snapshot()
+    for worker in workers:
+        found.append(worker)
+        if len(found) % ESTIMATES_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    spent_usd = hub.money.sums().usd_chosen  # the same number by which cap and budget are checked
+    steps_left = max(0, board.hello.step_limit - board.report.step)
+    return FleetSnapshot(now, learner_estimate(board), tuple(found), spent_usd, steps_left)
 
 
 class Planning:

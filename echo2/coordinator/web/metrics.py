@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.hub import Hub
-from echo2.cost_model.estimates import Predicted
+from echo2.coordinator.planning.corrections import Predicted
 
 METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     "echo2_step": ("Completed optimiser steps.", lambda h: h.board.report.step),

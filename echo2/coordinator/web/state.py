@@ -17,9 +17,10 @@ from echo2.coordinator.leases.events import GroupPhase
 from echo2.coordinator.money.provisioning import RentedMachine
 from echo2.coordinator.planning.advice import RunAdvice
 from echo2.coordinator.planning.board import VersionRow
+from echo2.coordinator.planning.corrections import Predicted, PredictionLog
 from echo2.coordinator.planning.input import plan_config
 from echo2.coordinator.planning.telemetry import Heartbeat
-from echo2.cost_model.estimates import Estimate, Predicted, PredictionLog
+from echo2.cost_model.estimates import Estimate
 from echo2.cost_model.plan import Plan
 
 
@@ -368,7 +369,7 @@ def errors_value(log: PredictionLog) -> dict[str, Any]:
     """For each kind of prediction: number of comparisons, mean absolute error and bias."""
     return {
         what.value: {
-            "count": len(log.comparisons(what)), "error": finite(log.mean_absolute_error(what), 4),
+            "count": log.count(what), "error": finite(log.mean_absolute_error(what), 4),
             "bias": finite(log.bias(what), 4),
         }
         for what in Predicted

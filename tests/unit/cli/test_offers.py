@@ -133,33 +133,3 @@ def test_the_commands_of_the_page(market: Path, tmp_path: Path) -> None:
         )
         assert "RTX4090" in done.stdout and "spot" in done.stdout
         assert ("H100" in done.stdout) is not ("--gpu" in extra)
-
-
-SKY_HEAD = (
-    "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone\n"
-)
-
-
-def test_without_gpuhunt_s_prices_those_that_skypilot_has_fetched_stand_with_their_age(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for version, price in (("v5", 99.0), ("v10", 0.8)):
-        folder = tmp_path / ".sky" / "catalogs" / version
-        (folder / "gcp").mkdir(parents=True)
-        (folder / "gcp" / "vms.csv").write_text(
-            SKY_HEAD
-            + f"g2-standard-4,L4,1.0,4,16,,{price},0.28,us-central1,a\n"
-            + "a2-highgpu-1g,A100-80GB,1.0,12,85,,4.5,,us-central1,a\n"
-            + "n2-standard-2,,,2,8,,0.1,0.02,us-central1,a\n"
-            + "tpu,tpu-v4-8,1,,,,3.2,,us-central1,a\nodd,L4,0.5,4,16,,0.4,,us-central1,a\n"
-        )
-        (folder / "runpod").mkdir()
-        (folder / "runpod" / "vms.csv").write_bytes(b"\xff\xfe not a catalogue")
-    found = told(capsys, "--offline")
-    assert {(one["offer"]["provider"], one["kind"], one["offer"]["is_spot"], one["offer"]["usd_per_hour"]) for one in found} == {
-        ("gcp", "L4", False, 0.8), ("gcp", "L4", True, 0.28), ("gcp", "A100-80G", False, 4.5),
-    }  # fmt: skip
-    assert main(["offers", *MODEL, "--offline"]) == 0
-    assert "3 offers from SkyPilot's catalogues, fetched" in capsys.readouterr().out

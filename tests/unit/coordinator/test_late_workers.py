@@ -31,7 +31,7 @@ def test_a_version_is_expected_and_complete_when_all_that_are_not_late_hold_it(t
         hub.board, hub.membership = board(10.0), fleet("A100", "A100", "A100", "A100")
         members = hub.membership.members
         for member in members.values():
-            member.measures.observe(BEAT, 1.0)
+            member.measures.observe(BEAT)
         slow = members[PeerId("w2")]
         slow.hello = replace(slow.hello, link=LinkReport(1e5, 2e5, 0.05))
         nodes = broadcast_nodes(hub.board, list(members.values()))

@@ -136,7 +136,7 @@ def test_what_the_model_leaves_out_is_learned_within_ten_steps_and_bounded_and_r
 ):
     def corrected(rewards_due: int) -> Corrections:
         made = Corrections(LearnerBoard())
-        made.on_plan(plan([PeerId("w")], promised=1.0), True, 0.0)
+        made.on_plan(plan([PeerId("w")], promised=1.0), True)
         trains(made, range(1, 12), 2.0, 1.0, rewards_due)
         return made
 

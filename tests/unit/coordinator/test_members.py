@@ -29,7 +29,7 @@ from echo2.coordinator.planning.input import believed_rate
 from echo2.coordinator.planning.telemetry import Heartbeat, PublishedVersion, WorkerHello
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan as plan_of
-from echo2.cost_model.snapshot import Hysteresis, PlanConfig
+from echo2.cost_model.snapshot import PlanConfig
 from tests.unit.coordinator.test_planner_input import board, fleet_snapshot
 
 A = PeerId("a")
@@ -135,7 +135,7 @@ class Fleet:
         known.on_publish(PublishedVersion(Version(1), Version(0), 1000, 10**9, 0.0, "f"), 0.0, [], 0.0)
         snapshot = fleet_snapshot(known, list(self.membership.members.values()), 0.0, {})
         assert snapshot is not None
-        return plan_of(snapshot, PlanConfig(4, hysteresis=Hysteresis(dwell_s=0.0)))
+        return plan_of(snapshot, PlanConfig(4, dwell_s=0.0))
 
 
 def test_at_the_start_all_are_on_trial_and_in_the_plan_whatever_they_claim_and_none_at_the_budget() -> None:

@@ -211,7 +211,8 @@ def test_each_paid_action_is_journalled_with_reason_and_cost(tmp_path: Path) -> 
         await run.look(1800)
         assert machine.state is MachineState.RUNNING
         assert run.hub.money.sums().usd_spent == pytest.approx(1.0)
-        assert run.hub.money.sums().usd_per_hour == 2.0
+        run.join(machine)
+        assert run.hub.money.sums().usd_per_hour == 2.0, "its worker's price is not charged beside it"
         await run.provisioner.release(machine.machine_id, "enough")
         await run.provisioner.release(machine.machine_id, "again")
         run.clock.time += 1800
@@ -224,15 +225,6 @@ def test_each_paid_action_is_journalled_with_reason_and_cost(tmp_path: Path) -> 
             await run.provisioner.rent("tpu", "", "")
         with pytest.raises(MalformedMessage, match="expected one of this run"):
             await run.provisioner.release("m", "")
-
-    play(scene)
-
-
-def test_a_rented_workers_price_is_not_charged_twice(tmp_path: Path) -> None:
-    async def scene() -> None:
-        run = Scene(tmp_path, Cloud())
-        run.join(await run.provisioner.rent("gpu", "", "because"))
-        assert run.hub.money.sums().usd_per_hour == 2.0
 
     play(scene)
 
@@ -308,22 +300,6 @@ def test_a_rent_that_failed_late_owes_nothing_for_the_time_that_it_was_asked_for
         run.begin()  # and so it is kept
         assert run.hub.money.sums().usd_spent == 0
 
-    play(scene)
-
-
-def test_offers_cap_and_budget_bound_every_rent(tmp_path: Path) -> None:
-    async def scene() -> None:
-        run = Scene(tmp_path, Cloud())
-        for _ in range(3):
-            await run.provisioner.rent("gpu", "", "because")
-        with pytest.raises(LimitExceeded, match="3 machines at most"):
-            await run.provisioner.rent("gpu", "", "because")
-        capped = Scene(tmp_path / "capped", Cloud(), usd_per_hour_cap=3.0)
-        await capped.provisioner.rent("gpu", "", "because")
-        with pytest.raises(LimitExceeded, match="beyond the cap"):
-            await capped.provisioner.rent("gpu", "", "because")
-
-    (tmp_path / "capped").mkdir()
     play(scene)
 
 
@@ -434,11 +410,11 @@ def test_a_provider_that_breaks_is_told_and_does_not_end_the_loop(
     play(scene)
 
 
-def test_without_a_cap_or_a_budget_nothing_that_costs_money_is_rented_and_a_quote_says_what_would_be(
+def test_offers_cap_and_budget_bound_every_rent_and_a_quote_says_what_it_would_cost(
     tmp_path: Path,
 ) -> None:
     async def scene() -> None:
-        for name in ("unbounded", "bounded"):
+        for name in ("unbounded", "bounded", "capped"):
             (tmp_path / name).mkdir()
         unbounded = Scene(tmp_path / "unbounded", Cloud(), usd_per_hour_cap=0.0)
         with pytest.raises(LimitExceeded, match="set coordinator.usd_per_hour_cap or coordinator.usd_budget"):
@@ -456,5 +432,9 @@ def test_without_a_cap_or_a_budget_nothing_that_costs_money_is_rented_and_a_quot
             bounded.provisioner.quote("gpu", most)
         assert len(bounded.provisioner.machines) == 1, "a quote rents nothing"
         assert not unbounded.provisioner.machines
+        capped = Scene(tmp_path / "capped", Cloud(), usd_per_hour_cap=3.0)
+        await capped.provisioner.rent("gpu", "", "because")
+        with pytest.raises(LimitExceeded, match="beyond the cap"):
+            await capped.provisioner.rent("gpu", "", "because")
 
     play(scene)

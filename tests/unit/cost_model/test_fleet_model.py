@@ -8,11 +8,10 @@ import pytest
 from benchmarks.fleet_model.files import scenario_of
 from benchmarks.fleet_model.fleet import FleetSim
 from benchmarks.fleet_model.lengths import LengthDistribution
-from benchmarks.fleet_model.planner import FixedPlanner, LivePlanner, estimate_of
+from benchmarks.fleet_model.planner import FixedPlanner, LivePlanner
 from benchmarks.fleet_model.report import FleetReport, report_of, simulate
 from benchmarks.fleet_model.run import reports_of
 from benchmarks.fleet_model.scenario import ColocatedCluster, FleetScenario, PriceChange, WorkerTruth
-from echo2.base.errors import ConfigError
 from echo2.cli.plan import load_catalogue
 from echo2.config.load import read_toml
 from echo2.coordinator.leases.events import GroupPhase
@@ -45,20 +44,10 @@ def fixed(told: FleetScenario) -> tuple[FleetReport, FleetSim]:
     return report_of(sim), sim
 
 
-@pytest.mark.parametrize(
-    ("bound", "kappa", "ratio"), [(1, 1, 0.2), (2, 1, 1.0), (2, 2, 2.0), (4, 2, 0.5), (4, 3, 1.0), (4, 4, 3.0)]
-)
+@pytest.mark.parametrize(("bound", "kappa", "ratio"), [(1, 1, 0.2), (2, 2, 2.0), (4, 3, 1.0)])
 def test_predicted_and_simulated_utilisation_agree(bound: int, kappa: int, ratio: float) -> None:
     report, sim = fixed(scenario(bound, kappa, ratio))
     assert report.utilisation == pytest.approx(sim.plan.predicted_utilisation, abs=0.03)
-
-
-def test_nothing_over_the_bound_is_trained_and_each_rollout_once() -> None:
-    report, sim = fixed(scenario(2, 2, 1.5))
-    assert report.over_stale_tokens == 0
-    assert max(sim.ledger.tokens_by_lag) <= 2
-    assert sim.counters.trained_rollouts == 60 * 128
-    assert report.dropped_share < 0.2
 
 
 def test_the_same_scenario_gives_the_same_report() -> None:
@@ -67,8 +56,8 @@ def test_the_same_scenario_gives_the_same_report() -> None:
     assert simulate(replace(told, seed=1)) != simulate(told)
 
 
-def test_in_flight_rollouts_never_pass_the_cap() -> None:
-    told = scenario(4, 2)
+def test_in_flight_rollouts_never_pass_the_cap_nor_trained_ones_the_bound() -> None:
+    told = scenario(2, 2, 1.5)
     sim = FleetSim(told, FixedPlanner(told.config))
     most = 0
     offer = sim.generation.offer
@@ -81,23 +70,17 @@ def test_in_flight_rollouts_never_pass_the_cap() -> None:
     sim.generation.offer = watched  # type: ignore[method-assign]
     sim.run()
     assert 128 <= most <= sim.plan.in_flight_cap_rollouts
-
-
-def test_preempted_rollouts_go_on_elsewhere_and_the_learner_goes_on() -> None:
-    told = scenario(4, count=12, steps=24, warmup_steps=6)
-    shaky = tuple(replace(one, hazard_per_hour=3.0, join_s=30.0) for one in told.workers)
-    report = simulate(replace(told, workers=shaky))
-    assert report.preemptions > 5
-    assert report.utilisation > 0.8
-    assert report.over_stale_tokens == 0
+    assert max(sim.ledger.tokens_by_lag) <= 2 and sim.counters.trained_rollouts == 60 * 128, "each once, none too old"
 
 
 def test_lease_book_agrees_with_what_was_generated() -> None:
     told = scenario(4, count=12, steps=24, warmup_steps=6)
-    shaky = tuple(replace(one, hazard_per_hour=2.0, join_s=30.0) for one in told.workers)
+    shaky = tuple(replace(one, hazard_per_hour=3.0, join_s=30.0) for one in told.workers)
     sim = FleetSim(replace(told, workers=shaky), LivePlanner(0))
     sim.run()
     book, counters = sim.generation.book, sim.counters
+    report = report_of(sim)
+    assert report.preemptions > 5 and report.utilisation > 0.8 and report.over_stale_tokens == 0
     assert set(book.groups) == set(sim.generation.groups)
     assert book.counts.finished * 8 >= counters.trained_rollouts
     assert book.counts.continued > 0 and book.counts.expired == 0
@@ -137,46 +120,12 @@ def test_planner_takes_the_cheap_machines_and_leaves_when_their_price_rises() ->
     assert changed.pool_usd_per_hour > calm.pool_usd_per_hour
 
 
-def test_stalled_download_costs_what_relation_four_says() -> None:
-    told = scenario(8, 4, 1.0)
-    stalled = replace(told, config=replace(told.config, download=type(told.config.download)("stalled")))
-    report, sim = fixed(stalled)
-    background, _ = fixed(told)
-    assert report.utilisation < background.utilisation - 0.02
-    assert report.utilisation == pytest.approx(sim.plan.predicted_utilisation, abs=0.1)
-
-
 def test_money_is_pool_and_learner_over_the_measured_steps() -> None:
     told = scenario(4, 1, 0.2, baseline=ColocatedCluster(8, 2.0, 1000.0))
     seat = replace(told.learner, price_usd_per_hour=3.6)
     report, _ = fixed(replace(told, learner=seat))
     assert report.usd_per_step == pytest.approx((8 * 1.0 + 3.6) * report.step_s / 3600, rel=1e-6)
     assert report.saving == pytest.approx(1 - report.usd_per_step / (8 * 2.0 * 1000 / 3600))
-
-
-def test_estimates_of_a_machine_follow_from_its_speed() -> None:
-    truth = WorkerTruth("w", 10, 50.0, 1.0, LinkEstimate(1e6, 1e6))
-    found = estimate_of(truth, LengthDistribution(trace=(100, 100, 100, 500)))
-    assert found.rollouts_per_s == pytest.approx(10 * 50 / 200)
-    assert found.rollout_s_tail == found.rollout_s_max == pytest.approx(10.0)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: LengthDistribution(median_tokens=0),
-        lambda: LengthDistribution(sigma=9),
-        lambda: LengthDistribution(trace=(0,)),
-        lambda: WorkerTruth("w", 0, 1.0, 1.0, LinkEstimate(1, 1)),
-        lambda: scenario(steps=0),
-        lambda: scenario(warmup_steps=60),
-        lambda: PriceChange(0.0, "x", -1.0),
-        lambda: ColocatedCluster(8, 0.0, 1.0),
-    ],
-)
-def test_bad_scenarios_are_refused(make: object) -> None:
-    with pytest.raises(ConfigError, match="expected"):
-        make()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
@@ -201,12 +150,3 @@ def test_a_told_rate_is_paid_for_as_one_card_unless_the_table_says_more() -> Non
 def test_the_papers_saving_is_reached() -> None:
     ((_, report),) = reports_of(next(path for path in SCENARIOS if path.stem == "paper-8b"))
     assert report.saving is not None and 0.33 <= report.saving <= 0.6
-
-
-@pytest.mark.soak
-def test_a_scenario_is_simulated_for_several_bounds() -> None:
-    path = next(path for path in SCENARIOS if path.stem == "slow-uplink")
-    (narrow_bound, narrow), (wide_bound, wide) = reports_of(path, (2, 6), steps=12)
-    assert (narrow_bound, wide_bound) == (2, 6)
-    assert wide.utilisation >= narrow.utilisation - 0.02
-    assert wide.over_stale_tokens == 0

@@ -7,13 +7,19 @@ import dataclasses
 
 import pytest
 
-from benchmarks.bench_market import adding_trial, best_simulated, infeasible_case, is_worse, setting
+from benchmarks.bench_market import (
+    adding_trial,
+    best_simulated,
+    brute_force_usd,
+    egress_case,
+    hard_case,
+    infeasible_case,
+    is_worse,
+    setting,
+)
 from benchmarks.market_fleets import told, wishes
 from benchmarks.market_world import Machine, World, simulate, usual_cap
-from echo2.base.ids import PeerId
-from echo2.cost_model.planner import plan
-from echo2.cost_model.snapshot import PlanConfig, WorkerState
-from tests.unit.cost_model.fleets import learner, random_workers, snapshot, worker
+from echo2.cost_model.planner import plan, sent_gib_per_hour
 
 USUAL = Machine(8, 30.0, 0.4, 5e7, 2e8)
 TRAIN_S = 60.0
@@ -28,23 +34,39 @@ def world(**others: object) -> World:
     return World(**fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 31, 33, 34, 63, 350])
-def test_best_effort_is_within_a_twentieth_of_the_best_pool_simulated(seed: int) -> None:
-    """Of these, 31, 33 and 63 stand still while they download; 2 and 63 have a cap; of 350 one rehearsal alone is too hopeful."""
+@pytest.mark.parametrize("seed", [2, 11, 33, 95])
+def test_best_effort_is_within_a_fiftieth_of_the_best_pool_simulated(seed: int) -> None:
+    """Of these, 2 has a cap and 33 stands still while it downloads; the best of 95 has a long period, and that of 11 was unlucky in
+    its first rehearsal."""
     case = infeasible_case(seed)
-    assert case.judged() >= 0.95 * best_simulated(case)
+    assert case.judged() >= 0.98 * best_simulated(case)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_prediction_is_near_what_is_simulated(seed: int) -> None:
-    case = setting(seed)
-    assert case.made.predicted_utilisation == pytest.approx(case.simulated(150), abs=0.08)
+@pytest.mark.parametrize(("make", "seed"), [(setting, 0), (setting, 7), (setting, 9), (hard_case, 7), (hard_case, 11)])
+def test_prediction_is_near_what_is_simulated(make, seed: int) -> None:  # type: ignore[no-untyped-def]
+    """Hard case 11: two machines that are seldom lost cost little; by a normal distribution it seemed 7 %."""
+    case = make(seed)
+    assert case.made.predicted_utilisation == pytest.approx(case.judged(), abs=0.03)
 
 
-@pytest.mark.parametrize("seed", [39, 376, 507, 540, 780, *range(12)])
+@pytest.mark.parametrize("seed", [39, 376, 507, 0])
 def test_one_more_machine_never_makes_a_plan_worse(seed: int) -> None:
     before, after, train_s = adding_trial(seed)
     assert not is_worse(before, after, train_s), f"{before.reason} -> {after.reason}"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_plan_that_pays_for_traffic_is_within_a_hundredth_of_brute_force_and_is_kept(seed: int) -> None:
+    snapshot, config = egress_case(seed)
+    best, made = brute_force_usd(snapshot, config), plan(snapshot, config)
+    assert made.is_feasible == (best is not None)
+    assert best is None or made.usd_per_hour <= best * 1.01
+    pool = [one for one in snapshot.workers if one.worker_id in made.pool]
+    machines, charges = (sum(getattr(one, of) for one in pool) for of in ("price_usd_per_hour", "egress_usd_per_gib"))
+    assert made.egress_usd_per_hour == pytest.approx(charges * sent_gib_per_hour(snapshot.learner, made.kappa))
+    assert made.usd_per_hour == pytest.approx(machines + made.egress_usd_per_hour)
+    again = plan(snapshot, config, made)
+    assert (again.pool, again.kappa) == (made.pool, made.kappa)
 
 
 def test_a_machine_that_the_cap_does_not_allow_is_passed_over() -> None:
@@ -69,36 +91,3 @@ def test_a_slow_uplink_gets_the_period_that_keeps_the_learner_busiest() -> None:
     pool = machines[: len(made.pool)]
     by_period = [simulate(slow, machines, kappa, usual_cap(slow, machines)) for kappa in range(1, 7)]
     assert simulate(slow, pool, made.kappa, made.in_flight_cap_rollouts) >= 0.95 * max(by_period) > 1.3 * by_period[5]
-
-
-def test_of_equal_utilisation_the_best_effort_is_the_cheaper_pool() -> None:
-    """One link holds all back, so that more than two workers add nothing but their price."""
-    fleet = snapshot(
-        tuple(worker(f"w{index}", 8.0, price=1.0 + 0.1 * index) for index in range(6)),
-        learner=learner(delta_bytes=1.2e10, delta_growth=0.0),
-    )
-    made = plan(fleet, PlanConfig(2))
-    assert not made.is_feasible
-    everybody = plan(
-        dataclasses.replace(fleet, workers=tuple(dataclasses.replace(one, is_pinned=True) for one in fleet.workers)),
-        PlanConfig(2),
-    )
-    assert made.predicted_utilisation >= 0.96 * everybody.predicted_utilisation
-    assert made.usd_per_hour < 0.6 * everybody.usd_per_hour
-
-
-def test_a_kept_best_effort_is_judged_by_its_rehearsal_too() -> None:
-    """The pool that is there and the fresh one are compared by the same measure: an equal plan is not changed."""
-    workers = random_workers(8, 4)
-    fleet = snapshot(workers, learner=learner(train_s=256 / 12.0))
-    first = plan(fleet, PlanConfig(3))
-    assert not first.is_feasible
-    pool = set(first.pool)
-    active = tuple(
-        dataclasses.replace(one, state=WorkerState.ACTIVE if one.worker_id in pool else WorkerState.STANDBY)
-        for one in workers
-    )
-    again = plan(dataclasses.replace(fleet, workers=active, now_s=5000.0), PlanConfig(3), first)
-    assert again.pool == first.pool and not again.activate and not again.drain
-    assert again.predicted_utilisation == first.predicted_utilisation
-    assert PeerId(first.pool[0]) in pool

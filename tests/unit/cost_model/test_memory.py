@@ -1,22 +1,30 @@
-"""What a learner needs: state by the parameter, activations by the budget, shared out over GPUs."""
+"""What a learner needs: state by the parameter, activations by the budget, shared out over GPUs; how often a checkpoint."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from echo2.coordinator.money.market import built_in_models
 from echo2.cost_model.memory import (
     AUDIT_BYTES_OF_CHANGE,
     AUDIT_CHANGED_SHARE,
+    KILLED_EVERY_S,
     PROCESS_BYTES,
+    REPLAY_S,
+    STEPS_MAX,
     Checkpointing,
     LearnerRun,
     activation_bytes,
     adapter_parameters,
     audit_versions,
-    checkpoint_bytes,
     checkpointing_of,
     fewest_gpus,
     layer_values,
     learner_memory,
+    steps_between,
     wants_checkpointing,
 )
 
@@ -31,6 +39,9 @@ def test_the_state_of_eight_billion_is_twenty_bytes_a_parameter_over_its_gpus() 
     assert whole.state_bytes == 20 * size.parameters == 8 * shared.state_bytes
     assert whole.activation_bytes == shared.activation_bytes, "each rank has a micro-batch of its own"
     assert whole.disk_bytes == 3 * 14 * size.parameters, "masters, both moments and the published weights, three times"
+    assert shared.host_bytes > (12 + 4) * size.parameters, "the copies that a checkpoint is written from"
+    stored = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, run=replace(run, store_bytes=33 << 30))
+    assert stored.disk_bytes == shared.disk_bytes + (33 << 30)
 
 
 def test_copies_of_the_state_cost_memory_of_gpus_and_hosts_and_none_of_the_disk() -> None:
@@ -49,21 +60,14 @@ def test_copies_of_the_state_cost_memory_of_gpus_and_hosts_and_none_of_the_disk(
     assert copies == 3 * alone
 
 
-def test_checkpointing_keeps_one_value_a_layer_and_is_taken_where_activations_outgrow_memory() -> None:
+def test_checkpointing_is_taken_where_activations_outgrow_memory_and_selective_lies_between() -> None:
     size = MODELS["qwen3-8b"]
-    kept, again = (activation_bytes(size, 16384, c, 2) for c in (Checkpointing.OFF, Checkpointing.FULL))
-    assert kept > 10 * again - 10 * 4 * (256 << 20)
     assert wants_checkpointing(size, 16384, 2) and not wants_checkpointing(MODELS["smollm2-135m"], 2048, 4)
     assert wants_checkpointing(MODELS["smollm2-135m"], 1 << 16, 4), "a budget may be large for any model"
-
-
-def test_selective_checkpointing_lies_between_none_and_full() -> None:
-    size = MODELS["qwen3-8b"]
     off, some, full = (activation_bytes(size, 16384, keeps, 2) for keeps in Checkpointing)
-    assert full < some < off
+    assert full < some < off and off > 10 * full - 10 * 4 * (256 << 20)
     # What attention gave, the input, and the products of keys, output and the MLP's second.
-    values = 16384 * 2 * size.layer_count * (4096 + 1024 + 4096 + 12288)
-    assert some - full == values
+    assert some - full == 16384 * 2 * size.layer_count * (4096 + 1024 + 4096 + 12288)
     assert checkpointing_of("selective", size, 16384, 2) is Checkpointing.SELECTIVE
 
 
@@ -72,12 +76,6 @@ def test_what_a_layer_keeps_is_what_its_modules_keep() -> None:
     for name, values in (("smollm2-135m", 20.7), ("qwen3-0.6b", 32.0)):
         size = MODELS[name]
         assert abs(layer_values(size, Checkpointing.OFF, 4) / size.hidden - values) < 0.1
-
-
-def test_a_learner_on_gpus_needs_host_memory_for_the_copies_of_a_checkpoint() -> None:
-    size = MODELS["qwen3-8b"]
-    found = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8)
-    assert found.host_bytes > (12 + 4) * size.parameters
 
 
 def test_audits_keep_the_versions_of_two_bounds_and_each_costs_host_memory() -> None:
@@ -93,13 +91,6 @@ def test_audits_keep_the_versions_of_two_bounds_and_each_costs_host_memory() -> 
     assert held.host_bytes - two == 4_000_000_000, "100 bytes for each token of a rollout in flight"
 
 
-def test_chunks_and_checkpoints_share_the_disk() -> None:
-    size = MODELS["qwen3-8b"]
-    run = LearnerRun(checkpoints_kept=2, store_bytes=33 << 30)
-    found = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, run=run)
-    assert found.disk_bytes == 3 * checkpoint_bytes(size.parameters, 2 * size.parameters) + (33 << 30)
-
-
 def test_an_adapter_needs_its_base_once_and_a_state_for_itself_alone() -> None:
     """Linear layers of Qwen3-4B: 2560 wide, 32 heads and 8 of keys of 128, 9728 in the MLP."""
     size = MODELS["qwen3-4b"]
@@ -109,3 +100,22 @@ def test_an_adapter_needs_its_base_once_and_a_state_for_itself_alone() -> None:
     found = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=1, run=LearnerRun(adapter_rank=16))
     assert found.state_bytes == 2 * size.parameters + 20 * adapter
     assert found.disk_bytes == 3 * 14 * adapter, "two checkpoints and the one being written"
+
+
+SECONDS = st.floats(1e-3, 3600.0)
+
+
+@given(SECONDS, SECONDS, st.floats(1.0, 10.0))
+def test_no_other_number_of_steps_between_checkpoints_costs_much_less(
+    checkpoint_s: float, train_s: float, waiting: float
+) -> None:
+    step_s = waiting * train_s
+
+    def cost(steps: int) -> float:
+        return checkpoint_s / (steps * step_s) + steps * train_s / (2 * KILLED_EVERY_S)
+
+    found = steps_between(checkpoint_s, train_s, step_s)
+    assert 1 <= found <= STEPS_MAX and (found == 1 or found * train_s <= REPLAY_S)
+    allowed = [steps for steps in range(1, STEPS_MAX + 1) if steps == 1 or steps * train_s <= REPLAY_S]
+    assert cost(found) <= 1.3 * min(map(cost, allowed)), "rounded down: a step less loses little"
+    assert steps_between(1.0, 0.0, 0.0) == STEPS_MAX, "nothing was trained yet"

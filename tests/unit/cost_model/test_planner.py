@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError
@@ -31,7 +31,7 @@ def least_price_by_brute_force(snapshot: FleetSnapshot, config: PlanConfig) -> f
     return best
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(8))
 def test_chosen_plan_is_within_one_percent_of_brute_force(seed: int) -> None:
     count = 6 + seed % 4
     # Rollouts are short beside a step and no machine is lost here, so a rehearsal has no objection to what the relations allow.
@@ -49,50 +49,26 @@ def test_chosen_plan_is_within_one_percent_of_brute_force(seed: int) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(3, 8), st.integers(0, 10**6), st.integers(1, 6), st.sampled_from(["link", "more", "price", "bound"]))
-def test_more_bandwidth_more_workers_lower_price_or_larger_bound_is_never_worse(
+@example(8, 90, 2, "more")
+def test_feasible_plans_keep_every_term_and_what_is_better_never_makes_them_worse(
     count: int, seed: int, bound: int, change: str
 ) -> None:
-    assert_change_is_never_worse(count, seed, bound, change)
-
-
-def test_two_more_workers_do_not_hide_a_feasible_pool() -> None:
-    assert_change_is_never_worse(8, 90, 2, "more")
-
-
-def assert_change_is_never_worse(count: int, seed: int, bound: int, change: str) -> None:
-    workers = random_workers(count, seed)
-    seat = learner(train_s=256 / (0.4 * count), delta_bytes=6e8)
-    config, better = PlanConfig(bound), PlanConfig(bound)
+    workers = others = random_workers(count, seed)
+    seat = better_seat = learner(train_s=256 / (0.4 * count), delta_bytes=6e8)
     if change == "link":
         seat = dataclasses.replace(seat, link=LinkEstimate(2e6, 1e8))
-        better_seat = dataclasses.replace(seat, link=LinkEstimate(4e7, 1e8))
-    else:
-        better_seat = seat
-    others = workers
     if change == "more":
         others = (*workers, *(dataclasses.replace(one, worker_id=PeerId(one.worker_id + "x")) for one in workers[:2]))
     if change == "price":
         others = tuple(dataclasses.replace(one, price_usd_per_hour=one.price_usd_per_hour * 0.7) for one in workers)
-    if change == "bound":
-        better = PlanConfig(bound + 1)
-    before = plan(snapshot(workers, learner=seat), config)
-    after = plan(snapshot(others, learner=better_seat), better)
-    if before.is_feasible:
-        assert after.is_feasible
-        assert after.usd_per_hour <= before.usd_per_hour * (1 + 2e-3)
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.integers(1, 12), st.integers(0, 10**6), st.integers(1, 8))
-def test_plans_are_deterministic_and_feasible_ones_keep_every_term(count: int, seed: int, bound: int) -> None:
-    fleet = snapshot(random_workers(count, seed), learner=learner(train_s=256 / (0.4 * count)))
-    first, second = (plan(fleet, PlanConfig(bound)) for _ in range(2))
-    assert first == second
-    assert 1 <= first.kappa <= bound
-    assert first.in_flight_cap_rollouts >= 256 and first.in_flight_cap_rollouts % 16 == 0
-    if first.is_feasible:  # else a term is broken, or whole groups do not reach what the relations alone allow
-        assert all(term.is_met for term in first.terms)
-        assert first.predicted_utilisation >= 0.975
+    before = plan(snapshot(workers, learner=seat), PlanConfig(bound))
+    assert before == plan(snapshot(workers, learner=seat), PlanConfig(bound))
+    assert 1 <= before.kappa <= bound
+    assert before.in_flight_cap_rollouts >= 256 and before.in_flight_cap_rollouts % 16 == 0
+    if before.is_feasible:  # else a term is broken, or whole groups do not reach what the relations alone allow
+        assert all(term.is_met for term in before.terms) and before.predicted_utilisation >= 0.975
+        after = plan(snapshot(others, learner=better_seat), PlanConfig(bound + (change == "bound")))
+        assert after.is_feasible and after.usd_per_hour <= before.usd_per_hour * (1 + 2e-3)
 
 
 def test_slow_network_gets_a_shorter_period_than_the_default() -> None:
@@ -110,58 +86,65 @@ def test_infeasible_plans_name_the_term_and_what_would_mend_it() -> None:
     short = plan(snapshot((worker("a"),)), PlanConfig(4))
     assert short.binding is Limit.THROUGHPUT and "2.92 rollouts/s" in short.binding_term.remedy
     assert short.pool == ("a",)
-    workers = tuple(worker(f"w{i}") for i in range(8))
+    workers = tuple(worker(f"w{i}", is_pinned=True) for i in range(8))
     slow = plan(snapshot(workers, learner=learner(link=LinkEstimate(1e4, 1e8))), PlanConfig(4))
     assert not slow.is_feasible and slow.binding in (Limit.BROADCAST, Limit.STALENESS)
-    capped = plan(snapshot(workers), PlanConfig(4, usd_per_hour_cap=1.0))
-    assert not capped.is_feasible and capped.usd_per_hour <= 1.0
+    tight = plan(snapshot(workers, learner=learner(train_s=60.0)), PlanConfig(4, fixed_kappa=4))
+    remedy = next(one.remedy for one in tight.terms if one.limit_kind is Limit.STALENESS)
+    assert remedy == "raise S to 6, or shorten the longest rollouts to 11 s (now 73.7 s)"
+    dear = tuple(dataclasses.replace(one, price_usd_per_hour=312.3403) for one in workers)
+    over = plan(snapshot(dear), PlanConfig(4, usd_per_hour_cap=2498.0))
+    told = re.match(r"raise it to ([\d.]+) USD/h", over.binding_term.remedy)
+    assert over.binding is Limit.USD_PER_HOUR and told and told[1] == "2498.73"
+    assert plan(snapshot(dear), PlanConfig(4, usd_per_hour_cap=float(told[1]))).is_feasible, "as told is enough"
 
 
 @pytest.mark.parametrize("count", [2, 60])
-@pytest.mark.parametrize("cap, state", [(1.0, WorkerState.ACTIVE), (0.0, WorkerState.UNAVAILABLE)])
+@pytest.mark.parametrize(
+    ("cap", "state", "spent"),
+    [(1.0, WorkerState.ACTIVE, 0.0), (0.0, WorkerState.UNAVAILABLE, 0.0), (0.0, WorkerState.ACTIVE, 10.0)],
+)
 def test_where_no_worker_may_be_chosen_the_plan_is_empty_and_says_why(
-    count: int, cap: float, state: WorkerState
+    count: int, cap: float, state: WorkerState, spent: float
 ) -> None:
     workers = tuple(worker(f"w{i}", price=2.0, state=state) for i in range(count))
-    empty = plan(snapshot(workers), PlanConfig(4, usd_per_hour_cap=cap))
+    config = PlanConfig(4, usd_per_hour_cap=cap, usd_budget=10.0 if spent else 0.0)
+    empty = plan(snapshot(workers, spent_usd=spent), config)
     assert empty.pool == () and not empty.is_feasible and empty.binding_term.remedy
+    assert not spent or ("budget" in empty.reason and len(empty.drain) == count)
 
 
-def test_a_remedy_that_rounds_to_no_change_is_not_told() -> None:
-    workers = tuple(worker(f"w{i}", is_pinned=True) for i in range(8))
-
-    def remedy(train_s: float) -> tuple[str, float]:
-        chosen = plan(snapshot(workers, learner=learner(train_s=train_s)), PlanConfig(4, fixed_kappa=4))
-        term = next(one for one in chosen.terms if one.limit_kind is Limit.STALENESS)
-        return term.remedy, term.value
-
-    needed_s = remedy(64.0)[1]
-    far, near, nearest = (remedy(needed_s * share)[0] for share in (0.9, 0.99, 0.99999))
-    assert "links 3.6 times" in far and "1.6 times the pool" in far and "(now 73.7 s)" in far
-    assert "links 1.1 times" in near and "the pool" not in near
-    assert nearest == "raise S to 5"
+@pytest.mark.parametrize("count", [20, 80])
+def test_best_efforts_keep_the_cap_and_the_workers_that_are_pinned(count: int) -> None:
+    workers = tuple(worker(f"w{i}", is_pinned=i == 7) for i in range(count))
+    capped = plan(snapshot(workers), PlanConfig(4, usd_per_hour_cap=0.9))
+    assert "w7" in capped.pool and capped.usd_per_hour <= 0.9 and not capped.is_feasible
 
 
-def test_a_cap_or_budget_raised_as_told_is_enough() -> None:
-    workers = tuple(worker(f"w{i}", price=312.3403, is_pinned=True) for i in range(8))
-    short = plan(snapshot(workers), PlanConfig(4, usd_per_hour_cap=2498.0))
-    told = re.match(r"raise it to ([\d.]+) USD/h", short.binding_term.remedy)
-    assert short.binding is Limit.USD_PER_HOUR and told and told[1] == "2498.73"
-    assert plan(snapshot(workers), PlanConfig(4, usd_per_hour_cap=float(told[1]))).is_feasible
+@pytest.mark.parametrize(("uplink_bytes_per_s", "count"), [(1e4, 1), (1e4, 40), (1e6, 3)])
+def test_a_fleet_that_no_version_reaches_in_time_is_still_put_to_work(uplink_bytes_per_s: float, count: int) -> None:
+    """A best effort of nobody would stop the run: that its broadcast takes no time does not speak for it."""
+    slow = LinkEstimate(uplink_bytes_per_s, uplink_bytes_per_s, 0.05)
+    workers = tuple(worker(f"w{number}", link=slow) for number in range(count))
+    made = plan(snapshot(workers, learner=learner(link=slow, train_s=1.0)), PlanConfig(staleness_bound=4))
+    assert not made.is_feasible
+    assert made.pool and made.predicted_utilisation > 0
 
 
-def test_spent_budget_drains_everyone() -> None:
-    workers = tuple(worker(f"w{i}", state=WorkerState.ACTIVE) for i in range(8))
-    spent = plan(snapshot(workers, spent_usd=10.0), PlanConfig(4, usd_budget=10.0))
-    assert spent.pool == () and len(spent.drain) == 8 and "budget" in spent.reason
-
-
-def test_provider_limit_is_kept() -> None:
-    cheap = tuple(worker(f"c{i}", price=0.1, provider="cheap") for i in range(8))
-    dear = tuple(worker(f"d{i}", price=0.9, provider="dear") for i in range(8))
-    chosen = plan(snapshot((*cheap, *dear)), PlanConfig(4, provider_workers_max=(("cheap", 2),)))
-    assert chosen.is_feasible
-    assert sum(one.startswith("c") for one in chosen.pool) == 2
+def test_of_equal_utilisation_the_best_effort_is_the_cheaper_pool_and_is_kept() -> None:
+    """One link holds all back, so that more than two workers add nothing but their price."""
+    fleet = snapshot(
+        tuple(worker(f"w{index}", 8.0, price=1.0 + 0.1 * index) for index in range(6)),
+        learner=learner(delta_bytes=1.2e10, delta_growth=0.0),
+    )
+    made = plan(fleet, PlanConfig(2))
+    pinned = tuple(dataclasses.replace(one, is_pinned=True) for one in fleet.workers)
+    everybody = plan(dataclasses.replace(fleet, workers=pinned), PlanConfig(2))
+    assert not made.is_feasible and made.usd_per_hour < 0.6 * everybody.usd_per_hour
+    assert made.predicted_utilisation >= 0.96 * everybody.predicted_utilisation
+    again = plan(dataclasses.replace(activated(fleet, made, 0.0), now_s=5000.0), PlanConfig(2), made)
+    assert again.pool == made.pool and not again.activate and not again.drain
+    assert again.predicted_utilisation == made.predicted_utilisation, "judged by the same rehearsal"
 
 
 def activated(fleet: FleetSnapshot, chosen: Plan, now_s: float) -> FleetSnapshot:
@@ -202,6 +185,9 @@ def test_a_little_shortage_is_mended_after_the_dwell_and_a_loss_at_once() -> Non
     noisy = dataclasses.replace(seat, train_s=seat.train_s / short / 1.06)
     little = plan(dataclasses.replace(fleet, learner=noisy, now_s=1000.0), config, first)
     assert little.pool == first.pool and little.short_since_s == 1000.0
+    for one in (first, little):  # a kept pool is judged like a fresh one
+        reached = one.predicted_utilisation >= 0.98 - 0.005
+        assert one.is_feasible == (reached and all(term.is_met for term in one.terms))
     calm = plan(dataclasses.replace(fleet, now_s=1100.0), config, little)
     assert calm.pool == first.pool and calm.short_since_s is None
     lasting = plan(dataclasses.replace(fleet, learner=noisy, now_s=1400.0), config, little)
@@ -259,46 +245,6 @@ def test_bad_input_names_the_field_the_value_and_the_range(make: object, told: s
         make()  # type: ignore[operator]
 
 
-def test_a_best_effort_lets_versions_wait_for_the_links_only_where_that_is_worth_it() -> None:
-    """A slow uplink: of the periods that keep up none comes near to the best one, which does not."""
-    link = LinkEstimate(1e6, 1e6, 0.05)
-    workers = tuple(
-        worker(f"w{i}", 400.0, link=link, rollout_s_mean=1.0, rollout_s_tail=3.0, rollout_s_max=3.0) for i in range(3)
-    )
-    trains = learner(
-        train_s=1.0, rollouts_per_step=192, rollouts_per_group=8, link=link, delta_bytes=1.0e6, full_snapshot_bytes=4e6
-    )
-    fleet = snapshot(workers, learner=trains)
-    chosen = plan(fleet, PlanConfig(staleness_bound=4))
-    assert not chosen.is_feasible and chosen.pool
-    by_period = {kappa: plan(fleet, PlanConfig(4, fixed_kappa=kappa)) for kappa in range(1, 5)}
-    keeping_up = [one for kappa, one in by_period.items() if one.transfer_s <= kappa * trains.train_s]
-    assert keeping_up
-    assert chosen.predicted_utilisation >= max(one.predicted_utilisation for one in by_period.values()) * 0.97
-    if chosen.transfer_s > chosen.kappa * trains.train_s:
-        assert chosen.predicted_utilisation > max(one.predicted_utilisation for one in keeping_up) * 1.03
-
-
-def test_best_efforts_keep_providers_limits_and_the_cap() -> None:
-    workers = tuple(worker(f"w{i}", provider="one") for i in range(20))
-    config = PlanConfig(4, provider_workers_max=(("one", 2),))
-    assert len(plan(snapshot(workers), config).pool) == 2
-    pinned = tuple(dataclasses.replace(one, is_pinned=index == 7) for index, one in enumerate(workers))
-    capped = plan(snapshot(pinned), PlanConfig(4, usd_per_hour_cap=0.9))
-    assert "w7" in capped.pool and capped.usd_per_hour <= 0.9 and not capped.is_feasible
-
-
-@pytest.mark.parametrize("uplink_bytes_per_s", [1e4, 1e5, 1e6])
-@pytest.mark.parametrize("count", [1, 3, 12, 40])
-def test_a_fleet_that_no_version_reaches_in_time_is_still_put_to_work(uplink_bytes_per_s: float, count: int) -> None:
-    """A best effort of nobody would stop the run: that its broadcast takes no time does not speak for it."""
-    slow = LinkEstimate(uplink_bytes_per_s, uplink_bytes_per_s, 0.05)
-    workers = tuple(worker(f"w{number}", link=slow) for number in range(count))
-    made = plan(snapshot(workers, learner=learner(link=slow, train_s=1.0)), PlanConfig(staleness_bound=4))
-    assert not made.is_feasible
-    assert made.pool and made.predicted_utilisation > 0
-
-
 def test_rewards_that_are_too_slow_are_the_term_that_binds_and_workers_are_no_remedy() -> None:
     workers = tuple(worker(f"w{i}", rollout_s_max=90.0) for i in range(10))
     slow = plan(snapshot(workers, learner=learner(reward_s=1.0, reward_processes=2)), PlanConfig(4))
@@ -320,19 +266,6 @@ def test_machines_that_are_lost_lower_the_promise_and_it_says_by_how_much() -> N
     assert promised.predicted_utilisation > 0.99 and promised.utilisation_spread == 0.0
     assert 0.88 < had.predicted_utilisation < 0.97 and had.utilisation_spread > 0.02
     assert "plus or minus" in had.reason
-
-
-def test_a_kept_pool_is_judged_like_a_fresh_one() -> None:
-    """The verdict is that of the plan's own numbers: it once said feasible at 89 % beside a target of 98 %."""
-    workers = tuple(worker(f"w{i:02d}", price=0.4 + 0.01 * i) for i in range(20))
-    seat = learner(rollouts_per_step=640)
-    first = plan(snapshot(workers, learner=seat), PlanConfig(4))
-    fleet = activated(snapshot(workers, learner=seat), first, 0.0)
-    for faster in (0.97, 0.9, 0.85, 0.7):
-        quick = dataclasses.replace(seat, train_s=seat.train_s * faster)
-        kept = plan(dataclasses.replace(fleet, learner=quick, now_s=1000.0), PlanConfig(4), first)
-        reached = kept.predicted_utilisation >= 0.98 - 0.005
-        assert kept.is_feasible == (reached and all(term.is_met for term in kept.terms))
 
 
 def test_a_budget_is_a_constraint_the_cheapest_way_to_finish() -> None:

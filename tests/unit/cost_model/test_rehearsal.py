@@ -1,3 +1,5 @@
+"""The relations, and the rehearsal that has the last word on them."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -10,19 +12,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.cost_model.rehearsal import Rehearsal, reduced, rehearse
-from echo2.cost_model.relations import unit_lengths
+from echo2.cost_model.relations import FleetModel, OperatingPoint, longest_of, unit_lengths
+from echo2.cost_model.snapshot import LinkEstimate, PlanConfig
+from tests.unit.cost_model.fleets import learner, random_workers, snapshot, worker
 
 
-def run(bound: int, kappa: int, transfer_s: float, **others: object) -> Rehearsal:
-    """T_train = 1 s, R = 64 in groups of 8, four workers of 7 slots, 0.3 s a rollout: 1.46 times the rate needed."""
-    fields: dict[str, object] = {
-        "train_s": 1.0, "encode_s": 0.0, "groups_per_step": 8, "rollouts_per_group": 8, "cap_groups": 16,
-        "slots": np.full(4, 7), "rollout_s": np.full(4, 0.3), "latency_s": np.zeros(4), "swap_s": np.zeros(4),
-        "lengths": unit_lengths(0.3, 0.75, 1.2), "common_s": transfer_s, "growth": lambda spans: (spans / kappa) ** 0.75,
-        **others,
-    }  # fmt: skip
-    fields.setdefault("own_s", np.full(len(fields["slots"]), fields["common_s"]))  # type: ignore[arg-type]
-    return Rehearsal(bound, kappa, **fields)  # type: ignore[arg-type]
+@given(st.integers(1, 12), st.data())
+def test_at_the_pace_that_the_relations_give_they_hold_and_at_a_faster_one_not(bound: int, data: st.DataObject) -> None:
+    kappa = data.draw(st.integers(1, bound))
+    transfer_s, rollout_s, rate = (data.draw(st.floats(0.01, 5.0)) for _ in range(3))
+    point = OperatingPoint(bound, kappa, 1.0, 1.0, transfer_s, 0.1, rollout_s, rate)
+    for share, holds in ((1.0001, True), (0.999, False)):
+        slower = dataclasses.replace(point, train_s=point.pace_s * share)
+        keeps = (
+            slower.batch_s <= slower.train_s
+            and slower.transfer_s <= kappa * slower.train_s
+            and slower.staleness_use_s <= slower.staleness_budget_s
+        )
+        assert keeps == holds
+
+
+def test_each_term_of_the_links_can_bind_and_a_slow_downlink_is_late_alone() -> None:
+    def links(uplink: float, downlinks: tuple[float, ...]) -> tuple[float, list[float]]:
+        told = learner(link=LinkEstimate(10.0, 1e9), delta_bytes=100.0)
+        workers = tuple(worker(f"w{i}", link=LinkEstimate(uplink, down)) for i, down in enumerate(downlinks))
+        fleet = FleetModel.of(snapshot(workers, learner=told), PlanConfig(2, broadcast_efficiency=1.0))
+        common_s, own_s = fleet.links_s(1, np.arange(len(workers)))
+        return common_s, own_s.tolist()
+
+    assert links(50.0, (1e9, 1e9, 1e9)) == (pytest.approx(10.0), pytest.approx([10.0] * 3))
+    assert links(50.0, (1e9, 5.0, 1e9)) == (pytest.approx(10.0), pytest.approx([10.0, 20.0, 10.0]))
+    assert links(1e-9, (1e9, 1e9, 1e9)) == (pytest.approx(30.0), pytest.approx([30.0] * 3))
+
+
+@given(st.integers(1, 64), st.floats(1.2, 5.0))
+def test_the_longest_of_a_group_is_what_draws_say(count: int, tail: float) -> None:
+    lengths = unit_lengths(1.0, tail, 4 * tail)
+    draws = np.random.default_rng(1).choice(lengths, (4000, count)).max(axis=1)
+    assert longest_of(lengths, count) == pytest.approx(draws.mean(), rel=0.08)
 
 
 @given(st.floats(1.01, 3.0), st.floats(1.2, 6.0))
@@ -34,83 +61,95 @@ def test_cut_lengths_keep_the_mean_that_was_measured_and_the_tail(ratio: float, 
     assert lengths[int(0.95 * len(lengths))] == pytest.approx(ratio, rel=0.05)
 
 
-def test_a_tail_at_the_cut_says_nothing_of_the_spread_so_the_usual_one_is_taken() -> None:
+def test_quantiles_of_the_run_replace_the_log_normal_and_a_tail_at_the_cut_says_nothing_of_the_spread() -> None:
+    told = learner(lengths=(1.0,) * 8 + (10.0,) * 2)
+    lengths = FleetModel.of(snapshot((worker("a"),), learner=told), PlanConfig(4)).lengths
+    assert lengths.mean() == pytest.approx(1.0) and lengths[-1] / lengths[0] == pytest.approx(10.0)
     lengths = unit_lengths(1.0, 1.8, 1.8)
     assert lengths.mean() == pytest.approx(1.0)
     assert np.count_nonzero(lengths >= 0.99 * lengths[-1]) > 0.1 * len(lengths), "many rollouts end at the cut"
     assert np.count_nonzero(lengths < 0.5) > 0.2 * len(lengths)
 
 
-def test_a_wide_bound_and_enough_rate_keep_the_learner_busy() -> None:
-    assert rehearse(run(6, 2, 0.5)).utilisation == pytest.approx(1.0, abs=0.01)
+def test_a_groups_time_in_flight_grows_with_its_size_and_so_does_the_cap() -> None:
+    caps = []
+    for group in (1, 16, 64):
+        told = learner(rollouts_per_step=1024, rollouts_per_group=group, train_s=64.0)
+        workers = tuple(worker(f"w{i}", 4.0, rollout_s_tail=75.0, rollout_s_max=240.0) for i in range(8))
+        fleet = FleetModel.of(snapshot(workers, learner=told), PlanConfig(6))
+        caps.append(fleet.evaluate(2, fleet.is_available).in_flight_cap(group))
+    assert caps[0] < caps[1] < caps[2] <= 1024 * 7
 
 
-@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
-def test_too_little_rate_is_the_share_that_it_gives(share: float) -> None:
-    """Also with lengths that are cut, where 0.9 of the rate once promised all of it."""
-    slower = 28 * 1.0 / (64 * share)
-    assert rehearse(run(8, 2, 0.2, rollout_s=np.full(4, slower), cap_groups=32)).utilisation == pytest.approx(
-        share, abs=0.02
-    )
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pinned_worker_that_is_late_leaves_the_others_pace_as_it_is(seed: int) -> None:
+    workers = random_workers(6, seed)
+    late = worker("late", 0.1, link=LinkEstimate(2e7, 1e4), is_pinned=True)
+    told = learner(lengths=(0.5, 1.0, 1.5))
+    alone, beside = (FleetModel.of(snapshot(one, learner=told), PlanConfig(3)) for one in (workers, (*workers, late)))
+    before, after = (one.evaluate(1, np.ones(len(one), dtype=np.bool_)) for one in (alone, beside))
+    assert after.point.pace_s <= before.point.pace_s * 1.001
+    assert after.utilisation >= before.utilisation - 1e-3
 
 
-def test_one_step_bound_serialises_generation_and_training() -> None:
-    assert rehearse(run(1, 1, 0.5)).utilisation < 0.7
+def test_nobody_and_a_bound_of_nothing_are_no_division() -> None:
+    fleet = FleetModel.of(snapshot((worker("a"),)), PlanConfig(0))
+    nobody = fleet.evaluate(1, np.zeros(1, dtype=np.bool_))
+    assert nobody.utilisation == 0.0 and nobody.point.batch_s == math.inf and not nobody.keeps_up
+    assert 0 < fleet.evaluate(1, np.ones(1, dtype=np.bool_)).utilisation < 1
+    columns = {name: np.zeros(0) for name in ("slots", "rollout_s", "latency_s", "swap_s")}
+    assert rehearse(run(4, 2, 0.5, **columns)).utilisation == 0.0
 
 
-def test_versions_that_replace_one_that_waited_are_larger() -> None:
-    """At three steps a transfer, of a size that did not grow the learner would seem nearly busy."""
-    grows = run(6, 1, 3.0)
-    constant = dataclasses.replace(grows, growth=lambda spans: 1.0)
-    assert rehearse(grows).utilisation < rehearse(constant).utilisation - 0.2
+# ---- the rehearsal
 
 
-def test_a_group_larger_than_the_slots_is_generated_in_turns() -> None:
+def run(bound: int, kappa: int, transfer_s: float, **others: object) -> Rehearsal:
+    """T_train = 1 s, R = 64 in groups of 8, four workers of 7 slots, 0.3 s a rollout: 1.46 times the rate needed."""
+    fields: dict[str, object] = {
+        "train_s": 1.0, "encode_s": 0.0, "groups_per_step": 8, "rollouts_per_group": 8, "cap_groups": 16,
+        "slots": np.full(4, 7), "rollout_s": np.full(4, 0.3),
+        "lengths": unit_lengths(0.3, 0.75, 1.2), "common_s": transfer_s, "growth": lambda spans: (spans / kappa) ** 0.75,
+        **others,
+    }  # fmt: skip
+    count = len(fields["slots"])  # type: ignore[arg-type]
+    columns = {"own_s": np.full(count, fields["common_s"]), "latency_s": np.zeros(count), "swap_s": np.zeros(count)}
+    return Rehearsal(bound, kappa, **{**columns, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("told", "share", "within"),
+    [
+        (run(6, 2, 0.5), 1.0, 0.01),  # a wide bound and enough rate
+        *((run(8, 2, 0.2, rollout_s=np.full(4, 28 / (64 * rate)), cap_groups=32), rate, 0.02) for rate in (0.5, 0.9)),
+        *((run(6, 2, 0.2, reward_s=0.05, rewards_per_s=64 * rate), rate, 0.02) for rate in (0.4, 0.8)),
+        (run(6, 2, 0.2, reward_s=0.05, rewards_per_s=200.0), 1.0, 0.02),
+        # Rate for 0.95 of the need while it works, and half of each period without work.
+        (run(8, 2, 1.0, rollout_s=np.full(4, 28 / (64 * 0.95)), cap_groups=32, is_stalled=True), 0.6, 0.08),
+        (run(8, 2, 1.0, rollout_s=np.full(4, 28 / (64 * 0.95)), cap_groups=32), 0.95, 0.02),
+    ],
+)
+def test_the_learner_is_as_busy_as_the_scarcest_thing_allows(told: Rehearsal, share: float, within: float) -> None:
+    assert rehearse(told).utilisation == pytest.approx(share, abs=within)
+
+
+def test_a_tight_bound_serialises_and_a_group_larger_than_the_slots_takes_turns() -> None:
     """The same rate in workers of two slots: a group then takes four turns, which a tight bound does not allow."""
-    pair = {"slots": np.full(14, 2), "latency_s": np.zeros(14), "swap_s": np.zeros(14)}
-    whole, turns = run(2, 1, 0.4), run(2, 1, 0.4, rollout_s=np.full(14, 0.3), **pair)
+    assert rehearse(run(1, 1, 0.5)).utilisation < 0.7
+    whole = run(2, 1, 0.4)
+    turns = run(2, 1, 0.4, rollout_s=np.full(14, 0.3), slots=np.full(14, 2))
     assert rehearse(whole).utilisation > 0.95
     assert rehearse(turns).utilisation < rehearse(whole).utilisation - 0.1
 
 
-def test_stalled_downloads_cost_the_rate_that_stands_still() -> None:
-    """Rate for 0.95 of the need while it works, and half of each period without work."""
-    told = run(8, 2, 1.0, rollout_s=np.full(4, 28 / (64 * 0.95)), cap_groups=32)
-    assert rehearse(told).utilisation == pytest.approx(0.95, abs=0.02)
-    assert rehearse(dataclasses.replace(told, is_stalled=True)).utilisation == pytest.approx(0.6, abs=0.08)
-
-
-def test_nothing_is_left_for_the_collector() -> None:
-    """It comes seldom where pauses must be short, and each rehearsal is some MB."""
-    gc.disable()
-    try:
-        rehearse(run(4, 2, 0.5))
-        assert not [one for one in gc.get_objects() if type(one).__name__ == "_Stage"]
-    finally:
-        gc.enable()
-
-
-def test_a_slow_downlink_is_late_alone() -> None:
-    """One worker of five, at six steps a version; the other four alone would do."""
-    five = {name: np.append(column, column[0]) for name, column in (
-        ("slots", np.full(4, 7)), ("rollout_s", np.full(4, 0.3)), ("latency_s", np.zeros(4)), ("swap_s", np.zeros(4)),
-    )}  # fmt: skip
+def test_versions_that_replace_one_that_waited_are_larger_and_a_slow_downlink_is_late_alone() -> None:
+    grows = run(6, 1, 3.0)
+    constant = dataclasses.replace(grows, growth=lambda spans: 1.0)
+    assert rehearse(grows).utilisation < rehearse(constant).utilisation - 0.2
+    five = {"slots": np.full(5, 7), "rollout_s": np.full(5, 0.3)}
     late = run(3, 1, 0.3, own_s=np.array([0.3, 0.3, 0.3, 0.3, 6.0]), **five)
-    everybody = run(3, 1, 6.0, **five)
     assert rehearse(late).utilisation >= rehearse(run(3, 1, 0.3)).utilisation - 0.01
-    assert rehearse(everybody).utilisation < 0.7
-
-
-@pytest.mark.parametrize("share", [0.4, 0.8])
-def test_too_few_rewards_are_the_share_that_they_give(share: float) -> None:
-    told = run(6, 2, 0.2, reward_s=0.05, rewards_per_s=64 * share)
-    assert rehearse(told).utilisation == pytest.approx(share, abs=0.02)
-    assert rehearse(dataclasses.replace(told, rewards_per_s=200.0)).utilisation > 0.98
-
-
-def test_nothing_comes_of_nobody() -> None:
-    nobody = {name: np.zeros(0) for name in ("slots", "rollout_s", "latency_s", "swap_s")}
-    assert rehearse(run(4, 2, 0.5, **nobody)).utilisation == 0.0
+    assert rehearse(run(3, 1, 6.0, **five)).utilisation < 0.7
 
 
 @settings(max_examples=15, deadline=None)
@@ -123,36 +162,32 @@ def test_utilisation_is_a_share_and_falls_with_a_much_slower_broadcast(bound: in
     assert slow.utilisation <= fast.utilisation + 0.05
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 3000), st.integers(1, 200), st.sampled_from([1, 8, 64]))
 def test_a_part_of_a_large_pool_keeps_its_proportions(count: int, slots: int, group: int) -> None:
-    each = np.full(count, slots)
+    groups = max(8, count * slots // group)
+    own_s = np.where(np.arange(count) % 10 == 5, 3.0, 0.2)  # each tenth is late
     told = run(
-        4, 1, 0.2, slots=each, rollout_s=np.full(count, 0.3), latency_s=np.zeros(count), swap_s=np.zeros(count),
-        rollouts_per_group=group, groups_per_step=max(8, count * slots // group), cap_groups=2 * max(8, count * slots // group),
+        4, 1, 0.2, slots=np.full(count, slots), rollout_s=0.3 + 0.001 * np.arange(count) / count, own_s=own_s,
+        rollouts_per_group=group, groups_per_step=groups, cap_groups=2 * groups,
     )  # fmt: skip
     part = reduced(told)
     assert len(part.slots) <= len(told.slots) and part.groups_per_step <= told.groups_per_step
     before = (told.slots / told.rollout_s).sum() / told.groups_per_step
     assert (part.slots / part.rollout_s).sum() / part.groups_per_step == pytest.approx(before, rel=1e-6)
     assert part.cap_groups / part.groups_per_step == pytest.approx(2.0, rel=0.2)
+    assert abs((part.own_s > 1.0).mean() - (own_s > 1.0).mean()) <= 1 / len(part.own_s)
     assert math.isfinite(rehearse(part, 16).utilisation)
     if slots >= group:
         assert part.slots.min() >= group
 
 
-def test_a_part_of_a_large_pool_has_as_many_late_workers_as_the_pool() -> None:
-    """Each tenth worker is late, and rates differ from worker to worker: a part by rates alone has only late ones."""
-    index = np.arange(120)
-    pool = run(
-        4, 1, 0.2, slots=np.full(120, 7), rollout_s=0.3 + 0.001 * index, latency_s=np.zeros(120), swap_s=np.zeros(120),
-        groups_per_step=320, cap_groups=640, own_s=np.where(index % 10 == 5, 3.0, 0.2),
-    )  # fmt: skip
-    part = reduced(pool)
-    assert len(part.own_s) == 12 and np.count_nonzero(part.own_s > 1.0) == 1
-
-
-@pytest.mark.parametrize(("bound", "kappa", "transfer_s"), [(40, 40, 3.0), (64, 60, 40.0)])
-def test_long_periods_are_rehearsed_whole(bound: int, kappa: int, transfer_s: float) -> None:
-    """Of a period that is cut off, only the wait for its version would be seen."""
-    told = run(bound, kappa, transfer_s)
-    assert rehearse(told).utilisation == pytest.approx(rehearse(told, 1000).utilisation, abs=0.01)
+def test_long_periods_are_rehearsed_whole_and_leave_nothing_for_the_collector() -> None:
+    """Of a period that is cut off, only the wait for its version would be seen. Collections are rare where pauses must be short."""
+    told = run(64, 60, 40.0)
+    gc.disable()
+    try:
+        assert rehearse(told).utilisation == pytest.approx(rehearse(told, 1000).utilisation, abs=0.01)
+        assert not [one for one in gc.get_objects() if type(one).__name__ == "_Stage"]
+    finally:
+        gc.enable()

@@ -118,12 +118,6 @@ def test_queries_are_as_wide_as_the_heads_whatever_the_cache_holds(model_type: s
     assert (size.kv_width, size.query_width) == (keys, queries)
 
 
-def test_a_known_model_has_its_published_size() -> None:
-    size = model_size(QWEN3_8B)
-    assert size.parameters == 8_190_735_360
-    assert size.kv_values_per_token == 2 * 36 * 8 * 128
-
-
 def test_a_config_that_lacks_a_field_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match="hidden_size"):
         model_size({key: value for key, value in QWEN3_8B.items() if key != "hidden_size"})
@@ -138,27 +132,13 @@ RUN = RunLengths(2560)
 def test_sequences_are_those_of_the_run_and_not_of_the_context() -> None:
     models = built_in_models()
     assert gpu_fit(models["qwen3-0.6b"], [24 * GIB], RUN).sequences == 149
-    assert gpu_fit(models["qwen3-4b"], [24 * GIB], RUN).sequences == 80
+    assert gpu_fit(models["qwen3-0.6b"], [24 * GIB], RunLengths(2560, sequences_cap=16)).sequences == 16
+    small = model_size(tiny_config("qwen3"))
+    assert cpu_fit(small, 8 * GIB, RunLengths(64)).sequences == SEQUENCES_CPU_MAX, "its products cost less than a step"
+    assert cpu_fit(small, 8 * GIB, RunLengths(64, sequences_cap=7)).sequences == 7
     assert gpu_fit(models["qwen3-8b"], [80 * GIB], RUN).sequences == SEQUENCES_MAX == 256
     whole = gpu_fit(models["qwen3-8b"], [80 * GIB], RunLengths(0))
     assert (whole.sequences, whole.sequence_tokens) == (20, 40960), "without the run's word: the model's context"
-
-
-def test_eight_billion_fit_a_card_of_24_gib() -> None:
-    fit = gpu_fit(built_in_models()["qwen3-8b"], [24 * GIB], RUN)
-    assert (fit.whole_sequences, fit.sequences, fit.tensor_parallel) == (18, 36, 1)
-    assert 46_000 < fit.cache_tokens < 46_500
-
-
-def test_options_only_cap_what_fits() -> None:
-    size = built_in_models()["qwen3-0.6b"]
-    assert gpu_fit(size, [24 * GIB], RunLengths(2560, sequences_cap=16)).sequences == 16
-    assert gpu_fit(size, [24 * GIB], RunLengths(2560, sequences_cap=4096)).sequences == 149
-    small = model_size(tiny_config("qwen3"))
-    assert cpu_fit(small, 8 * GIB, RunLengths(64)).sequences == SEQUENCES_CPU_MAX, (
-        "a step of a tiny model costs more than its products"
-    )
-    assert cpu_fit(small, 8 * GIB, RunLengths(64, sequences_cap=7)).sequences == 7
 
 
 def test_a_cpu_holds_what_half_of_its_spare_memory_does() -> None:
@@ -192,13 +172,9 @@ def test_weights_rounded_to_fp8_take_one_byte_on_the_card_and_two_in_the_hosts_m
     assert size_of(AutoConfig.for_model(**tiny_config("qwen3_moe"))).linear_parameters == 0
 
 
-def test_each_gpu_gets_an_engine_where_enough_fits_beside_the_weights() -> None:
-    layout = gpu_fit(model_size(QWEN3_8B), [80 * GIB] * 8, RUN)
-    assert (layout.engine_count, layout.tensor_parallel) == (8, 1)
-
-
 def test_a_wider_engine_is_taken_where_the_weights_leave_room_for_few() -> None:
     size = model_size(QWEN3_8B)
+    assert gpu_fit(size, [80 * GIB] * 8, RUN).engine_count == 8
     assert gpu_fit(size, [24 * GIB] * 4, RUN).tensor_parallel == 1, "36 sequences a GPU are enough"
     longer = RunLengths(9216)
     assert gpu_fit(size, [24 * GIB], longer).sequences == 10
@@ -239,7 +215,7 @@ EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "configs").glob("mat
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-@pytest.mark.parametrize("gib", [24, 48, 80])
+@pytest.mark.parametrize("gib", [24, 80])
 def test_worker_planner_and_doctor_agree(path: Path, gib: int, tmp_path: Path) -> None:
     config = load_config([path], None, {})
     name = config.model.path.rpartition("/")[2].lower()
@@ -260,14 +236,3 @@ def test_worker_planner_and_doctor_agree(path: Path, gib: int, tmp_path: Path) -
     assert next(iter(rows.values()))[1:3] == (str(planned.gpu_count), str(planned.slots))
     found = next(finding for finding in model_findings(machine, config) if finding.what == "model")
     assert at_work.reason in found.text
-
-
-def test_the_shipped_examples_go_from_one_card_to_several() -> None:
-    assert [path.stem for path in EXAMPLES] == ["math-qwen3-0.6b", "math-qwen3-32b", "math-qwen3-4b", "math-qwen3-8b"]
-    widths = {}
-    for path in EXAMPLES:
-        config = load_config([path], None, {})
-        size, lengths = model_of(config.model.path)[0], lengths_of(config)
-        gpus = [replace(built_in_catalogue()["L40S"], memory_gib=gib) for gib in (24, 48, 80)]
-        widths[path.stem.removeprefix("math-qwen3-")] = [worker_prior(g, size, lengths).gpu_count for g in gpus]
-    assert widths == {"0.6b": [1, 1, 1], "4b": [2, 1, 1], "8b": [2, 1, 1], "32b": [8, 4, 2]}
