@@ -20,7 +20,7 @@ import pytest
 from echo2.base.errors import BadToken, PortBusy, StateError, TrustError, Unreachable
 from echo2.base.ids import PeerId, RunId
 from echo2.trust import tls
-from echo2.trust.enrolment import check_coordinator, enrol
+from echo2.trust.enrolment import enrol
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, PeerIdentity, Role, RunAuthority
 from echo2.trust.ports import LEARNER
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
@@ -75,66 +75,31 @@ def _link(port: int, peer_id: PeerId, token: str = "good") -> JoinLink:
     return JoinLink("127.0.0.1", port, peer_id, token)
 
 
-def test_enrolled_nodes_know_each_other() -> None:
+async def _who_am_i(address: str, peer: PeerId, own: tls.Credentials, timeout_s: float = WAIT_S) -> str:
+    async with tls.open_channel(address, peer, own) as channel:
+        stub = enrolment_pb2_grpc.EnrolmentStub(channel)
+        return str((await stub.Enrol(enrolment_pb2.EnrolRequest(), timeout=timeout_s)).run_id)
+
+
+def test_enrolled_nodes_and_their_coordinator_know_each_other_and_no_stranger_of_another_run() -> None:
     async def scene() -> None:
         authority = _authority()
         async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
             link = _link(port, authority.identity.peer_id)
             worker = await enrol(link, Identity.generate(), Role.WORKER)
             learner = await enrol(link, Identity.generate(), Role.LEARNER)
-        async with _serving(_WhoAmI(), tls.server_credentials(learner)) as port:
-            async with tls.open_channel(f"127.0.0.1:{port}", learner.peer_id, worker) as channel:
-                reply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(
-                    enrolment_pb2.EnrolRequest(), timeout=WAIT_S
-                )
-            assert reply.run_id == f"{worker.peer_id} worker"
-            with pytest.raises(grpc.aio.AioRpcError):  # the learner's port is not the worker's
-                async with tls.open_channel(f"127.0.0.1:{port}", worker.peer_id, worker) as channel:
-                    await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(enrolment_pb2.EnrolRequest(), timeout=3)
-
-    asyncio.run(scene())
-
-
-def test_the_coordinators_own_server_is_believed() -> None:
-    async def scene() -> None:
-        authority = _authority()
-        async with _serving(_Enrolment(authority), tls.enrolment_server_credentials(authority)) as port:
-            worker = await enrol(_link(port, authority.identity.peer_id), Identity.generate(), Role.WORKER)
-        coordinator = tls.coordinator_credentials(authority, "127.0.0.1:1")
-        async with _serving(_WhoAmI(), tls.server_credentials(coordinator)) as port:
-            async with tls.open_channel(f"127.0.0.1:{port}", coordinator.peer_id, worker) as channel:
-                reply = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(
-                    enrolment_pb2.EnrolRequest(), timeout=WAIT_S
-                )
-            assert reply.run_id == f"{worker.peer_id} worker"
-
-    asyncio.run(scene())
-
-
-def test_stranger_of_another_run_is_refused_by_the_server() -> None:
-    async def scene() -> None:
-        ours, theirs = (tls.coordinator_credentials(_authority(), "x:1") for _ in range(2))
+        theirs = tls.coordinator_credentials(_authority(), "x:1")
         stranger = tls.Credentials(
-            theirs.identity, theirs.tls_key_pem, theirs.certificate, ours.authority_pem, RUN, ours.peer_id, "x:1"
+            theirs.identity, theirs.tls_key_pem, theirs.certificate, worker.authority_pem, RUN, learner.peer_id, "x:1"
         )  # trusts our authority, shows a certificate of its own
-        async with _serving(_WhoAmI(), tls.server_credentials(ours)) as port:
-            with pytest.raises(grpc.aio.AioRpcError):
-                async with tls.open_channel(f"127.0.0.1:{port}", ours.peer_id, stranger) as channel:
-                    await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(enrolment_pb2.EnrolRequest(), timeout=3)
-
-    asyncio.run(scene())
-
-
-def test_a_look_at_the_coordinator_joins_nothing_and_knows_another_peer() -> None:
-    async def scene() -> None:
-        authority = _authority()
-        served = _Enrolment(authority)
-        async with _serving(served, tls.enrolment_server_credentials(authority)) as port:
-            taken_s = await asyncio.to_thread(check_coordinator, _link(port, authority.identity.peer_id, "any"))
-            assert 0 < taken_s < 20
-            other = Identity.generate().peer_id
-            with pytest.raises(TrustError, match=f"expected the peer {other}"):
-                await asyncio.to_thread(check_coordinator, _link(port, other, "any"))
+        for server in (learner, tls.coordinator_credentials(authority, "127.0.0.1:1")):
+            async with _serving(_WhoAmI(), tls.server_credentials(server)) as port:
+                address = f"127.0.0.1:{port}"
+                assert await _who_am_i(address, server.peer_id, worker) == f"{worker.peer_id} worker"
+                with pytest.raises(grpc.aio.AioRpcError):  # another's port is not the worker's
+                    await _who_am_i(address, worker.peer_id, worker, 3)
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await _who_am_i(address, server.peer_id, stranger, 3)
 
     asyncio.run(scene())
 
@@ -171,17 +136,8 @@ def test_authority_that_is_not_the_pinned_peers_is_refused() -> None:
         async with _serving(Swapped(authority), tls.enrolment_server_credentials(authority)) as port:
             with pytest.raises(TrustError, match="expected the peer"):
                 await enrol(_link(port, authority.identity.peer_id), Identity.generate(), Role.WORKER)
-
-    asyncio.run(scene())
-
-
-def test_busy_port_is_named() -> None:
-    async def scene() -> None:
-        credentials = tls.server_credentials(tls.coordinator_credentials(_authority(), "x:1"))
-        async with _serving(_WhoAmI(), credentials) as port:
-            with pytest.raises(PortBusy, match=f"127.0.0.1:{port}"):
-                tls.bind_server(tls.new_server(LEARNER), f"127.0.0.1:{port}", credentials)
         with pytest.raises(PortBusy, match=r"192\.0\.2\.1"):
+            credentials = tls.server_credentials(tls.coordinator_credentials(authority, "x:1"))
             tls.bind_server(tls.new_server(LEARNER), "192.0.2.1:7000", credentials)
 
     asyncio.run(scene())

@@ -268,23 +268,17 @@ def test_a_node_that_has_no_time_for_its_good_byes_leaves_no_socket_open(monkeyp
     gc.collect()
 
 
-def test_nobody_and_somebody_else_at_an_address_are_unreachable(play: Play) -> None:
+def test_nobody_somebody_else_and_a_member_of_another_run_meet_nobody(play: Play) -> None:
     async def scene(w: World) -> None:
-        first, second = await w.node(), await w.node()
-        stranger = Identity.generate().peer_id
-        with pytest.raises(Unreachable, match="refused, or it is another peer"):
-            await first.transport.dial(second.address, stranger)
+        first, second, foreign = await w.node(), await w.node(), World(is_punched=False)
+        for caller, address, peer in (
+            (first.transport, second.address, Identity.generate().peer_id),
+            (Transport(foreign.credentials()), second.address, second.credentials.peer_id),  # we do not trust its run
+        ):
+            with pytest.raises(Unreachable, match="refused, or it is another peer"):
+                await caller.dial(address, peer)
         with pytest.raises(Unreachable):
             await first.transport.dial(f"{HOST}:1", second.credentials.peer_id)
-
-    play(scene)
-
-
-def test_a_member_of_another_run_is_no_caller(play: Play) -> None:
-    async def scene(w: World) -> None:
-        victim, foreign = await w.node(), World(is_punched=False)
-        with pytest.raises(Unreachable, match="refused, or it is another peer"):  # we do not trust its run
-            await Transport(foreign.credentials()).dial(victim.address, victim.credentials.peer_id)
-        assert victim.accepted.empty()
+        assert second.accepted.empty()
 
     play(scene)

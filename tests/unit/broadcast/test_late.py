@@ -154,12 +154,12 @@ def test_late_workers_of_fleets_of_any_size_have_peers_to_pull_from(workers: int
 def test_a_late_workers_requests_wait_for_what_the_others_are_sent() -> None:
     """Beside late workers the others are done hardly later than if those were not there."""
     nodes, needs = partly_needed_fleet(8, 3, 1.0)
-    made = weighted_plan(nodes, needs, 1, 16 << 20, 128 << 10)
+    made = weighted_plan(nodes, needs, 1, 8 << 20, 128 << 10)
     assert len(made.late) == 3
 
     def needed_s(of: list[NodeLink], by: BroadcastNetwork) -> float:
         by.connect_all()
-        by.publish(16 << 20, chunk_bytes_for(by.plan, 128 << 10))
+        by.publish(8 << 20, chunk_bytes_for(by.plan, 128 << 10))
         by.run(120)
         times = [by.nodes[node.peer_id].done_at for node in of[1:]]
         assert None not in times
@@ -167,7 +167,7 @@ def test_a_late_workers_requests_wait_for_what_the_others_are_sent() -> None:
 
     needed = [node for node in made.nodes if not node.is_late]
     beside = needed_s(needed, BroadcastNetwork(made))
-    alone = needed_s(needed, BroadcastNetwork(plan(needed, 1, 16 << 20, 128 << 10)))
+    alone = needed_s(needed, BroadcastNetwork(plan(needed, 1, 8 << 20, 128 << 10)))
     assert beside <= 1.06 * alone
 
 
