@@ -453,8 +453,11 @@ class Mixture:
     def bet(self, excess: Column) -> None:
         """Places one bet per element of `excess`, whose mean is at most 0 for an honest worker. Every stake times every element
         must be above -1."""
-        for number, stake in enumerate(self._stakes):
-            self._logs[number] += float(np.log1p(stake * excess).sum())
+        self.add(float(np.log1p(stake * excess).sum()) for stake in self._stakes)
+
+    def add(self, logs: Iterable[float]) -> None:
+        """Multiplies each stake's wealth by a factor, whose mean is at most 1 for an honest worker; given are its logarithms."""
+        self._logs = [log + more for log, more in zip(self._logs, logs, strict=True)]
 
     @property
     def log_wealth(self) -> float:
@@ -475,8 +478,8 @@ class Bets:
     _noise: Mixture = field(default_factory=lambda: Mixture(NOISE_STAKES))
     _fabrication: Mixture = field(default_factory=lambda: Mixture(NOISE_STAKES))
     _sums: Mixture = field(default_factory=lambda: Mixture(SUM_STAKES))
-    _draw: list[float] = field(default_factory=lambda: [0.0] * (len(MISS_ODDS) + len(MISS_SHARES)))
-    _choice: list[float] = field(default_factory=lambda: [0.0] * len(CHOICE_STAKES))
+    _draw: Mixture = field(default_factory=lambda: Mixture((*MISS_ODDS, *MISS_SHARES)))
+    _choice: Mixture = field(default_factory=lambda: Mixture(CHOICE_STAKES))
 
     def observe(self, evidence: Evidence, kind: str, noise: KindNoise) -> None:
         """Places all bets on one piece; `noise` knows only earlier ones."""
@@ -505,11 +508,9 @@ class Bets:
         chances, missed = chances[told], exact.picked[told] < 0.5
         self.misses += int(missed.sum())
         self.granted_misses += float(chances.sum())
-        for number, odds in enumerate(MISS_ODDS):
-            self._draw[number] += float(np.log(np.where(missed, odds, 1.0) / (1.0 + (odds - 1.0) * chances)).sum())
-        for number, share in enumerate(MISS_SHARES, len(MISS_ODDS)):
-            ratios = np.where(missed, 1.0 + share * (1.0 / chances - 1.0), 1.0 - share)
-            self._draw[number] += float(np.log(ratios).sum())
+        ratios = [np.where(missed, odds, 1.0) / (1.0 + (odds - 1.0) * chances) for odds in MISS_ODDS]
+        ratios += [np.where(missed, 1.0 + share * (1.0 / chances - 1.0), 1.0 - share) for share in MISS_SHARES]
+        self._draw.add(float(np.log(ratio).sum()) for ratio in ratios)
 
     def _bet_on_choice(self, exact: TokenScores, numbers: Column, sigma: float) -> None:
         """Likelihood ratio of the misses seen, if the piece's tokens were drawn by other random numbers. Each piece stakes only a
@@ -519,8 +520,7 @@ class Bets:
         told = others > 2.0 * chances
         chances, others, missed = chances[told], others[told], exact.picked[told] < 0.5
         evident = float(np.log(np.where(missed, others / chances, (1.0 - others) / (1.0 - chances))).sum())
-        for number, stake in enumerate(CHOICE_STAKES):
-            self._choice[number] += float(np.logaddexp(math.log1p(-stake), math.log(stake) + evident))
+        self._choice.add(float(np.logaddexp(math.log1p(-stake), math.log(stake) + evident)) for stake in CHOICE_STAKES)
 
     @property
     def log_wealths(self) -> dict[str, float]:
@@ -528,9 +528,9 @@ class Bets:
         return {
             "numbers": self._noise.log_wealth,
             "fabrication": self._fabrication.log_wealth,
-            "draw": log_mean(self._draw),
+            "draw": self._draw.log_wealth,
             "sums": self._sums.log_wealth,
-            "choice": log_mean(self._choice),
+            "choice": self._choice.log_wealth,
         }
 
     @property

@@ -23,16 +23,15 @@ from echo2.broadcast.store import LeftVersions
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions, chunk_folder
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back_groups
 from echo2.learner.publishing.replay import StandingVersion, replay
-from echo2.learner.publishing.schedule import PublicationConfig, PublicationSchedule
+from echo2.learner.publishing.schedule import PublicationSchedule
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
 from echo2.learner.rollouts.evaluation import Evaluations
 from echo2.learner.rollouts.journal import History, Journal, SegmentBegan, has_journal, read_journal
 from echo2.learner.rollouts.prompts import Prompts, PromptSource, load_tokenizer
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.training.adapter import AdapterOptions
-from echo2.learner.training.agreement import check_agreement
-from echo2.learner.training.model import PolicyModel, pick_device
-from echo2.learner.training.ranks import Ranks, local_device, ranks_of_environment
+from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.ranks import Ranks, check_agreement, local_device, pick_device, ranks_of_environment
 from echo2.learner.training.team import PublishedModel, StepCounter, Team, TrainingSide
 from echo2.learner.training.trainer import Trainer
 from echo2.learner.training.trials import choose_attention, refuse_wrong_rows
@@ -141,9 +140,7 @@ def prepare_with(
         journal=Journal(folder.path / "journal"),
         history=History(),
         store=store,
-        schedule=PublicationSchedule(
-            PublicationConfig(bound, config.staleness.kappa or None, chain_max=options.limits.keyframe_chain_max)
-        ),
+        schedule=PublicationSchedule(bound, config.staleness.kappa or None, options.limits.keyframe_chain_max),
         published=base,
         fingerprint_key=key_of_run(config.run.name),
         trained_again=0,

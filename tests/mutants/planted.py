@@ -294,7 +294,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "is_due=number + 1 == len(part.own)", "is_due=False", (_UNIT + "learner/test_ranks.py",)),
     Mutant("copies of the weights meet in every micro-batch", "learner/training/trainer.py",
            "is_due=number + 1 == len(part.own)", "is_due=True", (_UNIT + "learner/test_ranks.py",)),
-    Mutant("ranks with other options train together", "learner/training/agreement.py",
+    Mutant("ranks with other options train together", "learner/training/ranks.py",
            "if name != _HOST and expected != came:", "if False:", (_UNIT + "learner/test_ranks.py::test_another_model_is_named_by_its_file_and_its_machine",)),
     Mutant("copies of the weights need no even share of the ranks", "learner/training/ranks.py",
            "    if replicas < 1 or count % replicas:\n", "    if False:\n",

@@ -77,7 +77,7 @@ SHELL_FILES |= {
     for name in (
         "auditor", "learner", "loop", "metrics", "options", "own_trainer", "recent", "run_folder", "session", "startup",
         *(f"rollouts/{shell}" for shell in ("agents", "evaluation", "ingest", "journal", "pool", "prompts")),
-        "training/adapter", "training/agreement", "training/loading", "training/model", "training/packing", "training/ranks",
+        "training/adapter", "training/loading", "training/model", "training/packing", "training/ranks",
         "training/scoring", "training/shards", "training/team", "training/token_scores", "training/trainer", "training/trials",
         "publishing/checkpoint", "publishing/publisher", "publishing/replay", "publishing/seed",
     )

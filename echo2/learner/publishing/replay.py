@@ -62,35 +62,22 @@ class _Difference:
     found: str
 
 
-@dataclass(slots=True)
-class _Progress:
-    """Logs progress every `TOLD_EVERY_S`. `last`: step of the newest recorded batch."""
-
-    last: Step
-    began_s: float
-    told_s: float = float("-inf")
-
-    def tell(self, done: int, step: Step, now: float) -> None:
-        """Call before each batch. `done`: batches already replayed."""
-        if now - self.told_s < TOLD_EVERY_S:
-            return
-        self.told_s = now
-        left = self.last + 1 - step
-        about = f", about {format_seconds((now - self.began_s) / done * left)}" if done else ""
-        _log.info("trained again on %d recorded batches, %d are left%s", done, left, about)
-
-
 def replay(checkpointed: StandingVersion, learner: Prepared, left: LeftVersions) -> Replayed:
     """Trains on all recorded batches. `checkpointed`: the newest version at the checkpoint, with its exact weights.
 
     Raises `FingerprintMismatch` if a version comes out different and the last published one cannot be rebuilt.
     """
-    published = _as_they_left(learner.history.published, left)
+    # Workers may hold a sealed version even if the kill came before its record was written.
+    recorded = learner.history.published.items()
+    published = {version: known or left.fingerprint_of(version) for version, known in recorded}
     exact, begun, difference = checkpointed, None, None
     rows: list[Mapping[str, object]] = []
-    progress = _Progress(max(learner.history.drawn, default=Step(0)), monotonic())
+    last, began_s, told_s = max(learner.history.drawn, default=Step(0)), monotonic(), float("-inf")
     while (batch := learner.history.next_batch(learner.groups)) is not None:
-        progress.tell(len(rows), batch.step, monotonic())
+        if monotonic() - told_s >= TOLD_EVERY_S:
+            told_s, left_count = monotonic(), last + 1 - batch.step
+            about = f", about {format_seconds((told_s - began_s) / len(rows) * left_count)}" if rows else ""
+            _log.info("trained again on %d recorded batches, %d are left%s", len(rows), left_count, about)
         version = Version(batch.step + 1)
         result = learner.team.step(batch, version in published)
         row = step_row(batch, result, StepTimes(), RunFacts())
@@ -101,8 +88,10 @@ def replay(checkpointed: StandingVersion, learner: Prepared, left: LeftVersions)
         if not published[version]:  # was being published when the learner was killed; no worker has it
             begun = made
             continue
-        difference = _difference(made, published[version], learner)
-        if difference is None:
+        found = f"{learner.team.coder.fingerprint(version, made.weights, learner.fingerprint_key):016x}"
+        if found != published[version]:
+            difference = _Difference(version, published[version], found)
+        else:
             exact, begun = made, None
             learner.team.coder.forget_before(version)
     if difference is not None:
@@ -114,17 +103,6 @@ def replay(checkpointed: StandingVersion, learner: Prepared, left: LeftVersions)
     if difference is not None:
         _tell(difference, newest, before, len(rows))
     return Replayed(newest, before, tuple(rows))
-
-
-def _as_they_left(recorded: Mapping[Version, str], left: LeftVersions) -> dict[Version, str]:
-    """Published fingerprints by version. Workers may hold a sealed version even if the kill came before its record was written, so
-    missing fingerprints are read from the sealed artifacts."""
-    return {version: known or left.fingerprint_of(version) for version, known in recorded.items()}
-
-
-def _difference(made: StandingVersion, recorded: str, learner: Prepared) -> _Difference | None:
-    found = f"{learner.team.coder.fingerprint(made.version, made.weights, learner.fingerprint_key):016x}"
-    return _Difference(made.version, recorded, found) if found != recorded else None
 
 
 def _go_on_from_published(

@@ -5,8 +5,8 @@ larger kappa the newest version would exceed the staleness bound before the next
 sending (publisher), choosing kappa (the user, else the coordinator's planner).
 
 Keyframes. A newcomer fetches the newest keyframe and the deltas after it. A keyframe of the newest version is due when
-those deltas together exceed `keyframe_share` of a keyframe's bytes, or when they number `chain_max`. So a newcomer fetches
-at most about (1 + share) keyframes' worth of bytes and applies at most about `chain_max` deltas.
+those deltas together exceed a keyframe's bytes, or when they number `chain_max`. So a newcomer fetches at most about two
+keyframes' worth of bytes and applies at most about `chain_max` deltas.
 
 Merged deltas. The n-th publication also gets a delta from the publication 2^j before it, for each 2^j that divides n. It is
 merged from two halves that were published already. So a worker that is k publications behind needs at most 2 log2(k) + 1
@@ -34,21 +34,14 @@ BASE_REACH = 16
 are renewed about equally often."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublicationConfig:
-    """`kappa` None: the coordinator's plan chooses it; S - 1 until a plan arrives. `keyframe_share`, `chain_max`: see above."""
-
-    staleness_bound: int
-    kappa: int | None = None
-    keyframe_share: float = 1.0
-    chain_max: int = 32
-
-
 @dataclass(slots=True)
 class PublicationSchedule:
-    """The newest version, and the size of the chain of deltas after the newest keyframe."""
+    """The newest version, and the size of the chain of deltas after the newest keyframe. `fixed_kappa` None: the coordinator's plan
+    chooses it; S - 1 until a plan arrives."""
 
-    config: PublicationConfig
+    staleness_bound: int
+    fixed_kappa: int | None = None
+    chain_max: int = 32
     newest: Version = field(default_factory=lambda: Version(0))
     planned_kappa: int | None = None
     keyframe_bytes: int = 0
@@ -57,9 +50,8 @@ class PublicationSchedule:
 
     @property
     def kappa(self) -> int:
-        bound = self.config.staleness_bound
-        wanted = self.config.kappa or self.planned_kappa or bound - 1
-        return max(1, min(wanted, bound))
+        wanted = self.fixed_kappa or self.planned_kappa or self.staleness_bound - 1
+        return max(1, min(wanted, self.staleness_bound))
 
     def is_due(self, step: Step) -> bool:
         """Whether to publish the weights after `step` optimiser steps."""
@@ -83,8 +75,8 @@ class PublicationSchedule:
 
     @property
     def is_keyframe_due(self) -> bool:
-        over_bytes = self.chain_bytes > self.config.keyframe_share * self.keyframe_bytes
-        return self.chain_length > 0 and (over_bytes or self.chain_length >= self.config.chain_max)
+        is_long = self.chain_bytes > self.keyframe_bytes or self.chain_length >= self.chain_max
+        return self.chain_length > 0 and is_long
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,10 @@ def load_whole(path: str, dtype: torch.dtype) -> Any:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    config, local = read_config(path), _checked(path)
-    try:
+    with _naming(path):
         model, told = AutoModelForCausalLM.from_pretrained(
-            str(local) if local.is_dir() else path, config=config, dtype=dtype, output_loading_info=True
+            _checked(path), config=read_config(path), dtype=dtype, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
     if missing := sorted(told["missing_keys"]):
         raise ConfigError(
             f"model {path}: expected all tensors of a {type(model).__name__} in its files, {len(missing)} are missing, first "
@@ -67,11 +65,8 @@ def read_config(path: str) -> Any:
     """
     from transformers import AutoConfig
 
-    local = _checked(path)
-    try:
-        config = AutoConfig.from_pretrained(str(local) if local.is_dir() else path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
+    with _naming(path):
+        config = AutoConfig.from_pretrained(_checked(path))
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope.get("rope_type", rope.get("type")) == "yarn":
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -83,9 +78,8 @@ def read_generation_config(path: str) -> Any:
     """The generation config beside the model; None if it has none."""
     from transformers import GenerationConfig
 
-    local = _checked(path)
     try:
-        return GenerationConfig.from_pretrained(str(local) if local.is_dir() else path)
+        return GenerationConfig.from_pretrained(_checked(path))
     except OSError:
         return None
 
@@ -95,13 +89,23 @@ def read_ends(path: str) -> tuple[int, ...]:
     return stop_tokens_of(read_generation_config(path), read_config(path))
 
 
-def _checked(path: str) -> Path:
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
+
+
+def _checked(path: str) -> str:
+    """The folder of a model, whose files are checked, or its hub id."""
     local = Path(path).expanduser()
     if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not (local / "config.json").is_file():
         raise ConfigError(f"model {path}: expected a Hugging Face folder with config.json, found none")
-    if local.is_dir():
-        _check_files(local)
-    return local
+    if not local.is_dir():
+        return path
+    _check_files(local)
+    return str(local)
 
 
 def _check_files(folder: Path) -> None:
@@ -170,20 +174,15 @@ def skeleton_of(path: str, dtype: torch.dtype, device: torch.device) -> Skeleton
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    local = _checked(path)
-    if not local.is_dir():
-        from huggingface_hub import snapshot_download
+    local = Path(_checked(path))
+    with _naming(path):
+        if not local.is_dir():
+            from huggingface_hub import snapshot_download
 
-        try:
             local = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
-    config = read_config(str(local))
-    try:
+        config = read_config(str(local))
         with no_init_weights(), init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
     model.tie_weights()
     model.generation_config = read_generation_config(str(local)) or model.generation_config
     files = _files_of(local)

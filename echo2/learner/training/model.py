@@ -456,19 +456,6 @@ class PolicyModel:
         return sliced is not None and bool(torch.allclose(whole, sliced, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE))
 
 
-def pick_device(text: str) -> torch.device:
-    """`auto` picks the first CUDA device, or the CPU if there is none. Raises `ConfigError` for a device that is missing."""
-    if text == "auto":
-        text = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(text)
-    except RuntimeError as error:
-        raise ConfigError(f"device: expected auto, cpu or cuda[:n], got {text!r}: {error}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device: expected one that is here, got {text!r} without a CUDA device")
-    return device
-
-
 def _computes_in_bf16(weights_dtype: str, device: torch.device) -> bool:
     return weights_dtype == "bfloat16" and device.type != "cpu"
 

@@ -15,7 +15,8 @@ import enum
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -245,23 +246,24 @@ class PackedBatch:
     def token_count(self) -> int:
         return int(self.sequence_T.numel())
 
-    def behind(self, rollouts: int) -> PackedBatch:
-        """The same batch with its rollout numbers shifted by `rollouts`, the rollouts of the whole batch before its groups."""
-        return replace(self, rollout_R=self.rollout_R + rollouts) if rollouts else self
-
 
 def collated(
-    groups: Sequence[TrainGroup], layout: Iterable[MicroBatch], multiple: int = 1, routing: RoutingShape | None = None
+    groups: Sequence[TrainGroup],
+    layout: Iterable[MicroBatch],
+    multiple: int = 1,
+    routing: RoutingShape | None = None,
+    rollouts_before: int = 0,
 ) -> Iterator[PackedBatch]:
     """Yields each micro-batch as tensors, in order; prepares only the next one while the caller computes."""
     rest = iter(layout)
     first = next(rest, None)
     if first is None:
         return
-    made = collate(groups, first, multiple, routing)
+    how = (multiple, routing, rollouts_before)
+    made = collate(groups, first, *how)
     with ThreadPoolExecutor(1, "collate") as pool:  # starts its thread only for a second micro-batch
         for micro in rest:
-            following = pool.submit(collate, groups, micro, multiple, routing)
+            following = pool.submit(collate, groups, micro, *how)
             yield made
             made = following.result()
         yield made
@@ -272,11 +274,15 @@ def lengths_of(groups: Sequence[TrainGroup]) -> list[GroupLengths]:
 
 
 def collate(
-    groups: Sequence[TrainGroup], micro: MicroBatch, multiple: int = 1, routing: RoutingShape | None = None
+    groups: Sequence[TrainGroup],
+    micro: MicroBatch,
+    multiple: int = 1,
+    routing: RoutingShape | None = None,
+    rollouts_before: int = 0,
 ) -> PackedBatch:
     """Lays out one micro-batch of `groups`, its rows padded to a multiple of `multiple` positions. With `routing`, includes the
-    experts that a model with that routing shape replays."""
-    first_rollout = _flat_offsets(groups)
+    experts that a model with that routing shape replays. `rollouts_before`: those of the whole batch before its groups."""
+    first_rollout = list(accumulate((len(group.rollouts) for group in groups), initial=rollouts_before))
     width = -(-micro.width // multiple) * multiple
     shape = (len(micro.rows), width)
     # In numpy: each rollout takes several writes of a few tokens, and torch needs ten times as long for each.
@@ -343,10 +349,3 @@ def _lay_rows(experts_PLK: Tensor, rows: bytes, places: Sequence[int], routing: 
         experts_PLK[list(places)] = torch.from_numpy(unpacked(rows, routing))
     except MalformedMessage as error:
         _log.warning("a rollout is trained on by the model's own routing: %s", error)
-
-
-def _flat_offsets(groups: Sequence[TrainGroup]) -> list[int]:
-    offsets = [0]
-    for group in groups:
-        offsets.append(offsets[-1] + len(group.rollouts))
-    return offsets

@@ -1,4 +1,5 @@
-"""The processes that train one model together: rank 0 leads, the others carry out its commands.
+"""The processes that train one model together: rank 0 leads, the others carry out its commands; first all check that they were
+started alike (`check_agreement`).
 
 Guarantees: every rank carries out the same commands in the same order; commands travel as bytes with a JSON head, never pickled;
 a single process does not touch torch.distributed, and every collective is the identity. Waits for: in `hear`, rank 0's next
@@ -10,17 +11,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from echo2.base.errors import ConfigError
+from echo2.learner.options import LearnerOptions, TrainerOptions
 
 IDLE_TIMEOUT_S = 86_400.0
 """If rank 0 gets no rollouts, and so sends no command, for this long, the other ranks give up."""
@@ -197,6 +203,19 @@ def local_device(text: str) -> str:
     return f"cuda:{_number('LOCAL_RANK', 0)}" if has_own else text
 
 
+def pick_device(text: str) -> torch.device:
+    """`auto` picks the first CUDA device, or the CPU if there is none. Raises `ConfigError` for a device that is missing."""
+    if text == "auto":
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected auto, cpu or cuda[:n], got {text!r}: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device: expected one that is here, got {text!r} without a CUDA device")
+    return device
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The full value of a tensor; a collective if the tensor is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -252,3 +271,80 @@ def _number(name: str, default: int) -> int:
         raise ConfigError(
             f"environment variable {name}: expected a number, as torchrun sets it, got {text!r}"
         ) from None
+
+
+# ---- whether all ranks were started with the same configuration
+
+SAMPLE_BYTES, SAMPLES = 64 << 10, 16
+"""Bytes per sample, and intervals between evenly spread samples, of each weight file."""
+_NOT_COMPARED = {"model_path", "device", "threads", "emulated_step_s"}
+"""Options that may differ between ranks; for the first two, the resulting model and device are compared instead."""
+_HOST, _MODEL = "host", "model"
+
+
+def check_agreement(options: LearnerOptions, ranks: Ranks) -> None:
+    """Raises `ConfigError` on every rank, before one loads the model, if one would train with other options, on another kind of
+    device or from another model than rank 0. Of weights it compares the size and samples of each file, not every byte; of a model
+    given by hub id, only that id. A collective."""
+    if found := difference(ranks.gather(dict(_facts(options)))):
+        raise ConfigError(found)
+
+
+def difference(told: Sequence[Mapping[str, str]]) -> str:
+    """Describes the first difference between a rank and rank 0; empty if all agree."""
+    first = told[0]
+    for rank, other in enumerate(told):
+        for name in sorted(first.keys() | other.keys()):
+            expected, came = first.get(name, "nothing"), other.get(name, "nothing")
+            if name != _HOST and expected != came:
+                return (
+                    f"{name} of rank {rank} on {other[_HOST]}: expected {expected}, as on rank 0 on {first[_HOST]}, got "
+                    f"{came}. {_TO_DO_MODEL if name.startswith(_MODEL) else _TO_DO}"
+                )
+    return ""
+
+
+_TO_DO = (
+    "Give every machine the same configuration; what it leaves to each machine to choose (learner.token_budget = 0, "
+    'learner.gradient_checkpointing = "auto") has to be given where machines differ'
+)
+_TO_DO_MODEL = "Put the same model on every machine"
+
+
+def _facts(options: LearnerOptions) -> Iterator[tuple[str, str]]:
+    given = options.trainer
+    yield _HOST, platform.node() or "a machine without a name"
+    yield "torch", torch.__version__
+    yield "device", pick_device(local_device(given.device)).type
+    config = options.config
+    yield "run", repr((config.run.name, config.run.seed, config.learner.steps))
+    yield "temperature", repr(config.sampling.temperature)
+    for field in fields(TrainerOptions):
+        if field.name not in _NOT_COMPARED:
+            yield f"trainer's {field.name}", repr(getattr(given, field.name))
+    yield from _model_facts(given.model_path)
+
+
+def _model_facts(path: str) -> Iterator[tuple[str, str]]:
+    """One fact per file of the model's folder. An unreadable file is reported as a fact, so that all ranks see the problem."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        is_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
+        yield _MODEL, f"no folder {path}" if is_folder else path
+        return
+    yield _MODEL, "a folder"
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".safetensors", ".bin") or file.name in ("config.json", "generation_config.json"):
+            yield f"{_MODEL} file {file.name}", _sampled(file)
+
+
+def _sampled(file: Path) -> str:
+    try:
+        size, found = file.stat().st_size, xxhash.xxh3_64()
+        with file.open("rb") as opened:
+            for number in range(SAMPLES + 1):
+                opened.seek(max(0, size - SAMPLE_BYTES) * number // SAMPLES)
+                found.update(opened.read(SAMPLE_BYTES))
+    except OSError as error:
+        return f"a file that cannot be read ({error})"
+    return f"{size} bytes of sum {found.hexdigest()}"

@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -185,7 +186,8 @@ class Team:
         self.trainer, self._folder = trainer, folder
         self.model = trainer.model
         self.ranks = trainer.ranks
-        self._shards = self._leader()
+        group = self.ranks.encoders if self.ranks.is_leader else None
+        self._shards = None if group is None else ShardLeader(group, self.ranks.shards)
         self.coder: VersionCoder = self._shards or LocalCoder()
         self._held = HeldVersions()
         self._writing: threading.Thread | None = None
@@ -193,11 +195,6 @@ class Team:
         self._failure: Exception | None = None
         self._scorer: TrainerScorer | None = None
         self._keeping = ThreadPoolExecutor(1, thread_name_prefix="keep")
-
-    def _leader(self) -> ShardLeader | None:
-        """On rank 0 of several ranks, the coder that joins the sections encoded by the ranks of the first replica; else None."""
-        group = self.ranks.encoders
-        return ShardLeader(group, self.ranks.shards) if group is not None and self.ranks.is_leader else None
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -273,7 +270,7 @@ class Team:
         assert self.ranks.encoders is not None, "several ranks have a group to code in"
         follower = ShardFollower(self.ranks.encoders, self._held)
         # A daemon thread, so that it cannot keep this process alive if rank 0 dies without sending "stop".
-        self._coding = threading.Thread(target=self._code, args=(follower,), name="sections", daemon=True)
+        self._coding = threading.Thread(target=self._attempt, args=(follower.serve,), name="sections", daemon=True)
         self._coding.start()
         while True:
             head, payload = self.ranks.hear()
@@ -318,12 +315,15 @@ class Team:
 
     def _keep_for_audits(self, version: Version) -> None:
         """Keeps a version for scoring, in a thread: comparing all rows with the previous version takes seconds."""
-        if self._scorer is not None:
-            self._keeping.submit(self._scorer.keep, version, self._held.of(version)).add_done_callback(self._kept)
+        if (scorer := self._scorer) is not None:
+            held = self._held.of(version)
+            self._keeping.submit(self._attempt, lambda: scorer.keep(version, held))
 
-    def _kept(self, keeping: Future[None]) -> None:
-        error = keeping.exception()
-        if isinstance(error, Exception):
+    def _attempt(self, work: Callable[[], object]) -> None:
+        """In a thread of its own: the main thread raises what fails at the next command."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - raised there
             self._failure = error
 
     def _score(self, head: Mapping[str, Any], payload: bytes) -> None:
@@ -344,23 +344,12 @@ class Team:
         tensor = torch.frombuffer(bytearray(payload), dtype=self.model.published_dtype).view(layout.shape)
         self._held.add(version, name, own_rows(tensor, layout, self.ranks))
 
-    def _code(self, follower: ShardFollower) -> None:
-        try:
-            follower.serve()
-        except Exception as error:  # noqa: BLE001 - the main thread raises it at the next command
-            self._failure = error
-
     def _begin_writing(self, folder: Path, version: Version) -> None:
         self._written()
         shards = {**shards_of(self.trainer), **published_shards(self._held.of(version))}
-        self._writing = threading.Thread(target=self._write, args=(shards, folder), name="checkpoint")
+        write = partial(write_shards, shards, folder, self.ranks)
+        self._writing = threading.Thread(target=self._attempt, args=(write,), name="checkpoint")
         self._writing.start()
-
-    def _write(self, shards: Mapping[str, Tensor], folder: Path) -> None:
-        try:
-            write_shards(shards, folder, self.ranks)
-        except Exception as error:  # noqa: BLE001 - the main thread raises it at the next command
-            self._failure = error
 
     def _written(self) -> None:
         if self._writing is not None:

@@ -236,9 +236,9 @@ class Trainer:
         return parts
 
     def _packed(self, part: _Part) -> Iterator[PackedBatch]:
-        """Yields this rank's micro-batches, prepared one ahead of the device."""
-        for micro in collated(part.groups, part.own, self.model.policy.row_multiple, self.model.policy.routing):
-            yield micro.behind(part.rollouts.start)
+        """This rank's micro-batches, prepared one ahead of the device."""
+        policy = self.model.policy
+        return collated(part.groups, part.own, policy.row_multiple, policy.routing, part.rollouts.start)
 
     def _limits_of(self, groups: Sequence[TrainGroup]) -> PackingLimits:
         """With several ranks, makes micro-batches small enough that each rank has one to compute."""

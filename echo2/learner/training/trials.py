@@ -14,9 +14,19 @@ import torch
 from torch import Tensor
 
 from echo2.base.errors import ConfigError
-from echo2.base.rollout import SamplingParams
+from echo2.base.ids import GroupId, Version
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.learner.rollouts.groups import TrainGroup
 from echo2.learner.training.model import Policy, reshard
-from echo2.learner.training.packing import BLOCK, Attention, PackedInputs, UnitTree
+from echo2.learner.training.packing import (
+    BLOCK,
+    Attention,
+    PackedInputs,
+    PackingLimits,
+    collate,
+    lengths_of,
+    plan_microbatches,
+)
 from echo2.learner.training.ranks import Ranks
 from echo2.learner.training.token_scores import TokensToScore
 
@@ -61,28 +71,25 @@ def choose_attention(policy: Policy, wish: Wish, device: torch.device, ranks: Ra
 def trial_inputs(
     vocabulary: int, seed: int = 0, rows: int = TRIAL_ROWS, width: int = TRIAL_BLOCKS * BLOCK
 ) -> PackedInputs:
-    """Random units that fill rows, with padding after them; every sampled token is a target."""
+    """At most this many rows of random rollouts, padded to whole blocks."""
     draw = torch.Generator().manual_seed(seed)
-    unit = -torch.arange(1, width + 1, dtype=torch.int32).repeat(rows, 1)
-    part, positions = torch.zeros(rows, width, dtype=torch.int32), torch.zeros(rows, width, dtype=torch.long)
-    predictors: list[int] = []
-    for b in range(rows):
-        column, number = 0, 0
-        while column < width - 2:
-            prompt, *completions = torch.randint(1, max(2, width // 3), (4,), generator=draw).tolist()
-            start = column
-            for index, length in enumerate((prompt, *completions)):
-                end = min(column + length, width)
-                unit[b, column:end], part[b, column:end] = number, index
-                first = 0 if index == 0 else prompt
-                positions[b, column:end] = torch.arange(first, first + end - column)
-                if index and end > column:
-                    predictors += [b * width + start + prompt - 1, *range(b * width + column, b * width + end - 1)]
-                column = end
-            number += 1
-    ids = torch.randint(0, vocabulary, (rows, width), generator=draw)
-    targets = torch.randint(0, vocabulary, (len(predictors),), generator=draw)
-    return PackedInputs(ids, positions, UnitTree(unit, part), torch.tensor(predictors), targets)
+
+    def drawn() -> Tensor:
+        length = int(torch.randint(1, max(2, width // 3), (1,), generator=draw))
+        return torch.randint(0, vocabulary, (length,), generator=draw)
+
+    groups = [_group_of(drawn(), [drawn() for _ in range(3)]) for _ in range(3 * rows)]
+    micro = plan_microbatches(lengths_of(groups), PackingLimits(rows * width, width))[0]
+    return collate(groups, micro, BLOCK).inputs
+
+
+def _group_of(prompt: Tensor, completions: Sequence[Tensor]) -> TrainGroup:
+    name, rollouts = GroupId("trial"), []
+    for index, ids in enumerate(completions):
+        numbers, spans = (0.0,) * len(ids), (VersionSpan(Version(0), len(ids)),)
+        rollouts.append(Rollout(name, index, tuple(ids.tolist()), numbers, numbers, spans, FinishReason.STOP))
+    spec = GroupSpec(name, tuple(prompt.tolist()), len(rollouts), SamplingParams(), 0)
+    return TrainGroup(spec, 0, tuple(rollouts), (0.0,) * len(rollouts))
 
 
 TRIAL_PROMPT, TRIAL_COMPLETIONS = 24, (8, 5)
@@ -102,7 +109,9 @@ def refuse_wrong_rows(policy: Policy, longest_tokens: int, whose: str) -> None:
     policy.hf_model.eval()
     with torch.no_grad():
         expected_T = _own_logprobs(policy, rollouts, prompt)
-        found_T = policy(_rows_of(rollouts, prompt, policy.is_packed).to(embedding.device))[0].cpu()
+        group = _group_of(rollouts[0][:prompt], [ids[prompt:] for ids in rollouts])
+        (micro,) = plan_microbatches(lengths_of([group]), PackingLimits(1 << 30, 1 << 30, policy.is_packed))
+        found_T = policy(collate([group], micro).inputs.to(embedding.device))[0].cpu()
         if dtype != torch.float32:  # what comes behind a token changes only how it is rounded
             longer = [torch.cat([ids, other[prompt:]]) for ids, other in zip(rollouts, rollouts[::-1], strict=True)]
             rounding = float((_own_logprobs(policy, longer, prompt) - expected_T).abs().mean())
@@ -125,32 +134,6 @@ def _own_logprobs(policy: Policy, sequences: Sequence[Tensor], prompt: int) -> T
         columns_CT = policy(TokensToScore(ids[None, :-1].to(device), target_T, numbers_T, sampling))[0]
         found.append(columns_CT[0, :count].float())
     return torch.cat(found)
-
-
-def _rows_of(rollouts: Sequence[Tensor], prompt: int, is_packed: bool) -> PackedInputs:
-    """Rollouts of one prompt, in one row that shares it or in a row each."""
-    pieces = [[rollouts[0][:prompt], *(ids[prompt:] for ids in rollouts)]] if is_packed else [[ids] for ids in rollouts]
-    width = max(sum(map(len, row)) for row in pieces)
-    ids, positions = (
-        torch.zeros(len(pieces), width, dtype=torch.long),
-        torch.zeros(len(pieces), width, dtype=torch.long),
-    )
-    unit = -torch.arange(1, width + 1, dtype=torch.int32).repeat(len(pieces), 1)
-    part, predictors, targets = torch.zeros_like(unit), list[Tensor](), list[Tensor]()
-    for b, row in enumerate(pieces):
-        column = 0
-        for number, piece in enumerate(row):
-            span = slice(column, column + len(piece))
-            first = prompt if number else 0
-            ids[b, span], unit[b, span], part[b, span] = piece, 0, number
-            positions[b, span] = torch.arange(first, first + len(piece))
-            if number or not is_packed:
-                begin = column if number else prompt
-                before = prompt - 1 if number else begin - 1
-                predictors += [torch.tensor([b * width + before]), b * width + torch.arange(begin, span.stop - 1)]
-                targets.append(piece if number else piece[prompt:])
-            column = span.stop
-    return PackedInputs(ids, positions, UnitTree(unit, part), torch.cat(predictors), torch.cat(targets))
 
 
 def difference_of(found_T: Tensor, expected_T: Tensor, dtype: torch.dtype, rounding_nats: float = 0.0) -> str:

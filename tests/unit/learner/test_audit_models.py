@@ -47,10 +47,6 @@ from echo2.learner.audit import Habits, KindNoise
 from tests.contract.engine_rig import fp8_rows, rounded_to_fp8
 
 
-def widened(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return codes.float() * scales[:, None]
-
-
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return make_bench(tmp_path_factory.mktemp("audit"))

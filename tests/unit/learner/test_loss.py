@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def part(tokens: PackedTokens, first: int, last: int) -> PackedTokens:
     )  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10_000), CONFIGS, st.integers(1, 5), st.integers(1, 5))
 def test_micro_batches_add_up_to_the_batch_in_loss_gradient_and_metrics(
     seed: int, config: LossConfig, first_cut: int, second_cut: int
@@ -129,24 +129,15 @@ def test_what_stands_off_the_mask_changes_nothing_and_gets_no_gradient(seed: int
     assert bool((gradient_T[~tokens.mask_T] == 0).all()) and bool(torch.isfinite(gradient_T).all())
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_on_policy_every_correction_gives_the_reinforce_gradient(correction: str) -> None:
-    tokens = replace(batch(3), proximal_logprobs_T=None, reference_logprobs_T=None)
-    tokens = replace(tokens, behaviour_logprobs_T=tokens.logprobs_T.detach().clone())
-    expected_T = -tokens.advantages_R[tokens.sequence_T] * tokens.mask_T / int(tokens.mask_T.sum())
-    torch.testing.assert_close(gradient_of(tokens, LossConfig(correction=correction)), expected_T)
-
-
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("log_ratio", [-25.0, -3.0, 0.0, 3.0, 25.0])
-@pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
-def test_losses_and_gradients_stay_finite_at_the_extremes(loss: str, log_ratio: float, advantage: float) -> None:
-    tokens = plain([log_ratio], [advantage])
-    found = policy_loss(tokens, LossConfig(loss), BatchTotals(1, 1, 1)).loss
-    (gradient,) = torch.autograd.grad(found, tokens.logprobs_T)[0].tolist()
-    assert math.isfinite(float(found.detach())) and math.isfinite(gradient)
-    if log_ratio == 0.0:
-        assert gradient == pytest.approx(-advantage), "on policy every loss is the policy gradient"
+def test_losses_and_gradients_stay_finite_at_the_extremes(loss: str) -> None:
+    for log_ratio, advantage in product([-25.0, -3.0, 0.0, 3.0, 25.0], [-2.0, 0.0, 2.0]):
+        tokens = plain([log_ratio], [advantage])
+        found = policy_loss(tokens, LossConfig(loss), BatchTotals(1, 1, 1)).loss
+        (gradient,) = torch.autograd.grad(found, tokens.logprobs_T)[0].tolist()
+        assert math.isfinite(float(found.detach())) and math.isfinite(gradient)
+        if log_ratio == 0.0:
+            assert gradient == pytest.approx(-advantage), "on policy every loss is the policy gradient"
 
 
 def test_the_asymmetric_clip_stops_the_gradient_only_on_the_side_that_would_go_further() -> None:
@@ -157,11 +148,6 @@ def test_the_asymmetric_clip_stops_the_gradient_only_on_the_side_that_would_go_f
     metrics = loss_metrics(result.sums_M, float(result.ratio_max))
     assert metrics.clip_high_fraction == metrics.clip_low_fraction == pytest.approx(1 / 5)
     assert metrics.ratio_max == pytest.approx(1.5, rel=1e-5)
-
-
-def test_gspo_gives_all_tokens_of_a_rollout_the_same_length_normalised_ratio() -> None:
-    tokens = plain([0.1, -0.1, 0.3], [1.0], [0, 0, 0])
-    torch.testing.assert_close(gradient_of(tokens, LossConfig("gspo")), torch.full((3,), -math.exp(0.1) / 3))
 
 
 def test_every_divisor_is_what_it_says() -> None:
@@ -200,16 +186,6 @@ def test_m2po_leaves_out_the_fewest_tokens_that_bring_the_second_moment_under_it
         assert bool((gradient_T[mine_T & ~away_T] != 0).all())
 
 
-def test_the_kl_term_is_zero_at_the_reference_and_pulls_towards_it() -> None:
-    for offset, sign in ((0.0, 0.0), (0.3, 1.0), (-0.3, -1.0)):
-        tokens = plain([0.0, 0.0], [0.0, 0.0])
-        tokens = replace(tokens, reference_logprobs_T=tokens.logprobs_T.detach() - offset)
-        config = LossConfig(kl_coefficient=1.0)
-        assert torch.sign(gradient_of(tokens, config)).tolist() == [sign, sign]
-        loss = policy_loss(tokens, config, totals_of(tokens)).loss
-        assert float(loss.detach()) == pytest.approx(math.exp(-offset) + offset - 1, abs=1e-6)
-
-
 def test_metrics_read_the_effective_sample_and_the_entropy() -> None:
     tokens = replace(batch(7, spread=0.0), entropy_T=torch.full((sum(LENGTHS),), 1.25))
     result = policy_loss(tokens, LossConfig(), totals_of(tokens))
@@ -220,42 +196,7 @@ def test_metrics_read_the_effective_sample_and_the_entropy() -> None:
     assert metrics.token_count == int(tokens.mask_T.sum())
 
 
-# ---- corrections
-
-STALE = PackedTokens(
-    torch.tensor([-1.0, -1.0, -2.0, math.nan]),
-    torch.tensor([-1.0 - math.log(4.0), -1.0 - math.log(3.0), -2.0 + math.log(4.0), -1.0]),
-    torch.zeros(2), torch.tensor([0, 0, 1, 1]), torch.tensor([True, True, True, False]),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("correction", "cap", "expected"),
-    [
-        ("behaviour", 2.0, [1, 1, 1, 0]),
-        ("tis_token", 2.0, [2, 2, 0.25, 0]),
-        ("tis_sequence", 2.0, [2, 2, 0.25, 0]),
-        ("tis_sequence", 100.0, [12, 12, 0.25, 0]),
-        ("decoupled", 2.0, [4, 3, 0.25, 0]),
-    ],
-)
-def test_each_correction_weighs_tokens_as_defined_and_nothing_off_the_mask(
-    correction: str, cap: float, expected: list[float]
-) -> None:
-    weights_T, bounded_T = correction_weights(STALE, STALE.logprobs_T, LossConfig(correction=correction, cap=cap))
-    torch.testing.assert_close(weights_T, torch.tensor(expected, dtype=torch.float32))
-    assert bounded_T.any() == (cap == 2.0 and correction.startswith("tis")) and not bool(bounded_T[3])
-
-
-def test_token_truncation_without_its_cap_is_the_behaviour_ratio_without_its_clip() -> None:
-    """With one optimiser step a batch the proximal policy is the current one, so no clip ever acts on the former."""
-    tokens = replace(batch(3), proximal_logprobs_T=None)
-    found = [
-        gradient_of(tokens, LossConfig(clip_low=1.0, clip_high=1e9, correction=correction, cap=1e9))
-        for correction in ("tis_token", "decoupled", "behaviour")
-    ]
-    assert found[0].abs().sum() > 0
-    assert torch.allclose(found[0], found[2], atol=1e-7) and torch.allclose(found[1], found[2], atol=1e-7)
+# ---- what vcpo takes from the ratios
 
 
 def test_the_learning_rate_scale_is_the_root_and_has_a_floor() -> None:

@@ -16,7 +16,9 @@ LIMITS = st.builds(PackingLimits, st.integers(1, 600), st.integers(1, 300), st.b
 @given(groups=GROUPS, limits=LIMITS)
 def test_every_completion_has_one_place_and_budgets_hold(groups: list[GroupLengths], limits: PackingLimits) -> None:
     places: Counter[tuple[int, int]] = Counter()
-    for micro in plan_microbatches(groups, limits):
+    layout = plan_microbatches(groups, limits)
+    assert layout == plan_microbatches(list(groups), limits), "a function of the lengths"
+    for micro in layout:
         assert micro.positions <= limits.token_budget or len(micro.rows) == 1
         for row in micro.rows:
             used = 0
@@ -35,9 +37,3 @@ def test_every_completion_has_one_place_and_budgets_hold(groups: list[GroupLengt
 def test_siblings_share_their_prompt() -> None:
     (micro,) = plan_microbatches([GroupLengths(10, (5, 5, 5, 5))], PackingLimits(1000, 100))
     assert micro.width == 30 and len(micro.rows) == 1
-
-
-def test_the_layout_is_a_function_of_the_lengths() -> None:
-    groups = [GroupLengths(7, (3, 9, 4)), GroupLengths(5, (8, 8)), GroupLengths(6, (2, 2, 2))]
-    limits = PackingLimits(64, 32)
-    assert plan_microbatches(groups, limits) == plan_microbatches(list(groups), limits)

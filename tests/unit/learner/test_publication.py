@@ -9,12 +9,10 @@ from echo2.base.ids import Step, Version
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey
 from echo2.broadcast.route import ArtifactOffer, WorkerLink, plan_catch_up
 from echo2.learner.publishing.schedule import (
-    BASE_REACH,
     MERGED_LAG_MAX,
     BaseSchedule,
     Merge,
     MergeSchedule,
-    PublicationConfig,
     PublicationSchedule,
     SettingChoice,
     parents_to_publish,
@@ -27,7 +25,7 @@ from echo2.weights import CodecSetting
 def test_the_newest_version_is_admissible_until_the_next_one(
     bound: int, fixed: int | None, planned: int | None
 ) -> None:
-    schedule = PublicationSchedule(PublicationConfig(bound, fixed), planned_kappa=planned)
+    schedule = PublicationSchedule(bound, fixed, planned_kappa=planned)
     for step in range(1, 40):
         assert is_admissible(Step(step - 1), schedule.newest, bound)
         if schedule.is_due(Step(step)):
@@ -35,15 +33,15 @@ def test_the_newest_version_is_admissible_until_the_next_one(
 
 
 def test_a_fixed_kappa_wins_over_the_plan_and_default_is_one_less_than_the_bound() -> None:
-    assert PublicationSchedule(PublicationConfig(6, 2), planned_kappa=4).kappa == 2
-    assert PublicationSchedule(PublicationConfig(6), planned_kappa=4).kappa == 4
-    assert PublicationSchedule(PublicationConfig(6)).kappa == 5
-    assert PublicationSchedule(PublicationConfig(1)).kappa == 1
+    assert PublicationSchedule(6, 2, planned_kappa=4).kappa == 2
+    assert PublicationSchedule(6, planned_kappa=4).kappa == 4
+    assert PublicationSchedule(6).kappa == 5
+    assert PublicationSchedule(1).kappa == 1
 
 
 @given(sizes=st.lists(st.integers(1, 2000), min_size=1, max_size=60))
 def test_a_joiner_never_fetches_more_than_two_keyframes_nor_a_longer_chain(sizes: list[int]) -> None:
-    schedule = PublicationSchedule(PublicationConfig(4, 1, chain_max=8))
+    schedule = PublicationSchedule(4, 1, chain_max=8)
     schedule.keyframe_published(Version(0), 1000)
     for step, size in enumerate(sizes, start=1):
         schedule.begin(Version(step))
@@ -86,33 +84,6 @@ def test_merging_begins_anew_where_the_chain_was_broken() -> None:
     assert schedule.published(Version(6), Version(5)) == [Merge(Version(4), Version(5), Version(6))]
     assert schedule.published(Version(9), Version(8)) == [], "what led to 8 was published by another process"
     assert schedule.published(Version(10), Version(9)) == [Merge(Version(8), Version(9), Version(10))]
-
-
-@given(start=st.integers(0, 40), count=st.integers(1, 100))
-def test_deltas_from_the_base_are_made_of_what_has_left_and_leave_few_pieces(start: int, count: int) -> None:
-    merges, of_base = MergeSchedule(), BaseSchedule(Version(start))
-    edges: set[tuple[Version, Version]] = {(Version(0), Version(start))} if start else set()
-    versions = [Version(start)]
-    for at in range(start, start + count):
-        version = Version(at + 1)
-        edges.add((versions[-1], version))
-        made = merges.published(version, versions[-1])
-        edges.update((merge.parent, version) for merge in made)
-        due = of_base.step(made)
-        if due is not None:
-            halves = {(due.parent, due.middle), (due.middle, due.version)}
-            assert due.parent == 0 and (halves <= edges or due.middle == 0)
-            edges.add((Version(0), version))
-            of_base.at = version
-        versions.append(version)
-    newest = versions[-1]
-    way = plan_catch_up(
-        Version(0),
-        newest,
-        [ArtifactOffer(ArtifactKey(b""), ArtifactId(b, a), 1, is_pushed=False) for a, b in edges],
-        WorkerLink(),
-    )
-    assert way is not None and len(way.offers) <= 1 + 2 * math.log2(BASE_REACH)
 
 
 def test_a_delta_from_the_base_that_saves_little_is_not_made_again() -> None:

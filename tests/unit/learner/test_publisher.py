@@ -15,7 +15,7 @@ from echo2.base.ids import Step, Version
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey
 from echo2.broadcast.route import ArtifactOffer, WorkerLink, plan_catch_up
 from echo2.learner.publishing.publisher import PublishedArtifact, VersionPublisher
-from echo2.learner.publishing.schedule import BASE_REACH, PublicationConfig, PublicationSchedule
+from echo2.learner.publishing.schedule import BASE_REACH, PublicationSchedule
 from echo2.learner.rollouts.journal import Journal, SegmentBegan, VersionPublished, read_journal
 from echo2.weights import Encoding, HostWeights
 from tests.unit.learner.fleet import FollowerBroadcaster
@@ -57,7 +57,7 @@ def test_that_a_version_may_have_left_is_on_the_disk_before_its_first_byte_does(
 
     async def scene() -> None:
         broadcaster = Watching(journal)
-        publisher = VersionPublisher(broadcaster, journal, PublicationSchedule(PublicationConfig(2)), port, 7)
+        publisher = VersionPublisher(broadcaster, journal, PublicationSchedule(2), port, 7)
         await publisher.take_up({"w": torch.zeros(8, dtype=torch.bfloat16)}, Version(0), None)
         await publisher.publish_soon(Version(1), {"w": torch.ones(8, dtype=torch.bfloat16)})
         await publisher.settled()
@@ -95,7 +95,7 @@ class Learning:
 
     async def process(self, count: int) -> None:
         """One process of the learner: takes up the newest version, with the base at hand or not, and publishes `count` more."""
-        schedule = PublicationSchedule(PublicationConfig(2, 1, chain_max=self.chance.choice([4, 16])))
+        schedule = PublicationSchedule(2, 1, chain_max=self.chance.choice([4, 16]))
         self.broadcaster.spread_bytes_per_s = self.chance.choice([0.0, 1e3])  # deltas are coded fast, or densely
         publisher = VersionPublisher(self.broadcaster, self.journal, schedule, Port(), 7)
         version = max(self.weights)
@@ -143,7 +143,7 @@ class Learning:
             self.with_base += 1
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000))
 def test_what_a_newcomer_with_the_base_or_without_follows_leads_to_the_newest_version(
     seed: int, tmp_path_factory: pytest.TempPathFactory

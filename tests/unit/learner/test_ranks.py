@@ -22,8 +22,7 @@ from echo2.learner.publishing.checkpoint import CheckpointStore
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import prepare
-from echo2.learner.training.agreement import difference
-from echo2.learner.training.ranks import Ranks, check_replicas
+from echo2.learner.training.ranks import Ranks, check_replicas, difference
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.weights import FrameReader, HostWeights, fingerprint
 from echo2.weights.fingerprint import key_of_run

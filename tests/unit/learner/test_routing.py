@@ -33,12 +33,11 @@ from echo2.learner.rollouts.groups import Batch, TrainGroup, empty_rollout, exte
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from echo2.learner.training.trainer import Trainer
-from echo2.weights.fingerprint import fingerprint
 from echo2.wire.rollout import segment_from_message, segment_to_message
 from echo2.worker.engines.embedded.embedded_engine import EmbeddedEngine
 from echo2.worker.engines.engine import GenerateRequest, SwapMode, TokenChunk
 from echo2.worker.rollouts import PartialRollout
-from tests.contract.engine_rig import delta_of, keyframe_of, tiny_config
+from tests.contract.engine_rig import keyframe_of, tiny_config
 from tests.unit.learner.tiny import make_tiny_model
 
 SHAPE = RoutingShape(2, 2, 6)
@@ -160,20 +159,11 @@ def test_replayed_routing_removes_what_noise_in_the_router_does(model_path: Path
     assert off(new_trainer(model_path), group) > 1e-2
 
 
-def test_without_noise_the_learners_router_chooses_what_the_workers_did(model_path: Path) -> None:
-    trainer = new_trainer(model_path, replays_routing=True)
-    group = sampled(trainer, 2, noise=0.0)
-    assert off(trainer, group) <= 1e-4
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_replayed_step_trains_routers_and_layers_computed_again_get_the_same_experts(
-    model_path: Path, checkpointing: bool
-) -> None:
+def test_a_replayed_step_trains_routers_and_layers_computed_again_get_the_same_experts(model_path: Path) -> None:
     probe = new_trainer(model_path, replays_routing=True)
     group = sampled(probe, 4, noise=1e-6)
     plain = new_trainer(model_path, replays_routing=True)
-    trainer = new_trainer(model_path, replays_routing=True, gradient_checkpointing=checkpointing)
+    trainer = new_trainer(model_path, replays_routing=True, gradient_checkpointing=True)
     results = [each.step(Batch(Step(0), (group,))) for each in (plain, trainer)]
     assert results[0].metrics is not None and results[1].metrics is not None
     assert results[1].metrics.loss == pytest.approx(results[0].metrics.loss, abs=1e-6)
@@ -181,51 +171,6 @@ def test_a_replayed_step_trains_routers_and_layers_computed_again_get_the_same_e
     gates = {n: t for n, t in trainer.model.masters_by_name().items() if n.endswith("mlp.gate.weight")}
     before = probe.model.masters_by_name()
     assert len(gates) == 2 and all(not torch.equal(tensor, before[name]) for name, tensor in gates.items())
-
-
-def test_a_mixture_of_experts_is_published_bit_for_bit(model_path: Path) -> None:
-    trainer = new_trainer(model_path, replays_routing=True)
-    group = sampled(trainer, 4, noise=0.0)
-    config = json.loads(trainer.model.config_json())
-    config.pop(routing.CONFIG_KEY)
-    before = {name: tensor.clone() for name, tensor in trainer.model.snapshot().items()}
-
-    async def body() -> None:
-        engine = EmbeddedEngine(config, slot_count=1)
-        await engine.start()
-        try:
-            await engine.swap(keyframe_of(trainer.model.hf_model, 0), SwapMode.RECOMPUTE_KV)
-            assert await engine.fingerprint(7) == fingerprint(before, 7)
-            old = new_trainer(model_path).model.hf_model
-            for step in range(3):
-                trainer.step(Batch(Step(step), (group,)))
-                await engine.swap(delta_of(old, trainer.model.hf_model, step, step + 1), SwapMode.RECOMPUTE_KV)
-                assert await engine.fingerprint(7) == fingerprint(trainer.model.snapshot(), 7)
-                old.load_state_dict(trainer.model.hf_model.state_dict())
-        finally:
-            await engine.stop()
-
-    asyncio.run(body())
-    after = trainer.model.snapshot()
-    assert any(not torch.equal(after[name], before[name]) for name in before if "experts" in name)
-
-
-def test_a_continuation_elsewhere_says_the_routing_of_its_own_tokens(model_path: Path) -> None:
-    trainer = new_trainer(model_path, replays_routing=True)
-    config = json.loads(trainer.model.config_json())
-
-    async def body() -> TokenChunk:
-        engine = EmbeddedEngine(config, slot_count=1)
-        await engine.start()
-        try:
-            await engine.swap(keyframe_of(trainer.model.hf_model, 0), SwapMode.RECOMPUTE_KV)
-            request = GenerateRequest("r", (3, 4, 5), (6, 7), SamplingParams(max_new_tokens=3), "p")
-            return (await generated(engine, [request]))["r"][0]
-        finally:
-            await engine.stop()
-
-    chunk = asyncio.run(body())
-    assert len(chunk.routing.tokens) == SHAPE.row_bytes and not chunk.routing.prompt
 
 
 def test_a_dense_model_has_no_routing_to_replay(tmp_path: Path) -> None:
@@ -243,15 +188,12 @@ def test_what_is_packed_comes_back(shape: RoutingShape) -> None:
     assert np.array_equal(unpacked(rows, shape), experts)
 
 
-def test_a_row_of_the_30b_model_takes_336_bytes() -> None:
-    assert RoutingShape(48, 8, 128).row_bytes == 336
-
-
 def test_rows_that_name_other_experts_are_refused_and_not_trained_by(model_path: Path) -> None:
     with pytest.raises(MalformedMessage, match="experts below 6, got 7"):
         unpacked(b"\xff\xff", SHAPE)
     trainer = new_trainer(model_path, replays_routing=True)
     group = sampled(trainer, 2, noise=0.0)
+    assert off(trainer, group) <= 1e-4, "without noise its own router chooses what the worker's did"
     lies = [replace(r, routing=Routing(b"", b"\xff" * len(r.routing.tokens))) for r in group.rollouts]
     assert off(trainer, replace(group, rollouts=tuple(lies))) == off(trainer, without_routing(group))
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +14,15 @@ from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
+from echo2.learner.training import model as model_module
 from echo2.learner.training.loss import LossConfig
-from echo2.learner.training.model import PolicyModel, check_dtypes
+from echo2.learner.training.model import PolicyModel, check_dtypes, host_copies, logit_bytes, selective_contexts
+from echo2.learner.training.packing import PackedInputs
 from echo2.learner.training.trainer import Trainer
-from tests.unit.learner.tiny import make_tiny_model
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
+CPU = torch.device("cpu")
+PLAIN = {"weights_dtype": "float32", "grad_clip": 1e9}
+DECOUPLED = LossConfig(correction="decoupled")
 
 
 def new_trainer(path: Path, **options: object) -> Trainer:
@@ -54,33 +55,23 @@ def test_an_emulated_step_takes_its_time_and_trains_the_same(model_path: Path) -
     assert slow.metrics == quick.metrics
 
 
-@pytest.mark.parametrize("row_tokens", [1, 24, 400])
-@pytest.mark.parametrize("token_budget", [40, 4000])
+@pytest.mark.parametrize(
+    ("row_tokens", "token_budget", "temperature"), [(1, 40, 1.0), (24, 4000, 1.0), (400, 4000, 0.5), (400, 40, 1.0)]
+)
 def test_packed_log_probabilities_are_those_of_each_sequence_alone(
-    model_path: Path, row_tokens: int, token_budget: int
+    model_path: Path, row_tokens: int, token_budget: int, temperature: float
 ) -> None:
-    trainer = new_trainer(model_path, row_tokens=row_tokens, token_budget=token_budget)
+    model = PolicyModel(str(model_path), "float32", CPU, temperature)
+    options = TrainerOptions(str(model_path), row_tokens=row_tokens, token_budget=token_budget)
     groups = random_groups(1)
-    ours = trainer.logprobs(groups)
+    ours = Trainer(model, options, 10).logprobs(groups)
     flat = [(group.spec.prompt_token_ids, rollout) for group in groups for rollout in group.rollouts]
     for found, (prompt, rollout) in zip(ours, flat, strict=True):
         ids = torch.tensor([[*prompt, *rollout.token_ids]])
         with torch.no_grad():
-            logits = trainer.model.hf_model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+            logits = model.hf_model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
         alone = torch.log_softmax(logits, -1).gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
         assert torch.allclose(found, alone, atol=1e-5)
-
-
-def test_temperature_divides_the_logits(model_path: Path) -> None:
-    model = PolicyModel(str(model_path), "float32", torch.device("cpu"), 0.5)
-    trainer = Trainer(model, TrainerOptions(str(model_path), weights_dtype="float32"), 10)
-    groups = random_groups(2, count=1, temperature=0.5)
-    found = trainer.logprobs(groups)[0]
-    prompt, rollout = groups[0].spec.prompt_token_ids, groups[0].rollouts[0]
-    with torch.no_grad():
-        logits = model.hf_model(input_ids=torch.tensor([[*prompt, *rollout.token_ids]])).logits[0, len(prompt) - 1 : -1]
-    expected = torch.log_softmax(logits / 0.5, -1).gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
-    assert torch.allclose(found, expected, atol=1e-5)
 
 
 def gradient_of(trainer: Trainer, batch: Batch) -> list[torch.Tensor]:
@@ -91,74 +82,86 @@ def gradient_of(trainer: Trainer, batch: Batch) -> list[torch.Tensor]:
     return [trainer.optimiser.state[master]["exp_avg"] / (1 - beta1) for master in trainer.model.masters]
 
 
-def test_accumulation_over_micro_batches_is_exact(model_path: Path) -> None:
+@pytest.mark.parametrize("how", ["micro-batches", "logits in pieces", "checkpointing", "selective checkpointing"])
+def test_the_gradient_is_the_same_however_the_batch_is_computed(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     batch = Batch(Step(0), random_groups(3))
-    whole = gradient_of(new_trainer(model_path, weights_dtype="float32", grad_clip=1e9), batch)
-    options = {"weights_dtype": "float32", "grad_clip": 1e9, "token_budget": 30, "row_tokens": 1}
-    split = gradient_of(new_trainer(model_path, **options), batch)
-    for one, many in zip(whole, split, strict=True):
-        assert torch.allclose(one, many, atol=1e-6)
-
-
-def test_chunked_head_gives_the_same_gradient(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = Batch(Step(0), random_groups(4))
-    whole = gradient_of(new_trainer(model_path, weights_dtype="float32", grad_clip=1e9), batch)
-    monkeypatch.setattr("echo2.learner.training.model.LOGIT_BYTES_MIN", 4 * 100 * 7)
-    pieces = gradient_of(new_trainer(model_path, weights_dtype="float32", grad_clip=1e9), batch)
-    for one, many in zip(whole, pieces, strict=True):
-        assert torch.allclose(one, many, atol=1e-6)
-
-
-def test_gradient_checkpointing_gives_the_same_gradient(model_path: Path) -> None:
-    batch = Batch(Step(0), random_groups(5))
-    whole = gradient_of(new_trainer(model_path, weights_dtype="float32"), batch)
-    again = gradient_of(new_trainer(model_path, weights_dtype="float32", gradient_checkpointing=True), batch)
-    for one, other in zip(whole, again, strict=True):
+    whole = gradient_of(new_trainer(model_path, **PLAIN), batch)
+    more: dict[str, object] = {}
+    match how:
+        case "micro-batches":
+            more = {"token_budget": 30, "row_tokens": 1}
+        case "logits in pieces":
+            monkeypatch.setattr("echo2.learner.training.model.LOGIT_BYTES_MIN", 4 * 100 * 7)
+        case _:
+            more = {"gradient_checkpointing": "selective" if how.startswith("selective") else True}
+    for one, other in zip(whole, gradient_of(new_trainer(model_path, **PLAIN, **more), batch), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_parameters_are_the_rounded_masters_after_every_step(model_path: Path) -> None:
-    trainer = new_trainer(model_path)
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_parameters_are_the_rounded_masters_after_every_step_and_steps_give_the_same_bits(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, is_on_gpu: bool
+) -> None:
+    """On a GPU parameters and gradients are bf16 tensors, as a CPU has to be made to do."""
+    monkeypatch.setattr(model_module, "_computes_in_bf16", lambda *_: is_on_gpu)
+    first, second = new_trainer(model_path), new_trainer(model_path)
     for number in range(3):
-        result = trainer.step(Batch(Step(number), random_groups(number)))
-        assert result.step == number + 1 and not result.is_skipped
-    moved = 0
-    published = trainer.model.snapshot()
-    for name, parameter in trainer.model.hf_model.named_parameters():
-        master = trainer.model.masters_by_name()[name]
+        for trainer in (first, second):
+            result = trainer.step(Batch(Step(number), random_groups(number)))
+            assert result.step == number + 1 and not result.is_skipped and sum(result.left_out) == 0
+    published, moved = first.model.snapshot(), 0
+    for name, parameter, master, other in zip(
+        first.model.names, first.model.parameters, first.model.masters, second.model.masters, strict=True
+    ):
         rounded = master.to(torch.bfloat16)
-        assert torch.equal(parameter.to(torch.bfloat16), rounded) and torch.equal(parameter, rounded.float())
-        assert torch.equal(published[name], rounded)
-        moved += int((master != parameter).sum())
+        assert parameter.dtype == (torch.bfloat16 if is_on_gpu else torch.float32) and parameter.grad is None
+        assert torch.equal(parameter.float(), rounded.float()) and torch.equal(published[name], rounded)
+        assert master.dtype == torch.float32 and torch.equal(master, other)
+        moved += int((master != parameter.float()).sum())
     assert moved > 0, "masters hold more than bf16 does"
 
 
-def test_same_batches_from_the_same_state_give_the_same_bits(model_path: Path) -> None:
-    first, second = new_trainer(model_path), new_trainer(model_path)
-    for trainer in (first, second):
-        for number in range(3):
-            trainer.step(Batch(Step(number), random_groups(number)))
-    for one, other in zip(first.model.masters, second.model.masters, strict=True):
-        assert torch.equal(one, other)
+def test_gradients_in_bf16_are_those_of_float32_up_to_rounding_and_added_in_float32(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Added in bf16, each of many small ones would lose what is below half a step of the sum."""
+    few, much = Batch(Step(0), random_groups(3)), Batch(Step(0), random_groups(4, count=24))
+    exact = gradient_of(new_trainer(model_path, grad_clip=1e9), few)
+    monkeypatch.setattr(model_module, "_computes_in_bf16", lambda *_: True)
+    rounded = gradient_of(new_trainer(model_path, grad_clip=1e9), few)
+    whole = gradient_of(new_trainer(model_path, grad_clip=1e9), much)
+    trainer, sums = new_trainer(model_path, grad_clip=1e9, token_budget=30, row_tokens=1), list[torch.dtype | None]()
+    backward = torch.autograd.backward
+
+    def watched(loss: torch.Tensor) -> None:
+        assert all(parameter.grad is None for parameter in trainer.model.parameters), "handed over before the next one"
+        sums.append(getattr(trainer.model.masters[0].grad, "dtype", None))
+        backward(loss)
+
+    monkeypatch.setattr(torch.autograd, "backward", watched)
+    many = gradient_of(trainer, much)
+    assert len(sums) > 20 and set(sums[1:]) == {torch.float32}
+    exact_N, rounded_N, whole_N, many_N = (
+        torch.cat([g.flatten() for g in grads]) for grads in (exact, rounded, whole, many)
+    )
+    assert float(torch.nn.functional.cosine_similarity(exact_N, rounded_N, 0)) > 0.999
+    assert float(rounded_N.norm() / exact_N.norm()) == pytest.approx(1.0, abs=0.02)
+    assert float((whole_N - many_N).norm() / whole_N.norm()) < 0.02
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_stops_after_the_limit(model_path: Path) -> None:
     trainer = new_trainer(model_path, nonfinite_steps_max=2)
     batch = Batch(Step(0), random_groups(6))
     with torch.no_grad():
-        trainer.model.parameters[0][0, 0] = float("nan")
+        trainer.model.parameters[0].fill_(float("nan"))
     before = [master.clone() for master in trainer.model.masters]
-    poisoned = Batch(Step(0), tuple(_with_token(group, 0) for group in batch.groups))
     for _ in range(2):
-        assert trainer.step(poisoned).is_skipped
+        assert trainer.step(batch).is_skipped
     with pytest.raises(TrainingError, match="in a row"):
-        trainer.step(poisoned)
+        trainer.step(batch)
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.masters, strict=True))
-
-
-def _with_token(group: TrainGroup, token: int) -> TrainGroup:
-    spec = GroupSpec(group.spec.group_id, (token, *group.spec.prompt_token_ids), 4, group.spec.sampling, 0)
-    return TrainGroup(spec, group.cursor, group.rollouts, group.rewards)
 
 
 def test_kl_penalty_compares_with_the_base_model(model_path: Path) -> None:
@@ -169,25 +172,18 @@ def test_kl_penalty_compares_with_the_base_model(model_path: Path) -> None:
     assert trainer.step(batch).metrics.kl_reference > 0
 
 
-def test_a_folder_that_is_no_model_is_a_config_error(tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_refused_by_name(model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
-        PolicyModel(str(tmp_path), "float32", torch.device("cpu"), 1.0)
-
-
-def test_sequences_beyond_the_context_are_refused_before_training(model_path: Path) -> None:
-    model = PolicyModel(str(model_path), "float32", torch.device("cpu"), 1.0)
+        PolicyModel(str(tmp_path), "float32", CPU, 1.0)
+    model = PolicyModel(str(model_path), "float32", CPU, 1.0)
     model.check_length(256)
     with pytest.raises(ConfigError, match="context of 256"):
         model.check_length(257)
-
-
-def test_tensors_of_several_dtypes_are_refused_by_name() -> None:
     mixed = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(2)}
     with pytest.raises(ConfigError, match="one dtype, got torch.bfloat16 in a and torch.float32 in b"):
         check_dtypes(mixed, "model")
     with pytest.raises(ConfigError, match="floating-point tensors to train, got torch.int8 in q"):
         check_dtypes({"q": torch.zeros(2, dtype=torch.int8)}, "model")
-    check_dtypes({"a": torch.zeros(2), "b": torch.ones(1)}, "model")
 
 
 def forged(groups: tuple[TrainGroup, ...], count: int, nats: float) -> tuple[TrainGroup, ...]:
@@ -207,16 +203,9 @@ def test_one_forged_report_moves_a_step_no_more_than_a_few_honest_ones(model_pat
         result = new_trainer(model_path, grad_clip=1e9).step(Batch(Step(0), groups))
         return result.grad_norm, result.left_out
 
-    plain = new_trainer(model_path)
-    groups = random_groups(11)
-    groups = tuple(
-        replace(
-            group, rollouts=tuple(_told(r, tuple(own.tolist())) for r, own in zip(group.rollouts, found, strict=True))
-        )
-        for group, found in ((g, plain.logprobs([g])) for g in groups)
-    )
-    lowest = min(range(4), key=lambda n: groups[0].rewards[n])  # a negative advantage: nothing clips a large ratio
-    groups = (_rotated(groups[0], lowest), *groups[1:])
+    groups = own_logprobs(model_path, random_groups(11))
+    # The lowest reward first: a negative advantage, for which nothing clips a large ratio.
+    groups = (replace(groups[0], rewards=tuple(sorted(groups[0].rewards))), *groups[1:])
     honest, nothing = norm_of(groups)
     tokens = len(groups[0].rollouts[0].token_ids)
     bad, left_out = norm_of(forged(groups, tokens, nats))
@@ -224,12 +213,144 @@ def test_one_forged_report_moves_a_step_no_more_than_a_few_honest_ones(model_pat
     assert bad < 2 * honest
 
 
-def _told(rollout: Rollout, numbers: tuple[float, ...]) -> Rollout:
-    return replace(rollout, logprobs=numbers, raw_logprobs=numbers)
+# ---- several updates of one batch, and completions that were cut off
 
 
-def _rotated(group: TrainGroup, first: int) -> TrainGroup:
-    order = [first, *(n for n in range(len(group.rollouts)) if n != first)]
-    return replace(
-        group, rollouts=tuple(group.rollouts[n] for n in order), rewards=tuple(group.rewards[n] for n in order)
+def own_logprobs(path: Path, groups: tuple[TrainGroup, ...]) -> tuple[TrainGroup, ...]:
+    """The groups as the policy itself would have sampled them."""
+    exact = iter(new_trainer(path, **PLAIN).logprobs(groups))
+    made = []
+    for group in groups:
+        rollouts = [replace(r, logprobs=tuple(next(exact).tolist())) for r in group.rollouts]
+        made.append(replace(group, rollouts=tuple(replace(r, raw_logprobs=r.logprobs) for r in rollouts)))
+    return tuple(made)
+
+
+def test_each_update_trains_on_its_share_as_a_batch_of_its_own_would(model_path: Path) -> None:
+    groups = own_logprobs(model_path, random_groups(7, count=4))
+    options = {**PLAIN, "loss": DECOUPLED}
+    parts = new_trainer(model_path, updates_per_batch=2, **options)
+    result = parts.step(Batch(Step(0), groups))
+    apart = new_trainer(model_path, **options)
+    first, second = (apart.step(Batch(Step(0), half)) for half in (groups[:2], groups[2:]))
+    assert result.step == parts.step_count == 1
+    assert result.sampled_tokens == first.sampled_tokens + second.sampled_tokens
+    assert result.metrics is not None and first.metrics is not None and second.metrics is not None
+    assert result.metrics.token_count == first.metrics.token_count + second.metrics.token_count
+    # The ratio of the second update starts from the policy before the batch, so ratio times weight is the same either way.
+    assert result.metrics.loss == pytest.approx((first.metrics.loss + second.metrics.loss) / 2, rel=1e-4)
+    moved = [float((a - b).abs().max()) for a, b in zip(parts.model.masters, apart.model.masters, strict=True)]
+    assert 0 < max(moved) < 1e-2
+
+
+def test_the_ratio_of_later_updates_starts_from_the_policy_before_the_batch(model_path: Path) -> None:
+    """A copy of the first half as second half: tokens that the first update moved beyond the clip get no gradient again."""
+    half = own_logprobs(model_path, random_groups(8, count=2))
+    trainer = new_trainer(model_path, updates_per_batch=2, loss=DECOUPLED, **{**PLAIN})
+    for group in trainer.optimiser.param_groups:
+        group["lr"] = 0.05
+    trainer.options = replace(trainer.options, lr=0.05)
+    result = trainer.step(Batch(Step(0), half + half))
+    assert result.metrics is not None
+    clipped = result.metrics.clip_low_fraction + result.metrics.clip_high_fraction
+    assert 0.0 < clipped <= 0.5, "the first update clips nothing, the second what the first moved"
+
+
+def test_an_update_that_is_not_finite_is_told_though_the_next_one_is(model_path: Path) -> None:
+    first, second = random_groups(13, count=2)
+    broken = replace(first, rewards=(math.nan, *first.rewards[1:]))
+    trainer = new_trainer(model_path, updates_per_batch=2)
+    result = trainer.step(Batch(Step(0), (broken, second)))
+    assert result.is_skipped and result.lr == 1e-3 and trainer.nonfinite_steps == 1
+
+
+def test_the_minimum_variance_baseline_and_as_many_updates_as_groups_share_one_pass(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = new_trainer(model_path, updates_per_batch=9, advantage="vcpo")
+    passes: list[bool] = []
+    forward = trainer.model.policy.forward
+
+    def counted(inputs: PackedInputs, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        passes.append(torch.is_grad_enabled())
+        return forward(inputs, with_entropy)
+
+    monkeypatch.setattr(trainer.model.policy, "forward", counted)
+    trainer.step(Batch(Step(0), random_groups(12, count=2)))
+    assert passes == [False, False, True, True]
+    assert {int(state["step"]) for state in trainer.optimiser.state.values()} == {2}
+
+
+def test_what_was_cut_off_counts_in_the_baseline_and_is_not_trained_on(model_path: Path) -> None:
+    whole = random_groups(10, count=2)
+    cut = tuple(
+        replace(g, rollouts=(replace(g.rollouts[0], finish_reason=FinishReason.LENGTH), *g.rollouts[1:])) for g in whole
     )
+    trainer = new_trainer(model_path, trains_on_truncated=False, **PLAIN)
+    result = trainer.step(Batch(Step(0), cut))
+    expected = sum(len(r.token_ids) for g in cut for r in g.rollouts[1:])
+    assert result.sampled_tokens == expected
+    # The same advantages without the rollout in the loss: a gradient unlike that of groups which lack it.
+    lacking = tuple(replace(g, rollouts=g.rollouts[1:], rewards=g.rewards[1:]) for g in whole)
+    found = gradient_of(new_trainer(model_path, trains_on_truncated=False, **PLAIN), Batch(Step(0), cut))
+    other = gradient_of(new_trainer(model_path, **PLAIN), Batch(Step(0), lacking))
+    everything = gradient_of(new_trainer(model_path, **PLAIN), Batch(Step(0), cut))
+    assert any(not torch.allclose(a, b, atol=1e-6) for a, b in zip(found, other, strict=True))
+    assert any(not torch.allclose(a, b, atol=1e-6) for a, b in zip(found, everything, strict=True))
+
+
+def test_a_batch_that_was_cut_off_throughout_changes_nothing(model_path: Path) -> None:
+    groups = tuple(
+        replace(g, rollouts=tuple(replace(r, finish_reason=FinishReason.LENGTH) for r in g.rollouts))
+        for g in random_groups(11, count=2)
+    )
+    trainer = new_trainer(model_path, trains_on_truncated=False, **PLAIN)
+    before = [master.detach().clone() for master in trainer.model.masters]
+    result = trainer.step(Batch(Step(0), groups))
+    assert result.metrics is not None and result.metrics.token_count == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.masters, strict=True))
+
+
+# ---- what a GPU's memory decides, entered on a CPU
+
+
+def test_logits_grow_with_the_memory_that_is_free_within_bounds() -> None:
+    assert [logit_bytes(free << 30) >> 20 for free in (0, 1, 2, 8, 16, 100)] == [64, 64, 128, 512, 1024, 1024]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_copies_that_a_device_makes_by_itself_are_the_same(dtype: torch.dtype) -> None:
+    parts = [torch.randn(5, 3), torch.randn(7), torch.zeros(0, 4)]
+    plain, pinned = (host_copies(parts, dtype, pinned=is_pinned) for is_pinned in (False, True))
+    for one, other, part in zip(plain, pinned, parts, strict=True):
+        assert torch.equal(one, other) and other.dtype == dtype and torch.equal(one, part.to(dtype))
+    kept = [copy.clone() for copy in pinned]
+    for part in parts:
+        part.add_(1.0)
+    assert all(torch.equal(copy, before) for copy, before in zip(pinned, kept, strict=True))
+
+
+def test_a_layer_keeps_half_of_its_products() -> None:
+    weights = [torch.randn(8, 8, requires_grad=True) for _ in range(4)]
+    products = 0
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal products
+            products += func is torch.ops.aten.mm.default
+            return func(*args, **(kwargs or {}))
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+    counts = []
+    for context_fn in (None, selective_contexts):
+        how = {} if context_fn is None else {"context_fn": context_fn}
+        with Counting():
+            products = 0
+            x = torch.ones(2, 8, requires_grad=True)
+            torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, **how).sum().backward()
+        counts.append(products)
+    assert counts[0] - counts[1] == 2, "two of four products are not computed again"
