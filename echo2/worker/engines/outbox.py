@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from echo2.base.errors import EchoError, EngineError
+from echo2.base.errors import EchoError, EngineError, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.routing import NO_ROUTING, Routing
 from echo2.worker.engines.engine import TokenChunk
 
 TOKENS_MAX = 65_536  # some seconds of the fastest engine
+SEQUENCES_MAX = 65_536  # far more than leases ever bring
 
 LINGER_S = 0.25
 """How often tokens of growing rollouts reach the desk; a rollout's end does so at once."""
@@ -59,6 +60,7 @@ class Outbox:
         self._linger_s = linger_s
         self._lock = threading.Lock()
         self._chunks: dict[str, list[_OpenChunk]] = {}
+        self._open: set[str] = set()  # sequences whose last chunk was not taken yet
         self._ended: list[str] = []
         self._due = 0.0  # when growing sequences may leave, on the clock of the consumer's loop
         self._token_count = 0
@@ -79,6 +81,20 @@ class Outbox:
     @property
     def is_full(self) -> bool:
         return self._token_count >= self._tokens_max
+
+    def open(self, request_id: str) -> None:
+        """A sequence begins; it is open until its last chunk has been taken.
+
+        EngineError if it is open already, LimitExceeded if too many are.
+        """
+        if request_id in self._open:
+            raise EngineError(f"request {request_id}: expected a new id, got one whose last chunk was not taken yet")
+        if len(self._open) >= SEQUENCES_MAX:
+            raise LimitExceeded(f"request {request_id}: the engine holds {SEQUENCES_MAX} requests already")
+        self._open.add(request_id)
+
+    def is_open(self, request_id: str) -> bool:
+        return request_id in self._open
 
     def put(self, tokens: list[SampledToken]) -> None:
         """Adds tokens. The engine's thread calls it."""
@@ -111,6 +127,7 @@ class Outbox:
             if chunks:
                 if was_full:
                     self._on_taken()
+                self._open -= {c.request_id for c in chunks if c.finish_reason is not FinishReason.UNFINISHED}
                 return chunks
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._due if self._is_lingering else None):

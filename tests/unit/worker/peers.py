@@ -50,6 +50,11 @@ def issued(authority: RunAuthority, role: Role, coordinator_address: str) -> tls
     )  # fmt: skip
 
 
+def weights_of(model: torch.nn.Module, version: int) -> HostWeights:
+    tensors = {name: tensor.detach().bfloat16() for name, tensor in model.named_parameters()}
+    return HostWeights.from_tensors(tensors, Version(version), KEY)
+
+
 @dataclass
 class SmallLearner(ingest_pb2_grpc.IngestServicer):
     """Holds tokens by (group, index); refuses what no ticket of the run covers."""
@@ -309,12 +314,14 @@ class SmallRun:
             await self.node.stop()
         await self._servers.pop(name).stop(0)
 
-    async def publish(self, version: int, model: torch.nn.Module) -> str:
-        """A keyframe first, then deltas, as the learner makes them; returns the fingerprint in hex."""
+    async def publish(self, version: int, model: torch.nn.Module, *, base: torch.nn.Module | None = None) -> str:
+        """A keyframe first, then deltas, as the learner makes them; with a `base`, a delta from that version 0, for those who ask.
+
+        Returns the fingerprint in hex.
+        """
         assert self.node is not None, "give the run a folder"
-        tensors = {name: tensor.detach().bfloat16() for name, tensor in model.named_parameters()}
-        target = HostWeights.from_tensors(tensors, Version(version), KEY)
-        parent = self.published
+        target = weights_of(model, version)
+        parent = self.published if base is None else weights_of(base, 0)
         header = DeltaHeader(
             target_version=Version(version),
             parent_version=parent.version if parent else None,
@@ -322,30 +329,13 @@ class SmallRun:
             fingerprint_key=KEY,
             block_elements=4096,  # tensors span several blocks, as large ones do
         )
-        frames = encode_delta(parent, target, header) if parent else encode_keyframe(target, header)
-        artifact = ArtifactId(Version(version), parent.version if parent else None)
-        await self.node.publish(
-            artifact, frames, lambda: f"{frames.fingerprint:016x}", target.total_bytes, is_pushed=parent is not None
-        )
+        after = target.tensors()
+        frames = encode_delta(parent.tensors(), after, header) if parent else encode_keyframe(after, header)
+        artifact, fingerprint = ArtifactId(Version(version), header.parent_version), f"{target.fingerprint():016x}"
+        is_pushed = parent is not None and base is None
+        await self.node.publish(artifact, frames, lambda: fingerprint, target.total_bytes, is_pushed=is_pushed)
         self.published = target
-        return f"{target.fingerprint():016x}"
-
-    async def publish_of_base(self, version: int, model: torch.nn.Module, base: torch.nn.Module) -> int:
-        """A delta from version 0, for those who ask; returns its bytes."""
-        assert self.node is not None, "give the run a folder"
-        first, target = (
-            HostWeights.from_tensors({n: t.detach().bfloat16() for n, t in m.named_parameters()}, Version(at), KEY)
-            for m, at in ((base, 0), (model, version))
-        )
-        header = DeltaHeader(
-            Version(version), Version(0), first.fingerprint(), fingerprint_key=KEY, block_elements=4096
-        )
-        frames = encode_delta(first, target, header)
-        artifact = ArtifactId(Version(version), Version(0))
-        fingerprint = f"{target.fingerprint():016x}"
-        done = await self.node.publish(artifact, frames, lambda: fingerprint, target.total_bytes, is_pushed=False)
-        self.published = target
-        return done.total_bytes
+        return fingerprint
 
     @property
     def whereabouts(self) -> coordinator_pb2.LearnerWhereabouts:

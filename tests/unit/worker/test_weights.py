@@ -35,11 +35,13 @@ def artifact(version: int, parent: int | None) -> bytes:
     """The bytes of a keyframe, or of a delta from `parent`, as the learner publishes them."""
     target = published(version)
     if parent is None:
-        return b"".join(encode_keyframe(target, DeltaHeader(Version(version), fingerprint_key=KEY)))
+        return b"".join(encode_keyframe(target.tensors(), DeltaHeader(Version(version), fingerprint_key=KEY)))
     base = published(parent)
     return b"".join(
         encode_delta(
-            base, target, DeltaHeader(Version(version), Version(parent), base.fingerprint(), fingerprint_key=KEY)
+            base.tensors(),
+            target.tensors(),
+            DeltaHeader(Version(version), Version(parent), base.fingerprint(), fingerprint_key=KEY),
         )
     )
 
@@ -262,7 +264,7 @@ def test_weights_of_another_model_than_the_one_announced_are_refused(tmp_path: P
         bench = Bench(tmp_path)
         tensors = {"w": torch.zeros(8, 4).bfloat16()}
         other = HostWeights.from_tensors(tensors, Version(0), KEY)
-        data = b"".join(encode_keyframe(other, DeltaHeader(Version(0), fingerprint_key=KEY)))
+        data = b"".join(encode_keyframe(other.tensors(), DeltaHeader(Version(0), fingerprint_key=KEY)))
         with pytest.raises(VersionMismatch, match="names, shapes or types of its tensors differ"):
             await bench.take(data)
         assert (

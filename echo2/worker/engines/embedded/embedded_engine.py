@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from echo2.base import routing
-from echo2.base.errors import ConfigError, EngineError, LimitExceeded
+from echo2.base.errors import ConfigError, EngineError
 from echo2.base.ids import Version
-from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.outside.allocator import give_back
@@ -25,7 +24,7 @@ from echo2.worker.engines.adapter import CONFIG_KEY, Adapter, adapter_spec, load
 from echo2.worker.engines.embedded.forward import CachedDecoder
 from echo2.worker.engines.embedded.live_weights import LiveTensors, LiveWeights, read_shape, why_not_fused
 from echo2.worker.engines.embedded.loop import Forward, LiveSwap, StepLoop
-from echo2.worker.engines.embedded.slots import WAITING_MAX, BlockPool
+from echo2.worker.engines.embedded.slots import BlockPool
 from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.engines.outbox import LINGER_S, Outbox
 from echo2.worker.options import WorkerOptions
@@ -87,7 +86,6 @@ class EmbeddedEngine:
             self._weights, make_forward, slot_count, self._context_tokens, self._outbox, slowdown, cache_tokens
         )
         self._thread: threading.Thread | None = None
-        self._ids_in_use: set[str] = set()
         self._swap_order = asyncio.Lock()
 
     @property
@@ -120,24 +118,15 @@ class EmbeddedEngine:
         self._outbox.close()
 
     def submit(self, request: GenerateRequest) -> None:
-        whose = f"request {request.request_id}"
-        if request.request_id in self._ids_in_use:
-            raise EngineError(f"{whose}: expected a new id, got one whose last chunk was not taken yet")
-        if len(self._ids_in_use) >= WAITING_MAX:
-            raise LimitExceeded(f"{whose}: the engine holds {WAITING_MAX} requests already")
         refuse_bad_request(request, self._context_tokens, self._weights.vocab_count)
+        self._outbox.open(request.request_id)
         self._loop.call(lambda: self._loop.submit(request))
-        self._ids_in_use.add(request.request_id)
 
     async def next_chunks(self) -> Sequence[TokenChunk]:
-        chunks = await self._outbox.take()
-        for chunk in chunks:
-            if chunk.finish_reason is not FinishReason.UNFINISHED:
-                self._ids_in_use.discard(chunk.request_id)
-        return chunks
+        return await self._outbox.take()
 
     async def abort(self, request_id: str) -> None:
-        if request_id in self._ids_in_use:
+        if self._outbox.is_open(request_id):
             await asyncio.wrap_future(self._loop.call(lambda: self._loop.abort(request_id)))
 
     async def swap(self, staged: StagedVersion, mode: SwapMode) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from echo2.base.errors import EngineError, LimitExceeded
+from echo2.base.errors import EngineError
 from echo2.base.rollout import FinishReason
 from echo2.worker.engines.engine import GenerateRequest
 
@@ -178,9 +178,6 @@ class KeptSequences:
         self._tokens.move_to_end(row)
 
 
-WAITING_MAX = 65_536  # far more than leases ever bring
-
-
 @dataclass(slots=True)
 class SlotSequence:
     """A sequence in a slot. The first `cached` of its `tokens` (prompt + completion) have valid keys and values; the first
@@ -265,14 +262,9 @@ class SlotTable:
         self.blocks = BlockPool(self.slot_count, self.context_tokens, self.cache_tokens, kept_rows)
 
     def submit(self, request: GenerateRequest) -> None:
-        """Queues a request; the caller has already checked it against the model.
-
-        Raises EngineError if its id is in use, LimitExceeded if the queue is full.
-        """
+        """Queues a request; the caller has already checked it against the model. EngineError if its id is in use."""
         if request.request_id in self._waiting_ids or request.request_id in self._slot_of:
             raise EngineError(f"request {request.request_id}: expected a new id, got one in use")
-        if len(self.waiting) >= WAITING_MAX:
-            raise LimitExceeded(f"request {request.request_id}: {WAITING_MAX} requests wait already")
         self.waiting.append(request)
         self._waiting_ids.add(request.request_id)
 

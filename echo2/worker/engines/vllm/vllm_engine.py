@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from echo2.base import routing
-from echo2.base.errors import ConfigError, EngineError, LimitExceeded
+from echo2.base.errors import ConfigError, EngineError
 from echo2.base.ids import Version
 from echo2.base.rng import derived_seed
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import Fit, Quantisation
 from echo2.worker.engines.adapter import CONFIG_KEY, AdapterSpec, adapter_spec, load_base
-from echo2.worker.engines.embedded.slots import WAITING_MAX
 from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
 from echo2.worker.engines.outbox import LINGER_S, Outbox, SampledToken
 from echo2.worker.engines.vllm.vllm_weights import ADAPTER_ID, POSITION, STREAM, VllmWeights
@@ -187,7 +186,6 @@ class VllmEngine:
         self._version: Version | None = None
         self._epoch = 0
         self._streams: dict[str, _Stream] = {}
-        self._ids_in_use: set[str] = set()
         self._draft_tokens = draft_tokens
         self._adapter = adapter
         self._weights = VllmWeights(
@@ -292,25 +290,18 @@ class VllmEngine:
 
     def submit(self, request: GenerateRequest) -> None:
         refuse_bad_request(request, self._context_tokens, self._vocab_count)
-        whose = f"request {request.request_id}"
-        if request.request_id in self._ids_in_use:
-            raise EngineError(f"{whose}: expected a new id, got one whose last chunk was not taken yet")
-        if len(self._ids_in_use) >= WAITING_MAX:
-            raise LimitExceeded(f"{whose}: the engine holds {WAITING_MAX} requests already")
         if 0.0 < request.sampling.temperature < _TEMPERATURE_MIN:
-            raise EngineError(f"{whose}: expected temperature 0 or at least {_TEMPERATURE_MIN}, as vLLM raises it")
-        self._ids_in_use.add(request.request_id)
+            raise EngineError(
+                f"request {request.request_id}: expected temperature 0 or at least {_TEMPERATURE_MIN}, as vLLM raises it"
+            )
+        self._outbox.open(request.request_id)
         stream = _Stream(request)
         self._streams[request.request_id] = stream
         if self._version is not None:
             self._begin(stream)
 
     async def next_chunks(self) -> Sequence[TokenChunk]:
-        chunks = await self._outbox.take()
-        for chunk in chunks:
-            if chunk.finish_reason is not FinishReason.UNFINISHED:
-                self._ids_in_use.discard(chunk.request_id)
-        return chunks
+        return await self._outbox.take()
 
     async def abort(self, request_id: str) -> None:
         stream = self._streams.get(request_id)
