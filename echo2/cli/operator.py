@@ -71,8 +71,8 @@ class OperatorClient:
 
     async def create_link(self, role: str, lifetime_s: float, use_limit: int, label: str) -> str:
         """Makes a new join link, which the coordinator returns only this once."""
-        request = coordinator_pb2.CreateTokenRequest(role=role, lifetime_s=lifetime_s, use_limit=use_limit, label=label)
-        return str((await self._answer(self._stub.CreateToken(request, timeout=CALL_TIMEOUT_S))).join_link)
+        body = {"role": role, "lifetime_s": lifetime_s, "use_limit": use_limit, "label": label}
+        return str((await self.act("tokens", body))["join_link"])
 
     async def act(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Carries out one of the operator's actions, as the page does, and returns its answer."""

@@ -213,15 +213,6 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
 
         return await self._answer(request, context, act)
 
-    async def CreateToken(self, request: pb.CreateTokenRequest, context: Any) -> pb.CreateTokenReply:
-        async def act() -> pb.CreateTokenReply:
-            token, link = self._commands.create_token(
-                request.role, request.label, request.lifetime_s, request.use_limit
-            )
-            return pb.CreateTokenReply(token_id=token.token_id, join_link=link)
-
-        return await self._answer(request, context, act)
-
     async def Act(self, request: pb.ActRequest, context: Any) -> pb.ActReply:
         async def act() -> pb.ActReply:
             answer = await self._actions.act(request.name, request.body_json)

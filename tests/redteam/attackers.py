@@ -100,7 +100,6 @@ async def _unary(channel: grpc.aio.Channel, path: str, data: bytes) -> int:
 
 UNARY = {
     "Operator/GetStatus": coordinator_pb2.GetStatusRequest,
-    "Operator/CreateToken": coordinator_pb2.CreateTokenRequest,
     "Operator/Act": coordinator_pb2.ActRequest,
     "Renewal/Renew": enrolment_pb2.RenewRequest,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -402,18 +403,20 @@ def test_operator_makes_limits_and_revokes_tokens(tmp_path: Path) -> None:
         async with running(options(tmp_path)) as daemon:
             operator = await Node.join(daemon, Role.OPERATOR)
             stub = coordinator_pb2_grpc.OperatorStub(operator.channel)
-            made = await stub.CreateToken(pb.CreateTokenRequest(role="worker", lifetime_s=60, use_limit=1, label="one"))
-            link = JoinLink.parse(made.join_link)
+            body = {"role": "worker", "lifetime_s": 60, "use_limit": 1, "label": "one"}
+            reply = await stub.Act(pb.ActRequest(name="tokens", body_json=json.dumps(body).encode()))
+            made = json.loads(reply.answer_json)
+            link = JoinLink.parse(made["join_link"])
             first = Identity.generate()
             await enrol(link, first, Role.WORKER)
             await enrol(link, first, Role.WORKER)
             with pytest.raises(BadToken, match="used 1 of 1 times"):
                 await enrol(link, Identity.generate(), Role.WORKER)
             assert daemon.hub is not None
-            daemon.hub.tokens.revoke(made.token_id)
+            daemon.hub.tokens.revoke(made["token_id"])
             with pytest.raises(BadToken, match="revoked"):
                 await enrol(link, first, Role.WORKER)
-            kept = daemon.hub.tokens.tokens[made.token_id]
+            kept = daemon.hub.tokens.tokens[made["token_id"]]
             assert kept.is_revoked and len(kept.peers) == 1
             status = await stub.GetStatus(pb.GetStatusRequest())
             assert "the coordinator waits for the learner to connect" in [wait.what for wait in status.waits]

@@ -89,10 +89,12 @@ def test_when_the_state_cannot_be_saved_nothing_is_told_nothing_later_is_saved_a
         await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
         store, commands = daemon.hub.state.store, Commands(daemon.hub, "h", 1, [], {})
         assert isinstance(store, Disk)
+        while not daemon.hub.book.seekers.wanting:
+            await asyncio.sleep(0.01)
         store.is_full = True
         await learner.say(offer=pb.OfferGroups(groups=[group("g1")]))
-        while daemon.hub.book.queued or not daemon.hub.book.groups:  # until it is leased
-            await asyncio.sleep(0)
+        while not daemon.hub.book.groups:
+            await asyncio.sleep(0.01)
         with pytest.raises(DiskFull):
             commands.create_token(Role.WORKER.value, "first", 60.0, 1)
         store.is_full = False

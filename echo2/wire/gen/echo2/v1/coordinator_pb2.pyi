@@ -731,23 +731,3 @@ class ActReply(_message.Message):
     ANSWER_JSON_FIELD_NUMBER: _ClassVar[int]
     answer_json: bytes
     def __init__(self, answer_json: _Optional[bytes] = ...) -> None: ...
-
-class CreateTokenRequest(_message.Message):
-    __slots__ = ("role", "lifetime_s", "use_limit", "label")
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    LIFETIME_S_FIELD_NUMBER: _ClassVar[int]
-    USE_LIMIT_FIELD_NUMBER: _ClassVar[int]
-    LABEL_FIELD_NUMBER: _ClassVar[int]
-    role: str
-    lifetime_s: float
-    use_limit: int
-    label: str
-    def __init__(self, role: _Optional[str] = ..., lifetime_s: _Optional[float] = ..., use_limit: _Optional[int] = ..., label: _Optional[str] = ...) -> None: ...
-
-class CreateTokenReply(_message.Message):
-    __slots__ = ("token_id", "join_link")
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    JOIN_LINK_FIELD_NUMBER: _ClassVar[int]
-    token_id: str
-    join_link: str
-    def __init__(self, token_id: _Optional[str] = ..., join_link: _Optional[str] = ...) -> None: ...

@@ -158,11 +158,6 @@ class OperatorStub:
                 request_serializer=echo2_dot_v1_dot_coordinator__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=echo2_dot_v1_dot_coordinator__pb2.RunStatus.FromString,
                 _registered_method=True)
-        self.CreateToken = channel.unary_unary(
-                '/echo2.v1.Operator/CreateToken',
-                request_serializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenRequest.SerializeToString,
-                response_deserializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenReply.FromString,
-                _registered_method=True)
         self.Act = channel.unary_unary(
                 '/echo2.v1.Operator/Act',
                 request_serializer=echo2_dot_v1_dot_coordinator__pb2.ActRequest.SerializeToString,
@@ -175,12 +170,6 @@ class OperatorServicer:
     """
 
     def GetStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CreateToken(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,11 +189,6 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=echo2_dot_v1_dot_coordinator__pb2.GetStatusRequest.FromString,
                     response_serializer=echo2_dot_v1_dot_coordinator__pb2.RunStatus.SerializeToString,
-            ),
-            'CreateToken': grpc.unary_unary_rpc_method_handler(
-                    servicer.CreateToken,
-                    request_deserializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenRequest.FromString,
-                    response_serializer=echo2_dot_v1_dot_coordinator__pb2.CreateTokenReply.SerializeToString,
             ),
             'Act': grpc.unary_unary_rpc_method_handler(
                     servicer.Act,
@@ -240,33 +224,6 @@ class Operator:
             '/echo2.v1.Operator/GetStatus',
             echo2_dot_v1_dot_coordinator__pb2.GetStatusRequest.SerializeToString,
             echo2_dot_v1_dot_coordinator__pb2.RunStatus.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CreateToken(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/echo2.v1.Operator/CreateToken',
-            echo2_dot_v1_dot_coordinator__pb2.CreateTokenRequest.SerializeToString,
-            echo2_dot_v1_dot_coordinator__pb2.CreateTokenReply.FromString,
             options,
             channel_credentials,
             insecure,
