@@ -2,7 +2,7 @@
 
 `python -m tests.soak --seconds 1800 --first-seed 1000`; the parts share the time by SHARES, `--only sim` runs one part alone.
 Results are added every minute or so to the record (`soak_record`), by part and commit, and the page is written from all of
-it; `--seconds 0` only writes the page, `--anew` forgets what was.
+it; `--seconds 0` only writes the page.
 Whatever fails is printed with the command that replays it, and the exit code is 1.
 """
 
@@ -142,24 +142,19 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--first-seed", type=int, default=1000)
     parser.add_argument("--only", choices=list(PARTS))
-    parser.add_argument("--record", type=Path, default=RECORD)
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--anew", action="store_true")
     given = parser.parse_args()
-    if given.anew:
-        given.record.unlink(missing_ok=True)
-    commit, is_clean = given.commit or commit_of_tree(), True
+    commit, is_clean = commit_of_tree(), True
     parts = [given.only] if given.only else list(PARTS)
     whole = sum(SHARES[part] for part in parts)
     for part in parts if given.seconds > 0 else []:
         until = time.monotonic() + given.seconds * SHARES[part] / whole
         for found in PARTS[part](given.first_seed, until):
             found.commit = commit
-            add(given.record, found)
+            add(RECORD, found)
             is_clean = is_clean and not found.failed
             for text in found.failed:
                 print(text, flush=True)
-    write_page(entries(given.record))
+    write_page(entries(RECORD))
     print("nothing failed" if is_clean else "there are failures")
     return 0 if is_clean else 1
 

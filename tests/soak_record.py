@@ -1,18 +1,16 @@
 """What soaks have found so far, by part and commit: one JSON file that grows, and the table of docs/reliability.md from it.
 
-Guarantees: what is added is never subtracted: a failure stays on record under the commit that had it; several processes
-may add at a time. Leaves to others: running anything (soak).
+Guarantees: what is added is never subtracted: a failure stays on record under the commit that had it. Leaves to others: running
+anything (soak).
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import subprocess
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import gettempdir
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "soak.json"
@@ -39,7 +37,6 @@ class Entry:
     failed: list[str] = field(default_factory=list)
 
     def add(self, other: Entry) -> None:
-        assert (self.part, self.commit) == (other.part, other.commit), "only equals are added"
         self.seconds += other.seconds
         self.units += other.units
         self.counts += other.counts
@@ -62,36 +59,22 @@ def entries(record: Path) -> list[Entry]:
 
 
 def add(record: Path, found: Entry) -> None:
-    """Adds to the record, whoever else adds at the same time."""
-    record.parent.mkdir(parents=True, exist_ok=True)
-    with (Path(gettempdir()) / f"echo2-{record.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = entries(record)
-        same = [one for one in kept if (one.part, one.commit) == (found.part, found.commit)]
-        same[0].add(found) if same else kept.append(found)
-        rows = [{one.name: getattr(entry, one.name) for one in fields(Entry)} for entry in kept]
-        text = json.dumps({"entries": rows}, indent=1, sort_keys=True)
-        fresh = record.with_suffix(".new")
-        fresh.write_text(text + "\n")
-        fresh.replace(record)
-
-
-def _sum(kept: list[Entry], part: str) -> Entry:
-    total = Entry(part, "all")
-    for one in kept:
-        if one.part == part:
-            total.seconds += one.seconds
-            total.units += one.units
-            total.counts += one.counts
-            total.failed += one.failed
-    return total
+    kept = entries(record)
+    same = [one for one in kept if (one.part, one.commit) == (found.part, found.commit)]
+    same[0].add(found) if same else kept.append(found)
+    rows = [{name: getattr(entry, name) for name in Entry.__slots__} for entry in kept]
+    fresh = record.with_suffix(".new")
+    fresh.write_text(json.dumps({"entries": rows}, indent=1, sort_keys=True) + "\n")
+    fresh.replace(record)
 
 
 def page_of(kept: list[Entry]) -> str:
     """The generated part of the page."""
     lines = ["Made by `make soak` from `docs/soak.json`, which grows with each soak.", "",
              "| part | commits | minutes | how many | failed |", "|---|---|---|---|---|"]  # fmt: skip
-    sums = {part: _sum(kept, part) for part in WORDS}
+    sums = {part: Entry(part, "all") for part in WORDS}
+    for one in kept:
+        sums[one.part].add(one)
     for part, total in sums.items():
         commits = len({one.commit.removesuffix("-dirty") for one in kept if one.part == part})
         numbers = f"{total.seconds / 60:.0f} | {total.units:,} | {len(total.failed)}"

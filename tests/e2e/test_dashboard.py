@@ -17,7 +17,6 @@ import pytest
 from benchmarks.coordinator_load import Ledger, Shape, run_load
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import OperatorSetting
-from echo2.coordinator.streams import accused
 from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -266,7 +265,7 @@ async def _releases_the_quarantined_and_bans(page: Any, daemon: CoordinatorDaemo
     assert daemon.hub is not None
     member = next(m for m in daemon.hub.membership.members.values() if m.setting is OperatorSetting.AUTOMATIC)
     finding = "audit: its numbers are 0.07 nats off, 0.05 are allowed"
-    accused(daemon.hub, member.peer_id, finding, is_certain=False)
+    daemon.hub.accuse(member.peer_id, finding, is_certain=False)
     row = page.locator("#fleet-body tr").filter(has_text=member.name)
     await row.get_by_text("quarantined").first.wait_for(timeout=WAIT_MS)
     assert await row.locator(f'[title*="{finding}"]').count() >= 1, "the finding is nowhere in the row"
