@@ -6,12 +6,13 @@ regions 20-100 ms apart. All rates are multiplied by the scene's scale, so that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.plan import NodeLink
-from echo2.broadcast.trees import Needs, own_earliest
+from echo2.broadcast.trees import Needs
 
 MBIT = 125_000.0
 MIB = 1 << 20
@@ -200,3 +201,16 @@ def make_partly_needed_scene(workers: int, standby: int, *, share: float, scale:
         for number, node in enumerate(made.nodes)
     )  # fmt: skip
     return replace(made, nodes=nodes, share=share)
+
+
+def own_earliest(nodes: Sequence[NodeLink]) -> tuple[float, ...]:
+    """Per worker, the earliest time (s per byte) at which it could have everything while workers with slower downlinks take only
+    what those allow. All uplinks are shared equally; no worker gets more than its downlink or the seed's uplink."""
+    workers, uplinks = nodes[1:], sum(node.up for node in nodes)
+    level, left = nodes[0].up, len(nodes) - 1
+    for worker in sorted(workers, key=lambda node: node.down):
+        if worker.down * left >= uplinks:
+            level = min(level, uplinks / left)
+            break
+        uplinks, left = uplinks - worker.down, left - 1
+    return tuple(1 / min(level, worker.down) for worker in workers)

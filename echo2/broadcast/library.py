@@ -71,12 +71,9 @@ class Entry:
         return max(1.0, expected_bytes(self.header.artifact, self.header.full_snapshot_bytes) - self.held_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class LibraryLimits:
-    """`recent_bytes_max`: recently received chunks, so that relaying and decoding them reads no disk."""
-
-    artifacts_max: int = 96
-    recent_bytes_max: int = 16 << 20
+ARTIFACTS_MAX = 96  # each keeps a file open
+RECENT_BYTES_MAX = 16 << 20
+"""Recently received chunks, so that relaying and decoding them reads no disk."""
 
 
 class RecentChunks:
@@ -117,10 +114,12 @@ class AvailableArtifact:
 class Library:
     """`revision` rises when an artifact is added, sealed, completed or dropped; `chunks_stored` with each chunk."""
 
-    def __init__(self, store: ChunkStore, run_id: RunId, limits: LibraryLimits, lineage: str) -> None:
-        self.store, self.run_id, self.limits, self.lineage = store, run_id, limits, lineage
+    def __init__(
+        self, store: ChunkStore, run_id: RunId, lineage: str, recent_bytes_max: int = RECENT_BYTES_MAX
+    ) -> None:
+        self.store, self.run_id, self.lineage = store, run_id, lineage
         self.entries: dict[ArtifactKey, Entry] = {}
-        self.recent = RecentChunks(limits.recent_bytes_max)
+        self.recent = RecentChunks(recent_bytes_max)
         self.unsound_files = 0
         self.trouble = ""
         self.revision = self.chunks_stored = 0
@@ -151,7 +150,7 @@ class Library:
         ]  # fmt: skip
         for key in dropped:
             self.drop(key)
-        while len(self.entries) >= self.limits.artifacts_max and (victims := self._victims(header.key, 1)):
+        while len(self.entries) >= ARTIFACTS_MAX and (victims := self._victims(header.key, 1)):
             dropped += victims
         entry = Entry(header)
         self.store.fit(header.full_snapshot_bytes)

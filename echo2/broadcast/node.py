@@ -33,7 +33,7 @@ from echo2.broadcast.connections import Connections
 from echo2.broadcast.dialling import Dialling
 from echo2.broadcast.events import ArtifactWanted, ChunkSeen, Emptied, HeaderSeen, PlanSet, SealSeen, Unwanted
 from echo2.broadcast.exchange import Bans, Exchange
-from echo2.broadcast.library import AvailableArtifact, Library, LibraryLimits, restored
+from echo2.broadcast.library import RECENT_BYTES_MAX, AvailableArtifact, Library, restored
 from echo2.broadcast.nat.reach import HostFacts, HostOptions, Nat
 from echo2.broadcast.pace import Meter
 from echo2.broadcast.plan import BroadcastPlan, chunk_bytes_for
@@ -68,7 +68,7 @@ class NodeOptions:
     store_bytes: int = 0
     uplink_limit_bytes_per_s: float = 0.0
     shape: LinkShape = field(default_factory=LinkShape)
-    limits: LibraryLimits = field(default_factory=LibraryLimits)
+    recent_bytes_max: int = RECENT_BYTES_MAX
     seed: int = 0
     host: str = "127.0.0.1"
     port: int = 0
@@ -127,7 +127,7 @@ class BroadcastNode:
         me, shape = credentials.peer_id, options.shape
         self.peer_id, self.credentials, self.options, self._lost = me, credentials, options, calls.lost
         store = ChunkStore(options.folder, options.store_bytes)
-        self.library = Library(store, credentials.run_id, options.limits, options.lineage)
+        self.library = Library(store, credentials.run_id, options.lineage, options.recent_bytes_max)
         self.session = BroadcastSession(me, options.seed, options.uplink_limit_bytes_per_s / WIRE_OVERHEAD)
         self.meter, self.bans = Meter(), Bans()
         self.planner = CatchUpPlanner(me, self.library, self.meter, shape)

@@ -8,11 +8,10 @@ its reason says why it won. Leaves to others: when a late worker is served (sess
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from echo2.broadcast.plan import (
@@ -226,20 +225,16 @@ def interior_disjoint(nodes: Sequence[NodeLink], degree_max: int = DEGREE_MAX) -
     return min(candidates, key=best, default=())
 
 
-def _builders(
-    nodes: Sequence[NodeLink], degree_max: int
-) -> dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]]:
-    """Builders of candidates: a full mesh if the degree limit allows it; trees by region if traffic is charged."""
-    count = len(nodes)
-    builders: dict[str, Callable[[Sequence[NodeLink]], tuple[Tree, ...]]] = {"star": star, "chain": chain}
-    if count <= degree_max + 1:
-        builders |= {"multi_tree": weighted_multi_tree, "strong_relays": strong_relays}
+def _candidates(nodes: Sequence[NodeLink], degree_max: int) -> dict[str, tuple[Tree, ...]]:
+    """A full mesh if the degree limit allows it; trees by region if traffic is charged. Some may be unsound or empty."""
+    made = {"star": star(nodes), "chain": chain(nodes)}
+    if len(nodes) <= degree_max + 1:
+        made |= {"multi_tree": weighted_multi_tree(nodes), "strong_relays": strong_relays(nodes)}
     else:
-        builders["interior_disjoint_trees"] = functools.partial(interior_disjoint, degree_max=degree_max)
+        made["interior_disjoint_trees"] = interior_disjoint(nodes, degree_max)
     if any(node.egress_usd_per_gib for node in nodes):
-        by_region = functools.partial(regional, degree_max=degree_max, striped=striped)
-        builders |= {"regional": by_region, "regional_chain": functools.partial(by_region, is_chain=True)}
-    return builders
+        made |= {"regional": regional(nodes, degree_max), "regional_chain": regional(nodes, degree_max, is_chain=True)}
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +264,7 @@ def plan(
     if len(nodes) < 2:
         return BroadcastPlan(epoch, tuple(nodes), (), "none", (), artifact_bytes, "no worker to send to")
     candidates: list[TreeChoice] = []
-    for name, build in _builders(nodes, degree_max).items():
-        trees = build(nodes)
+    for name, trees in _candidates(nodes, degree_max).items():
         if is_sound(nodes, trees) and (degree_of(trees, len(nodes)) <= degree_max or name == "star"):
             size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
             worker_s = predict(nodes, trees, artifact_bytes, size).worker_s
@@ -316,8 +310,6 @@ def _reason(chosen: TreeChoice, candidates: Sequence[TreeChoice], nodes: Sequenc
 GIB = float(1 << 30)
 GATEWAYS_MAX = 8  # a gateway's neighbours in other regions, at most
 STRIPES = (16, 8, 4, 2, 1)  # the most that fit the degree limit
-Striped = Callable[[Sequence[NodeLink], int, int], tuple[Tree, ...]]
-"""(nodes with the source first, stripe count, degree limit) -> that many equal stripes; empty if impossible."""
 
 
 def is_crossing(parent: NodeLink, child: NodeLink) -> bool:
@@ -335,16 +327,14 @@ def egress_usd(nodes: Sequence[NodeLink], trees: Sequence[Tree], artifact_bytes:
     return total * artifact_bytes / GIB
 
 
-def regional(
-    nodes: Sequence[NodeLink], degree_max: int, striped: Striped, *, is_chain: bool = False
-) -> tuple[Tree, ...]:
+def regional(nodes: Sequence[NodeLink], degree_max: int, *, is_chain: bool = False) -> tuple[Tree, ...]:
     """Trees of equal stripes. `is_chain`: gateways forward to one another, strongest uplink first, for when the seed's uplink
     cannot feed them all. Empty if there are fewer than two regions, or no stripes fit the degree limit."""
     groups = _groups(nodes)
     if not 2 <= len({nodes[0].region, *groups}) <= GATEWAYS_MAX:
         return ()
     for stripes in STRIPES:
-        inside = {region: _inside(nodes, members, stripes, degree_max, striped) for region, members in groups.items()}
+        inside = {region: _inside(nodes, members, stripes, degree_max) for region, members in groups.items()}
         if all(inside.values()):
             made = _joined(nodes, groups, inside, stripes, is_chain)
             return made if is_sound(nodes, made) else ()
@@ -364,9 +354,7 @@ def _groups(nodes: Sequence[NodeLink]) -> dict[str, list[int]]:
     return dict(groups)
 
 
-def _inside(
-    nodes: Sequence[NodeLink], members: Sequence[int], stripes: int, degree_max: int, striped: Striped
-) -> list[tuple[int, ...]]:
+def _inside(nodes: Sequence[NodeLink], members: Sequence[int], stripes: int, degree_max: int) -> list[tuple[int, ...]]:
     """For each stripe, the parents of all members but the gateway, as positions in `members`; empty if impossible."""
     local = [nodes[number] for number in members]
     if len(local) < 2:
@@ -406,19 +394,6 @@ def _gateways_above(nodes: Sequence[NodeLink], gateways: Sequence[int], *, is_ch
         feeders[gateway] = before if can_connect(nodes[before], nodes[gateway]) else 0
         before = gateway
     return feeders
-
-
-def own_earliest(nodes: Sequence[NodeLink]) -> tuple[float, ...]:
-    """Per worker, the earliest time (s per byte) at which it could have everything while workers with slower downlinks take only
-    what those allow. All uplinks are shared equally; no worker gets more than its downlink or the seed's uplink."""
-    workers, uplinks = nodes[1:], sum(node.up for node in nodes)
-    level, left = nodes[0].up, len(nodes) - 1
-    for worker in sorted(workers, key=lambda node: node.down):
-        if worker.down * left >= uplinks:
-            level = min(level, uplinks / left)
-            break
-        uplinks, left = uplinks - worker.down, left - 1
-    return tuple(1 / min(level, worker.down) for worker in workers)
 
 
 GAIN_MIN = 1.01  # for less, no worker is late

@@ -17,7 +17,6 @@ from echo2.base.link_shape import LinkShape
 from echo2.broadcast import route
 from echo2.broadcast.artifact import ArtifactId, Chunk, digest_of
 from echo2.broadcast.connection import HEAD, Connection
-from echo2.broadcast.library import LibraryLimits
 from echo2.broadcast.node import NodeOptions
 from echo2.broadcast.transport import Transport
 from echo2.trust import tls
@@ -290,7 +289,7 @@ def test_what_rots_at_the_learner_is_made_up_for_by_a_keyframe(tmp_path: Path, m
     async def scene() -> None:
         def options(number: int) -> NodeOptions:
             return NodeOptions(
-                tmp_path / f"n{number}", chunk_bytes=16 << 10, limits=LibraryLimits(recent_bytes_max=0)
+                tmp_path / f"n{number}", chunk_bytes=16 << 10, recent_bytes_max=0
             )  # fmt: skip
 
         async with fleet(tmp_path, 1, options) as f:

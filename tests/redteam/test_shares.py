@@ -18,7 +18,7 @@ from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.artifact import ArtifactId, Header
 from echo2.broadcast.exchange import HELD_HEADERS_MAX, Bans, Exchange
-from echo2.broadcast.library import Library, LibraryLimits
+from echo2.broadcast.library import Library
 from echo2.broadcast.pace import Meter
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.store import ChunkStore
@@ -270,7 +270,7 @@ def test_a_members_connection_without_a_call_ends_and_is_made_anew() -> None:
 
 def test_headers_of_one_peer_leave_room_for_those_of_others_while_no_publisher_is_known(tmp_path: Path) -> None:
     run, publisher = RunId("a-run"), Identity.generate()
-    library = Library(ChunkStore(tmp_path, 1 << 20), run, LibraryLimits(), "")
+    library = Library(ChunkStore(tmp_path, 1 << 20), run, "")
     exchange = Exchange(PeerId("me"), library, BroadcastSession(PeerId("me")), Meter(), Bans())
 
     def header(version: int) -> Header:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.broadcast_model.network import BroadcastNetwork
 from benchmarks.broadcast_model.scenarios import partly_needed_fleet, wan_fleet
+from benchmarks.broadcast_scene import own_earliest
 from echo2.base.ids import PeerId
 from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.events import ChunkSeen, ChunkSent, HeaderSeen, PeerUp, PlanSet, RelayAck, Route, SendChunk
@@ -24,7 +25,6 @@ from echo2.broadcast.trees import (
     is_fit,
     is_worth_sending,
     late_of,
-    own_earliest,
     plan,
     serves,
     slow_of,

@@ -28,7 +28,7 @@ from echo2.broadcast.artifact import (
 )
 from echo2.broadcast.events import ChunksKept, Event, HeaderSeen, SealSeen
 from echo2.broadcast.exchange import Bans, Exchange
-from echo2.broadcast.library import Library, LibraryLimits, restored
+from echo2.broadcast.library import Library, restored
 from echo2.broadcast.pace import Meter
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.store import SLOW_CLOSE_BYTES, ChunkStore
@@ -40,7 +40,7 @@ CHUNK_BYTES = 256 << 10
 
 
 def library(folder: Path, store_bytes: int = 1 << 30, recent_bytes: int = 16 << 20) -> Library:
-    return Library(ChunkStore(folder, store_bytes), RUN, LibraryLimits(recent_bytes_max=recent_bytes), "delta 1")
+    return Library(ChunkStore(folder, store_bytes), RUN, "delta 1", recent_bytes)
 
 
 def header_of(version: int, parent: int | None = None, *, run: RunId = RUN, weights_bytes: int = 1000) -> Header:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.plan import NodeLink, Tree, degree_of, fluid_bound, is_sound
-from echo2.broadcast.trees import GIB, Needs, egress_usd, is_crossing, plan, regional, striped, weighted_plan
+from echo2.broadcast.trees import GIB, Needs, egress_usd, is_crossing, plan, regional, weighted_plan
 
 MBIT = 1e6 / 8
 SIZE = 512 << 20
@@ -73,7 +73,7 @@ def test_where_nothing_is_charged_or_time_is_dear_or_has_no_price_no_time_is_giv
 
 def test_gateways_pass_on_to_one_another_where_the_seed_is_poor() -> None:
     nodes = fleet(64, 4, seed_up=100 * MBIT)
-    chain, spread = (regional(nodes, 32, striped, is_chain=is_chain) for is_chain in (True, False))
+    chain, spread = (regional(nodes, 32, is_chain=is_chain) for is_chain in (True, False))
     assert [sum(parent == 0 for parent in trees[0].parents) for trees in (chain, spread)] == [1, 4]
     made = plan(nodes, 1, SIZE, usd_per_s=POOL_USD_PER_S)
     assert made.topology == "regional_chain"
@@ -113,7 +113,7 @@ def test_regional_trees_reach_everybody_or_are_none(
     for number, (region, up, is_hidden) in enumerate(workers, start=1):
         made = node(number, region, up * MBIT)
         nodes.append(replace(made, addresses=()) if is_hidden else made)
-    trees = regional(nodes, 32, striped, is_chain=is_chain)
+    trees = regional(nodes, 32, is_chain=is_chain)
     assert not trees or is_sound(nodes, trees)
     if trees:
         assert all(times <= 1.0 + 1e-9 for region, times in crossings(nodes, trees).items() if region)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from echo2.base.ids import RunId, Version
 from echo2.broadcast.artifact import ArtifactId, Header
-from echo2.broadcast.library import LibraryLimits
 from echo2.broadcast.node import BroadcastNode, NodeCalls, NodeOptions
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.route import FORGOTTEN_S, STALL_S
@@ -88,7 +87,7 @@ def test_a_publisher_makes_up_for_a_chunk_that_its_disk_has_changed(tmp_path: Pa
     lost: list[str] = []
 
     async def scene() -> None:
-        options = NodeOptions(tmp_path, limits=LibraryLimits(recent_bytes_max=0))
+        options = NodeOptions(tmp_path, recent_bytes_max=0)
         node = BroadcastNode(learner, options, calls=NodeCalls(lost=lost.append))
         await node.start()
         artifact = ArtifactId(Version(1), None)
