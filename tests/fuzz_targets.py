@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.ids import GroupId, LeaseId, RunId, Step, Version
-from echo2.base.rollout import SegmentVerdict, Verdict
 from echo2.broadcast.connection import HEAD, FrameCutter
 from echo2.broadcast.nat.pipes import PipeAnswer, opening_of
 from echo2.config.load import load_config
@@ -45,7 +44,7 @@ from echo2.weights.container import parse_frame
 from echo2.wire import broadcast as bw
 from echo2.wire import coordinator as cw
 from echo2.wire import rollout as rw
-from echo2.wire.bounds import check
+from echo2.wire.bounds import CallLimits, parsed
 from echo2.wire.broadcast import FRAME_BYTES_MAX, chunk_in
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
 from echo2.wire.rollout import Ticket, sign_ticket, verify_ticket
@@ -71,12 +70,7 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="echo2-fuzz-")
 
 def _parsed(kind: type[Message], data: bytes) -> Message:
     """As every receiver takes it: parsed, and within its bounds."""
-    try:
-        message = kind.FromString(data)
-    except DecodeError as error:  # gRPC answers such a message itself
-        raise MalformedMessage(str(error)) from None
-    check(message, "a peer")
-    return message
+    return parsed(kind, data, CallLimits(16 << 20, 262_144), "a peer")
 
 
 def _container(data: bytes) -> None:
@@ -208,15 +202,15 @@ def _ticket(ticket: rollout_pb2.LeaseTicket) -> object:
 
 _worker_message = _of(
     coordinator_pb2.WorkerMessage,
-    hello=lambda hello: cw.worker_hello_from_message(hello, "a worker"),
-    heartbeat=lambda beat: cw.heartbeat_from_message(beat, "a worker"),
+    hello=cw.worker_hello_from_message,
+    heartbeat=cw.heartbeat_from_message,
     lease_ended=cw.end_reason_from_message,
 )
 _learner_message = _of(
     coordinator_pb2.LearnerMessage,
     hello=lambda hello: cw.learner_hello_from_message(hello, "a learner"),
     report=lambda report: cw.learner_report_from_message(report, "a learner"),
-    published=lambda published: cw.published_from_message(published, "a learner"),
+    published=cw.published_from_message,
     offer=lambda offer: cw.offer_from_message(offer, "a learner"),
 )
 _worker_order = _of(
@@ -357,24 +351,34 @@ def write_corpus() -> None:
             (folder / f"valid-{number}").write_bytes(data)
 
 
-def _valid_inputs() -> Iterator[tuple[str, list[bytes]]]:
-    from tests.unit.wire.test_rollout import SEGMENT, report_message
+def _messages(kind: type[Message]) -> list[bytes]:
+    """One message of each alternative that it has, every field set to what a reader takes."""
+    from tests.contract.test_golden import filled
+    from tests.unit.wire.test_fields import sensible
 
+    alternatives = [field.name for field in kind.DESCRIPTOR.oneofs[0].fields] if kind.DESCRIPTOR.oneofs else [""]
+    return [sensible(filled(kind.DESCRIPTOR, one)).SerializeToString() for one in alternatives]
+
+
+def _valid_inputs() -> Iterator[tuple[str, list[bytes]]]:
     keyframe = list(encode_keyframe(_NEW, DeltaHeader(target_version=Version(42), fingerprint_key=KEY)))
     yield "delta_container", [join_frames(iter(_DELTA))]
     yield "keyframe_container", [join_frames(iter(keyframe))]
     yield "delta_frame", [*_DELTA[:3], _DELTA[-1], keyframe[0], keyframe[-1]]
     yield "delta_resealed", [bytes([i]) + frame for i, frame in enumerate(_DELTA[:4])]
     yield from _peer_inputs()
-    yield from _coordinator_inputs()
-    verdict = rw.verdict_to_message(SegmentVerdict(GroupId("g-17"), 3, Verdict.RESEND, 10, "tokens 8..9 are missing"))
-    yield "rollout_report", [report_message().SerializeToString()]
-    yield "rollout_verdict", [ingest_pb2.RolloutVerdict(sequence=9, segments=[verdict]).SerializeToString()]
-    whole = rw.segment_to_message(replace(SEGMENT, offset=0))
-    yield "partials_reply", [ingest_pb2.GetPartialsReply(rollouts=[whole]).SerializeToString()]
+    for name, kind in (
+        ("worker_message", coordinator_pb2.WorkerMessage), ("learner_message", coordinator_pb2.LearnerMessage),
+        ("worker_order", coordinator_pb2.WorkerOrder), ("rollout_report", ingest_pb2.RolloutReport),
+        ("rollout_verdict", ingest_pb2.RolloutVerdict), ("broadcast_plan", broadcast_pb2.BroadcastPlan),
+    ):  # fmt: skip
+        yield name, _messages(kind)
+    whole = ingest_pb2.GetPartialsReply.FromString(_messages(ingest_pb2.GetPartialsReply)[0])
+    del whole.rollouts[1:]
+    whole.rollouts[0].offset = 0
+    yield "partials_reply", [whole.SerializeToString()]
     given = Ticket(LeaseId("l-1"), GroupId("g-17"), _WORKER.peer_id, 2, 2e9, RunId("r"))
-    signed = sign_ticket(given, _COORDINATOR)
-    yield "lease_ticket", [signed.SerializeToString()]
+    yield "lease_ticket", [sign_ticket(given, _COORDINATOR).SerializeToString()]
     yield (
         "join_link",
         [f"echo2://10.0.0.7:8418/{_COORDINATOR.peer_id}?token={'A' * 43}".encode(), b"echo2://[::1]:1/x?token="],
@@ -387,8 +391,6 @@ def _valid_inputs() -> Iterator[tuple[str, list[bytes]]]:
 def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
     from echo2.broadcast.artifact import ArtifactId, Chunk, Header, Seal, root_of
     from echo2.broadcast.events import Route
-    from echo2.broadcast.plan import NodeLink
-    from echo2.broadcast.trees import plan
 
     made = Header(ArtifactId(Version(5), Version(4)), RunId("r"), "", 1.0, 4096, True, _COORDINATOR.peer_id)
     header = made.signed(_COORDINATOR)
@@ -411,11 +413,6 @@ def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
         bw.cancel_to_bytes(header.key, (1,)), bw.relay_ack_to_bytes(header.key, 0, 2),
         bw.width_wish_to_bytes(4), bw.beside(Route(3, 1), False) + frame,
     ]  # fmt: skip
-    nodes = [
-        NodeLink(Identity.from_private_bytes(bytes([i]) * 32).peer_id, f"n{i}", (f"h{i}:1",), 1e6, 2e6, 0.05)
-        for i in range(4)
-    ]
-    yield "broadcast_plan", [bw.plan_to_message(plan(nodes, 7, 1 << 20)).SerializeToString()]
 
 
 def _tls_hello(name: str, protocols: list[str]) -> bytes:
@@ -430,32 +427,6 @@ def _tls_hello(name: str, protocols: list[str]) -> bytes:
     made = bytearray(written.read())
     made[11:43] = made[44:76] = bytes(range(32))
     return bytes(made)
-
-
-def _coordinator_inputs() -> Iterator[tuple[str, list[bytes]]]:
-    from tests.unit.wire.test_rollout import GROUP
-
-    pb = coordinator_pb2
-    hello = pb.WorkerHello(protocol_version=1, name="w", run_id="r", addresses=["h:1"], slot_count=8)
-    beat = pb.Heartbeat(version=3, has_version=True, rollouts_per_s=1.5, tokens_per_s=200.0, waits_for="a lease")
-    ended = pb.LeaseEnded(lease_id="l-1", reason=pb.LeaseEnded.REASON_FINISHED)
-    yield "worker_message", [
-        pb.WorkerMessage(hello=hello).SerializeToString(), pb.WorkerMessage(heartbeat=beat).SerializeToString(),
-        pb.WorkerMessage(lease_ended=ended).SerializeToString(),
-    ]  # fmt: skip
-    group = rw.group_to_message(GROUP)
-    learner = pb.LearnerHello(
-        protocol_version=1, run_id="r", address="h:1", model_name="m", model_config_json=b"{}", model_digest="d",
-        staleness_bound=4, rollouts_per_step=8, rollouts_per_group=4, open_groups=[group],
-    )  # fmt: skip
-    report = pb.LearnerReport(step=4, newest_version=4, train_s=1.0, lag_histogram=[3, 2], fingerprint="ab" * 8)
-    published = pb.VersionPublished(version=5, parent=4, has_parent=True, artifact_bytes=9, full_snapshot_bytes=99)
-    yield "learner_message", [
-        pb.LearnerMessage(hello=learner).SerializeToString(), pb.LearnerMessage(report=report).SerializeToString(),
-        pb.LearnerMessage(published=published).SerializeToString(),
-        pb.LearnerMessage(offer=pb.OfferGroups(groups=[group])).SerializeToString(),
-    ]  # fmt: skip
-    yield "worker_order", [pb.WorkerOrder(lease_grant=pb.LeaseGrant(group=group)).SerializeToString()]
 
 
 def _journal_inputs() -> Iterator[bytes]:

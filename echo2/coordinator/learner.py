@@ -178,21 +178,17 @@ class LearnerSide:
             case "offer":
                 self._on_lease_event(le.GroupsOffered(*wire.offer_from_message(message.offer, whose)))
             case "close":
-                check(message.close, whose)
                 ids = tuple(group_id_from_wire(group_id) for group_id in message.close.group_ids)
                 self._on_lease_event(le.GroupsClosed(ids, message.close.reason))
             case "delivered":
-                self._on_lease_event(wire.delivered_from_message(message.delivered, whose))
+                self._on_lease_event(wire.delivered_from_message(message.delivered))
             case "published":
-                self.on_publish(wire.published_from_message(message.published, whose))
+                self.on_publish(wire.published_from_message(message.published))
             case "accused":
-                check(message.accused, whose)
                 hub.accuse(PeerId(message.accused.peer_id), message.accused.reason, message.accused.is_certain)
             case "shown":
-                check(message.shown, whose)
                 self.rollouts.on_answer(message.shown)
             case "leaving":
-                check(message.leaving, whose)
                 self._on_leave(message.leaving.reason)
             case other:
                 raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
@@ -365,8 +361,10 @@ def restore_board(board: LearnerBoard, meta: Mapping[str, str], now: float) -> N
     board.totals = Totals(**json.loads(meta.get("totals", "{}")))
     if "learner_hello" in meta:
         hello = pb.LearnerHello.FromString(bytes.fromhex(meta["learner_hello"]))
+        check(hello, "the saved learner")
         board.hello = wire.learner_hello_from_message(hello, "the saved learner")
         board.peer_id, board.changed_at = PeerId(meta["learner_peer_id"]), now
     if "learner_report" in meta:
         report = pb.LearnerReport.FromString(bytes.fromhex(meta["learner_report"]))
+        check(report, "the saved learner")
         board.report = wire.learner_report_from_message(report, "the saved learner")

@@ -33,7 +33,6 @@ from echo2.outside.guard import FairShare, FairShares, Refusals, handling
 from echo2.trust.identity import PeerIdentity, Role
 from echo2.trust.tls import peer_of
 from echo2.wire import coordinator as wire
-from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.rollout import lease_id_from_wire
@@ -77,7 +76,7 @@ class WorkerStream:
 
     async def on_hello(self, peer_id: PeerId, first: pb.WorkerMessage, session: WorkerSession) -> None:
         expect_hello(first, f"worker {peer_id}")
-        hello = wire.worker_hello_from_message(first.hello, f"worker {first.hello.name[:64]!r} ({peer_id})")
+        hello = wire.worker_hello_from_message(first.hello)
         held = await self._held_leases(peer_id, first.hello.held_tickets)
         named = self._dialable(Access(addresses=hello.addresses), peer_id)
         self._join(peer_id, replace(hello, held_leases=held, addresses=named.addresses), session)
@@ -151,33 +150,30 @@ class WorkerStream:
         return tuple(held.values())
 
     def on_message(self, peer_id: PeerId, message: pb.WorkerMessage) -> None:
-        whose = f"worker {peer_id}"
         match message.WhichOneof("kind"):
             case "heartbeat":
-                self._on_heartbeat(peer_id, wire.heartbeat_from_message(message.heartbeat, whose))
+                self._on_heartbeat(peer_id, wire.heartbeat_from_message(message.heartbeat))
             case "lease_request":
                 request = message.lease_request
-                check(request, f"the lease request of {whose}")
                 version = Version(request.version)
                 self._on_lease_event(peer_id, le.RolloutsWanted(peer_id, request.free_rollouts, version))
             case "lease_progress":
                 progress = message.lease_progress
-                check(progress, whose)
                 lease_id = lease_id_from_wire(progress.lease_id)
                 self._on_lease_event(
                     peer_id, le.Progressed(peer_id, lease_id, progress.finished_rollouts, progress.tokens)
                 )
             case "lease_ended":
                 ended = message.lease_ended
-                check(ended, whose)
                 text = "".join(c if c.isprintable() else " " for c in ended.message[:300])
                 reason, lease_id = wire.end_reason_from_message(ended), lease_id_from_wire(ended.lease_id)
                 self._on_lease_event(peer_id, le.LeaseEnded(peer_id, lease_id, reason, text))
             case "leaving":
-                check(message.leaving, whose)
                 self._hub.part_with(peer_id, message.leaving.reason)
             case other:
-                raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
+                raise MalformedMessage(
+                    f"worker {peer_id}: expected a message of a known kind after its hello, got {other}"
+                )
 
     def _on_heartbeat(self, peer_id: PeerId, heartbeat: Heartbeat) -> None:
         if heartbeat.reach is not None:

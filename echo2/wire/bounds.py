@@ -266,18 +266,23 @@ def limits_of(method: str) -> CallLimits:
 
 
 def parsed(kind: type[M], data: bytes, limits: CallLimits, whose: str) -> M:
-    """Parses a message; MalformedMessage beyond `limits`, or if the bytes are not such a message."""
+    """Parses and checks a message: the only place where what a peer says is bounded, apart from replies, which gRPC parses.
+    MalformedMessage beyond `limits` or the bounds of its fields, or if the bytes are not such a message."""
     if len(data) > limits.bytes_max:
         raise MalformedMessage(f"{whose}: expected a message of up to {limits.bytes_max} bytes, got {len(data)}")
     if problem := _problem(data, shape_of(kind.DESCRIPTOR), limits.fields_max):
         raise MalformedMessage(f"{whose}: expected a {kind.DESCRIPTOR.name} {problem}")
+    problem = ""
     try:
-        return kind.FromString(data)
+        message = kind.FromString(data)
     except DecodeError as error:
         problem = str(error)  # raised below, as an error within an error would keep the data
-    raise MalformedMessage(
-        f"{whose}: expected a {kind.DESCRIPTOR.name}, got {len(data)} bytes that are not ({problem})"
-    )
+    if problem:
+        raise MalformedMessage(
+            f"{whose}: expected a {kind.DESCRIPTOR.name}, got {len(data)} bytes that are not ({problem})"
+        )
+    check(message, whose)
+    return message
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Control messages of proto/echo2/v1/coordinator.proto <-> the coordinator's core types.
 
-Guarantees: what `*_from_message` returns is within the bounds of wire/bounds and consistent; for anything else
-it raises `MalformedMessage`, which names the field and sender, what was expected and what came. Leaves to others: whether
-the sender may say it (coordinator/streams).
+Guarantees: of a message within its bounds (bounds.parsed, check), what `*_from_message` returns is consistent; for anything else it
+raises `MalformedMessage`, which names the field and sender, what was expected and what came. Leaves to others: whether the
+sender may say it (coordinator/streams).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from echo2.coordinator.planning.telemetry import (
     ReportedLink,
     WorkerHello,
 )
-from echo2.wire.bounds import check
 from echo2.wire.broadcast import access_from_message, access_to_message
 from echo2.wire.by_name import core_of, message_of
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -70,11 +69,8 @@ def link_to_message(link: LinkReport) -> pb.Link:
     return message_of(link, pb.Link)
 
 
-def worker_hello_from_message(
-    message: pb.WorkerHello, whose: str, held_leases: tuple[HeldLease, ...] = ()
-) -> WorkerHello:
+def worker_hello_from_message(message: pb.WorkerHello, held_leases: tuple[HeldLease, ...] = ()) -> WorkerHello:
     """`held_leases`: from the message's verified tickets (`held_lease_from_ticket`)."""
-    check(message, whose)
     return core_of(message, WorkerHello, link=link_from_message(message.link), held_leases=held_leases)
 
 
@@ -91,8 +87,7 @@ def held_lease_from_ticket(
     return HeldLease(ticket.lease_id, ticket.group_id, ticket.attempt, ticket.deadline_unix_s)
 
 
-def heartbeat_from_message(message: pb.Heartbeat, whose: str) -> Heartbeat:
-    check(message, whose)
+def heartbeat_from_message(message: pb.Heartbeat) -> Heartbeat:
     return core_of(
         message,
         Heartbeat,
@@ -148,7 +143,6 @@ def groups_from_messages(messages: Sequence[rollout_pb2.GroupSpec]) -> tuple[Gro
 
 def offer_from_message(message: pb.OfferGroups, whose: str) -> tuple[tuple[GroupSpec, ...], tuple[int, ...]]:
     """The groups, and how many tokens of each have reached the learner; counts are sent only in a reminder."""
-    check(message, whose)
     groups, held_tokens = groups_from_messages(message.groups), tuple(message.held_tokens)
     if held_tokens and len(held_tokens) != len(groups):
         raise MalformedMessage(
@@ -158,7 +152,6 @@ def offer_from_message(message: pb.OfferGroups, whose: str) -> tuple[tuple[Group
 
 
 def learner_hello_from_message(message: pb.LearnerHello, whose: str) -> LearnerHello:
-    check(message, whose)
     if not 1 <= message.rollouts_per_group <= message.rollouts_per_step:
         raise MalformedMessage(
             f"batch of {whose}: expected 1 <= rollouts_per_group <= rollouts_per_step, got "
@@ -179,7 +172,6 @@ def learner_hello_to_message(hello: LearnerHello) -> pb.LearnerHello:
 
 
 def learner_report_from_message(message: pb.LearnerReport, whose: str) -> LearnerReport:
-    check(message, whose)
     if list(message.lengths) != sorted(message.lengths):
         raise MalformedMessage(f"{whose}: lengths: expected ascending token counts, got {list(message.lengths)}")
     return core_of(message, LearnerReport, eval_reward=None if message.eval_reward == -1 else message.eval_reward)
@@ -190,13 +182,11 @@ def learner_report_to_message(report: LearnerReport) -> pb.LearnerReport:
     return message_of(report, pb.LearnerReport, eval_reward=eval_reward)
 
 
-def delivered_from_message(message: pb.WorkersDelivered, whose: str) -> Delivered:
-    check(message, whose)
+def delivered_from_message(message: pb.WorkersDelivered) -> Delivered:
     return Delivered(
         tuple(core_of(worker, WorkerDelivered, worker_id=PeerId(worker.peer_id)) for worker in message.workers)
     )
 
 
-def published_from_message(message: pb.VersionPublished, whose: str) -> PublishedVersion:
-    check(message, whose)
+def published_from_message(message: pb.VersionPublished) -> PublishedVersion:
     return core_of(message, PublishedVersion, parent=Version(message.parent) if message.has_parent else None)

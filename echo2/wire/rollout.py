@@ -1,8 +1,8 @@
 """Rollouts, groups, sampling parameters and verdicts <-> messages of proto/echo2/v1/{rollout,ingest}.proto.
 
-Guarantees: of a message that `bounds.check` has passed, what `*_from_message` returns is self-consistent; for anything else it
-raises `MalformedMessage`, which names the field, what was expected and what came. Leaves to others: whether the sender may say it
-(tickets, learner), whether a token id is in the vocabulary (engine, learner).
+Guarantees: of a message within its bounds (bounds.parsed, check), what `*_from_message` returns is self-consistent; for anything
+else it raises `MalformedMessage`, which names the field, what was expected and what came. Leaves to others: whether the sender may
+say it (tickets, learner), whether a token id is in the vocabulary (engine, learner).
 
 Log-probabilities and sampling parameters travel as float32: a value comes back rounded to float32.
 """

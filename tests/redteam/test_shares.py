@@ -45,10 +45,11 @@ from tests.contract.fleet import until
 from tests.patience import WAIT_S
 from tests.unit.coordinator.test_daemon import Node, options, play, running
 from tests.unit.learner.fleet import RandomWorker
-from tests.unit.learner.test_ingest import Stage, model_path, report_of, stage
+from tests.unit.learner.stage import Stage
+from tests.unit.learner.test_ingest import first_of, report_of
+from tests.unit.learner.test_ingest import play as play_ingest
 
 Served = Callable[[], grpc.aio.Channel]
-assert model_path and stage  # fixtures
 MIB = 1 << 20
 
 
@@ -160,7 +161,7 @@ def test_newcomers_of_a_link_share_what_one_may_take_and_who_has_delivered_has_i
 
 
 def test_who_asks_for_the_tokens_held_again_and_again_takes_its_share_and_no_more(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[float] = []
     true = ingest_module.rollout_to_message
@@ -173,12 +174,12 @@ def test_who_asks_for_the_tokens_held_again_and_again_takes_its_share_and_no_mor
 
     monkeypatch.setattr(ingest_module, "rollout_to_message", slowly)
 
-    async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
+    async def scene(stage: Stage, worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
         stream = stub.Report()
         report = report_of(stage, worker)
         await stream.write(ingest_pb2.RolloutReport(sequence=1, ticket=report.ticket, segments=report.segments[:2]))
         await stream.read()
-        request = ingest_pb2.GetPartialsRequest(ticket=worker.ticket(stage.group_id, attempt=2))
+        request = ingest_pb2.GetPartialsRequest(ticket=worker.ticket(first_of(stage), attempt=2))
         begun = time.monotonic()
 
         async def ask() -> None:
@@ -189,12 +190,10 @@ def test_who_asks_for_the_tokens_held_again_and_again_takes_its_share_and_no_mor
         seconds = time.monotonic() - begun
         assert 0.02 * 2 * len(made) <= FairShare.SHARE * seconds + FairShare.BURST_S + 0.1, len(made)
 
-    asyncio.run(stage.play(scene))
+    play_ingest(scene)
 
 
-def test_parsing_is_within_the_callers_share_though_its_messages_are_refused(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parsing_is_within_the_callers_share_though_its_messages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[float] = []
 
     def slowly(kind: object, data: bytes, limits: object, whose: str) -> object:
@@ -205,7 +204,7 @@ def test_parsing_is_within_the_callers_share_though_its_messages_are_refused(
 
     monkeypatch.setattr(calls, "parsed", slowly)
 
-    async def scene(worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
+    async def scene(stage: Stage, worker: RandomWorker, stub: ingest_pb2_grpc.IngestStub) -> None:
         begun = time.monotonic()
 
         async def send() -> None:
@@ -217,7 +216,7 @@ def test_parsing_is_within_the_callers_share_though_its_messages_are_refused(
         seconds = time.monotonic() - begun
         assert 0.02 * len(made) <= FairShare.SHARE * seconds + FairShare.BURST_S + 4 * 0.02 + 0.02, len(made)
 
-    asyncio.run(stage.play(scene))
+    play_ingest(scene)
 
 
 def test_a_member_has_so_many_calls_at_a_time_and_others_are_served() -> None:

@@ -15,6 +15,7 @@ from echo2.base.errors import MalformedMessage, Unreachable
 from echo2.base.ids import Version
 from echo2.broadcast.artifact import ArtifactId
 from echo2.coordinator.planning import service as planning
+from echo2.coordinator.streams import WorkerStream
 from echo2.outside.guard import MISHAPS, QUIET_S, FairShare, Mishaps, handling
 from echo2.trust.calls import _Gate
 from echo2.trust.identity import Role
@@ -38,7 +39,7 @@ def test_an_error_in_a_message_a_tick_a_plan_or_a_call_costs_its_sender_a_stream
             learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
             operator = await Node.join(daemon, Role.OPERATOR)
             await learner.hello(open_groups=[group("g1")])
-            hub.worker_beat = broken  # type: ignore[method-assign]
+            monkeypatch.setattr(WorkerStream, "_on_heartbeat", broken)
             with caplog.at_level(logging.ERROR):
                 for _ in range(5):
                     await worker.hello()

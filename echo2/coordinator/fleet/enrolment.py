@@ -19,7 +19,6 @@ from echo2.coordinator.hub import Hub
 from echo2.outside.guard import Refusals
 from echo2.trust.identity import NodeCertificate, PeerIdentity, Role, RunAuthority
 from echo2.trust.tls import PROTOCOL_VERSION, peer_of
-from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 REQUEST_BYTES_MAX = 16 << 10  # a certificate request has 500 bytes
@@ -95,7 +94,6 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         )
 
     def _enrol(self, request: enrolment_pb2.EnrolRequest, host: str, now: float) -> NodeCertificate:
-        check(request, host)
         if request.protocol_version != PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"enrolment: expected protocol version {PROTOCOL_VERSION}, got {request.protocol_version}: use one "
@@ -131,7 +129,6 @@ class RenewalService(enrolment_pb2_grpc.RenewalServicer):
         return enrolment_pb2.RenewReply(certificate_pem=certificate.pem)
 
     def _renew(self, request: enrolment_pb2.RenewRequest, caller: PeerIdentity, now: float) -> NodeCertificate:
-        check(request, caller.peer_id)
         if len(request.certificate_request_der) > REQUEST_BYTES_MAX:
             raise TrustError(f"renewal: expected a request of up to {REQUEST_BYTES_MAX} bytes")
         self._hub.membership.check_not_banned(caller.peer_id)

@@ -23,7 +23,6 @@ import echo2
 from echo2.base.errors import ConfigError, EchoError
 from echo2.coordinator.fleet.enrolment import TOKEN_CHARS_MAX, Callers
 from echo2.coordinator.hub import Hub
-from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 BLOCK_BYTES = 256 << 10  # below gRPC's limit of a message
@@ -93,7 +92,6 @@ class SetupService(enrolment_pb2_grpc.SetupServicer):
     ) -> AsyncIterator[enrolment_pb2.WheelBlock]:
         try:
             host, now = self._callers.admit(context)
-            check(request, host)
             token = self._hub.tokens.look_up(request.token[:TOKEN_CHARS_MAX], host, now)
             wheel = await asyncio.to_thread(running_wheel)
         except EchoError as error:

@@ -30,7 +30,6 @@ from echo2.learner.rollouts.pool import RolloutPool
 from echo2.outside import monotonic
 from echo2.trust.ports import LEARNER
 from echo2.trust.tls import Credentials, bind_server, new_server, peer_of, server_credentials
-from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import (
     Ticket,
@@ -86,7 +85,6 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         self, report: ingest_pb2.RolloutReport, peer_id: PeerId, tickets: dict[LeaseId, Ticket], call: Any
     ) -> ingest_pb2.RolloutVerdict:
         begun, charged_s = monotonic(), call.charged_s
-        check(report, peer_id)
         self._check_barred(peer_id)
         ticket = self._ticket_of(report, peer_id, tickets)
         if self._requires_seeds and not report.draws_by_seed:
@@ -124,7 +122,6 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         """The rollouts of a group so far. A small request gets a large reply, so replies are made one at a time per peer and within
         its fair share."""
         peer_id = peer_of(context).peer_id
-        check(request, peer_id)
         self._check_barred(peer_id)
         ticket = self._verified(request.ticket, peer_id)
         async with self._turns.setdefault(peer_id, asyncio.Lock()):

@@ -101,7 +101,7 @@ async def _joined_worker_that_goes_astray(daemon: CoordinatorDaemon, worker: Nod
     bad: list[tuple[dict[str, Any], str]] = [
         ({"hello": pb.WorkerHello(protocol_version=1, run_id="a-run")}, "after its hello"),
         ({"heartbeat": pb.Heartbeat(tokens_per_s=float("inf"))}, "tokens_per_s"),
-        ({"lease_request": pb.LeaseRequest(free_rollouts=1 << 30)}, "lease request"),
+        ({"lease_request": pb.LeaseRequest(free_rollouts=1 << 30)}, "free_rollouts"),
         ({"lease_ended": pb.LeaseEnded(lease_id="l-1")}, "reason of the end"),
         ({"lease_progress": pb.LeaseProgress(lease_id="")}, "lease_id"),
     ]

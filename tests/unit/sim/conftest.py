@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 PLAYED: dict[str, tuple[str, ...]] = {
-    "test_everything_holds_through_a_storm": ("2",),  # two more storms are played by test_said.py
-    "test_a_liar_harms_nobody": ("replayed_rollouts", "wrong_version", "false_room"),
+    "test_a_liar_harms_nobody": ("replayed_rollouts", "wrong_version"),
     "test_a_worker_that_only_says_that_it_works_is_given_nothing_and_the_others_go_on": (),
     "test_what_workers_say_of_their_own_speed_and_room_takes_no_work_from_others": (),
     "test_what_rots_at_the_learner_and_is_nowhere_else_holds_nobody_up": (),

@@ -136,16 +136,10 @@ def test_a_finished_run_sends_its_workers_home_and_lets_none_in(seed: int) -> No
     assert not [name for name in outcome.restarts if name.startswith("w ") and name != "w ended"], "all ended in order"
 
 
-def test_a_killed_learner_finishes_nothing_and_its_restart_does() -> None:
-    world = Ends(calm(1), steps=STEPS)
+def test_a_killed_learner_finishes_nothing_its_restart_does_and_a_run_given_more_steps_goes_on() -> None:
+    world = Extended(calm(2), steps=STEPS)
     world.kills_at_step = 3
     outcome = world.run()
-    assert not outcome.failure, told(outcome)
-    assert outcome.steps == STEPS
-
-
-def test_a_run_that_is_given_more_steps_goes_on() -> None:
-    outcome = Extended(calm(2), steps=STEPS).run()
     assert not outcome.failure, told(outcome)
     assert outcome.steps == 2 * STEPS
     assert f"run: goes on: step {STEPS} of {2 * STEPS}; workers may join again" in "\n".join(outcome.events)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,41 +15,18 @@ from echo2.sim.scenario import STORM_S, Fault, PlannedFault, Scenario, storm
 from echo2.sim.storm import Storm, outcome_of
 from echo2.sim.world import World, WorldOutcome
 
-ROOT = Path(__file__).resolve().parents[3]
-SEEDS = (2, 9, 130, 88)
-"""With storms; 9 has a long outage of the learner, as 13 below; 88 has the longest stand of these: nine steps in 287 s."""
-
 
 def told(outcome: WorldOutcome) -> str:
     return "\n".join([f"make sim SEED={outcome.seed}", *outcome.events[-40:], outcome.failure])
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_everything_holds_through_a_storm(seed: int) -> None:
-    outcome = outcome_of(seed)
-    assert not outcome.failure, told(outcome)
-    assert outcome.steps > 3 and outcome.version > 2
-    assert set(outcome.checks) == {1, 2, 3, 4, 5, 6, 7}, "every invariant was looked at"
-    assert outcome.faults["questions answered"], "no evaluation outlived the storm"
-
-
-def test_calm_weather_trains_without_a_restart() -> None:
-    outcome = World(Scenario.of(3)).run(40.0)
-    assert not outcome.failure and not outcome.restarts
-    assert outcome.faults["segments answered: admitted"] > 20
-    assert outcome.faults["questions answered"] >= 8, "two evaluations while it trains"
-    assert outcome.faults["keyframes published"] and outcome.faults["deltas published"]
-
-
 def test_a_world_leaves_no_descriptor_open_behind_it() -> None:
     """Also of processes that were killed: thousands of worlds are run in one process."""
-    before = descriptors()
-    for seed in (3, 5):
-        world = World(Scenario.of(seed))
-        for at_s, name in ((8.0, "w0"), (10.0, "learner"), (12.0, "coordinator")):
-            world.after(at_s, lambda name=name, world=world: world.kill(name) and world.start(name))
-        assert not world.run(20.0).failure
-        assert descriptors() == before
+    before, world = descriptors(), World(Scenario.of(5))
+    for at_s, name in ((8.0, "w0"), (10.0, "learner"), (12.0, "coordinator")):
+        world.after(at_s, lambda name=name: world.kill(name) and world.start(name))  # type: ignore[misc]
+    assert not world.run(20.0).failure
+    assert descriptors() == before
 
 
 def descriptors() -> list[str]:
@@ -60,23 +34,15 @@ def descriptors() -> list[str]:
     return sorted(str(path.readlink()) for path in list(Path("/proc/self/fd").iterdir()) if path.is_symlink())
 
 
-def test_a_synchronous_run_trains_every_token_in_the_step_of_its_version() -> None:
+def test_a_synchronous_run_in_calm_weather_trains_every_token_in_the_step_of_its_version() -> None:
     """S = 0: the first invariant holds each trained token to lag 0; nothing grows stale, since nothing is begun too early."""
     outcome = World(replace(Scenario.of(3), staleness_bound=0)).run(60.0)
     assert not outcome.failure, told(outcome)
-    assert outcome.steps > 3 and outcome.version == outcome.steps, "a version a step"
+    assert outcome.steps > 3 and outcome.version == outcome.steps and not outcome.restarts, "a version a step"
     assert outcome.checks[1] > 50 and not outcome.faults["segments answered: stale"]
-
-
-def test_the_same_seed_gives_the_same_trace_under_any_hash_seed() -> None:
-    command = [sys.executable, "-m", "echo2.sim.storm", "--seed", "7", "--count", "1"]
-
-    def printed(hash_seed: str) -> str:
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-
-    first, second = printed("1"), printed("2")
-    assert "trace " in first and first.splitlines()[-1] == second.splitlines()[-1]
+    assert outcome.faults["segments answered: admitted"] > 20
+    assert outcome.faults["questions answered"] >= 8, "two evaluations while it trains"
+    assert outcome.faults["keyframes published"] and outcome.faults["deltas published"]
 
 
 def test_storms_are_made_of_every_fault() -> None:

@@ -29,8 +29,8 @@ def through(there: Convert, back: Convert) -> Convert:
 
 
 ROUND_TRIPS: dict[type[Message], Convert] = {
-    coordinator_pb2.WorkerHello: through(lambda m: cw.worker_hello_from_message(m, W), cw.worker_hello_to_message),
-    coordinator_pb2.Heartbeat: through(lambda m: cw.heartbeat_from_message(m, W), cw.heartbeat_to_message),
+    coordinator_pb2.WorkerHello: through(cw.worker_hello_from_message, cw.worker_hello_to_message),
+    coordinator_pb2.Heartbeat: through(cw.heartbeat_from_message, cw.heartbeat_to_message),
     coordinator_pb2.LearnerHello: through(lambda m: cw.learner_hello_from_message(m, W), cw.learner_hello_to_message),
     coordinator_pb2.LearnerReport: through(
         lambda m: cw.learner_report_from_message(m, W), cw.learner_report_to_message
@@ -48,8 +48,8 @@ ROUND_TRIPS: dict[type[Message], Convert] = {
 }
 READ: dict[type[Message], Convert] = {
     coordinator_pb2.OfferGroups: lambda m: cw.offer_from_message(m, W),
-    coordinator_pb2.WorkersDelivered: lambda m: cw.delivered_from_message(m, W),
-    coordinator_pb2.VersionPublished: lambda m: cw.published_from_message(m, W),
+    coordinator_pb2.WorkersDelivered: cw.delivered_from_message,
+    coordinator_pb2.VersionPublished: cw.published_from_message,
     broadcast_pb2.HaveMap: bw.have_from,
     broadcast_pb2.ChunkRequest: bw.indices_from,
     broadcast_pb2.ChunkCancel: bw.indices_from,

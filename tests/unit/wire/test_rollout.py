@@ -46,16 +46,6 @@ SEGMENT = RolloutSegment(
 )
 
 
-def report_message() -> ingest_pb2.RolloutReport:
-    ticket = rollout_pb2.LeaseTicket(
-        lease_id="l-1", group_id="g-17", worker_peer_id="12D3", attempt=2, deadline_unix_s=1.5, run_id="r",
-        signature=b"\x01\x02",
-    )  # fmt: skip
-    return ingest_pb2.RolloutReport(
-        sequence=9, ticket=ticket, lease_id="l-1", segments=[wire.segment_to_message(SEGMENT)]
-    )
-
-
 LOGPROB = st.floats(-50, 0, width=32)
 TEXT_ID = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), min_size=1, max_size=20).map(GroupId)
 FINISHES = st.sampled_from(FinishReason)
