@@ -42,7 +42,7 @@ from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.rollouts.workers import NEWS_S
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.session import LearnerSession, hello_of, report_of
-from echo2.learner.startup import Prepared, export, prepare_here
+from echo2.learner.startup import Prepared, export, prepare
 from echo2.outside import SteadyClock, here, monotonic
 from echo2.outside.ending import cancel_all
 from echo2.outside.under_way import under_way
@@ -89,7 +89,7 @@ class LearnerDaemon:
         self,
         options: LearnerOptions,
         make_broadcaster: BroadcasterFactory = SeedNode,
-        make_prepared: Callable[[LearnerOptions, RunFolder], Prepared] = prepare_here,
+        make_prepared: Callable[[LearnerOptions, RunFolder], Prepared] = prepare,
     ) -> None:
         self.options = options
         self.learner: Learner | None = None

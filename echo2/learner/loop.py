@@ -75,9 +75,9 @@ class TrainingLoop:
     ) -> None:
         self.options, self.p, self.pool, self.publisher, self.auditor = options, prepared, pool, publisher, auditor
         self.sinks, self.executor, self._on_step = sinks, executor, on_step
-        self.facts = RunFacts(
-            flops_per_position=prepared.model.flops_per_position, peak_flops=_peak_flops(prepared.model.device)
-        )
+        device = prepared.model.device
+        card_flops = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else 0.0  # 0: unknown
+        self.facts = RunFacts(0.0, prepared.model.flops_per_position, card_flops * world_size())
         self.steps = options.config.learner.steps
         self.checkpoint_every = options.config.learner.checkpoint_every_steps  # 0: by what a checkpoint and a step cost
         self.utilisation = Utilisation()
@@ -166,7 +166,7 @@ class TrainingLoop:
             return False
         due_at = monotonic()
         try:
-            result, snapshot, times.diff_s = await self._in_trainer(lambda: self._train(batch, times, due_at))
+            result, snapshot = await self._in_trainer(lambda: self._train(batch, times, due_at))
         except TrainingError:
             await asyncio.to_thread(keep_for_inspection, batch, self.p.folder.path)
             raise
@@ -185,18 +185,17 @@ class TrainingLoop:
         self._record(batch, result, times)
         return True
 
-    def _train(
-        self, batch: Batch, times: StepTimes, due_at: float
-    ) -> tuple[StepResult, Mapping[str, Tensor] | None, float]:
-        """Trains one step on the trainer's thread, which may first have to finish an audit. Returns the result, the snapshot if
-        one is due, and the seconds it took."""
+    def _train(self, batch: Batch, times: StepTimes, due_at: float) -> tuple[StepResult, Mapping[str, Tensor] | None]:
+        """Trains one step on the trainer's thread, which may first have to finish an audit. Returns the result, and the snapshot if
+        one is due."""
         times.audit_wait_s = monotonic() - due_at
         next_step = Step(self.step + 1)
         is_due = self.p.schedule.is_due(next_step) or next_step >= self.steps
         result = self.p.team.step(batch, is_due)
         began = monotonic()
         snapshot = self.p.team.snapshot() if is_due else None
-        return result, snapshot, monotonic() - began
+        times.diff_s = monotonic() - began
+        return result, snapshot
 
     async def _in_trainer(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.executor, call)
@@ -298,9 +297,3 @@ class TrainingLoop:
         self.last_row = row
         for sink in self.sinks:
             sink.write(row)
-
-
-def _peak_flops(device: torch.device) -> float:
-    """Peak FLOP/s of all ranks; 0 if unknown."""
-    peak = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else 0.0
-    return peak * world_size()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from echo2.base.errors import ConfigError
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import longest_sequence
 from echo2.learner.training.loss import LossConfig
@@ -46,12 +45,6 @@ class TrainerOptions:
     lora_alpha: int = 0  # 0: twice the rank
     replicas: int = 1  # copies of the weights; each is sharded over its share of the ranks
     replays_routing: bool = False  # in a mixture of experts, train tokens through the experts that sampled them
-
-    def __post_init__(self) -> None:
-        if self.weights_dtype not in ("bfloat16", "float32"):
-            raise ConfigError(f"weights_dtype: expected bfloat16 or float32, got {self.weights_dtype!r}")
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"schedule: expected constant, linear or cosine, got {self.schedule!r}")
 
 
 @dataclass(frozen=True, slots=True)

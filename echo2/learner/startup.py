@@ -97,14 +97,11 @@ def _adapter_of(options: TrainerOptions) -> AdapterOptions | None:
     return AdapterOptions(options.lora_rank, options.lora_alpha or 2 * options.lora_rank)
 
 
-def prepare_here(options: LearnerOptions, folder: RunFolder) -> Prepared:
-    """Prepares as rank 0 of the processes that torchrun started, or as a single process."""
-    return prepare(options, folder, ranks_of_environment(options.trainer.replicas))
-
-
 def prepare(options: LearnerOptions, folder: RunFolder, ranks: Ranks | None = None) -> Prepared:
-    """Loads the model, resumes the run and trains again on recorded batches. Call it on rank 0's trainer thread."""
-    return prepare_with(new_team(options, ranks or Ranks()), options, folder)
+    """Loads the model, resumes the run and trains again on recorded batches. Call it on rank 0's trainer thread. `ranks`: those
+    that torchrun started, or a single process."""
+    ranks = ranks or ranks_of_environment(options.trainer.replicas)
+    return prepare_with(new_team(options, ranks), options, folder)
 
 
 def prepare_with(

@@ -19,11 +19,6 @@ def is_admissible(step: Step, oldest_version: Version, staleness_bound: int) -> 
     return lag_of(step, oldest_version) <= staleness_bound
 
 
-def last_admissible_step(oldest_version: Version, staleness_bound: int) -> Step:
-    """The last step that may train on a token of `oldest_version`."""
-    return Step(oldest_version + staleness_bound)
-
-
 def may_begin(version: Version, consume_step: int, staleness_bound: int) -> bool:
     """Whether a worker at `version` may begin a group that the learner expects to train on at `consume_step`.
 

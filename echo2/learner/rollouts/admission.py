@@ -392,18 +392,22 @@ class OpenGroups:
         self.counts.dropped_reward_failed += reward is None and group.is_training
         self._judge_ready(group)
 
-    def end_episode(self, root: GroupId, chains: Mapping[int, int], reward: float | None, *, is_final: bool) -> None:
-        """Records the end of an agent's episode (see `RolloutPool.end_episode`); drops the calls after those that count."""
+    def end_episode(
+        self, root: GroupId, chains: Mapping[int, int], reward: float | None, *, is_final: bool
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Records the end of an agent's episode (see `RolloutPool.end_episode`); drops the calls after those that count. Returns
+        the chains that count, and the others."""
         group = self.groups[root]
         for chain, kept in chains.items():
             for group_id in self.family(root, chain)[kept if is_final else 0 :]:
                 del self.groups[group_id]
                 self.closures.append(Closure(group_id, "unused"))
-        counted = [chain for chain, kept in chains.items() if kept and is_final]
-        group.end_seat([chain for chain in chains if chain not in counted], None, is_final=False)
-        group.end_seat(counted, reward, is_final=is_final)
+        counted = tuple(chain for chain, kept in chains.items() if kept and is_final)
+        lost = tuple(chain for chain in chains if chain not in counted)
+        group.end_seat(counted, lost, reward, is_final=is_final)
         self.counts.dropped_reward_failed += is_final and reward is None and group.is_training
         self._judge_ready(group)
+        return counted, lost
 
     def _judge_ready(self, group: Group) -> None:
         """Drops a group with complete rewards if all scoring failed, or if the rewards are equal and may be replaced."""

@@ -8,7 +8,7 @@ completion, followed by the environment's tokens. Tokens held never change; toke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from echo2.base.errors import StateError
@@ -285,13 +285,13 @@ class Group:
         self.rollouts.append(replace(empty_rollout(self.spec.group_id, index), finish_reason=FinishReason.STOP))
         return index
 
-    def end_seat(self, chains: Iterable[int], reward: float | None, *, is_final: bool) -> None:
-        """Records that an episode with these `chains` ended with `reward`. If not `is_final`, it was lost, and its seat stays open
-        for another episode."""
-        for chain in chains:
+    def end_seat(self, chains: Collection[int], lost: Collection[int], reward: float | None, *, is_final: bool) -> None:
+        """Records that an episode ended with `reward` for its `chains`; its `lost` ones do not count. If not `is_final`, its seat
+        stays open for another episode."""
+        for chain in (*lost, *chains):
             while len(self.rollouts) <= chain:
                 self.add_chain()
-            self.rewards[chain] = reward if is_final else None
+            self.rewards[chain] = reward if chain in chains else None
         self.seats_open -= is_final
 
 

@@ -224,8 +224,7 @@ class History:
             case EpisodeScored():
                 group = self.groups.get(record.group_id)
                 if group is not None:
-                    group.end_seat(record.lost, None, is_final=False)
-                    group.end_seat(record.chains, record.reward, is_final=record.is_final)
+                    group.end_seat(record.chains, record.lost, record.reward, is_final=record.is_final)
 
     def _open(self, record: Opened, segment: Step) -> None:
         spec = record.spec

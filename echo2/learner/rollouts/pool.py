@@ -315,10 +315,8 @@ class RolloutPool:
             return
         if self._evaluation is not None and not group.is_training and is_final:
             self._evaluation.on_sample(group, None, reward, parts)
-        self.groups.end_episode(root, chains, reward, is_final=is_final)
+        counted, lost = self.groups.end_episode(root, chains, reward, is_final=is_final)
         if group.is_training:
-            counted = tuple(chain for chain, calls in chains.items() if calls and is_final)
-            lost = tuple(chain for chain in chains if chain not in counted)
             self.journal.append(EpisodeScored(root, counted, reward, lost, is_final))
         self._end_ready(group)
         self._settle()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import VersionSpan
 from echo2.staleness.ledger import Ledger
-from echo2.staleness.rule import is_admissible, last_admissible_step, may_begin
+from echo2.staleness.rule import is_admissible, may_begin
 
 NUMBERS = st.integers(0, 10_000)
 
@@ -15,13 +15,6 @@ NUMBERS = st.integers(0, 10_000)
 @given(step=NUMBERS, version=NUMBERS, bound=st.integers(0, 64))
 def test_rule_is_version_at_least_step_minus_bound(step: int, version: int, bound: int) -> None:
     assert is_admissible(Step(step), Version(version), bound) == (version >= step - bound)
-
-
-@given(version=NUMBERS, bound=st.integers(0, 64))
-def test_last_admissible_step_is_the_last(version: int, bound: int) -> None:
-    last = last_admissible_step(Version(version), bound)
-    assert is_admissible(last, Version(version), bound)
-    assert not is_admissible(Step(last + 1), Version(version), bound)
 
 
 def test_a_group_that_would_be_too_old_is_not_begun() -> None:
