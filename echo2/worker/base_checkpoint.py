@@ -227,7 +227,10 @@ class BaseCheckpointLoader:
 
     async def _look(self) -> bool:
         """Looks for a checkpoint, and loads it if so configured; returns whether there is one."""
-        self._folder = await asyncio.to_thread(find_base, *self._names)
+        try:
+            self._folder = await asyncio.to_thread(find_base, *self._names)
+        except OSError as error:  # such as a folder that may not be read
+            _log.warning("base checkpoint: this machine cannot be searched for it (%s); peers have it", error)
         if self._folder is None and self._keyframe_s is not None and is_at_hub(self._names[0]):
             self._folder = await download(self._names[0], self._keyframe_s)
         if self._folder is not None and self._loads_ahead:

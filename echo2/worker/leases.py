@@ -25,7 +25,7 @@ from echo2.base.routing import REPORT_ROUTING_BYTES_MAX
 from echo2.worker.demand import Demand, RateWindow
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.options import WorkerLimits
-from echo2.worker.rollouts import LeasePhase, LeaseWork, PartialRollout, expected_remaining, unheld_tokens
+from echo2.worker.rollouts import LeasePhase, LeaseWork, PartialRollout, expected_remaining
 
 REPORT_TOKENS_MAX = 1 << 16
 """Most tokens in one report, as the wire allows."""
@@ -138,7 +138,7 @@ class Leases:
     @property
     def unheld_tokens(self) -> int:
         """Number of tokens that the learner does not hold yet: the loss if this worker died now."""
-        return sum(unheld_tokens(tuple(lease.rollouts.values())) for lease in self._leases.values())
+        return sum(lease.unheld_tokens for lease in self._leases.values())
 
     # -- the coordinator
 

@@ -112,28 +112,19 @@ PRICE_VARIABLE = "ECHO2_PRICE_USD_PER_HOUR"
 PRICE_MAX = 1e6  # no machine costs as much: it is a mistyped number
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
-    usd_per_hour: float
-    source: str
-
-
-def price_of(flag_usd_per_hour: float, environment: Mapping[str, str]) -> Price:
-    """The option before the environment; if neither names a price, 0: a machine of one's own is free."""
-    if flag_usd_per_hour != 0:
-        return Price(flag_usd_per_hour, "worker.price_usd_per_hour")
-    text = environment.get(PRICE_VARIABLE, "").strip()
-    if not text:
-        return Price(0.0, "none given")
+def price_of(flag_usd_per_hour: float, environment: Mapping[str, str]) -> float:
+    """USD an hour: the option before the environment; if neither names a price, 0: a machine of one's own is free."""
+    text = "" if flag_usd_per_hour else environment.get(PRICE_VARIABLE, "").strip()
     try:
-        price = float(text)
+        price = float(text) if text else flag_usd_per_hour
     except ValueError:
         price = -1.0
-    if not 0 <= price < PRICE_MAX:
+    if text and not 0 <= price < PRICE_MAX:
         raise ConfigError(
             f"{PRICE_VARIABLE}: expected a price in USD an hour from 0 to {PRICE_MAX:.0f}, got {text[:40]!r}"
         )
-    return Price(price, PRICE_VARIABLE)
+    _log.info("price: %g USD/h (%s)", price, PRICE_VARIABLE if text else "worker.price_usd_per_hour")
+    return price
 
 
 CHARS_MAX = 64  # as the wire's NAME; a column of the page
@@ -287,7 +278,7 @@ class Hardware:
 
     machine: WorkerMachine
     engine: str
-    price: Price
+    price_usd_per_hour: float
     place: MachinePlace
     read_memory: Callable[[], tuple[int, int]]
 

@@ -207,11 +207,6 @@ class PartialRollout:
             self.is_settled = True
 
 
-def unheld_tokens(rollouts: Sequence[PartialRollout]) -> int:
-    """Number of tokens that the learner does not hold yet, which would be lost if this worker died."""
-    return sum(len(rollout.token_ids) - rollout.held for rollout in rollouts if not rollout.is_settled)
-
-
 class LeasePhase(enum.Enum):
     FETCHING = "waits for the partial rollouts"
     RUNNING = "generates"
@@ -233,6 +228,11 @@ class LeaseWork:
     @property
     def is_settled(self) -> bool:
         return self.phase is not LeasePhase.FETCHING and all(rollout.is_settled for rollout in self.rollouts.values())
+
+    @property
+    def unheld_tokens(self) -> int:
+        """Number of tokens that the learner does not hold yet."""
+        return sum(len(r.token_ids) - r.held for r in self.rollouts.values() if not r.is_settled)
 
     @property
     def is_handed_back(self) -> bool:

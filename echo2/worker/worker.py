@@ -128,7 +128,6 @@ class WorkerDaemon:
         section = self.options.config.worker
         engine, price = chosen_engine(section.engine, machine), price_of(section.price_usd_per_hour, os.environ)
         _log.info("this machine: %s; engine: %s", machine.describe(), engine)
-        _log.info("price: %g USD/h (%s)", price.usd_per_hour, price.source)
         place = place_of(MachinePlace(section.provider, section.region), os.environ)
         return Hardware(machine, engine, price, place, self._engines.memory_bytes)
 

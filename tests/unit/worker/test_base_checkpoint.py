@@ -119,6 +119,20 @@ def test_where_memory_is_short_or_the_store_has_a_version_only_a_delta_from_the_
     asyncio.run(scene())
 
 
+def test_a_machine_that_cannot_be_searched_takes_its_weights_from_peers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*names: str) -> None:
+        raise PermissionError("hub: permission denied")
+
+    async def scene() -> None:
+        assert (await offered(BaseCheckpointLoader(RUN, "", "m"))).told == [None, None]
+
+    monkeypatch.setattr(base_checkpoint, "find_base", refuse)
+    asyncio.run(scene())
+    assert "cannot be searched for it (hub: permission denied); peers have it" in caplog.text
+
+
 def test_loading_stops_between_two_files_once_it_is_not_wanted(folder: Path) -> None:
     looks: list[bool] = []
 

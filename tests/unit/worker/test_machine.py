@@ -25,7 +25,6 @@ from echo2.worker.machine import (
     LocalGpu,
     MachinePlace,
     NoticeSource,
-    Price,
     WorkerMachine,
     advertised_finding,
     check_room,
@@ -141,9 +140,9 @@ def test_findings_say_what_is_bad_with_what_was_expected() -> None:
 
 def test_a_flag_beats_the_environment() -> None:
     environment = {PRICE_VARIABLE: "0.31"}
-    assert price_of(0.5, environment) == Price(0.5, "worker.price_usd_per_hour")
-    assert price_of(0.0, environment) == Price(0.31, PRICE_VARIABLE)
-    assert price_of(0.0, {}).usd_per_hour == price_of(0.0, {PRICE_VARIABLE: ""}).usd_per_hour == 0.0
+    assert price_of(0.5, environment) == 0.5
+    assert price_of(0.0, environment) == 0.31
+    assert price_of(0.0, {}) == price_of(0.0, {PRICE_VARIABLE: ""}) == 0.0
 
 
 @pytest.mark.parametrize("text", ["cheap", "-1", "nan", "1e9"])
