@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,13 +44,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 PROBE_TOLERANCE = 1e-3  # far above rounding in float32, far below a scale or a cap of the logits
-
-
-@dataclass(frozen=True, slots=True)
-class HeadProbe:
-    """Input that tests whether hidden states times the head give the model's own logits."""
-
-    token_ids_BW: Tensor
 
 
 class Policy(nn.Module):
@@ -113,11 +106,11 @@ class Policy(nn.Module):
         return mask_B1WW
 
     def forward(
-        self, inputs: PackedInputs | TokensToScore | HeadProbe, with_entropy: bool = False
+        self, inputs: PackedInputs | TokensToScore | Tensor, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """For `PackedInputs`: logprobs_T with gradient and entropy_T without, in nats, both at the sampling temperature. For
-        `TokensToScore`: columns_CT and None. For a `HeadProbe`: the model's own logits, and hidden states times the head."""
-        if isinstance(inputs, HeadProbe):
+        `TokensToScore`: columns_CT and None. For bare token ids: the model's own logits, and hidden states times the head."""
+        if isinstance(inputs, Tensor):
             return self._probed(inputs)
         if self.routers is not None:
             self.routers.give(None if isinstance(inputs, TokensToScore) else inputs.experts_PLK)
@@ -137,10 +130,10 @@ class Policy(nn.Module):
         hidden_TH = hidden_BWH.flatten(0, 1)[inputs.predictor_T]
         return self._headed(hidden_TH, inputs.target_T, with_entropy)
 
-    def _probed(self, probe: HeadProbe) -> tuple[Tensor, Tensor | None]:
-        whole = self.hf_model(input_ids=probe.token_ids_BW, use_cache=False).logits.float()
+    def _probed(self, token_ids_BW: Tensor) -> tuple[Tensor, Tensor | None]:
+        whole = self.hf_model(input_ids=token_ids_BW, use_cache=False).logits.float()
         try:
-            hidden = _backbone(self.hf_model)(input_ids=probe.token_ids_BW, use_cache=False)[0]
+            hidden = _backbone(self.hf_model)(input_ids=token_ids_BW, use_cache=False)[0]
             return whole, self.hf_model.get_output_embeddings()(hidden).float()
         except (AttributeError, TypeError):
             return whole, None
@@ -287,7 +280,7 @@ class PolicyModel:
         check_dtypes(dict(zip(self.names, self.parameters, strict=True)), path)
         self.is_rounded = weights_dtype == "bfloat16"
         if self.is_rounded:
-            self.masters = [_master_of(p) for p in self.parameters]
+            self.masters = [p.detach().to(torch.float32).clone() for p in self.parameters]
             self.round_to_policy()
         else:
             self.masters = [p.data for p in self.parameters]
@@ -427,7 +420,7 @@ class PolicyModel:
     @property
     def snapshot_bytes(self) -> int:
         kept = sum(int(tensor.nbytes) for tensor in self.kept.values())
-        return self.parameter_count * (2 if self.is_rounded else 4) + kept
+        return self.parameter_count * self.published_dtype.itemsize + kept
 
     def config_json(self) -> bytes:
         """The config that workers receive; it also says if an adapter is published and if workers must report expert routing."""
@@ -451,7 +444,7 @@ class PolicyModel:
         """Whether hidden states times the head give the model's own logits (no scaling or cap in between)."""
         ids = torch.arange(4, device=self.device)[None] % max(1, self.vocabulary_size)
         with torch.no_grad():
-            whole, sliced = self.policy(HeadProbe(ids))
+            whole, sliced = self.policy(ids)
         reshard(self.policy)
         return sliced is not None and bool(torch.allclose(whole, sliced, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE))
 
@@ -476,10 +469,6 @@ def check_dtypes(parameters: Mapping[str, Tensor], path: str) -> None:
                 f"model {path}: expected tensors of one dtype, got {parameters[first].dtype} in {first} and "
                 f"{parameter.dtype} in {name}"
             )
-
-
-def _master_of(parameter: Tensor) -> Tensor:
-    return parameter.detach().to(torch.float32).clone()
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
@@ -533,25 +522,20 @@ def adamw_of(masters: Iterable[Tensor], device: torch.device, **settings: Any) -
     return torch.optim.AdamW(masters, fused=True if device.type == "cuda" else None, **settings)
 
 
-class Chosen:
-    """Checkpoint policy for recomputed layers: keeps attention outputs and every second matrix product."""
+def selective_contexts() -> Any:
+    """Contexts of a recomputed layer, for `torch.utils.checkpoint`: keep attention outputs and every second matrix product."""
+    products = {False: 0, True: 0}  # by pass: forward, recomputation
 
-    def __init__(self) -> None:
-        self._products = {False: 0, True: 0}  # by pass: forward, recomputation
-
-    def __call__(self, context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    def choose(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         if op in _ATTENTION:
             return CheckpointPolicy.MUST_SAVE
         if op not in _PRODUCTS:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        self._products[context.is_recompute] += 1
-        is_kept = self._products[context.is_recompute] % 2 == 0
+        products[context.is_recompute] += 1
+        is_kept = products[context.is_recompute] % 2 == 0
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-
-def selective_contexts() -> Any:
-    """Contexts of one layer, for `torch.utils.checkpoint`."""
-    return create_selective_checkpoint_contexts(Chosen())  # type: ignore[no-untyped-call]
+    return create_selective_checkpoint_contexts(choose)  # type: ignore[no-untyped-call]
 
 
 _aten = torch.ops.aten
