@@ -1,4 +1,6 @@
-"""What the sizing rule tells of a learner's memory, against the memory of a learner's pieces in a process of their own."""
+"""What the sizing rule tells of a learner's memory, against a learner's pieces in a process of their own: it trains two steps,
+publishes, writes a checkpoint, and prints bytes as JSON.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,110 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from echo2.base.ids import GroupId, Step, Version
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.config.run import RunConfig
+from echo2.cost_model.memory import Checkpointing, learner_memory
+from echo2.cost_model.sizing import model_size
+from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
+from echo2.learner.publishing.checkpoint import CheckpointStore, write_shards
+from echo2.learner.rollouts.groups import Batch, TrainGroup
+from echo2.learner.startup import new_team
+from echo2.learner.training.ranks import Ranks
+from echo2.weights import DeltaHeader, encode_delta, fingerprint
 from tests.e2e.cluster import ROOT, environment_of
+from tests.patience import WAIT_S
+
+BUDGET, PROMPT, COMPLETION, ROLLOUTS = 512, 32, 60, 8
+SHAPE = {
+    "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 2048, "vocab_size": 8192, "max_position_embeddings": 1024, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def batch_of(step: int) -> Batch:
+    """Two micro-batches, both full but for a few tokens."""
+    groups = []
+    for number in range(2):
+        group_id, logprobs = GroupId(f"g{step}-{number}"), (-9.0,) * COMPLETION
+        sampling = SamplingParams(max_new_tokens=COMPLETION)
+        spec = GroupSpec(group_id, tuple(range(PROMPT)), ROLLOUTS, sampling, 0)
+        rollouts = [
+            Rollout(
+                group_id, index, tuple(range(index, index + COMPLETION)), logprobs, logprobs,
+                (VersionSpan(Version(0), COMPLETION),), FinishReason.STOP,
+            )
+            for index in range(ROLLOUTS)
+        ]  # fmt: skip
+        groups.append(TrainGroup(spec, number, tuple(rollouts), tuple(float(i % 2) for i in range(ROLLOUTS))))
+    return Batch(Step(step), tuple(groups))
+
+
+def status(name: str) -> int:
+    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) << 10
+
+
+def load_libraries(folder: Path) -> None:
+    """What compiles and loads at its first use, which the rule counts with the process."""
+    weights, more = {"a": torch.zeros(4096)}, {"a": torch.ones(4096)}
+    for _ in encode_delta(
+        weights, more, DeltaHeader(Version(1), Version(0), fingerprint(weights, 1), fingerprint_key=1)
+    ):
+        pass
+    folder.mkdir()
+    write_shards(weights, folder, Ranks())
+    layer = torch.nn.Linear(64, 64)
+    layer(torch.zeros(64, 64)).sum().backward()
+    torch.optim.AdamW(layer.parameters()).step()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    load_libraries(folder / "libraries")
+    shape = dict(SHAPE)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16)
+    model.save_pretrained(folder / "model")
+    del model
+    trainer = TrainerOptions(str(folder / "model"), token_budget=BUDGET, threads=1, lr=1e-5)
+    options = LearnerOptions(folder, RunConfig(), trainer)
+    before = status("VmRSS")
+    team = new_team(options, Ranks())
+    Path("/proc/self/clear_refs").write_text("5")
+    store = CheckpointStore(folder / "checkpoints", LearnerLimits(free_bytes_min=0))
+    published = team.snapshot()
+    for step in range(2):
+        team.step(batch_of(step))
+        newer = team.snapshot()
+        checkpoint = team.take(store, newer, Version(step + 1), {"journal_from": 0})
+        parent = team.coder.fingerprint(Version(step), published, 1)
+        for _ in encode_delta(
+            published, newer, DeltaHeader(Version(step + 1), Version(step), parent, fingerprint_key=1)
+        ):
+            pass
+        store.save(checkpoint)
+        published = newer
+    size = model_size(shape)
+    assert size.parameters == team.model.parameter_count
+    told = learner_memory(size, BUDGET, Checkpointing.OFF, gpu_count=0)
+    print(json.dumps({"peak": status("VmHWM") - before, "told": told.device_bytes, "parameters": size.parameters}))
 
 
 def test_two_steps_with_publishing_and_a_checkpoint_take_what_the_sizing_rule_tells(tmp_path: Path) -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("peaks are the Linux kernel's")
-    command = [sys.executable, "-m", "tests.unit.learner.memory_of_steps", str(tmp_path)]
+    command = [sys.executable, "-m", __name__, str(tmp_path)]
     done = subprocess.run(
-        command, check=True, capture_output=True, text=True, env=environment_of(tmp_path), cwd=ROOT, timeout=120
+        command, check=True, capture_output=True, text=True, env=environment_of(tmp_path), cwd=ROOT, timeout=WAIT_S
     )
     found = json.loads(done.stdout.splitlines()[-1])
     # Some 15 MB of libraries' own are not counted, of 500 MB; a copy of masters and moments would be 12 bytes a parameter.
     off = found["peak"] - found["told"]
     assert abs(off) < 0.1 * found["told"], f"told {found['told']}, measured {found['peak']}"
+
+
+if __name__ == "__main__":
+    main()

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from echo2 import weights as delta
 from echo2.base.ids import Version
-from echo2.weights import CodecSetting, DeltaHeader, HostWeights, encode_delta, encode_keyframe, warm_up
+from echo2.weights import CodecSetting, DeltaHeader, HostWeights, encode_delta, encode_keyframe, jit, warm_up
 from tests.patience import WAIT_S
 from tests.unit.weights.models import decoded, delta_header
 
@@ -46,6 +47,22 @@ def test_no_version_waits_for_a_compiler_after_warming_up() -> None:
     """In a process that compiled nothing else before."""
     run = subprocess.run([sys.executable, "-m", __name__], check=False, capture_output=True, text=True, timeout=WAIT_S)
     assert run.returncode == 0, run.stderr
+
+
+def test_the_folder_changes_with_the_codecs_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (jit.CODEC / "encode.py").is_file(), "the codec's sources lie there"
+    monkeypatch.setattr(jit, "CODEC", tmp_path)
+    (tmp_path / "bits.py").write_text("one = 1\n")
+    before = jit.kernel_folder()
+    (tmp_path / "bits.py").write_text("one = 2\n")
+    assert jit.kernel_folder() != before
+
+
+def test_kernels_lie_beside_the_sources_where_these_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert jit.kernel_folder().parent == jit.CODEC / "__pycache__", "an empty home compiles nothing anew"
 
 
 if __name__ == "__main__":
