@@ -14,7 +14,7 @@ from itertools import combinations
 from echo2.base.errors import ConfigError
 from echo2.base.units import format_bytes
 from echo2.cost_model.plan import Plan
-from echo2.cost_model.question import OFFER_WORKERS_MAX, PlanQuestion
+from echo2.cost_model.question import OFFER_WORKERS_MAX, PlanQuestion, parse_what_if
 from echo2.cost_model.snapshot import STALENESS_BOUND_MAX
 
 # What one can rent or set: steps of a quarter to a half.
@@ -44,15 +44,8 @@ def usd_per_step(question: PlanQuestion, plan: Plan) -> float:
     return (plan.usd_per_hour + learner.price_usd_per_hour) * step_s / 3600
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One changed number: as NAME=VALUE and in words."""
-
-    what_if: str
-    words: str
-
-
-Lever = Callable[[PlanQuestion, float], _Step | None]
+Lever = Callable[[PlanQuestion, float], tuple[str, str] | None]
+"""A number changed by a factor, as NAME=VALUE and in words; None if it has nothing to change."""
 
 
 def advise(question: PlanQuestion, effort: Plan, planned: Planner) -> tuple[Advice, ...]:
@@ -66,9 +59,9 @@ def advise(question: PlanQuestion, effort: Plan, planned: Planner) -> tuple[Advi
         _budget,
         _train,
     ]
+    most_usd = usd_per_step(question, effort)
     for count in (1, 2):
         found = [(chosen, _least(question, chosen, planned)) for chosen in combinations(levers, count)]
-        most_usd = usd_per_step(question, effort)
         kept = tuple(one for chosen, one in found if one and (_train not in chosen or one.usd_per_step <= most_usd))
         if kept:
             return kept
@@ -87,10 +80,10 @@ def _least(question: PlanQuestion, levers: tuple[Lever, ...], planned: Planner) 
         steps = [step for lever in levers if (step := lever(question, FACTORS[middle])) is not None]
         if len(steps) < len(levers):
             return None
-        what_if = ",".join(step.what_if for step in steps)
+        what_if = ",".join(changed for changed, _ in steps)
         if what_if not in tried:
             try:
-                tried[what_if] = _tried(question, steps, planned)
+                tried[what_if] = _tried(question, what_if, " and ".join(words for _, words in steps), planned)
             except ConfigError:  # beyond a number's limit: less may do
                 high = middle
                 continue
@@ -103,47 +96,47 @@ def _least(question: PlanQuestion, levers: tuple[Lever, ...], planned: Planner) 
     return best
 
 
-def _tried(question: PlanQuestion, steps: list[_Step], planned: Planner) -> Advice | None:
+def _tried(question: PlanQuestion, what_if: str, words: str, planned: Planner) -> Advice | None:
     """The advice to change just that, None if it does not help. `ConfigError` for what cannot be asked."""
-    for step in steps:
-        name, _, value = step.what_if.partition("=")
+    for name, value in parse_what_if(what_if):
         question = question.what_if(name, value)
-    if (answer := planned(question)) is None:
+    answer = planned(question)
+    if answer is None:
         return None
-    words, what_if = " and ".join(step.words for step in steps), ",".join(step.what_if for step in steps)
-    return Advice(words, what_if, answer.usd_per_hour, answer.predicted_utilisation, usd_per_step(question, answer))
+    usd = usd_per_step(question, answer)
+    return Advice(words, what_if, answer.usd_per_hour, answer.predicted_utilisation, usd)
 
 
-def _bound(question: PlanQuestion, factor: float) -> _Step | None:
+def _bound(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
     now = question.wishes.staleness_bound
     bound = min(STALENESS_BOUND_MAX, max(now + 1, round(now * factor)))
-    return _Step(f"S={bound}", f"staleness bound S = {bound}") if bound > now else None
+    return (f"S={bound}", f"staleness bound S = {bound}") if bound > now else None
 
 
-def _uplink(question: PlanQuestion, factor: float) -> _Step | None:
+def _uplink(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
     rate = round(question.learner.link.uplink_bytes_per_s * factor)
-    return _Step(f"uplink={rate}B/s", f"a learner uplink of {format_bytes(rate)}/s")
+    return f"uplink={rate}B/s", f"a learner uplink of {format_bytes(rate)}/s"
 
 
 def _more(gpu: str) -> Lever:
-    def lever(question: PlanQuestion, factor: float) -> _Step | None:
+    def lever(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
         now = sum(offer.count for offer in question.offers if offer.gpu == gpu)
         count = min(OFFER_WORKERS_MAX, max(now + 1, round(now * factor)))
-        return _Step(f"count.{gpu}={count}", f"{count} x {gpu} on offer")
+        return f"count.{gpu}={count}", f"{count} x {gpu} on offer"
 
     return lever
 
 
-def _cap(question: PlanQuestion, factor: float) -> _Step | None:
+def _cap(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
     cap = question.wishes.usd_per_hour_cap * factor
-    return _Step(f"cap={cap:.2f}", f"a cap of ${cap:.2f}/h") if cap else None
+    return (f"cap={cap:.2f}", f"a cap of ${cap:.2f}/h") if cap else None
 
 
-def _budget(question: PlanQuestion, factor: float) -> _Step | None:
+def _budget(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
     budget = question.wishes.usd_budget * factor
-    return _Step(f"budget={budget:.2f}", f"a budget of ${budget:,.2f}") if budget else None
+    return (f"budget={budget:.2f}", f"a budget of ${budget:,.2f}") if budget else None
 
 
-def _train(question: PlanQuestion, factor: float) -> _Step | None:
+def _train(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
     train_s = (question.learner.train_s - question.learner.idle_s) * factor
-    return _Step(f"train={train_s:.6g}s", f"a learner {factor:g} times slower ({train_s:.3g} s a step)")
+    return f"train={train_s:.6g}s", f"a learner {factor:g} times slower ({train_s:.3g} s a step)"

@@ -26,7 +26,6 @@ from echo2.cost_model.solver import Solver
 
 NOISE_MARGINS = 2.0  # two margins of shortage are still measurement noise
 DRAIN_MARGIN = 0.15  # a smaller saving is not worth the motion
-CLOSE, REHEARSED_PERIODS = 0.01, 2  # periods that the relations see within 1 %: two decide
 SLOWER = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Targets tried where the budget does not pay for a busy learner: a slower run with the cheapest machines costs less in all."""
 GIB = float(1 << 30)  # bytes
@@ -77,17 +76,6 @@ def _with_traffic(made: Plan, snapshot: FleetSnapshot) -> Plan:
     pool = set(made.pool)
     senders = (one for one in snapshot.workers if one.worker_id in pool)
     return replace(made, egress_usd_per_hour=egress_usd_per_hour(snapshot.learner, made.kappa, senders))
-
-
-def promised(snapshot: FleetSnapshot, config: PlanConfig) -> Evaluation:
-    """All workers of `snapshot` together under the best period, rehearsed. Chooses no pool."""
-    fleet = FleetModel.of(snapshot, config)
-    found = [fleet.evaluate(kappa, fleet.is_available) for kappa in config.kappas]
-    first = sorted(found, key=lambda one: (-round(one.utilisation, 3), -round(one.least_slack, 6), one.kappa))
-    close = [one for one in first if one.utilisation >= first[0].utilisation - CLOSE and first[0].utilisation < 1.0]
-    trials = [rehearsed(fleet, one) for one in (close or first[:1])[:REHEARSED_PERIODS]]
-    best = max(trials, key=lambda one: (round(one.utilisation, 3), one.least_slack))
-    return confirmed(fleet, best)
 
 
 def confirmed(fleet: FleetModel, found: Evaluation) -> Evaluation:

@@ -32,6 +32,7 @@ TAKES, STEPS_OF_A_TAKE = 3, 80
 SEED = 20602  # any; fixed, so that plans are reproducible
 # Quantiles of the normal distribution: an integral good to 0.1 %.
 NORMAL_POINTS = np.array([NORMAL.inv_cdf((index + 0.5) / 65) for index in range(65)])
+BATCHES_AHEAD = 2
 FEW_MACHINES, AWAY_POINTS = 64, 256
 """Up to so many machines, losses are counted out, on a grid of so many shares of the rate: one of three that is rarely lost is
 nothing like a normal distribution."""
@@ -68,23 +69,14 @@ class Rehearsal:
     take: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RehearsalOutcome:
-    """What a rehearsal measured. `dropped`: share of finished groups that were too stale when their turn came."""
-
-    utilisation: float
-    dropped: float
-    steps: int
-
-
 def rehearsed(fleet: FleetModel, found: Evaluation, takes: int = 0) -> Evaluation:
     """`found` with its utilisation from a rehearsal, or the mean of it and `takes` longer ones with other draws, and with what
     losses of machines leave of it."""
     if not found.chosen.any():
         return replace(found, is_rehearsed=True)
     run = rehearsal_of(fleet, found)
-    values = [] if found.is_rehearsed and takes else [rehearse(run).utilisation]
-    values += [rehearse(replace(run, take=take), STEPS_OF_A_TAKE).utilisation for take in range(1, takes + 1)]
+    values = [] if found.is_rehearsed and takes else [rehearse(run)]
+    values += [rehearse(replace(run, take=take), STEPS_OF_A_TAKE) for take in range(1, takes + 1)]
     utilisation, spread = with_losses(fleet, found, sum(values) / len(values))
     return replace(found, utilisation=utilisation, spread=spread, is_rehearsed=True)
 
@@ -102,15 +94,19 @@ def with_losses(fleet: FleetModel, found: Evaluation, utilisation: float) -> tup
     full = fleet.rate[rows] / (1.0 - away)
     have = float(full.sum()) * learner.train_s / learner.rollouts_per_step
     reached = max(have, 1.0) * utilisation if utilisation < 1.0 else have
-    shares, chances = _rate_away(full / full.sum(), away)
+    # One batch is trained on and one is ready: of a machine that is away for a part of that time only the part is missed.
+    stock_s = learner.train_s * min(BATCHES_AHEAD, fleet.config.staleness_bound + 1)
+    often = np.minimum(1.0, away * np.maximum(1.0, stock_s / fleet.away_s[rows]))
+    parts = np.divide(away, often, out=np.zeros_like(away), where=often > 0)
+    shares, chances = _rate_away(full / full.sum() * parts, often)
     left = np.minimum(utilisation, reached * (1.0 - shares))
     mean = float(chances @ left)
     return mean, math.sqrt(max(0.0, float(chances @ left**2) - mean**2))
 
 
 def _rate_away(weights: Floats, away: Floats) -> tuple[Floats, Floats]:
-    """Shares of the pool's rate that may be away, and their probabilities: of few machines whole numbers of them, of many a normal
-    distribution."""
+    """Shares of the pool's rate that may be away, and their probabilities, where each of `weights` is away for its share of time:
+    of few machines counted out, of many a normal distribution."""
     if len(weights) > FEW_MACHINES:
         mean, deviation = float(weights @ away), math.sqrt(float((weights**2) @ (away * (1.0 - away))))
         shares = np.clip(mean + deviation * NORMAL_POINTS, 0.0, 1.0)
@@ -191,10 +187,10 @@ def reduced(run: Rehearsal) -> Rehearsal:
 # ---- the rehearsal
 
 
-def rehearse(run: Rehearsal, steps: int = 0) -> RehearsalOutcome:
-    """Simulates `steps` steps (0: as many as this pool needs to settle) and measures the later ones."""
+def rehearse(run: Rehearsal, steps: int = 0) -> float:
+    """Simulates `steps` steps (0: as many as this pool needs to settle); the utilisation over the later ones."""
     if not len(run.slots):
-        return RehearsalOutcome(0.0, 0.0, 0)
+        return 0.0
     part = reduced(run)
     late = math.ceil(part.common_s / part.train_s)
     wanted = max(STEPS_LEAST, ROLLOUTS_IN_ALL // (part.groups_per_step * part.rollouts_per_group))
@@ -251,10 +247,9 @@ class _Stage:
     newest: int = 0
     sent: int = 0
     is_sending: bool = False
-    dropped: int = 0
     starts: list[float] = field(default_factory=list)
 
-    def play(self) -> RehearsalOutcome:
+    def play(self) -> float:
         run = self.run
         points = len(run.lengths)
         blocks = math.ceil((self.steps + 2) * run.groups_per_step * run.rollouts_per_group / points)
@@ -271,7 +266,7 @@ class _Stage:
             else:
                 act(index, version)
         self.events.clear()  # breaks reference cycles with this object, so that it is freed without the garbage collector
-        return self._outcome()
+        return self._utilisation()
 
     def _schedule(
         self, when: float, act: Callable[[int, int], None], index: int, version: int = 0, stalled_s: float = -1.0
@@ -344,9 +339,7 @@ class _Stage:
         oldest = self.step - run.staleness_bound
         if self.finished and min(self.finished) < oldest:
             for version in [one for one in self.finished if one < oldest]:
-                stale = self.finished.pop(version)
-                self.dropped += stale
-                self.outstanding -= stale
+                self.outstanding -= self.finished.pop(version)
         if sum(self.finished.values()) >= run.groups_per_step:
             left = run.groups_per_step
             for version in sorted(self.finished):
@@ -413,14 +406,11 @@ class _Stage:
         worker.stalled_s += seconds
         worker.stands_until_s = max(worker.stands_until_s, self.now) + seconds
 
-    def _outcome(self) -> RehearsalOutcome:
-        """Measures over whole publication periods, after the warm-up."""
+    def _utilisation(self) -> float:
+        """Over whole publication periods, after the warm-up."""
         count, kappa = len(self.starts), self.run.kappa
         if count < 2 * kappa + 2:
-            return RehearsalOutcome(0.0, 0.0, count)
+            return 0.0
         periods = max(1, int((count - 1) * (1 - WARM_SHARE)) // kappa)
-        first = count - 1 - periods * kappa
-        span_s = self.starts[-1] - self.starts[first]
-        trained = count * self.run.groups_per_step
-        busy_s = periods * kappa * self.run.train_s
-        return RehearsalOutcome(min(1.0, busy_s / span_s), self.dropped / (self.dropped + trained), count)
+        span_s = self.starts[-1] - self.starts[count - 1 - periods * kappa]
+        return min(1.0, periods * kappa * self.run.train_s / span_s)

@@ -24,7 +24,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, PlanConfig, WorkerEstimate, WorkerState
+from echo2.cost_model.snapshot import DownloadMode, FleetSnapshot, PlanConfig, WorkerState
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -189,23 +189,18 @@ class Evaluation:
         return math.ceil(cap / rollouts_per_group) * rollouts_per_group
 
 
-def away_share(worker: WorkerEstimate, preemption_loss_s: float) -> float:
-    """The share of time that losses of this machine cost: a join and the work since the last report each."""
-    lost = worker.hazard_per_hour * (worker.join_s + preemption_loss_s) / 3600.0
-    return lost / (1.0 + lost)
-
-
 @dataclass(frozen=True)
 class FleetModel:
-    """A snapshot's workers as columns, in SI units. `rate`: rollouts/s less the expected losses; `away`: that share. `latency_s`:
-    encoding, the round trips of two hops, applying. `group_s`: seconds that a group is in flight. `kind`: equal for equal
-    machines."""
+    """A snapshot's workers as columns, in SI units. `rate`: rollouts/s less the expected losses; `away`: that share; `away_s`: what
+    a loss costs. `latency_s`: encoding, the round trips of two hops, applying. `group_s`: seconds that a group is in flight.
+    `kind`: equal for equal machines."""
 
     snapshot: FleetSnapshot
     config: PlanConfig
     lengths: Floats
     rate: Floats
     away: Floats
+    away_s: Floats
     price: Floats
     uplink: Floats
     downlink: Floats
@@ -223,15 +218,17 @@ class FleetModel:
         table = np.array(
             [
                 (
-                    away_share(worker, config.preemption_loss_s), worker.price_usd_per_hour,
+                    worker.join_s, worker.price_usd_per_hour,
                     worker.link.uplink_bytes_per_s, worker.link.downlink_bytes_per_s,
                     worker.link.rtt_s + worker.apply_s, worker.rollout_s_tail, worker.rollout_s_mean, worker.swap_s,
-                    worker.rollout_s_max or np.inf, worker.rollouts_per_s,
+                    worker.rollout_s_max or np.inf, worker.rollouts_per_s, worker.hazard_per_hour,
                 )
                 for worker in workers
             ]
         ).T  # fmt: skip
-        away, full, mean_s = table[0], table[9], table[6]
+        away_s, full, mean_s = table[0] + config.preemption_loss_s, table[9], table[6]
+        lost = table[10] * away_s / 3600.0  # a join and the work since the last report each
+        away = lost / (1.0 + lost)
         is_available = np.array([worker.state is not WorkerState.UNAVAILABLE for worker in workers])
         slots = np.maximum(1, np.round(full * mean_s)).astype(np.int64)
         if learner.lengths:
@@ -247,8 +244,8 @@ class FleetModel:
         reward_s = learner.reward_s + (group / learner.rewards_per_s if learner.reward_processes else 0.0)
         return cls(
             snapshot, config, lengths,
-            rate=full * (1.0 - away), away=away, price=table[1], uplink=table[2], downlink=table[3],
-            latency_s=table[4] + learner.encode_s + learner.link.rtt_s, mean_s=mean_s,
+            rate=full * (1.0 - away), away=away, away_s=np.maximum(away_s, 1e-9), price=table[1],
+            uplink=table[2], downlink=table[3], latency_s=table[4] + learner.encode_s + learner.link.rtt_s, mean_s=mean_s,
             group_s=mean_s * (longest_of(lengths, group) + turns) + reward_s, swap_s=table[7], slots=slots,
             is_available=is_available,
             is_must=np.array([worker.is_pinned for worker in workers]) & is_available,

@@ -51,7 +51,7 @@ def test_predicted_and_simulated_utilisation_agree(bound: int, kappa: int, ratio
 
 
 def test_the_same_scenario_gives_the_same_report() -> None:
-    told = scenario(4, estimate_noise=0.05, train_cv=0.1, steps=24, warmup_steps=6)
+    told = scenario(4, estimate_noise=0.05, train_cv=0.1, steps=12, warmup_steps=4)
     assert simulate(told) == simulate(told)
     assert simulate(replace(told, seed=1)) != simulate(told)
 
@@ -107,7 +107,7 @@ def test_versions_take_as_long_as_the_trees_of_the_pool_say() -> None:
 
 
 def test_planner_takes_the_cheap_machines_and_leaves_when_their_price_rises() -> None:
-    told = scenario(4, count=16)
+    told = scenario(4, count=16, steps=30, warmup_steps=6)
     machines = tuple(
         replace(one, gpu="cheap" if i < 8 else "dear", price_usd_per_hour=0.5 if i < 8 else 1.0)
         for i, one in enumerate(told.workers)

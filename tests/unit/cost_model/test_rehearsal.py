@@ -98,7 +98,7 @@ def test_nobody_and_a_bound_of_nothing_are_no_division() -> None:
     assert nobody.utilisation == 0.0 and nobody.point.batch_s == math.inf and not nobody.keeps_up
     assert 0 < fleet.evaluate(1, np.ones(1, dtype=np.bool_)).utilisation < 1
     columns = {name: np.zeros(0) for name in ("slots", "rollout_s", "latency_s", "swap_s")}
-    assert rehearse(run(4, 2, 0.5, **columns)).utilisation == 0.0
+    assert rehearse(run(4, 2, 0.5, **columns)) == 0.0
 
 
 # ---- the rehearsal
@@ -130,26 +130,26 @@ def run(bound: int, kappa: int, transfer_s: float, **others: object) -> Rehearsa
     ],
 )
 def test_the_learner_is_as_busy_as_the_scarcest_thing_allows(told: Rehearsal, share: float, within: float) -> None:
-    assert rehearse(told).utilisation == pytest.approx(share, abs=within)
+    assert rehearse(told) == pytest.approx(share, abs=within)
 
 
 def test_a_tight_bound_serialises_and_a_group_larger_than_the_slots_takes_turns() -> None:
     """The same rate in workers of two slots: a group then takes four turns, which a tight bound does not allow."""
-    assert rehearse(run(1, 1, 0.5)).utilisation < 0.7
+    assert rehearse(run(1, 1, 0.5)) < 0.7
     whole = run(2, 1, 0.4)
     turns = run(2, 1, 0.4, rollout_s=np.full(14, 0.3), slots=np.full(14, 2))
-    assert rehearse(whole).utilisation > 0.95
-    assert rehearse(turns).utilisation < rehearse(whole).utilisation - 0.1
+    assert rehearse(whole) > 0.95
+    assert rehearse(turns) < rehearse(whole) - 0.1
 
 
 def test_versions_that_replace_one_that_waited_are_larger_and_a_slow_downlink_is_late_alone() -> None:
     grows = run(6, 1, 3.0)
     constant = dataclasses.replace(grows, growth=lambda spans: 1.0)
-    assert rehearse(grows).utilisation < rehearse(constant).utilisation - 0.2
+    assert rehearse(grows) < rehearse(constant) - 0.2
     five = {"slots": np.full(5, 7), "rollout_s": np.full(5, 0.3)}
     late = run(3, 1, 0.3, own_s=np.array([0.3, 0.3, 0.3, 0.3, 6.0]), **five)
-    assert rehearse(late).utilisation >= rehearse(run(3, 1, 0.3)).utilisation - 0.01
-    assert rehearse(run(3, 1, 6.0, **five)).utilisation < 0.7
+    assert rehearse(late) >= rehearse(run(3, 1, 0.3)) - 0.01
+    assert rehearse(run(3, 1, 6.0, **five)) < 0.7
 
 
 @settings(max_examples=15, deadline=None)
@@ -158,8 +158,8 @@ def test_utilisation_is_a_share_and_falls_with_a_much_slower_broadcast(bound: in
     kappa = data.draw(st.integers(1, bound))
     transfer_s = data.draw(st.floats(0.05, float(kappa)))
     fast, slow = (rehearse(run(bound, kappa, one), 160) for one in (transfer_s / 2, transfer_s))
-    assert 0 < slow.utilisation <= 1 and 0 <= slow.dropped < 0.5
-    assert slow.utilisation <= fast.utilisation + 0.05
+    assert 0 < slow <= 1
+    assert slow <= fast + 0.05
 
 
 @settings(max_examples=25, deadline=None)
@@ -177,7 +177,7 @@ def test_a_part_of_a_large_pool_keeps_its_proportions(count: int, slots: int, gr
     assert (part.slots / part.rollout_s).sum() / part.groups_per_step == pytest.approx(before, rel=1e-6)
     assert part.cap_groups / part.groups_per_step == pytest.approx(2.0, rel=0.2)
     assert abs((part.own_s > 1.0).mean() - (own_s > 1.0).mean()) <= 1 / len(part.own_s)
-    assert math.isfinite(rehearse(part, 16).utilisation)
+    assert math.isfinite(rehearse(part, 16))
     if slots >= group:
         assert part.slots.min() >= group
 
@@ -187,7 +187,7 @@ def test_long_periods_are_rehearsed_whole_and_leave_nothing_for_the_collector() 
     told = run(64, 60, 40.0)
     gc.disable()
     try:
-        assert rehearse(told).utilisation == pytest.approx(rehearse(told, 1000).utilisation, abs=0.01)
+        assert rehearse(told) == pytest.approx(rehearse(told, 1000), abs=0.01)
         assert not [one for one in gc.get_objects() if type(one).__name__ == "_Stage"]
     finally:
         gc.enable()
