@@ -94,18 +94,6 @@ def lost_leases(sim: FleetSim) -> int:
     return book.counts.continued + queued_again - book.counts.handed_back
 
 
-def test_versions_take_as_long_as_the_trees_of_the_pool_say() -> None:
-    told = scenario(4, 2, 0.5)
-    sim = FleetSim(told, FixedPlanner(told.config))
-    sim.run()
-    assert sim.links.plans == 1
-    assert sim.links.broadcasts_s[0] == pytest.approx(0.5 * TRAIN_S, rel=0.02)
-    slow = tuple(replace(one, link=LinkEstimate(1e9, 5e5)) for one in told.workers)
-    slower = FleetSim(replace(told, workers=slow), FixedPlanner(told.config))
-    slower.run()
-    assert slower.links.broadcasts_s[0] == pytest.approx(1.0 * TRAIN_S, rel=0.02)
-
-
 def test_planner_takes_the_cheap_machines_and_leaves_when_their_price_rises() -> None:
     told = scenario(4, count=16, steps=30, warmup_steps=6)
     machines = tuple(
