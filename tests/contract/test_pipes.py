@@ -136,24 +136,29 @@ def test_grpc_through_a_pipe_reaches_the_members_own_server() -> None:
     asyncio.run(play())
 
 
-def test_a_stranger_and_a_caller_of_nobody_get_no_further_than_the_door() -> None:
+def test_strangers_guessers_and_callers_of_nobody_get_no_further_than_the_door() -> None:
     async def play() -> None:
         async with scene() as s:
             other = RunAuthority.create(Identity.generate(), RunId("pipes"), time.time())
             strange = replace(s.credentials(Role.WORKER, other), authority_pem=s.authority.certificate_pem)
-            with contextlib.suppress(Unreachable):  # TLS 1.3 lets a client believe that it is in until it reads
-                connection = await s.call(strange)
-                assert await asyncio.wait_for(connection.receive(), WAIT_S) is None
-                await connection.close()
-            assert not s.taken
-            caller = Transport(s.credentials(Role.WORKER))
+            for peer in (s.member.peer_id, s.relay_credentials.peer_id):  # a place, too, is for members of the run
+                with contextlib.suppress(Unreachable):  # TLS 1.3 lets a client believe that it is in until it reads
+                    connection = await Transport(strange).dial(f"{HOST}:{s.relay.port}", peer)
+                    assert await asyncio.wait_for(connection.receive(), WAIT_S) is None
+                    await connection.close()
+            assert not s.taken and len(s.relay._places) == 1
             with pytest.raises(Unreachable):
-                await caller.dial(f"{HOST}:{s.relay.port}", Identity.generate().peer_id)
-            with contextlib.suppress(Unreachable):  # a place is for members of the run
-                connection = await Transport(strange).dial(f"{HOST}:{s.relay.port}", s.relay_credentials.peer_id)
-                assert await asyncio.wait_for(connection.receive(), WAIT_S) is None
-                await connection.close()
-            assert len(s.relay._places) == 1
+                await Transport(s.credentials(Role.WORKER)).dial(f"{HOST}:{s.relay.port}", Identity.generate().peer_id)
+            for opening in (PipeAnswer(bytes(16)).to_bytes(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff"):
+                reader, writer = await asyncio.open_connection(HOST, s.relay.port)
+                writer.write(opening)
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+                writer.close()
+            connection = await s.call()
+            await connection.send(b"still served")
+            assert await connection.receive() == b"still served"
+            await connection.close()
 
     asyncio.run(play())
 
@@ -174,11 +179,18 @@ def test_a_barred_member_is_not_reached_any_more_and_holds_no_place() -> None:
 
 
 def test_a_place_is_kept_for_as_long_as_its_connection_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And taken again after the relay was away."""
     monkeypatch.setattr(relay_book, "PIPES", replace(relay_book.PIPES, reservation_s=0.4))
 
     async def play() -> None:
         async with scene() as s:
             await asyncio.sleep(1.0)
+            await (await s.call()).close()
+            port = s.relay.port
+            await s.relay.close()
+            s.relay = PipeRelay(s.relay_credentials)
+            s.relay.listen(HOST, port)
+            await until(lambda: bool(s.relay._places), "the member has come back")
             connection = await s.call()
             assert connection.peer.peer_id == s.member.peer_id
             await connection.close()
@@ -186,23 +198,6 @@ def test_a_place_is_kept_for_as_long_as_its_connection_lives(monkeypatch: pytest
             await until(lambda: not s.relay._places, "the place is given up")
             with pytest.raises(Unreachable):
                 await s.call()
-
-    asyncio.run(play())
-
-
-def test_a_ticket_is_worth_nothing_twice_or_to_whoever_guesses_one() -> None:
-    async def play() -> None:
-        async with scene() as s:
-            for opening in (PipeAnswer(bytes(16)).to_bytes(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff"):
-                reader, writer = await asyncio.open_connection(HOST, s.relay.port)
-                writer.write(opening)
-                with contextlib.suppress(ConnectionError):
-                    assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
-                writer.close()
-            connection = await s.call()
-            await connection.send(b"still served")
-            assert await connection.receive() == b"still served"
-            await connection.close()
 
     asyncio.run(play())
 
@@ -237,20 +232,6 @@ def test_callers_that_say_nothing_are_bounded_and_give_up_their_places(monkeypat
             await connection.close()
             for one in silent:
                 one.close()
-
-    asyncio.run(play())
-
-
-def test_a_member_takes_its_place_again_after_the_relay_was_away() -> None:
-    async def play() -> None:
-        async with scene() as s:
-            port = s.relay.port
-            await s.relay.close()
-            s.relay = PipeRelay(s.relay_credentials)
-            s.relay.listen(HOST, port)
-            await until(lambda: bool(s.relay._places), "the member has come back")
-            connection = await s.call()
-            await connection.close()
 
     asyncio.run(play())
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.base.ids import Version
@@ -119,6 +119,7 @@ def test_no_other_way_is_faster(edges, keyframes, at) -> None:  # type: ignore[n
     assert here == 9
 
 
+@settings(max_examples=40)
 @given(start=st.integers(0, 500), lag=st.integers(1, 500))
 def test_any_lag_is_caught_up_in_logarithmically_many_pieces(start: int, lag: int) -> None:
     end = start + lag
