@@ -91,23 +91,6 @@ async def until(holds: Callable[[], object], what: str) -> None:
     pytest.fail(f"expected {what} within {WAIT_S:.0f} s")
 
 
-def test_a_stranger_gets_no_place_and_a_barred_member_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        async with lab(monkeypatch) as made:
-            barred = credentials(made.authority)
-            made.barred.add(barred.peer_id)
-            stranger = made.member(credentials(authority()))
-            outlaw = made.member(barred)
-            member = made.member(credentials(made.authority))
-            await until(lambda: member.facts.relays, "a place for a member")
-            await until(lambda: stranger.facts.trouble and outlaw.facts.trouble, "both refused")
-            assert (stranger.facts.relays, outlaw.facts.relays) == ((), ())
-            assert len(made.book.reserved_until) == 1
-            assert "PERMISSION_DENIED" in outlaw.facts.trouble
-
-    asyncio.run(scene())
-
-
 def test_the_librarys_own_services_answer_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         async with lab(monkeypatch) as made:
@@ -125,26 +108,32 @@ def test_the_librarys_own_services_answer_members_alone(monkeypatch: pytest.Monk
     asyncio.run(scene())
 
 
-def test_a_member_that_is_dialled_back_is_told_with_its_address_and_vouches_for_no_other(
+def test_members_alone_have_places_and_one_that_is_dialled_back_vouches_for_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scene() -> None:
         async with lab(monkeypatch) as made:
-            own = credentials(made.authority)
+            own, other, barred = (credentials(made.authority) for _ in range(3))
+            made.barred.add(barred.peer_id)
+            stranger, outlaw = made.member(credentials(authority())), made.member(barred)
             transport = Transport(own)
             port = transport.listen("127.0.0.1", 0)
             transport.serve(lambda connection: connection.close())
             try:
-                for of, claimed, is_told in ((own, own, True), (credentials(made.authority), own, False)):
+                for of, is_told in ((own, True), (other, False)):
                     member = made.member(of)  # the second one may forward the port of the first
                     await until(lambda member=member: member.facts.relays, "a place")  # type: ignore[misc]
-                    p2p, asked = member._p2p, partial(claim, made.own.peer_id, claimed.peer_id, port)
+                    p2p, asked = member._p2p, partial(claim, made.own.peer_id, own.peer_id, port)
                     assert p2p is not None
                     assert await p2p._thread.call(partial(asked, p2p._host)) == is_told
                     assert made.met == ({own.peer_id: f"127.0.0.1:{port}"} if is_told else {})
                     made.met.clear()
             finally:
                 await transport.close()
+            await until(lambda: stranger.facts.trouble and outlaw.facts.trouble, "both refused")
+            assert (stranger.facts.relays, outlaw.facts.relays) == ((), ())
+            assert set(made.book.reserved_until) == {own.peer_id, other.peer_id}
+            assert "PERMISSION_DENIED" in outlaw.facts.trouble
 
     asyncio.run(scene())
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.broadcast_model.network import BroadcastNetwork
 from echo2.base.ids import PeerId
-from echo2.broadcast.artifact import ArtifactKey
+from echo2.broadcast.artifact import ArtifactKey, all_of
 from echo2.broadcast.events import (
     Accuse,
     ChunkSeen,
@@ -24,6 +24,7 @@ from echo2.broadcast.events import (
     Woken,
 )
 from echo2.broadcast.pace import REPLAYS_MAX, SLOTS_PER_PEER
+from echo2.broadcast.peer import Outgoing, Peer, service_order
 from echo2.broadcast.plan import NodeLink, fluid_bound
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.trees import plan
@@ -288,3 +289,36 @@ def test_transport_never_holds_more_than_its_slots() -> None:
     fresh = (ChunkSeen(None, KEY, index, 1000, is_fresh=True) for index in range(50))
     actions = [action for event in fresh for action in session.handle(event, 0.001 * event.index)]
     assert sum(isinstance(action, SendChunk) for action in actions) == SLOTS_PER_PEER
+
+
+def waiting(name: str, queue: str, served_at: int = 0, *, is_late: bool = False, in_transport: int = 0) -> Peer:
+    peer = Peer(PeerId(name), is_late, served_at=served_at, in_transport=in_transport)
+    getattr(peer, queue).append(Outgoing(KEY, 0, None, 0.0))
+    return peer
+
+
+def test_relays_are_served_before_requests_and_leaves_and_late_peers_once_nobody_else_can_be() -> None:
+    leaf, asked = waiting("leaf", "leaf_queue", 1), waiting("asked", "pull_queue", 2)
+    new, old = waiting("new", "relay_queue", 9), waiting("old", "relay_queue", 3)
+    late, busy = (
+        waiting("late", "pull_queue", is_late=True),
+        waiting("busy", "pull_queue", is_late=True, in_transport=1),
+    )
+    full = waiting("full", "leaf_queue", in_transport=SLOTS_PER_PEER)
+    for peers, order in (
+        ((leaf, asked, new, old), ["old", "new", "asked", "leaf"]),
+        ((leaf, full, late), ["leaf"]),
+        ((late, busy, full), ["late"]),
+    ):
+        assert [peer.peer_id for peer, queue in service_order(peers, SLOTS_PER_PEER) if queue] == order
+
+
+def test_a_peer_needs_its_seed_until_it_holds_one_whole_artifact_and_nothing_is_on_its_way() -> None:
+    peer, wholes = Peer(PeerId("w")), {KEY: all_of(3), ArtifactKey(b"k" * 16): all_of(5)}
+    assert peer.needs(wholes) and not peer.needs({})
+    peer.note_all(KEY, 0b011)
+    assert peer.needs(wholes)
+    peer.note(KEY, 2)
+    assert not peer.needs(wholes)
+    peer.in_transport = 1
+    assert peer.needs(wholes) and waiting("w", "pull_queue").needs({})
