@@ -13,7 +13,6 @@ from dataclasses import replace
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.base.rollout import EndReason, GroupSpec
-from echo2.broadcast.reachability import Access
 from echo2.coordinator.leases.events import Delivered, HeldLease, WorkerDelivered
 from echo2.coordinator.planning.telemetry import (
     Heartbeat,
@@ -93,18 +92,12 @@ def heartbeat_from_message(message: pb.Heartbeat) -> Heartbeat:
         Heartbeat,
         version=Version(message.version) if message.has_version else None,
         link=link_from_message(message.link),
-        reach=_reach(message.reach) if message.HasField("reach") else None,
-        links=_links(message.links) if message.HasField("links") else None,
+        reach=replace(access_from_message(message.reach.access), addresses=tuple(message.reach.addresses))
+        if message.HasField("reach")
+        else None,
+        links=tuple(core_of(link, ReportedLink) for link in message.links.links) if message.HasField("links") else None,
         log=tuple(core_of(one, ReportedLine) for one in message.log.lines) if message.HasField("log") else None,
     )
-
-
-def _reach(message: pb.Reach) -> Access:
-    return replace(access_from_message(message.access), addresses=tuple(message.addresses))
-
-
-def _links(message: pb.LinkTable) -> tuple[ReportedLink, ...]:
-    return tuple(core_of(link, ReportedLink) for link in message.links)
 
 
 def heartbeat_to_message(heartbeat: Heartbeat) -> pb.Heartbeat:

@@ -92,12 +92,16 @@ def _of_file(name: str, text: str) -> Iterator[tuple[str, Mutant]]:
 
 
 def _by_name(name: str, text: str, node: ast.Call) -> Iterator[tuple[str, Mutant]]:
-    """A message that is made by name: its last plain field is given as if it were not there."""
+    """A message that is made by name: its last plain field is given as if it were not there. Signatures are filled in later."""
     made, call = node.args[1], ast.get_source_segment(text, node)
     if not isinstance(made, ast.Attribute) or not _is_proto(made.value) or call is None or text.count(call) != 1:
         return
     said = {keyword.arg for keyword in node.keywords}
-    plain = [one for one in _descriptor(made.attr).fields if one.name not in said and one.type not in NOT_PLAIN]
+    plain = [
+        one
+        for one in _descriptor(made.attr).fields
+        if one.name not in said | {"signature"} and one.type not in NOT_PLAIN
+    ]
     dropped = plain[-1]
     nothing = "()" if dropped.is_repeated else repr(dropped.default_value)
     tests = next(tests for start, tests in TESTS.items() if name.startswith(start))
