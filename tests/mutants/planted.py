@@ -111,7 +111,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the ledger does not note what was trained", "staleness/ledger.py", "        self.trained[group_id] = step\n",
            "", (_UNIT + "staleness/test_rule.py", _UNIT + "learner/test_admission.py")),
     Mutant("a superseded attempt is taken", _ADMISSION, "        if attempt < group.lease_attempt:\n            text",
-           "        if attempt < 0:\n            text", (_UNIT + "learner/test_admission.py",)),
+           "        if attempt < 0:\n            text", (_UNIT + "learner/test_ingest.py",)),
     Mutant("a finished rollout may be sent again", _ADMISSION, "        if held.is_finished:\n            self.counts",
            "        if False:\n            self.counts", (_UNIT + "learner/test_admission.py",)),
     Mutant("a gap in a rollout is taken", _ADMISSION, "if segment.offset > len(held.token_ids):",

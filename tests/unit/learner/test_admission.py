@@ -115,16 +115,6 @@ def test_what_is_too_old_is_dropped_at_admission_or_out_of_the_buffer_and_its_pr
     assert again.group_id != late and again.prompt_token_ids == (5, 6, 7) and again.sampling == draw(0).sampling
 
 
-def test_an_older_attempt_is_closed_once_a_newer_one_has_taken_over() -> None:
-    groups = new_groups()
-    group_id = groups.open_group(draw(0)).group_id
-    groups.receive(piece(group_id, 0, [3]), 0)
-    held = groups.take_over(group_id, 1)
-    assert held is not None and held[0].token_ids == (3,)
-    assert verdict(groups, group_id, 0, [4], 1) is Verdict.CLOSED
-    assert verdict(groups, group_id, 0, [4], 1, attempt=1) is Verdict.HELD
-
-
 def test_different_tokens_for_held_positions_are_refused_but_a_new_beginning_is_taken() -> None:
     groups = new_groups()
     group_id = groups.open_group(draw(0)).group_id

@@ -286,14 +286,6 @@ def test_a_resumed_learner_has_its_open_groups_its_place_in_the_prompts_and_the_
     assert stage.offered == opened, "of a group without tokens from the worker nothing is dropped"
 
 
-def test_prompts_that_run_out_end_the_run_when_no_batch_can_come_any_more() -> None:
-    stage = Stage(prompts=3)
-    for group_id in list(stage.offered):
-        stage.fill(group_id)
-    assert stage.next_batch() is not None and stage.pool.exhausted is not None
-    assert stage.loop.run_until_complete(stage.pool.next_batch()) is None, "one group is left, a batch has two"
-
-
 def test_a_stop_ends_the_wait_for_a_batch() -> None:
     stage = Stage()
 
