@@ -178,7 +178,7 @@ def test_a_late_relay_that_freezes_does_not_stop_the_others() -> None:
     net = BroadcastNetwork(made)
     net.connect_all()
     net.publish(24 << 20, 32 << 10)
-    net.at(1.0, lambda: net.freeze(nodes[-1].peer_id))
+    net.at(0.5, lambda: net.freeze(nodes[-1].peer_id))
     net.run(10)
     others = [net.nodes[node.peer_id].done_at for node in nodes[1:-1]]
     assert all(done_at is not None for done_at in others), "fresh chunks waited for room at the frozen relay"
