@@ -402,7 +402,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("tokens of other random numbers are not bet on", _AUDIT,
            "        self._bet_on_choice(exact, evidence.uniforms, CHOICE_FACTOR * prior)\n", "        pass\n", _AUDITED),
     Mutant("greedy tokens are bet on as draws", _AUDIT, "if is_greedy or not evidence.piece.draws_by_seed:",
-           "if not evidence.piece.draws_by_seed:", _AUDITED),
+           "if not evidence.piece.draws_by_seed:", (_UNIT + "learner/test_snapshots.py",)),
     Mutant("an uncertain accusation needs no more tokens", _AUDIT,
            "evidence < needed or not (is_certain or self.tokens >= UNCERTAIN_TOKENS)", "evidence < needed", _AUDITED),
     Mutant("evidence is kept for ever", _AUDIT, "if now - self.since >= DAY_S:", "if False:", _AUDITED),

@@ -157,7 +157,7 @@ def test_every_worker_and_every_length_is_audited_also_when_the_audit_is_far_beh
         long[worker], short[worker] = trained(worker, True), trained(worker, False)
     seen: Counter[tuple[PeerId, bool]] = Counter()
     looked: Counter[tuple[PeerId, bool]] = Counter()
-    for _ in range(60):
+    for _ in range(120):
         for number in range(40):
             worker, is_long = (A if number % 8 else B), number % 20 == 0
             seen[worker, is_long] += 1
@@ -199,14 +199,25 @@ def test_what_could_not_be_scored_is_counted_and_a_released_worker_is_a_newcomer
     assert len(draw.waiting) == 1
 
 
+def test_who_was_audited_least_comes_first() -> None:
+    draw, one = AuditDraw(1.0, random.Random(4)), trained(B, False)
+    for _ in range(9):
+        considered(draw, B, one)
+    for worker, _ in draw.take(1 << 20):
+        draw.on_audit(worker, 3)
+    for worker in (*[B] * 9, A):
+        considered(draw, worker, trained(worker, False))
+    assert draw.take(1)[0][0] == A
+
+
 # ---- the bets, on engines made up for them
 
 TOKENS, VOCABULARY = 50, 12
 
 
 def piece_of(rng: np.random.Generator, noise_nats: float, *, heavy: bool = False, picks: str = "leased") -> Evidence:
-    """A piece of an engine whose logits are off by noise. It picks by the `leased` number, or `near` it: anywhere in the band
-    that noise of 0.05 nats could explain at most."""
+    """A piece of an engine whose logits are off by noise. It picks by the `leased` number, by `others`, or `near` it: anywhere
+    in the band that noise of 0.05 nats could explain at most."""
     scores = rng.normal(0.0, 1.5, (TOKENS, VOCABULARY))
     size = noise_nats * (rng.choice([0.5, 4.0], (TOKENS, 1), p=[0.95, 0.05]) if heavy else 1.0)
     logs, off = (
@@ -215,6 +226,8 @@ def piece_of(rng: np.random.Generator, noise_nats: float, *, heavy: bool = False
     )
     numbers = rng.random(TOKENS)
     used = numbers
+    if picks == "others":
+        used = rng.random(TOKENS)
     if picks == "near":
         used = np.clip(numbers + 0.3 * np.sqrt(numbers * (1 - numbers)) * rng.uniform(-1, 1, TOKENS), 0.0, 1.0 - 1e-9)
     taken, pick = (
@@ -273,6 +286,8 @@ def test_an_engine_off_by_more_than_its_kind_is_found_and_by_less_is_not() -> No
     assert accused(0.05, "embedded none", others("embedded none", 0.002))[0]
     assert not accused(0.05, "embedded none", others("embedded none", 0.03))[0], "its card may be another one"
     assert not accused(0.05, "embedded none", others("vllm none", 0.002))[0], "another kind's noise says nothing of it"
+    _, bets = accused(0.2, "embedded none", others("embedded none", 0.09))
+    assert bets.log_wealths["numbers"] > 100, "what is measured of a kind widens nothing beyond its prior"
 
 
 def test_one_liar_cannot_widen_what_is_measured_of_its_kind() -> None:
@@ -288,6 +303,14 @@ def test_a_worker_that_draws_anywhere_inside_its_noise_is_found(own_noise: float
         tokens, bets = accused(own_noise, "embedded none", noise, picks="near")
         assert 0 < tokens <= 1500, bets.log_wealths
         assert bets.accusation is not None and "than its noise explains" in bets.accusation.text
+
+
+def test_tokens_of_other_random_numbers_are_found_for_certain_whatever_is_measured() -> None:
+    tokens, bets = accused(0.0, "embedded none", KindNoise(), picks="others")
+    assert tokens and bets.accusation is not None and bets.accusation.is_certain, bets.log_wealths
+    noise = KindNoise()
+    noise.observe(A, "embedded none", np.full(MEASURED_TOKENS, 50.0))
+    assert noise.of_worker(A) == pytest.approx(0.8), "no token counts as more than a cap"
 
 
 def test_the_evidence_of_a_day_is_not_carried_over_and_lifted_noise_is_not_bet_on() -> None:
