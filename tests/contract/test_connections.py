@@ -75,9 +75,12 @@ def test_a_further_connection_of_a_link_that_was_replaced_or_that_the_other_side
             node, other = (learner, worker) if link_to(learner, worker).connection.is_outgoing else (worker, learner)
             former = PeerLink(link_to(node, other).connection, node.exchange, FairShare(), link_to(node, other).address)
             late = await other._connections.transport.dial(address_of(node), node.peer_id)
+            widened = list[PeerLink]()
+            node.exchange.on_width = widened.append  # type: ignore[method-assign]
             async with asyncio.timeout(WAIT_S):
                 await node._connections._dial_further(former)  # each ends at once
                 await other._connections._serve(late, further_of=link_to(other, node))
+            assert not widened
             await until(
                 lambda: {width_of(node, other), width_of(other, node)} == {1}, "one connection for chunks each way"
             )
