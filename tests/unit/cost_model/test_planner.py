@@ -47,7 +47,7 @@ def test_chosen_plan_is_within_one_percent_of_brute_force(seed: int) -> None:
         assert least * (1 - 1e-6) <= chosen.usd_per_hour <= least * 1.01
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(3, 8), st.integers(0, 10**6), st.integers(1, 6), st.sampled_from(["link", "more", "price", "bound"]))
 @example(8, 90, 2, "more")
 def test_feasible_plans_keep_every_term_and_what_is_better_never_makes_them_worse(
@@ -121,7 +121,7 @@ def test_best_efforts_keep_the_cap_and_the_workers_that_are_pinned(count: int) -
     assert "w7" in capped.pool and capped.usd_per_hour <= 0.9 and not capped.is_feasible
 
 
-@pytest.mark.parametrize(("uplink_bytes_per_s", "count"), [(1e4, 1), (1e4, 40), (1e6, 3)])
+@pytest.mark.parametrize(("uplink_bytes_per_s", "count"), [(1e4, 1), (1e4, 12), (1e6, 3)])
 def test_a_fleet_that_no_version_reaches_in_time_is_still_put_to_work(uplink_bytes_per_s: float, count: int) -> None:
     """A best effort of nobody would stop the run: that its broadcast takes no time does not speak for it."""
     slow = LinkEstimate(uplink_bytes_per_s, uplink_bytes_per_s, 0.05)
