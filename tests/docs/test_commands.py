@@ -56,7 +56,7 @@ BY = (  # pattern; the file whose tests run the command
     (r"torchrun .*|sqlite3 .*", "tests/e2e/test_run.py"),
     (r"python -m echo2\.cli\.demo\.model .*", "tests/e2e/conftest.py"),
     (r"python examples/own_trainer\.py .*", "tests/e2e/test_own_trainer.py"),
-    (r"python -m echo2\.sim\.storm --seed .*", "tests/unit/sim/test_world.py"),
+    (r"python -m echo2\.sim\.storm --seed .*", "tests/unit/sim/test_said.py"),
     (r"python -m sphinx .*|python docs/generate\.py", "tests/docs/test_docs.py"),
     (r"python proto/generate\.py.*", "tests/docs/test_commands.py"),
     (r"python -m benchmarks\.gpu.*", "tests/contract/test_gpu_bench.py"),

@@ -70,8 +70,8 @@ def test_dependencies_that_see_completions_are_used_where_they_are_contained(pac
         names = {"reasoning_gym": "ReasoningGym"}.get(package, "")
         classes = [node for node in ast.walk(ast.parse((ROOT / user).read_text())) if isinstance(node, ast.ClassDef)]
         tasks = [node for node in classes if node.name.startswith(names)]
-        cheap = [ast.unparse(f) for task in tasks for f in task.body if getattr(f, "name", "") == "is_cheap"]
-        assert cheap and all(text.endswith("return False") for text in cheap), user
+        texts = [ast.unparse(node) for task in tasks for node in task.body]
+        assert [text for text in texts if "is_cheap" in text.split(" = ")[0]] == ["is_cheap = False"], user
 
 
 def test_agents_of_verifiers_play_only_where_the_operator_trusts_them() -> None:
