@@ -378,8 +378,10 @@ def test_a_starved_run_says_what_to_do_and_a_finished_one_looks_finished_after_a
     async def starved(daemon: CoordinatorDaemon, chromium: Any, learner: Node) -> None:
         report = pb.LearnerReport(step=3, train_s=1, utilisation=0.1, waits_for="rollouts", waits_since_s=40)
 
+        is_seen = asyncio.Event()
+
         async def beats() -> None:
-            while True:
+            while not is_seen.is_set():  # to cancel a write would end the learner's call
                 await learner.say(report=report)
                 await asyncio.sleep(0.1)
 
@@ -393,8 +395,8 @@ def test_a_starved_run_says_what_to_do_and_a_finished_one_looks_finished_after_a
                 assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
                 assert await _clipped(page) == []
                 await shoot(page, f"starved-{width}-{scheme}")
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
+        is_seen.set()
+        await beating
 
     async def finished(page: Any, name: str) -> None:
         await page.locator("#status").filter(has_text="finished").wait_for(timeout=WAIT_MS)
