@@ -41,7 +41,7 @@ BYTES_MAX = 1 << 20
 SUMMARY = IMAGES / "demo.json"
 CAPTIONED = (ROOT / "README.md", ROOT / "docs" / "index.md")
 CAPTION = re.compile(r"(?<=<!-- made by docs/record.py -->\n).*?(?=\n<!-- until here -->)", re.DOTALL)
-PAGE = re.compile(r"operator's page is at (http://[0-9.]+:[0-9]+)")
+PAGE = re.compile(r"dashboard (http://[0-9.]+:[0-9]+)")
 STEP = re.compile(r"step (\d+) / \d+")
 Event = tuple[float, str]
 
