@@ -27,6 +27,7 @@ from echo2.base.errors import StateError
 from echo2.base.ids import Version
 from echo2.base.rollout import SamplingParams
 from echo2.learner.audit import Passage, Piece, TokenScores
+from echo2.learner.training.adapter import published_name
 from echo2.learner.training.model import PolicyModel, is_packable, reshard
 from echo2.learner.training.packing import Attention
 from echo2.learner.training.ranks import own_part
@@ -63,8 +64,9 @@ class _Change:
 
 
 def rows_by_name(hf_model: Any) -> dict[str, Tensor]:
-    """This rank's rows of a model's published tensors."""
-    return {name: own_part(tensor.detach()) for name, tensor in published_tensors(hf_model).items()}
+    """This rank's rows of a model's tensors, under both their own and their published names: an adapter's differ."""
+    own = {name: own_part(tensor.detach()) for name, tensor in published_tensors(hf_model).items()}
+    return own | {published_name(name): rows for name, rows in own.items()}
 
 
 class KeptVersions:

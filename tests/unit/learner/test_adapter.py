@@ -30,7 +30,7 @@ FIT = Fit(1, 1, sequences=4, sequence_tokens=64, cache_tokens=256, reason="a tri
 
 def lora_options(folder: Path, model: Path, weights_dtype: str = "bfloat16") -> Any:
     trainer = TrainerOptions(str(model), weights_dtype, device="cpu", lr=3e-2, lora_rank=4)
-    return options_for(folder, model, trainer=trainer, learner={"steps": 4})
+    return options_for(folder, model, trainer=trainer, learner={"steps": 4, "audit_share": 0.5})
 
 
 def worker_engine(config_json: bytes, folder: Path, base: str) -> Any:

@@ -18,9 +18,11 @@ from echo2.learner.audit import Bets, Evidence, Habits, KindNoise, Passage, exam
 from echo2.learner.auditor import Scorer
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import SentTokens, TrainGroup
+from echo2.learner.training.adapter import AdapterOptions
 from echo2.learner.training.model import PolicyModel
 from echo2.learner.training.scoring import (
     KeptVersions,
+    TrainerScorer,
     VersionScorer,
     rows_by_name,
 )
@@ -157,6 +159,29 @@ def test_only_the_newest_versions_are_kept_whose_bits_are_those_that_were_publis
     assert bounded.versions[-1] == 7 and len(bounded.versions) < 8 and bounded.held_bytes <= 2 * size
     follows.forget_before(Version(6))
     assert follows.versions == [6, 7]
+
+
+def test_versions_of_an_adapter_are_told_apart(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = str(make_tiny_model(tmp_path / "model"))
+    model = PolicyModel(path, "bfloat16", torch.device("cpu"), 1.0, adapter=AdapterOptions(2, 4))
+    scorer = TrainerScorer(model, versions_max=3)
+    scorer.keep(Version(0), dict(model.snapshot()))
+    with torch.no_grad():
+        for master in model.masters:
+            master.add_(0.5 * torch.randn_like(master))
+    model.round_to_policy()
+    scorer.keep(Version(1), dict(model.snapshot()))
+    numbers = (-1.0,) * 3
+    rollout = Rollout(GroupId("g"), 0, (9, 10, 11), numbers, numbers, (VersionSpan(Version(1), 3),), FinishReason.STOP)
+    spec = GroupSpec(GroupId("g"), PROMPT, 1, SamplingParams(), 0)
+    group = TrainGroup(spec, 0, (rollout,), (1.0,), (), ((SentTokens(WORKER, 3),),))
+    before = replace(rollout, version_spans=(VersionSpan(Version(0), 3),))
+    passages = [passage_of(replace(group, rollouts=(one,)), 0, lambda peer: Habits()) for one in (rollout, before)]
+    (newer,), (older,) = found_by(scorer, passages)
+    assert np.abs(newer.exact.logprobs - older.exact.logprobs).max() > 1e-4
+    with pytest.raises(StateError, match=r"version 2: expected tensors of the model that scores, got elsewhere"):
+        scorer.keep(Version(2), {"elsewhere.weight": torch.zeros(1)})
 
 
 def test_greedy_answers_are_held_to_the_likeliest_token_and_honest_ones_pass(tmp_path: Path) -> None:
