@@ -50,7 +50,7 @@ class LiveRun:
         self.still_s, self.run_folder = still_s, children.run_folder
         self.state = ScreenState(title=f"echo2 {self.run_folder.name}")
         self.has_seen_the_end = False
-        self._began = self._printed_at = time.monotonic()
+        self._began, self._printed_at = time.monotonic(), -math.inf
         self._moved = LastMove(self._began)
         self._offsets: dict[str, int] = {}
 

@@ -138,11 +138,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"config file {path}: expected a TOML file, found nothing there") from None
+        raise ConfigError(f"{path}: expected a TOML file, found nothing there") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config file {path}: expected TOML, got a syntax error: {error}") from None
+        raise ConfigError(f"{path}: expected TOML, got a syntax error: {error}") from None
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:

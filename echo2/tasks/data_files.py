@@ -252,6 +252,9 @@ def local_data_set(path: str) -> Path:
         try:
             return Path(fetch(local_files_only=True))
         except FileNotFoundError:
+            kept = _cache() / f"datasets--{path.replace('/', '--')}" / "snapshots"
+            if fetched_by_commit := max(kept.glob("*"), key=lambda snapshot: snapshot.stat().st_mtime, default=None):
+                return fetched_by_commit
             if os.environ.get("HF_HUB_OFFLINE") == "1":
                 raise TaskError(
                     f"data set {path}: expected a folder or one in the hub's cache {_cache()}, found neither (HF_HUB_OFFLINE is 1)"

@@ -262,15 +262,16 @@ def _hermes(text: str) -> Iterator[WrittenCall]:
             yield call
 
 
-KEY_CHARS_MAX = 200  # a parameter's name; a longer one is none
+# A parameter's name has up to 200 characters: without a bound the search in a malformed call takes quadratic time.
+_CODER_ARGUMENT = re.compile(r"<parameter=([^\n>]{1,200})>(.*)", re.DOTALL)
+_GLM_ARGUMENT = re.compile(r"<arg_key>([^<]{1,200})</arg_key>\s*<arg_value>(.*)", re.DOTALL)
 
 
-def _arguments(text: str, opening: str, key_end: str, closing: str) -> Iterator[tuple[str, str]]:
-    """Yields keys and values of `OPENING KEY KEY_END VALUE CLOSING`; leaves out what has no key."""
+def _arguments(text: str, argument: re.Pattern[str], closing: str) -> Iterator[tuple[str, str]]:
+    """Yields keys and values, of which each ends at `closing`; leaves out what has no key."""
     for piece in text.split(closing)[:-1]:
-        key, mark, value = piece.partition(opening)[2].partition(key_end)
-        if mark and 0 < len(key) <= KEY_CHARS_MAX and not set(key) & set("<>\n"):
-            yield key, value
+        if found := argument.search(piece):
+            yield found[1], found[2]
 
 
 def _value(text: str) -> object:
@@ -284,7 +285,7 @@ def _coder(text: str) -> Iterator[WrittenCall]:
         body = inside.strip()
         name, mark, rest = body.removeprefix("<function=").partition(">")
         if body.startswith("<function=") and mark and name and rest.endswith("</function>"):
-            found = _arguments(rest, "<parameter=", ">", "</parameter>")
+            found = _arguments(rest, _CODER_ARGUMENT, "</parameter>")
             told = {key: _value(value.removeprefix("\n").removesuffix("\n")) for key, value in found}
             yield WrittenCall(name, told, begin, end)
 
@@ -293,8 +294,8 @@ def _glm(text: str) -> Iterator[WrittenCall]:
     for inside, begin, end in _between(text, "<tool_call>", "</tool_call>"):
         name = inside.partition("<arg_key>")[0].strip()
         if name and "<" not in name and "{" not in name:
-            found = _arguments(inside, "<arg_key>", "</arg_key>", "</arg_value>")
-            told = {key.strip(): _value(value.partition("<arg_value>")[2]) for key, value in found}
+            found = _arguments(inside, _GLM_ARGUMENT, "</arg_value>")
+            told = {key.strip(): _value(value) for key, value in found}
             yield WrittenCall(name, told, begin, end)
 
 

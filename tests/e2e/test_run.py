@@ -53,7 +53,9 @@ def refuses_another_model(cluster: Cluster, tmp_path: Path) -> None:
     for folder in ([], ["--folder", str(tmp_path / "new")]):
         command = [*cluster.commands["learner"], "--model.path", str(other), *folder]
         argv = [sys.executable, *words_of(command[0]), *command[1:]]
-        done = subprocess.run(argv, capture_output=True, text=True, env=environment_of(tmp_path), check=False)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, env=environment_of(tmp_path), check=False, timeout=WAIT_S
+        )
         line = error_line(done.returncode, done.stderr)
         assert "model" in line and "expected" in line, line
 

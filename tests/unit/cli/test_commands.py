@@ -185,10 +185,13 @@ def test_no_space_left_is_a_disk_full_error(capsys: pytest.CaptureFixture[str]) 
     assert "DiskFull" in capsys.readouterr().err
 
 
-def test_ctrl_c_before_there_is_a_daemon_ends_it_without_a_word() -> None:
+@pytest.mark.parametrize(
+    ("daemon", "arguments"), [("learner", ["join", "x"]), ("worker", ["join", "x"]), ("coordinator", [])]
+)
+def test_ctrl_c_before_there_is_a_daemon_ends_it_without_a_word(daemon: str, arguments: list[str]) -> None:
     script = (
-        "import os, signal; from echo2.cli import learner as own\n"
-        "own.parse = lambda *_: os.kill(os.getpid(), signal.SIGINT); own.main(['join', 'x'])"
+        f"import os, signal; from echo2.cli import {daemon} as own\n"
+        f"own.parse = lambda *_: os.kill(os.getpid(), signal.SIGINT); own.main({arguments})"
     )
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, timeout=WAIT_S)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")

@@ -13,6 +13,7 @@ from echo2.cli.sizing import resolved, threads
 from echo2.config.load import load_config
 from echo2.coordinator.money.market import built_in_models
 from echo2.cost_model.memory import token_budget_for
+from echo2.tasks.rewards import reward_processes
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 
@@ -22,6 +23,16 @@ def test_the_trainer_takes_all_cores_but_one_unless_told(monkeypatch: pytest.Mon
     assert [threads(cores) for cores in (1, 2, 16)] == [1, 1, 15]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads(16) == 3
+
+
+def test_reward_processes_follow_the_cores() -> None:
+    assert [reward_processes(cores) for cores in (1, 2, 16, 64, 256)] == [2, 2, 4, 16, 16]
+
+
+def test_silence_follows_where_the_run_is() -> None:
+    here, far = load_config((), "local").coordinator, load_config((), "wan").coordinator
+    assert (here.heartbeat_interval, here.suspect_after, here.gone_after, here.report_interval) == (0.5, 3, 9, 1)
+    assert (far.heartbeat_interval, far.suspect_after, far.gone_after, far.report_interval) == (5, 15, 45, 2)
 
 
 @pytest.mark.parametrize(("example", "does"), [("math-qwen3-8b", True), ("laptop", False)])

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from io import StringIO
+from unittest import mock
+
 import pytest
 from rich.console import Console
 
-from echo2.cli.live import STILL_STEPS, LastMove, ScreenState, draw, lag_lines, plain_line
+from echo2.cli.demo.summary import lags_of
+from echo2.cli.live import STILL_STEPS, LastMove, LiveRun, ScreenState, draw, lag_lines, plain_line
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 
@@ -91,3 +95,16 @@ def test_a_run_is_given_up_for_standing_still_and_not_for_being_slow() -> None:
     assert moved.still_s(state, 5000.0) == 0.0
     state.status.learner.waits_since_s = 77.0
     assert moved.still_s(state, 5100.0) == 100.0, "waiting is no move"
+
+
+def test_the_lags_of_a_run_are_those_of_all_its_steps() -> None:
+    assert lags_of([{"lag/histogram": [3, 1]}, {}, {"lag/histogram": [2, 0, 5]}]) == [5, 1, 5]
+    assert lags_of([]) == []
+
+
+def test_the_first_plain_line_comes_at_once_and_the_next_after_a_while() -> None:
+    with StringIO() as printed:
+        live = LiveRun(mock.Mock(), Console(file=printed), True, lambda status: False)
+        live._show(None)
+        live._show(None)
+        assert printed.getvalue().count("\n") == 1

@@ -179,8 +179,6 @@ def test_a_contained_scorer_reads_a_data_set_of_the_hubs_cache(monkeypatch: pyte
         (kept / "blobs" / "b").write_text(json.dumps({"prompt": "1/4+1/4?", "answer": "0.5"}) + "\n")
         (kept / "snapshots" / "aaa").mkdir(parents=True)
         (kept / "snapshots" / "aaa" / "train.jsonl").symlink_to(Path("../../blobs/b"))
-        (kept / "refs").mkdir()
-        (kept / "refs" / "main").write_text("aaa")
         monkeypatch.setenv("HF_HOME", home)
         monkeypatch.delenv("HF_HUB_CACHE", raising=False)
         with opened(TaskSpec("math", {"path": "org/puzzles"}), Limits()) as scorer:

@@ -83,6 +83,24 @@ def test_values_come_back_as_they_were_written(arguments: dict[str, str]) -> Non
             assert call.arguments[key] == (int(value) if value.strip().isdecimal() else value), name
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("glm", "<arg_key>\na\n</arg_key>\n<arg_value>1</arg_value>", {"a": 1}),
+        ("glm", "<arg_key>a</arg_key>\n1</arg_value>", {}),
+        ("glm", "<arg_key>a<arg_key>b</arg_key><arg_value>1</arg_value>", {"b": 1}),
+        ("glm", "<arg_key>a</arg_key>junk<arg_value>1</arg_value>", {}),
+        ("glm", "<arg_key>a>b</arg_key><arg_value>1</arg_value>", {"a>b": 1}),
+        ("qwen_coder", "<parameter=a\n><parameter=b>2</parameter>", {"b": 2}),
+        ("qwen_coder", "<parameter=a<b>2</parameter>", {"a<b": 2}),
+    ],
+)
+def test_of_arguments_written_in_part_the_whole_ones_are_read(name: str, text: str, arguments: dict[str, int]) -> None:
+    before, after = ("<function=f>", "</function>") if name == "qwen_coder" else ("f\n", "")
+    (call,) = BY_NAME[name].split(f"<tool_call>{before}{text}{after}</tool_call>")[1]
+    assert call.arguments == arguments
+
+
 HOSTILE = {
     "qwen_coder": [
         ("<tool_call><function=f>", "<parameter=a>", "</function></tool_call>"),
