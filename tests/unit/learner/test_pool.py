@@ -18,6 +18,7 @@ from echo2.learner.rollouts.admission import GroupRules
 from echo2.learner.rollouts.evaluation import QuestionSet
 from echo2.learner.rollouts.groups import evaluated_version, root_of
 from echo2.learner.rollouts.journal import BatchDrawn, Finished, GroupDropped, Opened
+from echo2.learner.rollouts.workers import IMPOSSIBLE_MAX
 from tests.unit.learner.stage import ALICE, BOB, PATIENCE_S, STOP, Stage, piece
 
 WORKERS = (ALICE, BOB)
@@ -284,6 +285,17 @@ def test_a_resumed_learner_has_its_open_groups_its_place_in_the_prompts_and_the_
     assert stage.offered == opened and stage.pool.cursor == cursor, "no group is opened twice and no prompt passed over"
     stage.tell(stage.pool.accuse, ALICE, "planted", is_certain=True)
     assert stage.offered == opened, "of a group without tokens from the worker nothing is dropped"
+
+
+def test_who_sends_what_no_honest_worker_sends_is_barred_and_told_to_the_coordinator() -> None:
+    stage = Stage()
+    group_id = next(iter(stage.offered))
+    for _ in range(IMPOSSIBLE_MAX):
+        assert stage.accused == []
+        assert stage.report(piece(group_id, 0, [9], version=99)) == [Verdict.REFUSED]
+    ((worker, reason, is_certain),) = stage.accused
+    assert worker == ALICE and is_certain and "99" in reason and ALICE in stage.pool.barred
+    assert stage.report(piece(group_id, 0, [9], version=99)) == [Verdict.REFUSED] and len(stage.accused) == 1
 
 
 def test_a_stop_ends_the_wait_for_a_batch() -> None:
