@@ -436,5 +436,5 @@ MUTANTS: tuple[Mutant, ...] = (
            "= hub.book.records.is_barred(member.peer_id, choosable, hub.clock.now())", "= False",
            (_UNIT + "coordinator/test_barring.py", "tests/redteam/test_claims.py")),
     Mutant("a plan that the operator applies is not acted on", "coordinator/operator.py", "is_acted_on=True)", "is_acted_on=False)",
-           (_UNIT + "coordinator/test_actions.py",)),
+           (_UNIT + "coordinator/test_limits.py",)),
 )  # fmt: skip

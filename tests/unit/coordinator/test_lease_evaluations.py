@@ -9,6 +9,7 @@ from echo2.base.rollout import EndReason, GroupSpec
 from echo2.coordinator.leases import events as le
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.evaluations import EVALUATION_SHARE, Evaluators
+from echo2.coordinator.leases.queue import may_take
 from echo2.coordinator.leases.waits import waits
 from tests.unit.coordinator.test_lease_book import A, B, C, book, ends, exam, grants, ready, spec
 
@@ -40,6 +41,7 @@ def test_an_evaluation_goes_before_training_to_workers_at_its_very_version_alone
     assert ready(one, B, version=5) == []
     assert "an evaluation of version 3, at which none of 1 willing workers is" in waits(one, 0.0)[0][0]
     assert [grant.group.group_id for grant in ready(one, C, version=3)] == ["e3"]
+    assert [may_take(exam("e", 3), Version(version), 4) for version in (2, 3, 4)] == [False, True, False]
 
 
 def test_a_share_of_the_fleet_evaluates_the_rest_trains_and_a_restart_changes_neither() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from echo2.base.ids import PeerId, RunId, Step, Version
 from echo2.coordinator.fleet.members import Activation, Member
 from echo2.coordinator.hub import BUDGET_TICKS, Hub
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
+from echo2.coordinator.operator import Actions
 from echo2.coordinator.planning.board import LearnerBoard
 from echo2.coordinator.planning.corrections import RATIO_LEAST, Corrections
 from echo2.coordinator.planning.service import snapshot_of
@@ -81,6 +83,19 @@ def test_no_plan_spends_beyond_the_cap_and_none_at_all_beyond_the_budget(tmp_pat
         hub.change_settings({"usd_per_hour_cap": 0.3, "usd_budget": 1e6})
         hub.adopt_plan(plan(fleet.everybody), fleet.everybody, is_acted_on=True)
         assert working_usd(hub) <= 0.3
+
+    play(scene)
+
+
+def test_a_plan_that_is_only_advised_is_acted_on_when_the_operator_applies_it(tmp_path: Path) -> None:
+    async def scene() -> None:
+        fleet = Fleet(tmp_path, 1.0, 1.0, planner_mode="advise")
+        drain, stay = fleet.everybody
+        advised = replace(plan([stay]), drain=(drain,))
+        fleet.hub.adopt_plan(advised, fleet.everybody, is_acted_on=False)
+        assert len(working(fleet.hub)) == 2
+        await Actions(fleet.commands).act("plan/apply", b"{}")
+        assert [one.peer_id for one in working(fleet.hub)] == [stay]
 
     play(scene)
 
