@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.bench_capacity import Row, keep, random_fleet, show
 from benchmarks.market_day import days
 from benchmarks.market_fleets import hard_world, random_machines, random_world, spot, told, wishes
@@ -163,8 +165,9 @@ def hard_case(seed: int) -> Case:
     rng = random.Random(seed * 52579 + 13)
     machines = spot(rng, random_machines(rng, rng.randint(2, 8)))
     world = hard_world(rng, machines, rng.choice([0.3, 0.5, 0.7, 0.95, 1.3]), rng.choice([0.05, 0.2, 0.5, 1.0, 2.0]))
-    group_s = statistics.fmean(one.mean_s for one in machines)  # a lost group begins again in this world
-    config = wishes(world, preemption_loss_s=group_s)
+    # A lost group begins again in this world: half of it, where it has to wait for slots, else a rollout.
+    lost_s = (one.mean_s * max(1.0, world.group / one.slots / 2) for one in machines)
+    config = wishes(world, preemption_loss_s=statistics.fmean(lost_s))
     return Case(world, machines, config, plan(told(world, machines), config))
 
 
@@ -263,11 +266,11 @@ def _moved(fleet: FleetSnapshot, rng: random.Random) -> FleetSnapshot:
 
 
 def _is_as_good(truth: FleetSnapshot, config: PlanConfig, made: Plan) -> bool:
-    """Whether the pool reaches, with the true step, what a fresh plan for it does."""
+    """Whether the pool under its period reaches, with the true step, what a fresh plan for it does."""
     if not made.pool:
         return True
-    fresh, pool = plan(truth, config), set(made.pool)
-    has = promised(replace(truth, workers=tuple(one for one in truth.workers if one.worker_id in pool)), config)
+    fresh, pool, fleet = plan(truth, config), set(made.pool), FleetModel.of(truth, config)
+    has = confirmed(fleet, fleet.evaluate(made.kappa, np.array([one.worker_id in pool for one in truth.workers])))
     return has.utilisation >= min(TARGET, fresh.predicted_utilisation) - NOISE
 
 

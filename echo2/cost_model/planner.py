@@ -5,7 +5,8 @@ rehearsal reaches the target, and the budget pays for all steps that are left. I
 and says which term is violated and what would fix it; if the budget cannot pay for it, the fastest pool that finishes within it.
 
 A pool is chosen with `add_margin` more rate than needed, and is kept while it has the rate needed without the margin and its
-rehearsal reaches the target. A shortage that only the estimates show is fixed once it has lasted the dwell time; any other at once.
+rehearsal reaches the target. A little shortage that only the estimates show is fixed once it has lasted `SHORT_STEPS` steps, at most
+the dwell time; any other at once.
 A pool is changed to save money only after the saving has exceeded `DRAIN_MARGIN` for the dwell time, and by draining members if
 that is nearly as cheap. Workers that relay a broadcast, or that were activated less than the dwell time (or their join time) ago,
 stay. Leaves to others: acting on it (coordinator), the trees (broadcast), measuring (estimates).
@@ -25,6 +26,7 @@ from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, PlanConfig
 from echo2.cost_model.solver import Solver
 
 NOISE_MARGINS = 2.0  # two margins of shortage are still measurement noise
+SHORT_STEPS = 1.5  # a shortage that the plans of two steps see is none of one odd measurement
 DRAIN_MARGIN = 0.15  # a smaller saving is not worth the motion
 SLOWER = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Targets tried where the budget does not pay for a busy learner: a slower run with the cheapest machines costs less in all."""
@@ -234,7 +236,8 @@ def _kept(previous: Plan, fleet: FleetModel, choice: _PoolChoice, is_busy: bool)
     if within_cap and int(np.count_nonzero(members)) == len(previous.pool):
         slip, short_since_s = NOISE_MARGINS * config.add_margin, previous.short_since_s or now_s
         is_little = stayed.keeps_relations(kept_rate / (1 + slip), config.add_margin + slip)
-        if is_little and now_s - short_since_s < config.dwell_s:
+        lasting_s = min(config.dwell_s, SHORT_STEPS * fleet.snapshot.learner.train_s)
+        if is_little and now_s - short_since_s < lasting_s:
             reason = "unchanged for now: a little short, but not for long enough"
             return _PoolChoice(stayed, reason, since_s, short_since_s)
     mended = _no_dearer(fleet, members | fleet.is_must, fresh)

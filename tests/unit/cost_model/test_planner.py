@@ -175,7 +175,7 @@ def test_small_changes_keep_the_pool_and_a_lost_worker_is_replaced() -> None:
     assert lost not in mended.pool and mended.is_feasible
 
 
-def test_a_little_shortage_is_mended_after_the_dwell_and_a_loss_at_once() -> None:
+def test_a_little_shortage_is_mended_when_two_steps_have_seen_it_and_a_loss_at_once() -> None:
     config = PlanConfig(4)
     workers = tuple(worker(f"w{i:02d}", price=0.4 + 0.01 * i) for i in range(20))
     seat = learner(rollouts_per_step=640)
@@ -190,7 +190,10 @@ def test_a_little_shortage_is_mended_after_the_dwell_and_a_loss_at_once() -> Non
         assert one.is_feasible == (reached and all(term.is_met for term in one.terms))
     calm = plan(dataclasses.replace(fleet, now_s=1100.0), config, little)
     assert calm.pool == first.pool and calm.short_since_s is None
-    lasting = plan(dataclasses.replace(fleet, learner=noisy, now_s=1400.0), config, little)
+    once, twice = 1000.0 + 1.2 * noisy.train_s, 1000.0 + 1.6 * noisy.train_s
+    assert twice < 1000.0 + config.dwell_s
+    assert plan(dataclasses.replace(fleet, learner=noisy, now_s=once), config, little).pool == first.pool
+    lasting = plan(dataclasses.replace(fleet, learner=noisy, now_s=twice), config, little)
     assert len(lasting.pool) > len(first.pool) and lasting.is_feasible
     gone = tuple(
         dataclasses.replace(one, state=WorkerState.UNAVAILABLE) if one.worker_id == first.pool[0] else one
