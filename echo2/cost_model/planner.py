@@ -5,8 +5,8 @@ rehearsal reaches the target, and the budget pays for all steps that are left. I
 and says which term is violated and what would fix it; if the budget cannot pay for it, the fastest pool that finishes within it.
 
 A pool is chosen with `add_margin` more rate than needed, and is kept while it has the rate needed without the margin and its
-rehearsal reaches the target. A little shortage that only the estimates show is fixed once it has lasted `SHORT_STEPS` steps, at most
-the dwell time; any other at once.
+rehearsal reaches the target. A little shortage that only the estimates show is fixed once it has lasted `SHORT_STEPS` steps, at
+most the dwell time; any other at once.
 A pool is changed to save money only after the saving has exceeded `DRAIN_MARGIN` for the dwell time, and by draining members if
 that is nearly as cheap. Workers that relay a broadcast, or that were activated less than the dwell time (or their join time) ago,
 stay. Leaves to others: acting on it (coordinator), the trees (broadcast), measuring (estimates).
