@@ -29,7 +29,7 @@ from benchmarks.market_day import days
 from benchmarks.market_fleets import hard_world, random_machines, random_world, spot, told, wishes
 from benchmarks.market_world import Machine, World, simulate, usual_cap
 from echo2.cost_model.estimates import RobustEstimator
-from echo2.cost_model.plan import UTILISATION_TOLERANCE, Plan
+from echo2.cost_model.plan import UTILISATION_TOLERANCE, Limit, Plan
 from echo2.cost_model.planner import confirmed, plan, priced, sent_gib_per_hour
 from echo2.cost_model.rehearsal import rehearsed
 from echo2.cost_model.relations import Evaluation, FleetModel
@@ -38,8 +38,9 @@ from echo2.cost_model.solver import QUEUE_SHARE, UTILISATION_LEAST
 
 RESULTS = Path(__file__).parent / "results" / "market.json"
 FIRST_LOOK_STEPS, STEPS = 45, 90
-JUDGES = (1, 2, 3)
-"""Seeds of the simulations whose mean counts."""
+JUDGES, JUDGES_OF_CHANCE = (2, 3, 4), tuple(range(2, 14))
+"""Seeds of the simulations whose mean counts, more where losses of machines make it a matter of chance. Not seed 1, by which brute
+force picks its pools: of two hundred the best is also the luckiest."""
 CLOSE, REHEARSED_PERIODS = 0.01, 2  # periods that the relations see within 1 %: two decide
 NOISE, TARGET = 0.02, PlanConfig(1).target_utilisation
 
@@ -87,7 +88,7 @@ def infeasible_case(seed: int) -> Case:
 
 def best_simulated(case: Case) -> float:
     """What the best affordable pool under the best period reaches: brute force. It is the best of one simulation, and judged by
-    the mean of `JUDGES`, as plans are: the best of two hundred simulations is also the luckiest of them."""
+    the mean of `JUDGES`, as plans are."""
     world, cap = case.world, case.config.usd_per_hour_cap
     pools = []
     for flags in itertools.product((False, True), repeat=len(case.machines)):
@@ -175,7 +176,8 @@ def hard(settings: int) -> list[Row]:
     errors: dict[str, list[tuple[float, int]]] = {"feasible plans": [], "best efforts": []}
     for seed in range(settings):
         case = hard_case(seed)
-        error = abs(statistics.fmean(case.simulated(120, one) for one in JUDGES) - case.made.predicted_utilisation)
+        judges = JUDGES_OF_CHANCE if case.made.utilisation_spread > NOISE else JUDGES
+        error = abs(statistics.fmean(case.simulated(120, one) for one in judges) - case.made.predicted_utilisation)
         errors["feasible plans" if case.made.is_feasible else "best efforts"].append((error, seed))
     rows = []
     for name, mean, worst in (("feasible plans", 0.005, 0.03), ("best efforts", 0.01, 0.06)):
@@ -266,12 +268,13 @@ def _moved(fleet: FleetSnapshot, rng: random.Random) -> FleetSnapshot:
 
 
 def _is_as_good(truth: FleetSnapshot, config: PlanConfig, made: Plan) -> bool:
-    """Whether the pool under its period reaches, with the true step, what a fresh plan for it does."""
+    """Whether the pool under its period reaches, with the true step, what a fresh plan for it does, within the margin by which a
+    working pool may fall short before it is changed."""
     if not made.pool:
         return True
     fresh, pool, fleet = plan(truth, config), set(made.pool), FleetModel.of(truth, config)
     has = confirmed(fleet, fleet.evaluate(made.kappa, np.array([one.worker_id in pool for one in truth.workers])))
-    return has.utilisation >= min(TARGET, fresh.predicted_utilisation) - NOISE
+    return has.utilisation >= min(TARGET, fresh.predicted_utilisation / (1 + config.add_margin)) - NOISE
 
 
 # ---- one more machine
@@ -291,10 +294,12 @@ def adding_trial(seed: int) -> tuple[Plan, Plan, float]:
 
 def is_worse(before: Plan, after: Plan, train_s: float) -> bool:
     """By the planner's one objective: first what is short of the target, by more than 2 %; then USD/h, by 1 in 1,000. What is
-    beyond the target counts for nothing there: of pools that reach it and break another term the cheaper is the better."""
+    beyond the target counts for nothing there: of pools that reach it and break another term the cheaper is the better. A pool
+    with the margin that plans carry may cost more than one that did without, for want of a machine."""
     if before.is_feasible or after.is_feasible:
         if before.is_feasible and after.is_feasible:
-            return after.usd_per_hour > before.usd_per_hour * 1.001 + 1e-9
+            has_more = _has_margin(after) and not _has_margin(before)
+            return after.usd_per_hour > before.usd_per_hour * 1.001 + 1e-9 and not has_more
         return before.is_feasible
     had, has = (
         min(TARGET, one.predicted_utilisation)
@@ -302,6 +307,11 @@ def is_worse(before: Plan, after: Plan, train_s: float) -> bool:
         for one in (before, after)
     )
     return has < (1 - NOISE) * had - UTILISATION_LEAST
+
+
+def _has_margin(made: Plan) -> bool:
+    term = next(term for term in made.terms if term.limit_kind is Limit.THROUGHPUT)
+    return term.slack >= PlanConfig(1).add_margin * (1 - 1e-6)
 
 
 def adding(fleets: int) -> list[Row]:

@@ -9,11 +9,12 @@ rehearsal reaches the target. A little shortage that only the estimates show is 
 most the dwell time; any other at once.
 A pool is changed to save money only after the saving has exceeded `DRAIN_MARGIN` for the dwell time, and by draining members if
 that is nearly as cheap. Workers that relay a broadcast, or that were activated less than the dwell time (or their join time) ago,
-stay. Leaves to others: acting on it (coordinator), the trees (broadcast), measuring (estimates).
+stay as far as the cap allows. Leaves to others: acting on it (coordinator), the trees (broadcast), measuring (estimates).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from echo2.cost_model.plan import UTILISATION_TOLERANCE, Plan, plan_of, usd_to_finish
 from echo2.cost_model.rehearsal import TAKES, rehearsed
-from echo2.cost_model.relations import Evaluation, Flags, FleetModel
+from echo2.cost_model.relations import TOLERANCE, Evaluation, Flags, FleetModel
 from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, PlanConfig, WorkerEstimate, WorkerState
 from echo2.cost_model.solver import Solver
 
@@ -32,6 +33,7 @@ SLOWER = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Targets tried where the budget does not pay for a busy learner: a slower run with the cheapest machines costs less in all."""
 GIB = float(1 << 30)  # bytes
 CHEAPEST = "the cheapest pool that keeps the learner busy"  # begins the reason
+BARELY = "this pool keeps the learner busy, and none has the usual rate to spare"  # likewise
 NEAREST = "no pool keeps the learner busy; this one comes nearest"  # likewise
 
 
@@ -63,7 +65,10 @@ def plan_if_feasible(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None
 
 def _plan_if_feasible(snapshot: FleetSnapshot, config: PlanConfig) -> Plan | None:
     fleet = FleetModel.of(snapshot, config)
-    found, _ = Solver(fleet, fleet.is_must).cheapest(_goal(config))
+    solver = Solver(fleet, fleet.is_must)
+    found, rejected = solver.cheapest(_goal(config))
+    if found is None and rejected:  # the relations can be kept, and the search among the pools that do has ended
+        found = solver.nearest(rejected)
     if found is None or not _affords(fleet, found):
         return None
     made = plan_of(snapshot, config, found, CHEAPEST)
@@ -126,10 +131,14 @@ def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) ->
         return plan_of(snapshot, config, rehearsed(fleet, nobody), "the budget is spent")
     solver = Solver(fleet, fleet.is_must)
     fresh, rejected = solver.cheapest(_goal(config))
-    is_busy = fresh is not None
+    is_busy, why = fresh is not None, CHEAPEST
     if fresh is None:
         fresh = solver.nearest(rejected)
-    choice = _PoolChoice(fresh, CHEAPEST if is_busy else NEAREST)
+        is_busy = fresh.keeps_relations(fleet.rate_needed / (1 + config.add_margin)) and fresh.utilisation >= _goal(
+            config
+        )
+        why = (CHEAPEST if fresh.keeps_relations(fleet.rate_needed) else BARELY) if is_busy else NEAREST
+    choice = _PoolChoice(fresh, why)
     if not _affords(fleet, fresh):
         choice = _within_budget(fleet, fresh)
     elif previous is not None:
@@ -137,7 +146,11 @@ def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) ->
     final = choice.evaluation
     if previous is not None:
         held = np.array([_is_held(worker, snapshot.now_s, config) for worker in snapshot.workers]) & ~final.chosen
-        if held.any():
+        room = config.usd_per_hour_cap * (1 + TOLERANCE) - final.usd_per_hour if config.usd_per_hour_cap else math.inf
+        rows = np.flatnonzero(held)[np.argsort(fleet.price[held], kind="stable")]
+        if (stays := rows[np.cumsum(fleet.price[rows]) <= room]).size:  # the cap is harder than the dwell
+            held[:] = False
+            held[stays] = True
             final = fleet.evaluate(final.kappa, final.chosen | held)
     if not final.is_rehearsed:
         final = confirmed(fleet, final)

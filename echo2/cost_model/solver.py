@@ -12,6 +12,7 @@ decides nothing are fixed first, with a lower bound on the price. Deterministic;
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -36,11 +37,13 @@ STEP = UTILISATION_TOLERANCE
 QUEUE_SHARE = 0.97
 """Share of the utilisation that counts if versions wait for the links: they go out late, and some pushes are wasted."""
 # 64 take one to two seconds; 6 take 0.1 s, half of what the plan of a large fleet may take.
-REHEARSALS_MAX, REHEARSALS_LARGE_MAX, FINALISTS = 64, 6, 5
+REHEARSALS_MAX, REHEARSALS_LARGE_MAX, FIRST_LOOKS, FINALISTS = 64, 6, 24, 5
+REHEARSED_MACHINES = 16_000  # machines times rehearsals of a search for the cheapest pool, between these two
 COMPOSITIONS_MAX = 4096
 """Up to so many pools, up to exchange of equal machines, are tried in the order of their price instead of by the program."""
 EVALUATIONS_MAX = 2048
 """Up to so many pools and periods are compared by the relations where none reaches the target: 0.3 ms each."""
+RAISE = 0.6  # of what a pool is short, so much more rate is asked for: with all of it the next was up to a tenth dearer than needed
 CHANCE = 0.02
 """A single rehearsal may be off by so much: a pool that misses the target by less is rehearsed again before it is rejected."""
 BEST_PACES, WORTH_A_LOOK = 24, 0.6
@@ -209,7 +212,8 @@ class Solver:
         """The cheapest pool that keeps the relations and whose rehearsal reaches `goal`, and those whose rehearsal did not.
 
         Takes each period's cheapest pool, cheapest first. A small fleet has its next pool by price tried after a rejection; a large
-        one, or one with many rejections, is asked for more rate.
+        one, or one with many rejections, is asked for more rate, under periods up to twice as long or short as well: what the
+        relations overlook there is much the same.
         """
         rejected: list[Evaluation] = []
         learner = self.fleet.snapshot.learner
@@ -222,10 +226,16 @@ class Solver:
             if (found := self.best_at(kappa, needs[kappa], ceiling)) is not None:
                 waiting.append(found)
                 ceiling = min(ceiling, found.usd_per_hour * 1.5 + TOLERANCE)
-        most = REHEARSALS_LARGE_MAX if len(self.fleet) > 10 * SMALL_FLEET else REHEARSALS_MAX // 2
+        most = max(REHEARSALS_LARGE_MAX, min(REHEARSALS_MAX // 2, REHEARSED_MACHINES // len(self.fleet)))
         while waiting and len(rejected) < most:
             found = min(waiting, key=lambda one: (round(one.usd_per_hour, 9), -round(one.least_slack, 9), one.kappa))
             waiting.remove(found)
+            if found.point.throughput < needs[found.kappa] * (
+                1 - TOLERANCE
+            ):  # it was found before the others' rejections
+                if (again := self.best_at(found.kappa, needs[found.kappa])) is not None:
+                    waiting.append(again)
+                continue
             trial = rehearsed(self.fleet, found)
             if goal - CHANCE <= trial.utilisation < 1.0 - UTILISATION_TOLERANCE:
                 trial = rehearsed(self.fleet, trial, TAKES)
@@ -234,7 +244,9 @@ class Solver:
             rejected.append(trial)
             if self._compositions is None or len(rejected) >= most * 3 // 4:
                 short = goal / max(trial.utilisation, 0.5) - 1
-                needs[found.kappa] = max(needs[found.kappa], found.point.throughput) * (1 + max(1e-4, short / 2))
+                more = max(needs[found.kappa], found.point.throughput) * (1 + max(1e-4, RAISE * short))
+                alike = (kappa for kappa in needs if found.kappa / 2 <= kappa <= 2 * found.kappa)
+                needs |= {kappa: max(needs[kappa], more) for kappa in alike}
             if (again := self.best_at(found.kappa, needs[found.kappa])) is not None:
                 waiting.append(again)
         return None, rejected
@@ -375,7 +387,7 @@ class Solver:
         most = REHEARSALS_LARGE_MAX // 2 if is_large else REHEARSALS_MAX
         best: tuple[float, Evaluation, PoolProgram | None] | None = None
         for found, program in self._candidates():
-            if len(tried) - len(known) >= most:
+            if len(tried) - len(known) >= (most if is_large else FIRST_LOOKS):
                 break
             if self._sign(found) not in tried:
                 tried[self._sign(found)] = trial = rehearsed(self.fleet, found)
@@ -383,12 +395,43 @@ class Solver:
                     best = self._counted(trial), trial, program
         if is_large and best is not None and best[2] is not None:
             tried |= {self._sign(one): one for one in self._thinner(best[1], best[2])}
+        if not is_large:
+            self._climb(tried, most + len(known))
         preferred = self._preferred(tried.values())
         if is_large:  # so many rollouts that chance averages out, and few pools to be lucky among
             return preferred[0]
         nearest = sorted(tried.values(), key=self._counted)[-FINALISTS:]  # a first rehearsal may have been unlucky
         finalists = {id(one): one for one in (*preferred[:FINALISTS], *nearest)}
         return self._preferred([rehearsed(self.fleet, one, TAKES) for one in finalists.values()])[0]
+
+    def _climb(self, tried: dict[tuple[float, ...], Evaluation], most: int) -> None:
+        """Rehearses what is one machine or one step of the period away from the best so far, until none of that is better or `most`
+        are tried: the relations see which worker holds a version back, and not what the others then are worth."""
+        best = None
+        while len(tried) < most and (now := max(tried.values(), key=self._counted)) is not best:
+            best = now
+            for found in self._beside(best):
+                if len(tried) < most and self._sign(found) not in tried:
+                    tried[self._sign(found)] = rehearsed(self.fleet, found)
+
+    def _beside(self, found: Evaluation) -> Iterator[Evaluation]:
+        """The pools with one machine more, less or another, and the periods one step longer and shorter."""
+        fleet, chosen = self.fleet, found.chosen
+        outside, inside = fleet.is_available & ~chosen, chosen & ~self.is_must
+        comes = [-1, *np.flatnonzero(outside)[np.unique(fleet.kind[outside], return_index=True)[1]].tolist()]
+        goes = [-1, *np.flatnonzero(inside)[np.unique(fleet.kind[inside], return_index=True)[1]].tolist()]
+        for kappa in (found.kappa - 1, found.kappa + 1):
+            if kappa in fleet.config.kappas:
+                yield fleet.evaluate(kappa, chosen)
+        for one, other in sorted(itertools.product(comes, goes), key=lambda pair: min(pair) >= 0):
+            pool = chosen.copy()
+            pool[[row for row in (one, other) if row >= 0]] ^= True
+            if pool.any() and self._is_within_cap(pool):
+                yield fleet.evaluate(found.kappa, pool)
+
+    def _is_within_cap(self, pool: Flags) -> bool:
+        cap = self.fleet.config.usd_per_hour_cap
+        return not cap or float(self.fleet.price[pool].sum()) <= cap * (1 + TOLERANCE)
 
     def _thinner(self, found: Evaluation, program: PoolProgram) -> Iterator[Evaluation]:
         """Cheaper pools of the same workers: with the rate that the learner was seen to use, and some to spare. The relations alone

@@ -17,6 +17,7 @@ from echo2.cli.plan import evaluation_rollouts
 from echo2.cli.plan_text import PlannedRun, alternatives, as_json, planned
 from echo2.cli.sizing import audit_s_per_step
 from echo2.config.run import RunConfig
+from echo2.cost_model.planner import CHEAPEST
 from echo2.cost_model.question import PoolOffer
 from echo2.cost_model.snapshot import LinkEstimate
 from tests.patience import WAIT_S
@@ -136,6 +137,17 @@ def test_advice_holds_when_it_is_followed(fleet: str, tmp_path: Path, capsys: py
         assert run(*asked, "--what-if", what_if) == 0
         printed = capsys.readouterr().out
         assert "not feasible with" not in printed and f"workers {price}" in printed, what_if
+
+
+def test_among_hundreds_of_machines_a_larger_bound_alone_is_found_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the whole market under many periods the relations promise what a rehearsal denies: the search must not end before the pool
+    that does."""
+    assert run("plan", *EIGHT, "--json", "--staleness.bound=4") == 0
+    found = json.loads(capsys.readouterr().out)
+    alone = [one["what_if"] for one in found["advice"] if re.fullmatch(r"S=\d+", one["what_if"])]
+    assert not found["is_feasible"] and len(alone) == 1, found["advice"]
+    assert run("plan", *EIGHT, "--json", "--staleness.bound=4", "--what-if", alone[0]) == 0
+    assert json.loads(capsys.readouterr().out)["reason"].startswith(CHEAPEST)
 
 
 def test_the_audit_costs_what_it_reads_and_nothing_where_it_is_off() -> None:

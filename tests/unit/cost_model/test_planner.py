@@ -203,6 +203,21 @@ def test_a_little_shortage_is_mended_when_two_steps_have_seen_it_and_a_loss_at_o
     assert mended.is_feasible and mended.activate
 
 
+def test_a_worker_that_has_to_stay_a_while_never_lifts_a_plan_above_the_cap() -> None:
+    """Its price has risen since it was activated, and another has come that is worth more."""
+    cap = 1.0
+    config = PlanConfig(4, usd_per_hour_cap=cap, dwell_s=300.0)
+    old, new = worker("w00", 1.0, price=0.8), worker("w01", 12.0, price=0.6)
+    seat = learner(rollouts_per_step=640)
+    first = plan(snapshot((old,), learner=seat), config)
+    fleet = activated(snapshot((old, new), learner=seat), first, 0.0)
+    assert first.pool == (old.worker_id,)
+    changed = plan(dataclasses.replace(fleet, now_s=10.0), config, first)
+    assert changed.pool == (new.worker_id,) and changed.usd_per_hour <= cap
+    roomy = plan(dataclasses.replace(fleet, now_s=10.0), dataclasses.replace(config, usd_per_hour_cap=2.0), first)
+    assert set(roomy.pool) == {old.worker_id, new.worker_id}, "within the cap it stays for its dwell"
+
+
 def test_a_pool_that_is_too_large_lets_members_go_and_takes_no_others() -> None:
     config = PlanConfig(4)
     workers = tuple(worker(f"w{i:02d}", price=0.4 - 0.001 * (i >= 10)) for i in range(20))
