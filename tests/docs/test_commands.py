@@ -1,9 +1,9 @@
 """Every command that the documentation shows is run by a test, with the flags that it is shown with, or says why not.
 
-`RUN_HERE` is run below. An entry of `BY` names the file of tests that runs the command: the command's program, its command word and
-each of its flags must stand among that file's strings. What no test machine can run is `ONLY_READ`, with the reason: what can be
-read of it (module, arguments, file, service, secret) is. A make target is what its recipe runs. A command of none of these kinds
-fails.
+`RUN_HERE` is run below. An entry of `BY` names the file of tests that runs the command, and the function in it where the file starts
+others too: the command's program, its command word and each of its flags must stand among the strings there. What no test machine can
+run is `ONLY_READ`, with the reason: what can be read of it (module, arguments, file, service, secret) is. A make target is what its
+recipe runs. A command of none of these kinds fails.
 """
 
 from __future__ import annotations
@@ -45,15 +45,20 @@ RUN_HERE = (
     r"|python -m tests\.fuzz_targets"
 )
 
-BY = (  # pattern; the file whose tests run the command
-    (r"echo2 run .*", "tests/e2e/test_local_run.py"),
+BY = (  # pattern; the file whose tests run the command; the function in it that does
+    (r"echo2 run .*", "tests/e2e/test_local_run.py", "started"),
     (r"echo2 ctl .*", "tests/unit/coordinator/test_actions.py"),
     (r"echo2 offers.*", "tests/unit/cli/test_offers.py"),
     (r"echo2 demo(?!.*--(engine|model)).*|echo2 export.*", "tests/packaging/test_wheel.py"),
     (r"echo2 doctor --link.*", "tests/e2e/test_commands.py"),
     (r"echo-worker (status|drain|leave)", "tests/unit/worker/test_control.py"),
     (r"echo-learner join @.*|echo-(coordinator|worker join @).*", "tests/e2e/cluster.py"),
-    (r"torchrun .*|sqlite3 .*", "tests/e2e/test_run.py"),
+    (
+        r"torchrun .*",
+        "tests/e2e/test_run.py",
+        "test_two_processes_as_torchruns_environment_describes_them_are_one_learner",
+    ),
+    (r"sqlite3 .*", "tests/e2e/test_run.py", "back_up"),
     (r"python -m echo2\.cli\.demo\.model .*", "tests/e2e/conftest.py"),
     (r"python examples/own_trainer\.py .*", "tests/e2e/test_own_trainer.py"),
     (r"python -m echo2\.sim\.storm --seed .*", "tests/unit/sim/test_said.py"),
@@ -137,14 +142,18 @@ SINGLE = sorted({single for command in COMMANDS for single in commands_of(comman
 
 
 @cache
-def strings_of(file: str) -> set[str]:
-    """The strings in a file of tests, their words and the ends of paths."""
-    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
-    found = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+def strings_of(file: str, function: str = "") -> set[str]:
+    """The strings in a file of tests, or in one of its functions, their words and the ends of paths."""
+    tree: ast.AST = ast.parse((ROOT / file).read_text())
+    if function:
+        (tree,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function]
+    found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     words = {word for text in found for word in (text, *text.split(), text.rpartition("/")[2])}
     if "echo2.cli.main" in words:
         words.add("echo2")  # the program, by its module
-    return words | (strings_of("tests/e2e/cluster.py") if file != "tests/e2e/cluster.py" and "e2e" in file else set())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    starts_cluster = "Cluster" in names if function else "e2e" in file and file != "tests/e2e/cluster.py"
+    return words | (strings_of("tests/e2e/cluster.py") if starts_cluster else set())
 
 
 def words_that_must_be_run(command: str) -> set[str]:
@@ -168,9 +177,9 @@ def test_every_command_shown_is_run_or_says_why_not(command: str) -> None:
     for single in singles:
         if re.fullmatch(f"{RUN_HERE}|{AS_SHOWN}", single):
             continue
-        if by := next((file for pattern, file in BY if re.fullmatch(pattern, single)), None):
-            missing = words_that_must_be_run(single) - strings_of(by)
-            assert not missing, f"{by} does not run `{single}`: no {sorted(missing)} in it"
+        if by := next((where for pattern, *where in BY if re.fullmatch(pattern, single)), None):
+            missing = words_that_must_be_run(single) - strings_of(*by)
+            assert not missing, f"{' '.join(by)} does not run `{single}`: no {sorted(missing)} in it"
             continue
         assert any(re.fullmatch(pattern, single) for pattern, _ in ONLY_READ), f"no test runs `{single}`"
 
