@@ -312,25 +312,10 @@ def stop_place(
     return None
 
 
-def piece_of(text: bytes, strings: Sequence[bytes]) -> bytes:
-    """The piece of a token's `text` that a lease must carry; empty if the token can be part of no stop string. For many tokens
-    there is an index with the same results (tasks/token_text)."""
-    if not text or not any(string in text or _may_be_part(text, string) for string in strings):
-        return b""
-    return piece_of_part(text, strings)
-
-
 def piece_of_part(text: bytes, strings: Sequence[bytes]) -> bytes:
-    """`piece_of` for a token that is known to be part of a stop string."""
+    """What a lease carries of a token's `text` that can be part of a stop string (tasks/token_text finds those tokens)."""
     for string in strings:
         if string in text:
             return string
     longest = max(map(len, strings))
     return text if len(text) <= 2 * longest else text[:longest] + b"\0" + text[-longest:]
-
-
-def _may_be_part(text: bytes, string: bytes) -> bool:
-    if text in string:
-        return True
-    ends = range(1, min(len(text), len(string)))
-    return any(text.endswith(string[:n]) or text.startswith(string[-n:]) for n in range(1, len(ends) + 2))

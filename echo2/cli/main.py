@@ -248,7 +248,6 @@ def _add_plan(commands: Commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--explain", action="store_true", help="show the calculation")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="cost and utilisation against S and kappa")
 
 
 def _add_offers(commands: Commands) -> None:

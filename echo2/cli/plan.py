@@ -56,7 +56,6 @@ def run_plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
         PlannedRun,
         as_json,
         planned,
-        plot,
         print_answer,
         print_fits,
     )
@@ -66,8 +65,6 @@ def run_plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
     question = replace(question, recomputes_caches=config.worker.swap_mode == "recompute_kv")
     run = PlannedRun(config.learner.steps, origin, *assumptions(fleet, own.what_if))
     answer = planned(question)
-    if own.plot:
-        plot(question, own.plot)
     if own.json:
         print(json.dumps(as_json(question, answer, run) | {"audit_s_per_step": audit_s}, indent=2))
     else:

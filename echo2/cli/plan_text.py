@@ -1,4 +1,4 @@
-"""Prints the answer of `echo2 plan`: what to rent, what the run costs, alternatives, the calculation; also as JSON and a plot."""
+"""Prints the answer of `echo2 plan`: what to rent, what the run costs, alternatives, the calculation; also as JSON."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from echo2.base.errors import ConfigError, ResourceError
+from echo2.base.errors import ResourceError
 from echo2.base.units import format_bytes, format_seconds
 from echo2.cli.sizing import FIT_COLUMNS, fit_rows
 from echo2.coordinator.planning.pool_plan import feasible_plan, make_plan
@@ -356,34 +355,3 @@ def _egress_lines(question: PlanQuestion, kappa: int) -> list[str]:
     sent = sent_gib_per_hour(question.learner, kappa)
     each = ", ".join(f"{name} {usd:g} USD/GiB = {sent * usd:.3f} USD/h" for name, usd in sorted(charged.items()))
     return [f"egress      {sent:.3g} GiB/h a worker: {each} (in its price)"] if charged else []
-
-
-def plot(question: PlanQuestion, path: Path) -> None:
-    """Plots cost and utilisation against kappa, and against S at the best kappa, into `path`. Raises `ConfigError` if it cannot."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    snapshot, wishes = question.snapshot(), question.wishes
-    kappas = list(range(1, wishes.staleness_bound + 1))
-    by_kappa = [make_plan(snapshot, replace(wishes, fixed_kappa=kappa)) for kappa in kappas]
-    bounds = list(range(1, max(8, wishes.staleness_bound) + 1))
-    by_bound = [make_plan(snapshot, replace(wishes, staleness_bound=bound, fixed_kappa=0)) for bound in bounds]
-    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), sharey="row")
-    for column, (name, at, plans) in enumerate((("kappa", kappas, by_kappa), ("S", bounds, by_bound))):
-        axes[0][column].plot(at, [one.usd_per_hour for one in plans], "o-")
-        axes[1][column].plot(at, [one.predicted_utilisation for one in plans], "o-")
-        axes[1][column].axhline(wishes.target_utilisation, linestyle=":")
-        axes[1][column].set_xlabel(name)
-    axes[0][0].set_ylabel("pool, USD/h")
-    axes[1][0].set_ylabel("predicted utilisation")
-    axes[0][0].set_title(f"S = {wishes.staleness_bound}")
-    axes[0][1].set_title("best kappa")
-    figure.tight_layout()
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise ConfigError(f"plot {path}: expected a place that can be written, got: {error.strerror}") from None
-    finally:
-        pyplot.close(figure)

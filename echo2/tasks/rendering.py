@@ -58,11 +58,12 @@ class _Renderer:
         assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
         try:
             _write(process.stdin, request)
-            answer = _read(process.stdout)
+            answer = process.stdout.readline()
         except OSError:
-            answer = None
-        if answer is None:
+            answer = b""
+        if not answer.endswith(b"\n"):  # it ended before, or within its answer
             self.close()
+            return None
         return answer
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -144,15 +145,9 @@ def _answer(request: bytes) -> bytes:
 
 
 def _write(pipe: IO[bytes], content: bytes) -> None:
-    pipe.write(len(content).to_bytes(8, "little") + content)
+    """Writes a line: JSON holds no line end."""
+    pipe.write(content + b"\n")
     pipe.flush()
-
-
-def _read(pipe: IO[bytes]) -> bytes | None:
-    head = pipe.read(8)
-    size = int.from_bytes(head, "little")
-    content = pipe.read(size) if len(head) == 8 else b""
-    return content if len(head) == 8 and len(content) == size else None
 
 
 def main() -> None:
@@ -164,7 +159,7 @@ def main() -> None:
         in_use = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while (request := _read(sys.stdin.buffer)) is not None:
+    while request := sys.stdin.buffer.readline():
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
         try:
             answer = _answer(request)

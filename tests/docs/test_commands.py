@@ -1,9 +1,9 @@
 """Every command that the documentation shows is run by a test, with the flags that it is shown with, or says why not.
 
-`RUN_HERE` is run below. An entry of `BY` names the file of tests that runs the command, and the function in it where the file starts
-others too: the command's program, its command word and each of its flags must stand among the strings there. What no test machine can
-run is `ONLY_READ`, with the reason: what can be read of it (module, arguments, file, service, secret) is. A make target is what its
-recipe runs. A command of none of these kinds fails.
+`RUN_HERE` is run below. An entry of `BY` names the file of tests that runs the command, and the function in it where the file
+starts more: the command's program, its command word and each of its flags must stand among the strings there. What no test
+machine can run is `ONLY_READ`, with the reason: what can be read of it (module, arguments, file, service, secret) is. A make
+target is what its recipe runs. A command of none of these kinds fails.
 """
 
 from __future__ import annotations

@@ -231,22 +231,15 @@ def test_the_index_says_what_to_read_first_and_no_page_of_a_task_is_long() -> No
             assert words <= WORDS_MAX or name == "troubleshooting", f"{name}: {words} words"
 
 
-def test_readmes_figures_are_those_of_the_file_that_make_demos_writes() -> None:
+def test_figures_on_pages_are_those_of_the_files_that_programs_wrote() -> None:
+    from benchmarks import bench_demo_llm as bench
     from benchmarks import demos
 
-    kept = json.loads(demos.RESULTS.read_text())
-    assert demos.PASSAGE.findall(demos.README.read_text()) == [demos.passage(kept)], (
-        "python -m benchmarks.demos --again"
-    )
-
-
-def test_quick_starts_figures_of_a_pretrained_model_are_those_of_the_file() -> None:
-    from benchmarks import bench_demo_llm as bench
-
-    runs = json.loads(bench.CURVES.read_text())
-    assert bench.PASSAGE.findall(bench.PAGE.read_text()) == [bench.passage(runs)], (
-        "python -m benchmarks.bench_demo_llm --again"
-    )
+    for pattern, page, kept, again in (
+        (demos.PASSAGE, demos.README, demos.passage(json.loads(demos.RESULTS.read_text())), "demos"),
+        (bench.PASSAGE, bench.PAGE, bench.passage(json.loads(bench.CURVES.read_text())), "bench_demo_llm"),
+    ):
+        assert pattern.findall(page.read_text()) == [kept], f"python -m benchmarks.{again} --again"
 
 
 def test_the_task_of_the_page_on_ones_own_task_scores_and_its_run_file_loads(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""."""
+"""What is one rollout, and where it stops."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from echo2.base.rollout import (
     SamplingParams,
     VersionSpan,
     joined_spans,
-    piece_of,
+    piece_of_part,
     spans_of,
     stop_place,
 )
+from echo2.tasks.token_text import TokenIndex
 
 VERSIONS = st.lists(st.integers(0, 3).map(Version), max_size=30)
 
@@ -81,7 +82,7 @@ def test_the_first_token_that_completes_a_stop_string_is_found_wherever_looking_
     for _ in range(400):
         texts = ["".join(rng.choices(LETTERS, k=rng.randint(1, 5))).encode() for _ in range(20)]
         strings = ["".join(rng.choices(LETTERS, k=rng.randint(1, 6))).encode() for _ in range(rng.randint(1, 3))]
-        pieces = {number: piece for number, text in enumerate(texts) if (piece := piece_of(text, strings))}
+        pieces = {n: piece_of_part(texts[n], strings) for n in TokenIndex(texts).parts_of(strings, 20)}
         tokens = [rng.randrange(20) for _ in range(30)]
         whole = [b"".join(texts[token] for token in tokens[: n + 1]) for n in range(30)]
         expected = next((n for n in range(30) if any(string in whole[n] for string in strings)), None)

@@ -117,19 +117,16 @@ def test_a_spoilt_file_is_named(market: Path, capsys: pytest.CaptureFixture[str]
     assert str(kept_file()) in capsys.readouterr().err
 
 
-def test_the_commands_of_the_page(market: Path, tmp_path: Path) -> None:
-    """In a process of its own, as they stand there."""
+def test_the_commands_of_the_page(
+    market: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first in a process of its own, as it stands there."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text('[model]\npath = "Qwen/Qwen3-4B"\n')
-    program = Path(sys.executable).with_name("echo2")
-    kept = ["--record", "prices.json"], ["--recorded", "prices.json"]
-    for extra in ([], ["--gpu", "RTX4090", "--spot"], *kept):
-        done = subprocess.run(
-            [program, "offers", "run.toml", *extra],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            check=True,
-        )
-        assert "RTX4090" in done.stdout and "spot" in done.stdout
-        assert ("H100" in done.stdout) is not ("--gpu" in extra)
+    command = [Path(sys.executable).with_name("echo2"), "offers", "run.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert "RTX4090" in done.stdout and "H100" in done.stdout
+    for extra in (["--gpu", "RTX4090", "--spot"], ["--record", "prices.json"], ["--recorded", "prices.json"]):
+        assert main(["offers", "run.toml", *extra]) == 0
+        shown = capsys.readouterr().out
+        assert "RTX4090" in shown and "spot" in shown and ("H100" in shown) is not ("--gpu" in extra)

@@ -289,11 +289,6 @@ def test_the_learners_gpus_of_the_fleet_file_reach_memory_and_audit(
         printed("H100", 0)
 
 
-def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("plan", *EIGHT, "--plot", str(tmp_path / "plan.png"), LONG, "--json", "--staleness.bound=2")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from echo2.base.errors import ConfigError
 from echo2.cli.learner import learner_options
 from echo2.cli.main import main
 from echo2.cli.sizing import resolved, threads
 from echo2.config.load import load_config
 from echo2.coordinator.money.market import built_in_models
 from echo2.cost_model.memory import token_budget_for
-from echo2.tasks.rewards import reward_processes
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 
@@ -23,16 +21,6 @@ def test_the_trainer_takes_all_cores_but_one_unless_told(monkeypatch: pytest.Mon
     assert [threads(cores) for cores in (1, 2, 16)] == [1, 1, 15]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads(16) == 3
-
-
-def test_reward_processes_follow_the_cores() -> None:
-    assert [reward_processes(cores) for cores in (1, 2, 16, 64, 256)] == [2, 2, 4, 16, 16]
-
-
-def test_silence_follows_where_the_run_is() -> None:
-    here, far = load_config((), "local").coordinator, load_config((), "wan").coordinator
-    assert (here.heartbeat_interval, here.suspect_after, here.gone_after, here.report_interval) == (0.5, 3, 9, 1)
-    assert (far.heartbeat_interval, far.suspect_after, far.gone_after, far.report_interval) == (5, 15, 45, 2)
 
 
 @pytest.mark.parametrize(("example", "does"), [("math-qwen3-8b", True), ("laptop", False)])
@@ -111,17 +99,3 @@ def test_settings_of_the_loss_reach_the_trainer(tmp_path: Path) -> None:
     assert (loss.correction, loss.cap, loss.kl_coefficient) == ("tis_token", 3.0, 0.5)
     assert (loss.clip_low, loss.clip_high) == (0.5, 0.75)
     assert (trainer.advantage, trainer.updates_per_batch, trainer.trains_on_truncated) == ("vcpo", 2, False)
-
-
-@pytest.mark.parametrize(
-    ("told", "says"),
-    [
-        ({"learner.updates_per_batch": "99", "learner.prompts_per_step": "8"}, "whole groups"),
-        ({"learner.correction": "masked"}, "correction"),
-    ],
-)
-def test_settings_of_the_loss_that_cannot_hold_are_refused_before_torch_is_paid_for(
-    told: dict[str, str], says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        load_config((), None, told)

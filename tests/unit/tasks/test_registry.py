@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from echo2.base.errors import ConfigError, TaskError
 from echo2.tasks.registry import is_environment, make_environment_source, make_task
-from echo2.tasks.task import Task, TaskSpec
+from echo2.tasks.task import TaskSpec
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "configs"
-
-
-def test_every_built_in_task_can_be_made_and_is_the_same_when_made_again(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n")
-    specs = {
-        "sort_digits": TaskSpec("sort_digits", {"digit_count": 3}, 1),
-        "reasoning_gym": TaskSpec("reasoning_gym", {"dataset": "spell_backward"}, 1),
-        "math": TaskSpec("math", {"path": str(path)}, 1),
-    }
-    for spec in specs.values():
-        first, again = make_task(spec), make_task(spec)
-        assert first.sample(0) == again.sample(0)
-        assert first.score(first.sample(0), first.sample(0).answer).value == 1.0
-
-
-def test_a_class_of_the_users_is_made_with_seed_and_arguments() -> None:
-    task: Task = make_task(TaskSpec("tests.unit.tasks.naughty:Naughty", {"is_cheap": True}, seed=5))
-    assert task.is_cheap
-    assert task.score(task.sample(2), "fine").parts == {"seed": 5.0}
 
 
 @pytest.mark.parametrize(

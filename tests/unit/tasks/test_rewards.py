@@ -78,34 +78,28 @@ def test_an_instance_that_nothing_can_be_scored_on_is_no_senders_fault() -> None
         assert scorer.submit(2, "fine").result(WAIT_S).failure is None
 
 
-def test_what_a_completion_used_up_is_worth_0_and_other_failures_nothing_and_the_pool_goes_on() -> None:
+@pytest.mark.parametrize("containment", [None, TRUSTED], ids=["contained", "trusted"])
+def test_what_a_completion_used_up_is_worth_0_and_other_failures_nothing_and_the_pool_goes_on(
+    containment: Containment | None,
+) -> None:
+    """A trusted one has the learner's rights, so that what it does to its process may be the machine's fault."""
     expected = {
         "hang": (RewardFailure.TIMED_OUT, None),
-        "eat": (RewardFailure.OUT_OF_MEMORY, 0.0),
-        "die": (RewardFailure.DIED, None),
-        "kill": (RewardFailure.RAISED, None),  # a contained process may signal nobody
-        "spin": (RewardFailure.EXHAUSTED, 0.0),
-        "x" * (17 << 20): (RewardFailure.TOO_LARGE, None),
+        "eat": (RewardFailure.OUT_OF_MEMORY, 0.0 if containment is None else None),
+        "kill": (RewardFailure.RAISED if containment is None else RewardFailure.FAULT, None),
     }
-    with opened(SPEC) as scorer:
+    if containment is None:  # there it may signal nobody
+        expected |= {
+            "die": (RewardFailure.DIED, None),
+            "spin": (RewardFailure.EXHAUSTED, 0.0),
+            "x" * (17 << 20): (RewardFailure.TOO_LARGE, None),
+        }
+    with opened(SPEC, containment=containment) as scorer:
         futures = {text: scorer.submit(0, text, "sender") for text in expected}
         results = {text: future.result(WAIT_S) for text, future in futures.items()}
         assert {t: (r.failure, r.reward.value if r.reward else None) for t, r in results.items()} == expected
         assert all(r.reward is None or r.reward.parts == {"exhausted": 1.0} for r in results.values())
         assert scorer.submit(0, "fine").result(WAIT_S).failure is None
-
-
-def test_trusted_rewards_that_fail_cost_only_themselves_too() -> None:
-    with opened(SPEC, containment=Containment(is_trusted=True)) as scorer:
-        texts = ["hang", "eat", "kill", "fine"]
-        results = [scorer.submit(index, text).result(WAIT_S) for index, text in enumerate(texts)]
-        assert [r.failure for r in results] == [
-            RewardFailure.TIMED_OUT,
-            RewardFailure.OUT_OF_MEMORY,
-            RewardFailure.FAULT,
-            None,
-        ]
-        assert [r.reward is None for r in results] == [True, True, True, False]
 
 
 def test_without_containment_rewards_are_refused_unless_they_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,22 +178,16 @@ def test_a_contained_scorer_reads_a_data_set_of_the_hubs_cache(monkeypatch: pyte
         with opened(TaskSpec("math", {"path": "org/puzzles"}), Limits()) as scorer:
             result = scorer.submit(0, "\\boxed{\\frac{1}{2}}").result(WAIT_S)
             assert result.reward is not None and result.reward.value == pytest.approx(1.0, abs=0.3), result.message
+            assert (wrong := scorer.submit(0, "no idea").result(WAIT_S).reward) is not None and wrong.value < 0.3
 
 
-def test_real_scorers_fit_within_the_default_limits() -> None:
-    pytest.importorskip("math_verify")
+def test_a_contained_scorer_of_reasoning_gym_fits_within_the_default_limits() -> None:
     pytest.importorskip("reasoning_gym")
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "sums.jsonl"
-        path.write_text(json.dumps({"prompt": "1/4+1/4?", "answer": "0.5"}) + "\n")
-        specs = [TaskSpec("math", {"path": str(path)}), TaskSpec("reasoning_gym", {"dataset": "spell_backward"})]
-        answers = ["\\boxed{\\frac{1}{2}}", make_task(specs[1]).sample(0).answer]
-        for spec, answer in zip(specs, answers, strict=True):
-            with opened(spec, Limits()) as scorer:
-                for text, expected in ((answer, 1.0), ("no idea", 0.0)):
-                    result = scorer.submit(0, text).result(WAIT_S)
-                    assert result.reward is not None, result.message
-                    assert result.reward.value == pytest.approx(expected, abs=0.3)
+    spec = TaskSpec("reasoning_gym", {"dataset": "spell_backward"})
+    with opened(spec, Limits()) as scorer:
+        for text, expected in ((make_task(spec).sample(0).answer, 1.0), ("no idea", 0.0)):
+            result = scorer.submit(0, text).result(WAIT_S)
+            assert result.reward is not None and result.reward.value == pytest.approx(expected, abs=0.3), result.message
 
 
 OWN_TASK = """

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.base.rollout import STOP_PIECES_MAX, SamplingParams, piece_of, piece_of_part
+from echo2.base.rollout import STOP_PIECES_MAX, SamplingParams, piece_of_part
 from echo2.tasks.token_text import StopStrings, TokenIndex, token_texts
 from tests.unit.tasks.families import tokenizer_of
 
@@ -41,6 +41,12 @@ def test_stop_strings_beyond_the_limits_are_refused() -> None:
         StopStrings(tokenizer_of("qwen3")).pieces_of(["x" * 65])
 
 
+def may_be_part(text: bytes, string: bytes) -> bool:
+    ends = range(1, min(len(text), len(string)) + 1)
+    overlaps = any(text.endswith(string[:n]) or text.startswith(string[-n:]) for n in ends)
+    return bool(text) and (string in text or text in string or overlaps)
+
+
 def test_the_index_finds_the_tokens_that_a_look_at_each_finds() -> None:
     rng = random.Random(4)
     letters = [b"a", b"b", b" ", "é".encode(), b"\xc3", b"\xff", b"\x00"]
@@ -48,9 +54,9 @@ def test_the_index_finds_the_tokens_that_a_look_at_each_finds() -> None:
         texts = [b"".join(rng.choices(letters, k=rng.randrange(5))) for _ in range(60)]
         index = TokenIndex(texts)
         strings = ["".join(rng.choices("ab é\0", k=rng.randrange(1, 6))).encode() for _ in range(rng.randrange(1, 4))]
-        expected = {number: piece for number, text in enumerate(texts) if (piece := piece_of(text, strings))}
+        expected = {number for number, text in enumerate(texts) if any(may_be_part(text, one) for one in strings)}
         found = index.parts_of(strings, 1000)
-        assert {number: piece_of_part(texts[number], strings) for number in found} == expected
+        assert found == expected and all(piece_of_part(texts[number], strings) for number in found)
         assert len(index.parts_of(strings, 3)) == len(expected) or len(index.parts_of(strings, 3)) > 3
 
 
