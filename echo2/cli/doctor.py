@@ -107,7 +107,6 @@ def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
     else:
         yield ports_finding(config)
         yield from no_link_findings()
-    yield from worker_findings()
 
 
 def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Finding]:
@@ -248,8 +247,6 @@ def _clock() -> Finding:
 
 
 RATE_WANTED_BYTES_PER_S = 1e6  # 10 MB of delta in ten seconds
-# What a running worker says of its links.
-WORKER_FACTS = ("can_be_dialled", "relays", "links", "tokens_per_s", "waits_for")
 # Option of [coordinator], and what listens there.
 PORT_OPTIONS = {
     "enrol_port": "enrolment",
@@ -367,27 +364,3 @@ def _rate_findings(found: OwnLink) -> Iterator[Finding]:
             yield Finding(name, text, is_good=False, advice=RATE_ADVICE)
         else:
             yield Finding(name, f"at least {format_bytes(int(rate))}/s {PATHS[name]}, over one connection")
-
-
-def worker_findings() -> Iterator[Finding]:
-    """Reports what the workers running on this machine have found out."""
-    from echo2.worker.control import ask_at, running_workers
-
-    try:
-        workers = asyncio.run(running_workers())
-    except EchoError as error:
-        yield Finding("workers", f"not asked: {error}")
-        return
-    for worker in workers:
-        try:
-            told = asyncio.run(ask_at(worker.socket, "status", f"worker {worker}"))
-        except EchoError as error:
-            yield Finding(f"worker {worker.name or worker.folder}", str(error), is_good=False)
-            continue
-        kept = {key: told[key] for key in WORKER_FACTS if told.get(key)}
-        text = "; ".join(f"{key.replace('_', ' ')}: {_shown(value)}" for key, value in kept.items())
-        yield Finding(f"worker {worker.name}", text or "runs")
-
-
-def _shown(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

@@ -12,15 +12,10 @@ from echo2.cli import doctor
 from echo2.cli.main import main
 from echo2.contain import box
 from echo2.trust.identity import Identity
-from echo2.worker import control as running
 
 
 @pytest.fixture(autouse=True)
-def no_workers_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    table = tmp_path / "sockets"
-    table.touch()
-    monkeypatch.setattr(running, "TABLE", table)
+def little_disk_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "DISK_WANTED_BYTES", 1 << 20)
 
 

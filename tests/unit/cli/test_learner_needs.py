@@ -111,7 +111,9 @@ def test_each_example_plan_and_doctor_agree_on_the_learners_gpus(
     config = load_config([path], None, {})
     size = built_in_models()[config.model.path.rpartition("/")[2].lower()]
     assert learner_gpus(config, {}, size, load_catalogue(None))[1] == asked
-    if path.stem.startswith("math"):  # the small ones' pools are looked for longest, and their learner takes one GPU anyway
+    if path.stem.startswith(
+        "math"
+    ):  # the small ones' pools are looked for longest, and their learner takes one GPU anyway
         assert main(["plan", str(path)]) == 0
         told = capsys.readouterr().out
         assert f"on {gpus_text(asked)} (" in told and "SHORT" not in told
