@@ -43,34 +43,6 @@ class Tool(Protocol):
     def call(self, arguments: Mapping[str, object]) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call as the model wrote it. `problem`: why it is malformed, if it is."""
-
-    name: str
-    arguments: Mapping[str, object]
-    problem: str = ""
-
-
-def tool_calls_in(completion_text: str) -> tuple[ToolCall, ...]:
-    """Returns the first CALLS_PER_TURN_MAX calls of a completion, in order; malformed ones with their problem. Takes one pass."""
-    inside = itertools.islice(_between(completion_text, "<tool_call>", "</tool_call>"), CALLS_PER_TURN_MAX)
-    return tuple(_parsed(text.strip()) for text, _, _ in inside)
-
-
-def _parsed(text: str) -> ToolCall:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return ToolCall("", {}, f"expected JSON in <tool_call>: {error}")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return ToolCall("", {}, 'expected {"name": ..., "arguments": {...}}')
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return ToolCall(call["name"], {}, "expected arguments as an object")
-    return ToolCall(call["name"], arguments)
-
-
 class ToolEnvironment:
     """One episode: a problem, tool calls with their results, and the answer."""
 
@@ -89,15 +61,17 @@ class ToolEnvironment:
 
     def step(self, completion_text: str) -> Observation:
         self._turn_count += 1
-        calls = tool_calls_in(completion_text)
+        written = _between(completion_text, "<tool_call>", "</tool_call>")
+        calls = [text.strip() for text, _, _ in itertools.islice(written, CALLS_PER_TURN_MAX)]
         if not calls or self._turn_count >= self._turns_max:
             reward = self._task.score(self._instance, completion_text)
             return Observation((), Reward(reward.value, {**reward.parts, "turns": float(self._turn_count)}))
         return Observation(tuple(ChatMessage("tool", self._answered(call)) for call in calls))
 
-    def _answered(self, call: ToolCall) -> str:
-        if call.problem:
-            return f"error: {call.problem}"
+    def _answered(self, text: str) -> str:
+        call = _call(_json(text), 0, len(text))
+        if call is None:
+            return 'error: expected {"name": ..., "arguments": {...}} as JSON in <tool_call>, ' + f"got {text[:80]!r}"
         if call.name not in self._tools:
             return f"error: expected a tool among {', '.join(self._tools)}, got {call.name[:80]!r}"
         try:

@@ -172,8 +172,10 @@ def test_the_models_size_is_read_where_it_lies_and_never_guessed(
     for folder in (local, cached):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(shape))
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text('[[worker]]\ngpu = "RTX4090"\ncount = 2\n')
     for path, origin in ((str(local), local), ("me/my-12B", cached)):
-        assert run("plan", f"--model.path={path}") == 0
+        assert run("plan", f"--model.path={path}", "--fleet", str(fleet)) == 0
         printed = capsys.readouterr().out
         assert f"({origin / 'config.json'})" in printed and "model    0.000" in printed
         assert "0.0 s" not in printed and not re.search(r"-\d+(\.\d+)?%", printed)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import TaskError
-from echo2.tasks.tools import CALLS_MAX, FORMATS, Calculator, CalculatorEnvironments, tool_calls_in, tool_format_of
+from echo2.tasks.tools import CALLS_MAX, FORMATS, Calculator, CalculatorEnvironments, tool_format_of
 
 BY_NAME = {one.name: one for one in FORMATS}
 ADD = {"a": 1, "b": [2, 3]}
@@ -170,6 +170,7 @@ def test_mistakes_are_answered_and_the_episode_goes_on() -> None:
     )
     assert [message.content.split(":")[0] for message in observation.messages] == ["error"] * 5
     assert "expected a tool among calculator, got 'telephone'" in observation.messages[0].content
+    assert "as JSON in <tool_call>, got 'not json'" in observation.messages[1].content
 
 
 def test_the_last_turn_is_scored_as_it_stands_even_if_it_calls_again() -> None:
@@ -208,10 +209,16 @@ def test_the_calculator_does_nothing_but_bounded_arithmetic(expression: str) -> 
         Calculator().call({"expression": expression})
 
 
+def answers_to(text: str) -> list[str]:
+    environment = SOURCE.open(0)
+    environment.reset()
+    return [message.content for message in environment.step(text).messages]
+
+
 def test_deep_nesting_is_refused_and_calls_a_turn_are_bounded() -> None:
     with pytest.raises(TaskError):
         Calculator().call({"expression": "(" * 99 + "1" + ")" * 100})
-    assert len(tool_calls_in(call("1") * 40)) == 16
+    assert len(answers_to(call("1") * 40)) == 16
 
 
 @pytest.mark.parametrize(
@@ -223,6 +230,6 @@ def test_deep_nesting_is_refused_and_calls_a_turn_are_bounded() -> None:
 )  # fmt: skip
 def test_a_megabyte_against_the_parser_takes_no_time(text: str) -> None:
     began = time.process_time()
-    calls = tool_calls_in(text)
+    answers = answers_to(text)
     assert time.process_time() - began < 2.0
-    assert len(calls) <= 16 and all(call.problem for call in calls)
+    assert len(answers) <= 16 and all(answer.startswith("error: expected") for answer in answers)
