@@ -49,11 +49,6 @@ def rollout(**changes: object) -> Rollout:
     return Rollout(**(fields | changes))  # type: ignore[arg-type]
 
 
-def test_oldest_version_is_the_smallest() -> None:
-    assert rollout().oldest_version == 3
-    assert rollout(token_ids=(), logprobs=(), raw_logprobs=(), version_spans=()).oldest_version is None
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

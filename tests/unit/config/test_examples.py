@@ -28,17 +28,12 @@ def parsed(path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_run_file_gives_options_of_learner_and_coordinator(
+def test_a_run_file_gives_options_and_its_task_can_be_made(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = parsed(path, monkeypatch)
     assert config.run.name in path.read_text()
     assert learner_options(config, "", tmp_path).config is config
-
-
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_its_task_can_be_made(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parsed(path, monkeypatch)
     spec = TaskSpec(config.task.name, config.task.args, seed=0)
     if config.task.name == "math":
         with pytest.raises(TaskError, match=r"data/math\.parquet"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import select
@@ -17,7 +16,7 @@ from echo2.base.errors import TaskError
 from echo2.contain.box import bubblewrap, containment_problem, view_here
 from echo2.contain.messages import SCRATCH, Ending, Limits
 from echo2.contain.pool import Program, ProgramPool
-from echo2.contain.sandbox import Launch, Sandbox, _read, _write
+from echo2.contain.sandbox import Launch, Sandbox
 from tests.patience import WAIT_S
 
 pytestmark = pytest.mark.skipif(bool(containment_problem()), reason="nothing can be contained on this machine")
@@ -105,37 +104,21 @@ def test_a_process_that_cannot_start_is_a_fault_not_an_answer() -> None:
     assert sandbox.pid is None
 
 
-# ---- the pipes to a process
-
 HIGH = 1500
 """Above what select takes."""
 
 
-@pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
+def test_a_learner_with_more_open_files_than_select_takes_asks_as_before(sandbox: Sandbox) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < HIGH + 64:
         pytest.skip(f"this machine gives a process {hard} descriptors at most")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, HIGH + 64), hard))
-    low = os.pipe()
-    ends = fcntl.fcntl(low[0], fcntl.F_DUPFD, HIGH), fcntl.fcntl(low[1], fcntl.F_DUPFD, HIGH)
-    for end in low:
-        os.close(end)
-    yield ends
-    for end in ends:
-        os.close(end)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_what_is_written_comes_out_above_the_descriptors_that_select_takes(pipe: tuple[int, int]) -> None:
-    reading, writing = pipe
-    assert min(pipe) >= HIGH
-    _write(writing, b"a request", time.monotonic() + 10)
-    assert _read(reading, 9, time.monotonic() + 10) == b"a request"
-
-
-def test_a_silent_end_is_waited_for_no_longer_than_said(pipe: tuple[int, int]) -> None:
-    begun = time.monotonic()
-    with pytest.raises(TimeoutError):
-        _read(pipe[0], 1, begun + 0.2)
-    assert 0.2 <= time.monotonic() - begun < 5.0
+    held = [os.dup(0)]
+    try:
+        while held[-1] < HIGH:
+            held.append(os.dup(0))
+        assert sandbox.ask(body_of("print(1)")).printed == b"1\n"
+    finally:
+        for one in held:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

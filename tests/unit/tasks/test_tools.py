@@ -116,7 +116,14 @@ HOSTILE = {
         ("<tool_call>f<arg_key>a</arg_key>", " ", "</tool_call>"),
         ("<tool_call>f", "<arg_key>a</arg_key>  ", "</tool_call>"),
     ],
-    "hermes": [("", "<tool_call>{", "</tool_call>"), ("", "<tool_call>", ""), ("<tool_call>", "[", "</tool_call>")],
+    "hermes": [
+        ("", "<tool_call>{", "</tool_call>"),
+        ("", "<tool_call>", ""),
+        ("<tool_call>", "[", "</tool_call>"),
+        ("<tool_call>", " \n", "x\t</tool_call>"),
+        ("", "<tool_call>{}</tool_call>", ""),
+        ("</tool_call>", "</tool_call>", "<tool_call>"),
+    ],
     "mistral": [("", "[TOOL_CALLS][{", ""), ("[TOOL_CALLS]", "[ARGS]", ""), ("", "[TOOL_CALLS]a[ARGS]", "")],
     "deepseek": [
         ("", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
@@ -128,6 +135,15 @@ HOSTILE = {
 }
 
 
+SOURCE = CalculatorEnvironments(seed=1, turns_max=3)
+
+
+def answers_to(text: str) -> list[str]:
+    environment = SOURCE.open(0)
+    environment.reset()
+    return [message.content for message in environment.step(text).messages]
+
+
 @pytest.mark.parametrize("name", sorted(HOSTILE))
 def test_a_hostile_completion_of_200_kb_takes_no_time(name: str) -> None:
     """Tenths of a second each; what takes the square of the length took many seconds."""
@@ -135,12 +151,12 @@ def test_a_hostile_completion_of_200_kb_takes_no_time(name: str) -> None:
         text = before + again * (200_000 // len(again)) + behind
         began = time.process_time()
         BY_NAME[name].split(text)
+        if name == "hermes":  # an environment reads them, too
+            assert all(answer.startswith("error: expected") for answer in answers_to(text))
         assert time.process_time() - began < 2.0, (before, again)
 
 
 # ---- an environment with a tool
-
-SOURCE = CalculatorEnvironments(seed=1, turns_max=3)
 
 
 def call(expression: str) -> str:
@@ -209,27 +225,7 @@ def test_the_calculator_does_nothing_but_bounded_arithmetic(expression: str) -> 
         Calculator().call({"expression": expression})
 
 
-def answers_to(text: str) -> list[str]:
-    environment = SOURCE.open(0)
-    environment.reset()
-    return [message.content for message in environment.step(text).messages]
-
-
 def test_deep_nesting_is_refused_and_calls_a_turn_are_bounded() -> None:
     with pytest.raises(TaskError):
         Calculator().call({"expression": "(" * 99 + "1" + ")" * 100})
     assert len(answers_to(call("1") * 40)) == 16
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>" * 100_000, "<tool_call>" + " \n" * 500_000 + "x" + "\t" * 500_000, "</tool_call>" * 90_000 + "<tool_call>",
-        "<tool_call>" + "[" * 1_000_000 + "</tool_call>", "<tool_call>{}</tool_call>" * 40_000,
-    ],
-)  # fmt: skip
-def test_a_megabyte_against_the_parser_takes_no_time(text: str) -> None:
-    began = time.process_time()
-    answers = answers_to(text)
-    assert time.process_time() - began < 2.0
-    assert len(answers) <= 16 and all(answer.startswith("error: expected") for answer in answers)
