@@ -22,10 +22,9 @@ from typing import Any
 from benchmarks.agent_runs import Row, cache, learning
 from benchmarks.priority import lift
 from echo2.gateway.app import GatewayApp, GatewayPort
-from echo2.gateway.codec import ModelCodec
 from echo2.gateway.episodes import Completion, Episodes, GatewayLimits
 from echo2.tasks.chat_format import ChatFormat
-from echo2.tasks.token_text import token_texts
+from echo2.tasks.token_text import StopStrings
 from tests.unit.gateway.fakes import RecordingFleet
 from tests.unit.tasks.families import tokenizer_of
 
@@ -79,16 +78,17 @@ async def play(client: PlainClient, key: str) -> list[float]:
 
 async def measured() -> list[AgentRow]:
     tokenizer = tokenizer_of("qwen3")
-    codec = ModelCodec(ChatFormat(tokenizer), token_texts(tokenizer))
     token_ids = tuple(tokenizer.encode("abc the 12 " * 40, add_special_tokens=False)[:TOKENS])
     answer = Completion(token_ids, (-0.5,) * TOKENS, (0,) * TOKENS, is_cut=False)
     loop = asyncio.get_running_loop()
     fleet = RecordingFleet(lambda group_id: loop.call_soon(episodes.on_completion, group_id, answer))
     keys = iter(range(1 << 30))
     limits = GatewayLimits(8192, 128, len(tokenizer), 32)
-    episodes = Episodes(limits, codec, fleet, time.monotonic, lambda: f"{next(keys):032x}")
+    episodes = Episodes(limits, ChatFormat(tokenizer), fleet, time.monotonic, lambda: f"{next(keys):032x}")
     port = GatewayPort("")
-    serving = asyncio.create_task(port.run(GatewayApp(episodes, "m", "master", codec.bytes_of).application()))
+    serving = asyncio.create_task(
+        port.run(GatewayApp(episodes, "m", "master", StopStrings(tokenizer).bytes_of).application())
+    )
     for number in range(SESSIONS // 8):
         episodes.open_problem(f"a{number:08d}", 8, {})
     client = await PlainClient(port.url).open()

@@ -26,11 +26,11 @@ NODE_BYTES = 512
 class ChatCodec(Protocol):
     """Encodes text for one model, and decodes what it sampled. Raises an `EchoError` for what its template cannot express."""
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Message]) -> Sequence[int]:
+    def opening(self, messages: Sequence[Message], tools: Sequence[Message]) -> Sequence[int]:
         """A whole chat, up to where the model is to speak."""
         ...
 
-    def encode_after(self, messages: Sequence[Message], turn: Sequence[int]) -> Sequence[int]:
+    def between(self, messages: Sequence[Message], turn: Sequence[int]) -> Sequence[int]:
         """The messages that follow the sampled `turn`, up to where the model is to speak again."""
         ...
 
@@ -94,9 +94,9 @@ class Wording:
     def tokens(self, codec: ChatCodec) -> Sequence[int]:
         """Encodes the addition. Raises what `codec` raises."""
         if self.messages and self.turn is None:
-            return codec.encode_chat(self.messages, self.tools)
+            return codec.opening(self.messages, self.tools)
         if self.messages:
-            return codec.encode_after(self.messages, self.turn or ())
+            return codec.between(self.messages, self.turn or ())
         return codec.encode_text(self.text, is_beginning=self.turn is None) if self.text else self.token_ids
 
 

@@ -1,4 +1,4 @@
-"""Renders chats with a model's template, token for token.
+"""Renders chats with a model's template, token for token, and reads its completions; the gateway's `ChatCodec`.
 
 Guarantees: sampled tokens are never re-encoded: the next prompt is the previous prompt, the sampled ids, and the template's text
 after them (`between`); a message that the template drops or refuses is rendered in a role that it supports, or ConfigError is
@@ -21,6 +21,7 @@ from echo2.base.errors import ConfigError, LimitExceeded
 from echo2.tasks.rendering import render
 from echo2.tasks.task import ChatMessage, Prompt, prompt_text
 from echo2.tasks.token_text import named_ids
+from echo2.tasks.tools import ToolFormat, tool_format_of
 
 _STARTED = datetime.now(UTC).replace(microsecond=0)  # for use outside a run, which tells when it began
 _Chat = list[dict[str, Any]]
@@ -92,6 +93,30 @@ class ChatFormat:
             return tuple(self.control_tokens.encode(behind.removeprefix(closing), mark))
         return tuple(self.control_tokens.encode(behind, mark))
 
+    def encode_text(self, text: str, *, is_beginning: bool) -> list[int]:
+        """Encodes a client's raw prompt. It writes its own template, if any, so that control tokens in it are its own."""
+        return self.control_tokens.encode(text, is_beginning=is_beginning)
+
+    def decode(
+        self, token_ids: tuple[int, ...], stops: tuple[str, ...], *, has_tools: bool
+    ) -> tuple[str, list[Mapping[str, object]]]:
+        """Returns a completion's text before the first stop string, and its tool calls in the OpenAI API's shape."""
+        text = _before(self.text_of(token_ids), stops)
+        if not has_tools:
+            return text, []
+        ends, end = self.tokenizer.all_special_ids, len(token_ids)
+        while end and token_ids[end - 1] in ends:
+            end -= 1
+        rest, calls = self._tool_format.split(_before(self._decoded(token_ids[:end]), stops))
+        if not calls:
+            return text, []
+        told = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+        return rest, [{"id": "", "type": "function", "function": function} for function in told]
+
+    @cached_property
+    def _tool_format(self) -> ToolFormat:
+        return tool_format_of(str(self.tokenizer.chat_template or ""))
+
     @property
     def turn_end(self) -> int | None:
         """The control token with which the template closes the model's turn, whatever comes next; None if there is none."""
@@ -154,6 +179,11 @@ class ChatFormat:
             f"chat template: expected one that takes the roles {', '.join(dict.fromkeys(str(m['role']) for m in chat))}; "
             f"{problem}"
         )
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """Returns the text before the first stop string. The API leaves the stop string out."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def _content(message: Mapping[str, Any]) -> str:

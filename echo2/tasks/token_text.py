@@ -136,6 +136,11 @@ class StopStrings:
         """Length of the longest token in bytes."""
         return max(map(len, self.index.texts), default=1)
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """The token's part of the text; empty for end tokens, and for ids of a padded vocabulary."""
+        texts = self.index.texts
+        return texts[token_id] if token_id < len(texts) else b""
+
     def pieces_of(self, strings: Sequence[str]) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
         """Returns ids and pieces of all tokens that can be part of one of `strings`. Raises `ConfigError` if there are too many
         tokens or strings, or a string is too long."""

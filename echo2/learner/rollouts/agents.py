@@ -18,7 +18,6 @@ from echo2.base.ids import GroupId
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, Work
 from echo2.config.run import RunConfig
 from echo2.gateway.app import GatewayApp, GatewayPort
-from echo2.gateway.codec import ModelCodec
 from echo2.gateway.episodes import Completion, Episodes, GatewayLimits, Scored
 from echo2.gateway.harness import make_harness
 from echo2.learner.rollouts.groups import Draw, turn_of
@@ -54,17 +53,16 @@ class Agents:
             episode_s=config.agent.episode_timeout, restarts_max=RESTARTS_MAX, harnesses_max=EPISODES_AT_ONCE,
         )  # fmt: skip
         harness = make_harness(config.agent.harness, EPISODES_AT_ONCE)
-        codec = ModelCodec(prompts.chat, prompts.stop_strings.index.texts)
         self._port = GatewayPort(config.agent.listen, config.agent.tls)
         self.url = f"{self._port.url}/v1"
         self.episodes = Episodes(
-            limits, codec, self, monotonic, lambda: here().rng.randbytes(24).hex(), harness, self.url
+            limits, prompts.chat, self, monotonic, lambda: here().rng.randbytes(24).hex(), harness, self.url
         )
         self.key_file = folder / KEY_FILE
         if not self.key_file.exists():
             write_secret(self.key_file, here().rng.randbytes(32).hex().encode())
         key = read_secret(self.key_file).decode().strip()
-        self._app = GatewayApp(self.episodes, config.run.name, key, codec.bytes_of)
+        self._app = GatewayApp(self.episodes, config.run.name, key, prompts.stop_strings.bytes_of)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:

@@ -15,11 +15,11 @@ from echo2.gateway.requests import CallRequest, chat_call
 class LetterCodec:
     """A model whose tokens are letters; an answer may be written in other tokens than its text would be encoded in."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Sequence[int]:
+    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Sequence[int]:
         return [ord(c) for c in "".join(f"[{m['role']}]{m['content']}" for m in messages) + "[me]"]
 
-    def encode_after(self, messages: Sequence[Mapping[str, Any]], turn: Sequence[int]) -> Sequence[int]:
-        return self.encode_chat(messages, ())
+    def between(self, messages: Sequence[Mapping[str, Any]], turn: Sequence[int]) -> Sequence[int]:
+        return self.opening(messages, ())
 
     def encode_text(self, text: str, *, is_beginning: bool) -> Sequence[int]:
         return [ord(c) for c in text]

@@ -235,7 +235,7 @@ async def test_a_text_without_room_is_refused_before_it_is_encoded_and_counts_as
     encoded: list[str] = []
 
     class Codec(LetterCodec):
-        def encode_chat(self, messages: Any, tools: Any) -> list[int]:
+        def opening(self, messages: Any, tools: Any) -> list[int]:
             encoded.append("chat")
             return [1]
 
@@ -289,7 +289,7 @@ async def test_a_text_that_cannot_be_encoded_is_refused_by_what_the_codec_says()
     class Codec(LetterCodec):
         error: Exception = MalformedMessage("no template")
 
-        def encode_chat(self, messages: Any, tools: Any) -> list[int]:
+        def opening(self, messages: Any, tools: Any) -> list[int]:
             raise self.error
 
     world, session = begun(encoded_at_once_max=100)

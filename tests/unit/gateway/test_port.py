@@ -247,7 +247,7 @@ def test_a_large_body_is_parsed_beside_the_loop(gateway: Served, monkeypatch: py
 class SlowCodec(LetterCodec):
     """Of a long text it takes a while."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Sequence[int]:
+    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Sequence[int]:
         text = "".join(str(message["content"]) for message in messages)
         if len(text) > 1000:
             time.sleep(1.5)
