@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -23,11 +22,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from echo2.base.errors import ConfigError, MalformedMessage, PortBusy
+from echo2.base.hosts import joined
 from echo2.gateway.access import MASTER, AccessCheck, Bodies, error_response, key_of
 from echo2.gateway.episodes import LABEL_CHARS_MAX, REWARD_MAX, Call, CallRefused, Choice, Episodes, Session, is_reward
 from echo2.gateway.replies import BytesOf, error_body, piece_of, pieces_of, reply_of
 from echo2.gateway.requests import CallRequest, body_of, chat_call, text_call
 from echo2.outside import unix_now
+from echo2.outside.net import listened, listening_socket
 from echo2.trust.http_port import HttpServer
 from echo2.trust.ports import GATEWAY, HttpLimits
 
@@ -230,20 +231,17 @@ class GatewayPort:
                 f"agent.listen: expected agent.tls, a PEM file with certificate and key, for {host}, as keys of episodes "
                 "would travel in clear text"
             )
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # With IPPROTO_TCP, since asyncio sets TCP_NODELAY only on such sockets: without it each answer waits 40 ms for an ACK.
-        self._listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener = listening_socket(host)
         try:
-            self._listener.bind((host, int(port)))
+            self._listener.bind((listened(host), int(port)))
         except OSError as error:
             self._listener.close()
-            raise PortBusy(f"agent.listen: expected to listen on {host}:{port}: {error.strerror}") from None
+            raise PortBusy(f"agent.listen: expected to listen on {joined(host, int(port))}: {error.strerror}") from None
         self._listener.listen(limits.backlog)  # connections that arrive before `run` wait here
         self._limits = limits
         self._tls = {"ssl_certfile": certificate} if certificate else {}
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"{'https' if certificate else 'http'}://{shown}:{self._listener.getsockname()[1]}"
+        address = joined(host, self._listener.getsockname()[1])
+        self.url = f"{'https' if certificate else 'http'}://{address}"
         self._server: HttpServer | None = None
 
     async def run(self, app: ASGIApp) -> None:

@@ -83,9 +83,13 @@ def test_the_plan_counts_evaluations_and_checkpoints_from_the_start(capsys: pyte
     assert full["run"]["hours"] > plain["run"]["hours"] * (1 + 0.9 * share)
 
 
-def test_the_budget_is_judged_by_the_whole_runs_cost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_budget_is_judged_by_the_whole_runs_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text('[[worker]]\ngpu = "H100"\ncount = 24\n')
+    asked = (*EIGHT, LONG, "--learner.prompts_per_step=128", "--fleet", str(fleet))
+
     def budget_of(*more: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        found = told(capsys, *more)
+        found = told(capsys, *asked, *more)
         return found, next(term for term in found["terms"] if term["limit_kind"] == "usd_budget")
 
     found, term = budget_of("--coordinator.usd_budget=1000000")
@@ -95,7 +99,7 @@ def test_the_budget_is_judged_by_the_whole_runs_cost(capsys: pytest.CaptureFixtu
     found, term = budget_of(short)
     assert not found["is_feasible"] and term["value"] > term["limit"]
     assert any(one["what_if"].startswith("budget=") for one in found["advice"])
-    assert run("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", short) == 0
+    assert run("plan", *asked, short) == 0
     printed = capsys.readouterr().out
     assert "not feasible with this budget" in printed and "the run  " in printed, "what it costs is said, too"
 
