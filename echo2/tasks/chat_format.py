@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from echo2.base.errors import ConfigError, LimitExceeded
 from echo2.tasks.rendering import render
-from echo2.tasks.task import ChatMessage, Prompt, prompt_text
+from echo2.tasks.task import ChatMessage, Prompt, prompt_text, texts_in
 from echo2.tasks.token_text import named_ids
 from echo2.tasks.tools import ToolFormat, tool_format_of
 
@@ -284,7 +284,7 @@ class ControlTokens:
 def marks_for(value: Any) -> tuple[str, str]:
     """Two characters that occur in none of the texts in `value`. Raises ConfigError if there are none."""
     taken = set[str]()
-    for text in _texts(value):
+    for text in texts_in(value):
         taken.update(text)
     free = (chr(number) for number in _MARKS if chr(number) not in taken)
     found = next(free, ""), next(free, "")
@@ -324,15 +324,3 @@ def _marked(value: Any, tokens: list[str], mark: str) -> Any:
     if isinstance(value, list | tuple):
         return [_marked(inner, tokens, mark) for inner in value]
     return value
-
-
-def _texts(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _texts(key)
-            yield from _texts(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner)

@@ -44,12 +44,16 @@ def _made(kind: str, spec: TaskSpec, built_in: Mapping[str, Callable[..., object
             f"{kind}: expected one of {', '.join(built_in)} or a class of yours as module:Class, got {spec.name!r}"
         )
     maker = built_in[spec.name]
-    known = [name for name in inspect.signature(maker).parameters if name != "seed"]
+    parameters = inspect.signature(maker).parameters
+    known = [name for name in parameters if name != "seed"]
     unknown = sorted(set(spec.args) - set(known))
     if unknown:
         raise ConfigError(
             f"task {spec.name}: expected arguments among {', '.join(known) or 'none'}; got {', '.join(unknown)}"
         )
+    for name in known:
+        if parameters[name].default is inspect.Parameter.empty and not spec.args.get(name):
+            raise ConfigError(f"task {spec.name}: expected the argument {name}, {_NEEDED[name]}")
     return maker(seed=spec.seed, **spec.args)
 
 
@@ -75,49 +79,28 @@ def is_users_own(spec: TaskSpec) -> bool:
     return ":" in spec.name
 
 
-def _reasoning_gym(
-    seed: int, dataset: str = "", size: int = DEFAULT_SIZE, options: Mapping[str, object] | None = None
-) -> Task:
-    if not dataset:
-        raise ConfigError("task reasoning_gym: expected the argument dataset, such as dataset=number_sorting")
-    return ReasoningGym(dataset, seed, size, options)
-
-
 def _math(
-    seed: int,
-    path: str = "",
-    split: str = "train",
-    prompt_column: str = "",
-    answer_column: str = "",
-    subset: str = "",
+    seed: int, path: str, split: str = "train", prompt_column: str = "", answer_column: str = "", subset: str = ""
 ) -> Task:
-    if not path:
-        raise ConfigError(
-            "task math: expected the argument path, a .jsonl or .parquet file, a data set's folder or hub id"
-        )
     rows = read_math_rows(local_data_set(path), split, ColumnChoice(prompt_column, answer_column), subset)
     return MathTask(rows, f"math/{Path(path).name}")
-
-
-def _verifiers(
-    seed: int,
-    taskset: str = "",
-    options: Mapping[str, object] | None = None,
-    size: int = SIZE_MAX,
-    agent: Mapping[str, object] | None = None,
-) -> Task:
-    if not taskset:
-        raise ConfigError("task verifiers: expected the argument taskset, the name of an installed taskset")
-    return VerifiersTask(taskset, options or {}, size, agent)
 
 
 # Name in the run file, and what makes the task of its arguments.
 _BUILT_IN: Mapping[str, Callable[..., Task]] = {
     "sort_digits": lambda seed, digit_count=5: SortDigits(digit_count),
     "sums": lambda seed, numbers=10: Sums(numbers),
-    "reasoning_gym": _reasoning_gym,
+    "reasoning_gym": lambda seed, dataset, size=DEFAULT_SIZE, options=None: ReasoningGym(dataset, seed, size, options),
     "math": _math,
-    "verifiers": _verifiers,
+    "verifiers": lambda seed, taskset, options=None, size=SIZE_MAX, agent=None: VerifiersTask(
+        taskset, options or {}, size, agent
+    ),
+}
+# What is told of an argument that a task cannot do without.
+_NEEDED = {
+    "dataset": "such as dataset=number_sorting",
+    "path": "a .jsonl or .parquet file, a data set's folder or hub id",
+    "taskset": "the name of an installed taskset",
 }
 
 

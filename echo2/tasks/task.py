@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -99,6 +99,19 @@ def spec_from_json(text: str) -> TaskSpec:
         return TaskSpec(str(fields["name"]), dict(fields["args"]), int(fields["seed"]))
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"task: expected a JSON object with name, args and seed, got {text[:80]!r}") from error
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """All texts of a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from texts_in(key)
+            yield from texts_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from texts_in(inner)
 
 
 def prompt_text(prompt: Prompt) -> str:

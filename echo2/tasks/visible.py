@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from echo2.tasks.task import TaskSpec
+from echo2.tasks.task import TaskSpec, texts_in
 
 FILES_MAX = 2_000
 """Source files read at most for one task; modules found after that need `task.readable`."""
@@ -46,7 +46,7 @@ def own_modules(name: str) -> list[str]:
 
 def own_files(spec: TaskSpec) -> list[str]:
     """Files and folders that the arguments of a user's own task name."""
-    return [text for text in _texts(spec.args) if _names_a_path(text)]
+    return [text for text in texts_in(spec.args) if _names_a_path(text)]
 
 
 def remedy(message: str) -> str:
@@ -60,17 +60,6 @@ def remedy(message: str) -> str:
     if path is None or not path.exists():
         return ""
     return f'; it is on this machine, but contained rewards do not see it: add task.readable = ["{path}"]'
-
-
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _texts(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _texts(part)
 
 
 def _names_a_path(text: str) -> bool:
