@@ -40,7 +40,6 @@ from echo2.cost_model.memory import (
     fewest_gpus,
     learner_memory,
     token_budget_for,
-    wants_checkpointing,
 )
 from echo2.cost_model.question import billions_in
 from echo2.cost_model.sizing import (
@@ -413,11 +412,9 @@ def token_budget(config: RunConfig) -> ResolvedValue[int]:
     if not config.model.path:
         return ResolvedValue(TOKEN_BUDGET_MAX_CPU, "no model is named")
     size, _ = guessed_model_of(config.model.path)
-    gpus = () if config.learner.device == "cpu" else local_gpus()
-    gpu_count = int(os.environ.get("WORLD_SIZE", "1")) if gpus else 0
-    machine = LearnerMachine(gpu_count, min((gpu.memory_bytes for gpu in gpus), default=0), memory_total_bytes())
+    machine = _learner_machine_here(config)
     needs = learner_needs(config, size, machine)
-    where = f"each of {gpu_count} GPUs" if gpu_count else "memory"
+    where = f"each of {machine.gpu_count} GPUs" if machine.gpu_count else "memory"
     why = (
         f"the learner then takes {format_bytes(needs.memory.device_bytes)} of {format_bytes(machine.device_bytes)} on {where}, "
         f"sequences of up to {lengths_of(config).of(size)} tokens"
@@ -426,17 +423,22 @@ def token_budget(config: RunConfig) -> ResolvedValue[int]:
 
 
 def gradient_checkpointing(config: RunConfig) -> ResolvedValue[bool]:
-    """Resolves whether the backward pass recomputes layers."""
+    """Resolves whether the backward pass recomputes layers, where the option is auto."""
     if not config.model.path:
         return ResolvedValue(False, "no model is named")
     size, _ = guessed_model_of(config.model.path)
-    value_bytes = 4 if config.learner.device == "cpu" else 2
-    budget = token_budget(config).value
-    kept = activation_bytes(size, budget, Checkpointing.OFF, value_bytes)
-    does = wants_checkpointing(size, budget, value_bytes)
-    than = "more" if does else "less"
-    return ResolvedValue(
-        does,
-        f"{format_bytes(kept)} of activations for {budget} tokens without it, {than} than "
-        f"{format_bytes(CHECKPOINTING_FROM_BYTES)}",
+    machine = _learner_machine_here(config)
+    needs = learner_needs(config, size, machine)
+    kept = activation_bytes(size, needs.budget, Checkpointing.OFF, 2 if machine.gpu_count else 4)
+    does = needs.checkpointing is Checkpointing.FULL
+    why = (
+        f"{format_bytes(kept)} of activations for {needs.budget} tokens without it, {'more' if does else 'less'} than "
     )
+    return ResolvedValue(does, why + format_bytes(CHECKPOINTING_FROM_BYTES))
+
+
+def _learner_machine_here(config: RunConfig) -> LearnerMachine:
+    """This machine's GPUs, unless the learner is to run on the CPU; under torchrun those of all ranks."""
+    gpus = () if config.learner.device == "cpu" else local_gpus()
+    gpu_count = int(os.environ.get("WORLD_SIZE", "1")) if gpus else 0
+    return LearnerMachine(gpu_count, min((gpu.memory_bytes for gpu in gpus), default=0), memory_total_bytes())

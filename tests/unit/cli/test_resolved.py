@@ -8,10 +8,10 @@ import pytest
 
 from echo2.cli.learner import learner_options
 from echo2.cli.main import main
-from echo2.cli.sizing import resolved, threads
+from echo2.cli.sizing import LearnerMachine, learner_needs, resolved, threads
 from echo2.config.load import load_config
 from echo2.coordinator.money.market import built_in_models
-from echo2.cost_model.memory import token_budget_for
+from echo2.cost_model.memory import Checkpointing, token_budget_for
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 
@@ -25,11 +25,14 @@ def test_the_trainer_takes_all_cores_but_one_unless_told(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("example", "does"), [("math-qwen3-8b", True), ("laptop", False)])
 def test_gradient_checkpointing_follows_the_model_and_the_budget(example: str, does: bool, tmp_path: Path) -> None:
-    overrides = {"learner.gradient_checkpointing": "auto"} | ({"learner.token_budget": "2048"} if not does else {})
+    overrides = {"learner.gradient_checkpointing": "auto"} | ({"learner.token_budget": "1024"} if not does else {})
     config = load_config([EXAMPLES / f"{example}.toml"], None, overrides)
     found = resolved(config)["learner.gradient_checkpointing"]
     assert found.value is does and "of activations for" in found.why
     assert learner_options(config, "", tmp_path).trainer.gradient_checkpointing is does
+    size = built_in_models()[config.model.path.rpartition("/")[2].lower()]
+    here = LearnerMachine(0, memory_bytes=1 << 40)  # plan and doctor say the same of a machine without GPUs
+    assert learner_needs(config, size, here).checkpointing is (Checkpointing.FULL if does else Checkpointing.OFF)
     told = load_config([EXAMPLES / f"{example}.toml"], None, {"learner.gradient_checkpointing": str(not does).lower()})
     assert learner_options(told, "", tmp_path).trainer.gradient_checkpointing is not does
 
