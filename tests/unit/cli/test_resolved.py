@@ -23,15 +23,22 @@ def test_the_trainer_takes_all_cores_but_one_unless_told(monkeypatch: pytest.Mon
     assert threads(16) == 3
 
 
-@pytest.mark.parametrize(("example", "does"), [("math-qwen3-8b", True), ("laptop", False)])
-def test_gradient_checkpointing_follows_the_model_and_the_budget(example: str, does: bool, tmp_path: Path) -> None:
-    overrides = {"learner.gradient_checkpointing": "auto"} | ({"learner.token_budget": "1024"} if not does else {})
-    config = load_config([EXAMPLES / f"{example}.toml"], None, overrides)
+@pytest.mark.parametrize(
+    ("example", "budget", "does"),
+    [("math-qwen3-8b", 16_384, True), ("laptop", 1024, False), ("laptop", 2048, True)],  # of float32 on a CPU
+)
+def test_gradient_checkpointing_follows_the_model_and_the_budget_as_plan_and_doctor_tell(
+    example: str, budget: int, does: bool, tmp_path: Path
+) -> None:
+    on_cpu = {"learner.token_budget": str(budget), "learner.device": "cpu"}
+    config = load_config([EXAMPLES / f"{example}.toml"], None, on_cpu | {"learner.gradient_checkpointing": "auto"})
     found = resolved(config)["learner.gradient_checkpointing"]
     assert found.value is does and "of activations for" in found.why
     assert learner_options(config, "", tmp_path).trainer.gradient_checkpointing is does
-    size = built_in_models()[config.model.path.rpartition("/")[2].lower()]
-    here = LearnerMachine(0, memory_bytes=1 << 40)  # plan and doctor say the same of a machine without GPUs
+    size, here = (
+        built_in_models()[config.model.path.rpartition("/")[2].lower()],
+        LearnerMachine(0, memory_bytes=1 << 40),
+    )
     assert learner_needs(config, size, here).checkpointing is (Checkpointing.FULL if does else Checkpointing.OFF)
     told = load_config([EXAMPLES / f"{example}.toml"], None, {"learner.gradient_checkpointing": str(not does).lower()})
     assert learner_options(told, "", tmp_path).trainer.gradient_checkpointing is not does
