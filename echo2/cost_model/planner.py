@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from echo2.cost_model.plan import UTILISATION_TOLERANCE, Plan, plan_of, usd_to_finish
-from echo2.cost_model.rehearsal import TAKES, rehearsed
+from echo2.cost_model.rehearsal import confirmed, rehearsed
 from echo2.cost_model.relations import TOLERANCE, Evaluation, Flags, FleetModel
 from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, PlanConfig, WorkerEstimate, WorkerState
 from echo2.cost_model.solver import Solver
@@ -85,12 +85,6 @@ def _with_traffic(made: Plan, snapshot: FleetSnapshot) -> Plan:
     return replace(made, egress_usd_per_hour=egress_usd_per_hour(snapshot.learner, made.kappa, senders))
 
 
-def confirmed(fleet: FleetModel, found: Evaluation) -> Evaluation:
-    """`found`, rehearsed again with other draws where chance matters, so that every pool is judged by the same measure."""
-    found = found if found.is_rehearsed else rehearsed(fleet, found)
-    return found if found.utilisation >= 1.0 - UTILISATION_TOLERANCE else rehearsed(fleet, found, TAKES)
-
-
 # ---- traffic: a worker sends about one version per period to others; its rollouts are small in comparison
 
 
@@ -134,9 +128,8 @@ def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) ->
     is_busy, why = fresh is not None, CHEAPEST
     if fresh is None:
         fresh = solver.nearest(rejected)
-        is_busy = fresh.keeps_relations(fleet.rate_needed / (1 + config.add_margin)) and fresh.utilisation >= _goal(
-            config
-        )
+        kept_rate = fleet.rate_needed / (1 + config.add_margin)
+        is_busy = fresh.keeps_relations(kept_rate) and fresh.utilisation >= _goal(config)
         why = (CHEAPEST if fresh.keeps_relations(fleet.rate_needed) else BARELY) if is_busy else NEAREST
     choice = _PoolChoice(fresh, why)
     if not _affords(fleet, fresh):

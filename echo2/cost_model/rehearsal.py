@@ -17,18 +17,23 @@ from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
+from echo2.cost_model.plan import UTILISATION_TOLERANCE
 from echo2.cost_model.relations import NORMAL, Counts, Evaluation, FleetModel, Floats
-from echo2.cost_model.snapshot import DownloadMode
+from echo2.cost_model.snapshot import DownloadMode, LearnerEstimate
 
 STEPS_LEAST, STEPS_MAX, ROLLOUTS_IN_ALL = 20, 160, 16_000
 """Steps of a rehearsal: few of large batches, in which chance averages out; many of small ones."""
 STEPS_OF_LATE_VERSIONS = 3  # late versions meet the steady state after two
 ROLLOUTS_MAX, GROUPS_LEAST = 256, 16
 """A larger pool is shrunk to so many rollouts a step, but no fewer groups: with fewer, whole groups would wait for one another."""
+ROLLOUTS_EVEN_MAX = 2048  # so many where the workers' sizes differ: 50 ms
 WORKERS_KEPT, WORKERS_LEAST = 12, 4  # three of each of four kinds of links; 48 change nothing beyond 1 %
 WARM_SHARE = 0.35  # the buffer is full after a third
 TAKES, STEPS_OF_A_TAKE = 3, 80
 """Rehearsals that confirm a choice: the best of many is partly just the luckiest."""
+LARGER, STEPS_OF_A_LARGER = 4, 24
+"""A choice for a pool of more than so many times the usual part is confirmed once by so much larger a part: with 16 groups a step
+instead of a thousand, a bound on staleness that is nearly used up seems to cost nothing where it costs 5 %, and with 64, 3 %."""
 SEED = 20602  # any; fixed, so that plans are reproducible
 # Quantiles of the normal distribution: an integral good to 0.1 %.
 NORMAL_POINTS = np.array([NORMAL.inv_cdf((index + 0.5) / 65) for index in range(65)])
@@ -70,15 +75,31 @@ class Rehearsal:
 
 
 def rehearsed(fleet: FleetModel, found: Evaluation, takes: int = 0) -> Evaluation:
-    """`found` with its utilisation from a rehearsal, or the mean of it and `takes` longer ones with other draws, and with what
-    losses of machines leave of it."""
+    """`found` with its utilisation from a rehearsal, or the mean of it and `takes` longer ones with other draws (of a large pool,
+    from a larger one), and with what losses of machines leave of it."""
     if not found.chosen.any():
         return replace(found, is_rehearsed=True)
     run = rehearsal_of(fleet, found)
-    values = [] if found.is_rehearsed and takes else [rehearse(run)]
-    values += [rehearse(replace(run, take=take), STEPS_OF_A_TAKE) for take in range(1, takes + 1)]
+    if takes and _has_large_steps(fleet.snapshot.learner):
+        values = [rehearse(run, STEPS_OF_A_LARGER, LARGER)]
+    else:
+        values = [] if found.is_rehearsed and takes else [rehearse(run)]
+        values += [rehearse(replace(run, take=take), STEPS_OF_A_TAKE) for take in range(1, takes + 1)]
     utilisation, spread = with_losses(fleet, found, sum(values) / len(values))
     return replace(found, utilisation=utilisation, spread=spread, is_rehearsed=True)
+
+
+def confirmed(fleet: FleetModel, found: Evaluation) -> Evaluation:
+    """`found`, rehearsed again where chance or the part's size matters, so that every pool is judged by the same measure."""
+    first = found if found.is_rehearsed else rehearsed(fleet, found)
+    is_sure = first.utilisation >= 1.0 - UTILISATION_TOLERANCE and not _has_large_steps(fleet.snapshot.learner)
+    return first if is_sure else rehearsed(fleet, first, TAKES)
+
+
+def _has_large_steps(learner: LearnerEstimate) -> bool:
+    """Whether chance averages out in each step, so that the part's size matters more than its draws."""
+    batch, group = learner.rollouts_per_step, learner.rollouts_per_group
+    return batch > LARGER * ROLLOUTS_MAX and batch > LARGER * GROUPS_LEAST * group
 
 
 def with_losses(fleet: FleetModel, found: Evaluation, utilisation: float) -> tuple[float, float]:
@@ -153,28 +174,30 @@ def rehearsal_of(fleet: FleetModel, found: Evaluation) -> Rehearsal:
 # ---- a large pool by a part of it
 
 
-def reduced(run: Rehearsal) -> Rehearsal:
-    """Shrinks a pool in proportion to at most about `ROLLOUTS_MAX` rollouts a step: fewer workers, then fewer slots.
+def reduced(run: Rehearsal, larger: int = 1) -> Rehearsal:
+    """Shrinks a pool in proportion to at most about `larger` times `ROLLOUTS_MAX` rollouts a step: fewer workers, then fewer slots.
 
     Rates are corrected for rounding. A worker with room for a whole group keeps room for one.
     """
     batch = run.groups_per_step * run.rollouts_per_group
-    factor = min(batch / ROLLOUTS_MAX, run.groups_per_step / GROUPS_LEAST)
+    factor = min(batch / ROLLOUTS_MAX, run.groups_per_step / GROUPS_LEAST) / larger
     if factor <= 1.0:
         return run
     count = len(run.slots)
     each = np.minimum(run.slots, run.rollouts_per_group)  # fewest slots that a worker keeps
     floor = batch * float((each / run.rollout_s).sum()) / float((run.slots / run.rollout_s).sum())
     share = ROLLOUTS_MAX * count / (floor * WORKERS_KEPT)
-    kept = min(count, max(WORKERS_LEAST, math.ceil(count / factor), int(WORKERS_KEPT * min(1.0, share))))
+    kept = min(count, max(WORKERS_LEAST, math.ceil(count / factor), int(larger * WORKERS_KEPT * min(1.0, share))))
     # Sorted by what decides most, so every part of the pool is represented.
     late = np.round((run.latency_s + run.own_s) / run.train_s, 2)
     order = np.lexsort((run.rollout_s, run.slots, late))
     rows = order[((np.arange(kept) + 0.5) * count / kept).astype(np.int64)]
     thinner = max(1.0, factor * kept / count)
+    # All alike, or those that keep a group's slots would make up more of the pool than they do.
+    thinner = max(min(thinner, float((run.slots[rows] / each[rows]).min())), batch * kept / count / ROLLOUTS_EVEN_MAX)
     slots = np.maximum(np.round(run.slots[rows] / thinner), each[rows]).astype(np.int64)
     before, after = float((run.slots / run.rollout_s).sum()), float((slots / run.rollout_s[rows]).sum())
-    groups = max(GROUPS_LEAST, round(run.groups_per_step * after / before))
+    groups = max(GROUPS_LEAST * larger, round(run.groups_per_step * after / before))
     slower = (after / groups) / (before / run.groups_per_step)
     part = groups / run.groups_per_step
     return replace(
@@ -187,11 +210,11 @@ def reduced(run: Rehearsal) -> Rehearsal:
 # ---- the rehearsal
 
 
-def rehearse(run: Rehearsal, steps: int = 0) -> float:
+def rehearse(run: Rehearsal, steps: int = 0, larger: int = 1) -> float:
     """Simulates `steps` steps (0: as many as this pool needs to settle); the utilisation over the later ones."""
     if not len(run.slots):
         return 0.0
-    part = reduced(run)
+    part = reduced(run, larger)
     late = math.ceil(part.common_s / part.train_s)
     wanted = max(STEPS_LEAST, ROLLOUTS_IN_ALL // (part.groups_per_step * part.rollouts_per_group))
     least = max(3 * part.kappa, STEPS_OF_LATE_VERSIONS * late if late > part.kappa else 0)  # whole periods are measured

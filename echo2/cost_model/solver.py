@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from echo2.cost_model.plan import UTILISATION_TOLERANCE
-from echo2.cost_model.rehearsal import TAKES, rehearsed
+from echo2.cost_model.rehearsal import TAKES, confirmed, rehearsed
 from echo2.cost_model.relations import TOLERANCE, Counts, Evaluation, Flags, FleetModel, Floats
 
 MIP_GAP = 1e-3  # a tenth of a percent of the price: below what prices are known to
@@ -237,8 +237,8 @@ class Solver:
                     waiting.append(again)
                 continue
             trial = rehearsed(self.fleet, found)
-            if goal - CHANCE <= trial.utilisation < 1.0 - UTILISATION_TOLERANCE:
-                trial = rehearsed(self.fleet, trial, TAKES)
+            if trial.utilisation >= goal - CHANCE:
+                trial = confirmed(self.fleet, trial)
             if trial.utilisation >= goal:
                 return trial, rejected
             rejected.append(trial)
@@ -394,12 +394,15 @@ class Solver:
                 if best is None or self._counted(trial) > best[0]:
                     best = self._counted(trial), trial, program
         if is_large and best is not None and best[2] is not None:
-            tried |= {self._sign(one): one for one in self._thinner(best[1], best[2])}
+            for one in self._thinner(best[1], best[2]):
+                tried[self._sign(one)] = one
+                if self._counted(one) >= best[0] * (1 - STEP):
+                    break  # the next are dearer
         if not is_large:
             self._climb(tried, most + len(known))
         preferred = self._preferred(tried.values())
         if is_large:  # so many rollouts that chance averages out, and few pools to be lucky among
-            return preferred[0]
+            return confirmed(self.fleet, preferred[0])
         nearest = sorted(tried.values(), key=self._counted)[-FINALISTS:]  # a first rehearsal may have been unlucky
         finalists = {id(one): one for one in (*preferred[:FINALISTS], *nearest)}
         return self._preferred([rehearsed(self.fleet, one, TAKES) for one in finalists.values()])[0]

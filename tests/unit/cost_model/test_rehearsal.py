@@ -182,6 +182,18 @@ def test_a_part_of_a_large_pool_keeps_its_proportions(count: int, slots: int, gr
         assert part.slots.min() >= group
 
 
+def test_machines_of_different_sizes_keep_their_shares_of_a_large_step() -> None:
+    """Most of the rate stands behind a slow downlink: were the small machines to keep more than their share, the version would seem
+    to be in time for them all."""
+    slots = np.array([16, 4, 8, 48])
+    told = run(
+        3, 1, 0.05, groups_per_step=256, cap_groups=295, slots=slots, own_s=np.array([0.05, 1.0, 0.05, 1.0]),
+        rollout_s=np.full(4, slots.sum() / 2048 / 1.05),
+    )  # fmt: skip
+    part = reduced(told)
+    assert np.sort(part.slots) / part.slots.sum() == pytest.approx(np.sort(slots) / slots.sum(), rel=0.15)
+
+
 def test_long_periods_are_rehearsed_whole_and_leave_nothing_for_the_collector() -> None:
     """Of a period that is cut off, only the wait for its version would be seen. Collections are rare where pauses must be short."""
     told = run(64, 60, 40.0)
