@@ -408,12 +408,13 @@ class Solver:
         return self._preferred([rehearsed(self.fleet, one, TAKES) for one in finalists.values()])[0]
 
     def _climb(self, tried: dict[tuple[float, ...], Evaluation], most: int) -> None:
-        """Rehearses what is one machine or one step of the period away from the best so far, until none of that is better or `most`
+        """Rehearses what is one machine or one step of the period away from the best so far, then from the next best, until `most`
         are tried: the relations see which worker holds a version back, and not what the others then are worth."""
-        best = None
-        while len(tried) < most and (now := max(tried.values(), key=self._counted)) is not best:
-            best = now
-            for found in self._beside(best):
+        seen = set[tuple[float, ...]]()
+        while len(tried) < most and (left := [sign for sign in tried if sign not in seen]):
+            best = max(left, key=lambda sign: self._counted(tried[sign]))
+            seen.add(best)
+            for found in self._beside(tried[best]):
                 if len(tried) < most and self._sign(found) not in tried:
                     tried[self._sign(found)] = rehearsed(self.fleet, found)
 
