@@ -136,7 +136,7 @@ class LearnerDaemon:
 
     async def _join(self) -> Credentials:
         """Returns the credentials of an earlier start of this run, or enrols for new ones. Retries an unreachable coordinator until
-        it answers; raises `ConfigError` without a join link on the first start, `Unreachable` if stopped before."""
+        it answers; raises `ConfigError` without a join link of this run on the first start, `Unreachable` if stopped before."""
         options = self.options
         identity = load_or_create_identity(options.folder / "node")
         kept = load_credentials(options.folder / "node", identity)
@@ -153,6 +153,11 @@ class LearnerDaemon:
         credentials = await unless(self._stopped, enrolling)
         if credentials is None:
             raise Unreachable(f"coordinator at {link.address}: stopped before it answered")
+        if credentials.run_id != options.config.run.name:
+            raise ConfigError(
+                f"run {options.config.run.name}: expected a join link of this run, the one given is of run "
+                f"{credentials.run_id}; take the learner's link that this run's coordinator wrote"
+            )
         save_credentials(options.folder / "node", credentials)
         return credentials
 

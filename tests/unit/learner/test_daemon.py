@@ -27,15 +27,20 @@ from echo2.learner.rollouts.groups import Batch, evaluated_version
 from echo2.learner.run_folder import RunFolder, keep_for_inspection
 from echo2.learner.startup import export_run
 from echo2.learner.training.model import PolicyModel
+from echo2.trust.identity import Identity, JoinLink, Role
+from echo2.trust.tls import Credentials
 from echo2.weights import Encoding, HostWeights, fingerprint
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from tests.ports import choose_ports
 from tests.unit.learner.fleet import (
+    RUN,
     FollowerBroadcaster,
     Run,
     crash_image,
     evaluations_of,
     go,
+    issue,
+    new_authority,
     options_for,
     prepared_from,
     rows_of,
@@ -337,6 +342,22 @@ def test_a_start_that_cannot_work_says_so_at_once(model_path: Path, tmp_path: Pa
     daemon = LearnerDaemon(options_for(tmp_path / "run", model_path), lambda s, c, o, k: FollowerBroadcaster())
     with pytest.raises(EchoError, match="join link"):
         go(daemon.run())
+
+
+def test_a_join_link_of_another_run_is_refused_before_anything_is_kept(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = new_authority()
+
+    async def enrolled(link: JoinLink, identity: Identity, role: Role, *_: object) -> Credentials:
+        return issue(authority, identity, role, "127.0.0.1:1")
+
+    monkeypatch.setattr("echo2.learner.learner.enrolled", enrolled)
+    link = str(JoinLink("127.0.0.1", 1, authority.identity.peer_id, "a-token"))
+    options = replace(options_for(tmp_path / "run", model_path, run={"name": "mine"}), join_link=link)
+    with pytest.raises(ConfigError, match=f"run mine: expected a join link of this run, .* of run {RUN};"):
+        go(LearnerDaemon(options, lambda s, c, o, k: FollowerBroadcaster()).run())
+    assert not (tmp_path / "run" / "node" / "credentials.json").exists()
 
 
 # ---- ends that somebody must mend
