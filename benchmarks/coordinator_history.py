@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
-from echo2.coordinator.leases.events import GroupPhase
+from echo2.coordinator.leases.lease import GroupPhase
 from echo2.coordinator.persistence import StateSnapshot
 
 

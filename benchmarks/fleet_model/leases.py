@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Concatenate, ParamSpec
 
 from benchmarks.fleet_model.clock import VirtualClock
 from benchmarks.fleet_model.scenario import FleetScenario
@@ -20,13 +21,14 @@ from benchmarks.fleet_model.worker import RolloutRun, SimGroup, SimWorker
 from echo2.base.ids import GroupId, Step
 from echo2.base.rng import derived_rng
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams
-from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.seekers import LeaseRules
 from echo2.learner.rollouts.admission import GroupRules
 
 LEASE_TIMEOUT_S = 120.0
 GROUPS_MAX = 1 << 20
+P = ParamSpec("P")
 
 
 class Generation:
@@ -50,7 +52,7 @@ class Generation:
         self._sampling = SamplingParams(max_new_tokens=scenario.lengths.max_tokens)
         self._rng = derived_rng(scenario.seed, "lengths")
         self._group_count = self._run_count = 0
-        self._events: deque[le.Event] = deque()
+        self._calls: deque[Callable[[float], list[le.Action]]] = deque()
         self._is_handling = False
 
     @property
@@ -75,14 +77,14 @@ class Generation:
             step = next_step + (ahead + number) // self.rules.groups_per_step
             specs.append(GroupSpec(group.group_id, (0,), len(group.runs), self._sampling, Step(step)))
         if specs:
-            self._handle(le.GroupsOffered(tuple(specs)))
+            self._handle(self.book.offer, tuple(specs))
 
     def close(self, groups: Iterable[SimGroup], reason: str) -> None:
         """Closes groups that the learner has trained on or dropped."""
         ids = tuple(group.group_id for group in groups)
         for group_id in ids:
             del self.groups[group_id]
-        self._handle(le.GroupsClosed(ids, reason))
+        self._handle(self.book.close, ids, reason)
 
     # ---- the workers' side
 
@@ -90,15 +92,15 @@ class Generation:
         """Adds a worker that is in the pool and ready."""
         self.workers[worker.truth.name] = worker
         rate = worker.truth.slots * worker.truth.sequence_tokens_per_s / self.scenario.lengths.mean_tokens
-        self._handle(le.WorkerCame(worker.peer_id, ()))
-        self._handle(le.Rated(worker.peer_id, rate))
-        self._handle(le.WorkerAllowed(worker.peer_id, True))
+        self._handle(self.book.reconnect, worker.peer_id, ())
+        self._handle(self.book.rate, worker.peer_id, rate)
+        self._handle(self.book.allow, worker.peer_id, True)
         self.seek(worker)
 
     def drain(self, worker: SimWorker) -> None:
         """Stops leasing to the worker: started groups finish, leases of groups not yet started are handed back."""
-        self._handle(le.WorkerAllowed(worker.peer_id, False))
-        self._handle(le.RolloutsWanted(worker.peer_id, 0, worker.version))
+        self._handle(self.book.allow, worker.peer_id, False)
+        self._handle(self.book.request, worker.peer_id, 0, worker.version)
         idle = {
             run.group.group_id: run.group
             for run in worker.waiting
@@ -106,7 +108,7 @@ class Generation:
         }
         worker.waiting = deque(run for run in worker.waiting if run.group.group_id not in idle)
         for group in idle.values():
-            self._handle(le.LeaseEnded(worker.peer_id, group.lease_id, EndReason.HANDED_BACK, "drained"))
+            self._handle(self.book.end, worker.peer_id, group.lease_id, EndReason.HANDED_BACK, "drained")
 
     def lose(self, worker: SimWorker, loss_s: float) -> None:
         """Loses the worker and its last `loss_s` seconds of work, which it had not reported; others continue its groups."""
@@ -117,24 +119,26 @@ class Generation:
             run.tokens_left = max(1.0, run.tokens_left)
         worker.running.clear()
         worker.waiting.clear()
-        self._handle(le.WorkerLost(worker.peer_id, "preempted"))
+        self._handle(self.book.lose, worker.peer_id, "preempted")
 
     def seek(self, worker: SimWorker) -> None:
         """Tells the book of free slots, once until the next grant or newer version."""
         known = self.book.seekers.wanting.get(worker.peer_id)
         if worker.is_active and worker.free_slots > 0 and (known is None or known.version != worker.version):
-            self._handle(le.RolloutsWanted(worker.peer_id, worker.free_slots, worker.version))
+            self._handle(self.book.request, worker.peer_id, worker.free_slots, worker.version)
 
     # ---- the book
 
-    def _handle(self, event: le.Event) -> None:
-        """Passes events to the book one at a time; queues them, because a grant may cause another event."""
-        self._events.append(event)
+    def _handle(
+        self, method: Callable[Concatenate[float, P], list[le.Action]], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Calls the book's methods one at a time; queues them, because a grant may cause another call."""
+        self._calls.append(lambda now: method(now, *args, **kwargs))
         if self._is_handling:
             return
         self._is_handling = True
-        while self._events:
-            for action in self.book.handle(self._events.popleft(), self.clock.now()):
+        while self._calls:
+            for action in self._calls.popleft()(self.clock.now()):
                 match action:
                     case le.Grant(is_renewal=False):
                         self._take(action)
@@ -188,6 +192,6 @@ class Generation:
 
     def _whole(self, worker: SimWorker, group: SimGroup) -> None:
         tokens = int(group.tokens)
-        self._handle(le.Progressed(worker.peer_id, group.lease_id, len(group.runs), tokens))
-        self._handle(le.LeaseEnded(worker.peer_id, group.lease_id, EndReason.FINISHED, ""))
+        self._handle(self.book.on_progress, worker.peer_id, group.lease_id, len(group.runs), tokens)
+        self._handle(self.book.end, worker.peer_id, group.lease_id, EndReason.FINISHED, "")
         self._finished(group)

@@ -33,7 +33,6 @@ from echo2.coordinator.fleet.tokens import token_hash
 from echo2.coordinator.fleet.wheel import SetupService
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.learner import LearnerReachability
-from echo2.coordinator.leases import events as le
 from echo2.coordinator.leases.long_tail import is_quiet, moves, pace_of
 from echo2.coordinator.money.offers import MakeProvider, Renting, load_offers, make_provider
 from echo2.coordinator.operator import OperatorService
@@ -381,7 +380,7 @@ def consolidate(hub: Hub) -> int:
     for move in found:
         lease = hub.book.leases[move.lease_id]
         hub.note("lease", f"group {lease.group_id} is moved: {move.reason}")
-        hub.apply(hub.book.handle(le.Recall(move.lease_id, move.reason, move.to), hub.clock.now()))
+        hub.handle(hub.book.recall, move.lease_id, move.reason, move.to)
     return len(found)
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from echo2.base.errors import Dismissed, RunFinished
 from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import OperatorSetting
-from echo2.coordinator.leases import events as le
 from echo2.coordinator.planning.telemetry import LearnerHello
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class RunEnding:
         hub.state.meta(META, json.dumps(asdict(self.finish)))
         hub.state.require_sync()  # no node would report it again
         hub.note("run", f"{self.text}: workers are sent home, rented machines are given back")
-        hub.apply(hub.book.handle(le.GroupsSynced(()), hub.clock.now()))
+        hub.handle(hub.book.sync, ())
         for member in list(hub.membership.living()):
             dismiss(hub, member.peer_id, "the run is finished", self._refusal)
         hub.state.meta("usd_standby", f"{hub.money.standby_usd():.6f}")
@@ -131,7 +130,7 @@ def send_home(hub: Hub, peer_id: PeerId, reason: str) -> None:
     if not hub.membership.members[peer_id].activation.is_barred:
         hub.set_worker(peer_id, OperatorSetting.DRAINING, reason)
     for lease in hub.book.leases_of(peer_id):
-        hub.apply(hub.book.handle(le.Recall(lease.lease_id, reason), hub.clock.now()))
+        hub.handle(hub.book.recall, lease.lease_id, reason)
 
 
 def preempted(hub: Hub, peer_id: PeerId, notice: str) -> None:

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from echo2.base.clock import Clock
 from echo2.base.errors import EchoError, MalformedMessage, NotAllowed
@@ -36,7 +36,7 @@ from echo2.coordinator.fleet.members import (
 )
 from echo2.coordinator.fleet.tokens import TokenBook
 from echo2.coordinator.learner import LearnerSide, restore_board
-from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.seekers import LeaseRules
 from echo2.coordinator.money.costs import Money, meter
@@ -58,6 +58,7 @@ from echo2.wire.rollout import Ticket, group_to_message, sign_ticket
 if TYPE_CHECKING:
     from echo2.broadcast.nat.reach import Nat
 
+P = ParamSpec("P")
 WorkerSession = StreamSession[pb.WorkerOrder]
 MEMBERS_KEPT_TICKS = 60
 """The telemetry of a sixtieth of the workers is saved at each tick: saving all at once would delay leases, and telemetry that is
@@ -214,9 +215,11 @@ class Hub:
         self._outgoing.append((peer_id, order))
         self.flush_soon()
 
-    def handle(self, event: le.Event) -> None:
-        """Passes an event to the lease book and carries out its actions."""
-        self.apply(self.book.handle(event, self.clock.now()))
+    def handle(
+        self, method: Callable[Concatenate[float, P], list[le.Action]], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Calls a method of the lease book and carries out its actions."""
+        self.apply(method(self.clock.now(), *args, **kwargs))
 
     # ---- workers
 
@@ -231,7 +234,7 @@ class Hub:
 
     def allow(self, member: Member) -> None:
         """Tells the lease book whether the worker may be given leases now."""
-        self.handle(le.WorkerAllowed(member.peer_id, member.may_lease))
+        self.handle(self.book.allow, member.peer_id, member.may_lease)
 
     def review(self, member: Member) -> None:
         """Reacts to a change of a worker's liveness or activation: leases, money, plans, and a message to the worker."""
@@ -249,7 +252,7 @@ class Hub:
         if change.activation_before not in (activation, None):
             self._send_activation(member, change.activation_before)
         if state is Liveness.GONE or activation.is_barred:
-            self.handle(le.WorkerLost(member.peer_id, (state if state is Liveness.GONE else activation).value))
+            self.handle(self.book.lose, member.peer_id, (state if state is Liveness.GONE else activation).value)
         else:
             self.allow(member)
         if state is Liveness.GONE or activation is not Activation.ACTIVE:
@@ -398,7 +401,7 @@ class Hub:
         now = self.clock.now()
         for member in list(self.membership.members.values()):
             self.review(member)
-        self.handle(le.Tick())
+        self.handle(self.book.tick)
         meter(self.membership.members.values(), now)
         self._ticks += 1
         if self._ticks % BUDGET_TICKS == 0:

@@ -16,14 +16,14 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from echo2.base.errors import LimitExceeded, MalformedMessage, Unreachable, VersionMismatch
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat.pipes import pipe_address
 from echo2.broadcast.nat.reach import shows_certificate
 from echo2.coordinator.fleet.members import Activation, Member
-from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases import lease as le
 from echo2.coordinator.persistence import CurvePoint
 from echo2.coordinator.planning.board import LearnerBoard, Totals
 from echo2.coordinator.planning.telemetry import LearnerReport, PublishedVersion, WorkerHello
@@ -39,6 +39,7 @@ from echo2.wire.rollout import group_id_from_wire
 if TYPE_CHECKING:
     from echo2.coordinator.hub import Hub
 
+P = ParamSpec("P")
 LearnerStream = StreamSession[pb.LearnerOrder]
 
 
@@ -166,7 +167,7 @@ class LearnerSide:
             hub.board.pipe_address = ""
             self.send_whereabouts()
         self.is_back.set()
-        hub.handle(le.GroupsSynced(hello.open_groups))
+        hub.handle(hub.book.sync, hello.open_groups)
         hub.broadcast_needed.set()
         hub.plan_needed.set()
 
@@ -176,12 +177,12 @@ class LearnerSide:
             case "report":
                 self._on_report(wire.learner_report_from_message(message.report, whose))
             case "offer":
-                self._on_lease_event(le.GroupsOffered(*wire.offer_from_message(message.offer, whose)))
+                self._on_lease_message(hub.book.offer, *wire.offer_from_message(message.offer, whose))
             case "close":
                 ids = tuple(group_id_from_wire(group_id) for group_id in message.close.group_ids)
-                self._on_lease_event(le.GroupsClosed(ids, message.close.reason))
+                self._on_lease_message(hub.book.close, ids, message.close.reason)
             case "delivered":
-                self._on_lease_event(wire.delivered_from_message(message.delivered))
+                self._on_lease_message(hub.book.on_delivered, wire.delivered_from_message(message.delivered))
             case "published":
                 self.on_publish(wire.published_from_message(message.published))
             case "accused":
@@ -201,9 +202,11 @@ class LearnerSide:
         self._hub.board.on_disconnect(self._hub.clock.now())
         self._hub.note("learner", "its stream is over; workers go on with the leases they hold")
 
-    def _on_lease_event(self, event: le.Event) -> None:
+    def _on_lease_message(
+        self, method: Callable[Concatenate[float, P], list[le.Action]], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         self._hub.board.heard_at = self._hub.clock.now()
-        self._hub.handle(event)
+        self._hub.handle(method, *args, **kwargs)
 
     def _on_report(self, report: LearnerReport) -> None:
         hub = self._hub

@@ -8,7 +8,7 @@ from typing import Literal
 from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.fleet.tokens import Token
-from echo2.coordinator.leases.events import Lease, OpenGroup
+from echo2.coordinator.leases.lease import Lease, OpenGroup
 from echo2.coordinator.money.provisioning import RentedMachine
 
 # Samples of the run's curves in memory and in the store: a step a minute for three days.

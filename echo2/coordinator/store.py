@@ -38,7 +38,7 @@ from echo2.base.errors import DiskFull, EchoError, StateError
 from echo2.base.ids import RunId
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.fleet.tokens import Token, TokenBook
-from echo2.coordinator.leases.events import Lease, OpenGroup
+from echo2.coordinator.leases.lease import Lease, OpenGroup
 from echo2.coordinator.money.provisioning import RentedMachine
 from echo2.coordinator.persistence import (
     SAMPLES_MAX,

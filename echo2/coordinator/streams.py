@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 from google.protobuf.message import Message
 
@@ -24,7 +24,7 @@ from echo2.coordinator.fleet.enrolment import caller_host
 from echo2.coordinator.fleet.members import Activation
 from echo2.coordinator.fleet.tokens import RateLimiter
 from echo2.coordinator.hub import WORKERS_MAX, Hub, WorkerSession
-from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases import lease as le
 from echo2.coordinator.planning.telemetry import Heartbeat, WorkerHello
 from echo2.coordinator.sessions import Order, StreamSession, check_hello, expect_hello, refusal_of
 from echo2.outside import monotonic
@@ -46,6 +46,7 @@ HELLOS_PER_S = 1.0  # of a peer, because each hello writes a line in the event l
 HELLOS_BURST = 30  # of a peer on a link that breaks again and again
 LINK_CHANGE = 0.2  # of a measured rate; less is its fluctuation
 TICKETS_AT_ONCE = 16  # signatures checked before others have their turn: two milliseconds
+P = ParamSpec("P")
 _log = logging.getLogger("echo2.coordinator")
 
 
@@ -107,7 +108,8 @@ class WorkerStream:
         session.send(pb.WorkerOrder(activation=activation))
         if hub.broadcast_plan is not None:
             hub.send_broadcast_plan(session)
-        hub.handle(le.WorkerCame(peer_id, hello.held_leases))  # before it may lease: discards its old lease request
+        # Before it may lease: discards its old lease request.
+        hub.handle(hub.book.reconnect, peer_id, hello.held_leases)
         hub.review(member)
         hub.allow(member)
         hub.state.save("members", peer_id, member)
@@ -150,24 +152,23 @@ class WorkerStream:
         return tuple(held.values())
 
     def on_message(self, peer_id: PeerId, message: pb.WorkerMessage) -> None:
+        book = self._hub.book
         match message.WhichOneof("kind"):
             case "heartbeat":
                 self._on_heartbeat(peer_id, wire.heartbeat_from_message(message.heartbeat))
             case "lease_request":
                 request = message.lease_request
                 version = Version(request.version)
-                self._on_lease_event(peer_id, le.RolloutsWanted(peer_id, request.free_rollouts, version))
+                self._on_lease_message(book.request, peer_id, request.free_rollouts, version)
             case "lease_progress":
                 progress = message.lease_progress
                 lease_id = lease_id_from_wire(progress.lease_id)
-                self._on_lease_event(
-                    peer_id, le.Progressed(peer_id, lease_id, progress.finished_rollouts, progress.tokens)
-                )
+                self._on_lease_message(book.on_progress, peer_id, lease_id, progress.finished_rollouts, progress.tokens)
             case "lease_ended":
                 ended = message.lease_ended
                 text = "".join(c if c.isprintable() else " " for c in ended.message[:300])
                 reason, lease_id = wire.end_reason_from_message(ended), lease_id_from_wire(ended.lease_id)
-                self._on_lease_event(peer_id, le.LeaseEnded(peer_id, lease_id, reason, text))
+                self._on_lease_message(book.end, peer_id, lease_id, reason, text)
             case "leaving":
                 self._hub.part_with(peer_id, message.leaving.reason)
             case other:
@@ -185,15 +186,18 @@ class WorkerStream:
         hub.board.on_live(peer_id, heartbeat.version, now)
         hub.corrections.on_spread(hub.board.newest_complete)
         hub.review(member)
-        hub.book.handle(le.Rated(peer_id, heartbeat.rollouts_per_s), now)
+        hub.book.rate(now, peer_id, heartbeat.rollouts_per_s)
         rates = zip(asdict(before).values(), asdict(member.link).values(), strict=True)
         is_changed = any(abs(new - old) > LINK_CHANGE * max(new, old, 1e-3) for old, new in rates)
         if heartbeat.links is not None or member.access != access or is_changed:
             hub.broadcast_needed.set()
 
-    def _on_lease_event(self, peer_id: PeerId, event: le.Event) -> None:
+    def _on_lease_message(
+        self, method: Callable[Concatenate[float, PeerId, P], list[le.Action]], peer_id: PeerId,
+        *args: P.args, **kwargs: P.kwargs,
+    ) -> None:  # fmt: skip
         self._hub.membership.on_message(peer_id, None, self._hub.clock.now())
-        self._hub.handle(event)
+        self._hub.handle(method, peer_id, *args, **kwargs)
 
     def on_end(self, peer_id: PeerId, session: WorkerSession) -> None:
         """The worker's stream ended; ignored if a newer one has replaced it."""
@@ -201,7 +205,7 @@ class WorkerStream:
         if hub.workers.get(peer_id) is not session:
             return
         del hub.workers[peer_id]
-        hub.handle(le.RolloutsWanted(peer_id, 0, Version(0)))
+        hub.handle(hub.book.request, peer_id, 0, Version(0))
         hub.membership.on_disconnect(peer_id, hub.clock.now())
         hub.review(hub.membership.members[peer_id])
 

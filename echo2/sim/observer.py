@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import Verdict
 from echo2.coordinator.fleet.record import COMPLETE
-from echo2.coordinator.leases.events import Lease
+from echo2.coordinator.leases.lease import Lease
 from echo2.coordinator.persistence import StateChanges
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import Batch, evaluated_version

@@ -13,7 +13,7 @@ from dataclasses import replace
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId, Version
 from echo2.base.rollout import EndReason, GroupSpec
-from echo2.coordinator.leases.events import Delivered, HeldLease, WorkerDelivered
+from echo2.coordinator.leases.lease import HeldLease, WorkerDelivered
 from echo2.coordinator.planning.telemetry import (
     Heartbeat,
     LearnerHello,
@@ -175,10 +175,8 @@ def learner_report_to_message(report: LearnerReport) -> pb.LearnerReport:
     return message_of(report, pb.LearnerReport, eval_reward=eval_reward)
 
 
-def delivered_from_message(message: pb.WorkersDelivered) -> Delivered:
-    return Delivered(
-        tuple(core_of(worker, WorkerDelivered, worker_id=PeerId(worker.peer_id)) for worker in message.workers)
-    )
+def delivered_from_message(message: pb.WorkersDelivered) -> tuple[WorkerDelivered, ...]:
+    return tuple(core_of(worker, WorkerDelivered, worker_id=PeerId(worker.peer_id)) for worker in message.workers)
 
 
 def published_from_message(message: pb.VersionPublished) -> PublishedVersion:

@@ -22,7 +22,7 @@ from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.fleet.members import Liveness, Member, OperatorSetting
 from echo2.coordinator.fleet.tokens import Token
-from echo2.coordinator.leases.events import GroupPhase, Lease, OpenGroup
+from echo2.coordinator.leases.lease import GroupPhase, Lease, OpenGroup
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.coordinator.persistence import CurvePoint, LoggedEvent, PaidAction, Row, StateChanges, TokenPeer
 from echo2.coordinator.planning.telemetry import Heartbeat, LinkReport, WorkerHello

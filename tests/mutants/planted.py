@@ -222,7 +222,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "                self._hub.part_with(peer_id, message.leaving.reason)\n", "                pass\n",
            (_UNIT + "coordinator/test_barring.py",)),
     Mutant("leases of a machine that will be taken away stay with it", "coordinator/ending.py",
-           "        hub.apply(hub.book.handle(le.Recall(lease.lease_id, reason), hub.clock.now()))\n", "        pass\n",
+           "        hub.handle(hub.book.recall, lease.lease_id, reason)\n", "        pass\n",
            (_UNIT + "coordinator/test_barring.py",)),
     Mutant("a lease goes on under another worker's ticket", "worker/links.py",
            "            if ticket.group_id != group.group_id or ticket.worker_peer_id != me:\n", "            if False:\n",

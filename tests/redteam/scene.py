@@ -19,7 +19,7 @@ from typing import Any
 import grpc.aio
 
 from echo2.base.ids import GroupId, PeerId, RunId
-from echo2.coordinator.leases.events import lease_id_of
+from echo2.coordinator.leases.lease import lease_id_of
 from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb

@@ -11,7 +11,7 @@ from typing import Any
 
 from echo2.base.ids import GroupId, LeaseId, RunId
 from echo2.coordinator.coordinator import CoordinatorDaemon
-from echo2.coordinator.leases.events import GroupPhase, lease_id_of
+from echo2.coordinator.leases.lease import GroupPhase, lease_id_of
 from echo2.trust.identity import Identity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import rollout_pb2

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.control.waits import ceiling_s
-from echo2.coordinator.leases.events import GroupPhase, OpenGroup, WorkerDelivered
+from echo2.coordinator.leases.lease import GroupPhase, OpenGroup, WorkerDelivered
 
 CLAIM_MARGIN = 2.0  # a worker that sometimes waits for work is faster than it could show
 GROWTH = 2.0  # as in slow start of TCP

@@ -1,4 +1,4 @@
-"""Decides which worker makes which group: leases and their deadlines, as one state machine with one door.
+"""Decides which worker makes which group: leases and their deadlines, as one state machine.
 
     a group:   offered --> QUEUED --granted--> LEASED --its worker says FINISHED--> PRODUCED --the learner closes it--> gone
                              ^                   |  '-- renewed by progress            |
@@ -9,35 +9,51 @@
 A requeued group goes on as a continuation: tokens that the learner holds are not sampled again, so each of these paths costs
 little.
 
-`LeaseBook.handle(event, now) -> list[Action]`. Guarantees: a group has at most one lease, and each lease of a group has a higher
-attempt number than the one before, so the learner can tell a late worker from the present one; a worker never gets a group that
-its version does not allow (queue); a lease without progress for `lease_timeout_s` goes to another worker as a continuation,
-and so does one whose claimed progress does not reach the learner; how much a worker may hold depends on what it has delivered and
-failed (fleet/record); a group that the learner does not list is not leased; every change that must outlive
-the process is saved (Save*) before its consequences are sent, in the order of the actions.
+Each public method that takes the time is one call from outside and returns the actions that follow, in order. Guarantees: a group
+has at most one lease, and each lease of a group has a higher attempt number than the one before, so the learner can tell a late
+worker from the present one; a worker never gets a group that its version does not allow (queue); a lease without progress for
+`lease_timeout_s` goes to another worker as a continuation, and so does one whose claimed progress does not reach the learner; how
+much a worker may hold depends on what it has delivered and failed (fleet/record); a group that the learner does not list is not
+leased; every change that must outlive the process is saved (Save*) before its consequences are sent, in the order of the actions.
 Leaves to others: which workers are alive or active (membership, planner), signing, sending and saving (runtime), exactly-once
 training (learner: attempts, and one result per rollout). `lease_waits` reports why groups wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 from echo2.base.errors import LimitExceeded
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version, warm_groups
 from echo2.base.rollout import EndReason, GroupSpec
 from echo2.coordinator.fleet.record import EXPIRED, HANDED_BACK, LOST, MISSING, REFUSED, UNFINISHED, WorkerRecords
-from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.evaluations import Evaluators
-from echo2.coordinator.leases.events import Action, Event, GroupPhase, Lease, Note, OpenGroup
+from echo2.coordinator.leases.lease import Action, GroupPhase, Lease, Note, OpenGroup, WorkerDelivered
 from echo2.coordinator.leases.queue import ExpectedLength, LeaseQueue
 from echo2.coordinator.leases.seekers import LeaseRules, Ranking, Seekers
 from echo2.staleness.rule import may_begin
 
+P = ParamSpec("P")
 WARM_WAIT_S = 1.0
 """How long a later turn waits for the worker that has the previous turn in its KV cache: about what prefilling a long prompt
 elsewhere costs, and less than an agent notices."""
+
+
+def _door(
+    method: Callable[Concatenate[LeaseBook, float, P], Iterator[Action]],
+) -> Callable[Concatenate[LeaseBook, float, P], list[Action]]:
+    """The method with the book's time set, and run to its end before it returns the actions to carry out, in order."""
+
+    @wraps(method)
+    def call(self: LeaseBook, now: float, /, *args: P.args, **kwargs: P.kwargs) -> list[Action]:
+        self.seekers.now = now
+        return list(method(self, now, *args, **kwargs))
+
+    return call
 
 
 @dataclass(slots=True)
@@ -61,7 +77,7 @@ class LeaseBook:
         self.seekers = Seekers(self.rules, self.records, self.lease_count, lambda: self.open_groups)
 
     def restore(self, groups: Iterable[OpenGroup], leases: Iterable[Lease]) -> None:
-        """Takes over what an earlier process saved. Call it before the first event."""
+        """Takes over what an earlier process saved. Call it before anything else."""
         for lease in leases:
             self.leases[lease.lease_id] = lease
             self._of_worker.setdefault(lease.worker_id, set()).add(lease.lease_id)
@@ -76,56 +92,39 @@ class LeaseBook:
                 self.records.on_grant(lease.worker_id, lease.lease_id, group.spec.rollout_count)
                 self._evaluators.on_grant(lease, group.spec)
 
-    def handle(self, event: Event, now: float) -> list[Action]:
-        """Takes one event; returns the actions to carry out, in order."""
-        self.seekers.now = now
-        return list(self._handle(event, now))
+    # ---- the learner's side
 
-    def _handle(self, event: Event, now: float) -> Iterator[Action]:
-        match event:
-            case le.GroupsOffered(groups, held_tokens):
-                yield from self._offer(groups, now)
-                for spec, tokens in zip(groups, held_tokens, strict=False):
-                    yield from self._check_held(self.groups[spec.group_id], tokens, now)
-            case le.GroupsSynced(groups):
-                yield from self._sync(groups, now)
-            case le.GroupsClosed(group_ids, reason):
-                for group_id in group_ids:
-                    yield from self._close(group_id, reason)
-                return
-            case le.WorkerCame(worker_id, held):
-                yield from self._reconnect(worker_id, held, now)
-            case le.WorkerAllowed(worker_id, is_allowed):
-                self.seekers.allow(worker_id, is_allowed)
-            case le.RolloutsWanted(worker_id, free_rollouts, version):
-                self.seekers.on_request(worker_id, free_rollouts, version)
-                yield from self._overtake(now)
-                # Only this worker may take more than before. Groups that became free by time alone wait for the next tick.
-                yield from self._match(now, None if self._queue.has_exact else worker_id)
-                return
-            case le.Rated(worker_id, rollouts_per_s):
-                self.seekers.on_rate(worker_id, rollouts_per_s)
-                return
-            case le.Delivered(workers):
-                for worker_id in self.records.on_delivered(workers, now):
-                    yield from self._take_back_all(worker_id, now)
-            case le.Progressed():
-                yield from self._progress(event, now)
-                return
-            case le.LeaseEnded():
-                yield from self._end(event, now)
-            case le.WorkerLost(worker_id, reason):
-                yield from self._lose(worker_id, reason, now)
-            case le.Recall():
-                yield from self._recall(event, now)
-                return
-            case le.Tick():
-                yield from self._expire(now)
-                yield from self._overtake(now)
-                yield from (Note("lease", text) for text in self.records.judge(now))
+    @_door
+    def offer(self, now: float, groups: tuple[GroupSpec, ...], held_tokens: tuple[int, ...] = ()) -> Iterator[Action]:
+        """The learner offers groups. `held_tokens`, in a reminder: how many tokens of each group have reached the learner; else
+        empty."""
+        yield from self._offer(groups, now)
+        for spec, tokens in zip(groups, held_tokens, strict=False):
+            yield from self._check_held(self.groups[spec.group_id], tokens, now)
         yield from self._match(now)
 
-    # ---- the learner's side
+    @_door
+    def sync(self, now: float, groups: tuple[GroupSpec, ...]) -> Iterator[Action]:
+        """Adopts the learner's full list of groups that still need a worker."""
+        wanted = {spec.group_id for spec in groups}
+        for group_id in [group_id for group_id in self.groups if group_id not in wanted]:
+            yield from self._close(group_id, "the learner does not list it")
+        yield from self._offer(groups, now)
+        for group_id in wanted:
+            self.groups[group_id].confirmed = None  # a restarted learner has lost the tokens of unfinished rollouts
+        yield from self._match(now)
+
+    @_door
+    def close(self, now: float, group_ids: Iterable[GroupId], reason: str) -> Iterator[Action]:
+        for group_id in group_ids:
+            yield from self._close(group_id, reason)
+
+    @_door
+    def on_delivered(self, now: float, workers: tuple[WorkerDelivered, ...]) -> Iterator[Action]:
+        """The learner reports all workers that it received anything from; from all others it received nothing."""
+        for worker_id in self.records.on_delivered(workers, now):
+            yield from self._take_back_all(worker_id, now)
+        yield from self._match(now)
 
     def _offer(self, groups: Iterable[GroupSpec], now: float) -> Iterator[Action]:
         for spec in groups:
@@ -186,14 +185,6 @@ class LeaseBook:
             self._queue.add(group)
         yield le.SaveGroup(spec.group_id)
 
-    def _sync(self, groups: tuple[GroupSpec, ...], now: float) -> Iterator[Action]:
-        wanted = {spec.group_id for spec in groups}
-        for group_id in [group_id for group_id in self.groups if group_id not in wanted]:
-            yield from self._close(group_id, "the learner does not list it")
-        yield from self._offer(groups, now)
-        for group_id in wanted:
-            self.groups[group_id].confirmed = None  # a restarted learner has lost the tokens of unfinished rollouts
-
     def _close(self, group_id: GroupId, reason: str) -> Iterator[Action]:
         group = self.groups.pop(group_id, None)
         if group is None:
@@ -211,7 +202,9 @@ class LeaseBook:
 
     # ---- the workers' side
 
-    def _reconnect(self, worker_id: PeerId, held: tuple[le.HeldLease, ...], now: float) -> Iterator[Action]:
+    @_door
+    def reconnect(self, now: float, worker_id: PeerId, held: tuple[le.HeldLease, ...]) -> Iterator[Action]:
+        """A worker's session began. `held`: the leases that it still holds."""
         self.seekers.on_reconnect(worker_id)
         for lease_id in sorted(self._of_worker.get(worker_id, set()) - {one.lease_id for one in held}):
             lease = self.leases[lease_id]
@@ -225,6 +218,26 @@ class LeaseBook:
                 yield from self._adopt(worker_id, one, now)
             else:
                 yield le.Revoke(worker_id, one.lease_id, "the lease has gone to another worker or its group is closed")
+        yield from self._match(now)
+
+    @_door
+    def allow(self, now: float, worker_id: PeerId, is_allowed: bool) -> Iterator[Action]:
+        """Whether a worker may be given new leases. The leases that it holds continue either way."""
+        self.seekers.allow(worker_id, is_allowed)
+        yield from self._match(now)
+
+    @_door
+    def request(self, now: float, worker_id: PeerId, free_rollouts: int, version: Version) -> Iterator[Action]:
+        """How many more rollouts a worker wants to hold now: a level, not an addition."""
+        self.seekers.on_request(worker_id, free_rollouts, version)
+        yield from self._overtake(now)
+        # Only this worker may take more than before. Groups that became free by time alone wait for the next tick.
+        yield from self._match(now, None if self._queue.has_exact else worker_id)
+
+    @_door
+    def rate(self, now: float, worker_id: PeerId, rollouts_per_s: float) -> Iterator[Action]:
+        self.seekers.on_rate(worker_id, rollouts_per_s)
+        yield from ()
 
     def _adopt(self, worker_id: PeerId, held: le.HeldLease, now: float) -> Iterator[Action]:
         group = self.groups[held.group_id]
@@ -232,28 +245,36 @@ class LeaseBook:
         yield Note("lease", f"lease {held.lease_id} of {worker_id} was not in the book and is taken in")
         yield from self._open_lease(group, worker_id, held.lease_id, held.attempt, now, is_held=True)
 
-    def _progress(self, event: le.Progressed, now: float) -> Iterator[Action]:
-        lease = self.leases.get(event.lease_id)
-        if lease is None or lease.worker_id != event.worker_id:
-            yield le.Revoke(
-                event.worker_id, event.lease_id, "the lease has gone to another worker or its group is closed"
-            )
+    @_door
+    def on_progress(
+        self, now: float, worker_id: PeerId, lease_id: LeaseId, finished_rollouts: int, tokens: int
+    ) -> Iterator[Action]:
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.worker_id != worker_id:
+            yield le.Revoke(worker_id, lease_id, "the lease has gone to another worker or its group is closed")
             return
-        if (event.finished_rollouts, event.tokens) <= (lease.finished_rollouts, lease.tokens):
+        if (finished_rollouts, tokens) <= (lease.finished_rollouts, lease.tokens):
             return
         if lease.attempt > 1 and lease.tokens == 0:
-            lease.tokens_before, lease.measured_from = event.tokens, now
-        lease.finished_rollouts, lease.tokens = event.finished_rollouts, event.tokens
+            lease.tokens_before, lease.measured_from = tokens, now
+        lease.finished_rollouts, lease.tokens = finished_rollouts, tokens
         lease.progress_at = now
         if not lease.is_recalled and lease.deadline - now < self.rules.lease_timeout_s / 2:
             yield from self._renew(lease, now)
 
-    def _end(self, event: le.LeaseEnded, now: float) -> Iterator[Action]:
-        lease = self.leases.get(event.lease_id)
-        if lease is None or lease.worker_id != event.worker_id:
-            return  # closed, expired or superseded before
+    @_door
+    def end(
+        self, now: float, worker_id: PeerId, lease_id: LeaseId, reason: EndReason, message: str
+    ) -> Iterator[Action]:
+        """A worker ends its lease."""
+        lease = self.leases.get(lease_id)
+        if lease is not None and lease.worker_id == worker_id:  # else closed, expired or superseded before
+            yield from self._end(lease, reason, message, now)
+        yield from self._match(now)
+
+    def _end(self, lease: Lease, reason: EndReason, message: str, now: float) -> Iterator[Action]:
         group = self.groups[lease.group_id]
-        match event.reason:
+        match reason:
             case EndReason.FINISHED:
                 self.counts.finished += 1
                 if lease.worker_id in self.records.proven:
@@ -265,7 +286,7 @@ class LeaseBook:
                 yield le.SaveGroup(group.spec.group_id)
             case EndReason.HANDED_BACK:
                 self.counts.handed_back += 1
-                yield Note("lease", f"{event.worker_id} hands back group {lease.group_id}: {event.message}")
+                yield Note("lease", f"{lease.worker_id} hands back group {lease.group_id}: {message}")
                 pause_s = self.rules.lease_timeout_s if lease.is_recalled else 0.0
                 yield from self._take_back(lease, now, pause_s, HANDED_BACK)
             case EndReason.REFUSED:
@@ -273,14 +294,17 @@ class LeaseBook:
                 group.refusals += 1
                 pause_s = le.refusal_pause_s(group.refusals)
                 group.not_before = now + pause_s
-                yield Note("lease", f"group {lease.group_id} was refused of {event.worker_id}: {event.message}")
+                yield Note("lease", f"group {lease.group_id} was refused of {lease.worker_id}: {message}")
                 yield from self._take_back(lease, now, pause_s, REFUSED)
 
-    def _lose(self, worker_id: PeerId, reason: str, now: float) -> Iterator[Action]:
+    @_door
+    def lose(self, now: float, worker_id: PeerId, reason: str) -> Iterator[Action]:
+        """The worker is gone or banned: its leases go to others."""
         self.seekers.on_loss(worker_id)
         for lease in self.leases_of(worker_id):
             yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
             yield from self._take_back(lease, now, self.rules.lease_timeout_s, LOST)
+        yield from self._match(now)
 
     def _take_back_all(self, worker_id: PeerId, now: float) -> Iterator[Action]:
         """The worker holds leases of which nothing has reached the learner for too long: takes all of them back."""
@@ -292,18 +316,28 @@ class LeaseBook:
             yield from self._take_back(lease, now, self.rules.lease_timeout_s)
             yield le.Revoke(worker_id, lease.lease_id, "nothing of it reached the learner")
 
-    def _recall(self, recall: le.Recall, now: float) -> Iterator[Action]:
-        lease = self.leases.get(recall.lease_id)
+    @_door
+    def recall(self, now: float, lease_id: LeaseId, reason: str, to: PeerId | None = None) -> Iterator[Action]:
+        """Asks a worker to hand back a lease with all its tokens so that another worker can continue: `to`, or any if None."""
+        lease = self.leases.get(lease_id)
         if lease is None or lease.is_recalled:
             return
         lease.is_recalled = True
         lease.deadline = min(lease.deadline, now + self.rules.recall_s)
-        if recall.to is not None:
+        if to is not None:
             group = self.groups[lease.group_id]
-            group.preferred, group.moves = recall.to, group.moves + 1
+            group.preferred, group.moves = to, group.moves + 1
             self.counts.moved += 1
-        yield le.SaveLease(recall.lease_id)
-        yield le.Revoke(lease.worker_id, recall.lease_id, recall.reason)
+        yield le.SaveLease(lease_id)
+        yield le.Revoke(lease.worker_id, lease_id, reason)
+
+    @_door
+    def tick(self, now: float) -> Iterator[Action]:
+        """Time has passed."""
+        yield from self._expire(now)
+        yield from self._overtake(now)
+        yield from (Note("lease", text) for text in self.records.judge(now))
+        yield from self._match(now)
 
     def _expire(self, now: float) -> Iterator[Action]:
         for lease in [lease for lease in self.leases.values() if now >= lease.deadline]:

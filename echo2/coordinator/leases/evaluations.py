@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec
-from echo2.coordinator.leases.events import Lease
+from echo2.coordinator.leases.lease import Lease
 
 EVALUATION_SHARE = 0.3  # of the fleet: what delays the next version by little and ends an evaluation soon
 SLOW_TIMES = 4.0

@@ -1,4 +1,4 @@
-"""Events and actions of the lease book (book.py). Times are unix seconds that never go back within a process."""
+"""Leases and groups, and what the lease book (book.py) wants done. Times are unix seconds that never go back within a process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
-from echo2.base.rollout import EndReason, GroupSpec
+from echo2.base.rollout import GroupSpec
 
 REFUSAL_PAUSE_S, REFUSAL_PAUSE_S_MAX = 0.25, 30.0  # a learner that is full again and again is asked less often
 
@@ -128,62 +128,6 @@ class LeaseCounts:
     moved: int = 0
 
 
-# ---- events
-
-
-@dataclass(frozen=True, slots=True)
-class GroupsOffered:
-    """The learner offers groups. `held_tokens`, in a reminder: how many tokens of each group have reached the learner; else
-    empty."""
-
-    groups: tuple[GroupSpec, ...]
-    held_tokens: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class GroupsSynced:
-    """The learner's full list of groups that still need a worker; the book adopts it."""
-
-    groups: tuple[GroupSpec, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupsClosed:
-    group_ids: tuple[GroupId, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerCame:
-    """A worker's session began. `held`: the leases that it still holds."""
-
-    worker_id: PeerId
-    held: tuple[HeldLease, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerAllowed:
-    """Whether a worker may be given new leases. The leases that it holds continue either way."""
-
-    worker_id: PeerId
-    is_allowed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutsWanted:
-    """How many more rollouts a worker wants to hold now: a level, not an addition."""
-
-    worker_id: PeerId
-    free_rollouts: int
-    version: Version
-
-
-@dataclass(frozen=True, slots=True)
-class Rated:
-    worker_id: PeerId
-    rollouts_per_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerDelivered:
     """What the learner received from one worker: distinct rollouts that brought tokens in the last seconds, and rollouts admitted
@@ -193,67 +137,6 @@ class WorkerDelivered:
     heard_rollouts: int
     admitted_rollouts: float
 
-
-@dataclass(frozen=True, slots=True)
-class Delivered:
-    """The learner's report: all workers that it received anything from. From all others it received nothing."""
-
-    workers: tuple[WorkerDelivered, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Progressed:
-    worker_id: PeerId
-    lease_id: LeaseId
-    finished_rollouts: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseEnded:
-    worker_id: PeerId
-    lease_id: LeaseId
-    reason: EndReason
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
-    """The worker is gone or banned: its leases go to others."""
-
-    worker_id: PeerId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Recall:
-    """Asks a worker to hand back a lease with all its tokens so that another worker can continue: `to`, or any if None."""
-
-    lease_id: LeaseId
-    reason: str
-    to: PeerId | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
-
-
-Event = (
-    GroupsOffered
-    | GroupsSynced
-    | GroupsClosed
-    | WorkerCame
-    | WorkerAllowed
-    | RolloutsWanted
-    | Rated
-    | Delivered
-    | Progressed
-    | LeaseEnded
-    | WorkerLost
-    | Recall
-    | Tick
-)
 
 # ---- actions
 

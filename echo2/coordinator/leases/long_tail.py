@@ -10,7 +10,7 @@ move costs the hand-over (tokens are reported, the lease travels) and a prefill 
 A move pays if it is faster than staying by more than both `GAIN_SHARE` and `GAIN_S_MIN`. Guarantees: no lease moves while a queued
 group could use the room (which needs no hand-over), a recalled lease does not move again, an evaluation does not move
 (another worker may swap to a newer version before the lease reaches it), no group moves more than `MOVES_PER_GROUP_MAX` times, and
-no worker gets more than it has room for. Leaves to others: carrying out the moves (`Recall`).
+no worker gets more than it has room for. Leaves to others: carrying out the moves (`LeaseBook.recall`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from echo2.base.ids import LeaseId, PeerId
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.leases.book import LeaseBook
-from echo2.coordinator.leases.events import Lease
+from echo2.coordinator.leases.lease import Lease
 from echo2.coordinator.leases.queue import may_take
 
 PREFILL_FACTOR = 2.5

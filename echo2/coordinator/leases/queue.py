@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import GroupSpec
-from echo2.coordinator.leases.events import OpenGroup
+from echo2.coordinator.leases.lease import OpenGroup
 from echo2.staleness.rule import may_begin
 
 _Key = tuple[int, bool, float, GroupId]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId, Version
 from echo2.coordinator.fleet.record import WorkerRecords
-from echo2.coordinator.leases.events import OpenGroup, Seeker
+from echo2.coordinator.leases.lease import OpenGroup, Seeker
 from echo2.coordinator.leases.queue import may_take
 
 

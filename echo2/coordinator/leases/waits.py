@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from echo2.base.ids import PeerId
 from echo2.coordinator.leases.book import LeaseBook
-from echo2.coordinator.leases.events import Lease, OpenGroup
+from echo2.coordinator.leases.lease import Lease, OpenGroup
 
 
 def slowest(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from echo2.base.ids import PeerId, RunId, Step, Version
 from echo2.base.rollout import GroupSpec
 from echo2.broadcast.reachability import Access
-from echo2.coordinator.leases.events import HeldLease
+from echo2.coordinator.leases.lease import HeldLease
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 from echo2.base.ids import PeerId
 from echo2.coordinator.commands import Commands
 from echo2.coordinator.fleet.members import Liveness, Member
-from echo2.coordinator.leases.events import GroupPhase
+from echo2.coordinator.leases.lease import GroupPhase
 from echo2.coordinator.money.provisioning import RentedMachine
 from echo2.coordinator.planning.advice import RunAdvice
 from echo2.coordinator.planning.board import VersionRow

@@ -10,7 +10,7 @@ from benchmarks.coordinator_history import History
 from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.fleet.members import Member
-from echo2.coordinator.leases.events import GroupPhase, Lease, OpenGroup
+from echo2.coordinator.leases.lease import GroupPhase, Lease, OpenGroup
 from echo2.coordinator.persistence import StateSnapshot
 from echo2.coordinator.planning.telemetry import WorkerHello
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
-from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.queue import PROMPTS_MAX, ExpectedLength, may_take
 from echo2.coordinator.leases.seekers import LeaseRules
@@ -32,13 +34,13 @@ def exam(name: str, version: int, rollouts: int = 4) -> GroupSpec:
 def book(*groups: GroupSpec) -> LeaseBook:
     """A book to which these groups are offered."""
     made = LeaseBook(LeaseRules(BOUND, TIMEOUT_S))
-    made.handle(le.GroupsOffered(groups), 0.0)
+    made.offer(0.0, groups)
     return made
 
 
 def ready(one: LeaseBook, worker: PeerId, version: int = 0, free: int = 4, now: float = 0.0) -> list[le.Grant]:
-    one.handle(le.WorkerAllowed(worker, True), now)
-    return grants(one.handle(le.RolloutsWanted(worker, free, Version(version)), now))
+    one.allow(now, worker, True)
+    return grants(one.request(now, worker, free, Version(version)))
 
 
 def grants(actions: list[le.Action]) -> list[le.Grant]:
@@ -50,23 +52,23 @@ def revoked(actions: list[le.Action]) -> list[LeaseId]:
 
 
 def ends(one: LeaseBook, grant: le.Grant, reason: EndReason = EndReason.FINISHED, now: float = 1.0) -> list[le.Action]:
-    return one.handle(le.LeaseEnded(grant.worker_id, grant.lease_id, reason, ""), now)
+    return one.end(now, grant.worker_id, grant.lease_id, reason, "")
 
 
 def reminded(one: LeaseBook, name: str, tokens: int, now: float) -> list[LeaseId]:
     """The learner holds so many tokens of the group and lacks the rest; returns the leases that are taken back."""
-    return revoked(one.handle(le.GroupsOffered((spec(name),), (tokens,)), now))
+    return revoked(one.offer(now, (spec(name),), (tokens,)))
 
 
 def test_the_most_urgent_group_goes_first_and_a_worker_that_is_too_old_for_it_is_told_why_it_gets_none() -> None:
     one = book(spec("late", 9), spec("soon", 3), spec("next", 5))
     assert [grant.group.group_id for grant in ready(one, A, version=0, free=8)] == ["soon"]
     assert "it takes version 1 or newer" in waits(one, 0.0)[0][0]
-    moved = one.handle(le.GroupsOffered((spec("late", 4),)), 0.5)
+    moved = one.offer(0.5, (spec("late", 4),))
     assert le.SaveGroup(GroupId("late")) in moved, "a new turn"
     assert [(grant.group.group_id, grant.group.consume_step) for grant in grants(moved)] == [("late", 4)]
-    assert one.handle(le.GroupsOffered((spec("late", 5),)), 0.6) == [le.SaveGroup(GroupId("late"))], "it stays leased"
-    granted = grants(one.handle(le.RolloutsWanted(A, 8, Version(5)), 1.0))
+    assert one.offer(0.6, (spec("late", 5),)) == [le.SaveGroup(GroupId("late"))], "it stays leased"
+    granted = grants(one.request(1.0, A, 8, Version(5)))
     assert [grant.group.group_id for grant in granted] == ["next"]
 
 
@@ -75,15 +77,15 @@ def test_a_later_turn_goes_to_the_worker_that_has_the_one_before_it_and_after_a_
     (first,) = ready(one, A, free=1)
     ready(one, B, free=8)
     ends(one, first)
-    assert grants(one.handle(le.GroupsOffered((spec("g.0.2", rollouts=1),)), 1.0)) == [], "it waits for the warm one"
-    (second,) = grants(one.handle(le.RolloutsWanted(A, 1, Version(0)), 1.2))
+    assert grants(one.offer(1.0, (spec("g.0.2", rollouts=1),))) == [], "it waits for the warm one"
+    (second,) = grants(one.request(1.2, A, 1, Version(0)))
     assert (second.worker_id, second.group.group_id) == (A, "g.0.2")
     ends(one, second, now=2.0)
-    offer = le.GroupsOffered((spec("g.0.3", rollouts=1), spec("h")))
-    assert grants(one.handle(offer, 2.0))[0].group.group_id == "h"
-    (third,) = grants(one.handle(le.Tick(), 3.1))
+    offered = (spec("g.0.3", rollouts=1), spec("h"))
+    assert grants(one.offer(2.0, offered))[0].group.group_id == "h"
+    (third,) = grants(one.tick(3.1))
     assert (third.worker_id, third.group.group_id) == (B, "g.0.3"), "the warm one wants nothing now"
-    one.handle(le.WorkerLost(B, "gone"), 3.2)
+    one.lose(3.2, B, "gone")
     assert ready(one, C, free=8, now=3.3), "whoever is lost is not waited for"
 
 
@@ -92,7 +94,7 @@ def test_a_group_of_which_the_learner_hears_nothing_leaves_a_worker_that_only_te
     one, silent_s = book(spec("g")), 2 * TIMEOUT_S
     (first,) = ready(one, A)
     for second in range(5, 65, 5):
-        one.handle(le.Progressed(A, first.lease_id, 0, second), float(second))
+        one.on_progress(float(second), A, first.lease_id, 0, second)
     assert reminded(one, "g", 0, 3.0) == [] == reminded(one, "g", 7, 9.0), "something came between the reminders"
     assert reminded(one, "g", 7, 9.0 + silent_s - 1) == []
     assert reminded(one, "g", 7, 9.0 + silent_s) == [first.lease_id]
@@ -101,9 +103,9 @@ def test_a_group_of_which_the_learner_hears_nothing_leaves_a_worker_that_only_te
     (again,) = ready(one, B, now=now)
     assert again.is_continuation
     ends(one, again, now=now + 1)
-    one.handle(le.GroupsOffered((spec("h"),)), now + 2)
-    assert grants(one.handle(le.Tick(), now + 3)) == []
-    assert [grant.worker_id for grant in grants(one.handle(le.Tick(), now + 2 * TIMEOUT_S))] == [A]
+    one.offer(now + 2, (spec("h"),))
+    assert grants(one.tick(now + 3)) == []
+    assert [grant.worker_id for grant in grants(one.tick(now + 2 * TIMEOUT_S))] == [A]
     later = now + 10 * TIMEOUT_S
     assert one.records.bar(A, "", TIMEOUT_S, later) == 2 * TIMEOUT_S
     assert one.records.bar(A, "", TIMEOUT_S, later + 1) == 2 * TIMEOUT_S - 1, "several at once count as one"
@@ -119,23 +121,23 @@ def test_no_worker_is_to_blame_for_what_a_restart_lost(came_back: str) -> None:
     assert reminded(one, "g", 0, 3.0) == []
     if came_back == "learner":
         for second in (15, 30, 45, 60, 75, 105):
-            one.handle(le.Progressed(A, first.lease_id, 0, second), float(second))
+            one.on_progress(float(second), A, first.lease_id, 0, second)
             if second == 60:
-                one.handle(le.GroupsSynced((spec("g"),)), 61.0)
+                one.sync(61.0, (spec("g"),))
                 assert reminded(one, "g", 0, 64.0) == [] and one.records.of(A).bars == 0
         assert reminded(one, "g", 0, 64.0 + 2 * TIMEOUT_S) == [first.lease_id]
     else:
         assert reminded(one, "g", 0, 3.0 + 3 * TIMEOUT_S) == [] and one.records.of(A).bars == 0
-        assert revoked(one.handle(le.Tick(), 4.0 + 3 * TIMEOUT_S)) == [first.lease_id]
+        assert revoked(one.tick(4.0 + 3 * TIMEOUT_S)) == [first.lease_id]
 
 
 def test_what_the_learner_lacks_is_made_again_by_another_and_what_it_does_not_list_is_revoked() -> None:
     one = book(spec("g"), spec("h"), spec("i"))
     first, second, third = ready(one, A, free=12)
     ends(one, first)
-    assert grants(one.handle(le.GroupsOffered((spec("g"),), (0,)), 2.0)) == [], "A has just said that it is finished"
+    assert grants(one.offer(2.0, (spec("g"),), (0,))) == [], "A has just said that it is finished"
     ends(one, second, now=2.5)
-    assert revoked(one.handle(le.GroupsSynced((first.group, second.group)), 3.0)) == [third.lease_id]
+    assert revoked(one.sync(3.0, (first.group, second.group))) == [third.lease_id]
     again = ready(one, B, free=8, now=4.0)
     assert [(grant.worker_id, grant.attempt) for grant in again] == [(B, 2), (B, 2)]
 
@@ -143,10 +145,10 @@ def test_what_the_learner_lacks_is_made_again_by_another_and_what_it_does_not_li
 def test_a_silent_lease_expires_to_another_worker_as_a_continuation_and_progress_renews_it() -> None:
     one = book(spec("g"))
     (first,) = ready(one, A)
-    renewed = grants(one.handle(le.Progressed(A, first.lease_id, 0, 10), 20.0))
+    renewed = grants(one.on_progress(20.0, A, first.lease_id, 0, 10))
     assert [(grant.is_renewal, grant.deadline) for grant in renewed] == [(True, 20.0 + TIMEOUT_S)]
-    assert ready(one, B, now=21.0) == [] == one.handle(le.Tick(), 49.0)
-    actions = one.handle(le.Tick(), 50.0)
+    assert ready(one, B, now=21.0) == [] == one.tick(49.0)
+    actions = one.tick(50.0)
     assert revoked(actions) == [first.lease_id]
     (second,) = grants(actions)
     assert (second.worker_id, second.attempt, second.is_continuation) == (B, 2, True)
@@ -160,16 +162,16 @@ def test_a_worker_that_comes_back_keeps_what_it_holds_and_is_given_nothing_that_
         le.HeldLease(kept.lease_id, kept.group.group_id, 1, 10.0),
         le.HeldLease(LeaseId("l-unknown"), GroupId("never"), 3, 10.0),
     )
-    actions = one.handle(le.WorkerCame(A, held), 5.0)
+    actions = one.reconnect(5.0, A, held)
     assert [grant.lease_id for grant in grants(actions)] == [kept.lease_id] and revoked(actions) == ["l-unknown"]
     assert one.groups[lost.group.group_id].phase is le.GroupPhase.QUEUED, "its engine may not run yet"
-    assert len(grants(one.handle(le.RolloutsWanted(A, 4, Version(0)), 7.0))) == 1
+    assert len(grants(one.request(7.0, A, 4, Version(0)))) == 1
 
 
 def test_a_lease_that_a_lost_process_granted_is_taken_in() -> None:
     one = book(spec("g"))
     held = le.HeldLease(le.lease_id_of(GroupId("g"), 7), GroupId("g"), 7, 10.0)
-    (grant,) = grants(one.handle(le.WorkerCame(A, (held,)), 1.0))
+    (grant,) = grants(one.reconnect(1.0, A, (held,)))
     assert (grant.lease_id, grant.attempt, one.queued) == (held.lease_id, 7, 0)
 
 
@@ -178,9 +180,9 @@ def test_a_refused_group_pauses_and_a_recalled_one_moves_once_it_was_handed_back
     (first,) = ready(one, A)
     ends(one, first, EndReason.REFUSED)
     assert ready(one, A, now=1.1) == [] and "refused" in waits(one, 1.1)[0][0]
-    (second,) = grants(one.handle(le.Tick(), 2.0))
+    (second,) = grants(one.tick(2.0))
     assert second.attempt == 2
-    assert revoked(one.handle(le.Recall(second.lease_id, "a faster worker is free"), 3.0)) == [second.lease_id]
+    assert revoked(one.recall(3.0, second.lease_id, "a faster worker is free")) == [second.lease_id]
     assert ready(one, B, now=3.5) == []
     moved = grants(ends(one, second, EndReason.HANDED_BACK, 4.0))
     assert [(grant.worker_id, grant.is_continuation) for grant in moved] == [(B, True)]
@@ -191,7 +193,7 @@ def test_leases_that_stand_still_are_told_by_worker_the_longest_first() -> None:
     _, second = ready(one, A, free=8)
     ready(one, B, now=3.0)
     assert waits(one, TIMEOUT_S / 4) == []
-    one.handle(le.Progressed(A, second.lease_id, 0, 7), 1.0)
+    one.on_progress(1.0, A, second.lease_id, 0, 7)
     now = TIMEOUT_S / 4 + 4.0
     assert waits(one, now, lambda peer: f"worker {peer}") == [
         ("2 leases on worker a without progress at 7 tokens", 0.0),
@@ -228,8 +230,8 @@ def test_of_two_continuations_the_one_with_more_to_go_is_leased_first() -> None:
     one.lengths.learn(spec("earlier", prompt=9, limit=1000), 4 * 500, 4)
     for grant in ready(one, A, free=8):
         tokens = 4 * 480 if grant.group.group_id == "near" else 4 * 10
-        one.handle(le.Progressed(A, grant.lease_id, 0, tokens), 1.0)
-    one.handle(le.WorkerLost(A, "gone"), 2.0)
+        one.on_progress(1.0, A, grant.lease_id, 0, tokens)
+    one.lose(2.0, A, "gone")
     assert [grant.group.group_id for grant in ready(one, B, now=2.0)] == ["far"]
 
 
@@ -243,8 +245,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.versions: dict[PeerId, int] = dict.fromkeys(WORKERS, 0)
         self.open: dict[GroupId, GroupSpec] = {}
 
-    def tell(self, event: le.Event) -> None:
-        for grant in grants(self.book.handle(event, self.now)):
+    def tell(self, method: Callable[..., list[le.Action]], *args: object) -> None:
+        for grant in grants(method(self.now, *args)):
             if grant.is_renewal:
                 continue
             group_id = grant.group.group_id
@@ -261,40 +263,42 @@ class AnyOrder(RuleBasedStateMachine):
         fresh = [(exam if is_exam else spec)(f"g{self.made + i}", at) for i in range(count)]
         self.made += count
         self.open.update({one.group_id: one for one in fresh})
-        self.tell(le.GroupsOffered(tuple(fresh)))
+        self.tell(self.book.offer, tuple(fresh))
 
     @rule(worker=st.sampled_from(WORKERS), free=st.integers(0, 12), version=st.integers(0, 6))
     def want(self, worker: PeerId, free: int, version: int) -> None:
         self.versions[worker] = version
-        self.tell(le.WorkerAllowed(worker, True))
-        self.tell(le.RolloutsWanted(worker, free, Version(version)))
+        self.tell(self.book.allow, worker, True)
+        self.tell(self.book.request, worker, free, Version(version))
 
     @rule(worker=st.sampled_from(WORKERS), data=st.data(), reason=st.sampled_from(EndReason))
     def end(self, worker: PeerId, data: st.DataObject, reason: EndReason) -> None:
-        self.tell(le.LeaseEnded(worker, self.some_lease(data), reason, "said so"))
+        self.tell(self.book.end, worker, self.some_lease(data), reason, "said so")
 
     @rule(worker=st.sampled_from(WORKERS), data=st.data(), tokens=st.integers(0, 50))
     def progress(self, worker: PeerId, data: st.DataObject, tokens: int) -> None:
-        self.tell(le.Progressed(worker, self.some_lease(data), 0, tokens))
+        self.tell(self.book.on_progress, worker, self.some_lease(data), 0, tokens)
 
     @rule(data=st.data(), to=st.sampled_from([None, *WORKERS]))
     def recall(self, data: st.DataObject, to: PeerId | None) -> None:
-        self.tell(le.Recall(self.some_lease(data), "it is slow", to))
+        self.tell(self.book.recall, self.some_lease(data), "it is slow", to)
 
     @rule(heard=st.lists(st.builds(le.WorkerDelivered, st.sampled_from(WORKERS), st.integers(0, 9), st.floats(0, 9))))
     def deliver(self, heard: list[le.WorkerDelivered]) -> None:
-        self.tell(le.Delivered(tuple({one.worker_id: one for one in heard}.values())))
+        self.tell(self.book.on_delivered, tuple({one.worker_id: one for one in heard}.values()))
 
     @rule(worker=st.sampled_from(WORKERS))
     def lose(self, worker: PeerId) -> None:
-        self.tell(le.WorkerLost(worker, "gone"))
+        self.tell(self.book.lose, worker, "gone")
         assert not self.book.leases_of(worker)
 
     @rule(worker=st.sampled_from(WORKERS), keep=st.integers(0, 3))
     def come_back(self, worker: PeerId, keep: int) -> None:
         held = self.book.leases_of(worker)[:keep]
         self.tell(
-            le.WorkerCame(worker, tuple(le.HeldLease(x.lease_id, x.group_id, x.attempt, x.deadline) for x in held))
+            self.book.reconnect,
+            worker,
+            tuple(le.HeldLease(x.lease_id, x.group_id, x.attempt, x.deadline) for x in held),
         )
         assert {lease.lease_id for lease in self.book.leases_of(worker)} >= {lease.lease_id for lease in held}
 
@@ -303,23 +307,23 @@ class AnyOrder(RuleBasedStateMachine):
     def close(self, data: st.DataObject, reason: str) -> None:
         group_id = data.draw(st.sampled_from(sorted(self.open)))
         del self.open[group_id]
-        self.tell(le.GroupsClosed((group_id,), reason))
+        self.tell(self.book.close, (group_id,), reason)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), tokens=st.integers(0, 9))
     def remind(self, data: st.DataObject, tokens: int) -> None:
-        self.tell(le.GroupsOffered((self.open[data.draw(st.sampled_from(sorted(self.open)))],), (tokens,)))
+        self.tell(self.book.offer, (self.open[data.draw(st.sampled_from(sorted(self.open)))],), (tokens,))
 
     @rule(data=st.data())
     def sync(self, data: st.DataObject) -> None:
         kept = data.draw(st.lists(st.sampled_from(sorted(self.open)), unique=True)) if self.open else []
         self.open = {group_id: self.open[group_id] for group_id in kept}
-        self.tell(le.GroupsSynced(tuple(self.open.values())))
+        self.tell(self.book.sync, tuple(self.open.values()))
 
     @rule(passed_s=st.floats(0.1, 40.0))
     def wait(self, passed_s: float) -> None:
         self.now += passed_s
-        self.tell(le.Tick())
+        self.tell(self.book.tick)
         assert all(lease.deadline > self.now for lease in self.book.leases.values())
 
     @rule()

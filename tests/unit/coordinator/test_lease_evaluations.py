@@ -6,7 +6,7 @@ from collections import Counter
 
 from echo2.base.ids import PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec
-from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.evaluations import EVALUATION_SHARE, Evaluators
 from echo2.coordinator.leases.queue import may_take
@@ -25,10 +25,8 @@ def fleet_with(*groups: GroupSpec) -> tuple[LeaseBook, list[le.Grant]]:
     """Ten workers at version 3 with room for two groups of four each."""
     one = book(*groups)
     for worker in FLEET:
-        one.handle(le.WorkerAllowed(worker, True), 0.0)
-    return one, [
-        grant for worker in FLEET for grant in grants(one.handle(le.RolloutsWanted(worker, 8, Version(3)), 0.0))
-    ]
+        one.allow(0.0, worker, True)
+    return one, [grant for worker in FLEET for grant in grants(one.request(0.0, worker, 8, Version(3)))]
 
 
 def at_it(found: list[le.Grant]) -> Counter[PeerId]:
@@ -54,11 +52,11 @@ def test_a_share_of_the_fleet_evaluates_the_rest_trains_and_a_restart_changes_ne
     again = LeaseBook(one.rules)
     again.restore(one.groups.values(), one.leases.values())
     for worker in FLEET:
-        again.handle(le.WorkerAllowed(worker, True), 1.0)
+        again.allow(1.0, worker, True)
     more = at_it([grant for worker in reversed(FLEET) for grant in ready(again, worker, 3, 8, 1.0)])
     assert more and set(more) <= set(evaluators), "who evaluated before goes on with it"
     lost = next(iter(evaluators))
-    taken = grants(again.handle(le.WorkerLost(lost, "gone"), 2.0))
+    taken = grants(again.lose(2.0, lost, "gone"))
     taken += [grant for worker in FLEET if worker not in evaluators for grant in ready(again, worker, 3, 16, 2.0)]
     assert len(at_it(taken)) == 1, "another takes the place of one that is lost"
 
@@ -69,9 +67,9 @@ def test_whoever_is_through_with_its_questions_counts_no_more_and_others_take_wh
     for grant in found:
         if grant.group.exact_version is not None:
             ends(one, grant)
-    one.handle(le.GroupsOffered((exam("next", 3),)), 1.0)
+    one.offer(1.0, (exam("next", 3),))
     for worker in evaluators:
-        one.handle(le.RolloutsWanted(worker, 0, Version(3)), 1.0)
+        one.request(1.0, worker, 0, Version(3))
     other = next(worker for worker in FLEET if worker not in evaluators)
     assert at_it(ready(one, other, 3, 16, 1.0)) == {other: 1}
 
@@ -89,20 +87,20 @@ def test_a_question_that_a_worker_holds_far_longer_than_leases_take_goes_to_anot
         """When the slow worker's question goes to the other, which needs five seconds for each of its leases."""
         one = book(exam("e", 3), *(spec(f"g{index}", 4) for index in range(80)))
         held = next(grant for grant in ready(one, A, version=3) if grant.group.group_id == "e")
-        one.handle(le.WorkerAllowed(B, True), 0.0)
+        one.allow(0.0, B, True)
         now = 1.0
         while now < 20 * one.rules.lease_timeout_s:
-            one.handle(le.RolloutsWanted(A, 4, Version(3)), now)
+            one.request(now, A, 4, Version(3))
             for grant in ready(one, B, version_of_other, 4, now):
                 if grant.group.group_id == "e":
                     assert grant.is_continuation and held.lease_id not in one.leases
                     return now
                 now += 5.0
                 heard = (le.WorkerDelivered(A, 1, 0.0), le.WorkerDelivered(B, 4, 4.0))
-                one.handle(le.Progressed(A, held.lease_id, 0, int(now)), now)
-                one.handle(le.Delivered(heard), now)
+                one.on_progress(now, A, held.lease_id, 0, int(now))
+                one.on_delivered(now, heard)
                 ends(one, grant, EndReason.FINISHED, now)
-                one.handle(le.GroupsOffered((spec(f"later{now}", 4),)), now)
+                one.offer(now, (spec(f"later{now}", 4),))
         assert held.lease_id in one.leases
         return float("inf")
 

@@ -8,9 +8,9 @@ import pytest
 
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
-from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
-from echo2.coordinator.leases.events import Seeker
+from echo2.coordinator.leases.lease import Seeker
 from echo2.coordinator.leases.long_tail import MOVES_PER_GROUP_MAX, QUIET_S, WorkerPace, is_quiet, moves
 from echo2.coordinator.leases.seekers import LeaseRules
 from tests.unit.coordinator.test_lease_book import ends, grants, ready
@@ -35,7 +35,7 @@ def expecting(tokens: int, *groups: GroupSpec) -> LeaseBook:
     """A book that expects so many tokens of a rollout."""
     book = LeaseBook(LeaseRules(4, 600.0))
     book.lengths.learn(spec("earlier"), SIZE * tokens, SIZE)
-    book.handle(le.GroupsOffered(groups), 0.0)
+    book.offer(0.0, groups)
     return book
 
 
@@ -43,7 +43,7 @@ def straggler(tokens: int, now: float, group: GroupSpec | None = None) -> LeaseB
     """One group on the slow worker with so many tokens of each rollout; the fast one idles."""
     book = expecting(800, group or spec("g"))
     (grant,) = ready(book, SLOW, free=SIZE)
-    book.handle(le.Progressed(SLOW, grant.lease_id, 0, SIZE * tokens), now)
+    book.on_progress(now, SLOW, grant.lease_id, 0, SIZE * tokens)
     ready(book, FAST, free=SIZE, now=now)
     return book
 
@@ -70,19 +70,19 @@ def test_a_lease_stays_if_nothing_is_gained_or_somebody_else_could_use_the_room(
     tokens, now = {"nearly done": (780, 156.0), "as fast where it is": (700, 14.0)}.get(why, (100, 20.0))
     book = straggler(tokens, now, exam if why == "evaluation" else None)
     if why == "queued group":
-        book.handle(le.RolloutsWanted(FAST, 0, Version(0)), now)
-        book.handle(le.GroupsOffered((spec("h"),)), now)
+        book.request(now, FAST, 0, Version(0))
+        book.offer(now, (spec("h"),))
         book.seekers.wanting[FAST] = Seeker(SIZE, Version(0), now)  # between the word of its room and the next match
     assert found(book, **({"fast": 5.0} if why == "no faster worker" else {})) == []
 
 
 def test_nothing_is_near_its_end_while_groups_are_being_offered() -> None:
     book = straggler(tokens=100, now=20.0)
-    book.handle(le.WorkerAllowed(FAST, False), 20.0)
+    book.allow(20.0, FAST, False)
     assert not is_quiet(book, 20.0), "nobody has room"
-    book.handle(le.WorkerAllowed(FAST, True), 20.0)
+    book.allow(20.0, FAST, True)
     assert is_quiet(book, 20.0)
-    book.handle(le.GroupsOffered((spec("later", step=99),)), 21.0)
+    book.offer(21.0, (spec("later", step=99),))
     assert not is_quiet(book, 21.0)
     assert is_quiet(book, 21.0 + QUIET_S), "what waits is for a version that nobody has yet"
 
@@ -92,28 +92,28 @@ def test_recall_brings_the_group_to_the_worker_that_was_meant_and_not_for_ever()
     ready(book, THIRD, free=SIZE, now=20.0)
     now, workers = 20.0, []
     while planned := moves(book, SPEEDS | {THIRD: pace(40.0)}, HAND_OVER_S, {}):
-        book.handle(le.Recall(planned[0].lease_id, planned[0].reason, planned[0].to), now)
+        book.recall(now, planned[0].lease_id, planned[0].reason, planned[0].to)
         assert found(book, third=40.0) == [], "it is on its way already"
         (lease,) = book.leases.values()
-        actions = book.handle(le.LeaseEnded(lease.worker_id, lease.lease_id, EndReason.HANDED_BACK, ""), now + 1)
+        actions = book.end(now + 1, lease.worker_id, lease.lease_id, EndReason.HANDED_BACK, "")
         (grant,) = grants(actions)
         assert (grant.worker_id, grant.is_continuation) == (planned[0].to, True)
         workers.append(grant.worker_id)
         now += 60.0
-        book.handle(le.Progressed(grant.worker_id, grant.lease_id, 0, SIZE * 100 + len(workers)), now - 50)
-        book.handle(le.Progressed(grant.worker_id, grant.lease_id, 0, SIZE * 110), now)  # slow here, too
-        book.handle(le.RolloutsWanted(THIRD, SIZE, Version(0)), now)
+        book.on_progress(now - 50, grant.worker_id, grant.lease_id, 0, SIZE * 100 + len(workers))
+        book.on_progress(now, grant.worker_id, grant.lease_id, 0, SIZE * 110)  # slow here, too
+        book.request(now, THIRD, SIZE, Version(0))
     assert workers == [FAST, THIRD]
     assert book.counts.moved == MOVES_PER_GROUP_MAX
 
 
 def test_a_continuation_is_judged_by_what_it_made_itself() -> None:
     book = straggler(tokens=100, now=20.0)
-    book.handle(le.WorkerLost(SLOW, "gone"), 20.0)
+    book.lose(20.0, SLOW, "gone")
     (lease,) = book.leases.values()
     assert lease.worker_id == FAST
-    book.handle(le.Progressed(FAST, lease.lease_id, 0, SIZE * 120), 21.0)
-    book.handle(le.Progressed(FAST, lease.lease_id, 0, SIZE * 220), 23.0)
+    book.on_progress(21.0, FAST, lease.lease_id, 0, SIZE * 120)
+    book.on_progress(23.0, FAST, lease.lease_id, 0, SIZE * 220)
     ready(book, THIRD, free=SIZE, now=24.0)
     assert found(book, third=60.0) == []
 
@@ -138,13 +138,13 @@ def finish_s(consolidates: bool) -> float:
                     ends(book, grant, EndReason.HANDED_BACK, now)
                 continue
             made[lease.group_id] = min(500.0, made.get(lease.group_id, 0.0) + speeds[lease.worker_id])
-            book.handle(le.Progressed(lease.worker_id, lease.lease_id, 0, int(SIZE * made[lease.group_id])), now)
+            book.on_progress(now, lease.worker_id, lease.lease_id, 0, int(SIZE * made[lease.group_id]))
             if made[lease.group_id] >= 500:
                 ends(book, grant, now=now)
         if consolidates:
             for move in moves(book, {one: pace(speed) for one, speed in speeds.items()}, HAND_OVER_S, {}):
                 back_at[move.lease_id] = now + 2.0
-                book.handle(le.Recall(move.lease_id, move.reason, move.to), now)
+                book.recall(now, move.lease_id, move.reason, move.to)
     return now
 
 

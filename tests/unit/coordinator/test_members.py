@@ -22,7 +22,7 @@ from echo2.coordinator.fleet.members import (
     try_newcomers,
 )
 from echo2.coordinator.fleet.record import WorkerRecords
-from echo2.coordinator.leases.events import WorkerDelivered
+from echo2.coordinator.leases.lease import WorkerDelivered
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.money.provisioning import NO_LIMIT, MachineOffer, MachineState, RentedMachine, price_limit
 from echo2.coordinator.planning.input import believed_rate

@@ -16,7 +16,6 @@ from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.commands import Commands
 from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.hub import Hub
-from echo2.coordinator.leases import events as le
 from echo2.coordinator.money.provisioner import Provisioner
 from echo2.coordinator.money.provisioning import MachineOffer, MachineState, ObservedMachine, RentedMachine
 from echo2.coordinator.money.renting import FleetAdvice, ReleaseProposal, RentProposal
@@ -97,9 +96,9 @@ class Scene:
         hello = WorkerHello(1, name, RUN, price_usd_per_hour=2.0)
         self.hub.allow(self.hub.membership.on_hello(peer_id, hello, self.clock.now()))
         groups = tuple(GroupSpec(GroupId(f"g{i}"), (1,), 1, SamplingParams(max_new_tokens=8), 0) for i in range(leases))
-        self.hub.book.handle(le.WorkerAllowed(peer_id, True), self.clock.now())
-        self.hub.book.handle(le.GroupsOffered(groups), self.clock.now())
-        self.hub.book.handle(le.RolloutsWanted(peer_id, leases, self.hub.board.report.newest_version), self.clock.now())
+        self.hub.book.allow(self.clock.now(), peer_id, True)
+        self.hub.book.offer(self.clock.now(), groups)
+        self.hub.book.request(self.clock.now(), peer_id, leases, self.hub.board.report.newest_version)
         return peer_id
 
     def journal(self) -> list[tuple[str, float]]:
@@ -163,14 +162,14 @@ def test_a_lease_that_ends_in_the_turn_of_its_grant_is_told_to_nobody(tmp_path: 
         worker = one.join(await one.commands.provisioner.rent("gpu", "", "a test"))
         one.hub.workers[worker] = cast(Any, session)
         group = GroupSpec(GroupId("g"), (1,), 1, SamplingParams(max_new_tokens=8), 0)
-        one.hub.handle(le.RolloutsWanted(worker, 1, Version(0)))
-        one.hub.handle(le.GroupsOffered((group,)))
+        one.hub.handle(one.hub.book.request, worker, 1, Version(0))
+        one.hub.handle(one.hub.book.offer, (group,))
         assert one.hub.book.leases
-        one.hub.handle(le.GroupsClosed((GroupId("g"),), "complete"))
+        one.hub.handle(one.hub.book.close, (GroupId("g"),), "complete")
         await asyncio.sleep(0.01)
         assert "lease_grant" not in session.heard
-        one.hub.handle(le.RolloutsWanted(worker, 1, Version(0)))
-        one.hub.handle(le.GroupsOffered((replace(group, group_id=GroupId("h")),)))
+        one.hub.handle(one.hub.book.request, worker, 1, Version(0))
+        one.hub.handle(one.hub.book.offer, (replace(group, group_id=GroupId("h")),))
         await asyncio.sleep(0.01)
         assert session.heard.count("lease_grant") == 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ from echo2.coordinator.fleet.record import (
     WorkerRecord,
     WorkerRecords,
 )
-from echo2.coordinator.leases import events as le
+from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.waits import waits
 from tests.unit.coordinator.test_lease_book import TIMEOUT_S, WORKERS, A, B, C, book, grants, revoked
 
@@ -51,16 +51,16 @@ class Run:
         if is_told:
             self.hears(*((worker, 64, 64.0) for worker in proven))
         for worker in proven:
-            self.tell(le.WorkerAllowed(worker, True))
+            self.tell(self.one.allow, worker, True)
 
-    def tell(self, event: le.Event) -> list[le.Action]:
-        actions = self.one.handle(event, self.now)
+    def tell(self, method: Callable[..., list[le.Action]], *args: object) -> list[le.Action]:
+        actions = method(self.now, *args)
         self.notes += [action.text for action in actions if isinstance(action, le.Note)]
         return actions
 
     def hears(self, *workers: tuple[PeerId, int, float]) -> list[le.Action]:
         """The learner reports from whom it has received what."""
-        return self.tell(le.Delivered(tuple(le.WorkerDelivered(*worker) for worker in workers)))
+        return self.tell(self.one.on_delivered, tuple(le.WorkerDelivered(*worker) for worker in workers))
 
     def offer(self, count: int = 1, prompt: int | None = None, exam: Version | None = None) -> list[GroupSpec]:
         found = []
@@ -69,14 +69,14 @@ class Run:
             tokens, sampling = (self.groups if prompt is None else prompt,), SamplingParams(seed=self.groups)
             work = {} if exam is None else {"work": Work.EVALUATE, "exact_version": exam}
             found.append(GroupSpec(GroupId(f"g{self.groups:05d}"), tokens, ROOM, sampling, int(exam or 0), **work))
-        self.tell(le.GroupsOffered(tuple(found)))
+        self.tell(self.one.offer, tuple(found))
         return found
 
     def asks(self, worker: PeerId, free: int = ALL, version: int = 0) -> list[le.Grant]:
         """Once, and not for what comes later."""
-        self.tell(le.WorkerAllowed(worker, True))
-        found = grants(self.tell(le.RolloutsWanted(worker, free, Version(version))))
-        self.tell(le.RolloutsWanted(worker, 0, Version(version)))
+        self.tell(self.one.allow, worker, True)
+        found = grants(self.tell(self.one.request, worker, free, Version(version)))
+        self.tell(self.one.request, worker, 0, Version(version))
         return found
 
     def given(self, worker: PeerId, free: int = ROOM, prompt: int | None = None) -> le.Grant:
@@ -90,9 +90,9 @@ class Run:
         return not self.asks(worker, ROOM)
 
     def ends(self, grant: le.Grant, reason: EndReason = EndReason.HANDED_BACK, closed: str = "") -> None:
-        self.tell(le.LeaseEnded(grant.worker_id, grant.lease_id, reason, ""))
+        self.tell(self.one.end, grant.worker_id, grant.lease_id, reason, "")
         if closed:
-            self.tell(le.GroupsClosed((grant.group.group_id,), closed))
+            self.tell(self.one.close, (grant.group.group_id,), closed)
 
     def passes(self, seconds: float = SETTLE_S + 1) -> None:
         """Leases that run go on running."""
@@ -100,7 +100,7 @@ class Run:
         while self.now < until:
             self.now = min(until, self.now + 1.0)
             self.hears(*((worker, 64, 64.0) for worker in self.proven))
-            self.tell(le.Tick())
+            self.tell(self.one.tick)
 
     def record(self, worker: PeerId) -> WorkerRecord:
         return self.one.records.of(worker)
@@ -119,17 +119,17 @@ def test_room_grows_with_what_is_delivered_and_newcomers_hold_a_share_together()
 
     start = Run()
     start.hears()
-    start.tell(le.WorkerAllowed(B, True))
+    start.tell(start.one.allow, B, True)
     start.offer(8)
     assert len(start.asks(A)) == 4 == len(start.asks(B)), "at the start of a run each has its fair share"
 
     later = Run()
     later.hears((A, 4, 4.0))
     later.offer(12)
-    later.tell(le.WorkerAllowed(A, True))
+    later.tell(later.one.allow, A, True)
     assert [len(later.asks(PeerId(f"n{number}"))) for number in range(6)] == [1, 1, 1, 0, 0, 0]
     assert TRIAL_SHARE * 12 == 3
-    later.tell(le.RolloutsWanted(PeerId("n5"), ROOM, Version(0)))
+    later.tell(later.one.request, PeerId("n5"), ROOM, Version(0))
     assert "must deliver what they hold" in waits(later.one, 1.0)[0][0]
     assert len(later.asks(A)) == 2 == GROWTH * 4 / 4, "twice what it was heard of at once"
 
@@ -138,8 +138,8 @@ def test_room_grows_with_what_is_delivered_and_newcomers_hold_a_share_together()
     grows.hears((A, 4, 4.0), (B, 4, 0.0))
     held = []
     for worker in (A, B):
-        grows.tell(le.WorkerAllowed(worker, True))
-        grows.tell(le.RolloutsWanted(worker, ALL, Version(0)))
+        grows.tell(grows.one.allow, worker, True)
+        grows.tell(grows.one.request, worker, ALL, Version(0))
     for second in range(1, 5):
         grows.now = float(second)
         grows.hears(*((worker, 4 * grows.one.lease_count(worker), float(worker == A)) for worker in (A, B)))
@@ -154,7 +154,7 @@ def test_leases_of_which_nothing_comes_go_to_others_and_their_worker_waits_twice
         (grant,) = run.asks(A)
         began = run.now
         while not (lost := revoked(run.hears())):
-            run.tell(le.Progressed(A, grant.lease_id, 0, int(run.now - began) + 1))  # its word alone
+            run.tell(run.one.on_progress, A, grant.lease_id, 0, int(run.now - began) + 1)  # its word alone
             run.now += 1.0
         assert lost == [grant.lease_id] and run.now - began == pytest.approx(run.one.records.first_word_s, abs=1.0)
         assert run.asks(A) == []
@@ -183,7 +183,7 @@ def test_leases_that_are_said_to_be_finished_count_until_the_learner_has_heard_o
     (grant,) = run.asks(A)
     run.ends(grant, EndReason.FINISHED)
     assert run.asks(A) == []
-    run.tell(le.RolloutsWanted(A, ALL, Version(0)))
+    run.tell(run.one.request, A, ALL, Version(0))
     assert grants(run.hears((A, 4, 4.0))), "and once it has, it goes on at once"
 
 
@@ -230,10 +230,10 @@ def test_a_rate_is_what_was_admitted_by_the_second_with_leases_and_a_claim_count
 def test_claimed_rates_do_not_decide_who_gets_the_next_group() -> None:
     """The one that is through soonest gets it, and how soon is told by what it has delivered."""
     run = Run(A, B)
-    run.tell(le.Rated(A, 20.0))
-    run.tell(le.Rated(B, 1e9))
+    run.tell(run.one.rate, A, 20.0)
+    run.tell(run.one.rate, B, 1e9)
     for worker in (A, B):
-        run.tell(le.RolloutsWanted(worker, ALL, Version(0)))
+        run.tell(run.one.request, worker, ALL, Version(0))
     for _ in range(4):
         run.offer()
     assert run.one.lease_count(A) == 2 == run.one.lease_count(B)
@@ -274,15 +274,15 @@ def test_however_a_lease_is_given_up_while_others_are_kept_it_counts(way: str) -
         elif way == EXPIRED:
             for _ in range(int(TIMEOUT_S) + 1):
                 run.passes(1.0)
-                run.tell(le.Progressed(A, kept.lease_id, 0, int(run.now)))
+                run.tell(run.one.on_progress, A, kept.lease_id, 0, int(run.now))
         elif way == MISSING:
             held = le.HeldLease(kept.lease_id, kept.group.group_id, kept.attempt, kept.deadline)
-            run.tell(le.WorkerCame(A, (held,)))
+            run.tell(run.one.reconnect, A, (held,))
         else:
             run.ends(grant, EndReason.FINISHED)
             run.passes(1.0)
-            run.tell(le.GroupsOffered((grant.group,), (0,)))
-        run.tell(le.GroupsClosed((grant.group.group_id,), "cancelled"))
+            run.tell(run.one.offer, (grant.group,), (0,))
+        run.tell(run.one.close, (grant.group.group_id,), "cancelled")
     run.passes()
     assert kept.lease_id in run.one.leases and run.record(A).ways[way] > PICKS_MAX
     assert run.is_barred(A) and run.gets_none(A)
@@ -295,9 +295,9 @@ def test_preemption_gives_up_everything_at_once_and_counts_as_one_until_it_comes
         for grant in held[:6]:
             run.ends(grant)
             run.passes(0.1)
-        run.tell(le.WorkerLost(A, "preemption"))
+        run.tell(run.one.lose, A, "preemption")
         for grant in held:
-            run.tell(le.GroupsClosed((grant.group.group_id,), "cancelled"))
+            run.tell(run.one.close, (grant.group.group_id,), "cancelled")
         run.passes()
         assert not run.is_barred(A)
     assert run.record(A).picks == 0 and run.record(A).stops > STOPS_MAX - 1 and run.record(A).ways[LOST]
@@ -305,9 +305,9 @@ def test_preemption_gives_up_everything_at_once_and_counts_as_one_until_it_comes
         run.now += 0.0 if is_soon else 8 * STOP_EVERY_S
         run.hears((A, 64, 64.0), (B, 64, 64.0))
         held = [run.given(A, ALL) for _ in range(2)]
-        run.tell(le.WorkerCame(A, ()))
+        run.tell(run.one.reconnect, A, ())
         for grant in held:
-            run.tell(le.GroupsClosed((grant.group.group_id,), "cancelled"))
+            run.tell(run.one.close, (grant.group.group_id,), "cancelled")
         run.passes()
         assert run.is_barred(A) == is_soon, "machines are taken now and then"
         assert "all at once, again and again" in run.record(A).why
@@ -334,13 +334,13 @@ def test_what_is_no_fault_of_the_worker_does_not_count() -> None:
     run = Run(A, B)
     for _ in range(8):
         grant = run.given(A)
-        run.tell(le.Recall(grant.lease_id, "another is faster"))
+        run.tell(run.one.recall, grant.lease_id, "another is faster")
         run.ends(grant, closed="cancelled")
         run.ends(run.given(A), closed="complete")
         run.passes()
     held = [run.given(A, ALL) for _ in range(12)]
     run.now += 2 * TIMEOUT_S
-    run.tell(le.Tick())  # all expire while nothing is heard of the learner
+    run.tell(run.one.tick)  # all expire while nothing is heard of the learner
     run.passes()
     record = run.record(A)
     assert record.ways[EXPIRED] == len(held) == 12 and record.picks == record.stops == 0 and not run.is_barred(A)
@@ -348,7 +348,7 @@ def test_what_is_no_fault_of_the_worker_does_not_count() -> None:
     for _ in range(20):
         early.ends(early.given(A))
     early.now += 100.0
-    early.tell(le.Tick())
+    early.tell(early.one.tick)
     assert not early.is_barred(A) and not early.gets_none(A)
 
 
@@ -413,6 +413,6 @@ def test_a_lease_that_is_handed_back_goes_on_with_the_same_seed() -> None:
     for worker, tokens in ((A, 0), (B, 3), (A, 9), (B, 0)):
         (grant,) = run.asks(worker, ROOM)
         found.append((grant.group.sampling.seed, grant.attempt))
-        run.tell(le.Progressed(worker, grant.lease_id, 0, tokens))
+        run.tell(run.one.on_progress, worker, grant.lease_id, 0, tokens)
         run.ends(grant)
     assert found == [(offered.sampling.seed, attempt) for attempt in (1, 2, 3, 4)]

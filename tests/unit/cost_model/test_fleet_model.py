@@ -14,7 +14,7 @@ from benchmarks.fleet_model.run import reports_of
 from benchmarks.fleet_model.scenario import ColocatedCluster, FleetScenario, PriceChange, WorkerTruth
 from echo2.cli.plan import load_catalogue
 from echo2.config.load import read_toml
-from echo2.coordinator.leases.events import GroupPhase
+from echo2.coordinator.leases.lease import GroupPhase
 from echo2.cost_model.snapshot import LearnerEstimate, LinkEstimate, PlanConfig
 
 SCENARIOS = sorted((Path(__file__).parents[3] / "benchmarks" / "scenarios").glob("*.toml"))
