@@ -36,8 +36,8 @@ STEP = UTILISATION_TOLERANCE
 """Best efforts this near to one another count as equal, and the cheaper is taken: a rehearsal is no more accurate."""
 QUEUE_SHARE = 0.97
 """Share of the utilisation that counts if versions wait for the links: they go out late, and some pushes are wasted."""
-# 64 take one to two seconds; 6 take 0.1 s, half of what the plan of a large fleet may take.
-REHEARSALS_MAX, REHEARSALS_LARGE_MAX, FIRST_LOOKS, FINALISTS = 64, 6, 24, 5
+# 80 take one to two seconds; 6 take 0.1 s, half of what the plan of a large fleet may take.
+REHEARSALS_MAX, REHEARSALS_LARGE_MAX, FIRST_LOOKS, FINALISTS = 80, 6, 24, 5
 REHEARSED_MACHINES = 16_000  # machines times rehearsals of a search for the cheapest pool, between these two
 COMPOSITIONS_MAX = 4096
 """Up to so many pools, up to exchange of equal machines, are tried in the order of their price instead of by the program."""
