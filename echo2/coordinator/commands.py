@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from echo2.base.errors import MalformedMessage, RunFinished
@@ -41,14 +40,6 @@ IDLE_S = 30.0
 """A worker on standby for less than this may just be between two plans."""
 MACHINE_TOKEN_S = 30 * 86_400.0
 """Lifetime of a machine's token: long enough for the machine to be preempted and come back; it is revoked when the machine ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """A wait for the stall panel: what waits, in words, and since when in unix seconds."""
-
-    what: str
-    since_unix_s: float
 
 
 class Commands:
@@ -238,39 +229,34 @@ class Commands:
             return f"{member.activation.value}: {member.activation_reason}"
         return why_no_lease(self.hub.book, member.peer_id, self.hub.clock.now())
 
-    def waits(self) -> list[Wait]:
-        """All waits in the run, longest first."""
-        hub, now = self.hub, self.hub.clock.now()
-        found = [Wait(what, since) for what, since in waits(hub.book, now, self._name_of)]
-        board = hub.board
+    def waits(self) -> list[tuple[str, float]]:
+        """All waits in the run, longest first: what waits, in words, and since when in unix seconds."""
+        hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
         if hub.ending.finish is not None:
             return []
+        found = waits(hub.book, now, self._name_of)
         if not board.is_connected:
             since = board.changed_at or hub.started_at
-            found.append(Wait("the coordinator waits for the learner to connect", since))
+            found.append(("the coordinator waits for the learner to connect", since))
         elif board.is_connected and now - board.heard_at > SILENT_BEATS * hub.config.coordinator.heartbeat_interval:
-            found.append(
-                Wait(
-                    "nothing is heard of the learner, whose stream stands: its process or its network hangs",
-                    board.heard_at,
-                )
-            )
+            text = "nothing is heard of the learner, whose stream stands: its process or its network hangs"
+            found.append((text, board.heard_at))
         elif board.report.waits_for:
             on = slowest(hub.book, now, self._name_of) or f"{len(hub.book.leases)} leases out"
             text = f"the learner waits for {board.report.waits_for}: {on}, {hub.book.queued} groups queued"
-            found.append(Wait(text, board.heard_at - board.report.waits_since_s))
+            found.append((text, board.heard_at - board.report.waits_since_s))
         if hub.plan_waits_for:
-            found.append(Wait(f"the planner waits for {hub.plan_waits_for}", hub.started_at))
+            found.append((f"the planner waits for {hub.plan_waits_for}", hub.started_at))
         for member in hub.membership.living():
             if member.heartbeat.waits_for:
                 text = f"worker {member.name} waits for {member.heartbeat.waits_for}"
-                found.append(Wait(text, member.heartbeat_at - member.heartbeat.waits_since_s))
+                found.append((text, member.heartbeat_at - member.heartbeat.waits_since_s))
         newest = board.newest
         if newest is not None and newest.waiting and now - newest.published_at > 2 * newest.predicted_s + 1:
             names = ", ".join(hub.membership.members[peer].name for peer in sorted(newest.waiting)[:5])
             text = f"version {newest.published.version} is not live yet on {len(newest.waiting)} workers: {names}"
-            found.append(Wait(text, newest.published_at))
-        return sorted(found, key=lambda wait: wait.since_unix_s)
+            found.append((text, newest.published_at))
+        return sorted(found, key=lambda wait: wait[1])
 
     def status(self) -> pb.RunStatus:
         """The run's whole status, for the command line."""
@@ -287,7 +273,7 @@ class Commands:
             learner=learner_report_to_message(board.report),
             events=[pb.Event(unix_s=event.unix_s, kind=event.kind, text=event.text) for event in events],
             workers=[self._worker(member, now) for member in members],
-            waits=[pb.Wait(what=wait.what, since_unix_s=wait.since_unix_s) for wait in self.waits()],
+            waits=[pb.Wait(what=what, since_unix_s=since) for what, since in self.waits()],
         )  # fmt: skip
         if board.hello is not None:
             status.learner_hello.CopyFrom(learner_hello_to_message(board.hello))

@@ -1,14 +1,15 @@
 """What the operator can do: one table of actions by name, for the page (`POST /api/NAME`) and for `echo2 ctl` (Operator/Act), and
 the service that the `echo2` commands call with an operator's certificate.
 
-An action takes the JSON object of its request and returns the JSON object of its answer. Guarantees: an action is carried out
-whole or refused with an error that says what was expected; what it changes is saved and in the event log before it returns. A
-caller with another role gets PERMISSION_DENIED; a wrong argument gets INVALID_ARGUMENT with the reason. Leaves to others: who may
-act on the page (web/access).
+An action takes the JSON object of its request and returns the JSON object of its answer, None for an empty one. Guarantees: an
+action is carried out whole or refused with an error that says what was expected; what it changes is saved and in the event log
+before it returns. A caller with another role gets PERMISSION_DENIED; a wrong argument gets INVALID_ARGUMENT with the reason. Leaves
+to others: who may act on the page (web/access).
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
 
 Reply = TypeVar("Reply")
 Body = dict[str, Any]
-Action = Callable[[Body], Body | Awaitable[Body]]
+Action = Callable[[Body], Body | Awaitable[Body | None] | None]
 PEERS_AT_ONCE = 1000  # what fits in the body of a request (web/access)
 MACHINES_QUOTED_MAX = 1000  # as many as an offer may have
 
@@ -36,10 +37,12 @@ class Actions:
         self._commands = commands
         self.table: Mapping[str, Action] = {
             "workers/state": self._set_workers, "workers/dismiss": lambda body: {"count": commands.dismiss_idle()},
-            "workers/release": self._release_workers, "tokens": self._create_token, "tokens/revoke": self._revoke_token,
+            "workers/release": self._release_workers, "tokens": self._create_token,
+            "tokens/revoke": lambda body: commands.revoke_token(_text(body, "token_id")),
             "plan/apply": self._apply_plan, "machines": self._rent, "machines/release": self._release,
             "machines/command": self._machine_command, "machines/notice": self._notice, "machines/approve": self._approve,
-            "run/settings": self._change_settings, "run/pause": self._pause, "run/resume": self._resume, "run/stop": self._stop,
+            "run/settings": self._change_settings, "run/pause": lambda body: commands.pause(_reason(body)),
+            "run/resume": lambda body: commands.resume(), "run/stop": lambda body: commands.stop_run(_reason(body)),
             "run/advice": lambda body: advice_value(commands.advice()),
         }  # fmt: skip
 
@@ -55,7 +58,7 @@ class Actions:
         if not isinstance(body, dict):
             raise MalformedMessage(f"{name}: expected a JSON object, got something else")
         answer = action(body)
-        return answer if isinstance(answer, dict) else await answer
+        return (await answer if inspect.isawaitable(answer) else answer) or {}
 
     # ---- the run
 
@@ -72,26 +75,13 @@ class Actions:
         numbers = {name: _number(body, name) for name in body if name != "prices"}
         return self._commands.change_settings(numbers, {name: _number(prices, name) for name in prices})
 
-    def _pause(self, body: Body) -> Body:
-        self._commands.pause(_line(_text(body, "reason", ""), "reason"))
-        return {}
-
-    def _resume(self, body: Body) -> Body:
-        self._commands.resume()
-        return {}
-
-    def _stop(self, body: Body) -> Body:
-        self._commands.stop_run(_line(_text(body, "reason", ""), "reason"))
-        return {}
-
-    def _apply_plan(self, body: Body) -> Body:
+    def _apply_plan(self, body: Body) -> None:
         hub = self._commands.hub
         if hub.plan is None:
             raise MalformedMessage("plan: expected one to apply, there is none yet")
         hub.note("plan", "applied by the operator")
         hub.adopt_plan(hub.plan, [*hub.plan.pool, *hub.plan.drain], is_acted_on=True)
         hub.flush_now()
-        return {}
 
     # ---- workers and tokens
 
@@ -102,7 +92,7 @@ class Actions:
         return {"count": len(chosen)}
 
     async def _release_workers(self, body: Body) -> Body:
-        reason = _line(_text(body, "reason", "") or "released by the operator", "reason")
+        reason = _reason(body, "released by the operator")
         return {"count": await self._commands.release_workers(self._peers(body), reason)}
 
     def _peers(self, body: Body) -> list[str]:
@@ -127,10 +117,6 @@ class Actions:
         command = self._commands.join_command(token.role, link)
         return {"token_id": token.token_id, "join_link": link, "command": command}
 
-    def _revoke_token(self, body: Body) -> Body:
-        self._commands.revoke_token(_text(body, "token_id"))
-        return {}
-
     # ---- machines
 
     async def _rent(self, body: Body) -> Body:
@@ -150,15 +136,12 @@ class Actions:
             raise MalformedMessage("machine_id: expected one of this run's machines")
         return {"command": command_of(machine)}
 
-    async def _release(self, body: Body) -> Body:
-        reason = _text(body, "reason", "") or "the operator's word"
-        await self._commands.provisioner.release(_text(body, "machine_id"), _line(reason, "reason"))
-        return {}
+    async def _release(self, body: Body) -> None:
+        await self._commands.provisioner.release(_text(body, "machine_id"), _reason(body, "the operator's word"))
 
-    def _notice(self, body: Body) -> Body:
+    def _notice(self, body: Body) -> None:
         notice = _text(body, "notice", "") or "a preemption notice"
         self._commands.provisioner.preempted(_text(body, "whom"), _line(notice, "notice"))
-        return {}
 
     async def _approve(self, body: Body) -> Body:
         return {"count": await self._commands.provisioner.carry_out("approved by the operator")}
@@ -175,6 +158,10 @@ def _line(text: str, whose: str) -> str:
     if len(text) > 300 or not text.isprintable():
         raise MalformedMessage(f"{whose}: expected up to 300 printable characters")
     return text
+
+
+def _reason(body: Body, default: str = "") -> str:
+    return _line(_text(body, "reason", "") or default, "reason")
 
 
 def _number(body: Body, name: str, default: float | None = None) -> float:

@@ -55,7 +55,7 @@ class StateView:
             "plan": plan_value(*self._plan_now()) | {"errors": errors_value(hub.corrections.log)},
             "broadcast": self._broadcast(),
             "leases": self._leases(),
-            "waits": [{"what": wait.what, "since": round(wait.since_unix_s, 1)} for wait in self._commands.waits()],
+            "waits": [{"what": what, "since": round(since, 1)} for what, since in self._commands.waits()],
             "tokens": self._tokens(now),
             "events": [
                 {"at": round(event.unix_s, 3), "kind": event.kind, "text": event.text}
