@@ -56,9 +56,11 @@ def all_options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def unknown(words: Iterable[str], known: Iterable[str]) -> str:
-    """Returns the error text for an unknown option."""
-    first = next(iter(words))
-    return f"no such option: {first}{_perhaps(first.partition('=')[0], list(known))}"
+    """Returns the error text for an option that the command does not know. `known`: those of all commands."""
+    first, known = next(iter(words)), list(known)
+    if (name := first.partition("=")[0]) in known:
+        return f"no such option: {name} is another command's; --help behind the command lists its own"
+    return f"no such option: {first}{_perhaps(name, known)}"
 
 
 def _perhaps(came: str, known: list[str]) -> str:

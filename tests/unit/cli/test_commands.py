@@ -35,6 +35,7 @@ NOWHERE = ["--folder", "/proc/nope"]
     [
         (main, ["dmo"], 2, "expected one of config, demo, run, .*, got 'dmo' \\(did you mean demo\\?\\)"),
         (main, ["demo", "--stalness", "3"], 2, "no such option: --stalness \\(did you mean --staleness\\?\\)"),
+        (main, ["plan", "--config", "x.toml"], 2, "no such option: --config is another command's"),
         (main, ["demo", "--steps", "many"], 2, "command line: --steps: expected a whole number, got 'many'"),
         (main, ["export"], 2, "expected run, target, got none; echo2 export --help explains it"),
         (main, ["export", "/proc/nope", "/tmp/x"], 8, "/proc/nope"),
