@@ -402,7 +402,8 @@ class Solver:
             self._climb(tried, most + len(known))
         preferred = self._preferred(tried.values())
         if is_large:  # so many rollouts that chance averages out, and few pools to be lucky among
-            return confirmed(self.fleet, preferred[0])
+            is_busy = preferred[0].utilisation >= self.fleet.config.target_utilisation - UTILISATION_TOLERANCE
+            return confirmed(self.fleet, preferred[0]) if is_busy else preferred[0]
         nearest = sorted(tried.values(), key=self._counted)[-FINALISTS:]  # a first rehearsal may have been unlucky
         finalists = {id(one): one for one in (*preferred[:FINALISTS], *nearest)}
         return self._preferred([rehearsed(self.fleet, one, TAKES) for one in finalists.values()])[0]
