@@ -59,7 +59,7 @@ def unknown(words: Iterable[str], known: Iterable[str]) -> str:
     """Returns the error text for an option that the command does not know. `known`: those of all commands."""
     first, known = next(iter(words)), list(known)
     if (name := first.partition("=")[0]) in known:
-        return f"no such option: {name} is another command's; --help behind the command lists its own"
+        return f"no such option: {name} is another command's; put --help after this command for its own"
     return f"no such option: {first}{_perhaps(name, known)}"
 
 

@@ -5,16 +5,15 @@ rehearsal reaches the target, and the budget pays for all steps that are left. I
 and says which term is violated and what would fix it; if the budget cannot pay for it, the fastest pool that finishes within it.
 
 A pool is chosen with `add_margin` more rate than needed, and is kept while it has the rate needed without the margin and its
-rehearsal reaches the target. A little shortage that only the estimates show is fixed once it has lasted `SHORT_STEPS` steps, at
-most the dwell time; any other at once.
-A pool is changed to save money only after the saving has exceeded `DRAIN_MARGIN` for the dwell time, and by draining members if
-that is nearly as cheap. Workers that relay a broadcast, or that were activated less than the dwell time (or their join time) ago,
-stay as far as the cap allows. Leaves to others: acting on it (coordinator), the trees (broadcast), measuring (estimates).
+rehearsal reaches the target. A small shortage that only the estimates show is fixed once it has lasted `SHORT_STEPS` steps, at
+most the dwell time; any other at once. A pool is changed to save money only after the saving has exceeded `DRAIN_MARGIN` for the
+dwell time, and by draining members if that is nearly as cheap. Workers that relay a broadcast, or that were activated less than
+the dwell time (or their join time) ago, stay as far as the cap allows. Leaves to others: acting on it (coordinator), the trees
+(broadcast), measuring (estimates).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -22,12 +21,12 @@ import numpy as np
 
 from echo2.cost_model.plan import UTILISATION_TOLERANCE, Plan, plan_of, usd_to_finish
 from echo2.cost_model.rehearsal import confirmed, rehearsed
-from echo2.cost_model.relations import TOLERANCE, Evaluation, Flags, FleetModel
+from echo2.cost_model.relations import Evaluation, Flags, FleetModel
 from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, PlanConfig, WorkerEstimate, WorkerState
 from echo2.cost_model.solver import Solver
 
 NOISE_MARGINS = 2.0  # two margins of shortage are still measurement noise
-SHORT_STEPS = 1.5  # a shortage that the plans of two steps see is none of one odd measurement
+SHORT_STEPS = 1.5  # so the plans of two steps have seen the shortage, and not one odd measurement alone
 DRAIN_MARGIN = 0.15  # a smaller saving is not worth the motion
 SLOWER = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Targets tried where the budget does not pay for a busy learner: a slower run with the cheapest machines costs less in all."""
@@ -128,8 +127,7 @@ def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) ->
     is_busy, why = fresh is not None, CHEAPEST
     if fresh is None:
         fresh = solver.nearest(rejected)
-        kept_rate = fleet.rate_needed / (1 + config.add_margin)
-        is_busy = fresh.keeps_relations(kept_rate) and fresh.utilisation >= _goal(config)
+        is_busy = _keeps_busy(fleet, fresh)
         why = (CHEAPEST if fresh.keeps_relations(fleet.rate_needed) else BARELY) if is_busy else NEAREST
     choice = _PoolChoice(fresh, why)
     if not _affords(fleet, fresh):
@@ -139,12 +137,12 @@ def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) ->
     final = choice.evaluation
     if previous is not None:
         held = np.array([_is_held(worker, snapshot.now_s, config) for worker in snapshot.workers]) & ~final.chosen
-        room = config.usd_per_hour_cap * (1 + TOLERANCE) - final.usd_per_hour if config.usd_per_hour_cap else math.inf
         rows = np.flatnonzero(held)[np.argsort(fleet.price[held], kind="stable")]
-        if (stays := rows[np.cumsum(fleet.price[rows]) <= room]).size:  # the cap is harder than the dwell
-            held[:] = False
-            held[stays] = True
-            final = fleet.evaluate(final.kappa, final.chosen | held)
+        stays = rows[np.cumsum(fleet.price[rows]) <= fleet.usd_per_hour_most - final.usd_per_hour]
+        if stays.size:  # the others go: the cap is harder than the dwell
+            chosen = final.chosen.copy()
+            chosen[stays] = True
+            final = fleet.evaluate(final.kappa, chosen)
     if not final.is_rehearsed:
         final = confirmed(fleet, final)
     return plan_of(snapshot, config, final, choice.reason, choice.over_provisioned_since_s, choice.short_since_s)
@@ -153,6 +151,12 @@ def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) ->
 def _goal(config: PlanConfig) -> float:
     """What a rehearsal must reach."""
     return config.target_utilisation - UTILISATION_TOLERANCE
+
+
+def _keeps_busy(fleet: FleetModel, found: Evaluation) -> bool:
+    """Whether a rehearsed pool keeps the learner busy, if without the margin."""
+    kept_rate = fleet.rate_needed / (1 + fleet.config.add_margin)
+    return found.keeps_relations(kept_rate) and found.utilisation >= _goal(fleet.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +234,7 @@ def _kept(previous: Plan, fleet: FleetModel, choice: _PoolChoice, is_busy: bool)
         return _PoolChoice(stayed, "unchanged: no pool keeps the learner busy, and none is clearly better")
     kept_rate = fleet.rate_needed / (1 + config.add_margin)
     since_s = (previous.over_provisioned_since_s or now_s) if is_dear else None
-    if stayed.keeps_relations(kept_rate) and stayed.utilisation >= _goal(config) and within_cap:
+    if _keeps_busy(fleet, stayed) and within_cap:
         if since_s is None:
             return _PoolChoice(stayed, "unchanged: the pool is still within the margins")
         if now_s - since_s < config.dwell_s:

@@ -261,6 +261,11 @@ class FleetModel:
         return config.target_utilisation * (1 + config.add_margin) * learner.rollouts_per_step / learner.train_s
 
     @cached_property
+    def usd_per_hour_most(self) -> float:
+        """The cap, within rounding; infinite without one."""
+        return self.config.usd_per_hour_cap * (1 + TOLERANCE) or math.inf
+
+    @cached_property
     def kind(self) -> Counts:
         """Machines that the relations cannot tell apart have the same number."""
         columns = (

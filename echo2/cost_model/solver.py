@@ -43,7 +43,9 @@ COMPOSITIONS_MAX = 4096
 """Up to so many pools, up to exchange of equal machines, are tried in the order of their price instead of by the program."""
 EVALUATIONS_MAX = 2048
 """Up to so many pools and periods are compared by the relations where none reaches the target: 0.3 ms each."""
-RAISE = 0.6  # of what a pool is short, so much more rate is asked for: with all of it the next was up to a tenth dearer than needed
+RAISE = (
+    0.6  # share of a shortage by which more rate is asked for: with all of it the next pool was up to a tenth too dear
+)
 CHANCE = 0.02
 """A single rehearsal may be off by so much: a pool that misses the target by less is rehearsed again before it is rejected."""
 BEST_PACES, WORTH_A_LOOK = 24, 0.6
@@ -230,23 +232,20 @@ class Solver:
         while waiting and len(rejected) < most:
             found = min(waiting, key=lambda one: (round(one.usd_per_hour, 9), -round(one.least_slack, 9), one.kappa))
             waiting.remove(found)
-            if found.point.throughput < needs[found.kappa] * (
+            if found.point.throughput >= needs[found.kappa] * (
                 1 - TOLERANCE
-            ):  # it was found before the others' rejections
-                if (again := self.best_at(found.kappa, needs[found.kappa])) is not None:
-                    waiting.append(again)
-                continue
-            trial = rehearsed(self.fleet, found)
-            if trial.utilisation >= goal - CHANCE:
-                trial = confirmed(self.fleet, trial)
-            if trial.utilisation >= goal:
-                return trial, rejected
-            rejected.append(trial)
-            if self._compositions is None or len(rejected) >= most * 3 // 4:
-                short = goal / max(trial.utilisation, 0.5) - 1
-                more = max(needs[found.kappa], found.point.throughput) * (1 + max(1e-4, RAISE * short))
-                alike = (kappa for kappa in needs if found.kappa / 2 <= kappa <= 2 * found.kappa)
-                needs |= {kappa: max(needs[kappa], more) for kappa in alike}
+            ):  # no rejection since it was found says otherwise
+                trial = rehearsed(self.fleet, found)
+                if trial.utilisation >= goal - CHANCE:
+                    trial = confirmed(self.fleet, trial)
+                if trial.utilisation >= goal:
+                    return trial, rejected
+                rejected.append(trial)
+                if self._compositions is None or len(rejected) >= most * 3 // 4:
+                    short = goal / max(trial.utilisation, 0.5) - 1
+                    more = max(needs[found.kappa], found.point.throughput) * (1 + max(1e-4, RAISE * short))
+                    alike = (kappa for kappa in needs if found.kappa / 2 <= kappa <= 2 * found.kappa)
+                    needs |= {kappa: max(needs[kappa], more) for kappa in alike}
             if (again := self.best_at(found.kappa, needs[found.kappa])) is not None:
                 waiting.append(again)
         return None, rejected
@@ -282,8 +281,7 @@ class Solver:
         grid = np.indices(tuple((most + 1).tolist())).reshape(len(most), size).T  # one row of nobody if all are pinned
         price = grid @ fleet.price[rows] + float(fleet.price[self.is_must].sum())
         order = np.argsort(price, kind="stable")
-        cap = fleet.config.usd_per_hour_cap * (1 + TOLERANCE) or math.inf
-        return grid[order[price[order] <= cap]]
+        return grid[order[price[order] <= fleet.usd_per_hour_most]]
 
     def _in_order(self, compositions: Counts, kappa: int) -> Iterator[Evaluation]:
         """The pools that may keep the relations, the cheapest first. A bound for all at once leaves few to evaluate."""
@@ -431,12 +429,8 @@ class Solver:
         for one, other in sorted(itertools.product(comes, goes), key=lambda pair: min(pair) >= 0):
             pool = chosen.copy()
             pool[[row for row in (one, other) if row >= 0]] ^= True
-            if pool.any() and self._is_within_cap(pool):
+            if pool.any() and float(fleet.price[pool].sum()) <= fleet.usd_per_hour_most:
                 yield fleet.evaluate(found.kappa, pool)
-
-    def _is_within_cap(self, pool: Flags) -> bool:
-        cap = self.fleet.config.usd_per_hour_cap
-        return not cap or float(self.fleet.price[pool].sum()) <= cap * (1 + TOLERANCE)
 
     def _thinner(self, found: Evaluation, program: PoolProgram) -> Iterator[Evaluation]:
         """Cheaper pools of the same workers: with the rate that the learner was seen to use, and some to spare. The relations alone
