@@ -93,7 +93,7 @@ class Generation:
         self.workers[worker.truth.name] = worker
         rate = worker.truth.slots * worker.truth.sequence_tokens_per_s / self.scenario.lengths.mean_tokens
         self._handle(self.book.reconnect, worker.peer_id, ())
-        self._handle(self.book.rate, worker.peer_id, rate)
+        self.book.rate(worker.peer_id, rate)
         self._handle(self.book.allow, worker.peer_id, True)
         self.seek(worker)
 

@@ -238,7 +238,7 @@ class Commands:
         if not board.is_connected:
             since = board.changed_at or hub.started_at
             found.append(("the coordinator waits for the learner to connect", since))
-        elif board.is_connected and now - board.heard_at > SILENT_BEATS * hub.config.coordinator.heartbeat_interval:
+        elif now - board.heard_at > SILENT_BEATS * hub.config.coordinator.heartbeat_interval:
             text = "nothing is heard of the learner, whose stream stands: its process or its network hangs"
             found.append((text, board.heard_at))
         elif board.report.waits_for:

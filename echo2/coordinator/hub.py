@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 from echo2.base.clock import Clock
 from echo2.base.errors import EchoError, MalformedMessage, NotAllowed
@@ -58,7 +58,6 @@ from echo2.wire.rollout import Ticket, group_to_message, sign_ticket
 if TYPE_CHECKING:
     from echo2.broadcast.nat.reach import Nat
 
-P = ParamSpec("P")
 WorkerSession = StreamSession[pb.WorkerOrder]
 MEMBERS_KEPT_TICKS = 60
 """The telemetry of a sixtieth of the workers is saved at each tick: saving all at once would delay leases, and telemetry that is
@@ -215,9 +214,7 @@ class Hub:
         self._outgoing.append((peer_id, order))
         self.flush_soon()
 
-    def handle(
-        self, method: Callable[Concatenate[float, P], list[le.Action]], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
+    def handle(self, method: le.BookMethod[le.P], *args: le.P.args, **kwargs: le.P.kwargs) -> None:
         """Calls a method of the lease book and carries out its actions."""
         self.apply(method(self.clock.now(), *args, **kwargs))
 

@@ -16,7 +16,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING
 
 from echo2.base.errors import LimitExceeded, MalformedMessage, Unreachable, VersionMismatch
 from echo2.base.ids import PeerId
@@ -39,7 +39,6 @@ from echo2.wire.rollout import group_id_from_wire
 if TYPE_CHECKING:
     from echo2.coordinator.hub import Hub
 
-P = ParamSpec("P")
 LearnerStream = StreamSession[pb.LearnerOrder]
 
 
@@ -202,9 +201,7 @@ class LearnerSide:
         self._hub.board.on_disconnect(self._hub.clock.now())
         self._hub.note("learner", "its stream is over; workers go on with the leases they hold")
 
-    def _on_lease_message(
-        self, method: Callable[Concatenate[float, P], list[le.Action]], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
+    def _on_lease_message(self, method: le.BookMethod[le.P], *args: le.P.args, **kwargs: le.P.kwargs) -> None:
         self._hub.board.heard_at = self._hub.clock.now()
         self._hub.handle(method, *args, **kwargs)
 

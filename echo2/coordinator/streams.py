@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Concatenate, ParamSpec, Protocol
+from typing import Any, Concatenate, Protocol
 
 from google.protobuf.message import Message
 
@@ -46,7 +46,6 @@ HELLOS_PER_S = 1.0  # of a peer, because each hello writes a line in the event l
 HELLOS_BURST = 30  # of a peer on a link that breaks again and again
 LINK_CHANGE = 0.2  # of a measured rate; less is its fluctuation
 TICKETS_AT_ONCE = 16  # signatures checked before others have their turn: two milliseconds
-P = ParamSpec("P")
 _log = logging.getLogger("echo2.coordinator")
 
 
@@ -186,16 +185,15 @@ class WorkerStream:
         hub.board.on_live(peer_id, heartbeat.version, now)
         hub.corrections.on_spread(hub.board.newest_complete)
         hub.review(member)
-        hub.book.rate(now, peer_id, heartbeat.rollouts_per_s)
+        hub.book.rate(peer_id, heartbeat.rollouts_per_s)
         rates = zip(asdict(before).values(), asdict(member.link).values(), strict=True)
         is_changed = any(abs(new - old) > LINK_CHANGE * max(new, old, 1e-3) for old, new in rates)
         if heartbeat.links is not None or member.access != access or is_changed:
             hub.broadcast_needed.set()
 
     def _on_lease_message(
-        self, method: Callable[Concatenate[float, PeerId, P], list[le.Action]], peer_id: PeerId,
-        *args: P.args, **kwargs: P.kwargs,
-    ) -> None:  # fmt: skip
+        self, method: le.BookMethod[Concatenate[PeerId, le.P]], peer_id: PeerId, *args: le.P.args, **kwargs: le.P.kwargs
+    ) -> None:
         self._hub.membership.on_message(peer_id, None, self._hub.clock.now())
         self._hub.handle(method, peer_id, *args, **kwargs)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Concatenate, ParamSpec
+from typing import Concatenate
 
 from echo2.base.errors import LimitExceeded
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version, warm_groups
@@ -32,18 +32,17 @@ from echo2.base.rollout import EndReason, GroupSpec
 from echo2.coordinator.fleet.record import EXPIRED, HANDED_BACK, LOST, MISSING, REFUSED, UNFINISHED, WorkerRecords
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.evaluations import Evaluators
-from echo2.coordinator.leases.lease import Action, GroupPhase, Lease, Note, OpenGroup, WorkerDelivered
+from echo2.coordinator.leases.lease import Action, GroupPhase, Lease, Note, OpenGroup, P, WorkerDelivered
 from echo2.coordinator.leases.queue import ExpectedLength, LeaseQueue
 from echo2.coordinator.leases.seekers import LeaseRules, Ranking, Seekers
 from echo2.staleness.rule import may_begin
 
-P = ParamSpec("P")
 WARM_WAIT_S = 1.0
 """How long a later turn waits for the worker that has the previous turn in its KV cache: about what prefilling a long prompt
 elsewhere costs, and less than an agent notices."""
 
 
-def _door(
+def _from_outside(
     method: Callable[Concatenate[LeaseBook, float, P], Iterator[Action]],
 ) -> Callable[Concatenate[LeaseBook, float, P], list[Action]]:
     """The method with the book's time set, and run to its end before it returns the actions to carry out, in order."""
@@ -94,7 +93,7 @@ class LeaseBook:
 
     # ---- the learner's side
 
-    @_door
+    @_from_outside
     def offer(self, now: float, groups: tuple[GroupSpec, ...], held_tokens: tuple[int, ...] = ()) -> Iterator[Action]:
         """The learner offers groups. `held_tokens`, in a reminder: how many tokens of each group have reached the learner; else
         empty."""
@@ -103,7 +102,7 @@ class LeaseBook:
             yield from self._check_held(self.groups[spec.group_id], tokens, now)
         yield from self._match(now)
 
-    @_door
+    @_from_outside
     def sync(self, now: float, groups: tuple[GroupSpec, ...]) -> Iterator[Action]:
         """Adopts the learner's full list of groups that still need a worker."""
         wanted = {spec.group_id for spec in groups}
@@ -114,12 +113,12 @@ class LeaseBook:
             self.groups[group_id].confirmed = None  # a restarted learner has lost the tokens of unfinished rollouts
         yield from self._match(now)
 
-    @_door
+    @_from_outside
     def close(self, now: float, group_ids: Iterable[GroupId], reason: str) -> Iterator[Action]:
         for group_id in group_ids:
             yield from self._close(group_id, reason)
 
-    @_door
+    @_from_outside
     def on_delivered(self, now: float, workers: tuple[WorkerDelivered, ...]) -> Iterator[Action]:
         """The learner reports all workers that it received anything from; from all others it received nothing."""
         for worker_id in self.records.on_delivered(workers, now):
@@ -202,7 +201,7 @@ class LeaseBook:
 
     # ---- the workers' side
 
-    @_door
+    @_from_outside
     def reconnect(self, now: float, worker_id: PeerId, held: tuple[le.HeldLease, ...]) -> Iterator[Action]:
         """A worker's session began. `held`: the leases that it still holds."""
         self.seekers.on_reconnect(worker_id)
@@ -220,13 +219,13 @@ class LeaseBook:
                 yield le.Revoke(worker_id, one.lease_id, "the lease has gone to another worker or its group is closed")
         yield from self._match(now)
 
-    @_door
+    @_from_outside
     def allow(self, now: float, worker_id: PeerId, is_allowed: bool) -> Iterator[Action]:
         """Whether a worker may be given new leases. The leases that it holds continue either way."""
         self.seekers.allow(worker_id, is_allowed)
         yield from self._match(now)
 
-    @_door
+    @_from_outside
     def request(self, now: float, worker_id: PeerId, free_rollouts: int, version: Version) -> Iterator[Action]:
         """How many more rollouts a worker wants to hold now: a level, not an addition."""
         self.seekers.on_request(worker_id, free_rollouts, version)
@@ -234,10 +233,8 @@ class LeaseBook:
         # Only this worker may take more than before. Groups that became free by time alone wait for the next tick.
         yield from self._match(now, None if self._queue.has_exact else worker_id)
 
-    @_door
-    def rate(self, now: float, worker_id: PeerId, rollouts_per_s: float) -> Iterator[Action]:
+    def rate(self, worker_id: PeerId, rollouts_per_s: float) -> None:
         self.seekers.on_rate(worker_id, rollouts_per_s)
-        yield from ()
 
     def _adopt(self, worker_id: PeerId, held: le.HeldLease, now: float) -> Iterator[Action]:
         group = self.groups[held.group_id]
@@ -245,7 +242,7 @@ class LeaseBook:
         yield Note("lease", f"lease {held.lease_id} of {worker_id} was not in the book and is taken in")
         yield from self._open_lease(group, worker_id, held.lease_id, held.attempt, now, is_held=True)
 
-    @_door
+    @_from_outside
     def on_progress(
         self, now: float, worker_id: PeerId, lease_id: LeaseId, finished_rollouts: int, tokens: int
     ) -> Iterator[Action]:
@@ -262,7 +259,7 @@ class LeaseBook:
         if not lease.is_recalled and lease.deadline - now < self.rules.lease_timeout_s / 2:
             yield from self._renew(lease, now)
 
-    @_door
+    @_from_outside
     def end(
         self, now: float, worker_id: PeerId, lease_id: LeaseId, reason: EndReason, message: str
     ) -> Iterator[Action]:
@@ -297,7 +294,7 @@ class LeaseBook:
                 yield Note("lease", f"group {lease.group_id} was refused of {lease.worker_id}: {message}")
                 yield from self._take_back(lease, now, pause_s, REFUSED)
 
-    @_door
+    @_from_outside
     def lose(self, now: float, worker_id: PeerId, reason: str) -> Iterator[Action]:
         """The worker is gone or banned: its leases go to others."""
         self.seekers.on_loss(worker_id)
@@ -316,7 +313,7 @@ class LeaseBook:
             yield from self._take_back(lease, now, self.rules.lease_timeout_s)
             yield le.Revoke(worker_id, lease.lease_id, "nothing of it reached the learner")
 
-    @_door
+    @_from_outside
     def recall(self, now: float, lease_id: LeaseId, reason: str, to: PeerId | None = None) -> Iterator[Action]:
         """Asks a worker to hand back a lease with all its tokens so that another worker can continue: `to`, or any if None."""
         lease = self.leases.get(lease_id)
@@ -331,7 +328,7 @@ class LeaseBook:
         yield le.SaveLease(lease_id)
         yield le.Revoke(lease.worker_id, lease_id, reason)
 
-    @_door
+    @_from_outside
     def tick(self, now: float) -> Iterator[Action]:
         """Time has passed."""
         yield from self._expire(now)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec
@@ -184,3 +186,7 @@ class Note:
 
 
 Action = Grant | Revoke | SaveGroup | SaveLease | Note
+
+P = ParamSpec("P")
+BookMethod = Callable[Concatenate[float, P], list[Action]]
+"""A method of the lease book: it takes the time first and returns what is to be done, in order."""

@@ -230,8 +230,8 @@ def test_a_rate_is_what_was_admitted_by_the_second_with_leases_and_a_claim_count
 def test_claimed_rates_do_not_decide_who_gets_the_next_group() -> None:
     """The one that is through soonest gets it, and how soon is told by what it has delivered."""
     run = Run(A, B)
-    run.tell(run.one.rate, A, 20.0)
-    run.tell(run.one.rate, B, 1e9)
+    run.one.rate(A, 20.0)
+    run.one.rate(B, 1e9)
     for worker in (A, B):
         run.tell(run.one.request, worker, ALL, Version(0))
     for _ in range(4):
