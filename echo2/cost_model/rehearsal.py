@@ -90,12 +90,9 @@ def rehearsed(fleet: FleetModel, found: Evaluation, takes: int = 0) -> Evaluatio
 
 
 def confirmed(fleet: FleetModel, found: Evaluation) -> Evaluation:
-    """`found`, rehearsed again where chance or the part's size matters, so that every pool is judged by the same measure."""
-    if not _has_large_steps(fleet.snapshot.learner):
-        found = found if found.is_rehearsed else rehearsed(fleet, found)
-        if found.utilisation >= 1.0 - UTILISATION_TOLERANCE:
-            return found
-    return rehearsed(fleet, found, TAKES)
+    """`found`, rehearsed again unless its first rehearsal is sure, so that every pool is judged by the same measure."""
+    first = found if found.is_rehearsed else rehearsed(fleet, found)
+    return first if first.utilisation >= 1.0 - UTILISATION_TOLERANCE else rehearsed(fleet, first, TAKES)
 
 
 def _has_large_steps(learner: LearnerEstimate) -> bool:

@@ -154,6 +154,14 @@ def test_among_hundreds_of_machines_a_larger_bound_alone_is_found_to_do(capsys: 
     assert json.loads(capsys.readouterr().out)["reason"].startswith(CHEAPEST)
 
 
+def test_among_hundreds_of_machines_many_periods_do_not_use_up_the_search(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a rejection shows goes to like periods, and more than six pools are looked at: else the answer is the best effort's, at
+    9.60 USD/h."""
+    assert run("plan", "--json", "--model.path=Qwen3-8B", "--staleness.bound=32") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["is_feasible"] and found["usd_per_hour"] <= 9.0
+
+
 def test_the_audit_costs_what_it_reads_and_nothing_where_it_is_off() -> None:
     def audit_s(**learner: object) -> float | None:
         config = RunConfig.model_validate({"learner": learner, "model": {"lora_rank": learner.pop("rank", 0)}})

@@ -46,6 +46,12 @@ def test_a_long_period_that_the_relations_think_little_of_is_found() -> None:
     assert infeasible_case(95).judged() >= 0.98 * 0.253
 
 
+@pytest.mark.parametrize(("seed", "best"), [(49, 0.683), (66, 0.493)])
+def test_a_best_effort_finds_the_pool_one_machine_away_from_what_the_relations_prefer(seed: int, best: float) -> None:
+    for made in adding_trial(seed)[:2]:
+        assert made.predicted_utilisation >= 0.98 * best
+
+
 @pytest.mark.parametrize(("make", "seed"), [(setting, 0), (setting, 7), (setting, 9), (hard_case, 7), (hard_case, 11)])
 def test_prediction_is_near_what_is_simulated(make, seed: int) -> None:  # type: ignore[no-untyped-def]
     """Hard case 11: two machines that are seldom lost cost little; by a normal distribution it seemed 7 %."""

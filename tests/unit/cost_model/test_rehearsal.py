@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo2.cost_model.rehearsal import Rehearsal, reduced, rehearse
+from echo2.cost_model.rehearsal import Rehearsal, confirmed, reduced, rehearsal_of, rehearse, rehearsed
 from echo2.cost_model.relations import FleetModel, OperatingPoint, longest_of, unit_lengths
 from echo2.cost_model.snapshot import LinkEstimate, PlanConfig
 from tests.unit.cost_model.fleets import learner, random_workers, snapshot, worker
@@ -192,6 +192,21 @@ def test_machines_of_different_sizes_keep_their_shares_of_a_large_step() -> None
     )  # fmt: skip
     part = reduced(told)
     assert np.sort(part.slots) / part.slots.sum() == pytest.approx(np.sort(slots) / slots.sum(), rel=0.15)
+
+
+def test_a_choice_for_a_large_step_is_confirmed_by_a_part_that_is_near_the_whole() -> None:
+    """48 workers with room for 90 rollouts each: a step of 84 groups, of which a first look takes 16."""
+    told = {"rollout_s_mean": 33.7, "rollout_s_tail": 75.0, "rollout_s_max": 122.0, "apply_s": 1.0}
+    workers = tuple(worker(f"w{i:03d}", 2.67, link=LinkEstimate(2.5e7, 1e8, 0.05), **told) for i in range(48))
+    links = LinkEstimate(1.25e9, 1.25e9, 0.02)
+    seat = learner(rollouts_per_step=1344, train_s=20.0, link=links, delta_bytes=1.6e8, encode_s=1.0)
+    fleet = FleetModel.of(snapshot(workers, learner=seat), PlanConfig(6))
+    found = fleet.evaluate(1, fleet.is_available)
+    run_of_all = rehearsal_of(fleet, found)
+    assert reduced(run_of_all, 1000) is run_of_all, "so large a part is the whole"
+    whole = rehearse(run_of_all, 60, 1000)
+    first, sure = rehearsed(fleet, found), confirmed(fleet, found)
+    assert abs(sure.utilisation - whole) < 0.005 < abs(first.utilisation - whole)
 
 
 def test_long_periods_are_rehearsed_whole_and_leave_nothing_for_the_collector() -> None:
