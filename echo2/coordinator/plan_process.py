@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-# Below, few leases wait while a thread plans: for 0.2 s, or for 2 s if no pool reaches the target. The process takes a second to
+# Below, few leases wait while a thread plans: for 0.2 s, or for 3 s if no pool reaches the target. The process takes a second to
 # start and 100 MB.
 FLEET_MIN = 100
 NICENESS = 5  # leases go first where cores are scarce

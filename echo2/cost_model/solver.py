@@ -410,11 +410,13 @@ class Solver:
         """Rehearses what is one machine or one step of the period away from the best so far, then from the next best, until `most`
         are tried: the relations see which worker holds a version back, and not what the others then are worth."""
         seen = set[tuple[float, ...]]()
-        while len(tried) < most and (left := [sign for sign in tried if sign not in seen]):
+        while left := [sign for sign in tried if sign not in seen]:
             best = max(left, key=lambda sign: self._counted(tried[sign]))
             seen.add(best)
             for found in self._beside(tried[best]):
-                if len(tried) < most and self._sign(found) not in tried:
+                if len(tried) >= most:
+                    return
+                if self._sign(found) not in tried:
                     tried[self._sign(found)] = rehearsed(self.fleet, found)
 
     def _beside(self, found: Evaluation) -> Iterator[Evaluation]:
