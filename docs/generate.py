@@ -36,7 +36,7 @@ RULES = """
 | LoRA's alpha; AdamW's betas and epsilon | twice the rank; 0.9, 0.99, 1e-8 |
 | M2PO's limit; the divisor of the loss | a mean square of 0.04; the loss, as in its paper |
 | threads of the trainer; processes of rewards | `OMP_NUM_THREADS`, else all cores but one; a quarter of the cores, at least two |
-| a lost episode | no call for a sixth of `agent.episode_timeout`, restarted twice |
+| a lost episode | restarted twice |
 | heartbeats | every 0.5 s on one machine, else every 5 s |
 | a silent worker | suspect after 3 heartbeats (at least 3 s), gone after 9 |
 | reports of partial rollouts; a lease without progress | every 2 s, or every second heartbeat; goes on elsewhere after 120 s |

@@ -1,13 +1,14 @@
 """Agents' episodes: the seats of open problems, the calls of each episode, and how an episode ends.
 
     seat free --harness started, or an outside one asked--> episode --reward--> over
-       ^                                                      |
-       '-------- failed, given up, idle (restarts_max) -------'--> then dropped and counted, never scored 0
+       ^                                   '--its time is up--'
+       '-------- failed, given up, idle (restarts_max) --------> then dropped and counted, never scored 0
 
 Guarantees: a history that a client repeats maps back to the sampled token ids, or starts a new chain (tree); if a client
-disconnects, a retry of the same call gets its answer; a completion that no client received is not trained on; every list has a
-limit, and a client that hits one is refused, with a time to retry if a retry can help. Leaves to others: HTTP (app), agents'
-programs (harness), leases and training (`Fleet`). Runs on one event loop.
+disconnects, a retry of the same call gets its answer; a completion that no client received is not trained on; an episode that takes
+too long is scored, so that no policy gains by not finishing; every list has a limit, and a client that hits one is refused, with a
+time to retry if a retry can help. Leaves to others: HTTP (app), agents' programs (harness), leases and training (`Fleet`). Runs on
+one event loop.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class GatewayLimits:
     a text longer than `context_tokens` times that cannot fit. `sessions_max`: open sessions. `calls_max`: calls per episode.
     `session_bytes_max`: approximate memory per episode. `encoded_at_once_max`: longer texts, in characters of JSON, are encoded in
     a thread, not on the event loop. `calls_at_once_max`: unanswered calls per episode. `calls_in_flight_max`: completions under way
-    in the whole gateway. `idle_s`: an episode without a call for this long is lost. `episode_s`: longest episode. `restarts_max`:
-    restarts of a lost episode before its rollout is dropped. `harnesses_max`: episodes that echo2 runs at once. `retry_after_s`:
-    what a refused client is told to wait.
+    in the whole gateway. `idle_s`: an outside harness without a call for this long is taken for dead. `episode_s`: most time of an
+    episode for its harness and tools; waiting for workers does not count. `restarts_max`: restarts of a lost episode before its
+    rollout is dropped. `harnesses_max`: episodes that echo2 runs at once. `retry_after_s`: what a refused client is told to wait.
     """
 
     context_tokens: int
@@ -186,14 +187,15 @@ class Call:
 @dataclass(slots=True, eq=False)
 class Session:
     """One episode in one seat. `answered`: how many calls of each chain were answered, and so count for training. `playing`: the
-    task of its harness, if echo2 runs it."""
+    task of its harness, if echo2 runs it. `heard_at`: when a call of it last came or was sampled. `own_s`: until then, the seconds
+    in which no call waited for workers."""
 
     session_id: str
     key: str
     problem: Problem
     seat: int
-    began_at: float
     heard_at: float
+    own_s: float = 0.0
     playing: asyncio.Task[None] | None = None
     tree: TokenTree = field(default_factory=TokenTree)
     calls: list[Call] = field(default_factory=list)
@@ -201,6 +203,15 @@ class Session:
     last: Node | None = None
     call_count: int = 0
     is_scored: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a call of it waits for workers."""
+        return any(not call.is_sampled for call in self.calls)
+
+    def heard(self, now: float) -> None:
+        self.own_s += 0.0 if self.is_waiting else now - self.heard_at
+        self.heard_at = now
 
     @property
     def kept_bytes(self) -> int:
@@ -219,6 +230,7 @@ class GatewayCounts:
     refused: int = 0
     restarted: int = 0
     dropped: int = 0
+    timed_out: int = 0
     rewarded: int = 0
     prompt_tokens: int = 0
     kept_tokens: int = 0  # prompt tokens that were in the tree already
@@ -271,7 +283,7 @@ class Episodes:
         session, call, choice = self._of_group.pop(group_id, (None, None, 0))
         if session is None or call is None:
             return
-        session.heard_at = self._clock()
+        session.heard(self._clock())
         call.completions[choice] = completion
         if call.is_sampled and call.has_client:
             self._deliver(session, call)
@@ -281,7 +293,7 @@ class Episodes:
         session, call, _ = self._of_group.get(group_id, (None, None, 0))
         if session is None or call is None or not call.has_client or not call.request.is_streamed_in_pieces:
             return
-        session.heard_at = now = self._clock()
+        now = self._clock()
         if now - call.streamed_at < PIECES_S:
             return
         call.streamed_at, stops = now, call.request.stops
@@ -310,7 +322,7 @@ class Episodes:
         """Begins a call, or takes up the same call of a client that disconnected. Its `answer` may raise CallRefused, too."""
         if session.session_id not in self.sessions or session.is_scored:
             raise CallRefused(410, "session_ended", "this episode has ended")
-        session.heard_at = self._clock()
+        session.heard(self._clock())
         for call in session.calls:
             if call.request.digest == request.digest and not call.has_client:
                 return self._take_up(session, call)
@@ -388,7 +400,7 @@ class Episodes:
     async def _play(self, harness: Harness, session: Session) -> None:
         episode = Episode(self._base_url, session.key, session.problem.description)
         try:
-            reward = await asyncio.wait_for(harness.play(episode), self.limits.episode_s)
+            reward = await harness.play(episode)
         except Exception as error:  # noqa: BLE001 - the user's code
             return self.fail(session, cause_of(error)[:500])
         if reward is None:
@@ -412,7 +424,7 @@ class Episodes:
     def _sit(self, problem: Problem, seat: int) -> Session:
         self.counts.sessions += 1
         session_id, now = f"{problem.root}-{seat}-{problem.restarts[seat]}", self._clock()
-        session = Session(session_id, f"{session_id}.{self._new_key()}", problem, seat, now, now)
+        session = Session(session_id, f"{session_id}.{self._new_key()}", problem, seat, now)
         problem.seats[seat] = session_id
         self.sessions[session_id] = session
         return session
@@ -448,7 +460,6 @@ class Episodes:
         except Exception as error:  # noqa: BLE001 - a tokenizer raises what it likes
             return self._refuse(session, call, error)
         if call in session.calls:  # the episode may have ended in the meantime
-            session.heard_at = self._clock()
             self._guard(session, call, lambda: self._lease(session, call, token_ids))
 
     def _guard(self, session: Session, call: Call, work: Callable[[], None]) -> None:
@@ -556,14 +567,24 @@ class Episodes:
             self.expire()
 
     def expire(self) -> None:
-        """Fails episodes that take too long or ask nothing."""
+        """Ends episodes whose own time is up, and fails those whose outside harness asks nothing any more."""
         now = self._clock()
         for session in list(self.sessions.values()):
-            is_idle = not session.is_scored and all(call.is_sampled for call in session.calls)
-            if now - session.began_at > self.limits.episode_s:
-                self.fail(session, f"it took over {self.limits.episode_s:.0f} s")
-            elif is_idle and now - session.heard_at > self.limits.idle_s:
+            idle_s = 0.0 if session.is_scored or session.is_waiting else now - session.heard_at
+            if session.own_s + idle_s > self.limits.episode_s:
+                self._time_out(session)
+            elif session.playing is None and idle_s > self.limits.idle_s:
                 self.fail(session, f"it asked nothing for {self.limits.idle_s:.0f} s")
+
+    def _time_out(self, session: Session) -> None:
+        """Stops the harness and lets the task score what there is: the time that the policy's calls of tools took is the policy's."""
+        if session.last is None:
+            return self.fail(session, f"it took over {self.limits.episode_s:.0f} s without an answer of the model")
+        self.counts.timed_out += 1
+        self._refusals.warn("episode %s took over %.0f s: it is scored", session.session_id, self.limits.episode_s)
+        if session.playing is not None:
+            session.playing.cancel()
+        self.finish(session)
 
     async def close(self) -> None:
         """Ends the agents' programs and answers every client that still waits."""

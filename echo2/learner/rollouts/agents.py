@@ -92,6 +92,7 @@ class Agents:
             "agents/branches": counts.branches,
             "agents/restarted": counts.restarted,
             "agents/dropped": counts.dropped,
+            "agents/timed_out": counts.timed_out,
             "agents/kept_share": counts.kept_tokens / max(1, counts.prompt_tokens),
         }
 

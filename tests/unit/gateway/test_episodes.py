@@ -180,7 +180,7 @@ async def test_a_reward_that_cannot_be_averaged_loses_the_episode(
 
 
 @in_loop
-async def test_idle_and_endless_episodes_are_lost_but_not_those_that_wait_for_the_fleet() -> None:
+async def test_an_idle_outside_harness_is_lost_but_not_one_that_waits_for_the_fleet() -> None:
     world, session = begun(idle_s=10.0, episode_s=100.0)
     _, (group_id,) = world.begin(session, chat("hi"))
     world.now = 50.0
@@ -195,11 +195,40 @@ async def test_idle_and_endless_episodes_are_lost_but_not_those_that_wait_for_th
     world.episodes.expire()
     assert [end.is_final for end in world.fleet.ends] == [False]
     assert world.refusal(session, chat("hi")).status == 410
-    world, session = begun(idle_s=1e9, episode_s=100.0)
-    world.begin(session, chat("hi"))
+
+
+@pytest.mark.parametrize("is_played", [True, False])
+@in_loop
+async def test_an_episode_whose_own_time_is_up_is_scored_and_waiting_for_workers_takes_none(is_played: bool) -> None:
+    world = World(PlayedByHand() if is_played else None, idle_s=80.0, episode_s=100.0)
+    world.fleet.score_answer = (0.25, {"exact": 0.0})
+    world.episodes.open_problem("a1", 1, {})
+    session = next(iter(world.episodes.sessions.values())) if is_played else world.episodes.take_seat("")
+    for waited_s, own_s in ((500.0, 60.0), (900.0, 39.0)):
+        _, (group_id,) = world.begin(session, chat(f"waits {waited_s}"))
+        world.now += waited_s
+        world.episodes.expire()
+        world.sample(group_id, "yo")
+        world.now += own_s
+        world.episodes.expire()
+    await settle()
+    assert not world.fleet.ends, "99 s of its own"
+    world.now += 2.0
+    world.episodes.expire()
+    assert world.refusal(session, chat("more")).status == 410
+    await settle()
+    end = world.last_end
+    assert (end.reward, end.parts, end.chains, end.is_final) == (0.25, {"exact": 0.0}, {0: 1, 1: 1}, True)
+    assert (world.episodes.counts.timed_out, world.episodes.counts.dropped) == (1, 0) and not world.episodes.sessions
+    await world.episodes.close()
+
+
+@in_loop
+async def test_an_episode_whose_time_is_up_before_the_model_said_anything_is_lost() -> None:
+    world, _ = begun(episode_s=100.0, idle_s=1e9)
     world.now = 101.0
     world.episodes.expire()
-    assert len(world.fleet.ends) == 1
+    assert (world.last_end.reward, world.last_end.is_final) == (None, False)
 
 
 @in_loop
