@@ -165,7 +165,9 @@ class AgentSection(Section):
     listen: str = opt("", "HOST:PORT of the gateway; empty: loopback with a harness, else none.")
     tls: str = opt("", "PEM file (certificate and key); needed off loopback.")
     turns: Count = opt(8, "Most calls per conversation; workers reserve context for them.")
-    episode_timeout: Seconds = opt(3600.0, "Own time of an episode, without its waits for workers. A longer one ends and is scored.", gt=0)
+    episode_timeout: Seconds = opt(
+        3600.0, "Own time of an episode, without its waits for workers; then it is stopped and scored.", gt=0
+    )
 
     @property
     def is_on(self) -> bool:

@@ -577,7 +577,7 @@ class Episodes:
                 self.fail(session, f"it asked nothing for {self.limits.idle_s:.0f} s")
 
     def _time_out(self, session: Session) -> None:
-        """Stops the harness and lets the task score what there is: the time that the policy's calls of tools took is the policy's."""
+        """Stops the harness and lets the task score what there is: what the policy asked of its tools took the time."""
         if session.last is None:
             return self.fail(session, f"it took over {self.limits.episode_s:.0f} s without an answer of the model")
         self.counts.timed_out += 1
