@@ -346,8 +346,10 @@ MUTANTS: tuple[Mutant, ...] = (
            "width.running += 1  # counted here", "width.running += 0  # counted here", ("tests/contract/test_broadcast_stripes.py",)),
     # limits, money, and what a restart gives back
     Mutant("sampling does not count as being heard", _EPISODES,
-           "        session.heard_at = self._clock()\n        call.completions[choice] = completion", "        call.completions[choice] = completion",
-           (_UNIT + "gateway/test_episodes.py::test_idle_and_endless_episodes_are_lost_but_not_those_that_wait_for_the_fleet",)),
+           "        session.heard(self._clock())\n        call.completions[choice] = completion", "        call.completions[choice] = completion",
+           (_UNIT + "gateway/test_episodes.py",)),
+    Mutant("waiting for workers takes an episode's own time", _EPISODES,
+           "0.0 if self.is_waiting else now - self.heard_at", "now - self.heard_at", (_UNIT + "gateway/test_episodes.py",)),
     Mutant("an outside harness with a label is given an evaluation's seat", _EPISODES,
            "if problem.is_untouched and not problem.is_evaluation]", "if problem.is_untouched]", (_UNIT + "gateway/test_episodes.py::test_evaluations_are_seated_first_but_never_under_a_label",)),
     Mutant("calls of all episodes together have no limit", _EPISODES,
