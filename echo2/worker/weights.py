@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from echo2.base.errors import EchoError, EngineError, IntegrityError, VersionMismatch
+from echo2.base.errors import EchoError, EngineError, FingerprintMismatch, IntegrityError, VersionMismatch
 from echo2.base.ids import Version
 from echo2.base.staged import TensorUpdate
 from echo2.base.units import format_bytes
@@ -70,7 +70,8 @@ class Weights:
     it is a keyframe, the bytes of the whole weights, and the seconds on the decoder's thread.
 
     `version`: committed on the host; `live`: proven on the engine; `pause_s` and `apply_s`: how long generation paused for the last
-    swap, and the time from decoded to proven; `state`: in words, for the status.
+    swap, and the time from decoded to proven; `state`: in words, for the status; `has_wrong_parent`: the artifact refused last is a
+    delta from other weights than the host's.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Weights:
         self._reader = FrameReader()
         self._decode_s = 0.0
         self._skips = self._failures = 0
+        self.has_wrong_parent = False
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -126,7 +128,7 @@ class Weights:
         try:
             await self._decoded(feed)
         except EchoError as error:
-            self._refuse(str(error))
+            self._refuse(error, is_of_other_weights=isinstance(error, FingerprintMismatch))
             return False
         return True
 
@@ -140,7 +142,7 @@ class Weights:
         try:
             staged = await self._decoded(self._decoder.finish)
         except EchoError as error:
-            self._refuse(str(error))
+            self._refuse(error)
             return False
         if staged.parent is None or self.version is None:
             self._check_model((s.name, s.shape, s.element.name) for s in staged.table.specs)
@@ -219,14 +221,16 @@ class Weights:
         await self._in_thread(lambda: self.host.commit(staged))
         self.version, self._decoder = staged.version, None
 
-    def _refuse(self, message: str) -> None:
+    def _refuse(self, error: EchoError, *, is_of_other_weights: bool = False) -> None:
         """The artifact does not decode, or not to its fingerprint."""
         self.drop()
-        self._count_failure(message)
-        _log.warning("a version was bad, fetching it another way: %s", message)
+        # A base checkpoint that no version proved yet is doubted at once.
+        self.has_wrong_parent = is_of_other_weights or (self.version is None and self.host.version is not None)
+        self._count_failure(str(error))
+        _log.warning("a version was bad, fetching it another way: %s", error)
         # One failure may be a bad copy. After a second, the delta or the host copy may be wrong; a keyframe needs neither. The
-        # engine keeps its proven version. A base checkpoint that no version proved yet may be the wrong parent at once.
-        if self._failures > 1 or self.version is None:
+        # engine keeps its proven version.
+        if self._failures > 1 or self.has_wrong_parent:
             self.host, self.version = HostWeights.empty(), None
 
     def _count_failure(self, message: str) -> None:
@@ -279,6 +283,7 @@ class WeightReceiver:
         self._weights, self._node, self._generation, self._waits = weights, node, generation, waits
         self._base, self._progress, self._lines = base, progress, ProgressLines()
         self._received_bytes = 0
+        self._without_parent: ArtifactId | None = None  # the last delta whose parent was not what the host held
 
     async def run(self) -> None:
         """Runs until the node stops; raises IntegrityError if no version can be put live."""
@@ -346,7 +351,11 @@ class WeightReceiver:
         return True
 
     def _refetch(self, artifact: ArtifactId) -> None:
-        self._node.refetch(artifact)
+        """Another way to the version. A delta from other weights than ours is good as it is, once we hold its parent: it is fetched
+        anew only if it is refused again, because peers do not send the same chunks twice within a while."""
+        if not self._weights.has_wrong_parent or artifact == self._without_parent:
+            self._node.refetch(artifact)
+        self._without_parent = artifact if self._weights.has_wrong_parent else None
         if self._weights.version is None:
             self._node.set_base(None)  # the base checkpoint may not be what the delta was made from
             self._node.set_live(None)

@@ -47,22 +47,23 @@ class TrioThread:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._started: asyncio.Future[None] = self._loop.create_future()
-        self._ended = asyncio.Event()
+        self._started, self._ended = asyncio.Event(), asyncio.Event()
         self._token: trio.lowlevel.TrioToken | None = None
         self._nursery: trio.Nursery | None = None
         self._calls = 0
 
     async def start(self) -> None:
         self._thread.start()
-        await self._started
+        await self._started.wait()
 
     async def stop(self) -> None:
-        """Cancels everything in trio and waits for the thread, at most STOP_S."""
-        if self._nursery is not None:
-            self._in_trio(self._nursery.cancel_scope.cancel)
+        """Cancels everything in trio and waits for the thread, at most STOP_S; also amid its start."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), STOP_S)
+            async with asyncio.timeout(STOP_S):
+                await self._started.wait()
+                if self._nursery is not None:
+                    self._in_trio(self._nursery.cancel_scope.cancel)
+                await self._ended.wait()
 
     async def call(self, work: Callable[[], Awaitable[T]]) -> T:
         """Runs `work()` in trio; returns its result or raises its exception."""
@@ -94,13 +95,14 @@ class TrioThread:
             trio.run(self._main)
         finally:
             self._nursery = None
-            self.to_asyncio(self._ended.set)
+            for event in (self._started, self._ended):
+                self.to_asyncio(event.set)
 
     async def _main(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            self.to_asyncio(self._started.set_result, None)
+            self.to_asyncio(self._started.set)
             await trio.sleep_forever()
 
 
@@ -192,7 +194,7 @@ class P2pSide:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._punching: set[PeerId] = set()
-        self._is_closed = False
+        self._is_open = False
         self.facts = HostFacts()
 
     @property
@@ -202,19 +204,23 @@ class P2pSide:
     # ---- life
 
     async def start(self) -> None:
-        """Starts the thread; returns once libp2p listens."""
-        await self._thread.start()
-        started = asyncio.Event()
-        run = functools.partial(self._host.run, lambda: self._thread.to_asyncio(started.set))
-        running = self._spawn(self._thread.call(run))
-        listening = asyncio.create_task(started.wait())
-        await asyncio.wait({running, listening}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
-        listening.cancel()
-        if not started.is_set():
-            await self.close()
+        """Starts the thread; returns once libp2p listens. Where it fails, or is cancelled, everything is closed."""
+        listens = asyncio.Event()
+        run = functools.partial(self._host.run, lambda: self._thread.to_asyncio(listens.set))
+        try:
+            await self._thread.start()
+            running = self._spawn(self._thread.call(run))
+            running.add_done_callback(lambda _: listens.set())
+            async with asyncio.timeout(START_S):
+                await listens.wait()
             if running.done():
                 running.result()
-            raise Unreachable(f"libp2p: expected it to listen within {START_S:.0f} s")
+            self._is_open = True
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TimeoutError):
+                raise Unreachable(f"libp2p: expected it to listen within {START_S:.0f} s") from None
+            raise
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -224,11 +230,11 @@ class P2pSide:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._is_closed:
+        if not task.cancelled() and (error := task.exception()) is not None and self._is_open:
             _log.error("libp2p: %s: %s", type(error).__name__, error)
 
     async def close(self) -> None:
-        self._is_closed = True
+        self._is_open = False
         with contextlib.suppress(Exception):  # it may be cut off before it finishes
             await asyncio.wait_for(self._thread.call(self._host.close), CLOSE_S + 1)
         await self._thread.stop()
@@ -265,7 +271,7 @@ class P2pSide:
         self._spawn(self._serve(raw, peer, is_outgoing)).add_done_callback(lambda _: raw.close())
 
     async def _serve(self, raw: socket.socket, peer: PeerIdentity, is_outgoing: bool) -> None:
-        if self._accept is None or self._is_closed:
+        if self._accept is None or not self._is_open:
             return
         connection = StreamConnection(is_outgoing=is_outgoing, way=HOLE)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: HoleStream(connection), raw)

@@ -9,7 +9,6 @@ by the rule in reachability), connections over pipes (transport), everything tha
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import socket
@@ -23,6 +22,7 @@ from echo2.base.hosts import joined
 from echo2.base.ids import PeerId
 from echo2.broadcast.nat.pipes import PipeRelay, pipe_address
 from echo2.broadcast.transport import Accept
+from echo2.outside.ending import cancel_all
 from echo2.outside.net import EVERY_ADDRESS, check_free
 from echo2.trust.identity import NodeCertificate
 from echo2.trust.tls import Credentials
@@ -30,6 +30,7 @@ from echo2.trust.tls import Credentials
 if TYPE_CHECKING:
     from echo2.broadcast.nat.libp2p import P2pSide
 
+START_PAUSE_S = 30.0  # what keeps libp2p from starting (memory, descriptors, a port) does not pass in seconds
 RELAY_TRIES = 8  # two ports in a row are free at the first or second
 PROBE_S = 4.0  # two handshakes over 500 ms and lost packets
 _log = logging.getLogger("echo2.broadcast")
@@ -121,7 +122,7 @@ class Nat:
         elif self._p2p is not None:
             self._p2p.use_relay(peer, address)
         elif self._starting is None:
-            self._starting = asyncio.create_task(self._start())
+            self._starting = asyncio.create_task(self._keep_starting())
 
     def punch(self, peer_id: PeerId, relay: PeerId) -> None:
         """Tries to punch a hole to a peer that is met at a relay; the connection over it comes by `accept`."""
@@ -148,6 +149,15 @@ class Nat:
             return self._p2p.port
         raise AssertionError("the last try returned or raised")
 
+    async def _keep_starting(self) -> None:
+        while True:
+            try:
+                return await self._start()
+            except Exception as error:  # of any kind; links through byte pipes go on without libp2p
+                why = str(error) or type(error).__name__
+                _log.warning("libp2p did not start: %s; it is tried again in %.0f s", why, START_PAUSE_S)
+            await asyncio.sleep(START_PAUSE_S)
+
     async def _start(self) -> None:
         p2p = (await asyncio.to_thread(_p2p_side))(
             self._credentials, replace(self._options, own_port=self.own_port), self._accept, self._changed
@@ -160,9 +170,7 @@ class Nat:
 
     async def close(self) -> None:
         if self._starting is not None:
-            self._starting.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):  # reported when it happened
-                await self._starting
+            await cancel_all([self._starting])
         if self._pipe_relay is not None:
             await self._pipe_relay.close()
         if self._p2p is not None:

@@ -37,7 +37,8 @@ MOVES_MAX = 3  # how often an evaluation that was partly sampled begins again wi
 BEHIND_VERSIONS = 2
 """An evaluation without samples moves to the newest version once this many newer ones were published."""
 OVERTAKEN_PATIENCE = 0.1
-"""Share of `patience_s` that a begun one waits once it was overtaken so: probably no worker holds its version now."""
+"""Share of `patience_s` that a begun one waits once it was overtaken so, and any once the run's last version is out: probably no
+worker holds its version now."""
 SLOW_TIMES = 4.0
 """The next answer may take this many times the median answer's time; the first, while tokens come, this many times the patience."""
 
@@ -155,7 +156,7 @@ class VersionEvaluation:
     moves: int = 0
     asked: int = 0  # questions opened so far
     answers: dict[int, QuestionAnswer] = field(default_factory=dict)  # by the question's number
-    newer: list[Version] = field(default_factory=list)  # published since it began
+    newer: list[Version] = field(default_factory=list)  # published since its own
     _samples: dict[GroupId, dict[int, Sample]] = field(default_factory=dict)  # by index; of agents, by episode
     _lost_episodes: int = 0
     _lost_numbers: set[int] = field(default_factory=set)  # questions without any episode that got a reward
@@ -252,17 +253,17 @@ class VersionEvaluation:
 
     # ---- time
 
-    def is_stuck(self, groups: Sequence[Group], now: float) -> bool:
+    def is_stuck(self, groups: Sequence[Group], now: float, is_last_out: bool) -> bool:
         """Whether to move or give up: the fleet has had more time for the next answer than it needs, or newer versions overtook the
-        evaluation before its first sample. Call it at every tick.
+        evaluation before its first sample. Call it at every tick. `is_last_out`: no version comes after the newest.
 
         An overtaken evaluation without new answers probably has no worker: its version was replaced everywhere. An agent's answer
         takes many calls, and while only rewards are missing, no worker is needed: then it gets the whole patience.
         """
         answered_at, progress_at = self._look(groups, now)
-        is_overtaken = len(self.newer) >= BEHIND_VERSIONS
-        if is_overtaken and not self.is_begun(groups):
+        if len(self.newer) >= BEHIND_VERSIONS and not self.is_begun(groups):
             return True
+        is_overtaken = len(self.newer) >= (1 if is_last_out else BEHIND_VERSIONS)
         is_sampled = self.asked == self.rules.questions and all(group.is_sampled for group in groups)
         patience_s = self.rules.patience_s
         if is_overtaken and not self.rules.is_driven and not is_sampled:

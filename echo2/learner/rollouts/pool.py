@@ -135,7 +135,7 @@ class RolloutPool:
         self._evaluation: VersionEvaluation | None = None
         self._next_evaluation: Version | None = None
         self._opened_in = dict(history.opened_in)
-        self._is_offering = self._is_stopping = False
+        self._is_offering = self._is_stopping = self._is_last_out = False
         self._progress = asyncio.Event()  # towards what the training loop waits for
         self._scoring: set[asyncio.Task[None]] = set()
         self._mishaps = Mishaps(_log)
@@ -457,6 +457,7 @@ class RolloutPool:
 
     def evaluate(self, version: Version, is_last: bool) -> None:
         """Evaluates a published version if it is due: after the running evaluation, and instead of any version that waits."""
+        self._is_last_out = is_last
         if not self._is_offering or not self.evaluations.is_due(version, is_last):
             return
         if self._evaluation is None:
@@ -488,7 +489,7 @@ class RolloutPool:
     def tick(self, now: float) -> None:
         """Moves an evaluation without progress to the newest version, or gives it up. Call about every second; `now`: seconds."""
         evaluation, groups = self._evaluation, self.groups.evaluation
-        if evaluation is None or not evaluation.is_stuck(groups, now):
+        if evaluation is None or not evaluation.is_stuck(groups, now, self._is_last_out):
             return
         if not evaluation.newer or evaluation.moves >= MOVES_MAX:
             reason = (
@@ -564,7 +565,8 @@ class RolloutPool:
         if newest is None:
             return
         asked = 1 + max(group.draw.cursor for group in found)
-        self._evaluation = VersionEvaluation(rules, newest, asked=asked)
+        newer = [version for version in self.groups.published if version > newest]
+        self._evaluation = VersionEvaluation(rules, newest, asked=asked, newer=newer)
         # Some may be missing: the power failed between the end of a question's group and the opening of its next one.
         missing = set(range(asked)) - {group.draw.cursor for group in found}
         for draw in (*again, *(self.evaluations.draw(newest, number) for number in sorted(missing))):

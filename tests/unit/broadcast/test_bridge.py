@@ -1,14 +1,23 @@
-"""The bridge between asyncio and trio: calls are bounded and cancelled together. What passes a hole: test_transport."""
+"""The bridge between asyncio and trio: calls are bounded and cancelled together, and libp2p is started until it runs. What passes a
+hole: test_transport."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import trio
 
 from echo2.base.errors import EchoError, LimitExceeded, Unreachable
+from echo2.base.ids import PeerId
+from echo2.broadcast.nat import libp2p, reach
 from echo2.broadcast.nat.libp2p import CALLS_MAX, TrioThread
+from echo2.broadcast.nat.reach import Nat
+from tests.patience import WAIT_S
 
 
 def test_a_call_runs_in_trio_and_ends_with_its_value_its_error_its_caller_or_the_thread() -> None:
@@ -50,3 +59,55 @@ def test_a_call_runs_in_trio_and_ends_with_its_value_its_error_its_caller_or_the
             await thread.call(value)
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+@pytest.mark.parametrize("is_closed_amid", [False, True])
+def test_libp2p_is_started_until_it_runs_and_a_node_that_closes_leaves_none_of_it(
+    is_closed_amid: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries, relays = list[int](), list[tuple[str, str]]()
+
+    class Host:
+        """Fails once, then listens; where the node is closed amid its start, it never comes to listen."""
+
+        port = 7
+
+        def __init__(self, *_: Any) -> None:
+            self.number = len(tries)
+            tries.append(self.number)
+
+        async def run(self, started: Callable[[], object]) -> None:
+            if not is_closed_amid and self.number == 0:
+                raise OSError("no descriptors are left")
+            if not is_closed_amid:
+                started()
+            await trio.sleep_forever()
+
+        async def use_relay(self, peer: PeerId, address: str) -> None:
+            relays.append((peer, address))
+
+        async def close(self) -> None: ...
+
+    async def until(holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not holds():
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        credentials: Any = None
+        nat = Nat(credentials)
+        nat.use_relay(PeerId("relay"), "relay.example:1")
+        await until(lambda: tries if is_closed_amid else relays)
+        await nat.close()
+
+    monkeypatch.setattr(libp2p, "P2pHost", Host)
+    monkeypatch.setattr(reach, "START_PAUSE_S", 0.0)
+    with caplog.at_level(logging.WARNING, "echo2.broadcast"):
+        asyncio.run(main())
+    assert not [thread for thread in threading.enumerate() if thread.name == "libp2p"]
+    warnings = [record.getMessage() for record in caplog.records]
+    if is_closed_amid:
+        assert tries == [0] and not warnings
+    else:
+        assert tries == [0, 1] and relays == [("relay", "relay.example:1")]
+        assert [text.partition(";")[0] for text in warnings] == ["libp2p did not start: no descriptors are left"]

@@ -122,6 +122,22 @@ def test_a_begun_one_whose_version_the_fleet_has_left_moves_without_the_whole_pa
     assert versions(stage) == {Version(6 + newer)}
 
 
+@pytest.mark.parametrize("is_out_at_the_restart", [True, False])
+def test_one_that_nobody_began_does_not_wait_for_versions_after_the_last(is_out_at_the_restart: bool) -> None:
+    """The workers that come now hold the last version alone."""
+    stage = begun(6)
+    publish(stage, *([7] if is_out_at_the_restart else ()))
+    stage.take_checkpoint()
+    stage.start()
+    publish(stage, *(() if is_out_at_the_restart else [7]))
+    stage.tell(stage.pool.evaluate, Version(7), True)
+    tick(stage, 0.0)
+    tick(stage, 0.1 * PATIENCE_S - 0.1)
+    assert versions(stage) == {Version(6)}, "a worker that still holds it may come"
+    tick(stage, 0.1 * PATIENCE_S)
+    assert versions(stage) == {Version(7)}
+
+
 @pytest.mark.parametrize("is_overtaken", [False, True])
 @pytest.mark.parametrize("answered", [0, 3])
 def test_a_token_now_and_then_does_not_hold_it_up(is_overtaken: bool, answered: int) -> None:
