@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # Help and description of the command.
 JOIN = "join a run as its learner and train to the last step; the same command goes on after a stop"
+SERVE = "join a run in the learner's place, without training: a trainer of your own hands in weights and asks for tokens by HTTP"
 
 
 @ended_by_interrupt()
@@ -36,29 +37,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     die_with_parent()
     parser = Parser(prog="echo-learner", description="The learner: trains the model of a run.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    join = commands.add_parser("join", help=JOIN, description=JOIN)
-    join.add_argument("link", help="learner join link, or @FILE that holds it")
-    join.add_argument("--folder", type=Path, help="checkpoints, journal, metrics, model (default: RUNS/NAME/learner)")
-    join.add_argument(
-        "--metrics-port",
-        type=int,
-        default=0,
-        metavar="PORT",
-        help="port of its Prometheus page on loopback (default: none)",
-    )
-    add_config_arguments(join)
-    add_log_arguments(join)
+    for name, text in (("join", JOIN), ("serve", SERVE)):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(is_served=name == "serve")
+        command.add_argument("link", help="learner join link, or @FILE that holds it")
+        command.add_argument(
+            "--folder", type=Path, help="checkpoints, journal, metrics, model (default: RUNS/NAME/learner)"
+        )
+        command.add_argument(
+            "--metrics-port",
+            type=int,
+            default=0,
+            metavar="PORT",
+            help="port of its Prometheus page on loopback (default: none)",
+        )
+        add_config_arguments(command)
+        add_log_arguments(command)
     try:
         own, config = parse(parser, arguments)
         set_up_logging(own.log_json, own.verbose)
         require_extra("learner", "echo-learner")
         if not config.model.path:
             raise ConfigError("model.path: expected a model folder or hub id, got nothing")
-        check_groups(config)
+        if not own.is_served:
+            check_groups(config)
         folder = own.folder or Path(config.run.folder) / config.run.name / "learner"
         is_follower = int(os.environ.get("RANK") or 0) > 0
         # Only rank 0 joins: other ranks, perhaps on another machine, need neither a link nor a file with one.
         options = learner_options(config, "" if is_follower else own.link, folder, own.metrics_port)
+        if own.is_served:
+            return run_daemon(lambda: _serving(options), folder)
         if not is_follower:
             from echo2.learner.rollouts.prompts import check_rewards_of  # slow imports, needed only here
 
@@ -148,6 +156,18 @@ def _daemon(options: LearnerOptions) -> Daemon:
     # Before the daemon runs: the other ranks wait here for this one, and the coordinator may take long.
     ranks = ranks_of_environment(options.trainer.replicas)
     return LearnerDaemon(options, make_prepared=lambda given, folder: prepare(given, folder, ranks))
+
+
+def _serving(options: LearnerOptions) -> Daemon:
+    from echo2.learner.learner import LearnerDaemon
+    from echo2.learner.serve import ServingLearner, prepare_served, served_options
+
+    door = options.config.agent
+    return LearnerDaemon(
+        served_options(options),
+        make_prepared=lambda given, folder: prepare_served(given, folder, door),
+        make_learner=ServingLearner,
+    )
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_config(commands)
     _add_demo(commands)
     _add_run(commands)
+    _add_publish(commands)
     _add_doctor(commands)
     _add_export(commands)
     _add_status(commands)
@@ -152,18 +153,31 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _add_run(commands: Commands) -> None:
-    run = add_command(
-        commands,
-        "run",
-        "run:run_here",
-        "run a config on this machine: coordinator, learner and workers",
-        takes_overrides=True,
-        needs_learner="echo2 run",
-    )
-    run.add_argument("file", type=Path, metavar="RUN.toml", help="the run file")
-    run.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes (default: 1)")
-    run.add_argument("--preset", default=None, help="local, lan or wan")
-    run.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
+    texts = {
+        "run": "run a config on this machine: coordinator, learner and workers",
+        "serve": "serve a fleet to a trainer of another project: it hands in weights (echo2 publish) and asks for tokens by HTTP",
+    }
+    for name, text in texts.items():
+        run = add_command(
+            commands, name, "run:run_here", text,
+            takes_overrides=True, needs_learner=f"echo2 {name}", is_served=name == "serve",
+        )  # fmt: skip
+        run.add_argument("file", type=Path, metavar="RUN.toml", help="the run file")
+        few = 0 if name == "serve" else 1
+        run.add_argument(
+            "--workers", type=int, default=few, metavar="N", help=f"worker processes on this machine (default: {few})"
+        )
+        run.add_argument("--preset", default=None, help="local, lan or wan")
+        run.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
+
+
+def _add_publish(commands: Commands) -> None:
+    text = "hand a model folder to the fleet that echo2 serve serves, as its newest version"
+    publish = add_command(commands, "publish", "publish:publish", text)
+    publish.add_argument("folder", help="a model folder with safetensors, or the URL of one")
+    publish.add_argument("--version", type=int, required=True, metavar="N", help="above the newest, such as your step")
+    publish.add_argument("--run", type=Path, required=True, metavar="FOLDER", help="the run's folder, RUNS/NAME")
+    publish.add_argument("--last", action="store_true", help="end the run once workers could fetch it")
 
 
 def _add_export(commands: Commands) -> None:

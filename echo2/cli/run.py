@@ -38,7 +38,8 @@ class StoppedByUser(EchoError):
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """`workers`: arguments of each `echo-worker`, by name. `environment`: added to every process's own. `worker_python`: the
+    """`workers`: arguments of each `echo-worker`, by name. `is_served`: a trainer of another project asks the fleet, none of echo2's
+    trains. `environment`: added to every process's own. `worker_python`: the
     interpreter of the workers' environment. `still_s`: seconds without progress that end the run with an error."""
 
     config: RunConfig
@@ -46,6 +47,7 @@ class LocalRun:
     environment: Mapping[str, str] = field(default_factory=dict)
     worker_python: str = sys.executable
     still_s: float = math.inf
+    is_served: bool = False
 
     @property
     def folder(self) -> Path:
@@ -56,7 +58,13 @@ class LocalRun:
         config, links = str(self.folder / "run.toml"), self.folder / "links"
         found = {
             "coordinator": ["echo-coordinator", "--config", config, "--free-ports"],
-            "learner": ["echo-learner", "join", f"@{links / 'learner.link'}", "--config", config],
+            "learner": [
+                "echo-learner",
+                "serve" if self.is_served else "join",
+                f"@{links / 'learner.link'}",
+                "--config",
+                config,
+            ],
         }
         for name, arguments in self.workers.items():
             found[name] = [
@@ -95,16 +103,18 @@ class LocalRun:
 
 
 def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    """`echo2 run`; returns the exit code."""
+    """`echo2 run`, and `echo2 serve`; returns the exit code."""
     make_importable([own.file])
     config = load_config([own.file], own.preset, parse_overrides(rest))
-    if not 1 <= own.workers <= WORKERS_MAX:
-        raise ConfigError(f"--workers: expected 1 to {WORKERS_MAX}, got {own.workers}")
+    least = 0 if own.is_served else 1
+    if not least <= own.workers <= WORKERS_MAX:
+        raise ConfigError(f"--workers: expected {least} to {WORKERS_MAX}, got {own.workers}")
     if not config.model.path:
         raise ConfigError("model.path: expected a model folder or hub id, got nothing")
-    check_groups(config)
+    if not own.is_served:
+        check_groups(config)
     paths = [str(own.file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for a user's own task
-    run = LocalRun(config, workers_of(own.workers), {"PYTHONPATH": os.pathsep.join(paths)})
+    run = LocalRun(config, workers_of(own.workers), {"PYTHONPATH": os.pathsep.join(paths)}, is_served=own.is_served)
     lock, console = RunLock(run.folder), Console()  # before anything is written
     console.print(f"run folder {run.folder}, logs in {run.folder / 'logs'}", highlight=False, soft_wrap=True)
     asyncio.run(run.run(console, own.plain, lock))

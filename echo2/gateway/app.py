@@ -58,7 +58,7 @@ class GatewayApp:
             Route("/v1/sessions/{session}/reward", self._reward, methods=["POST"]),
             Route("/v1/sessions/{session}", self._give_up, methods=["DELETE"]),
         ]
-        handlers = dict.fromkeys((CallRefused, MalformedMessage, ClientDisconnect, Exception), _error_answer)
+        handlers = dict.fromkeys((CallRefused, MalformedMessage, ClientDisconnect, Exception), error_answer)
         return AccessCheck(Starlette(routes=routes, exception_handlers=handlers), self._caller_of)
 
     # ---- calls
@@ -204,11 +204,11 @@ class GatewayApp:
             raise CallRefused(401, "invalid_api_key", "expected the gateway's key")
 
 
-async def _error_answer(request: Request, error: Exception) -> Response:
+async def error_answer(request: Request, error: Exception) -> Response:
     match error:
         case CallRefused():
             return error_response(error)
-        case MalformedMessage():
+        case MalformedMessage() | ConfigError():
             return error_response(CallRefused(400, "invalid_request_error", str(error)))
         case ClientDisconnect():
             return Response(status_code=499)

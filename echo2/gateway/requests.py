@@ -106,12 +106,12 @@ def chat_call(body: Mapping[str, object]) -> CallRequest:
     """Parses a body of `chat/completions`."""
     told = body.get("messages")
     if not isinstance(told, list) or not 1 <= len(told) <= MESSAGES_MAX:
-        raise MalformedMessage(f"messages: expected a list of 1 to {MESSAGES_MAX}, got {_shown(told)}")
+        raise MalformedMessage(f"messages: expected a list of 1 to {MESSAGES_MAX}, got {shown(told)}")
     tools = body.get("tools") or []
     if not isinstance(tools, list) or len(tools) > TOOLS_MAX or not all(isinstance(tool, dict) for tool in tools):
-        raise MalformedMessage(f"tools: expected a list of at most {TOOLS_MAX} objects, got {_shown(tools)}")
+        raise MalformedMessage(f"tools: expected a list of at most {TOOLS_MAX} objects, got {shown(tools)}")
     if any("function" in tool and not isinstance(tool["function"], dict) for tool in tools):
-        raise MalformedMessage(f"tools: expected an object as each function, got {_shown(tools)}")
+        raise MalformedMessage(f"tools: expected an object as each function, got {shown(tools)}")
     if body.get("tool_choice") == "none":
         tools = []
     messages = tuple(_message(one, place) for place, one in enumerate(told))
@@ -126,7 +126,7 @@ def text_call(body: Mapping[str, object]) -> CallRequest:
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
         return _call(body, prompt=tuple(prompt))
     if not isinstance(prompt, str) or not prompt:
-        raise MalformedMessage(f"prompt: expected one text or one list of token ids, got {_shown(prompt)}")
+        raise MalformedMessage(f"prompt: expected one text or one list of token ids, got {shown(prompt)}")
     return _call(body, prompt=prompt)
 
 
@@ -143,9 +143,9 @@ def _call(
         messages=messages,
         tools=tools,
         prompt=prompt,
-        max_tokens=None if tokens is None else _whole(tokens, "max_tokens", 1 << 20),
-        stops=_stops(body.get("stop")),
-        choices=_whole(1 if body.get("n") is None else body["n"], "n", CHOICES_MAX),
+        max_tokens=None if tokens is None else whole_number(tokens, "max_tokens", 1 << 20),
+        stops=stop_texts(body.get("stop")),
+        choices=whole_number(1 if body.get("n") is None else body["n"], "n", CHOICES_MAX),
         is_streamed=body.get("stream") is True,
         wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
         wants_logprobs=logprobs is True or (prompt is not None and logprobs is not None and logprobs is not False),
@@ -176,16 +176,16 @@ def _message(told: object, place: int) -> Message:
     """Parses one message: content as plain text, tool calls as name and arguments."""
     whose = f"messages[{place}]"
     if not isinstance(told, dict):
-        raise MalformedMessage(f"{whose}: expected an object, got {_shown(told)}")
+        raise MalformedMessage(f"{whose}: expected an object, got {shown(told)}")
     role = {"developer": "system", "function": "tool"}.get(str(told.get("role")), told.get("role"))
     if role not in ROLES:
-        raise MalformedMessage(f"{whose}.role: expected one of {', '.join(ROLES)}, got {_shown(told.get('role'))}")
+        raise MalformedMessage(f"{whose}.role: expected one of {', '.join(ROLES)}, got {shown(told.get('role'))}")
     message: dict[str, object] = {"role": role, "content": _text(told.get("content"), whose)}
     calls = told.get("tool_calls")
     if calls:
         if role != "assistant" or not isinstance(calls, list) or len(calls) > TOOLS_MAX:
             raise MalformedMessage(
-                f"{whose}.tool_calls: expected at most {TOOLS_MAX} of an assistant, got {_shown(calls)}"
+                f"{whose}.tool_calls: expected at most {TOOLS_MAX} of an assistant, got {shown(calls)}"
             )
         message["tool_calls"] = [_tool_call(call, whose) for call in calls]
     if role == "tool" and isinstance(told.get("tool_call_id"), str):
@@ -197,7 +197,7 @@ def _tool_call(told: object, whose: str) -> Message:
     function = told.get("function") if isinstance(told, dict) else None
     if not isinstance(told, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise MalformedMessage(
-            f"{whose}.tool_calls: expected {{id, type, function: {{name, arguments}}}}, got {_shown(told)}"
+            f"{whose}.tool_calls: expected {{id, type, function: {{name, arguments}}}}, got {shown(told)}"
         )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
@@ -237,17 +237,17 @@ def _text(content: object, whose: str) -> str:
     parts = content if isinstance(content, list) else [None]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise MalformedMessage(f"{whose}.content: expected text, or parts of type text, got {_shown(content)}")
+        raise MalformedMessage(f"{whose}.content: expected text, or parts of type text, got {shown(content)}")
     return "".join(cast(list[str], texts))
 
 
-def _stops(told: object) -> tuple[str, ...]:
+def stop_texts(told: object) -> tuple[str, ...]:
     stops = [told] if isinstance(told, str) else told or []
     if not isinstance(stops, list) or len(stops) > STOP_STRINGS_MAX or not all(
         isinstance(text, str) and 1 <= len(text.encode()) <= STOP_STRING_BYTES_MAX for text in stops
     ):  # fmt: skip
         raise MalformedMessage(
-            f"stop: expected at most {STOP_STRINGS_MAX} texts of 1 to {STOP_STRING_BYTES_MAX} bytes, got {_shown(told)}"
+            f"stop: expected at most {STOP_STRINGS_MAX} texts of 1 to {STOP_STRING_BYTES_MAX} bytes, got {shown(told)}"
         )
     return tuple(stops)
 
@@ -257,11 +257,11 @@ def _temperature(told: object) -> float | None:
     return float(told) if is_number and 0 <= told <= 100 else None  # type: ignore[operator, arg-type]
 
 
-def _whole(told: object, name: str, high: int) -> int:
+def whole_number(told: object, name: str, high: int) -> int:
     if type(told) is not int or not 1 <= told <= high:
-        raise MalformedMessage(f"{name}: expected a whole number from 1 to {high}, got {_shown(told)}")
+        raise MalformedMessage(f"{name}: expected a whole number from 1 to {high}, got {shown(told)}")
     return told
 
 
-def _shown(told: object) -> str:
+def shown(told: object) -> str:
     return repr(told)[:80]

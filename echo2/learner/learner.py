@@ -90,10 +90,12 @@ class LearnerDaemon:
         options: LearnerOptions,
         make_broadcaster: BroadcasterFactory = SeedNode,
         make_prepared: Callable[[LearnerOptions, RunFolder], Prepared] = prepare,
+        make_learner: type[Learner] | None = None,
     ) -> None:
         self.options = options
         self.learner: Learner | None = None
         self._make_broadcaster, self._make_prepared = make_broadcaster, make_prepared
+        self._make_learner = make_learner or Learner
         self._waits = Waits(SteadyClock())
         self._stopped = asyncio.Event()
         self._starting = "its run folder"
@@ -122,7 +124,7 @@ class LearnerDaemon:
             loading = in_trainer(trainer, lambda: self._make_prepared(self.options, folder))
             prepared = await under_way(_log, "loading the model, restoring what the run has recorded", loading)
             session = LearnerSession(ControlSession(credentials, self._waits, Backoff(here().rng)))
-            self.learner = Learner(
+            self.learner = self._make_learner(
                 self.options, prepared, credentials, trainer, session, self._stopped, self._make_broadcaster
             )
             summary = await self.learner.run()
@@ -165,6 +167,9 @@ class LearnerDaemon:
 class Learner:
     """One prepared learner: set up from its parts, run to its end, closed. Construct it on the event loop that runs it."""
 
+    Pool: type[RolloutPool] = RolloutPool
+    Loop: type[TrainingLoop] = TrainingLoop
+
     def __init__(
         self,
         options: LearnerOptions,
@@ -179,7 +184,7 @@ class Learner:
         self.session, self._stopped = session, stopped
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ending: tuple[str, float] | None = None  # what it waits for after training, and since when
-        self.pool = RolloutPool(
+        self.pool = self.Pool(
             prepared.groups, prepared.journal, prepared.history, prepared.prompts, prepared.evaluations, session, self
         )
         self.agents = (
@@ -203,7 +208,7 @@ class Learner:
         self._sinks = open_sinks(options.folder, options.config.run.name, options.config.learner.sinks)
         if options.metrics_port:
             self._sinks.append(PrometheusEndpoint(options.metrics_port, self._numbers_now))
-        self.loop = TrainingLoop(
+        self.loop = self.Loop(
             options, prepared, self.pool, self.publisher, self.auditor, self._sinks, trainer, self._on_step
         )
         if stopped.is_set():

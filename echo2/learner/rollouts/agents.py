@@ -59,10 +59,7 @@ class Agents:
             limits, prompts.chat, self, monotonic, lambda: here().rng.randbytes(24).hex(), harness, self.url
         )
         self.key_file = folder / KEY_FILE
-        if not self.key_file.exists():
-            write_secret(self.key_file, here().rng.randbytes(32).hex().encode())
-        key = read_secret(self.key_file).decode().strip()
-        self._app = GatewayApp(self.episodes, config.run.name, key, prompts.stop_strings.bytes_of)
+        self._app = GatewayApp(self.episodes, config.run.name, gateway_key(folder), prompts.stop_strings.bytes_of)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -178,6 +175,14 @@ class Agents:
         if answer.scored.reward is None:
             return answer.scored.message
         return answer.scored.reward.value, answer.scored.reward.parts
+
+
+def gateway_key(folder: Path) -> str:
+    """The gateway's key in the run's folder, made once."""
+    file = folder / KEY_FILE
+    if not file.exists():
+        write_secret(file, here().rng.randbytes(32).hex().encode())
+    return read_secret(file).decode().strip()
 
 
 def _description(instance: TaskInstance) -> dict[str, object]:

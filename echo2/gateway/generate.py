@@ -1,0 +1,317 @@
+"""Tokens in, tokens out, for trainers of other projects: vLLM's `/inference/v1/generate`, and the versions that a trainer publishes.
+
+Guarantees: an answer holds whole completions with the version of every token, none older than the request allows; the newest
+version only grows; a refusal says why, and when to retry if a retry can help. Waits for each completion as long as its client
+does; a client that leaves takes its request along. Leaves to others: keys and body limits (access), sampling (`Sampler`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import io
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from echo2.base.errors import EchoError, MalformedMessage
+from echo2.base.rollout import Rollout
+from echo2.base.routing import RoutingShape, unpacked
+from echo2.gateway.access import MASTER, AccessCheck, Bodies, key_of
+from echo2.gateway.app import KEEP_ALIVE_S, error_answer
+from echo2.gateway.episodes import CallRefused
+from echo2.gateway.replies import error_body
+from echo2.gateway.requests import CHOICES_MAX, body_of, shown, stop_texts, whole_number
+
+TOKENS_MAX, SEED_MAX, PRIORITY_MAX = 1 << 20, 1 << 63, 1 << 63
+_PATH_CHARS_MAX = 4096  # what Linux allows
+_REQUEST = frozenset({
+    "request_id", "token_ids", "sampling_params", "model", "stream", "priority", "min_version", "exact_version",
+    "stream_options", "cache_salt", "return_token_ids",
+})  # fmt: skip
+_OBEYED = frozenset({
+    "n", "temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs",
+})  # fmt: skip
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "min_tokens": (0,),
+    "prompt_logprobs": (), "logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "structured_outputs": (),
+    "skip_special_tokens": (True, False), "spaces_between_special_tokens": (True, False), "detokenize": (True, False),
+    "include_stop_str_in_output": (True, False), "truncate_prompt_tokens": (), "output_kind": (0, 1, 2),
+    "routed_experts_prompt_start": (0,), "extra_args": ({},), "flat_logprobs": (False,), "return_sampling_mask": (False,),
+    "skip_clone": (True, False), "skip_reading_prefix_cache": (True, False), "thinking_token_budget": (),
+}  # fmt: skip
+"""Sampling parameters of vLLM that echo2 takes with these values alone, which change nothing of the tokens; or with none."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A parsed request. `seed` None: the server chooses. `max_tokens` None: as many as the run allows. `ignores_end`: only the
+    request's own stops end it. `min_version`, `exact_version`: of every token."""
+
+    token_ids: tuple[int, ...]
+    request_id: str = ""
+    choices: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int | None = None
+    seed: int | None = None
+    stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignores_end: bool = False
+    wants_logprobs: bool = True
+    is_streamed: bool = False
+    priority: int = 0
+    min_version: int | None = None
+    exact_version: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """A request under way: its `rollouts` by choice so far. `answer`: resolved when all are whole. `logprobs_of`: those that the
+    request's sampling makes count."""
+
+    request: GenerateRequest
+    rollouts: list[Rollout]
+    logprobs_of: Callable[[Rollout], tuple[float, ...]]
+    answer: asyncio.Future[None]
+    grew: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Sampler(Protocol):
+    """The fleet, and the weights that it holds. `routing_shape`: of a mixture of experts whose routes are recorded."""
+
+    @property
+    def newest_version(self) -> int: ...
+
+    @property
+    def routing_shape(self) -> RoutingShape | None: ...
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        """Begins to sample. Raises CallRefused, at once or by the answer."""
+        ...
+
+    def leave(self, generation: Generation) -> None:
+        """Nobody waits for the answer any more."""
+        ...
+
+    def status(self) -> Mapping[str, object]:
+        """Versions, requests under way, and what they wait for."""
+        ...
+
+    async def publish(self, version: int, folder: str, is_last: bool) -> None:
+        """Loads a model folder as `version` and begins to send it. Raises CallRefused or ConfigError."""
+        ...
+
+
+class GenerateApp:
+    """`key`: every request bears it. `model`: the name that clients give."""
+
+    def __init__(self, sampler: Sampler, model: str, context_tokens: int, key: str) -> None:
+        self._sampler, self._model, self._context_tokens, self._key = sampler, model, context_tokens, key
+        self._bodies = Bodies()
+
+    def application(self) -> ASGIApp:
+        routes = [
+            Route("/inference/v1/generate", self._generate, methods=["POST"]),
+            Route("/v1/versions", self._publish, methods=["POST"]),
+            Route("/v1/versions", self._status),
+            Route("/v1/models", self._models),
+            Route("/health", self._status),
+        ]
+        handlers = dict.fromkeys((CallRefused, EchoError, ClientDisconnect, Exception), error_answer)
+        return AccessCheck(Starlette(routes=routes, exception_handlers=handlers), self._caller_of)
+
+    def _caller_of(self, key: str) -> str | None:
+        return MASTER if hmac.compare_digest(key.encode(), self._key.encode()) else None
+
+    async def _body(self, request: Request) -> dict[str, object]:
+        async with self._bodies.read(request, key_of(request)) as data:
+            return body_of(data)
+
+    async def _generate(self, request: Request) -> Response:
+        asked = parsed_request(await self._body(request))
+        generation = self._sampler.generate(asked)
+        if asked.is_streamed:
+            return StreamingResponse(self._streamed(generation), media_type="text/event-stream")
+
+        async def hung_up() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        leaving = asyncio.ensure_future(hung_up())
+        try:
+            await asyncio.wait({generation.answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not generation.answer.done():
+                raise ClientDisconnect
+            generation.answer.result()
+        finally:
+            leaving.cancel()
+            self._sampler.leave(generation)
+        choices = [self._choice(generation, rollout, 0) for rollout in generation.rollouts]
+        return JSONResponse({**self._head(generation), "choices": choices, "prompt_logprobs": None})
+
+    async def _streamed(self, generation: Generation) -> AsyncIterator[str]:
+        """Events of the tokens that are new since the last one. Tokens that were sent never change: where another worker began a
+        completion anew and came to others, the stream ends with an error."""
+        sent: list[tuple[int, ...]] = [()] * len(generation.rollouts)
+        try:
+            while True:
+                generation.grew.clear()
+                is_over = generation.answer.done()
+                if is_over:
+                    generation.answer.result()
+                for index, rollout in enumerate(generation.rollouts):
+                    begun = len(sent[index])
+                    if rollout.token_ids[:begun] != sent[index]:
+                        text = "another worker began this completion anew, and it came out otherwise"
+                        raise CallRefused(502, "sampled_anew", text)
+                    if len(rollout.token_ids) > begun or (is_over and rollout.is_finished):
+                        sent[index] = rollout.token_ids
+                        choice = self._choice(generation, rollout, begun)
+                        yield _event({**self._head(generation), "choices": [choice]})
+                if is_over:
+                    yield "data: [DONE]\n\n"
+                    return
+                growing = asyncio.ensure_future(generation.grew.wait())
+                both: set[asyncio.Future[Any]] = {generation.answer, growing}
+                await asyncio.wait(both, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                growing.cancel()
+                if not generation.answer.done() and not generation.grew.is_set():
+                    yield ": still sampling\n\n"
+        except CallRefused as refused:
+            yield _event(error_body(refused))
+        finally:
+            self._sampler.leave(generation)
+
+    def _head(self, generation: Generation) -> dict[str, object]:
+        prompt = len(generation.request.token_ids)
+        sampled = sum(len(rollout.token_ids) for rollout in generation.rollouts)
+        usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+        newest = self._sampler.newest_version
+        return {"request_id": generation.request.request_id, "usage": usage, "newest_version": newest}
+
+    def _choice(self, generation: Generation, rollout: Rollout, begun: int) -> dict[str, object]:
+        """One choice from its token number `begun` on, with the version that sampled each token."""
+        token_ids, logprobs = rollout.token_ids[begun:], generation.logprobs_of(rollout)[begun:]
+        versions = [int(span.version) for span in rollout.version_spans for _ in range(span.count)][begun:]
+        choice: dict[str, object] = {
+            "index": rollout.index, "token_ids": list(token_ids), "versions": versions,
+            "finish_reason": rollout.finish_reason.value if rollout.is_finished else None, "logprobs": None,
+        }  # fmt: skip
+        if generation.request.wants_logprobs:
+            content = [
+                {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+                for token, logprob in zip(token_ids, logprobs, strict=True)
+            ]
+            choice["logprobs"] = {"content": content}
+        shape = self._sampler.routing_shape
+        if shape is not None and not begun and rollout.is_finished and rollout.routing:
+            choice["routed_experts"] = experts_npy(rollout, shape)
+        return choice
+
+    async def _publish(self, request: Request) -> Response:
+        body = await self._body(request)
+        version, folder, is_last = body.get("version"), body.get("folder"), body.get("is_last", False)
+        if not isinstance(folder, str) or not 1 <= len(folder) <= _PATH_CHARS_MAX or not folder.startswith("/"):
+            raise MalformedMessage(f"folder: expected the absolute path of a model folder, got {shown(folder)}")
+        if not isinstance(is_last, bool):
+            raise MalformedMessage(f"is_last: expected true or false, got {shown(is_last)}")
+        await self._sampler.publish(whole_number(version, "version", TOKENS_MAX), folder, is_last)
+        return JSONResponse(self._sampler.status(), status_code=201)
+
+    async def _status(self, request: Request) -> Response:
+        return JSONResponse(self._sampler.status())
+
+    async def _models(self, request: Request) -> Response:
+        card = {
+            "id": self._model, "object": "model", "created": 0, "owned_by": "echo2", "max_model_len": self._context_tokens
+        }  # fmt: skip
+        return JSONResponse({"object": "list", "data": [card]})
+
+
+def _event(body: Mapping[str, object]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def parsed_request(body: Mapping[str, object]) -> GenerateRequest:
+    """Parses a body of `/inference/v1/generate`. Raises `MalformedMessage`, which names the field, what was expected and what came;
+    also for a field that would change the tokens and is not obeyed."""
+    token_ids, told = body.get("token_ids"), body.get("sampling_params")
+    if not isinstance(token_ids, list) or not token_ids or not all(type(one) is int and one >= 0 for one in token_ids):
+        raise MalformedMessage(f"token_ids: expected one or more token ids, got {shown(token_ids)}")
+    told = {} if told is None else told
+    if not isinstance(told, dict):
+        raise MalformedMessage(f"sampling_params: expected an object, got {shown(told)}")
+    odd = sorted(name for name, value in body.items() if name not in _REQUEST and value is not None)
+    if odd:
+        raise MalformedMessage(f"{odd[0][:40]}: expected a field of token-in, token-out generation without images")
+    for name, value in told.items():
+        if name not in _OBEYED and value is not None and value not in _NEUTRAL.get(name, ()):
+            raise MalformedMessage(
+                f"sampling_params.{name[:40]}: expected {' or '.join(map(repr, _NEUTRAL.get(name, ()))) or 'none'}, since "
+                f"workers sample by {', '.join(sorted(_OBEYED))} alone, got {shown(value)}"
+            )
+    exact, least = (_version(body, name) for name in ("exact_version", "min_version"))
+    if exact is not None and least is not None:
+        raise MalformedMessage("exact_version: expected it or min_version, got both")
+    stop_ids = told.get("stop_token_ids") or []
+    if not isinstance(stop_ids, list) or not all(type(one) is int and 0 <= one < TOKENS_MAX for one in stop_ids):
+        raise MalformedMessage(f"sampling_params.stop_token_ids: expected token ids, got {shown(stop_ids)}")
+    tokens, seed = told.get("max_tokens"), told.get("seed")
+    top_k = told.get("top_k")
+    return GenerateRequest(
+        token_ids=tuple(token_ids),
+        request_id=str(body.get("request_id") or "")[:128],
+        choices=whole_number(1 if told.get("n") is None else told["n"], "sampling_params.n", CHOICES_MAX),
+        temperature=_number(told, "temperature", 0.0, 100.0),
+        top_p=_number(told, "top_p", 1e-6, 1.0),
+        top_k=0 if top_k in (None, -1, 0) else whole_number(top_k, "sampling_params.top_k", TOKENS_MAX),
+        max_tokens=None if tokens is None else whole_number(tokens, "sampling_params.max_tokens", TOKENS_MAX),
+        seed=None if seed is None else _within(seed, "sampling_params.seed", 0, SEED_MAX),
+        stops=stop_texts(told.get("stop")),
+        stop_token_ids=tuple(stop_ids),
+        ignores_end=told.get("ignore_eos") is True,
+        wants_logprobs=told.get("logprobs") is not None,
+        is_streamed=body.get("stream") is True,
+        priority=_within(body.get("priority") or 0, "priority", -PRIORITY_MAX, PRIORITY_MAX),
+        min_version=least,
+        exact_version=exact,
+    )
+
+
+def _version(body: Mapping[str, object], name: str) -> int | None:
+    told = body.get(name)
+    return None if told is None else _within(told, name, 0, 1 << 53)
+
+
+def _within(told: object, name: str, low: int, high: int) -> int:
+    if type(told) is not int or not low <= told < high:
+        raise MalformedMessage(f"{name}: expected a whole number from {low} to {high - 1}, got {shown(told)}")
+    return told
+
+
+def _number(params: Mapping[str, object], name: str, low: float, high: float) -> float:
+    told = 1.0 if params.get(name) is None else params[name]
+    if isinstance(told, bool) or not isinstance(told, int | float) or not low <= told <= high:
+        raise MalformedMessage(f"sampling_params.{name}: expected a number from {low:g} to {high:g}, got {shown(told)}")
+    return float(told)
+
+
+def experts_npy(rollout: Rollout, shape: RoutingShape) -> str:
+    """The routes of a rollout as vLLM writes them: base64 of an .npy file of (positions, routers, chosen), all positions that were
+    read (the prompt's, if they are known, and the tokens' but the last)."""
+    rows = [unpacked(part, shape) for part in (rollout.routing.prompt, rollout.routing.tokens) if part]
+    file = io.BytesIO()
+    kind = np.uint8 if shape.experts <= 256 else np.uint16
+    np.save(file, np.concatenate(rows).astype(kind), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,257 @@
+"""What trainers of other projects ask the fleet for: each request is a group of its own, leased and reported like any other.
+
+    asked --> waits by priority --> offered --reports--> whole --> answered
+                                       |
+                                       '-- too old, or its worker is barred --> offered again under another id, then refused
+
+Guarantees: no token of an answer is older than its request allows, nor than the staleness bound; a request that nobody waits for
+any more is closed. A kill loses the requests under way, whose clients see their connections end and ask again; so nothing of them
+is journalled. Leaves to others: HTTP (gateway/generate), admission and who may report (pool, ingest).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from echo2.base.errors import EchoError
+from echo2.base.ids import GroupId, PeerId, Step, Version
+from echo2.base.rollout import GroupSpec, RolloutSegment, SamplingParams, SegmentVerdict, Verdict, Work
+from echo2.gateway.episodes import CallRefused
+from echo2.gateway.generate import GenerateRequest, Generation
+from echo2.learner.rollouts.admission import STEPS_REMEMBERED
+from echo2.learner.rollouts.groups import NOBODY, Draw, TrainGroup, empty_rollout
+from echo2.learner.rollouts.pool import RolloutPool
+from echo2.outside import monotonic, unix_now
+
+OFFERED_MAX = 1024  # rollouts offered at once: more than a fleet's slots, few enough that priority orders the rest
+ASKED_MAX = 8192
+"""Rollouts asked for and not answered; beyond it clients are told to come again."""
+RETRY_AFTER_S = 1.0
+FINISHED_MAX = 4096
+"""Answered groups kept until the next version, for what operators see of them."""
+
+
+@dataclass(order=True, slots=True)
+class Asked:
+    """A request in the order in which it is offered. `retry`: how often it has begun anew."""
+
+    priority: int
+    number: int
+    generation: Generation = field(compare=False)
+    sampling: SamplingParams = field(compare=False)
+    retry: int = field(default=0, compare=False)
+
+    @property
+    def group_id(self) -> GroupId:
+        again = f"r{self.retry}" if self.retry else ""
+        return GroupId(f"s{self.number:08d}{again}")
+
+
+class RequestPool(RolloutPool):
+    """A pool without prompts, rewards and batches. `finished`: whole groups since the last version. `busy_s`: seconds in which a
+    request was under way, since the last version."""
+
+    def __init__(self, *parts: object, **named: object) -> None:
+        super().__init__(*parts, **named)  # type: ignore[arg-type]
+        self.finished: list[TrainGroup] = []
+        self.sampled_tokens = 0
+        self._asked: dict[GroupId, Asked] = {}
+        self._waiting: list[Asked] = []
+        self._numbers = itertools.count(int(unix_now()) * 1_000_000)  # no number of an earlier start comes again
+        self._busy_s, self._busy_since = 0.0, 0.0
+
+    # ---- what clients ask
+
+    @property
+    def rollouts_asked(self) -> int:
+        return sum(one.generation.request.choices for one in (*self._asked.values(), *self._waiting))
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        """Begins a request. Raises CallRefused if the fleet cannot answer it."""
+        self._check_versions(request)
+        if self.rollouts_asked + request.choices > ASKED_MAX:
+            text = f"expected at most {ASKED_MAX} completions under way, come again when some are answered"
+            raise CallRefused(429, "busy", text, RETRY_AFTER_S)
+        number = next(self._numbers)
+        sampling = self._sampling_of(request, number)
+        name = GroupId(f"s{number:08d}")
+        generation = Generation(
+            request, [empty_rollout(name, index) for index in range(request.choices)],
+            lambda rollout: sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs),
+            asyncio.get_running_loop().create_future(),
+        )  # fmt: skip
+        if not self._asked and not self._waiting:
+            self._busy_since = monotonic()
+        heapq.heappush(self._waiting, Asked(request.priority, number, generation, sampling))
+        self._settle()
+        return generation
+
+    def leave(self, generation: Generation) -> None:
+        """Closes the request if it is still under way."""
+        if generation.answer.done():
+            return
+        generation.answer.cancel()
+        for group_id, asked in list(self._asked.items()):
+            if asked.generation is generation:
+                self.groups.close_family(group_id, "unused")
+        self._waiting = [one for one in self._waiting if one.generation is not generation]
+        heapq.heapify(self._waiting)
+        self._note_idle()
+        self._settle()
+
+    def take_busy_s(self) -> float:
+        """Seconds since the last call in which a request was under way."""
+        now = monotonic()
+        if self._asked or self._waiting:
+            self._busy_s += now - self._busy_since
+            self._busy_since = now
+        taken, self._busy_s = self._busy_s, 0.0
+        return taken
+
+    def _check_versions(self, request: GenerateRequest) -> None:
+        newest, bound = self.groups.published[-1], self.groups.rules.staleness_bound
+        exact, least = request.exact_version, request.min_version
+        wanted = least if exact is None else exact
+        if wanted is not None and wanted > newest:
+            text = f"expected a version up to {newest}, the newest, got {wanted}: ask again when it is published"
+            raise CallRefused(409, "version_not_published", text, RETRY_AFTER_S)
+        if exact is not None and (exact < newest - bound or exact not in self.groups.published):
+            text = (
+                f"expected one of the versions that workers may hold, {max(0, newest - bound)} to {newest}, got {exact}"
+            )
+            raise CallRefused(409, "version_gone", text)
+
+    def _sampling_of(self, request: GenerateRequest, number: int) -> SamplingParams:
+        run, room = self.prompts.sampling, self.prompts.context_tokens - len(request.token_ids)
+        if room < 1:
+            text = f"token_ids: expected at most {self.prompts.context_tokens - 1} tokens, got {len(request.token_ids)}"
+            raise CallRefused(400, "context_length_exceeded", text)
+        if max((*request.token_ids, *request.stop_token_ids)) >= self.prompts.vocabulary_size:
+            raise CallRefused(
+                400, "invalid_request_error",
+                f"token_ids: expected ids below {self.prompts.vocabulary_size}, got "
+                f"{max((*request.token_ids, *request.stop_token_ids))!r:.40}",
+            )  # fmt: skip
+        if request.max_tokens is not None and request.max_tokens > run.max_new_tokens:
+            text = (
+                f"sampling_params.max_tokens: expected at most {run.max_new_tokens}, for which workers keep room "
+                f"(sampling.max_new_tokens of the run), got {request.max_tokens}"
+            )
+            raise CallRefused(400, "invalid_request_error", text)
+        try:
+            piece_ids, pieces = self.prompts.stop_strings.pieces_of(request.stops)
+            ends = () if request.ignores_end else run.stop_token_ids
+            return SamplingParams(
+                request.temperature, request.top_p, request.top_k, min(request.max_tokens or run.max_new_tokens, room),
+                tuple(sorted({*ends, *request.stop_token_ids})),
+                self.prompts.secret_seed(f"request/{number}") if request.seed is None else request.seed,
+                tuple(text.encode() for text in request.stops), piece_ids, pieces,
+            )  # fmt: skip
+        except EchoError as error:
+            raise CallRefused(400, "invalid_request_error", str(error)) from None
+
+    # ---- as the pool of the ingest port
+
+    async def report(
+        self, segments: Sequence[RolloutSegment], attempt: int, sender: PeerId = NOBODY
+    ) -> tuple[SegmentVerdict, ...]:
+        verdicts = tuple(self.groups.receive(segment, attempt, sender) for segment in segments)
+        for verdict in verdicts:
+            group, asked = self.groups.groups.get(verdict.group_id), self._asked.get(verdict.group_id)
+            if group is None or asked is None or verdict.verdict not in (Verdict.ADMITTED, Verdict.HELD):
+                continue
+            rollout = group.rollouts[verdict.index]
+            if (rollout.oldest_version or 0) < (asked.generation.request.min_version or 0):
+                self.groups.close_family(verdict.group_id, "stale")
+                continue
+            asked.generation.rollouts[verdict.index] = rollout
+            asked.generation.grew.set()
+            if group.is_sampled:
+                self._answer(asked)
+        self._settle()
+        return verdicts
+
+    def _answer(self, asked: Asked) -> None:
+        group = self.groups.groups[asked.group_id]
+        group.rewards = dict.fromkeys(range(len(group.rollouts)), 0.0)
+        whole = self.groups.train_group(group)
+        spans = [span for rollout in whole.rollouts for span in rollout.version_spans]
+        if group.is_training:
+            self.groups.ledger.record(asked.group_id, self.groups.next_step, spans)
+        self.groups.counts.trained += len(whole.rollouts)
+        tokens = sum(len(rollout.token_ids) for rollout in whole.rollouts)
+        self.groups.counts.trained_tokens += tokens
+        self.sampled_tokens += tokens
+        if len(self.finished) < FINISHED_MAX:
+            self.finished.append(whole)
+        self._watcher.on_answer(whole)
+        if not asked.generation.answer.done():
+            asked.generation.answer.set_result(None)
+        self.groups.close_family(asked.group_id, "complete")
+
+    # ---- after every call
+
+    def _tell_closures(self) -> None:
+        for closure in self.groups.take_closures():
+            self._coordinator.close([closure.group_id], closure.reason)
+            asked = self._asked.pop(closure.group_id, None)
+            if asked is None or asked.generation.answer.done():
+                continue
+            try:
+                self._check_versions(asked.generation.request)
+                if closure.retry is None:
+                    text = f"its tokens could not be used: {closure.reason}, {asked.retry + 1} times; ask again"
+                    raise CallRefused(503, "not_sampled", text, RETRY_AFTER_S)
+                heapq.heappush(self._waiting, replace(asked, retry=asked.retry + 1))
+            except CallRefused as refused:
+                asked.generation.answer.set_exception(refused)
+                asked.generation.answer.exception()  # its client may have left
+        self._note_idle()
+
+    def begin_version(self, version: Version) -> list[TrainGroup]:
+        """From now on `version` is the trainer's newest: closes what is too old for it. Returns what was answered before."""
+        self.groups.next_step = Step(version)
+        self.groups.drop_stale()
+        oldest = version - self.groups.rules.staleness_bound
+        for group_id, asked in self._asked.items():
+            exact = asked.generation.request.exact_version
+            if exact is not None and exact < oldest and group_id in self.groups.groups:
+                self.groups.close_family(group_id, "stale")
+        self.groups.ledger.forget_before(Step(max(0, version - STEPS_REMEMBERED)))
+        finished, self.finished = self.finished, []
+        return finished
+
+    def _note_idle(self) -> None:
+        if not self._asked and not self._waiting and self._busy_since:
+            self._busy_s += monotonic() - self._busy_since
+            self._busy_since = 0.0
+
+    def _draw_missing(self) -> None:
+        """Offers what waits, by priority, while there is room."""
+        offered = sum(one.generation.request.choices for one in self._asked.values())
+        while self._waiting and offered < OFFERED_MAX:
+            asked = heapq.heappop(self._waiting)
+            request, name = asked.generation.request, asked.group_id
+            work = Work.TRAIN if request.exact_version is None else Work.EVALUATE
+            # A worker may begin with versions from `consume_step - S` on.
+            step = self.groups.next_step
+            if request.min_version is not None:
+                step = max(step, request.min_version + self.groups.rules.staleness_bound)
+            exact = None if request.exact_version is None else Version(request.exact_version)
+            spec = GroupSpec(name, request.token_ids, request.choices, asked.sampling, step, work, exact)
+            self._asked[name] = asked
+            offered += request.choices
+            draw = Draw(asked.number, asked.retry, request.token_ids, asked.sampling)
+            self.groups.open(spec, draw)
+            self._coordinator.offer([spec])
+
+    @property
+    def waits_for(self) -> str:
+        if not self._asked and not self._waiting:
+            return "requests of trainers"
+        begun = sum(self.groups.groups[name].is_begun for name in self._asked)
+        return f"{len(self._asked)} requests, {begun} begun by workers; {len(self._waiting)} wait for their turn"

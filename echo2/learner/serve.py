@@ -1,0 +1,288 @@
+"""`echo2 serve`: the learner's place in a run for a trainer of another project, which hands in weights and asks for tokens by HTTP.
+
+    weights handed in --> checked, on disk --> published --> newest version
+    requests --> leased to workers (rollouts/requests) --> answered
+
+Guarantees: a version is on disk before its first byte is sent, and its number only grows, so that a restart goes on with the newest;
+weights that are not the model's are refused and change nothing; every answer is audited like any rollout. Leaves to others: HTTP
+(gateway/generate), the fleet and its plan (coordinator), training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echo2.base.errors import ConfigError
+from echo2.base.ids import Step, Version
+from echo2.base.routing import CONFIG_KEY, RoutingShape
+from echo2.config.run import AgentSection
+from echo2.gateway.app import GatewayPort
+from echo2.gateway.episodes import CallRefused
+from echo2.gateway.generate import GenerateApp, GenerateRequest, Generation
+from echo2.learner.learner import Learner
+from echo2.learner.loop import TrainingLoop
+from echo2.learner.options import LearnerOptions
+from echo2.learner.own_trainer import DeclaredModel, OwnTrainer
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, groups_state
+from echo2.learner.rollouts.agents import gateway_key
+from echo2.learner.rollouts.groups import Batch
+from echo2.learner.rollouts.prompts import PromptSource, TurnAnswer, load_tokenizer
+from echo2.learner.rollouts.requests import RequestPool
+from echo2.learner.run_folder import RunFolder
+from echo2.learner.startup import Prepared, prepare_with
+from echo2.learner.training.loading import config_json_of, load_whole
+from echo2.outside import monotonic, unix_now
+from echo2.tasks.task import TaskInstance
+from echo2.weights.elements import published_tensors
+from echo2.weights.routers import Routers
+
+URL_FILE = "gateway.url"
+_log = logging.getLogger("echo2.learner")
+
+
+class NoPrompts:
+    """The world of a run whose prompts come with the requests."""
+
+    name, size, reward_processes = "requests", None, 0
+
+    def instance(self, index: int) -> TaskInstance:
+        raise AssertionError("prompts come with the requests")
+
+    async def answer(self, *_: object, **__: object) -> TurnAnswer:
+        raise AssertionError("the trainer computes its own rewards")
+
+    def close(self) -> None:
+        pass
+
+
+class ServedModel(DeclaredModel):
+    """`routing`: shape of the routes that workers record; None if they record none."""
+
+    def __init__(self, path: str, weights_dtype: str, *, records_routing: bool) -> None:
+        super().__init__(path, weights_dtype)
+        self.routing: RoutingShape | None = None
+        if records_routing:
+            from transformers import AutoModelForCausalLM
+
+            with torch.device("meta"):
+                self.routing = Routers(AutoModelForCausalLM.from_config(self.config), f"model {path}").shape
+
+    def config_json(self) -> bytes:
+        return config_json_of(self.config, self.size, {CONFIG_KEY: True} if self.routing else None)
+
+    def read(self, folder: str) -> dict[str, Tensor]:
+        """Loads the tensors of a model folder, in the published dtype. Raises `ConfigError` unless they are this model's."""
+        found = published_tensors(load_whole(folder, self.dtype))
+        self.check_table(found)
+        return {name: found[name].detach() for name in sorted(self.shapes)}
+
+
+class ServedWeights(OwnTrainer):
+    """The training side without training: holds the newest weights. `step_count` is their version. `door`: where it listens."""
+
+    starts_from_base = True
+
+    def __init__(self, model: ServedModel, door: AgentSection) -> None:
+        super().__init__(model)
+        self.door = door
+        self._weights = model.read(model.path)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        assert self._weights is not None, "read at the start"
+        return self._weights
+
+    def put(self, version: Version, weights: dict[str, Tensor]) -> None:
+        self.step_count, self._weights = int(version), weights
+
+    def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
+        newest = store.newest()
+        if newest is None:
+            return None
+        checkpoint = store.load(newest, None)
+        self.put(checkpoint.published_version, dict(checkpoint.published))
+        return checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class HandedIn:
+    """Weights to publish as `version`. `is_begun`: resolved once they are on their way."""
+
+    version: Version
+    weights: dict[str, Tensor]
+    is_last: bool
+    is_begun: asyncio.Future[None]
+
+
+class ServingLoop(TrainingLoop):
+    """Publishes what is handed in, instead of training. `door`: its address and key."""
+
+    pool: RequestPool
+
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        config, folder = self.options.config, self.options.folder
+        self.weights: ServedWeights = self.p.team  # type: ignore[assignment]
+        self._handed_in: asyncio.Queue[HandedIn | None] = asyncio.Queue()
+        self._is_last = False
+        self._publishing = asyncio.Lock()
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._began = monotonic()
+        self._port = GatewayPort(self.weights.door.listen, self.weights.door.tls)
+        self.url = self._port.url
+        app = GenerateApp(self, config.run.name, self.p.prompts.context_tokens, gateway_key(folder))
+        self._app = app.application()
+        (folder / URL_FILE).write_text(self.url + "\n")
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_last
+
+    def stop(self) -> None:
+        super().stop()
+        self._handed_in.put_nowait(None)
+
+    async def run(self) -> None:
+        """Serves until the last version or `stop`."""
+        serving = asyncio.get_running_loop().create_task(self._port.run(self._app))
+        loop = asyncio.get_running_loop().create_task(super().run())
+        _log.info("trainers ask %s; their key is in %s", self.url, self.options.folder / "gateway.key")
+        try:
+            await asyncio.wait({serving, loop}, return_when=asyncio.FIRST_COMPLETED)
+            (loop if loop.done() else serving).result()
+        finally:
+            loop.cancel()
+            await self._port.stop(serving)
+            self._reading.shutdown(wait=False, cancel_futures=True)
+            with contextlib.suppress(asyncio.CancelledError):
+                await loop
+
+    async def _one_step(self) -> bool:
+        self.waiting = ("weights", monotonic())
+        handed = await self._handed_in.get()
+        if handed is None:
+            return False
+        self.waiting = ("", 0.0)
+        self.weights.put(handed.version, handed.weights)
+        finished = self.pool.begin_version(handed.version)
+        await self.publisher.settled()
+        await self._keep(handed)
+        self.auditor.counts.steps += 1
+        self.auditor.keep(handed.version, handed.weights)
+        await self.publisher.publish_soon(handed.version, handed.weights)
+        self._is_last = handed.is_last
+        if not handed.is_begun.done():
+            handed.is_begun.set_result(None)
+        self._write_row(handed.version, Batch(Step(handed.version - 1), tuple(finished)))
+        return True
+
+    async def _keep(self, handed: HandedIn) -> None:
+        """Puts the version on disk, with what else a restart needs."""
+        journal_from = self.pool.begin_segment(self.options.config.run.name)
+        state = groups_state(self.pool.groups)
+        state["published"] = [*state["published"], handed.version]
+        checkpoint = self.weights.take(
+            self.p.store, handed.weights, handed.version, {"journal_from": journal_from, "groups": state}
+        )
+        self._checkpointed = Step(handed.version)
+        await self._write_checkpoint(lambda: self.p.store.save(checkpoint))
+
+    def _write_row(self, version: Version, batch: Batch) -> None:
+        """The interval since the last version: while requests were under way the trainer waited, the rest of it it trained."""
+        now = monotonic()
+        interval_s, self._began = now - self._began, now
+        wait_s = min(interval_s, self.pool.take_busy_s())
+        self.utilisation.add(interval_s - wait_s, wait_s)
+        self.recent.add(batch)
+        tokens, self.pool.sampled_tokens = self.pool.sampled_tokens, 0
+        self._write({
+            "step": int(version), "unix_s": unix_now(), "step_s": interval_s - wait_s, "phase/wait_s": wait_s,
+            "tokens": tokens, "rollouts": batch.rollout_count, "version": int(version),
+        })  # fmt: skip
+        _log.info(
+            "version %d: %d completions, %s tokens since the last one", version, batch.rollout_count, f"{tokens:,}"
+        )
+        self._on_step()
+
+    # ---- what clients ask
+
+    @property
+    def newest_version(self) -> int:
+        return int(self.pool.groups.published[-1])
+
+    @property
+    def routing_shape(self) -> RoutingShape | None:
+        model = self.weights.model
+        assert isinstance(model, ServedModel), "made so"
+        return model.routing
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        return self.pool.generate(request)
+
+    def leave(self, generation: Generation) -> None:
+        self.pool.leave(generation)
+
+    def status(self) -> Mapping[str, object]:
+        bound = self.options.config.staleness.bound
+        return {
+            "newest_version": self.newest_version, "staleness_bound": bound,
+            "under_way": self.pool.rollouts_asked, "waits_for": self.pool.waits_for, "is_last": self._is_last,
+        }  # fmt: skip
+
+    async def publish(self, version: int, folder: str, is_last: bool) -> None:
+        async with self._publishing:
+            newest = int(self.weights.step_count)
+            if version <= newest:
+                raise CallRefused(
+                    409, "version_not_newer", f"version: expected one above {newest}, the newest, got {version}"
+                )
+            if self._is_last or self._is_stopped:
+                raise CallRefused(410, "run_ended", "this run has had its last version")
+            model = self.weights.model
+            assert isinstance(model, ServedModel), "made so"
+            weights = await asyncio.get_running_loop().run_in_executor(self._reading, model.read, folder)
+            handed = HandedIn(Version(version), weights, is_last, asyncio.get_running_loop().create_future())
+            self._handed_in.put_nowait(handed)
+            await handed.is_begun
+
+
+class ServingLearner(Learner):
+    """A learner whose pool answers requests and whose loop publishes what it is given."""
+
+    Pool, Loop = RequestPool, ServingLoop
+
+
+def served_options(options: LearnerOptions) -> LearnerOptions:
+    """The options of a run that is served: no task, no evaluations. Raises `ConfigError` for what only a trainer of echo2's has."""
+    config = options.config
+    if config.model.lora_rank:
+        raise ConfigError(
+            f"model.lora_rank: expected 0, since a trainer that is served hands in whole weights, got {config.model.lora_rank}"
+        )
+    if config.agent.harness:
+        raise ConfigError(
+            f"agent.harness: expected none, since prompts come with the requests of a trainer, got {config.agent.harness}"
+        )
+    task = type(config.task)(eval_prompts=0)
+    learner = config.learner.model_copy(update={"prune_hopeless": False, "drop_equal_groups": False})
+    return replace(
+        options, config=config.model_copy(update={"task": task, "learner": learner, "agent": AgentSection()})
+    )
+
+
+def prepare_served(options: LearnerOptions, folder: RunFolder, door: AgentSection) -> Prepared:
+    """As `prepare`, with the weights of the model's folder, or of the newest version that this run was handed."""
+    model = ServedModel(
+        options.trainer.model_path, options.trainer.weights_dtype, records_routing=options.trainer.replays_routing
+    )
+    return prepare_with(
+        ServedWeights(model, door), options, folder, PromptSource(load_tokenizer(model.path), NoPrompts())
+    )
