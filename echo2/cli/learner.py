@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Help and description of the command.
 JOIN = "join a run as its learner and train to the last step; the same command goes on after a stop"
-SERVE = "join a run in the learner's place, without training: a trainer of your own hands in weights and asks for tokens by HTTP"
+SERVE = "join a run in the learner's place, for a trainer of another project (docs/doors.md)"
 
 
 @ended_by_interrupt()

@@ -155,7 +155,7 @@ def _add_demo(commands: Commands) -> None:
 def _add_run(commands: Commands) -> None:
     texts = {
         "run": "run a config on this machine: coordinator, learner and workers",
-        "serve": "serve a fleet to a trainer of another project: it hands in weights (echo2 publish) and asks for tokens by HTTP",
+        "serve": "serve a fleet to a trainer of another project (docs/doors.md)",
     }
     for name, text in texts.items():
         run = add_command(

@@ -38,8 +38,8 @@ class StoppedByUser(EchoError):
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """`workers`: arguments of each `echo-worker`, by name. `is_served`: a trainer of another project asks the fleet, none of echo2's
-    trains. `environment`: added to every process's own. `worker_python`: the
+    """`workers`: arguments of each `echo-worker`, by name. `is_served`: a trainer of another project takes the
+    learner's place. `environment`: added to every process's own. `worker_python`: the
     interpreter of the workers' environment. `still_s`: seconds without progress that end the run with an error."""
 
     config: RunConfig

@@ -1,4 +1,4 @@
-"""Tokens in, tokens out, for trainers of other projects: vLLM's `/inference/v1/generate`, and the versions that a trainer publishes.
+"""Tokens in, tokens out, for trainers of other projects: vLLM's `/inference/v1/generate`, and the versions that it publishes.
 
 Guarantees: an answer holds whole completions with the version of every token, none older than the request allows; the newest
 version only grows; a refusal says why, and when to retry if a retry can help. Waits for each completion as long as its client
@@ -209,7 +209,7 @@ class GenerateApp:
             "finish_reason": rollout.finish_reason.value if rollout.is_finished else None, "logprobs": None,
         }  # fmt: skip
         if generation.request.wants_logprobs:
-            content = [
+            content: list[dict[str, object]] = [
                 {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
                 for token, logprob in zip(token_ids, logprobs, strict=True)
             ]

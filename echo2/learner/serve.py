@@ -3,9 +3,9 @@
     weights handed in --> checked, on disk --> published --> newest version
     requests --> leased to workers (rollouts/requests) --> answered
 
-Guarantees: a version is on disk before its first byte is sent, and its number only grows, so that a restart goes on with the newest;
-weights that are not the model's are refused and change nothing; every answer is audited like any rollout. Leaves to others: HTTP
-(gateway/generate), the fleet and its plan (coordinator), training.
+Guarantees: a version is on disk before its first byte is sent, and its number only grows, so that a restart goes on with the
+newest; weights that are not the model's are refused and change nothing; every answer is audited like any rollout. Leaves to
+others: HTTP (gateway/generate), the fleet and its plan (coordinator), training.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ class OpenGroups:
         published = self.published if exact is None else [exact]
         problem = problem_of_segment(segment, group.spec, self.rules.vocabulary_size, published)
         if problem is not None:
-            return self._refuse(segment, problem, sender)
+            return self.refuse(segment, problem, sender)
         group.lease_attempt = attempt
         held = group.rollouts[segment.index]
         if held.is_finished:
@@ -326,7 +326,7 @@ class OpenGroups:
         held_tokens = len(group.rollouts[index].token_ids) if group is not None and is_held else 0
         return SegmentVerdict(segment.group_id, index, verdict, held_tokens, text)
 
-    def _refuse(self, segment: RolloutSegment, problem: str, impossible_of: PeerId = NOBODY) -> SegmentVerdict:
+    def refuse(self, segment: RolloutSegment, problem: str, impossible_of: PeerId = NOBODY) -> SegmentVerdict:
         """`impossible_of`: the sender, if no honest worker sends such a segment."""
         self.workers.on_impossible(impossible_of, problem)
         self.counts.refused += self.groups[segment.group_id].is_training
@@ -345,13 +345,13 @@ class OpenGroups:
         grown = extended(held, segment)
         if grown is None:  # a worker that lost its state may restart the rollout from its first token
             if segment.offset != 0:
-                return self._refuse(segment, "its tokens differ from those held of the same positions")
+                return self.refuse(segment, "its tokens differ from those held of the same positions")
             senders, held_tokens = (), 0
             grown = extended(empty_rollout(segment.group_id, segment.index), segment)
             assert grown is not None, "a segment at offset 0 always fits an empty rollout"
         problem = problem_of_end(grown, held_tokens, group.spec)
         if problem is not None:
-            return self._refuse(segment, problem, sender)
+            return self.refuse(segment, problem, sender)
         if group.is_training and not self._is_fresh(grown):
             self.close_family(root_of(segment.group_id), "stale")
             text = (

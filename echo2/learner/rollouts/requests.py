@@ -159,21 +159,26 @@ class RequestPool(RolloutPool):
     async def report(
         self, segments: Sequence[RolloutSegment], attempt: int, sender: PeerId = NOBODY
     ) -> tuple[SegmentVerdict, ...]:
-        verdicts = tuple(self.groups.receive(segment, attempt, sender) for segment in segments)
+        verdicts = tuple(self._received(segment, attempt, sender) for segment in segments)
         for verdict in verdicts:
             group, asked = self.groups.groups.get(verdict.group_id), self._asked.get(verdict.group_id)
             if group is None or asked is None or verdict.verdict not in (Verdict.ADMITTED, Verdict.HELD):
                 continue
-            rollout = group.rollouts[verdict.index]
-            if (rollout.oldest_version or 0) < (asked.generation.request.min_version or 0):
-                self.groups.close_family(verdict.group_id, "stale")
-                continue
-            asked.generation.rollouts[verdict.index] = rollout
+            asked.generation.rollouts[:] = group.rollouts  # all: later verdicts of this report may have ended others
             asked.generation.grew.set()
             if group.is_sampled:
                 self._answer(asked)
         self._settle()
         return verdicts
+
+    def _received(self, segment: RolloutSegment, attempt: int, sender: PeerId) -> SegmentVerdict:
+        asked, oldest = self._asked.get(segment.group_id), min((s.version for s in segment.version_spans), default=None)
+        least = asked.generation.request.min_version if asked is not None else None
+        if (
+            least is not None and oldest is not None and oldest < least
+        ):  # no worker with an older version is given the lease
+            return self.groups.refuse(segment, f"expected version {least} or newer, got {oldest}", sender)
+        return self.groups.receive(segment, attempt, sender)
 
     def _answer(self, asked: Asked) -> None:
         group = self.groups.groups[asked.group_id]
@@ -240,7 +245,7 @@ class RequestPool(RolloutPool):
             # A worker may begin with versions from `consume_step - S` on.
             step = self.groups.next_step
             if request.min_version is not None:
-                step = max(step, request.min_version + self.groups.rules.staleness_bound)
+                step = Step(max(step, request.min_version + self.groups.rules.staleness_bound))
             exact = None if request.exact_version is None else Version(request.exact_version)
             spec = GroupSpec(name, request.token_ids, request.choices, asked.sampling, step, work, exact)
             self._asked[name] = asked

@@ -1,0 +1,196 @@
+"""Tokens in, tokens out, over HTTP: what is taken, what is refused and how, and what streams and answers say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from echo2.base.errors import ConfigError, MalformedMessage
+from echo2.base.ids import GroupId, Version
+from echo2.base.rollout import FinishReason, Rollout, VersionSpan
+from echo2.base.routing import Routing, RoutingShape, packed
+from echo2.gateway.episodes import CallRefused
+from echo2.gateway.generate import GenerateApp, GenerateRequest, Generation, parsed_request
+
+KEY = {"authorization": "Bearer secret"}
+
+
+def rollout(index: int, tokens: tuple[int, ...], *, is_whole: bool = True, routing: Routing = Routing()) -> Rollout:  # noqa: B008
+    spans = (VersionSpan(Version(3), 1), VersionSpan(Version(4), len(tokens) - 1))
+    reason = FinishReason.STOP if is_whole else FinishReason.UNFINISHED
+    logprobs = tuple(-0.25 * (place + 1) for place in range(len(tokens)))
+    return Rollout(GroupId("s1"), index, tokens, logprobs, logprobs, spans, reason, routing)
+
+
+class PlayedSampler:
+    """`plays`: what becomes of a request, in a task of its own."""
+
+    newest_version, routing_shape = 4, None
+
+    def __init__(self, plays: Callable[[Generation], Any]) -> None:
+        self.plays, self.left = plays, 0
+        self.published: list[tuple[int, str, bool]] = []
+        self.routing_shape: RoutingShape | None = None
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        if request.min_version is not None and request.min_version > 4:
+            raise CallRefused(409, "version_not_published", "expected a version up to 4", 1.0)
+        made = Generation(request, [], lambda one: one.logprobs, asyncio.get_running_loop().create_future())
+        self.task = asyncio.get_running_loop().create_task(self.plays(made))
+        return made
+
+    def leave(self, generation: Generation) -> None:
+        self.left += 1
+
+    def status(self) -> Mapping[str, object]:
+        return {"newest_version": 4}
+
+    async def publish(self, version: int, folder: str, is_last: bool) -> None:
+        if folder == "/none":
+            raise ConfigError("model /none: expected a folder")
+        self.published.append((version, folder, is_last))
+
+
+async def whole(generation: Generation) -> None:
+    generation.rollouts = [rollout(index, (7, 8, 9)) for index in range(generation.request.choices)]
+    generation.answer.set_result(None)
+
+
+def asked(sampler: PlayedSampler, method: str, path: str, body: Any = None, **named: Any) -> httpx.Response:
+    app = GenerateApp(sampler, "policy", 64, "secret").application()
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+            return await client.request(method, path, json=body, **{"headers": KEY, **named})
+
+    return asyncio.run(ask())
+
+
+def generate(body: Mapping[str, Any], plays: Callable[[Generation], Any] = whole) -> httpx.Response:
+    return asked(PlayedSampler(plays), "POST", "/inference/v1/generate", {"token_ids": [1, 2], **body})
+
+
+def test_an_answer_is_what_a_token_level_client_reads() -> None:
+    body = {"sampling_params": {"n": 2, "logprobs": 1, "max_tokens": 3}, "request_id": "r7"}
+    told = generate(body).json()
+    assert (told["request_id"], told["newest_version"]) == ("r7", 4)
+    assert told["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+    for index, choice in enumerate(told["choices"]):
+        assert (choice["index"], choice["token_ids"], choice["finish_reason"]) == (index, [7, 8, 9], "stop")
+        assert choice["versions"] == [3, 4, 4], "the version of each token"
+        said = [(entry["token"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
+        assert said == [("token_id:7", -0.25), ("token_id:8", -0.5), ("token_id:9", -0.75)]
+    assert generate({"sampling_params": {}}).json()["choices"][0]["logprobs"] is None
+
+
+def test_a_stream_tells_each_token_once_and_ends_where_a_completion_came_out_otherwise() -> None:
+    async def grows(generation: Generation) -> None:
+        for tokens in ((7, 8), (7, 8, 9)):
+            generation.rollouts = [rollout(0, tokens, is_whole=len(tokens) == 3)]
+            generation.grew.set()
+            await asyncio.sleep(0.01)
+        generation.answer.set_result(None)
+
+    async def turns(generation: Generation) -> None:
+        for tokens in ((7, 8), (6, 8, 9)):
+            generation.rollouts = [rollout(0, tokens, is_whole=False)]
+            generation.grew.set()
+            await asyncio.sleep(0.01)
+
+    events = [line[6:] for line in generate({"stream": True}, grows).text.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+    assert [token for choice in choices for token in choice["token_ids"]] == [7, 8, 9]
+    assert [version for choice in choices for version in choice["versions"]] == [3, 4, 4]
+    assert [choice["finish_reason"] for choice in choices][-1] == "stop"
+    assert '"sampled_anew"' in generate({"stream": True}, turns).text.splitlines()[-2]
+
+
+def test_a_refusal_says_when_to_come_again() -> None:
+    refused = generate({"min_version": 5})
+    assert refused.status_code == 409 and refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["message"] == "expected a version up to 4"
+
+    async def fails(generation: Generation) -> None:
+        generation.answer.set_exception(CallRefused(503, "not_sampled", "ask again", 1.0))
+
+    assert generate({}, fails).status_code == 503
+    assert asked(PlayedSampler(whole), "GET", "/v1/versions", headers={}).status_code == 401
+
+
+def test_weights_are_handed_in_by_the_path_of_a_folder() -> None:
+    sampler = PlayedSampler(whole)
+    taken = asked(sampler, "POST", "/v1/versions", {"version": 5, "folder": "/models/5", "is_last": True})
+    assert taken.status_code == 201 and sampler.published == [(5, "/models/5", True)]
+    for body, told in (
+        ({"version": 5, "folder": "models"}, "expected the absolute path"),
+        ({"version": True, "folder": "/m"}, "version: expected a whole number"),
+        ({"version": 5, "folder": "/m", "is_last": 1}, "expected true or false"),
+        ({"version": 5, "folder": "/none"}, "model /none: expected a folder"),
+    ):
+        refused = asked(sampler, "POST", "/v1/versions", body)
+        assert refused.status_code == 400 and told in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"token_ids": []}, "token_ids: expected one or more"),
+        ({"token_ids": [1, -1]}, "token_ids: expected one or more"),
+        ({"token_ids": [True]}, "token_ids: expected one or more"),
+        ({"sampling_params": 3}, "sampling_params: expected an object"),
+        ({"sampling_params": {"min_p": 0.1}}, "sampling_params.min_p: expected 0, since workers sample by"),
+        ({"sampling_params": {"best_guess": 1}}, "sampling_params.best_guess: expected none"),
+        ({"sampling_params": {"n": 17}}, "sampling_params.n: expected a whole number from 1 to 16"),
+        ({"sampling_params": {"temperature": "hot"}}, "sampling_params.temperature: expected a number"),
+        ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p: expected a number"),
+        ({"sampling_params": {"top_k": -2}}, "sampling_params.top_k: expected a whole number"),
+        ({"sampling_params": {"stop_token_ids": ["x"]}}, "sampling_params.stop_token_ids: expected token ids"),
+        ({"sampling_params": {"seed": -1}}, "sampling_params.seed: expected a whole number"),
+        ({"min_version": 1, "exact_version": 1}, "exact_version: expected it or min_version, got both"),
+        ({"min_version": 1.5}, "min_version: expected a whole number"),
+        ({"features": {"image": 1}}, "features: expected a field of token-in, token-out"),
+    ],
+)
+def test_what_would_change_the_tokens_and_is_not_obeyed_is_refused(body: dict[str, Any], told: str) -> None:
+    with pytest.raises(MalformedMessage, match=told.replace("[", r"\[")):
+        parsed_request({"token_ids": [1, 2], **body})
+
+
+def test_values_that_change_nothing_are_taken() -> None:
+    params = {
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "skip_special_tokens": False,
+        "top_k": -1,
+        "seed": None,
+        "logprobs": 1,
+    }
+    parsed = parsed_request({"token_ids": [1], "sampling_params": params, "cache_salt": "x", "priority": -3})
+    assert (parsed.top_k, parsed.seed, parsed.priority, parsed.wants_logprobs) == (0, None, -3, True)
+
+
+def test_routes_are_written_as_vllm_writes_them() -> None:
+    import base64
+    import io
+
+    shape, experts = RoutingShape(2, 2, 8), np.arange(4 * 2 * 2).reshape(4, 2, 2) % 8
+    routes = Routing(packed(experts[:1], shape), packed(experts[1:], shape))
+
+    async def routed(generation: Generation) -> None:
+        generation.rollouts = [rollout(0, (7, 8, 9), routing=routes)]
+        generation.answer.set_result(None)
+
+    sampler = PlayedSampler(routed)
+    sampler.routing_shape = shape
+    told = asked(sampler, "POST", "/inference/v1/generate", {"token_ids": [1, 2]}).json()["choices"][0][
+        "routed_experts"
+    ]
+    found = np.load(io.BytesIO(base64.b64decode(told)))
+    assert found.dtype == np.uint8 and (found == experts).all(), "one row for each position that was read"

@@ -1,0 +1,164 @@
+"""What trainers of other projects ask for: versions, priority, limits, and what becomes of a request that cannot be answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from echo2.base.ids import Version
+from echo2.base.rollout import Verdict, Work
+from echo2.gateway.episodes import CallRefused
+from echo2.gateway.generate import GenerateRequest, Generation
+from echo2.learner.rollouts import requests
+from echo2.learner.rollouts.admission import GroupRules
+from echo2.learner.rollouts.requests import RequestPool
+from tests.unit.learner.stage import ALICE, BOB, SAMPLING, STOP, Stage, piece
+
+BOUND = 2
+
+
+class Door(Stage):
+    """A stage whose pool answers requests."""
+
+    def __init__(self) -> None:
+        super().__init__(GroupRules(BOUND, 4, 2, 50))
+        self.prompts.sampling, self.prompts.context_tokens, self.prompts.vocabulary_size = SAMPLING, 16, 50  # type: ignore[attr-defined]
+        self.prompts.stop_strings = SimpleNamespace(pieces_of=lambda texts: ((), ()))  # type: ignore[attr-defined]
+        self.prompts.secret_seed = lambda name: hash(name) & 0xFFFF  # type: ignore[attr-defined]
+        pool: Any = RequestPool
+        parts = (
+            self.new_groups(),
+            self.journal,
+            SimpleNamespace(cursor=0, opened_in={}),
+            self.prompts,
+            self.evaluations,
+        )
+        self.pool = self.loop.run_until_complete(self._made(pool, *parts, self, self))
+        self.tell(self.pool.resume)
+        self.offered = {}
+
+    def ask(self, **named: Any) -> Generation:
+        made: Generation = self.tell(self.pool.generate, GenerateRequest(**{"token_ids": (5, 6), **named}))
+        return made
+
+    def publish(self, version: int) -> None:
+        self.tell(self.pool.begin_version, Version(version))  # type: ignore[attr-defined]
+        self.tell(self.pool.on_published, Version(version))
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    yield Door()
+
+
+def refusal(generation: Generation) -> CallRefused:
+    error = generation.answer.exception()
+    assert isinstance(error, CallRefused)
+    return error
+
+
+def test_an_answer_has_every_choice_whole_with_the_version_of_each_token(door: Door) -> None:
+    generation = door.ask(choices=2, seed=7)
+    (spec,) = door.offered.values()
+    assert (spec.rollout_count, spec.sampling.seed, spec.sampling.max_new_tokens) == (2, 7, 8)
+    name = spec.group_id
+    assert door.report(piece(name, 0, [9, 9])) == [Verdict.HELD]
+    assert generation.rollouts[0].token_ids == (9, 9) and not generation.answer.done()
+    door.publish(1)
+    both = piece(name, 0, [STOP], 2, 1), piece(name, 1, [8, STOP], version=1)
+    assert door.report(*both, sender=BOB) == [Verdict.ADMITTED] * 2
+    assert generation.answer.done() and generation.answer.exception() is None
+    assert [r.token_ids for r in generation.rollouts] == [(9, 9, STOP), (8, STOP)]
+    assert [(int(s.version), s.count) for s in generation.rollouts[0].version_spans] == [(0, 2), (1, 1)]
+    assert (name, "complete") in door.closed and not door.offered
+    assert [len(group.rollouts) for group in door.answered] == [2], "the audit sees every answer"
+
+
+@pytest.mark.parametrize("asked", [{"min_version": 2}, {"exact_version": 2}])
+def test_a_version_that_is_not_published_is_refused_until_it_is(door: Door, asked: dict[str, int]) -> None:
+    door.publish(1)
+    with pytest.raises(CallRefused, match="expected a version up to 1, the newest, got 2") as refused:
+        door.ask(**asked)
+    assert refused.value.status == 409 and refused.value.retry_after_s > 0 and not door.offered
+    door.publish(2)
+    door.ask(**asked)
+    (spec,) = door.offered.values()
+    if "exact_version" in asked:
+        assert (spec.work, spec.exact_version) == (Work.EVALUATE, 2)
+    else:
+        assert spec.consume_step - BOUND == 2, "no worker with an older version may begin it"
+
+
+def test_no_token_is_older_than_its_request_allows(door: Door) -> None:
+    door.publish(1)
+    generation = door.ask(min_version=1)
+    (name,) = door.offered
+    assert door.report(piece(name, 0, [9, STOP], version=0)) == [Verdict.REFUSED]
+    assert door.report(piece(name, 0, [9, STOP], version=1)) == [Verdict.ADMITTED]
+    assert generation.answer.done()
+    late = door.ask()
+    (name,) = door.offered
+    door.report(piece(name, 0, [9], version=1))
+    door.publish(4)
+    assert (name, "stale") in door.closed and not late.answer.done(), "it begins anew"
+    (again,) = door.offered
+    assert again != name and door.report(piece(again, 0, [7, STOP], version=4)) == [Verdict.ADMITTED]
+    assert late.rollouts[0].token_ids == (7, STOP)
+
+
+def test_an_exact_version_that_no_worker_can_hold_any_more_is_told(door: Door) -> None:
+    generation = door.ask(exact_version=0)
+    door.publish(3)
+    assert refusal(generation).status == 409 and "versions that workers may hold, 1 to 3" in refusal(generation).message
+    with pytest.raises(CallRefused, match="got 0"):
+        door.ask(exact_version=0)
+
+
+def test_tokens_that_cannot_be_used_are_asked_for_again_then_refused(door: Door) -> None:
+    generation = door.ask()
+    for _ in range(3):
+        (name,) = door.offered
+        assert door.report(piece(name, 0, [9])) == [Verdict.HELD]
+        door.tell(door.pool.accuse, ALICE, "it lies", is_certain=True)
+    assert refusal(generation).status == 503 and refusal(generation).retry_after_s > 0 and not door.offered
+
+
+def test_a_request_that_nobody_waits_for_is_closed(door: Door) -> None:
+    generation = door.ask()
+    (name,) = door.offered
+    door.tell(door.pool.leave, generation)  # type: ignore[attr-defined]
+    assert (name, "unused") in door.closed and not door.offered and door.pool.rollouts_asked == 0  # type: ignore[attr-defined]
+
+
+def test_what_waits_is_offered_by_priority_and_too_much_is_refused(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "OFFERED_MAX", 1)
+    monkeypatch.setattr(requests, "ASKED_MAX", 3)
+    door.ask(token_ids=(1,))
+    door.ask(token_ids=(2,), priority=5)
+    door.ask(token_ids=(3,), priority=-5)
+    with pytest.raises(CallRefused) as refused:
+        door.ask(token_ids=(4,))
+    assert refused.value.status == 429 and refused.value.retry_after_s > 0
+    order = []
+    while door.offered:
+        ((name, spec),) = door.offered.items()
+        order.append(spec.prompt_token_ids)
+        door.report(piece(name, 0, [STOP]))
+    assert order == [(1,), (3,), (2,)], "lower is earlier, as in vLLM"
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"token_ids": tuple(range(2, 18))}, "expected at most 15 tokens, got 16"),
+        ({"token_ids": (50,)}, "expected ids below 50, got 50"),
+        ({"max_tokens": 9}, "expected at most 8, for which workers keep room"),
+    ],
+)
+def test_a_request_that_the_run_has_no_room_for_says_so(door: Door, asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(CallRefused, match=told) as refused:
+        door.ask(**asked)
+    assert refused.value.status == 400 and not door.offered
