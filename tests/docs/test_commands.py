@@ -47,6 +47,8 @@ RUN_HERE = (
 
 BY = (  # pattern; the file whose tests run the command; the function in it that does
     (r"echo2 run .*", "tests/e2e/test_local_run.py", "started"),
+    (r"echo2 publish .*", "tests/e2e/test_serve.py"),
+    (r"echo2 serve .*", "tests/unit/cli/test_commands.py"),
     (r"echo2 ctl .*", "tests/unit/coordinator/test_actions.py"),
     (r"echo2 offers.*", "tests/unit/cli/test_offers.py"),
     (r"echo2 demo(?!.*--(engine|model)).*|echo2 export.*", "tests/packaging/test_wheel.py"),

@@ -19,6 +19,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.nat.reach import HostFacts
 from echo2.cli import coordinator, learner, main, worker
 from echo2.cli.process import run_daemon
+from echo2.cli.run import LocalRun
 from echo2.cli.worker import worker_options
 from echo2.config.load import load_config
 from echo2.learner.options import LearnerOptions
@@ -218,3 +219,18 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert (shown.stdout, shown.stderr) == ("[run]\n", "")
+
+
+def test_echo2_serve_puts_the_gateway_in_the_learners_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    async def seen(run: LocalRun, *_: object) -> None:
+        started.extend(run.commands().values())
+
+    monkeypatch.setattr(LocalRun, "run", seen)
+    file = tmp_path / "run.toml"
+    file.write_text(f'[run]\nname = "served"\nfolder = "{tmp_path}"\n[model]\npath = "/models/base"\n')
+    assert main.main(["serve", str(file), "--workers", "1"]) == 0
+    assert [command[:2] for command in started] == [
+        ["echo-coordinator", "--config"], ["echo-learner", "serve"], ["echo-worker", "join"]
+    ]  # fmt: skip
