@@ -53,7 +53,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class TokenRequest:
     """A parsed request. `seed` None: the server chooses. `max_tokens` None: as many as the run allows. `ignores_end`: only the
     request's own stops end it. `min_version`, `exact_version`: of every token."""
 
@@ -76,14 +76,14 @@ class GenerateRequest:
 
 
 @dataclass(slots=True, eq=False)
-class Generation:
-    """A request under way: its `rollouts` by choice so far. `answer`: resolved when all are whole. `logprobs_of`: those that the
+class TokenAnswer:
+    """A request under way: its `rollouts` by choice so far. `whole`: resolved when all are. `logprobs_of`: those that the
     request's sampling makes count."""
 
-    request: GenerateRequest
+    request: TokenRequest
     rollouts: list[Rollout]
     logprobs_of: Callable[[Rollout], tuple[float, ...]]
-    answer: asyncio.Future[None]
+    whole: asyncio.Future[None]
     grew: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -96,11 +96,11 @@ class Sampler(Protocol):
     @property
     def routing_shape(self) -> RoutingShape | None: ...
 
-    def generate(self, request: GenerateRequest) -> Generation:
+    def generate(self, request: TokenRequest) -> TokenAnswer:
         """Begins to sample. Raises CallRefused, at once or by the answer."""
         ...
 
-    def leave(self, generation: Generation) -> None:
+    def leave(self, answer: TokenAnswer) -> None:
         """Nobody waits for the answer any more."""
         ...
 
@@ -140,9 +140,9 @@ class GenerateApp:
 
     async def _generate(self, request: Request) -> Response:
         asked = parsed_request(await self._body(request))
-        generation = self._sampler.generate(asked)
+        answer = self._sampler.generate(asked)
         if asked.is_streamed:
-            return StreamingResponse(self._streamed(generation), media_type="text/event-stream")
+            return StreamingResponse(self._streamed(answer), media_type="text/event-stream")
 
         async def hung_up() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -150,65 +150,65 @@ class GenerateApp:
 
         leaving = asyncio.ensure_future(hung_up())
         try:
-            await asyncio.wait({generation.answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not generation.answer.done():
+            await asyncio.wait({answer.whole, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.whole.done():
                 raise ClientDisconnect
-            generation.answer.result()
+            answer.whole.result()
         finally:
             leaving.cancel()
-            self._sampler.leave(generation)
-        choices = [self._choice(generation, rollout, 0) for rollout in generation.rollouts]
-        return JSONResponse({**self._head(generation), "choices": choices, "prompt_logprobs": None})
+            self._sampler.leave(answer)
+        choices = [self._choice(answer, rollout, 0) for rollout in answer.rollouts]
+        return JSONResponse({**self._head(answer), "choices": choices, "prompt_logprobs": None})
 
-    async def _streamed(self, generation: Generation) -> AsyncIterator[str]:
+    async def _streamed(self, answer: TokenAnswer) -> AsyncIterator[str]:
         """Events of the tokens that are new since the last one. Tokens that were sent never change: where another worker began a
         completion anew and came to others, the stream ends with an error."""
-        sent: list[tuple[int, ...]] = [()] * len(generation.rollouts)
+        sent: list[tuple[int, ...]] = [()] * len(answer.rollouts)
         try:
             while True:
-                generation.grew.clear()
-                is_over = generation.answer.done()
+                answer.grew.clear()
+                is_over = answer.whole.done()
                 if is_over:
-                    generation.answer.result()
-                for index, rollout in enumerate(generation.rollouts):
+                    answer.whole.result()
+                for index, rollout in enumerate(answer.rollouts):
                     begun = len(sent[index])
                     if rollout.token_ids[:begun] != sent[index]:
                         text = "another worker began this completion anew, and it came out otherwise"
                         raise CallRefused(502, "sampled_anew", text)
                     if len(rollout.token_ids) > begun or (is_over and rollout.is_finished):
                         sent[index] = rollout.token_ids
-                        choice = self._choice(generation, rollout, begun)
-                        yield _event({**self._head(generation), "choices": [choice]})
+                        choice = self._choice(answer, rollout, begun)
+                        yield _event({**self._head(answer), "choices": [choice]})
                 if is_over:
                     yield "data: [DONE]\n\n"
                     return
-                growing = asyncio.ensure_future(generation.grew.wait())
-                both: set[asyncio.Future[Any]] = {generation.answer, growing}
+                growing = asyncio.ensure_future(answer.grew.wait())
+                both: set[asyncio.Future[Any]] = {answer.whole, growing}
                 await asyncio.wait(both, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
                 growing.cancel()
-                if not generation.answer.done() and not generation.grew.is_set():
+                if not answer.whole.done() and not answer.grew.is_set():
                     yield ": still sampling\n\n"
         except CallRefused as refused:
             yield _event(error_body(refused))
         finally:
-            self._sampler.leave(generation)
+            self._sampler.leave(answer)
 
-    def _head(self, generation: Generation) -> dict[str, object]:
-        prompt = len(generation.request.token_ids)
-        sampled = sum(len(rollout.token_ids) for rollout in generation.rollouts)
+    def _head(self, answer: TokenAnswer) -> dict[str, object]:
+        prompt = len(answer.request.token_ids)
+        sampled = sum(len(rollout.token_ids) for rollout in answer.rollouts)
         usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
         newest = self._sampler.newest_version
-        return {"request_id": generation.request.request_id, "usage": usage, "newest_version": newest}
+        return {"request_id": answer.request.request_id, "usage": usage, "newest_version": newest}
 
-    def _choice(self, generation: Generation, rollout: Rollout, begun: int) -> dict[str, object]:
+    def _choice(self, answer: TokenAnswer, rollout: Rollout, begun: int) -> dict[str, object]:
         """One choice from its token number `begun` on, with the version that sampled each token."""
-        token_ids, logprobs = rollout.token_ids[begun:], generation.logprobs_of(rollout)[begun:]
+        token_ids, logprobs = rollout.token_ids[begun:], answer.logprobs_of(rollout)[begun:]
         versions = [int(span.version) for span in rollout.version_spans for _ in range(span.count)][begun:]
         choice: dict[str, object] = {
             "index": rollout.index, "token_ids": list(token_ids), "versions": versions,
             "finish_reason": rollout.finish_reason.value if rollout.is_finished else None, "logprobs": None,
         }  # fmt: skip
-        if generation.request.wants_logprobs:
+        if answer.request.wants_logprobs:
             content: list[dict[str, object]] = [
                 {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
                 for token, logprob in zip(token_ids, logprobs, strict=True)
@@ -243,7 +243,7 @@ def _event(body: Mapping[str, object]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-def parsed_request(body: Mapping[str, object]) -> GenerateRequest:
+def parsed_request(body: Mapping[str, object]) -> TokenRequest:
     """Parses a body of `/inference/v1/generate`. Raises `MalformedMessage`, which names the field, what was expected and what came;
     also for a field that would change the tokens and is not obeyed."""
     token_ids, told = body.get("token_ids"), body.get("sampling_params")
@@ -254,7 +254,7 @@ def parsed_request(body: Mapping[str, object]) -> GenerateRequest:
         raise MalformedMessage(f"sampling_params: expected an object, got {shown(told)}")
     odd = sorted(name for name, value in body.items() if name not in _REQUEST and value is not None)
     if odd:
-        raise MalformedMessage(f"{odd[0][:40]}: expected a field of token-in, token-out generation without images")
+        raise MalformedMessage(f"{odd[0][:40]}: expected a field of token-in, token-out answer without images")
     for name, value in told.items():
         if name not in _OBEYED and value is not None and value not in _NEUTRAL.get(name, ()):
             raise MalformedMessage(
@@ -269,7 +269,7 @@ def parsed_request(body: Mapping[str, object]) -> GenerateRequest:
         raise MalformedMessage(f"sampling_params.stop_token_ids: expected token ids, got {shown(stop_ids)}")
     tokens, seed = told.get("max_tokens"), told.get("seed")
     top_k = told.get("top_k")
-    return GenerateRequest(
+    return TokenRequest(
         token_ids=tuple(token_ids),
         request_id=str(body.get("request_id") or "")[:128],
         choices=whole_number(1 if told.get("n") is None else told["n"], "sampling_params.n", CHOICES_MAX),

@@ -1,7 +1,7 @@
 """`echo2 serve`: the learner's place in a run for a trainer of another project, which hands in weights and asks for tokens by HTTP.
 
     weights handed in --> checked, on disk --> published --> newest version
-    requests --> leased to workers (rollouts/requests) --> answered
+    requests --> leased to workers (rollouts/request_pool) --> answered
 
 Guarantees: a version is on disk before its first byte is sent, and its number only grows, so that a restart goes on with the
 newest; weights that are not the model's are refused and change nothing; every answer is audited like any rollout. Leaves to
@@ -27,7 +27,7 @@ from echo2.base.routing import CONFIG_KEY, RoutingShape
 from echo2.config.run import AgentSection
 from echo2.gateway.app import GatewayPort
 from echo2.gateway.episodes import CallRefused
-from echo2.gateway.generate import GenerateApp, GenerateRequest, Generation
+from echo2.gateway.generate import GenerateApp, TokenAnswer, TokenRequest
 from echo2.learner.learner import Learner
 from echo2.learner.loop import TrainingLoop
 from echo2.learner.options import LearnerOptions
@@ -36,7 +36,7 @@ from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, gro
 from echo2.learner.rollouts.agents import gateway_key
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.rollouts.prompts import PromptSource, TurnAnswer, load_tokenizer
-from echo2.learner.rollouts.requests import RequestPool
+from echo2.learner.rollouts.request_pool import RequestPool
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.startup import Prepared, prepare_with
 from echo2.learner.training.loading import config_json_of, load_whole
@@ -93,7 +93,7 @@ class ServedWeights(OwnTrainer):
 
     def __init__(self, model: ServedModel, door: AgentSection) -> None:
         super().__init__(model)
-        self.door = door
+        self.door, self.step_count = door, 0
         self._weights = model.read(model.path)
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -133,6 +133,7 @@ class ServingLoop(TrainingLoop):
         self.weights: ServedWeights = self.p.team  # type: ignore[assignment]
         self._handed_in: asyncio.Queue[HandedIn | None] = asyncio.Queue()
         self._is_last = False
+        self.waiting, self._checkpointed = ("", 0.0), self.p.checkpoint_step
         self._publishing = asyncio.Lock()
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._began = monotonic()
@@ -224,11 +225,11 @@ class ServingLoop(TrainingLoop):
         assert isinstance(model, ServedModel), "made so"
         return model.routing
 
-    def generate(self, request: GenerateRequest) -> Generation:
+    def generate(self, request: TokenRequest) -> TokenAnswer:
         return self.pool.generate(request)
 
-    def leave(self, generation: Generation) -> None:
-        self.pool.leave(generation)
+    def leave(self, answer: TokenAnswer) -> None:
+        self.pool.leave(answer)
 
     def status(self) -> Mapping[str, object]:
         bound = self.options.config.staleness.bound

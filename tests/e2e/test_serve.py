@@ -75,8 +75,8 @@ def test_an_outside_trainer_gets_tokens_of_the_versions_it_names(tmp_path: Path,
         assert {version for choice in trainer.ask() for version in choice["versions"]} == {0}
 
         changed(base_model, tmp_path / "first")
-        publish = ["publish", str(tmp_path / "first"), "--run", str(cluster.run_folder), "--version"]
-        assert main([*publish, "3"]) == 0 and main([*publish, "3"]) != 0
+        typed = ["echo2", "publish", str(tmp_path / "first"), "--run", str(cluster.run_folder), "--version"]
+        assert main([*typed[1:], "3"]) == 0 and main([*typed[1:], "3"]) != 0
         cluster.kill("w0")
         assert {version for choice in trainer.ask(min_version=3) for version in choice["versions"]} == {3}
         assert {version for choice in trainer.ask(exact_version=3) for version in choice["versions"]} == {3}
@@ -87,7 +87,7 @@ def test_an_outside_trainer_gets_tokens_of_the_versions_it_names(tmp_path: Path,
         assert {version for choice in trainer.ask() for version in choice["versions"]} == {3}, (
             "what was published stays"
         )
-        assert main([*publish, "4", "--last"]) == 0
+        assert main([*typed[1:], "4", "--last"]) == 0
         assert cluster.wait("learner") == 0 and cluster.wait("w1") == 0, cluster.log("learner")[-2000:]
     assert_sampled(trainer.told, {0: base_model, 3: tmp_path / "first"})
     assert (cluster.run_folder / "learner" / "model" / "model.safetensors").exists()

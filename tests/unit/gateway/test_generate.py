@@ -16,7 +16,7 @@ from echo2.base.ids import GroupId, Version
 from echo2.base.rollout import FinishReason, Rollout, VersionSpan
 from echo2.base.routing import Routing, RoutingShape, packed
 from echo2.gateway.episodes import CallRefused
-from echo2.gateway.generate import GenerateApp, GenerateRequest, Generation, parsed_request
+from echo2.gateway.generate import GenerateApp, TokenAnswer, TokenRequest, parsed_request
 
 KEY = {"authorization": "Bearer secret"}
 
@@ -33,19 +33,19 @@ class PlayedSampler:
 
     newest_version, routing_shape = 4, None
 
-    def __init__(self, plays: Callable[[Generation], Any]) -> None:
+    def __init__(self, plays: Callable[[TokenAnswer], Any]) -> None:
         self.plays, self.left = plays, 0
         self.published: list[tuple[int, str, bool]] = []
         self.routing_shape: RoutingShape | None = None
 
-    def generate(self, request: GenerateRequest) -> Generation:
+    def generate(self, request: TokenRequest) -> TokenAnswer:
         if request.min_version is not None and request.min_version > 4:
             raise CallRefused(409, "version_not_published", "expected a version up to 4", 1.0)
-        made = Generation(request, [], lambda one: one.logprobs, asyncio.get_running_loop().create_future())
+        made = TokenAnswer(request, [], lambda one: one.logprobs, asyncio.get_running_loop().create_future())
         self.task = asyncio.get_running_loop().create_task(self.plays(made))
         return made
 
-    def leave(self, generation: Generation) -> None:
+    def leave(self, answer: TokenAnswer) -> None:
         self.left += 1
 
     def status(self) -> Mapping[str, object]:
@@ -57,9 +57,9 @@ class PlayedSampler:
         self.published.append((version, folder, is_last))
 
 
-async def whole(generation: Generation) -> None:
-    generation.rollouts = [rollout(index, (7, 8, 9)) for index in range(generation.request.choices)]
-    generation.answer.set_result(None)
+async def whole(answer: TokenAnswer) -> None:
+    answer.rollouts = [rollout(index, (7, 8, 9)) for index in range(answer.request.choices)]
+    answer.whole.set_result(None)
 
 
 def asked(sampler: PlayedSampler, method: str, path: str, body: Any = None, **named: Any) -> httpx.Response:
@@ -72,7 +72,7 @@ def asked(sampler: PlayedSampler, method: str, path: str, body: Any = None, **na
     return asyncio.run(ask())
 
 
-def generate(body: Mapping[str, Any], plays: Callable[[Generation], Any] = whole) -> httpx.Response:
+def generate(body: Mapping[str, Any], plays: Callable[[TokenAnswer], Any] = whole) -> httpx.Response:
     return asked(PlayedSampler(plays), "POST", "/inference/v1/generate", {"token_ids": [1, 2], **body})
 
 
@@ -90,17 +90,17 @@ def test_an_answer_is_what_a_token_level_client_reads() -> None:
 
 
 def test_a_stream_tells_each_token_once_and_ends_where_a_completion_came_out_otherwise() -> None:
-    async def grows(generation: Generation) -> None:
+    async def grows(answer: TokenAnswer) -> None:
         for tokens in ((7, 8), (7, 8, 9)):
-            generation.rollouts = [rollout(0, tokens, is_whole=len(tokens) == 3)]
-            generation.grew.set()
+            answer.rollouts = [rollout(0, tokens, is_whole=len(tokens) == 3)]
+            answer.grew.set()
             await asyncio.sleep(0.01)
-        generation.answer.set_result(None)
+        answer.whole.set_result(None)
 
-    async def turns(generation: Generation) -> None:
+    async def turns(answer: TokenAnswer) -> None:
         for tokens in ((7, 8), (6, 8, 9)):
-            generation.rollouts = [rollout(0, tokens, is_whole=False)]
-            generation.grew.set()
+            answer.rollouts = [rollout(0, tokens, is_whole=False)]
+            answer.grew.set()
             await asyncio.sleep(0.01)
 
     events = [line[6:] for line in generate({"stream": True}, grows).text.splitlines() if line.startswith("data: ")]
@@ -117,8 +117,8 @@ def test_a_refusal_says_when_to_come_again() -> None:
     assert refused.status_code == 409 and refused.headers["retry-after"] == "1"
     assert refused.json()["error"]["message"] == "expected a version up to 4"
 
-    async def fails(generation: Generation) -> None:
-        generation.answer.set_exception(CallRefused(503, "not_sampled", "ask again", 1.0))
+    async def fails(answer: TokenAnswer) -> None:
+        answer.whole.set_exception(CallRefused(503, "not_sampled", "ask again", 1.0))
 
     assert generate({}, fails).status_code == 503
     assert asked(PlayedSampler(whole), "GET", "/v1/versions", headers={}).status_code == 401
@@ -183,9 +183,9 @@ def test_routes_are_written_as_vllm_writes_them() -> None:
     shape, experts = RoutingShape(2, 2, 8), np.arange(4 * 2 * 2).reshape(4, 2, 2) % 8
     routes = Routing(packed(experts[:1], shape), packed(experts[1:], shape))
 
-    async def routed(generation: Generation) -> None:
-        generation.rollouts = [rollout(0, (7, 8, 9), routing=routes)]
-        generation.answer.set_result(None)
+    async def routed(answer: TokenAnswer) -> None:
+        answer.rollouts = [rollout(0, (7, 8, 9), routing=routes)]
+        answer.whole.set_result(None)
 
     sampler = PlayedSampler(routed)
     sampler.routing_shape = shape

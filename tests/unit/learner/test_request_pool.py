@@ -11,10 +11,10 @@ import pytest
 from echo2.base.ids import Version
 from echo2.base.rollout import Verdict, Work
 from echo2.gateway.episodes import CallRefused
-from echo2.gateway.generate import GenerateRequest, Generation
-from echo2.learner.rollouts import requests
+from echo2.gateway.generate import TokenAnswer, TokenRequest
+from echo2.learner.rollouts import request_pool
 from echo2.learner.rollouts.admission import GroupRules
-from echo2.learner.rollouts.requests import RequestPool
+from echo2.learner.rollouts.request_pool import RequestPool
 from tests.unit.learner.stage import ALICE, BOB, SAMPLING, STOP, Stage, piece
 
 BOUND = 2
@@ -40,8 +40,8 @@ class Door(Stage):
         self.tell(self.pool.resume)
         self.offered = {}
 
-    def ask(self, **named: Any) -> Generation:
-        made: Generation = self.tell(self.pool.generate, GenerateRequest(**{"token_ids": (5, 6), **named}))
+    def ask(self, **named: Any) -> TokenAnswer:
+        made: TokenAnswer = self.tell(self.pool.generate, TokenRequest(**{"token_ids": (5, 6), **named}))
         return made
 
     def publish(self, version: int) -> None:
@@ -54,25 +54,25 @@ def door() -> Iterator[Door]:
     yield Door()
 
 
-def refusal(generation: Generation) -> CallRefused:
-    error = generation.answer.exception()
+def refusal(answer: TokenAnswer) -> CallRefused:
+    error = answer.whole.exception()
     assert isinstance(error, CallRefused)
     return error
 
 
 def test_an_answer_has_every_choice_whole_with_the_version_of_each_token(door: Door) -> None:
-    generation = door.ask(choices=2, seed=7)
+    answer = door.ask(choices=2, seed=7)
     (spec,) = door.offered.values()
     assert (spec.rollout_count, spec.sampling.seed, spec.sampling.max_new_tokens) == (2, 7, 8)
     name = spec.group_id
     assert door.report(piece(name, 0, [9, 9])) == [Verdict.HELD]
-    assert generation.rollouts[0].token_ids == (9, 9) and not generation.answer.done()
+    assert answer.rollouts[0].token_ids == (9, 9) and not answer.whole.done()
     door.publish(1)
     both = piece(name, 0, [STOP], 2, 1), piece(name, 1, [8, STOP], version=1)
     assert door.report(*both, sender=BOB) == [Verdict.ADMITTED] * 2
-    assert generation.answer.done() and generation.answer.exception() is None
-    assert [r.token_ids for r in generation.rollouts] == [(9, 9, STOP), (8, STOP)]
-    assert [(int(s.version), s.count) for s in generation.rollouts[0].version_spans] == [(0, 2), (1, 1)]
+    assert answer.whole.done() and answer.whole.exception() is None
+    assert [r.token_ids for r in answer.rollouts] == [(9, 9, STOP), (8, STOP)]
+    assert [(int(s.version), s.count) for s in answer.rollouts[0].version_spans] == [(0, 2), (1, 1)]
     assert (name, "complete") in door.closed and not door.offered
     assert [len(group.rollouts) for group in door.answered] == [2], "the audit sees every answer"
 
@@ -94,48 +94,48 @@ def test_a_version_that_is_not_published_is_refused_until_it_is(door: Door, aske
 
 def test_no_token_is_older_than_its_request_allows(door: Door) -> None:
     door.publish(1)
-    generation = door.ask(min_version=1)
+    answer = door.ask(min_version=1)
     (name,) = door.offered
     assert door.report(piece(name, 0, [9, STOP], version=0)) == [Verdict.REFUSED]
     assert door.report(piece(name, 0, [9, STOP], version=1)) == [Verdict.ADMITTED]
-    assert generation.answer.done()
+    assert answer.whole.done()
     late = door.ask()
     (name,) = door.offered
     door.report(piece(name, 0, [9], version=1))
     door.publish(4)
-    assert (name, "stale") in door.closed and not late.answer.done(), "it begins anew"
+    assert (name, "stale") in door.closed and not late.whole.done(), "it begins anew"
     (again,) = door.offered
     assert again != name and door.report(piece(again, 0, [7, STOP], version=4)) == [Verdict.ADMITTED]
     assert late.rollouts[0].token_ids == (7, STOP)
 
 
 def test_an_exact_version_that_no_worker_can_hold_any_more_is_told(door: Door) -> None:
-    generation = door.ask(exact_version=0)
+    answer = door.ask(exact_version=0)
     door.publish(3)
-    assert refusal(generation).status == 409 and "versions that workers may hold, 1 to 3" in refusal(generation).message
+    assert refusal(answer).status == 409 and "versions that workers may hold, 1 to 3" in refusal(answer).message
     with pytest.raises(CallRefused, match="got 0"):
         door.ask(exact_version=0)
 
 
 def test_tokens_that_cannot_be_used_are_asked_for_again_then_refused(door: Door) -> None:
-    generation = door.ask()
+    answer = door.ask()
     for _ in range(3):
         (name,) = door.offered
         assert door.report(piece(name, 0, [9])) == [Verdict.HELD]
         door.tell(door.pool.accuse, ALICE, "it lies", is_certain=True)
-    assert refusal(generation).status == 503 and refusal(generation).retry_after_s > 0 and not door.offered
+    assert refusal(answer).status == 503 and refusal(answer).retry_after_s > 0 and not door.offered
 
 
 def test_a_request_that_nobody_waits_for_is_closed(door: Door) -> None:
-    generation = door.ask()
+    answer = door.ask()
     (name,) = door.offered
-    door.tell(door.pool.leave, generation)  # type: ignore[attr-defined]
+    door.tell(door.pool.leave, answer)  # type: ignore[attr-defined]
     assert (name, "unused") in door.closed and not door.offered and door.pool.rollouts_asked == 0  # type: ignore[attr-defined]
 
 
 def test_what_waits_is_offered_by_priority_and_too_much_is_refused(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "OFFERED_MAX", 1)
-    monkeypatch.setattr(requests, "ASKED_MAX", 3)
+    monkeypatch.setattr(request_pool, "OFFERED_MAX", 1)
+    monkeypatch.setattr(request_pool, "ASKED_MAX", 3)
     door.ask(token_ids=(1,))
     door.ask(token_ids=(2,), priority=5)
     door.ask(token_ids=(3,), priority=-5)

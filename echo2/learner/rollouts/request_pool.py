@@ -21,7 +21,7 @@ from echo2.base.errors import EchoError
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import GroupSpec, RolloutSegment, SamplingParams, SegmentVerdict, Verdict, Work
 from echo2.gateway.episodes import CallRefused
-from echo2.gateway.generate import GenerateRequest, Generation
+from echo2.gateway.generate import TokenAnswer, TokenRequest
 from echo2.learner.rollouts.admission import STEPS_REMEMBERED
 from echo2.learner.rollouts.groups import NOBODY, Draw, TrainGroup, empty_rollout
 from echo2.learner.rollouts.pool import RolloutPool
@@ -41,7 +41,7 @@ class Asked:
 
     priority: int
     number: int
-    generation: Generation = field(compare=False)
+    answer: TokenAnswer = field(compare=False)
     sampling: SamplingParams = field(compare=False)
     retry: int = field(default=0, compare=False)
 
@@ -68,9 +68,9 @@ class RequestPool(RolloutPool):
 
     @property
     def rollouts_asked(self) -> int:
-        return sum(one.generation.request.choices for one in (*self._asked.values(), *self._waiting))
+        return sum(one.answer.request.choices for one in (*self._asked.values(), *self._waiting))
 
-    def generate(self, request: GenerateRequest) -> Generation:
+    def generate(self, request: TokenRequest) -> TokenAnswer:
         """Begins a request. Raises CallRefused if the fleet cannot answer it."""
         self._check_versions(request)
         if self.rollouts_asked + request.choices > ASKED_MAX:
@@ -79,26 +79,26 @@ class RequestPool(RolloutPool):
         number = next(self._numbers)
         sampling = self._sampling_of(request, number)
         name = GroupId(f"s{number:08d}")
-        generation = Generation(
+        answer = TokenAnswer(
             request, [empty_rollout(name, index) for index in range(request.choices)],
             lambda rollout: sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs),
             asyncio.get_running_loop().create_future(),
         )  # fmt: skip
         if not self._asked and not self._waiting:
             self._busy_since = monotonic()
-        heapq.heappush(self._waiting, Asked(request.priority, number, generation, sampling))
+        heapq.heappush(self._waiting, Asked(request.priority, number, answer, sampling))
         self._settle()
-        return generation
+        return answer
 
-    def leave(self, generation: Generation) -> None:
+    def leave(self, answer: TokenAnswer) -> None:
         """Closes the request if it is still under way."""
-        if generation.answer.done():
+        if answer.whole.done():
             return
-        generation.answer.cancel()
+        answer.whole.cancel()
         for group_id, asked in list(self._asked.items()):
-            if asked.generation is generation:
+            if asked.answer is answer:
                 self.groups.close_family(group_id, "unused")
-        self._waiting = [one for one in self._waiting if one.generation is not generation]
+        self._waiting = [one for one in self._waiting if one.answer is not answer]
         heapq.heapify(self._waiting)
         self._note_idle()
         self._settle()
@@ -112,7 +112,7 @@ class RequestPool(RolloutPool):
         taken, self._busy_s = self._busy_s, 0.0
         return taken
 
-    def _check_versions(self, request: GenerateRequest) -> None:
+    def _check_versions(self, request: TokenRequest) -> None:
         newest, bound = self.groups.published[-1], self.groups.rules.staleness_bound
         exact, least = request.exact_version, request.min_version
         wanted = least if exact is None else exact
@@ -125,7 +125,7 @@ class RequestPool(RolloutPool):
             )
             raise CallRefused(409, "version_gone", text)
 
-    def _sampling_of(self, request: GenerateRequest, number: int) -> SamplingParams:
+    def _sampling_of(self, request: TokenRequest, number: int) -> SamplingParams:
         run, room = self.prompts.sampling, self.prompts.context_tokens - len(request.token_ids)
         if room < 1:
             text = f"token_ids: expected at most {self.prompts.context_tokens - 1} tokens, got {len(request.token_ids)}"
@@ -164,8 +164,8 @@ class RequestPool(RolloutPool):
             group, asked = self.groups.groups.get(verdict.group_id), self._asked.get(verdict.group_id)
             if group is None or asked is None or verdict.verdict not in (Verdict.ADMITTED, Verdict.HELD):
                 continue
-            asked.generation.rollouts[:] = group.rollouts  # all: later verdicts of this report may have ended others
-            asked.generation.grew.set()
+            asked.answer.rollouts[:] = group.rollouts  # all: later verdicts of this report may have ended others
+            asked.answer.grew.set()
             if group.is_sampled:
                 self._answer(asked)
         self._settle()
@@ -173,7 +173,7 @@ class RequestPool(RolloutPool):
 
     def _received(self, segment: RolloutSegment, attempt: int, sender: PeerId) -> SegmentVerdict:
         asked, oldest = self._asked.get(segment.group_id), min((s.version for s in segment.version_spans), default=None)
-        least = asked.generation.request.min_version if asked is not None else None
+        least = asked.answer.request.min_version if asked is not None else None
         if (
             least is not None and oldest is not None and oldest < least
         ):  # no worker with an older version is given the lease
@@ -194,8 +194,8 @@ class RequestPool(RolloutPool):
         if len(self.finished) < FINISHED_MAX:
             self.finished.append(whole)
         self._watcher.on_answer(whole)
-        if not asked.generation.answer.done():
-            asked.generation.answer.set_result(None)
+        if not asked.answer.whole.done():
+            asked.answer.whole.set_result(None)
         self.groups.close_family(asked.group_id, "complete")
 
     # ---- after every call
@@ -204,17 +204,17 @@ class RequestPool(RolloutPool):
         for closure in self.groups.take_closures():
             self._coordinator.close([closure.group_id], closure.reason)
             asked = self._asked.pop(closure.group_id, None)
-            if asked is None or asked.generation.answer.done():
+            if asked is None or asked.answer.whole.done():
                 continue
             try:
-                self._check_versions(asked.generation.request)
+                self._check_versions(asked.answer.request)
                 if closure.retry is None:
                     text = f"its tokens could not be used: {closure.reason}, {asked.retry + 1} times; ask again"
                     raise CallRefused(503, "not_sampled", text, RETRY_AFTER_S)
                 heapq.heappush(self._waiting, replace(asked, retry=asked.retry + 1))
             except CallRefused as refused:
-                asked.generation.answer.set_exception(refused)
-                asked.generation.answer.exception()  # its client may have left
+                asked.answer.whole.set_exception(refused)
+                asked.answer.whole.exception()  # its client may have left
         self._note_idle()
 
     def begin_version(self, version: Version) -> list[TrainGroup]:
@@ -223,7 +223,7 @@ class RequestPool(RolloutPool):
         self.groups.drop_stale()
         oldest = version - self.groups.rules.staleness_bound
         for group_id, asked in self._asked.items():
-            exact = asked.generation.request.exact_version
+            exact = asked.answer.request.exact_version
             if exact is not None and exact < oldest and group_id in self.groups.groups:
                 self.groups.close_family(group_id, "stale")
         self.groups.ledger.forget_before(Step(max(0, version - STEPS_REMEMBERED)))
@@ -237,10 +237,10 @@ class RequestPool(RolloutPool):
 
     def _draw_missing(self) -> None:
         """Offers what waits, by priority, while there is room."""
-        offered = sum(one.generation.request.choices for one in self._asked.values())
+        offered = sum(one.answer.request.choices for one in self._asked.values())
         while self._waiting and offered < OFFERED_MAX:
             asked = heapq.heappop(self._waiting)
-            request, name = asked.generation.request, asked.group_id
+            request, name = asked.answer.request, asked.group_id
             work = Work.TRAIN if request.exact_version is None else Work.EVALUATE
             # A worker may begin with versions from `consume_step - S` on.
             step = self.groups.next_step
