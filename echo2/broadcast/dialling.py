@@ -8,7 +8,7 @@ side replaces the older one (its process has restarted).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from echo2.base.errors import Unreachable
@@ -24,12 +24,15 @@ STANDBY_NEIGHBOURS = 4  # one or two may be gone or slow
 
 @dataclass(slots=True)
 class Target:
-    """A peer that we want a connection to."""
+    """A peer that we want a connection to. `dials_first`: we do; else the peer has GRACE_S to dial us. `is_to_dial_us`: it cannot
+    be dialled, so a relayed link to it is a detour."""
 
     peer_id: PeerId
     addresses: tuple[str, ...]
     wanted_since: float
     next_try: float
+    dials_first: bool = True
+    is_to_dial_us: bool = False
     failures: int = 0
     last_error: str = ""
     has_left_detour: bool = False
@@ -44,55 +47,46 @@ class Dialling:
 
     def refresh(self, now: float) -> None:
         """Updates the targets to match the plan and the publisher."""
-        wanted: dict[PeerId, tuple[str, ...]] = {}
-        if self.plan is not None:
-            by_id = {node.peer_id: node for node in self.plan.nodes}
-            neighbours = self.plan.neighbours(self.me) or self._standby_neighbours()
-            mine = by_id[self.me].whole_access if self.me in by_id else Access()
-            for peer in neighbours:
-                wanted[peer] = meeting(self.me, mine, peer, by_id[peer].whole_access).addresses
+        wanted = {target.peer_id: target for target in self._planned(now)}
         if self.publisher is not None and self.publisher[0] != self.me:
             peer, address = self.publisher
-            wanted[peer] = tuple(dict.fromkeys((*([address] if address else []), *wanted.get(peer, ()))))
-        for peer in set(self.targets) - set(wanted):
-            del self.targets[peer]
-        for peer, addresses in wanted.items():
-            target = self.targets.get(peer)
-            if target is None or target.addresses != addresses:
-                self.targets[peer] = Target(peer, addresses, now, now)
+            target = wanted.setdefault(peer, Target(peer, (), now, now))
+            target.addresses = tuple(dict.fromkeys((*([address] if address else []), *target.addresses)))
+        for peer, target in wanted.items():
+            known = self.targets.get(peer)
+            if known is not None and known.addresses == target.addresses:
+                known.dials_first, known.is_to_dial_us = target.dials_first, target.is_to_dial_us
+                wanted[peer] = known
+        self.targets = wanted
+
+    def _planned(self, now: float) -> Iterator[Target]:
+        """The plan's neighbours; for a node outside the plan, a few nodes to pull from."""
+        if self.plan is None:
+            return
+        by_id = {node.peer_id: node for node in self.plan.nodes}
+        mine = by_id[self.me].whole_access if self.me in by_id else None
+        for peer in self.plan.neighbours(self.me) or self._standby_neighbours():
+            theirs = by_id[peer].whole_access
+            there = meeting(self.me, mine or Access(), peer, theirs)
+            target = Target(peer, there.addresses, now, now)
+            if mine is not None:
+                target.is_to_dial_us = there.way.kind is LinkKind.REVERSE
+                can_be_dialled = bool(meeting(peer, theirs, self.me, mine).addresses)
+                target.dials_first = not target.is_to_dial_us and (not can_be_dialled or self.me < peer)
+            yield target
 
     def _standby_neighbours(self) -> tuple[PeerId, ...]:
-        """For a node outside the plan: a few nodes to pull from, spread by our peer ID."""
+        """Spread by our peer ID."""
         assert self.plan is not None
         able = [node.peer_id for node in self.plan.nodes[1:] if node.addresses and node.peer_id != self.me]
         start = sum(self.me.encode()) % len(able) if able else 0
         return tuple((able[start:] + able[:start])[:STANDBY_NEIGHBOURS])
 
-    def _dials_first(self, target: Target) -> bool:
-        """Whether we dial first: the other side cannot dial us, or has the higher peer ID."""
-        mine = self.plan.index_of(self.me) if self.plan is not None else None
-        theirs = self.plan.index_of(target.peer_id) if self.plan is not None else None
-        if self.plan is None or mine is None or theirs is None:
-            return True
-        if self._is_to_dial_us(target.peer_id):
-            return False
-        me, them = self.plan.nodes[mine], self.plan.nodes[theirs]
-        back = meeting(them.peer_id, them.whole_access, me.peer_id, me.whole_access)
-        return not back.addresses or self.me < target.peer_id
-
-    def _is_to_dial_us(self, peer: PeerId) -> bool:
-        """Whether the peer cannot be dialled and so dials us by the plan: a relayed link to it is then a detour."""
-        if self.plan is None or self.plan.index_of(self.me) is None or peer not in self.plan.neighbours(self.me):
-            return False
-        nodes = {node.peer_id: node for node in self.plan.nodes}
-        way = meeting(self.me, nodes[self.me].whole_access, peer, nodes[peer].whole_access).way
-        return way.kind is LinkKind.REVERSE
-
     def is_detour(self, peer: PeerId, address: str) -> bool:
         """Whether to close a link that we dialled at `address`, so that the peer dials us instead. True only once per plan: if
         the peer cannot dial us, the detour stays."""
         target = self.targets.get(peer)
-        if target is None or target.has_left_detour or address not in target.addresses or not self._is_to_dial_us(peer):
+        if target is None or target.has_left_detour or address not in target.addresses or not target.is_to_dial_us:
             return False
         target.has_left_detour = True
         return True
@@ -104,7 +98,7 @@ class Dialling:
             if target.peer_id in connected:
                 target.wanted_since = now
                 continue
-            is_ours = self._dials_first(target) or now - target.wanted_since >= GRACE_S
+            is_ours = target.dials_first or now - target.wanted_since >= GRACE_S
             if target.addresses and is_ours and now >= target.next_try:
                 targets.append((target, target.addresses[target.failures % len(target.addresses)]))
         return targets

@@ -149,17 +149,11 @@ class UplinkSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class ArtifactWanted:
-    """Fetch this artifact even though no peer pushes it."""
+class Wanted:
+    """Fetch this artifact even though no peer pushes it; or no longer: it stalls, and its requests take the place of others."""
 
     key: ArtifactKey
-
-
-@dataclass(frozen=True, slots=True)
-class Unwanted:
-    """Stop requesting this artifact: it has stalled, and its requests take the place of others."""
-
-    key: ArtifactKey
+    is_wanted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +177,7 @@ class Woken:
 
 Event = (
     PlanSet | PeerUp | PeerDown | LinkWidened | WidthWished | HeaderSeen | ChunkSeen | ChunksKept | SealSeen | Have
-    | Request | Cancel | RelayAck | ChunkSent | UplinkSeen | ArtifactWanted | Unwanted | Forgotten | Emptied | Woken
+    | Request | Cancel | RelayAck | ChunkSent | UplinkSeen | Wanted | Forgotten | Emptied | Woken
 )  # fmt: skip
 
 # ---- actions

@@ -31,7 +31,7 @@ from echo2.broadcast.catch_up import ArtifactReader, ArtifactSealed, CatchUpPlan
 from echo2.broadcast.connection import Connection
 from echo2.broadcast.connections import Connections
 from echo2.broadcast.dialling import Dialling
-from echo2.broadcast.events import ArtifactWanted, ChunkSeen, Emptied, HeaderSeen, PlanSet, SealSeen, Unwanted
+from echo2.broadcast.events import ChunkSeen, Emptied, HeaderSeen, PlanSet, SealSeen, Wanted
 from echo2.broadcast.exchange import Bans, Exchange
 from echo2.broadcast.library import RECENT_BYTES_MAX, AvailableArtifact, Library, restored
 from echo2.broadcast.nat.reach import HostFacts, HostOptions, Nat
@@ -258,7 +258,7 @@ class BroadcastNode:
                 self._fetch_anew(key)
         stalled = self.planner.look(self.reader.version, bool(self.exchange.links), self.exchange.now())
         for key in stalled or ():
-            self.exchange.act(Unwanted(key))
+            self.exchange.act(Wanted(key, is_wanted=False))
         if stalled is not None:
             self.exchange.revised.set()
 
@@ -280,7 +280,7 @@ class BroadcastNode:
         for key in keys:
             artifact = self.session.artifacts.get(key)
             if artifact is not None and not artifact.is_wanted:
-                self.exchange.act(ArtifactWanted(key))
+                self.exchange.act(Wanted(key, is_wanted=True))
         self.exchange.changed.set()
 
     async def progress(self) -> AsyncIterator[Progress]:

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
-from echo2.broadcast.artifact import ArtifactId
+from echo2.broadcast.artifact import ArtifactId, ArtifactKey
 
 SLOTS_PER_PEER = 2  # one on its way, one ready behind it
 LINK_CONNECTIONS = 8  # to one peer: at 1 % loss and 100 ms, CUBIC carries 1.5 MB/s over them
@@ -80,12 +80,12 @@ class RelayWindow:
         self._interval_s = 0.1
         self._last_ack_at: float | None = None
         self.lap_s = 0.0
-        self.outstanding: dict[tuple[bytes, int], float] = {}
+        self.outstanding: dict[tuple[ArtifactKey, int], float] = {}
         self.sent_bytes = 0.0
         self.retry_at = float("-inf")
         self._suspensions = 0
 
-    def given(self, ref: tuple[bytes, int], size_bytes: int, is_owed: bool, now: float) -> None:
+    def given(self, ref: tuple[ArtifactKey, int], size_bytes: int, is_owed: bool, now: float) -> None:
         """A chunk was assigned to the tree; `is_owed`: its relays will acknowledge it."""
         if self._first_bytes:
             planned = self._first_bytes / size_bytes
@@ -108,7 +108,7 @@ class RelayWindow:
         """The relay was heard from: ends the suspension and resets the backoff."""
         self.retry_at, self._suspensions = float("-inf"), 0
 
-    def passed_on(self, ref: tuple[bytes, int], backlog: int, now: float) -> None:
+    def passed_on(self, ref: tuple[ArtifactKey, int], backlog: int, now: float) -> None:
         """The relay has forwarded a chunk to all its children and has `backlog` more."""
         begun = self.outstanding.pop(ref, None)
         self.resume()
@@ -128,7 +128,7 @@ class RelayWindow:
     def oldest_age_s(self, now: float) -> float:
         return now - next(iter(self.outstanding.values())) if self.outstanding else 0.0
 
-    def suspend(self, now: float) -> list[tuple[bytes, int]]:
+    def suspend(self, now: float) -> list[tuple[ArtifactKey, int]]:
         """Stops using the relay until it is heard from, or for a backoff that doubles; returns the chunks it still owed."""
         self.retry_at = now + min(self.PAUSE_MAX_S, 2.0 * 2**self._suspensions)
         self._suspensions = min(self._suspensions + 1, 10)

@@ -9,10 +9,10 @@ from itertools import islice
 
 from echo2.base.ids import PeerId
 from echo2.broadcast.artifact import ArtifactKey, all_of, bitmap_of, indices_of, those_in
-from echo2.broadcast.events import LinkWidened, Route, WidthWished
-from echo2.broadcast.pace import ANSWERED_AGAIN_AFTER_S, PULL_AFTER_S, RateEstimate
+from echo2.broadcast.events import Route
+from echo2.broadcast.pace import ANSWERED_AGAIN_AFTER_S, PULL_AFTER_S, SLOTS_PER_PEER, RateEstimate
 
-Ref = tuple[bytes, int]
+Ref = tuple[ArtifactKey, int]
 SENT_REMEMBERED_MAX = 512  # more than REQUESTS_HELD_MAX and what crosses
 MISSING_MAX = 4096
 """Missing chunks remembered per artifact. The lowest indices are kept; the list is refilled when it runs low."""
@@ -200,19 +200,15 @@ class Peer:
             return False
         return now - self.sent.get(ref, never) > PULL_AFTER_S  # a request may cross a push of the same chunk
 
-    def note_width(self, event: LinkWidened | WidthWished) -> None:
-        if isinstance(event, LinkWidened):
-            self.connections = event.connections
-        else:
-            self.wished_connections = event.connections
+    @property
+    def has_slot(self) -> bool:
+        """Whether the transport may take one more chunk for it."""
+        return self.in_transport < SLOTS_PER_PEER * self.connections
 
-    def slots(self, per_connection: int) -> int:
-        """How many chunks for this peer may be in the transport at once."""
-        return per_connection * self.connections
-
-    def is_held_back(self, slots_per_connection: int) -> bool:
+    @property
+    def is_held_back(self) -> bool:
         """Whether chunks are queued for it because all its transport slots are in use."""
-        return not self.is_late and self.is_queued and self.in_transport >= self.slots(slots_per_connection)
+        return not self.is_late and self.is_queued and not self.has_slot
 
     def shed(self) -> None:
         """Clears its queues; it has to pull those chunks."""
@@ -229,11 +225,11 @@ class Peer:
         return len(self.relay_queue) + len(self.pull_queue) + len(self.leaf_queue)
 
 
-def service_order(peers: Iterable[Peer], slots: int) -> Iterator[tuple[Peer, deque[Outgoing]]]:
+def service_order(peers: Iterable[Peer]) -> Iterator[tuple[Peer, deque[Outgoing]]]:
     """Queues of peers with a free slot, in the order of service: chunks to relay, then requested ones, then those for
     leaves; within each kind the peer that has waited longest first. Late peers come last, when no other peer could take a
     chunk, and get what they ask for one at a time."""
-    free = [peer for peer in peers if peer.is_queued and peer.in_transport < peer.slots(slots)]
+    free = [peer for peer in peers if peer.is_queued and peer.has_slot]
     free.sort(key=lambda peer: peer.served_at)
     for peer in free:
         yield peer, peer.relay_queue
@@ -245,12 +241,3 @@ def service_order(peers: Iterable[Peer], slots: int) -> Iterator[tuple[Peer, deq
     for peer in () if others else free:
         if not peer.in_transport:
             yield peer, peer.pull_queue
-
-
-@dataclass(slots=True)
-class RelayJob:
-    """A chunk that we relay: which children still wait for it, and the parent to acknowledge it to."""
-
-    parent: PeerId | None
-    waiting: set[PeerId]
-    child_count: int

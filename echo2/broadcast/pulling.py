@@ -24,7 +24,7 @@ from echo2.broadcast.pace import (
     PULL_WINDOW_S,
     PUSH_SILENCE_S,
 )
-from echo2.broadcast.peer import Artifact, OpenRequest, Peer
+from echo2.broadcast.peer import Artifact, OpenRequest, Peer, Ref
 from echo2.broadcast.seeding import Seeding
 
 CANDIDATES_MAX = 256  # several windows, so that the rarest can be found among them
@@ -115,7 +115,7 @@ def note_requests(artifact: Artifact, peer: Peer, indices: list[int], now: float
     return tuple(indices)
 
 
-def expired(peer: Peer, now: float) -> list[tuple[bytes, int]]:
+def expired(peer: Peer, now: float) -> list[Ref]:
     return [ref for ref, request in peer.requests.items() if request.deadline <= now]
 
 

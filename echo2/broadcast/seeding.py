@@ -14,7 +14,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.events import RelayAck, Route
 from echo2.broadcast.pace import RELAY_SLACK_S, RELAY_TIMEOUT_S, RELAYS_FULL_S, RelayWindow
-from echo2.broadcast.peer import Peer, Ref, RelayJob
+from echo2.broadcast.peer import Peer, Ref
 from echo2.broadcast.plan import BroadcastPlan, fluid_bound
 
 PLANS_KEPT = 3  # chunks on their way travel by a plan before the newest
@@ -26,6 +26,15 @@ class Child:
 
     peer_id: PeerId
     relays_on: bool
+
+
+@dataclass(slots=True)
+class RelayJob:
+    """A chunk that we relay: which children still wait for it, and the parent to acknowledge it to."""
+
+    parent: PeerId | None
+    waiting: set[PeerId]
+    child_count: int
 
 
 class Relaying:
@@ -77,14 +86,12 @@ class Relaying:
 
     def give_up(self, child: PeerId) -> list[RelayAck]:
         """Stops waiting for a child; returns the acknowledgements that this completes."""
-        return [ack for ref in self._owed_to(child) for ack in self.done(ref, child)]
+        owed = [ref for ref, job in self._jobs.items() if child in job.waiting]
+        return [ack for ref in owed for ack in self.done(ref, child)]
 
     def forget(self, key: ArtifactKey) -> None:
         for ref in [ref for ref in self._jobs if ref[0] == key]:
             del self._jobs[ref]
-
-    def _owed_to(self, child: PeerId) -> list[Ref]:
-        return [ref for ref, job in self._jobs.items() if child in job.waiting]
 
     def _acknowledgement(self, parent: PeerId | None, ref: Ref) -> list[RelayAck]:
         """The backlog is the mean of pending sends per child, so that one slow child does not hide that the others idle."""
@@ -92,7 +99,7 @@ class Relaying:
             return []
         jobs = [job for job in self._jobs.values() if job.parent == parent]
         backlog = sum(len(job.waiting) for job in jobs) // max((job.child_count for job in jobs), default=1)
-        return [RelayAck(parent, ArtifactKey(ref[0]), ref[1], backlog)]
+        return [RelayAck(parent, *ref, backlog)]
 
 
 @dataclass(slots=True)
@@ -168,7 +175,7 @@ class Seeding:
         if tree is None:
             return None
         self.fresh.popleft()
-        self.waiting[ArtifactKey(ref[0])] &= ~(1 << ref[1])
+        self.waiting[ref[0]] &= ~(1 << ref[1])
         relays = {relay for relay in tree.relays if relay in peers}
         size = self._sizes.get(ref, 1)
         tree.window.given(ref, size, bool(relays), now)
@@ -193,11 +200,10 @@ class Seeding:
         self, trees: Sequence[SeedTree], ref: Ref, peers: Mapping[PeerId, Peer], now: float
     ) -> SeedTree | None:
         """Of those with room whose relays lack the chunk: the one with the least bytes sent per weight."""
-        key, index = ArtifactKey(ref[0]), ref[1]
         able = [
             tree for tree in trees
             if tree.window.has_room(now) and self._is_at_work(tree, peers, now)
-            and not any(peers[relay].has(key, index) for relay in tree.relays)
+            and not any(peers[relay].has(*ref) for relay in tree.relays)
         ]  # fmt: skip
         return min(able, key=lambda tree: tree.window.sent_bytes / (tree.weight or 1.0), default=None)
 
@@ -263,4 +269,4 @@ class Seeding:
         for ref in reversed(owed):
             if ref in self._sizes and ref not in known:
                 self.fresh.appendleft(ref)
-                self.waiting[ArtifactKey(ref[0])] |= 1 << ref[1]
+                self.waiting[ref[0]] |= 1 << ref[1]

@@ -27,7 +27,6 @@ from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey, all_of, those_in
 from echo2.broadcast.events import (
     Accuse,
     Action,
-    ArtifactWanted,
     Cancel,
     ChunkSeen,
     ChunkSent,
@@ -46,9 +45,9 @@ from echo2.broadcast.events import (
     Route,
     SealSeen,
     SendChunk,
-    Unwanted,
     UplinkSeen,
     Wake,
+    Wanted,
     WidthWished,
     Woken,
 )
@@ -122,9 +121,12 @@ class BroadcastSession:
                 self._actions += self._gossip.greeting(self.peers[event.peer])
             case PeerDown():
                 self._peer_down(event.peer, now)
-            case LinkWidened() | WidthWished():
+            case LinkWidened():
                 if event.peer in self.peers:
-                    self.peers[event.peer].note_width(event)
+                    self.peers[event.peer].connections = event.connections
+            case WidthWished():
+                if event.peer in self.peers:
+                    self.peers[event.peer].wished_connections = event.connections
             case HeaderSeen():
                 self._header_seen(event, now)
             case ChunksKept():
@@ -138,22 +140,22 @@ class BroadcastSession:
             case Request():
                 self._request_seen(event, now)
             case Cancel():
-                self._cancel_seen(event)
+                if event.peer in self.peers and event.key in self.artifacts:
+                    self.peers[event.peer].cancelled(event.key, event.indices)
             case RelayAck():
-                peer = self.peers.get(event.peer)  # chunks that we have queued for it are backlog, too
-                backlog = max(event.backlog, len(peer.relay_queue)) if peer is not None else event.backlog
+                queued = len(self.peers[event.peer].relay_queue) if event.peer in self.peers else 0  # backlog, too
+                backlog = max(event.backlog, queued)
                 self._seeding.acknowledged(event.peer, (event.key, event.index), backlog, now)
             case UplinkSeen():
                 self._uplink_seen(event, now)
-            case ArtifactWanted():
-                if event.key in self.artifacts:
-                    self.artifacts[event.key].is_wanted = True
-            case Unwanted():
-                self._unwanted(event.key)
+            case Wanted():
+                self._set_wanted(event)
             case Forgotten():
                 self.artifacts.pop(event.key, None)
                 self._seeding.forget(event.key)
-                self._forget_at_peers(event.key)
+                self._relaying.forget(event.key)
+                for peer in self.peers.values():
+                    peer.forget(event.key)
             case Emptied():
                 self._emptied(event.key, now)
             case _:
@@ -232,7 +234,7 @@ class BroadcastSession:
     def _drop_other_requests(self, ref: Ref, giver: PeerId | None) -> None:
         for peer in self.peers.values():
             if peer.peer_id != giver and peer.requests.pop(ref, None) is not None:
-                self._actions.append(Cancel(peer.peer_id, ArtifactKey(ref[0]), (ref[1],)))
+                self._actions.append(Cancel(peer.peer_id, ref[0], (ref[1],)))
 
     def _seal_seen(self, event: SealSeen) -> None:
         if event.peer in self.peers:
@@ -269,11 +271,6 @@ class BroadcastSession:
                 queued.add((event.key, index))
                 peer.pull_queue.append(Outgoing(event.key, index, None, now, is_answer=True))
 
-    def _cancel_seen(self, event: Cancel) -> None:
-        peer = self.peers.get(event.peer)
-        if peer is not None and event.key in self.artifacts:
-            peer.cancelled(event.key, event.indices)
-
     def _chunk_sent(self, event: ChunkSent, now: float) -> None:
         peer = self.peers.get(event.peer)
         if peer is not None:
@@ -303,17 +300,12 @@ class BroadcastSession:
         if artifact is not None:
             artifact.emptied(offered, now)
 
-    def _unwanted(self, key: ArtifactKey) -> None:
-        if key in self.artifacts:
-            self.artifacts[key].is_wanted = False
-        for peer in self.peers.values():
-            if asked := peer.withdraw(key):
-                self._actions.append(Cancel(peer.peer_id, key, asked))
-
-    def _forget_at_peers(self, key: ArtifactKey) -> None:
-        self._relaying.forget(key)
-        for peer in self.peers.values():
-            peer.forget(key)
+    def _set_wanted(self, event: Wanted) -> None:
+        if event.key in self.artifacts:
+            self.artifacts[event.key].is_wanted = event.is_wanted
+        for peer in self.peers.values() if not event.is_wanted else ():
+            if asked := peer.withdraw(event.key):
+                self._actions.append(Cancel(peer.peer_id, event.key, asked))
 
     # ---- relaying
 
@@ -329,11 +321,11 @@ class BroadcastSession:
     def _queue(self, ref: Ref, child: Child, route: Route, now: float) -> bool:
         """Queues the chunk for a child; False if it has the chunk, is stuck, not connected, or a late leaf, which pulls."""
         peer = self.peers.get(child.peer_id)
-        if peer is None or peer.is_stuck or peer.has(ArtifactKey(ref[0]), ref[1]):
+        if peer is None or peer.is_stuck or peer.has(*ref):
             return False
         if peer.is_late and not child.relays_on:
             return False
-        outgoing = Outgoing(ArtifactKey(ref[0]), ref[1], route if child.relays_on else None, now)
+        outgoing = Outgoing(*ref, route if child.relays_on else None, now)
         (peer.relay_queue if child.relays_on else peer.leaf_queue).append(outgoing)
         return True
 
@@ -350,7 +342,7 @@ class BroadcastSession:
             peer.rate.punish()  # its window shrinks, so the next requests go to others
             for ref in late:
                 del peer.requests[ref]
-                self._actions.append(Cancel(peer.peer_id, ArtifactKey(ref[0]), (ref[1],)))
+                self._actions.append(Cancel(peer.peer_id, ref[0], (ref[1],)))
 
     def _pull(self, now: float) -> None:
         publisher = self.plan.seed.peer_id if self.plan is not None and self.plan.seed is not None else None
@@ -399,17 +391,15 @@ class BroadcastSession:
             if assigned is None:
                 return
             self._gossip.changed()
-            (key, index), tree = assigned
-            targets = tree.children if tree.route.tree >= 0 else self._all_as_children()
-            for child in targets:
-                self._queue((key, index), child, tree.route, now)
-
-    def _all_as_children(self) -> tuple[Child, ...]:
-        """Every peer as a leaf: used when no tree of the plan is available."""
-        return tuple(Child(peer.peer_id, False) for peer in self.peers.values() if not peer.is_late)
+            ref, tree = assigned
+            children = tree.children
+            if tree.route.tree < 0:  # no tree of the plan is available
+                children = tuple(Child(peer.peer_id, False) for peer in self.peers.values() if not peer.is_late)
+            for child in children:
+                self._queue(ref, child, tree.route, now)
 
     def _next_outgoing(self, now: float) -> tuple[Peer, Outgoing] | None:
-        for peer, queue in service_order(self.peers.values(), pace.SLOTS_PER_PEER):
+        for peer, queue in service_order(self.peers.values()):
             while queue:
                 outgoing = queue.popleft()
                 if self._is_still_due(peer, outgoing, now):

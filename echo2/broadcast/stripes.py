@@ -18,7 +18,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.connection import Connection
 from echo2.broadcast.exchange import Exchange
 from echo2.broadcast.link import PeerLink
-from echo2.broadcast.pace import LINK_CONNECTIONS, SLOTS_PER_PEER
+from echo2.broadcast.pace import LINK_CONNECTIONS
 from echo2.broadcast.reachability import LinkWay
 from echo2.broadcast.uplink import PathSent, SocketTotals
 from echo2.wire import broadcast as wire
@@ -229,7 +229,7 @@ class Stripes:
                 continue
             paths = (sent.paths.get(remote, PathSent()) for remote in link.remotes)
             path = functools.reduce(PathSent.__add__, paths, PathSent())
-            held_back = peer.is_held_back(SLOTS_PER_PEER)
+            held_back = peer.is_held_back
             look = LinkLook(path.delivered_bytes, path.lost, held_back)
             self._width(link).striping.look(look, link.width, self._limit(link), now)
 

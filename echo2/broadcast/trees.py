@@ -37,17 +37,8 @@ WEIGHT_MIN = 2e-3  # a tree with less weight is not worth a relay window
 
 
 def star(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
-    """The seed sends everything to everyone."""
-    return (Tree(1.0, (0,) * (len(nodes) - 1)),)
-
-
-def chain(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
-    """Each worker passes everything on to the next, fastest uplink first."""
-    order = sorted(range(1, len(nodes)), key=lambda i: (not nodes[i].addresses, -nodes[i].up, i))
-    parents = [0] * (len(nodes) - 1)
-    for before, after in itertools.pairwise(order):
-        parents[after - 1] = before
-    return (Tree(1.0, tuple(parents)),)
+    """The seed sends everything to everyone; what it cannot reach hangs below a worker that can."""
+    return (Tree(1.0, _relayed_by(nodes, 0)),)
 
 
 def weighted_multi_tree(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
@@ -61,7 +52,7 @@ def weighted_multi_tree(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
     trees = [Tree(share, _relayed_by(nodes, root)) for root, share in enumerate(shares, start=1)]
     rest = 1.0 - sum(tree.weight for tree in trees)
     if rest > 1e-9:
-        trees.append(Tree(rest, (0,) * count))
+        trees.append(Tree(rest, _relayed_by(nodes, 0)))
     return tuple(trees) if _is_full_mesh(nodes) else _balanced(nodes, trees)
 
 
@@ -121,9 +112,11 @@ def _balanced(nodes: Sequence[NodeLink], trees: Sequence[Tree]) -> tuple[Tree, .
 
 
 def _relayed_by(nodes: Sequence[NodeLink], root: int) -> tuple[int, ...]:
-    """Seed -> root -> the others; nodes that the root cannot reach hang below the strongest node that can reach both."""
+    """Seed -> root (0: the seed itself) -> the others; nodes that the root cannot reach hang below the strongest that can reach
+    both."""
     parents = [root] * (len(nodes) - 1)
-    parents[root - 1] = 0
+    if root:
+        parents[root - 1] = 0
     for child in range(1, len(nodes)):
         if child == root or can_connect(nodes[root], nodes[child]):
             continue
@@ -227,7 +220,7 @@ def interior_disjoint(nodes: Sequence[NodeLink], degree_max: int = DEGREE_MAX) -
 
 def _candidates(nodes: Sequence[NodeLink], degree_max: int) -> dict[str, tuple[Tree, ...]]:
     """A full mesh if the degree limit allows it; trees by region if traffic is charged. Some may be unsound or empty."""
-    made = {"star": star(nodes), "chain": chain(nodes)}
+    made = {"star": star(nodes)}
     if len(nodes) <= degree_max + 1:
         made |= {"multi_tree": weighted_multi_tree(nodes), "strong_relays": strong_relays(nodes)}
     else:
@@ -538,16 +531,6 @@ class PlanPace:
             return (1 - self._left) * self.NODES_EVERY_S
         self._left, self._looked_at = self._left - 1, now
         return 0.0
-
-
-def is_fit(known: BroadcastPlan, nodes: Sequence[NodeLink], needs: Needs) -> bool:
-    """Whether a plan for the same nodes may stay: its late workers can be spared, and no other choice is much better."""
-    if [replace(node, is_late=False) for node in known.nodes] != list(nodes):
-        return False
-    if not serves(known, nodes, needs):
-        return False
-    late = frozenset(number for number, node in enumerate(known.nodes) if node.is_late)
-    return _rate_without(nodes, late_of(nodes, needs)) <= KEPT_WITHIN * _rate_without(nodes, late)
 
 
 def _rate_without(nodes: Sequence[NodeLink], late: frozenset[int]) -> float:

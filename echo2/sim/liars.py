@@ -10,13 +10,13 @@ from __future__ import annotations
 import enum
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from echo2.base.ids import GroupId
 from echo2.base.rng import derived_seed
-from echo2.sim.process import PEERS, MessageFilter
+from echo2.sim.process import PEERS
+from echo2.sim.simulated_engine import VirtualEngines
 from echo2.sim.tiny_model import (
     STOP_TOKEN,
     VOCABULARY,
@@ -27,7 +27,6 @@ from echo2.sim.tiny_model import (
     seeded,
     seeded_pick,
 )
-from echo2.sim.world_parts import VirtualEngines
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
 from echo2.worker.engines.engine import GenerateRequest
 
@@ -39,18 +38,12 @@ SPEED, ROOM = 40.0, 1 << 20  # above any honest worker's, within the bounds of t
 SESSION, REPORT = "/echo2.v1.Coordinator/WorkerSession", "/echo2.v1.Ingest/Report"  # the calls whose messages it alters
 
 
-class ByzantineMachine(MessageFilter, Protocol):
-    """A dishonest worker's machine: it alters messages (as a `MessageFilter`) and may replace its daemon's engines."""
-
-    @property
-    def name(self) -> str: ...
-
-    def engines(self, own: VirtualEngines) -> VirtualEngines:
-        """The engines that its daemon gets instead of `own`."""
-        ...
+TRIES = 4  # as the benchmark's best of four
+HIGH_USD = 1e6  # within the wire's bound, above any price cap of a scenario
+MEMORISED_TOKENS = 12  # within the median length, so that it is not found by its length
 
 
-class Misbehaviour(enum.Enum):
+class Lie(enum.Enum):
     CORRUPT_CHUNKS = "corrupt chunks"
     LYING_HAVE_MAPS = "lying have-maps"
     REPLAYED_ROLLOUTS = "replayed rollouts"
@@ -60,147 +53,6 @@ class Misbehaviour(enum.Enum):
     FALSE_ENDS = "tells that it has finished and reports nothing"
     FALSE_SPEED = "says that it is the fastest of all, for nothing, and works as it did"
     FALSE_ROOM = "asks for a million rollouts and reports nothing"
-
-
-SILENT = (Misbehaviour.FALSE_PROGRESS, Misbehaviour.FALSE_ENDS, Misbehaviour.FALSE_ROOM)
-"""These never report rollouts."""
-CLAIMS = (Misbehaviour.FALSE_SPEED, Misbehaviour.FALSE_ROOM)  # these say something untrue about the worker itself
-
-
-class ByzantineSender:
-    """A `ByzantineMachine` with an honest engine."""
-
-    def __init__(self, kind: Misbehaviour, rng: random.Random) -> None:
-        self.kind, self.name, self._rng = kind, kind.value, rng
-        self.lies_told = 0
-        self._leases: dict[str, int] = {}  # lease granted to it -> tokens that it claims
-        self._version = 0
-        self._kept: list[ingest_pb2.RolloutReport] = []
-        self._tickets: dict[str, rollout_pb2.LeaseTicket] = {}
-
-    def engines(self, own: VirtualEngines) -> VirtualEngines:
-        return own
-
-    # ---- outgoing messages
-
-    def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
-        speak = _SAYS.get((method, side))
-        said = speak(self, data) if speak is not None else (data,)
-        self.lies_told += list(said) != [data]
-        return said
-
-    def to_coordinator(self, data: bytes) -> Sequence[bytes]:
-        message = coordinator_pb2.WorkerMessage.FromString(data)
-        match message.WhichOneof("kind"):
-            case "hello" if self.kind is Misbehaviour.FALSE_SPEED:
-                message.hello.price_usd_per_hour = 0.0
-            case "heartbeat":
-                return self._beat(message)
-            case "lease_request" if self.kind is Misbehaviour.FALSE_ROOM:
-                message.lease_request.free_rollouts = ROOM
-            case "lease_ended":
-                self._leases.pop(message.lease_ended.lease_id, None)
-        return (message.SerializeToString(),)
-
-    def _beat(self, message: coordinator_pb2.WorkerMessage) -> Sequence[bytes]:
-        beat, more = message.heartbeat, list[coordinator_pb2.WorkerMessage]()
-        self._version = beat.version
-        if self.kind in CLAIMS:
-            beat.rollouts_per_s, beat.tokens_per_s = SPEED, 100 * SPEED
-            beat.rollout_s_mean = beat.rollout_s_p95 = 0.1
-        if self.kind is Misbehaviour.FALSE_ROOM and beat.has_version:
-            wish = coordinator_pb2.LeaseRequest(free_rollouts=ROOM, version=beat.version)
-            more.append(coordinator_pb2.WorkerMessage(lease_request=wish))
-        for lease_id in list(self._leases):
-            if self.kind is Misbehaviour.FALSE_PROGRESS:
-                self._leases[lease_id] += 1
-                told = coordinator_pb2.LeaseProgress(lease_id=lease_id, tokens=self._leases[lease_id])
-                more.append(coordinator_pb2.WorkerMessage(lease_progress=told))
-            elif self.kind is Misbehaviour.FALSE_ENDS:
-                del self._leases[lease_id]
-                finished = coordinator_pb2.LeaseEnded.REASON_FINISHED
-                ended = coordinator_pb2.LeaseEnded(lease_id=lease_id, reason=finished)
-                more.append(coordinator_pb2.WorkerMessage(lease_ended=ended))
-        return [one.SerializeToString() for one in (message, *more)]
-
-    def to_learner(self, data: bytes) -> Sequence[bytes]:
-        if self.kind in SILENT:
-            return ()
-        report = ingest_pb2.RolloutReport.FromString(data)
-        if report.HasField("ticket"):
-            self._tickets[report.lease_id] = report.ticket
-        for segment in report.segments:
-            self._change(segment)
-        said = [report.SerializeToString()]
-        if self.kind is Misbehaviour.REPLAYED_ROLLOUTS:
-            self._kept = [*self._kept, report][-REPORTS_KEPT:]
-            if self._rng.random() < REPLAYS_SHARE:
-                said.append(self._replay().SerializeToString())
-        return said
-
-    def _replay(self) -> ingest_pb2.RolloutReport:
-        """A kept report under its old ticket: its lease may be over, and the group may be leased to another worker now."""
-        again = ingest_pb2.RolloutReport()
-        again.CopyFrom(self._rng.choice(self._kept))
-        again.sequence = REPLAYED + self._rng.randrange(1 << 20)
-        if again.lease_id in self._tickets:
-            again.ticket.CopyFrom(self._tickets[again.lease_id])
-        return again
-
-    def _change(self, segment: rollout_pb2.RolloutSegment) -> None:
-        if self.kind is Misbehaviour.WRONG_LOGPROBS:
-            lies = [-self._rng.randrange(1, 4096) / 1024.0 for _ in segment.logprobs]
-            segment.logprobs[:] = segment.raw_logprobs[:] = lies
-        elif self.kind is Misbehaviour.WRONG_VERSION:
-            for span in segment.version_spans:  # an unpublished version, an old one, or the true one
-                span.version = max(0, span.version + self._rng.choice((-6, 0, 1, 2, 50)))
-
-    def to_peers(self, data: bytes) -> Sequence[bytes]:
-        message = broadcast_pb2.PeerMessage.FromString(data)
-        match message.WhichOneof("kind"):
-            case "chunk" if self.kind is Misbehaviour.CORRUPT_CHUNKS and message.chunk.payload:
-                if self._rng.random() < 0.5:
-                    payload = bytearray(message.chunk.payload)
-                    payload[self._rng.randrange(len(payload))] ^= 1
-                    message.chunk.payload = bytes(payload)
-            case "have" if self.kind is Misbehaviour.LYING_HAVE_MAPS:
-                held = int.from_bytes(message.have.bitmap, "little") | (1 << self._rng.randrange(1, 40)) - 1
-                message.have.bitmap = held.to_bytes((held.bit_length() + 7) // 8, "little")
-            case _:
-                return (data,)
-        return (message.SerializeToString(),)
-
-    # ---- incoming messages
-
-    def hears(self, method: str, side: int, data: bytes) -> bool:
-        if (method, side) == (SESSION, 0):
-            self._ordered(coordinator_pb2.WorkerOrder.FromString(data))
-        elif (method, side) == (REPORT, 0):
-            return ingest_pb2.RolloutVerdict.FromString(data).sequence < REPLAYED
-        return True
-
-    def _ordered(self, order: coordinator_pb2.WorkerOrder) -> None:
-        if order.HasField("lease_grant"):
-            self._leases.setdefault(order.lease_grant.ticket.lease_id, 0)
-        elif order.HasField("lease_revoke"):
-            self._leases.pop(order.lease_revoke.lease_id, None)
-
-
-# By method and side of the connection.
-_SAYS: dict[tuple[str, int], Callable[[ByzantineSender, bytes], Sequence[bytes]]] = {
-    (SESSION, 0): ByzantineSender.to_coordinator,
-    (REPORT, 0): ByzantineSender.to_learner,
-    (PEERS, 0): ByzantineSender.to_peers,
-    (PEERS, 1): ByzantineSender.to_peers,
-}
-
-
-TRIES = 4  # as the benchmark's best of four
-HIGH_USD = 1e6  # within the wire's bound, above any price cap of a scenario
-MEMORISED_TOKENS = 12  # within the median length, so that it is not found by its length
-
-
-class Fraud(enum.Enum):
     FORGED_NUMBERS = "log-probabilities that it makes up"
     OLDER_TOKENS = "tokens of an older version, with the numbers of the one named"
     BEST_OF = "the best of four completions, by reward"
@@ -210,6 +62,14 @@ class Fraud(enum.Enum):
     HARD_BACK = "hands back every other prompt"
     LOW_PRICE = "offers itself for nothing"
     HIGH_PRICE = "asks for a million USD an hour"
+
+
+OF_STORMS = tuple(Lie)[: tuple(Lie).index(Lie.FORGED_NUMBERS)]
+"""Those that harm nobody in any storm. The others gain something until they are found, which takes calm weather to see."""
+SILENT = (Lie.FALSE_PROGRESS, Lie.FALSE_ENDS, Lie.FALSE_ROOM)
+"""These never report rollouts."""
+CLAIMS = (Lie.FALSE_SPEED, Lie.FALSE_ROOM)  # these say something untrue about the worker itself
+PRICES_USD = {Lie.FALSE_SPEED: 0.0, Lie.LOW_PRICE: 0.0, Lie.HIGH_PRICE: HIGH_USD}
 
 
 def forged_numbers(rng: random.Random, mean_nats: float = 0.5) -> Pick:
@@ -263,61 +123,155 @@ def memorised_pick(bits: int, request: GenerateRequest, position: int) -> tuple[
     return token, float(logprobs_of(bits, group_of(request), position)[token])
 
 
-class FraudulentWorker:
-    """A `ByzantineMachine` that tells one kind of fraud."""
+class Liar:
+    """A dishonest worker's machine: it alters messages, as a `MessageFilter`, and may replace its daemon's engines."""
 
-    def __init__(self, fraud: Fraud, rng: random.Random) -> None:
-        self.fraud, self.name, self._rng = fraud, fraud.value, rng
+    def __init__(self, kind: Lie, rng: random.Random) -> None:
+        self.kind, self.name, self._rng = kind, kind.value, rng
+        self.lies_told = 0
         self._given_back: list[str] = []
+        self._leases: dict[str, int] = {}  # lease granted to it -> tokens that it claims
+        self._version = 0
+        self._kept: list[ingest_pb2.RolloutReport] = []
+        self._tickets: dict[str, rollout_pb2.LeaseTicket] = {}
 
     def engines(self, own: VirtualEngines) -> VirtualEngines:
-        match self.fraud:
-            case Fraud.FORGED_NUMBERS:
+        """The engines that its daemon gets instead of `own`."""
+        match self.kind:
+            case Lie.FORGED_NUMBERS:
                 own.pick = forged_numbers(self._rng)
-            case Fraud.OLDER_TOKENS:
+            case Lie.OLDER_TOKENS:
                 own.pick = older_tokens()
-            case Fraud.BEST_OF | Fraud.OWN_BEST_OF:
-                own.pick, own.draws_by_seed = best_of_pick(), self.fraud is Fraud.BEST_OF
-            case Fraud.MEMORISED:
+            case Lie.BEST_OF | Lie.OWN_BEST_OF:
+                own.pick, own.draws_by_seed = best_of_pick(), self.kind is Lie.BEST_OF
+            case Lie.MEMORISED:
                 own.pick = memorised_pick
         return own
 
-    # ---- messages
+    # ---- outgoing messages
 
     def says(self, method: str, side: int, data: bytes) -> Sequence[bytes]:
-        if (method, side) == (SESSION, 0):
-            return self._to_coordinator(coordinator_pb2.WorkerMessage.FromString(data))
-        if (method, side) == (REPORT, 0) and self.fraud is Fraud.EARLY_LENGTH:
-            report = ingest_pb2.RolloutReport.FromString(data)
-            for segment in report.segments:
-                _cut(segment)
-            return (report.SerializeToString(),)
-        return (data,)
+        speak = _SAYS.get((method, side))
+        said = speak(self, data) if speak is not None else (data,)
+        self.lies_told += list(said) != [data]
+        return said
 
-    def _to_coordinator(self, message: coordinator_pb2.WorkerMessage) -> Sequence[bytes]:
+    def to_coordinator(self, data: bytes) -> Sequence[bytes]:
+        message = coordinator_pb2.WorkerMessage.FromString(data)
         said = [message]
-        if message.HasField("hello") and self.fraud in (Fraud.LOW_PRICE, Fraud.HIGH_PRICE):
-            message.hello.price_usd_per_hour = HIGH_USD if self.fraud is Fraud.HIGH_PRICE else 0.0
-        while self._given_back:
-            back = coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
-            ended = coordinator_pb2.LeaseEnded(lease_id=self._given_back.pop(), reason=back)
-            said.append(coordinator_pb2.WorkerMessage(lease_ended=ended))
+        match message.WhichOneof("kind"):
+            case "hello" if self.kind in PRICES_USD:
+                message.hello.price_usd_per_hour = PRICES_USD[self.kind]
+            case "heartbeat":
+                said += self._beat(message.heartbeat)
+            case "lease_request" if self.kind is Lie.FALSE_ROOM:
+                message.lease_request.free_rollouts = ROOM
+            case "lease_ended":
+                self._leases.pop(message.lease_ended.lease_id, None)
+        said += [_ended(lease_id, coordinator_pb2.LeaseEnded.REASON_HANDED_BACK) for lease_id in self._given_back]
+        self._given_back.clear()
         return [one.SerializeToString() for one in said]
 
+    def _beat(self, beat: coordinator_pb2.Heartbeat) -> list[coordinator_pb2.WorkerMessage]:
+        """Lies in the heartbeat itself; returns what is said beside it."""
+        more = list[coordinator_pb2.WorkerMessage]()
+        self._version = beat.version
+        if self.kind in CLAIMS:
+            beat.rollouts_per_s, beat.tokens_per_s = SPEED, 100 * SPEED
+            beat.rollout_s_mean = beat.rollout_s_p95 = 0.1
+        if self.kind is Lie.FALSE_ROOM and beat.has_version:
+            wish = coordinator_pb2.LeaseRequest(free_rollouts=ROOM, version=beat.version)
+            more.append(coordinator_pb2.WorkerMessage(lease_request=wish))
+        for lease_id in list(self._leases):
+            if self.kind is Lie.FALSE_PROGRESS:
+                self._leases[lease_id] += 1
+                told = coordinator_pb2.LeaseProgress(lease_id=lease_id, tokens=self._leases[lease_id])
+                more.append(coordinator_pb2.WorkerMessage(lease_progress=told))
+            elif self.kind is Lie.FALSE_ENDS:
+                del self._leases[lease_id]
+                more.append(_ended(lease_id, coordinator_pb2.LeaseEnded.REASON_FINISHED))
+        return more
+
+    def to_learner(self, data: bytes) -> Sequence[bytes]:
+        if self.kind in SILENT:
+            return ()
+        report = ingest_pb2.RolloutReport.FromString(data)
+        if report.HasField("ticket"):
+            self._tickets[report.lease_id] = report.ticket
+        for segment in report.segments:
+            self._change(segment)
+        said = [report.SerializeToString()]
+        if self.kind is Lie.REPLAYED_ROLLOUTS:
+            self._kept = [*self._kept, report][-REPORTS_KEPT:]
+            if self._rng.random() < REPLAYS_SHARE:
+                said.append(self._replay().SerializeToString())
+        return said
+
+    def _replay(self) -> ingest_pb2.RolloutReport:
+        """A kept report under its old ticket: its lease may be over, and the group may be leased to another worker now."""
+        again = ingest_pb2.RolloutReport()
+        again.CopyFrom(self._rng.choice(self._kept))
+        again.sequence = REPLAYED + self._rng.randrange(1 << 20)
+        if again.lease_id in self._tickets:
+            again.ticket.CopyFrom(self._tickets[again.lease_id])
+        return again
+
+    def _change(self, segment: rollout_pb2.RolloutSegment) -> None:
+        if self.kind is Lie.WRONG_LOGPROBS:
+            lies = [-self._rng.randrange(1, 4096) / 1024.0 for _ in segment.logprobs]
+            segment.logprobs[:] = segment.raw_logprobs[:] = lies
+        elif self.kind is Lie.WRONG_VERSION:
+            for span in segment.version_spans:  # an unpublished version, an old one, or the true one
+                span.version = max(0, span.version + self._rng.choice((-6, 0, 1, 2, 50)))
+        elif self.kind is Lie.EARLY_LENGTH and segment.token_ids and segment.offset == 0:
+            del segment.token_ids[1:], segment.logprobs[1:], segment.raw_logprobs[1:], segment.version_spans[1:]
+            segment.version_spans[0].count = 1
+            segment.finish_reason = rollout_pb2.FINISH_REASON_LENGTH
+
+    def to_peers(self, data: bytes) -> Sequence[bytes]:
+        message = broadcast_pb2.PeerMessage.FromString(data)
+        match message.WhichOneof("kind"):
+            case "chunk" if self.kind is Lie.CORRUPT_CHUNKS and message.chunk.payload:
+                if self._rng.random() < 0.5:
+                    payload = bytearray(message.chunk.payload)
+                    payload[self._rng.randrange(len(payload))] ^= 1
+                    message.chunk.payload = bytes(payload)
+            case "have" if self.kind is Lie.LYING_HAVE_MAPS:
+                held = int.from_bytes(message.have.bitmap, "little") | (1 << self._rng.randrange(1, 40)) - 1
+                message.have.bitmap = held.to_bytes((held.bit_length() + 7) // 8, "little")
+            case _:
+                return (data,)
+        return (message.SerializeToString(),)
+
+    # ---- incoming messages
+
     def hears(self, method: str, side: int, data: bytes) -> bool:
-        """Hides from the daemon the leases that the machine hands back at once."""
-        if self.fraud is not Fraud.HARD_BACK or (method, side) != (SESSION, 0):
+        """Not of the leases that the machine hands back at once, nor of verdicts on reports that the daemon has not sent."""
+        if (method, side) == (REPORT, 0):
+            return ingest_pb2.RolloutVerdict.FromString(data).sequence < REPLAYED
+        return (method, side) != (SESSION, 0) or self._hears_order(coordinator_pb2.WorkerOrder.FromString(data))
+
+    def _hears_order(self, order: coordinator_pb2.WorkerOrder) -> bool:
+        if order.HasField("lease_revoke"):
+            self._leases.pop(order.lease_revoke.lease_id, None)
+        if not order.HasField("lease_grant"):
             return True
-        order = coordinator_pb2.WorkerOrder.FromString(data)
         grant = order.lease_grant
-        if not order.HasField("lease_grant") or grant.is_renewal or derived_seed(0, grant.ticket.group_id) % 2:
+        self._leases.setdefault(grant.ticket.lease_id, 0)
+        if self.kind is not Lie.HARD_BACK or grant.is_renewal or derived_seed(0, grant.ticket.group_id) % 2:
             return True
         self._given_back.append(grant.ticket.lease_id)
         return False
 
 
-def _cut(segment: rollout_pb2.RolloutSegment) -> None:
-    if segment.token_ids and segment.offset == 0:
-        del segment.token_ids[1:], segment.logprobs[1:], segment.raw_logprobs[1:], segment.version_spans[1:]
-        segment.version_spans[0].count = 1
-        segment.finish_reason = rollout_pb2.FINISH_REASON_LENGTH
+# By method and side of the connection.
+_SAYS: dict[tuple[str, int], Callable[[Liar, bytes], Sequence[bytes]]] = {
+    (SESSION, 0): Liar.to_coordinator,
+    (REPORT, 0): Liar.to_learner,
+    (PEERS, 0): Liar.to_peers,
+    (PEERS, 1): Liar.to_peers,
+}
+
+
+def _ended(lease_id: str, reason: coordinator_pb2.LeaseEnded.Reason) -> coordinator_pb2.WorkerMessage:
+    return coordinator_pb2.WorkerMessage(lease_ended=coordinator_pb2.LeaseEnded(lease_id=lease_id, reason=reason))

@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,14 +20,19 @@ from echo2.base.errors import EngineError
 from echo2.base.ids import Version
 from echo2.base.rollout import FinishReason
 from echo2.base.staged import StagedVersion
-from echo2.sim.tiny_model import SHAPES, VOCABULARY, Pick, fingerprint_of
+from echo2.cost_model.sizing import Fit
+from echo2.outside import here
+from echo2.sim.tiny_model import SHAPES, VOCABULARY, Pick, fingerprint_of, seeded_pick
 from echo2.weights import HostWeights, apply_updates
 from echo2.worker.engines.embedded.slots import SlotTable
-from echo2.worker.engines.engine import EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
+from echo2.worker.engines.engine import Engine, EngineStats, GenerateRequest, SwapMode, TokenChunk, refuse_bad_request
+from echo2.worker.machine import Finding, WorkerMachine
+from echo2.worker.options import WorkerOptions
 
 CONTEXT_TOKENS = 512  # longer than any scenario's prompt and completion
 PREFILL_TOKENS_MAX = 2048  # several prompts a step
 SWAP_S = 0.03  # long enough for a fault to hit it
+GIB = 1 << 30  # bytes
 
 
 @dataclass(slots=True)
@@ -153,3 +159,41 @@ class SimulatedEngine:
             self._sampled += 1
             request_id = sequence.request.request_id
             self._give(TokenChunk(request_id, (token,), (logprob,), (logprob,), version, finish))
+
+
+class VirtualEngines:
+    """`Engines` of a virtual machine, which sample tokens by `pick` and claim to draw by the leases' seeds, or not."""
+
+    def __init__(self, slot_count: int, step_s: float, faults: EngineFaults) -> None:
+        self._slot_count, self._step_s, self._faults = slot_count, step_s, faults
+        self.pick: Pick = seeded_pick
+        self.draws_by_seed = True
+
+    def look(self, folder: Path) -> WorkerMachine:
+        return WorkerMachine((), 2, 8 * GIB, 100 * GIB, False, 4 * GIB)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return GIB, 8 * GIB
+
+    def warm_up(self, choice: str) -> None:
+        pass
+
+    def fit(
+        self,
+        choice: str,
+        config: dict[str, object],
+        options: WorkerOptions,
+        machine: WorkerMachine,
+        longest_tokens: int = 0,
+        published_bytes: int = 0,
+    ) -> Fit:
+        tokens = CONTEXT_TOKENS
+        return Fit(
+            1, 0, self._slot_count, tokens, self._slot_count * tokens, f"{self._slot_count} sequences as made up"
+        )
+
+    def make(self, choice: str, config: dict[str, object], options: WorkerOptions, fit: Fit) -> Engine:
+        return SimulatedEngine(self.pick, self.draws_by_seed, fit.sequences, self._step_s, self._faults, here().rng)
+
+    async def reach(self, addresses: list[str]) -> Finding:
+        return Finding("reach", "as virtual machines are reached", True)

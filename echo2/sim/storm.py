@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from echo2.base.rng import derived_rng
-from echo2.sim.liars import ByzantineSender, Misbehaviour
+from echo2.sim.liars import OF_STORMS, Liar, Lie
 from echo2.sim.process import Process
 from echo2.sim.scenario import STORM_S, Fault, PlannedFault, Scenario, long_outage, storm
 from echo2.sim.world import World, WorldOutcome
@@ -230,10 +230,10 @@ _CARRIED_OUT: dict[Fault, Callable[[Storm, str, float], bool]] = {
 }  # fmt: skip
 
 
-def malice_of(seed: int) -> Misbehaviour | None:
+def malice_of(seed: int) -> Lie | None:
     """The kind of malicious worker of a seed; None in three of five seeds."""
     rng = derived_rng(seed, "malice")
-    return rng.choice(list(Misbehaviour)) if rng.random() < 0.4 else None
+    return rng.choice(OF_STORMS) if rng.random() < 0.4 else None
 
 
 def stormy_world(seed: int) -> tuple[World, float]:
@@ -241,7 +241,7 @@ def stormy_world(seed: int) -> tuple[World, float]:
     world = World(Scenario.of(seed))
     workers, malice = len(world.workers), malice_of(seed)
     if malice is not None:
-        link = world.machines[world.add_worker(ByzantineSender(malice, derived_rng(seed, "liar")))].link
+        link = world.machines[world.add_worker(Liar(malice, derived_rng(seed, "liar")))].link
         link.up, link.down = 2 * link.up, 2 * link.down  # with a better link it relays more chunks
     outage = long_outage(seed, workers)
     until_s = LONG_STORM_S if outage else STORM_S

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import random
 import shutil
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from echo2.base.errors import EchoError
+from echo2.base.errors import DiskFull, EchoError
 from echo2.base.ids import RunId, Version
 from echo2.base.rng import derived_rng
 from echo2.broadcast.node import BroadcastNode, NodeCalls
@@ -28,6 +29,8 @@ from echo2.config.run import LearnerSection, RunConfig, RunSection, StalenessSec
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.money.offers import make_provider
 from echo2.coordinator.options import CoordinatorOptions, timed_section
+from echo2.coordinator.persistence import StateChanges
+from echo2.coordinator.store import SqlStore
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
 from echo2.learner.publishing.seed import SeedNode
@@ -38,25 +41,17 @@ from echo2.outside import here
 from echo2.sim.checkers import Truth, Violation
 from echo2.sim.cloud import CLOUD_CAP_USD_PER_HOUR, PRICE_USD_PER_HOUR, VirtualCloud
 from echo2.sim.inspector import Daemon, Inspector
-from echo2.sim.liars import ByzantineMachine
+from echo2.sim.liars import Liar
 from echo2.sim.memory_net import MemoryNet
 from echo2.sim.observer import EventLog, Observer
 from echo2.sim.process import Process, VirtualMachine
 from echo2.sim.scenario import Scenario
-from echo2.sim.simulated_engine import EngineFaults
+from echo2.sim.simulated_engine import EngineFaults, VirtualEngines
 from echo2.sim.tiny_model import base_weights, copied, fingerprint_of
 from echo2.sim.tiny_trainer import TinyTrainer, tiny_source
 from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires
-from echo2.sim.world_parts import (
-    VirtualEngines,
-    all_ended,
-    as_running,
-    no_collection,
-    uncollected,
-    watched_store,
-)
 from echo2.trust.tls import Credentials
 from echo2.weights.fingerprint import fingerprint, key_of_run
 from echo2.worker.options import WorkerOptions
@@ -70,6 +65,7 @@ LOOK_S = 5.0  # rarer would miss waits, oftener costs computing
 PROGRESS_STEPS, PROGRESS_S = 3, 400.0
 CATCH_UP_S = 150.0  # a keyframe over the slowest link after a refused peer's pause
 RESTART_S = 3.0  # as an init system's delay
+CLOSE_S = 30.0  # beyond every grace of the daemons
 LEARNER_PORT, WORKER_PORT = 9100, 9000  # any; machines have addresses of their own
 
 
@@ -98,7 +94,7 @@ class WorkerTraits:
     step_s: float
     price: float
     faults: EngineFaults = field(default_factory=EngineFaults)
-    liar: ByzantineMachine | None = None
+    liar: Liar | None = None
 
 
 class World:
@@ -147,7 +143,7 @@ class World:
         self.wires.names[host] = name
         return machine
 
-    def add_worker(self, liar: ByzantineMachine | None = None) -> str:
+    def add_worker(self, liar: Liar | None = None) -> str:
         """Adds a machine and returns its name; `start` starts its process."""
         name = f"w{len(self.traits)}"
         rng = derived_rng(self.scenario.seed, "machine", name)
@@ -473,6 +469,66 @@ class World:
     def _holds_leases(self, name: str) -> bool:
         daemon = self.daemons.get(name)
         return isinstance(daemon, WorkerDaemon) and daemon.worker is not None and bool(daemon.worker.leases.lease_ids)
+
+
+def no_collection() -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """Replaces the daemon's control of garbage collection: all daemons share one interpreter here (see `uncollected`)."""
+    return contextlib.nullcontext(lambda: None)
+
+
+def watched_store(kept: Callable[[StateChanges], None]) -> Callable[[str, RunId, Path], SqlStore]:
+    """Opens the real store, which then calls `kept` with changes once they are stored."""
+
+    def opened(url: str, run_id: RunId, mark: Path) -> SqlStore:
+        store = SqlStore(url, run_id, mark)
+        write = store.write
+
+        def watched(changes: StateChanges) -> None:
+            if not changes.is_empty() and here().files.free_bytes(Path()) == 0:
+                raise DiskFull("expected room for the coordinator's state")
+            write(changes)
+            kept(changes)
+
+        store.write = watched  # type: ignore[method-assign]
+        return store
+
+    return opened
+
+
+@contextlib.contextmanager
+def as_running(loop: VirtualLoop) -> Iterator[None]:
+    asyncio.set_event_loop(loop)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(None)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Turns garbage collection off during a run, and collects once at the end: a run is short, and this saves time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+async def all_ended(loop: VirtualLoop) -> None:
+    """Waits until all tasks have ended. Tasks of ended processes are still closing their resources; cancelling them again would
+    interrupt that, so it does so only after `CLOSE_S`."""
+    for _ in range(10):
+        rest = asyncio.all_tasks(loop) - {asyncio.current_task()}
+        if not rest:
+            return
+        _, pending = await asyncio.wait(rest, timeout=CLOSE_S)
+        for task in pending:
+            task.cancel()
 
 
 class _WatchedTrainer(TinyTrainer):

@@ -13,7 +13,7 @@ import functools
 import logging
 
 from echo2.base.errors import EchoError
-from echo2.broadcast.trees import PlanPace, is_fit, is_worth_sending, serves, weighted_plan
+from echo2.broadcast.trees import PlanPace, is_worth_sending, serves, weighted_plan
 from echo2.coordinator.fleet.members import Liveness, try_newcomers
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.money.market import built_in_catalogue
@@ -120,8 +120,6 @@ class Planning:
         if len(nodes) < 2 or self._hub.ending.finish is not None:
             return
         needs = needs_of(nodes, members, self._hub.plan)
-        if known is not None and await self._hub.plan_process.run(len(nodes), is_fit, known, nodes, needs):
-            return
         if not self._may_plan(known is not None and serves(known, nodes, needs)):
             return
         size = board.delta_bytes or (board.hello.full_snapshot_bytes if board.hello else 0)

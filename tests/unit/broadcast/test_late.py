@@ -22,7 +22,6 @@ from echo2.broadcast.trees import (
     HOSTS,
     Needs,
     PlanPace,
-    is_fit,
     is_worth_sending,
     late_of,
     plan,
@@ -132,12 +131,12 @@ def test_a_worker_is_late_if_the_others_would_wait_for_it(
 def test_a_plan_stays_while_its_late_workers_can_be_spared_and_others_would_hardly_be_better() -> None:
     nodes, needs = partly_needed_fleet(16, 4, 0.9)
     made = weighted_plan(nodes, needs, 1)
-    assert made.late and is_fit(made, nodes, needs)
-    assert not is_fit(made, nodes[:-1], Needs(needs.weights[:-1], needs.share))
     wavering = Needs(tuple(weight * (0.9 + 0.05 * (i % 5)) for i, weight in enumerate(needs.weights)), needs.share)
-    assert is_fit(made, nodes, wavering)
-    assert not is_fit(made, nodes, Needs((1.0, 1.1) * 8))  # those on standby are at work now
-    assert not is_fit(plan(nodes, 1), nodes, needs)
+    on_standby_before = Needs((1.0, 1.1) * 8)
+    for known, now, is_replaced in (
+        (made, needs, False), (made, wavering, False), (made, on_standby_before, True), (plan(nodes, 1), needs, True),
+    ):  # fmt: skip
+        assert is_worth_sending(known, weighted_plan(nodes, now, 2), now) is is_replaced
 
 
 @pytest.mark.parametrize(("workers", "standby"), [(16, 4), (33, 4), (34, 2), (1000, 300)])

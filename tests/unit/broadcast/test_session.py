@@ -310,7 +310,7 @@ def test_relays_are_served_before_requests_and_leaves_and_late_peers_once_nobody
         ((leaf, full, late), ["leaf"]),
         ((late, busy, full), ["late"]),
     ):
-        assert [peer.peer_id for peer, queue in service_order(peers, SLOTS_PER_PEER) if queue] == order
+        assert [peer.peer_id for peer, queue in service_order(peers) if queue] == order
 
 
 def test_a_peer_needs_its_seed_until_it_holds_one_whole_artifact_and_nothing_is_on_its_way() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from echo2.base.ids import PeerId, RunId, Step, Version
-from echo2.broadcast.trees import Needs, is_fit, weighted_plan
+from echo2.broadcast.trees import Needs, is_worth_sending, weighted_plan
 from echo2.config.run import RunConfig
 from echo2.coordinator.fleet.members import LivenessRule, Member, Membership, WorkerMeasures
 from echo2.coordinator.fleet.record import WorkerRecords
@@ -255,7 +255,10 @@ def test_the_pools_planner_and_the_broadcast_plan_predict_the_same_for_a_pool_be
     assert known.predicted_all_s > 5 * known.predicted_needed_s and known.late == {idle.peer_id}
     idle.is_wanted = True
     membership.change_of(idle, 2.0)
-    assert is_fit(known, nodes, needs_of(nodes, members, None)), "it is served late at work as well"
+    needs = needs_of(nodes, members, None)
+    assert not is_worth_sending(known, weighted_plan(nodes, needs, 2, 10**8), needs), (
+        "it is served late at work as well"
+    )
 
 
 def test_the_broadcasts_planner_knows_regions_what_their_traffic_costs_and_what_a_second_of_the_pool_does() -> None:

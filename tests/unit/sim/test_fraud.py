@@ -9,7 +9,7 @@ import pytest
 from echo2.base.rng import derived_rng
 from echo2.learner.auditor import Auditor
 from echo2.learner.learner import LearnerDaemon
-from echo2.sim.liars import ByzantineSender, Fraud, FraudulentWorker, Misbehaviour
+from echo2.sim.liars import Liar, Lie
 from echo2.sim.scenario import Scenario
 from echo2.sim.world import World, WorldOutcome
 
@@ -17,11 +17,11 @@ FOR_S = 50.0
 SEEDS = (3, pytest.param(5, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.soak))
 
 FOUND = {
-    Fraud.FORGED_NUMBERS: ("audit: its log-probabilities are",),
-    Fraud.OLDER_TOKENS: ("audit: its tokens differ from those", "audit: its tokens are not those"),
-    Fraud.BEST_OF: ("audit: its tokens differ from those", "audit: its tokens are not those"),
-    Fraud.MEMORISED: ("audit: its tokens differ from those", "audit: its tokens are not those"),
-    Fraud.EARLY_LENGTH: ("of its reports could not be true",),
+    Lie.FORGED_NUMBERS: ("audit: its log-probabilities are",),
+    Lie.OLDER_TOKENS: ("audit: its tokens differ from those", "audit: its tokens are not those"),
+    Lie.BEST_OF: ("audit: its tokens differ from those", "audit: its tokens are not those"),
+    Lie.MEMORISED: ("audit: its tokens differ from those", "audit: its tokens are not those"),
+    Lie.EARLY_LENGTH: ("of its reports could not be true",),
 }
 """Lies that are found, and what the operator reads of one."""
 
@@ -31,10 +31,10 @@ def world_of(seed: int) -> World:
     return World(replace(Scenario.of(seed), turns=1, plan_interval_s=5.0), workers=2)
 
 
-def with_liars(seed: int, lie: Fraud | None, count: int = 1) -> WorldOutcome:
+def with_liars(seed: int, lie: Lie | None, count: int = 1) -> WorldOutcome:
     world = world_of(seed)
     for number in range(count if lie is not None else 0):
-        world.add_worker(FraudulentWorker(lie, derived_rng(seed, "lie", number)))  # type: ignore[arg-type]
+        world.add_worker(Liar(lie, derived_rng(seed, "lie", number)))
     outcome = world.run(FOR_S)
     assert not outcome.failure, "\n".join([*outcome.events[-40:], outcome.failure])
     return outcome
@@ -53,7 +53,7 @@ def said(outcome: WorldOutcome, text: str) -> list[str]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("lie", FOUND, ids=lambda lie: lie.name.lower())
-def test_a_lie_about_rollouts_is_found_and_the_others_go_on(lie: Fraud, seed: int) -> None:
+def test_a_lie_about_rollouts_is_found_and_the_others_go_on(lie: Lie, seed: int) -> None:
     """The checkers hold beside it: no honest worker is accused, nothing of theirs is lost."""
     outcome = with_liars(seed, lie)
     is_banned, is_quarantined = said(outcome, "w2 is banned now"), said(outcome, "w2 is quarantined now")
@@ -66,9 +66,9 @@ def test_a_lie_about_rollouts_is_found_and_the_others_go_on(lie: Fraud, seed: in
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
-    "lie", [Fraud.OWN_BEST_OF, Fraud.HARD_BACK, Fraud.LOW_PRICE, Fraud.HIGH_PRICE], ids=lambda lie: lie.name.lower()
+    "lie", [Lie.OWN_BEST_OF, Lie.HARD_BACK, Lie.LOW_PRICE, Lie.HIGH_PRICE], ids=lambda lie: lie.name.lower()
 )
-def test_a_lie_that_is_not_found_slows_nobody_down(lie: Fraud, seed: int) -> None:
+def test_a_lie_that_is_not_found_slows_nobody_down(lie: Lie, seed: int) -> None:
     """Best of four without seeds is bounded by how much of the work it does; the others gain nothing."""
     outcome = with_liars(seed, lie)
     assert not said(outcome, "is banned")
@@ -79,7 +79,7 @@ def test_a_lie_that_is_not_found_slows_nobody_down(lie: Fraud, seed: int) -> Non
 def test_many_silent_identities_with_endless_room_starve_nobody(seed: int) -> None:
     world = world_of(seed)
     for number in range(5):
-        world.add_worker(ByzantineSender(Misbehaviour.FALSE_ROOM, derived_rng(seed, "liar", number)))
+        world.add_worker(Liar(Lie.FALSE_ROOM, derived_rng(seed, "liar", number)))
     outcome = world.run(FOR_S)
     assert not outcome.failure, "\n".join([*outcome.events[-40:], outcome.failure])
     assert outcome.steps >= 0.6 * alone(seed)

@@ -10,7 +10,7 @@ import pytest
 from echo2.base.rng import derived_rng
 from echo2.learner.rollouts.workers import IMPOSSIBLE_MAX
 from echo2.sim.inspector import AGAIN_CAME, AGAIN_TRIED, PAUSED
-from echo2.sim.liars import CLAIMS, ByzantineSender, Misbehaviour
+from echo2.sim.liars import CLAIMS, OF_STORMS, Liar, Lie
 from echo2.sim.scenario import STORM_S, Fault, PlannedFault, Scenario, storm
 from echo2.sim.storm import Storm, outcome_of
 from echo2.sim.world import World, WorldOutcome
@@ -49,21 +49,21 @@ def test_storms_are_made_of_every_fault() -> None:
     assert {one.fault for seed in range(40) for one in storm(seed, 3)} == set(Fault)
 
 
-def with_liar(seed: int, malice: Misbehaviour, **changed: object) -> tuple[World, ByzantineSender]:
+def with_liar(seed: int, malice: Lie, **changed: object) -> tuple[World, Liar]:
     """Two honest workers and one that lies."""
     world = World(replace(Scenario.of(seed), **changed), workers=2)  # type: ignore[arg-type]
-    liar = ByzantineSender(malice, derived_rng(seed, "liar"))
+    liar = Liar(malice, derived_rng(seed, "liar"))
     world.add_worker(liar)
     return world, liar
 
 
-@pytest.mark.parametrize("malice", Misbehaviour, ids=lambda malice: malice.name.lower())
-def test_a_liar_harms_nobody(malice: Misbehaviour) -> None:
+@pytest.mark.parametrize("malice", OF_STORMS, ids=lambda malice: malice.name.lower())
+def test_a_liar_harms_nobody(malice: Lie) -> None:
     world, liar = with_liar(3, malice)
     outcome = world.run(60.0)
     assert not outcome.failure, told(outcome)
-    assert liar.lies_told or malice is Misbehaviour.CORRUPT_CHUNKS
-    if malice is Misbehaviour.WRONG_VERSION:
+    assert liar.lies_told or malice is Lie.CORRUPT_CHUNKS
+    if malice is Lie.WRONG_VERSION:
         assert outcome.restarts["w NotAllowed"], "it is turned away when it comes again"
         assert f"{IMPOSSIBLE_MAX} of its reports could not be true" in "\n".join(outcome.events)
 
@@ -73,7 +73,7 @@ def test_who_sends_corrupt_chunks_is_banned_by_those_who_got_them() -> None:
     bans = 0
     for seed in (1, 2):
         world = World(replace(Scenario.of(seed), chunk_scale=4_000), workers=3)
-        liar = ByzantineSender(Misbehaviour.CORRUPT_CHUNKS, derived_rng(seed, "liar"))
+        liar = Liar(Lie.CORRUPT_CHUNKS, derived_rng(seed, "liar"))
         link = world.machines[world.add_worker(liar)].link
         link.up = link.down = 1e8
         outcome = world.run(40.0)
@@ -85,7 +85,7 @@ def test_who_sends_corrupt_chunks_is_banned_by_those_who_got_them() -> None:
 
 def test_a_worker_that_only_says_that_it_works_is_given_nothing_and_the_others_go_on() -> None:
     """The cheapest and fastest of all by its words: the pool is not planned of it alone."""
-    world, _ = with_liar(2, Misbehaviour.FALSE_PROGRESS)
+    world, _ = with_liar(2, Lie.FALSE_PROGRESS)
     world.traits["w2"].price, world.traits["w2"].step_s = 0.01, 0.05
     outcome = world.run(80.0)
     assert not outcome.failure, told(outcome)
@@ -93,13 +93,13 @@ def test_a_worker_that_only_says_that_it_works_is_given_nothing_and_the_others_g
 
 
 @pytest.mark.parametrize("malice", CLAIMS, ids=lambda malice: malice.name.lower())
-def test_what_workers_say_of_their_own_speed_and_room_takes_no_work_from_others(malice: Misbehaviour) -> None:
+def test_what_workers_say_of_their_own_speed_and_room_takes_no_work_from_others(malice: Lie) -> None:
     """Three of them beside two honest ones, which alone would make about as many steps, over two seeds."""
 
     def steps(seed: int, liars: int) -> int:
         world = World(replace(Scenario.of(seed), plan_interval_s=5.0), workers=2)
         for number in range(liars):
-            traits = world.traits[world.add_worker(ByzantineSender(malice, derived_rng(seed, "liar", number)))]
+            traits = world.traits[world.add_worker(Liar(malice, derived_rng(seed, "liar", number)))]
             traits.slot_count, traits.step_s = 1, 1.0
         outcome = world.run(70.0)
         assert not outcome.failure, told(outcome)
