@@ -153,6 +153,7 @@ class StreamConnection:
         self.ended = asyncio.Event()
         self.peer = PeerIdentity(PeerId(""), Role.WORKER)
         self.told = ""  # the other end, as doors know it
+        self.certificate = b""
         self._stream: Stream | None = None
         self._cutter = FrameCutter(FRAME_BYTES_MAX, "a connection of the broadcast")
         self._frames: deque[bytes] = deque()
@@ -178,11 +179,11 @@ class StreamConnection:
 
     # ---- what its stream calls
 
-    def connection_made(self, stream: Stream) -> None:
-        self._stream = stream
+    def connection_made(self, stream: Stream, remote: Remote, certificate: bytes) -> None:
+        self._stream, self.certificate = stream, certificate
         stream.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
-        host, port = stream.remote
-        self.remotes = frozenset({(host, port)}) if port else frozenset()
+        host, port = remote
+        self.remotes = frozenset({remote}) if port else frozenset()
         self.told = f"ipv{6 if ':' in host else 4}:{joined(host, port)}"
         self._went_on_at = self._said_at = self._loop.time()
         self._beating = self._loop.call_later(STILL_HERE_S, self._beat)
@@ -281,7 +282,7 @@ class StreamConnection:
 
     def prove(self, expected: PeerId | None = None) -> None:
         """Reads who is there from its certificate. TrustError where it is another than expected."""
-        certificate = _certificate(self.stream.certificate)
+        certificate = _certificate(self.certificate)
         certificate.check_time(unix_now())
         if expected is not None:
             certificate.check_peer(expected)

@@ -15,13 +15,7 @@ Remote = tuple[str, int]
 
 
 class Stream(Protocol):
-    @property
-    def certificate(self) -> bytes:
-        """The peer's, in DER; its issuer has been checked."""
-        ...
-
-    @property
-    def remote(self) -> Remote: ...
+    """A transport of asyncio is one."""
 
     def write(self, data: bytes | memoryview) -> None:
         """Takes all of it; the reader is asked to pause writing while much is unsent."""
@@ -49,8 +43,9 @@ class Stream(Protocol):
 class StreamReader(Protocol):
     """What takes a stream's bytes. `missing_bytes`: of the message that has begun, so that the reader is woken for whole ones."""
 
-    def connection_made(self, stream: Stream) -> None:
-        """The handshake is done."""
+    def connection_made(self, stream: Stream, remote: Remote, certificate: bytes) -> None:
+        """The handshake is done. `remote`: port 0 if there is no such end. `certificate`: the peer's, in DER, its issuer checked;
+        empty if the peer has proven otherwise who it is."""
         ...
 
     def get_buffer(self, sizehint: int) -> memoryview: ...

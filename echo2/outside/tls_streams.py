@@ -24,7 +24,7 @@ from echo2.base.errors import MalformedMessage, PortBusy
 from echo2.base.hosts import joined
 from echo2.outside import monotonic
 from echo2.outside.net import Dialled, Shown, accepted, listened, listening_socket
-from echo2.outside.streams import Remote, StreamReader
+from echo2.outside.streams import StreamReader
 
 BUFFER_BYTES = 128 << 10  # eight full TLS records
 WAKE_BYTES_MAX = 48 << 10
@@ -202,7 +202,8 @@ class TlsStream(asyncio.BufferedProtocol):
             self.abort()
             return False
         self._is_made = True
-        self._reader.connection_made(self)
+        host, port = self._transport.get_extra_info("peername")[:2]
+        self._reader.connection_made(self, (as_ipv4(host), port), self._tls.getpeercert(binary_form=True) or b"")
         self.shaken.set_result(None)
         return True
 
@@ -299,15 +300,6 @@ class TlsStream(asyncio.BufferedProtocol):
 
     def is_closing(self) -> bool:
         return self._is_closing or self._transport.is_closing()
-
-    @property
-    def certificate(self) -> bytes:
-        return self._tls.getpeercert(binary_form=True) or b""
-
-    @property
-    def remote(self) -> Remote:
-        host, port = self._transport.get_extra_info("peername")[:2]
-        return as_ipv4(host), port
 
     def close(self) -> None:
         """What was written goes out; what comes is thrown away, until the peer closes too or `abort` is called."""

@@ -79,15 +79,13 @@ class MemoryStream:
 
     def __init__(self, reader: StreamReader, end: End, remote: tuple[str, int], shown_pem: bytes) -> None:
         self._reader, self._end = reader, end
-        self.certificate = ssl.PEM_cert_to_DER_cert(shown_pem.decode())
-        self.remote = remote
         self._said, self._heard = FrameCutter(FRAME_BYTES_MAX, "a stream"), FrameCutter(FRAME_BYTES_MAX, "a stream")
         self._inbox: deque[tuple[bytes, MemoryStream]] = deque()
         self._is_reading, self._is_paused, self._is_closing = True, False, False
         self._in_flight = 0
         self._looking: asyncio.TimerHandle | None = None
         end.on_frame, end.on_closed = self._frame, self._closed
-        reader.connection_made(self)
+        reader.connection_made(self, remote, ssl.PEM_cert_to_DER_cert(shown_pem.decode()))
 
     # ---- what its reader calls
 

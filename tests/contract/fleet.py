@@ -9,14 +9,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echo2.base.ids import PeerId, RunId
+from echo2.base.ids import RunId
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.catch_up import ArtifactBegun, ArtifactDropped, ArtifactSealed, BlockArrived
+from echo2.broadcast.connection import StreamConnection
 from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.broadcast.plan import BroadcastPlan, NodeLink
+from echo2.broadcast.transport import Transport
 from echo2.broadcast.trees import plan
 from echo2.trust import tls
 from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.wire import broadcast as wire
 from tests.patience import WAIT_S
 
 RUN = RunId("a-run")
@@ -76,15 +79,6 @@ class Fleet:
             member.node.set_plan(made)
         return made
 
-    def plan_with(self, peer_id: PeerId, address: str) -> BroadcastPlan:
-        """A plan of the members and of a node in another process."""
-        self._epoch += 1
-        links = [NodeLink(m.node.peer_id, f"n{i}", (m.address,), 25e6, 50e6, 0.001) for i, m in enumerate(self.members)]
-        made = plan([*links, NodeLink(peer_id, "other", (address,), 25e6, 50e6, 0.001)], self._epoch)
-        for member in self.members:
-            member.node.set_plan(made)
-        return made
-
     async def stop(self, member: Member) -> None:
         await member.node.stop()
 
@@ -130,3 +124,13 @@ async def blocks_of(node: BroadcastNode, artifact: ArtifactId, limit_s: float = 
 
 async def gathered(*work: Awaitable[list[bytes]]) -> list[list[bytes]]:
     return list(await asyncio.gather(*work))
+
+
+async def hostile(f: Fleet, victim: Member) -> tuple[tls.Credentials, StreamConnection]:
+    """A member of the run with a link, that speaks the protocol by hand."""
+    credentials = f.credentials(Role.WORKER)
+    connection = await Transport(credentials).dial(victim.address, victim.node.peer_id)
+    await connection.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id))
+    assert await connection.receive() is not None
+    await until(lambda: credentials.peer_id in victim.node.exchange.links, "the link is there")
+    return credentials, connection

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from echo2.base.errors import DiskFull, LimitExceeded
 from echo2.base.ids import Version
 from echo2.base.link_shape import LinkShape
 from echo2.broadcast.artifact import ArtifactId
 from echo2.broadcast.node import NodeOptions
 from tests.contract.fleet import blocks_of, fleet, gathered, until
 
-KEYFRAME = ArtifactId(Version(0))
+KEYFRAME, LATER = ArtifactId(Version(0)), ArtifactId(Version(1), Version(0))
+BLOCKS = [random.Random(7).randbytes(100_000) for _ in range(12)]
 
 
 def _blocks(seed: int, *sizes: int) -> list[bytes]:
@@ -152,26 +154,39 @@ def test_shaped_uplink_takes_the_time_that_its_rate_gives(tmp_path: Path) -> Non
     asyncio.run(scene())
 
 
-def test_a_worker_that_lags_asks_for_the_merged_delta(tmp_path: Path) -> None:
+def test_a_worker_whose_disk_is_full_ends_with_its_folder_and_harms_no_other(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            learner, first = (m.node for m in f.members)
-            await learner.publish(KEYFRAME, iter(_blocks(2, 200_000)), lambda: "0", 200_000)
-            for v in range(1, 9):
-                delta = ArtifactId(Version(v), Version(v - 1))
-                await learner.publish(delta, iter(_blocks(v, 400_000)), lambda: "d", 200_000)
-            assert await blocks_of(first, delta) == _blocks(8, 400_000), "before there is another way"
-            merged = ArtifactId(Version(8), Version(0))
-            await learner.publish(merged, iter(_blocks(9, 600_000)), lambda: "d", 200_000, is_pushed=False)
-            late = await f.add()
-            late.node.set_base(None, is_sought=True)
-            late.node.set_live(Version(0))  # as its base checkpoint is
-            sealed = lambda: [known for known in late.node.artifacts_available() if known.total_bytes]  # noqa: E731
-            await until(lambda: len(sealed()) == 10, "it knows all artifacts and their sizes")
-            late.node.set_base(None)  # before that, a busy machine would have it begin with the chain
-            assert await blocks_of(late.node, merged) == _blocks(9, 600_000)
-            assert late.node.stats().way.startswith("merged: from version 0 to 8")
-            assert late.node.stats().received_chunk_bytes < 2_000_000, "the chain is 3.2 MB"
-            assert merged not in first.stats().received_by_artifact, "nobody asked for it there"
+        def options(number: int) -> NodeOptions:
+            store_bytes = 200_000 if number == 1 else 1 << 30
+            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=store_bytes)
+
+        async with fleet(tmp_path, 3, options) as f:
+            learner, small, *others = (m.node for m in f.members)
+            ending = asyncio.create_task(blocks_of(small, LATER))
+            reading = gathered(*(blocks_of(node, LATER) for node in others))
+            for node in (small, *others):
+                node.set_live(Version(0))
+            await learner.publish(LATER, iter(BLOCKS), lambda: "p", 100_000)
+            assert await reading == [BLOCKS] * 2
+            with pytest.raises(DiskFull, match=f"{small.options.folder}: expected at most 200000 bytes of chunks"):
+                await ending
+            assert str(small.options.folder) in small.stats().trouble
+            assert not any(node.stats().trouble or node.stats().banned for node in (learner, *others))
+
+    asyncio.run(scene())
+
+
+def test_a_worker_whose_store_cannot_hold_a_keyframe_ends_with_the_number_that_it_needs(tmp_path: Path) -> None:
+    async def scene() -> None:
+        def options(number: int) -> NodeOptions:
+            return NodeOptions(tmp_path / f"n{number}", chunk_bytes=16 << 10, store_bytes=200_000 if number else 0)
+
+        async with fleet(tmp_path, 1, options) as f:
+            learner, small = (m.node for m in f.members)
+            reading = asyncio.create_task(blocks_of(small, KEYFRAME))
+            await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1_200_000, is_pushed=False)
+            said = r"keyframe 0: expected a store of at least 1218750 bytes .* got 200000"
+            with pytest.raises(LimitExceeded, match=said):
+                await reading
 
     asyncio.run(scene())

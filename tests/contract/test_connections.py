@@ -32,7 +32,7 @@ from echo2.trust import tls
 from echo2.trust.identity import Role, TlsKey, certificate_request, dns_name_of
 from echo2.trust.ports import BULK
 from echo2.wire import broadcast as wire
-from tests.contract.fleet import Fleet, Member, fleet, until
+from tests.contract.fleet import Fleet, fleet, until
 from tests.contract.test_broadcast_stripes import width_of
 from tests.patience import WAIT_S
 
@@ -48,16 +48,6 @@ def address_of(node: BroadcastNode) -> str:
 def listen(transport: Transport, accept: Accept) -> None:
     transport.listen("127.0.0.1", 0)
     transport.serve(accept)
-
-
-async def hostile(f: Fleet, victim: Member) -> tuple[tls.Credentials, StreamConnection]:
-    """A member of the run with a link, that speaks the protocol by hand."""
-    credentials = f.credentials(Role.WORKER)
-    connection = await Transport(credentials).dial(victim.address, victim.node.peer_id)
-    await connection.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id))
-    assert await connection.receive() is not None
-    await until(lambda: credentials.peer_id in victim.node._connections.links, "the link is there")
-    return credentials, connection
 
 
 def link_to(node: BroadcastNode, other: BroadcastNode) -> PeerLink:
@@ -391,7 +381,7 @@ def test_a_renewed_certificate_is_shown_by_the_next_handshake(tmp_path: Path) ->
             shown = list[bytes]()
             for _ in range(2):
                 bulk = await caller.dial(member.address, member.node.peer_id)
-                shown.append(bulk.stream.certificate)
+                shown.append(bulk.certificate)
                 await bulk.close()
                 request = certificate_request(member.credentials.identity, key)
                 member.credentials.renew(key.to_pem(), f.authority.issue(request, Role.WORKER, time.time() - 5))

@@ -10,19 +10,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId, Version
-from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactId, ArtifactKey
-from echo2.broadcast.connection import Connection
+from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactId, ArtifactKey, Chunk, digest_of
+from echo2.broadcast.connection import HEAD, Connection
 from echo2.broadcast.events import ChunkSeen, Have, HeaderSeen, PeerDown, PeerUp, Request, Woken
 from echo2.broadcast.node import BroadcastNode
 from echo2.broadcast.peer import MISSING_MAX
 from echo2.broadcast.session import BroadcastSession
-from echo2.broadcast.transport import Transport
-from echo2.trust import tls
-from echo2.trust.identity import Role
+from echo2.trust.identity import Identity
 from echo2.wire import broadcast as wire
-from tests.contract.fleet import Fleet, Member, blocks_of, fleet, until
+from echo2.wire.broadcast import FRAME_BYTES_MAX
+from tests.contract.fleet import Member, blocks_of, fleet, hostile, until
 from tests.patience import WAIT_S
 
 KEYFRAME = ArtifactId(Version(0))
@@ -30,15 +31,6 @@ BLOCKS = [random.Random(7).randbytes(100_000) for _ in range(4)]
 EVERYTHING = (1 << CHUNKS_MAX) - 1
 CPU_S_MAX = 0.5
 """For a hundred of the worst messages, with TLS and gRPC at both ends of one process; one of them took 36 s."""
-
-
-async def hostile(f: Fleet, victim: Member) -> tuple[PeerId, Connection]:
-    credentials = f.credentials(Role.WORKER)
-    connection = await Transport(credentials).dial(victim.address, victim.node.peer_id)
-    await connection.send(wire.hello(tls.PROTOCOL_VERSION, credentials.run_id))
-    assert await connection.receive() is not None
-    await until(lambda: credentials.peer_id in victim.node.session.peers, "the peer is let in")
-    return credentials.peer_id, connection
 
 
 class Begun:
@@ -87,7 +79,9 @@ def test_the_worst_messages_cost_a_node_little_time_and_hold_up_nobody(tmp_path:
             await until(lambda: key in victim.node.session.artifacts, "the victim has heard of it")
             session = victim.node.session
             for flood in FLOODS.values():
-                bad, connection = await hostile(f, victim)
+                credentials, connection = await hostile(f, victim)
+                bad = credentials.peer_id
+                await until(lambda bad=bad: bad in session.peers, "it is let in")  # type: ignore[misc]
                 frame, before = flood(key), time.process_time()
                 for _ in range(20):
                     await connection.send(frame)
@@ -144,7 +138,8 @@ def test_a_banned_peer_is_served_no_more_and_let_in_again_when_the_ban_is_lifted
             learner, victim = f.members
             await learner.node.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
             await blocks_of(victim.node, KEYFRAME)
-            bad, connection = await hostile(f, victim)
+            credentials, connection = await hostile(f, victim)
+            bad = credentials.peer_id
             key = learner.node.library.find(KEYFRAME)
             assert key is not None
             victim.node.bans.name(bad, is_lifted=False)
@@ -159,6 +154,52 @@ def test_a_banned_peer_is_served_no_more_and_let_in_again_when_the_ban_is_lifted
             await connection.close()
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("deed", ["corrupt", "replay", "rubbish", "foreign seal", "too large"])
+def test_who_breaks_the_protocol_is_named_dropped_and_banned(tmp_path: Path, deed: str) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 1) as f:
+            learner, victim = (member.node for member in f.members)
+            await learner.publish(KEYFRAME, iter(BLOCKS), lambda: "p", 1 << 20)
+            await blocks_of(victim, KEYFRAME)
+            publication, key = Begun(learner), learner.library.find(KEYFRAME)
+            fresh = await publication.key()
+            await until(lambda: fresh in victim.library.entries, "the victim knows the header")
+            credentials, connection = await hostile(f, f.members[1])
+            assert key is not None
+            while credentials.peer_id not in victim.stats().banned:
+                with contextlib.suppress(Unreachable):
+                    if deed == "too large":
+                        connection.stream.write(HEAD.pack(FRAME_BYTES_MAX + 1))
+                    else:
+                        await connection.send(bad_frame(deed, credentials.identity, learner, key, fresh))
+                await asyncio.sleep(0.01)
+            assert all(link.peer_id != credentials.peer_id for link in victim.stats().links)
+            _, again = await hostile(f, f.members[1])
+            await again.close()  # others are still served
+            assert victim.library.entries[key].is_complete
+            assert digest_of(b"evil") not in victim.library.entries[fresh].digests.values()
+            await publication.finish()
+            await connection.close()
+
+    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
+
+
+def bad_frame(deed: str, forger: Identity, learner: BroadcastNode, key: ArtifactKey, fresh_key: ArtifactKey) -> bytes:
+    match deed:
+        case "corrupt":
+            return wire.chunk_to_bytes(Chunk.make(fresh_key, 500, True, b"evil", forger))
+        case "replay":
+            frame = learner.library.frame(key, 0)
+            assert frame is not None
+            return bytes(frame)
+        case "rubbish":
+            return b"\xff\xff not a message"
+        case _:
+            frame = learner.library.seal_frame(key)
+            assert frame is not None
+            return frame.replace(key, fresh_key)
 
 
 async def said(connection: Connection) -> AsyncIterator[bytes]:

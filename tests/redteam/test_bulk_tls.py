@@ -23,8 +23,8 @@ from echo2.broadcast.transport import Transport
 from echo2.outside.guard import FairShare
 from echo2.outside.tls_streams import TlsStream
 from echo2.trust.identity import Role
-from tests.contract.fleet import Fleet, fleet, until
-from tests.contract.test_connections import TlsByHand, address_of, hostile, listen
+from tests.contract.fleet import Fleet, fleet, hostile, until
+from tests.contract.test_connections import TlsByHand, address_of, listen
 from tests.patience import WAIT_S
 
 KEY_UPDATE, DATA, HANDSHAKE = bytes.fromhex("1800000100"), 23, 22

@@ -279,11 +279,11 @@ class ReachabilityService(AutoNATService):  # type: ignore[misc]  # untyped libr
         if peer != _asking.get():
             return None
         for raw in addrs[:ADDRESSES_MAX]:
-            host, port = _dialled_place(raw)
-            if await trio.to_thread.run_sync(
-                shows_certificate, host, port, peer, self._members.credentials.authority_pem, limiter=self._limit
+            place = _host_and_port(Multiaddr(raw))
+            if place is not None and await trio.to_thread.run_sync(
+                shows_certificate, *place, peer, self._members.credentials.authority_pem, limiter=self._limit
             ):
-                self._proven(peer, joined(host, port))
+                self._proven(peer, joined(*place))
                 return raw
         return None
 
@@ -293,9 +293,3 @@ class ReachabilityService(AutoNATService):  # type: ignore[misc]  # untyped libr
         asked = Multiaddr(f"/{kind}/{host}/tcp/{port}").to_bytes()
         status, _ = await self.query_server(ID.from_base58(server), [asked], ANSWER_S)
         return {int(Message.OK): True, int(Message.E_DIAL_ERROR): False}.get(status)
-
-
-def _dialled_place(raw: bytes) -> tuple[str, int]:
-    address = Multiaddr(raw)
-    kind = "ip6" if "/ip6/" in str(address) else "ip4"
-    return str(address.value_for_protocol(kind)), int(str(address.value_for_protocol("tcp")))

@@ -27,7 +27,7 @@ from echo2.broadcast.nat.relay import reset, write
 from echo2.broadcast.reachability import LinkKind, LinkWay
 from echo2.broadcast.transport import Accept
 from echo2.outside.ending import cancel_all
-from echo2.outside.streams import Remote, StreamReader
+from echo2.outside.streams import StreamReader
 from echo2.trust.identity import PeerIdentity
 from echo2.trust.tls import Credentials
 
@@ -122,19 +122,14 @@ async def _perform(work: Callable[[], Awaitable[T]], scope: trio.CancelScope, re
                 result.set_exception(error)
 
 
-class HoleStream(asyncio.BufferedProtocol):
-    """A `Stream` through a hole. libp2p encrypts it, and its peer has proven who it is before."""
-
-    certificate = b""
-    remote: Remote = ("", 0)
+class HoleProtocol(asyncio.BufferedProtocol):
+    """Hands a `StreamReader` what comes through a hole. libp2p encrypts that, and its peer has proven who it is before."""
 
     def __init__(self, reader: StreamReader) -> None:
         self._reader = reader
-        self._transport: Any = None
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        self._reader.connection_made(self)
+        self._reader.connection_made(transport, ("", 0), b"")
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.get_buffer(sizehint)
@@ -151,30 +146,6 @@ class HoleStream(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._reader.connection_lost(exc)
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._transport.write(data)
-
-    def set_write_buffer_limits(self, high: int) -> None:
-        self._transport.set_write_buffer_limits(high=high)
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
-
-    def is_reading(self) -> bool:
-        return bool(self._transport.is_reading())
-
-    def is_closing(self) -> bool:
-        return bool(self._transport.is_closing())
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def abort(self) -> None:
-        self._transport.abort()
 
 
 class P2pSide:
@@ -274,7 +245,7 @@ class P2pSide:
         if self._accept is None or not self._is_open:
             return
         connection = StreamConnection(is_outgoing=is_outgoing, way=HOLE)
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: HoleStream(connection), raw)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: HoleProtocol(connection), raw)
         connection.is_known(peer)
         try:
             await self._accept(connection)
