@@ -18,8 +18,9 @@ from echo2.broadcast.plan import BroadcastPlan, NodeLink
 from echo2.broadcast.transport import Transport
 from echo2.broadcast.trees import plan
 from echo2.trust import tls
-from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.identity import Identity, Role, RunAuthority
 from echo2.wire import broadcast as wire
+from tests.certificates import issued
 from tests.patience import WAIT_S
 
 RUN = RunId("a-run")
@@ -43,12 +44,7 @@ class Fleet:
 
     def credentials(self, role: Role, token_id: str = "") -> tls.Credentials:
         """As enrolment gives them to whoever has that token."""
-        identity, key = Identity.generate(), TlsKey.generate()
-        certificate = self.authority.issue(certificate_request(identity, key), role, time.time(), token_id=token_id)
-        return tls.Credentials(
-            identity, key.to_pem(), certificate, self.authority.certificate_pem, RUN,
-            self.authority.identity.peer_id, "nowhere:1",
-        )  # fmt: skip
+        return issued(self.authority, role, token_id=token_id)
 
     async def start(self, credentials: tls.Credentials, options: NodeOptions, port: int = 0) -> Member:
         node = BroadcastNode(credentials, replace(options, port=port))

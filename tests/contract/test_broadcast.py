@@ -124,14 +124,17 @@ def test_chunks_survive_a_restart_of_worker_and_learner_and_not_another_release(
     asyncio.run(scene())
 
 
-def test_worker_that_never_got_a_plan_still_follows_the_learner(tmp_path: Path) -> None:
+def test_a_worker_without_a_plan_follows_the_learner_also_after_its_link_was_cut(tmp_path: Path) -> None:
     async def scene() -> None:
         async with fleet(tmp_path, 0) as f:
             worker = await f.add()
             learner = f.members[0].node
-            await until(lambda: len(learner.stats().links) == 1, "the worker dialled")
-            await learner.publish(KEYFRAME, iter(_blocks(4, 50_000)), lambda: "p", 50_000)
-            assert await blocks_of(worker.node, KEYFRAME) == _blocks(4, 50_000)
+            for artifact in (KEYFRAME, LATER):
+                await until(lambda: len(learner.stats().links) == 1, "the worker dialled")
+                await learner.publish(artifact, iter(_blocks(4, 50_000)), lambda: "p", 50_000)
+                assert await blocks_of(worker.node, artifact) == _blocks(4, 50_000)
+                await asyncio.gather(*(link.close() for link in learner.exchange.links.values()))
+                await until(lambda: not learner.stats().links, "the link is cut")
 
     asyncio.run(scene())
 

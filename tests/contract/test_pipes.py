@@ -23,9 +23,10 @@ from echo2.broadcast.nat.pipes import PipeAnswer, PipeMember, PipeRelay
 from echo2.broadcast.nat.relay_book import RelayBook, RelayLimits
 from echo2.broadcast.transport import Transport
 from echo2.trust import tls
-from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.identity import Identity, Role, RunAuthority
 from echo2.trust.ports import LEARNER
 from echo2.wire.gen.echo2.v1.probe_pb2 import ProbeBlock
+from tests.certificates import issued
 from tests.contract.fleet import until
 from tests.patience import WAIT_S
 
@@ -48,13 +49,7 @@ class Scene:
         self.holder = PipeMember(self.transport.dial, lambda caller, way: self.transport.take(caller, self._echo, way))
 
     def credentials(self, role: Role, authority: RunAuthority | None = None) -> tls.Credentials:
-        identity, key = Identity.generate(), TlsKey.generate()
-        authority = authority or self.authority
-        certificate = authority.issue(certificate_request(identity, key), role, time.time())
-        return tls.Credentials(
-            identity, key.to_pem(), certificate, authority.certificate_pem, authority.run_id,
-            authority.identity.peer_id, "nowhere:1",
-        )  # fmt: skip
+        return issued(authority or self.authority, role)
 
     async def _echo(self, connection: Connection) -> None:
         self.taken.append(connection.peer.peer_id)

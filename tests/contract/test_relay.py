@@ -27,19 +27,12 @@ from echo2.broadcast.nat.host import EXCHANGE, P2pHost, _multiaddr_of
 from echo2.broadcast.nat.reach import HostOptions, Nat
 from echo2.broadcast.transport import Transport
 from echo2.trust import tls
-from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.identity import Identity, RunAuthority
+from tests.certificates import issued
 from tests.patience import WAIT_S
 
 PING, IDENTIFY, DCUTR = "/ipfs/ping/1.0.0", "/ipfs/id/1.0.0", "/libp2p/dcutr"
 RUN = RunId("relay")
-
-
-def credentials(authority: RunAuthority) -> tls.Credentials:
-    identity, key = Identity.generate(), TlsKey.generate()
-    issued = authority.issue(certificate_request(identity, key), Role.WORKER, time.time())
-    return tls.Credentials(
-        identity, key.to_pem(), issued, authority.certificate_pem, RUN, identity.peer_id, "nowhere:1"
-    )
 
 
 def authority() -> RunAuthority:
@@ -53,7 +46,7 @@ class Lab:
         self.authority = authority()
         self.barred: set[PeerId] = set()
         self.met: dict[PeerId, str] = {}
-        self.own = credentials(self.authority)
+        self.own = issued(self.authority)
         self.options = HostOptions("127.0.0.1", is_barred=self.barred.__contains__, proven=self.met.__setitem__)
         self.relay = Nat(self.own)
         self.transports = [self.relay]
@@ -95,7 +88,7 @@ def test_the_librarys_own_services_answer_members_alone(monkeypatch: pytest.Monk
     async def scene() -> None:
         async with lab(monkeypatch) as made:
             asked = made.own.peer_id, made.address
-            for of, is_answered in ((credentials(made.authority), True), (credentials(authority()), False)):
+            for of, is_answered in ((issued(made.authority), True), (issued(authority()), False)):
                 caller = Nat(of)
                 made.transports.append(caller)
                 await caller.serve(HostOptions("127.0.0.1"))
@@ -113,9 +106,9 @@ def test_members_alone_have_places_and_one_that_is_dialled_back_vouches_for_no_o
 ) -> None:
     async def scene() -> None:
         async with lab(monkeypatch) as made:
-            own, other, barred = (credentials(made.authority) for _ in range(3))
+            own, other, barred = (issued(made.authority) for _ in range(3))
             made.barred.add(barred.peer_id)
-            stranger, outlaw = made.member(credentials(authority())), made.member(barred)
+            stranger, outlaw = made.member(issued(authority())), made.member(barred)
             transport = Transport(own)
             port = transport.listen("127.0.0.1", 0)
             transport.serve(lambda connection: connection.close())
@@ -156,7 +149,7 @@ def test_what_a_peer_names_is_dialled_neither_for_a_stream_nor_for_a_hole(monkey
     async def scene() -> None:
         met = asyncio.Event()
         async with lab(monkeypatch) as made, await asyncio.start_server(lambda *_: met.set(), "127.0.0.1", 0) as victim:
-            member = made.member(credentials(made.authority))
+            member = made.member(issued(made.authority))
             await until(lambda: member.facts.relays, "a place at the relay, which is dialled")
             p2p = member._p2p
             assert p2p is not None
@@ -201,8 +194,8 @@ def test_a_circuit_carries_no_chunks_and_ends_where_no_hole_is_punched(monkeypat
         taken: asyncio.Queue[Connection] = asyncio.Queue()
 
         async with lab(monkeypatch) as made:
-            target = credentials(made.authority)
-            first, second = made.member(credentials(made.authority), taken.put), made.member(target, taken.put)
+            target = issued(made.authority)
+            first, second = made.member(issued(made.authority), taken.put), made.member(target, taken.put)
             await until(lambda: first.facts.relays and second.facts.relays, "places for both")
             first.punch(target.peer_id, made.own.peer_id)
             await until(lambda: made.book.circuits, "a circuit on which a hole could be agreed")

@@ -27,7 +27,8 @@ from echo2.sim.virtual_files import VirtualDisk
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.sim.wires import AccessLink, Wires
 from echo2.trust import tls
-from echo2.trust.identity import Identity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.identity import Identity, RunAuthority
+from tests.certificates import issued
 from tests.patience import WAIT_S
 
 RUN = RunId("contract")
@@ -78,15 +79,8 @@ class World:
         self.authority = RunAuthority.create(Identity.generate(), RUN, tls.unix_now())
         self.ends: list[End] = []
 
-    def credentials(self) -> tls.Credentials:
-        identity, key = Identity.generate(), TlsKey.generate()
-        issued = self.authority.issue(certificate_request(identity, key), Role.WORKER, tls.unix_now())
-        return tls.Credentials(
-            identity, key.to_pem(), issued, self.authority.certificate_pem, RUN, identity.peer_id, "nowhere:1"
-        )
-
     async def node(self) -> End:
-        credentials = self.credentials()
+        credentials = issued(self.authority)
         end = End(credentials, Transport(credentials))
         self.ends.append(end)
         end.address = joined(HOST, end.transport.listen(HOST, 0))
@@ -273,7 +267,11 @@ def test_nobody_somebody_else_and_a_member_of_another_run_meet_nobody(play: Play
         first, second, foreign = await w.node(), await w.node(), World(is_punched=False)
         for caller, address, peer in (
             (first.transport, second.address, Identity.generate().peer_id),
-            (Transport(foreign.credentials()), second.address, second.credentials.peer_id),  # we do not trust its run
+            (
+                Transport(issued(foreign.authority)),
+                second.address,
+                second.credentials.peer_id,
+            ),  # we do not trust its run
         ):
             with pytest.raises(Unreachable, match="refused, or it is another peer"):
                 await caller.dial(address, peer)

@@ -13,10 +13,13 @@ from echo2.broadcast.events import (
     Accuse,
     ChunkSeen,
     ChunkSent,
+    Event,
     Have,
     HeaderSeen,
+    PeerDown,
     PeerUp,
     PlanSet,
+    RelayAck,
     Request,
     SealSeen,
     SendChunk,
@@ -24,7 +27,7 @@ from echo2.broadcast.events import (
     Woken,
 )
 from echo2.broadcast.pace import REPLAYS_MAX, SLOTS_PER_PEER
-from echo2.broadcast.peer import Outgoing, Peer, service_order
+from echo2.broadcast.peer import Outgoing, Peer
 from echo2.broadcast.plan import NodeLink, fluid_bound
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.trees import plan
@@ -291,26 +294,35 @@ def test_transport_never_holds_more_than_its_slots() -> None:
     assert sum(isinstance(action, SendChunk) for action in actions) == SLOTS_PER_PEER
 
 
-def waiting(name: str, queue: str, served_at: int = 0, *, is_late: bool = False, in_transport: int = 0) -> Peer:
-    peer = Peer(PeerId(name), is_late, served_at=served_at, in_transport=in_transport)
-    getattr(peer, queue).append(Outgoing(KEY, 0, None, 0.0))
-    return peer
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_what_a_relay_owes_goes_to_others_at_once_where_it_is_gone_and_soon_where_it_acknowledges_nothing(
+    is_gone: bool,
+) -> None:
+    nodes = fleet([100.0] * 2)
+    session, relay, other = BroadcastSession(nodes[0].peer_id), nodes[1].peer_id, nodes[2].peer_id
+    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
+    for event in (PlanSet(plan(nodes, 1)), PeerUp(relay), PeerUp(other)):
+        session.handle(event, 0.0)
+    fresh = [ChunkSeen(None, KEY, index, 100_000, is_fresh=True) for index in range(20)]
+    sent: dict[PeerId, set[int]] = {relay: set(), other: set()}
 
+    def act(event: Event, now: float) -> None:
+        for action in session.handle(event, now):
+            if isinstance(action, SendChunk):
+                sent[action.peer].add(action.index)
+                act(ChunkSent(action.peer, KEY, action.index), now)
+                if action.peer == other and action.route is not None:
+                    act(RelayAck(other, KEY, action.index, 0), now)
 
-def test_relays_are_served_before_requests_and_leaves_and_late_peers_once_nobody_else_can_be() -> None:
-    leaf, asked = waiting("leaf", "leaf_queue", 1), waiting("asked", "pull_queue", 2)
-    new, old = waiting("new", "relay_queue", 9), waiting("old", "relay_queue", 3)
-    late, busy = (
-        waiting("late", "pull_queue", is_late=True),
-        waiting("busy", "pull_queue", is_late=True, in_transport=1),
-    )
-    full = waiting("full", "leaf_queue", in_transport=SLOTS_PER_PEER)
-    for peers, order in (
-        ((leaf, asked, new, old), ["old", "new", "asked", "leaf"]),
-        ((leaf, full, late), ["leaf"]),
-        ((late, busy, full), ["late"]),
-    ):
-        assert [peer.peer_id for peer, queue in service_order(peers) if queue] == order
+    for number, event in enumerate(fresh):
+        act(event, 0.01 * number)
+    owed = sent[relay] - sent[other]
+    assert owed
+    if is_gone:
+        act(PeerDown(relay), 0.3)
+    for tick in range(1, 10 if is_gone else 100):
+        act(Woken(), 0.3 + 0.1 * tick)
+    assert sent[other] == set(range(20))
 
 
 def test_a_peer_needs_its_seed_until_it_holds_one_whole_artifact_and_nothing_is_on_its_way() -> None:
@@ -321,4 +333,6 @@ def test_a_peer_needs_its_seed_until_it_holds_one_whole_artifact_and_nothing_is_
     peer.note(KEY, 2)
     assert not peer.needs(wholes)
     peer.in_transport = 1
-    assert peer.needs(wholes) and waiting("w", "pull_queue").needs({})
+    peer.in_transport = 0
+    peer.pull_queue.append(Outgoing(KEY, 0, None, 0.0))
+    assert peer.needs({})

@@ -14,8 +14,9 @@ from echo2.broadcast.route import FORGOTTEN_S, STALL_S
 from echo2.outside.streams import Remote
 from echo2.sim.virtual_loop import VirtualLoop
 from echo2.trust import tls
-from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.identity import Identity, PeerIdentity, Role, RunAuthority
 from echo2.wire import broadcast as wire
+from tests.certificates import issued
 
 RUN = RunId("a-run")
 SLACK_S = 2.0
@@ -44,16 +45,9 @@ class Promises:
         pass
 
 
-def credentials(authority: RunAuthority, role: Role) -> tls.Credentials:
-    identity, key = Identity.generate(), TlsKey.generate()
-    certificate = authority.issue(certificate_request(identity, key), role, time.time())
-    me = authority.identity.peer_id
-    return tls.Credentials(identity, key.to_pem(), certificate, authority.certificate_pem, RUN, me, "nowhere:1")
-
-
 def test_the_only_way_is_asked_for_however_long_nothing_of_it_comes(tmp_path: Path) -> None:
     authority = RunAuthority.create(Identity.generate(), RUN, time.time())
-    learner = credentials(authority, Role.LEARNER)
+    learner = issued(authority, Role.LEARNER)
     header = Header(ArtifactId(Version(1), None), RUN, "", 1.0, 1 << 20, True, learner.peer_id)
     header = header.signed(learner.identity)
     promises = Promises(
@@ -62,7 +56,7 @@ def test_the_only_way_is_asked_for_however_long_nothing_of_it_comes(tmp_path: Pa
     )  # fmt: skip
 
     async def scene() -> None:
-        node = BroadcastNode(credentials(authority, Role.WORKER), NodeOptions(tmp_path))
+        node = BroadcastNode(issued(authority, Role.WORKER), NodeOptions(tmp_path))
         node.set_publisher(learner.peer_id, "")
         await node.start()
         serving = asyncio.create_task(node.accept(promises))
@@ -83,7 +77,7 @@ def test_the_only_way_is_asked_for_however_long_nothing_of_it_comes(tmp_path: Pa
 def test_a_publisher_makes_up_for_a_chunk_that_its_disk_has_changed(tmp_path: Path) -> None:
     """Whoever asks for it gets nothing, and its publisher is told which artifact to publish anew."""
     authority = RunAuthority.create(Identity.generate(), RUN, time.time())
-    learner, worker = credentials(authority, Role.LEARNER), credentials(authority, Role.WORKER)
+    learner, worker = issued(authority, Role.LEARNER), issued(authority, Role.WORKER)
     lost: list[str] = []
 
     async def scene() -> None:
