@@ -24,8 +24,8 @@ from pathlib import Path
 from benchmarks.bench_capacity import RESULTS, Row, keep, show
 from echo2.cli.demo.model import ModelRecipe, make_model
 from echo2.cli.demo.run import WORKERS, demo_run, worker_arguments
-from echo2.cli.demo.summary import steady_utilisation
 from echo2.cli.processes import Children, RunLock
+from echo2.cli.report import steady_utilisation
 from echo2.config.load import to_toml
 
 WITHIN_S = 110.0

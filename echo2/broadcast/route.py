@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from echo2.base.ids import Version
+from echo2.base.units import format_seconds
 from echo2.broadcast.artifact import ArtifactId, ArtifactKey
 
 SWITCH_SHARE = 0.8
@@ -184,7 +185,7 @@ def _described(
     kind = "+".join(part for part in (begins, then) if part) or "current"
     size = round(sum(offer.size_bytes for offer in path))
     origin = "no weights" if start is None else f"version {start}"
-    reason = f"from {origin} to {to}: {len(path)} pieces with {size} bytes, expected to take {seconds:.3g} s"
+    reason = f"from {origin} to {to}: {len(path)} pieces with {size} bytes, expected to take {format_seconds(seconds)}"
     return CatchUp(kind, path, seconds, reason)
 
 

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,10 +30,9 @@ from echo2.base.units import format_bytes
 from echo2.broadcast.nat.probing import OwnLink, look_at_own_link
 from echo2.broadcast.reachability import LinkKind, own_reach
 from echo2.cli.options import MODULES, link_text, make_importable
-from echo2.cli.sizing import LearnerMachine, fit_rows, guessed_model_of, learner_line, lengths_of, shortages
+from echo2.cli.sizing import LearnerMachine, guessed_model_of, learner_line, lengths_of, shortages
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
-from echo2.coordinator.money.market import built_in_catalogue
 from echo2.cost_model.sizing import ModelSize, worker_fit
 from echo2.trust.enrolment import check_coordinator
 from echo2.trust.identity import JoinLink, Role
@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 5.0  # for nvidia-smi or a connection: what takes longer is broken for a person who waits
 DISK_WANTED_BYTES = 8 << 30  # twice a 2-billion model in bf16: chunks
+SHOWN_LETTERS = 60  # of a prompt, to know it by
 DISK_PROBE_BYTES = 32 << 20  # beyond a disk's own cache of some MiB, yet a second on a slow one
 DISK_SLOW_BYTES_PER_S = 20e6  # a 150 Mbit/s downlink: a slower disk would be the limit
+WORDS = {True: "ok  ", False: "BAD ", None: "note"}  # a note: what cannot be told here, or is missing only for one role
 # By the finding's name.
 ADVICE = {
     "GPU": "update the NVIDIA driver",
@@ -52,6 +54,7 @@ ADVICE = {
     "memory": "close what else runs, choose a smaller model, or rent a machine with more",
     "containment": "needed by a learner: allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; on Ubuntu 24.04 "
     "and newer install the system's package bubblewrap, whose AppArmor profile allows them; in a container, its runtime must)",
+    "task": "correct task.name, task.args or the files that they name",
     "rewards": "remove task.trusted_rewards, unless nothing but your own models' text can ever reach this learner",
     "disk": "free space, or point --folder at another disk",
     "disk speed": "point --folder at a local disk: chunks and the journal are written as they come",
@@ -64,28 +67,29 @@ def run_doctor(own: argparse.Namespace, rest: Sequence[str]) -> int:
     make_importable(own.config)
     config = load_config(own.config, own.preset, parse_overrides(rest))
     folder = own.folder or Path.cwd()
-    found = list(_findings(folder, link_text(own.link) if own.link else "", config))
+    has_task = bool(own.config) or any(word.startswith("--task.") for word in rest)
+    found = list(_findings(folder, link_text(own.link) if own.link else "", config, has_task))
     if own.json:
         rows = [{"what": f.what, "found": f.text, "is_good": f.is_good, "advice": _advice(f)} for f in found]
         print(json.dumps(rows, indent=1))
     else:
         for finding in found:
-            print(f"{'ok ' if finding.is_good else 'BAD'}  {finding.line()}")
+            print(f"{WORDS[finding.is_good]}  {finding.line()}")
             if _advice(finding):
-                print(f"       {_advice(finding)}")
-    bad = [finding.what for finding in found if not finding.is_good]
+                print(f"      {_advice(finding)}")
+    bad = [finding.what for finding in found if finding.is_good is False]
     if bad:
         raise ResourceError(f"doctor: {len(bad)} problem{'' if len(bad) == 1 else 's'}: {', '.join(bad)}")
     return 0
 
 
 def _advice(finding: Finding) -> str:
-    if finding.advice or finding.is_good:
+    if finding.advice or finding.is_good is not False:
         return finding.advice
     return ADVICE.get(finding.what, "see docs/troubleshooting.md")
 
 
-def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
+def _findings(folder: Path, link: str, config: RunConfig, has_task: bool) -> Iterator[Finding]:
     from echo2.worker.machine import look
 
     folder = _existing(folder)
@@ -100,6 +104,8 @@ def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
     yield disk_finding(str(folder), machine.free_disk_bytes, DISK_WANTED_BYTES)
     if config.model.path:
         yield from model_findings(machine, config)
+    if has_task:
+        yield from task_findings(config)
     yield _disk_speed(folder)
     yield _clock()
     if link:
@@ -110,24 +116,53 @@ def _findings(folder: Path, link: str, config: RunConfig) -> Iterator[Finding]:
 
 
 def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Finding]:
-    """Checks how the run's model fits this machine, as a worker and as its learner, and workers on the catalogue's kinds of
-    machine."""
+    """Checks how the run's model fits this machine, as a worker and as its learner."""
     from echo2.worker.machine import chosen_engine
 
-    size, origin = guessed_model_of(config.model.path)
+    path = config.model.path
+    size, origin = guessed_model_of(path)
+    is_guess = origin.startswith("a guess")
+    if is_guess and path.startswith((".", "/", "~")):
+        text = f"{path}: expected a model's folder with config.json, found none"
+        yield Finding("model", text, False, "name the folder that holds config.json, or a hub id")
+        return
     lengths = lengths_of(config)
     shape = f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths.of(size)} tokens"
+    fetch = f"fetch its shape first: hf download {path} config.json" if is_guess else ""
+    yield Finding("model", shape, None if is_guess else True, fetch)
     is_vllm = chosen_engine(config.worker.engine, machine) == "vllm"
     gpus = [gpu.memory_bytes for gpu in machine.gpus] if is_vllm else []
     try:
-        here = worker_fit(size, gpus, machine.memory_bytes, lengths).reason
+        yield Finding("worker of it here", worker_fit(size, gpus, machine.memory_bytes, lengths).reason)
     except ResourceError as error:
-        here = f"no worker: {error}"
-    yield Finding("model", f"{shape}; here: {here}")
+        advice = "only workers' machines need it; `echo2 plan` lists the kinds that it fits"
+        yield Finding("worker of it here", f"none: {error}", None, advice)
     yield learner_finding(machine, config, size)
-    for name, gpu_count, sequences, *_, instead in fit_rows(size, lengths, built_in_catalogue().values()):
-        kind = f"{gpu_count} x {name}" if gpu_count else name
-        yield Finding(f"a worker on {kind}", f"{sequences} sequences" if sequences else f"would fit: {instead}")
+
+
+def task_findings(config: RunConfig) -> Iterator[Finding]:
+    """Reads the data and draws the first prompt of each task, as the learner will."""
+    from echo2.tasks.registry import is_environment, make_environment_source, make_task
+    from echo2.tasks.task import TaskSpec
+
+    for name, args in config.task.asked:
+        spec = TaskSpec(name, args, config.run.seed)
+        try:
+            if is_environment(spec):
+                make_environment_source(spec)
+                yield Finding("task", f"{name}: an environment; its first episode is not played here", None)
+                continue
+            task = make_task(spec)
+            first = task.sample(0)
+        except EchoError as error:
+            yield Finding("task", f"{name}: {error}", False)
+        except Exception as error:  # noqa: BLE001 - a user's own code
+            yield Finding("task", f"{name}: expected its first prompt, got {type(error).__name__}: {error}", False)
+        else:
+            count = f"{task.size} prompts" if task.size is not None else "prompts without end"
+            prompt = textwrap.shorten(str(first.prompt), SHOWN_LETTERS, placeholder=" …")
+            answer = textwrap.shorten(first.answer, SHOWN_LETTERS, placeholder=" …")
+            yield Finding("task", f"{name}: {count}; the first is {prompt!r}, its answer {answer!r}")
 
 
 def learner_finding(machine: WorkerMachine, config: RunConfig, size: ModelSize) -> Finding:
@@ -202,7 +237,7 @@ def _version_of(name: str) -> str:
 
 def _torch(has_gpu: bool) -> Finding:
     if importlib.util.find_spec("torch") is None:
-        return Finding("torch", "not installed; coordinators and operators need none")
+        return Finding("torch", "not installed; coordinators and operators need none", None)
     import torch
 
     if has_gpu and not torch.cuda.is_available():
@@ -241,9 +276,9 @@ def _clock() -> Finding:
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     if said == "no":
         return Finding("clock", f"{now}, not synchronised: expected time synchronisation", is_good=False)
-    return Finding(
-        "clock", f"{now}, {'synchronised' if said == 'yes' else 'whether it is synchronised cannot be told here'}"
-    )
+    if said == "yes":
+        return Finding("clock", f"{now}, synchronised")
+    return Finding("clock", f"{now}; whether it is synchronised cannot be told here", None)
 
 
 RATE_WANTED_BYTES_PER_S = 1e6  # 10 MB of delta in ten seconds
@@ -286,6 +321,7 @@ def no_link_findings() -> Iterator[Finding]:
     yield Finding(
         "reach and rates",
         "not measured: that takes a coordinator to be seen by",
+        None,
         advice="give its join link, `--link LINK` or `--link @FILE`; nothing is joined and the link is not used up",
     )
 
@@ -357,7 +393,7 @@ def _reach_finding(role: str, found: OwnLink) -> Finding:
 def _rate_findings(found: OwnLink) -> Iterator[Finding]:
     for name, rate in (("downlink", found.downlink_bytes_per_s), ("uplink", found.uplink_bytes_per_s)):
         if found.rate_problem:
-            yield Finding(name, f"not measured: {found.rate_problem}", advice="look again in a minute")
+            yield Finding(name, f"not measured: {found.rate_problem}", None, "look again in a minute")
         elif rate < RATE_WANTED_BYTES_PER_S:
             wanted = format_bytes(int(RATE_WANTED_BYTES_PER_S))
             text = f"{format_bytes(int(rate))}/s {PATHS[name]}: expected at least {wanted}/s"

@@ -171,7 +171,9 @@ def plain_line(state: ScreenState) -> str:
     """Formats one status line for use without a screen. Leaves out what has not been measured yet."""
     status = state.status
     if status is None or not status.learner_is_connected:
-        what = "the coordinator starts" if status is None else "the learner loads its model"
+        what = "the coordinator starts" if status is None else status.finished or "the learner loads its model"
+        if status is not None and status.learner.step and not status.finished:
+            what = f"the learner is away, after step {status.learner.step}"
         return f"{state.elapsed_s:4.0f} s  {what}"
     learner, predicted = status.learner, status.plan.predicted_utilisation
     versions = " ".join(f"{w.name}:{w.heartbeat.version if w.heartbeat.has_version else '-'}" for w in status.workers)

@@ -19,6 +19,8 @@ from echo2.config.load import load_config, parse_overrides, to_toml
 from echo2.tasks.built_in import trusted_text
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+CONFIG = "the run's config; --model.path does as well"
+RUN = "the run's folder (RUNS/NAME), an operator's link, or @FILE with one"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_export(commands)
     _add_status(commands)
+    _add_folder(commands)
     _add_token(commands)
     _add_plan(commands)
     _add_offers(commands)
@@ -188,7 +191,7 @@ def _add_export(commands: Commands) -> None:
         "write a run's newest checkpoint as a Hugging Face folder",
         needs_learner="echo2 export",
     )
-    export.add_argument("run", type=Path, help="the learner's folder of the run, finished or not (RUNS/NAME/learner)")
+    export.add_argument("run", type=Path, help="the run's folder (RUNS/NAME), finished or not")
     export.add_argument("target", type=Path, help="folder to write; new or empty")
     export.add_argument("--model", default="", help="the base model, if it has moved since the run began")
 
@@ -197,22 +200,36 @@ def export(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 export`; returns the exit code."""
     from echo2.learner.startup import export_run  # imports torch
 
-    step = export_run(own.run, own.target, own.model)
+    inner = own.run / "learner"
+    step = export_run(inner if inner.is_dir() else own.run, own.target, own.model)
     print(f"{own.target}: the policy after step {step}")
     return 0
 
 
 def _add_status(commands: Commands) -> None:
-    status = add_command(commands, "status", "operator:show_status", "show a run: learner, plan, workers")
-    status.add_argument("link", help="operator join link, or @FILE that holds it")
+    status = add_command(
+        commands, "status", "operator:show_status", "show a run: learner, plan, workers; of a finished one, its report"
+    )
+    status.add_argument("run", metavar="RUN", help=RUN)
     status.add_argument("--json", action="store_true", help="print the status message as JSON")
+
+
+def _add_folder(commands: Commands) -> None:
+    """What a run's folder on this machine answers."""
+    for name, text in (
+        ("samples", "show completions of held-out prompts: the first and the newest, with the expected answer"),
+        ("tail", "show what the run's processes log, from now on"),
+        ("stop", "stop a run that `echo2 run` runs, as Ctrl-C does: it saves, and the same command goes on"),
+    ):
+        parser = add_command(commands, name, f"run_folder:{name}", text)
+        parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder (RUNS/NAME)")
 
 
 def _add_ctl(commands: Commands) -> None:
     parser = add_command(
         commands, "ctl", "operator:control", "change a run that goes on: budget, cap, S, pause, stop, workers"
     )
-    parser.add_argument("run", metavar="RUN", help="the run's folder, an operator's link, or @FILE with one")
+    parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument(
         "words", metavar="WORD", nargs="+",
         help="advice | set budget=USD cap=USD S=STEPS price.OFFER=USD | pause | resume | stop | worker NAME STATE | do ACTION JSON",
@@ -223,7 +240,7 @@ def _add_token(commands: Commands) -> None:
     token = add_command(
         commands, "link", "operator:make_link", "make a join link for a worker, a learner or another operator"
     )
-    token.add_argument("link", help="operator join link, or @FILE that holds it")
+    token.add_argument("run", metavar="RUN", help=RUN)
     token.add_argument(
         "--role",
         choices=["worker", "learner", "operator"],
@@ -240,7 +257,7 @@ def _add_token(commands: Commands) -> None:
 def _add_plan(commands: Commands) -> None:
     text = "how many of which machines a run needs, what they cost and what limits it"
     parser = add_command(commands, "plan", "plan:run_plan", text, takes_overrides=True)
-    parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help="the run's config; defaults without")
+    parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help=CONFIG)
     parser.add_argument("--preset", help="local, lan or wan")
     parser.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="machines on offer, learner and lengths")
     parser.add_argument(
@@ -267,7 +284,7 @@ def _add_plan(commands: Commands) -> None:
 def _add_offers(commands: Commands) -> None:
     text = "what can be rented, by what a million useful tokens of this run would cost on it"
     parser = add_command(commands, "offers", "offers:run_offers", text, takes_overrides=True)
-    parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help="the run's config; defaults without")
+    parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help=CONFIG)
     parser.add_argument("--preset", help="local, lan or wan")
     parser.add_argument("--provider", action="append", default=[], help="only of this one; may be repeated")
     parser.add_argument("--gpu", action="append", default=[], help="only this kind, such as RTX4090; may be repeated")
@@ -279,7 +296,7 @@ def _add_offers(commands: Commands) -> None:
     parser.add_argument(
         "--sort", choices=["price", "speed", "tokens"], default="tokens", help="by USD per token, by price or by speed"
     )
-    parser.add_argument("--rows", type=int, default=20, help="so many lines, 0: all (default: 20)")
+    parser.add_argument("--rows", type=int, help="so many lines, 0: all (default: the best of each kind of GPU)")
     parser.add_argument("--catalogue", type=Path, metavar="GPUS.toml", help="data sheets instead of the built-in ones")
     fetching = parser.add_mutually_exclusive_group()
     fetching.add_argument("--refresh", action="store_true", help="fetch prices now, or fail")

@@ -21,19 +21,6 @@ from echo2.cost_model.machines import GpuType
 from echo2.cost_model.market import SORTS, OfferFilter, Ranked, ranked
 from echo2.outside import unix_now
 
-# As they stand in the table.
-COLUMNS = (
-    "provider",
-    "region",
-    "machine",
-    "spot",
-    "USD/h",
-    "sequences",
-    "tokens/s",
-    "USD per million tokens",
-    "egress/GiB",
-)
-
 
 def run_offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
     """`echo2 offers`; returns the exit code."""
@@ -55,17 +42,33 @@ def run_offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
     if not rows:
         raise ConfigError(f"offers: expected one that passes the filters, none of {len(found.offers)} does")
     rows.sort(key=lambda one: (bool(one.refusal), SORTS[own.sort](one)))
-    shown = rows[: own.rows or None]
+    shown = best_of_each(rows) if own.rows is None and not own.json else rows[: own.rows or None]
     if own.json:
         print(json.dumps([_plain(one) for one in shown], indent=2))
         return 0
-    print(f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths_of(config).of(size)} tokens")
-    print(_source_line(found, len(rows)))
-    print("rates are predicted from data sheets")
     from rich.console import Console
 
-    Console(highlight=False).print(_table(shown))
+    console = Console(highlight=False)
+    console.print(
+        f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths_of(config).of(size)} tokens\n"
+        f"{_source_line(found, len(rows))}\n"
+        "Rates are predicted from data sheets; 9 of 10 machines are expected within the interval.",
+    )
+    console.print(_table([one for one in shown if not one.refusal]))
+    refused = {f"{one.kind or one.offer.gpu} ({one.refusal})": None for one in rows if one.refusal}
+    if refused:
+        console.print(f"not for this model: {'; '.join(refused)}")
+    if own.rows is None:
+        console.print("One row a kind of GPU, its best; --rows 0 shows every offer.")
     return 0
+
+
+def best_of_each(rows: Sequence[Ranked]) -> list[Ranked]:
+    """The first offer of each kind of GPU, in the order of `rows`."""
+    best: dict[str, Ranked] = {}
+    for one in rows:
+        best.setdefault(one.kind or one.offer.gpu, one)
+    return list(best.values())
 
 
 def _found(own: argparse.Namespace, gpus: Mapping[str, GpuType]) -> Catalogue:
@@ -78,25 +81,25 @@ def _found(own: argparse.Namespace, gpus: Mapping[str, GpuType]) -> Catalogue:
 def _source_line(found: Catalogue, count: int) -> str:
     age_s = found.age_s(unix_now())
     aged = "" if age_s is None else f", fetched {format_duration(age_s)} ago"
-    return f"{count} offers from {found.source}{aged}; 9 of 10 machines are expected within the interval"
+    return f"{count} offers from {found.source}{aged}"
 
 
 def _table(shown: Sequence[Ranked]) -> Any:
+    """Fits 80 columns, as long as no region has more than 16 letters."""
+    from rich import box
     from rich.table import Table
 
-    table = Table()
-    for column in COLUMNS:
-        table.add_column(column, overflow="fold")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column in ("machine", "of", "USD/h", "tokens/s", "USD per million tokens"):
+        table.add_column(column, justify="right" if "/" in column else "left", overflow="fold")
     for one in shown:
         offer = one.offer
-        machine = f"{offer.gpu_count} x {one.kind or offer.gpu}"
-        where = (offer.provider, offer.region, machine, "spot" if offer.is_spot else "", f"{offer.usd_per_hour:.3f}")
-        if one.refusal:
-            table.add_row(*where, "0", "", f"not this model: {one.refusal}", "")
-            continue
         usd = f"{one.usd_per_million:.3f} ({one.usd_low:.3f} to {one.usd_high:.3f})"
-        egress = f"{one.egress_usd_per_gib:.3f}" if one.egress_usd_per_gib else ""
-        table.add_row(*where, str(one.sequences), f"{one.tokens_per_s:.0f}", usd, egress)
+        egress = f", and {one.egress_usd_per_gib:.3f} a GiB sent" if one.egress_usd_per_gib else ""
+        table.add_row(
+            f"{offer.gpu_count} x {one.kind or offer.gpu}", f"{offer.provider} {offer.region}".strip(),
+            f"{offer.usd_per_hour:.3f}{' spot' if offer.is_spot else ''}", f"{one.tokens_per_s:.0f}", usd + egress,
+        )  # fmt: skip
     return table
 
 

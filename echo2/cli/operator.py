@@ -97,22 +97,33 @@ class OperatorClient:
 OPERATOR_FOLDER = Path("~/.config/echo2/operator")  # one identity for all runs of a user
 
 
-def operator_at(link: str) -> OperatorClient:
-    """The user's connection to a run. `link`: of an operator, or @FILE with one."""
-    return OperatorClient(link_text(link), OPERATOR_FOLDER.expanduser())
+def operator_at(run: str) -> OperatorClient:
+    """The user's connection to a run. `run`: its folder, an operator's link, or @FILE with one."""
+    link = Path(run) / "links" / "operator.link"
+    if Path(run).is_dir() and not link.is_file():
+        raise ConfigError(f"{run}: expected a run's folder with links/operator.link, found none; a link does as well")
+    return OperatorClient(link_text(f"@{link}" if link.is_file() else run), OPERATOR_FOLDER.expanduser())
 
 
 def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 status`; returns the exit code."""
     from echo2.cli.live import ScreenState, draw  # which asks by OperatorClient itself
+    from echo2.cli.report import SUMMARY, is_reported, read_report, write_report
+
+    folder = Path(own.run)
+    if is_reported(folder):
+        print((folder / SUMMARY).read_text() if own.json else read_report(folder).text)
+        return 0
 
     async def ask() -> coordinator_pb2.RunStatus:
-        async with operator_at(own.link) as operator:
+        async with operator_at(own.run) as operator:
             return await operator.status()
 
     status = asyncio.run(ask())
     if own.json:
         print(json_format.MessageToJson(status, preserving_proto_field_name=True))
+    elif status.finished and (folder / "learner" / "metrics.jsonl").is_file():
+        print(write_report(folder, status).text)
     else:
         Console().print(draw(ScreenState(title=f"run {status.run_id}", status=status)))
     return 0
@@ -122,7 +133,7 @@ def make_link(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 link`: prints a new join link, which cannot be shown again; returns the exit code."""
 
     async def ask() -> str:
-        async with operator_at(own.link) as operator:
+        async with operator_at(own.run) as operator:
             return await operator.create_link(own.role, parse_duration_s(own.lifetime), own.uses, own.label)
 
     print(asyncio.run(ask()))
@@ -141,10 +152,9 @@ worker NAME drain|standby|active|automatic|quarantine|ban [REASON] | do ACTION J
 def control(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 ctl`: carries out one command; returns the exit code."""
     name, body = request_of(own.words)
-    link = Path(own.run) / "links" / "operator.link"
 
     async def ask() -> dict[str, Any]:
-        async with operator_at(f"@{link}" if link.is_file() else own.run) as operator:
+        async with operator_at(own.run) as operator:
             return await operator.act(name, body)
 
     answer = asyncio.run(ask())

@@ -200,7 +200,7 @@ class RunLock:
             raise StateError(f"{folder}: expected a folder that can be written, got: {error.strerror}") from None
         until = time.monotonic() + ENDING_WITHIN_S
         while not self._taken():
-            holders = dict(self._holders())
+            holders = holders_of(folder)
             if STARTER in holders or time.monotonic() > until:
                 raise self._refusal({STARTER: holders[STARTER]} if STARTER in holders else holders)
             time.sleep(LOOK_S)
@@ -220,18 +220,18 @@ class RunLock:
             return False
         return True
 
-    def _holders(self) -> Iterator[tuple[str, int]]:
-        """Recorded processes that are alive."""
-        for line in os.pread(self.descriptor, 1 << 16, 0).decode(errors="replace").splitlines():
-            name, _, pid = line.partition(" ")
-            if pid.isdigit() and _is_alive(int(pid)):
-                yield name, int(pid)
-
     def _refusal(self, holders: dict[str, int]) -> StateError:
         os.close(self.descriptor)
         who = ", ".join(f"{name} (process {pid})" for name, pid in holders.items()) or "a process that cannot be named"
         end = f"; to end it: kill {' '.join(str(pid) for pid in holders.values())}" if holders else ""
         return StateError(f"run folder {self._folder}: expected no other process in it, found {who}{end}")
+
+
+def holders_of(folder: Path) -> dict[str, int]:
+    """Processes of `echo2 run` in this folder that are alive, by name."""
+    path = folder / "run.lock"
+    rows = [line.partition(" ") for line in path.read_text(errors="replace").splitlines()] if path.is_file() else []
+    return {name: int(pid) for name, _, pid in rows if pid.isdigit() and _is_alive(int(pid))}
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,8 +1,8 @@
 """Runs a whole run on this machine: coordinator, learner and workers as processes, with the live screen.
 
-`echo2 run RUN.toml --workers N` runs a user's config; `echo2 demo` (demo/run) another one, with emulated machines and a summary.
+`echo2 run RUN.toml --workers N` runs a user's config; `echo2 demo` (demo/run) another one, with emulated machines.
 Guarantees: every process has ended when `LocalRun.run` returns; the same command continues from what was saved. Waits for: the
-learner's end, or what `is_over` says.
+learner's end, or its last version at every worker.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +21,15 @@ from rich.console import Console
 
 from echo2.base.errors import ConfigError, EchoError, StateError
 from echo2.cli.learner import check_groups
-from echo2.cli.live import LiveRun, ScreenState
+from echo2.cli.live import LiveRun
 from echo2.cli.options import make_importable
 from echo2.cli.processes import ChildFailed, Children, RunLock, stop_on_signals
+from echo2.cli.report import RunReport, write_report
 from echo2.config.load import load_config, parse_overrides, to_toml
 from echo2.config.run import RunConfig
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
+FINAL_VERSION_WITHIN_S = 30.0  # a last version needs seconds on the demo's emulated links
 WORKERS_MAX = 64  # beyond it one machine's memory and ports are the limit
 
 
@@ -72,21 +75,15 @@ class LocalRun:
             ]  # fmt: skip
         return found
 
-    async def run(
-        self,
-        console: Console,
-        is_plain: bool,
-        lock: RunLock,
-        is_over: Callable[[coordinator_pb2.RunStatus], bool] = lambda status: False,
-    ) -> ScreenState:
-        """Runs until the learner has ended, or earlier once `is_over` says so of the run's status."""
+    async def run(self, console: Console, is_plain: bool, lock: RunLock) -> RunReport:
+        """Runs until the learner has ended, or is finished and every live worker has its weights; writes and prints the report."""
         try:
             (self.folder / "run.toml").write_text(to_toml(self.config, with_descriptions=True))
         except OSError as error:
             raise StateError(f"{self.folder}: expected a folder that can be written, got: {error.strerror}") from None
         children = Children(self.folder, self.commands(), self.worker_python, self.environment, lock)
 
-        live = LiveRun(children, console, is_plain or not console.is_terminal, is_over, self.still_s)
+        live = LiveRun(children, console, is_plain or not console.is_terminal, final_version(), self.still_s)
         stop_on_signals(children, console)
         try:
             await live.run(list(self.workers))
@@ -99,7 +96,27 @@ class LocalRun:
         code = children.processes["learner"].returncode
         if code is not None and code < 0 and not live.has_seen_the_end:  # above 0 has been raised already
             raise ChildFailed(f"the learner was ended by signal {-code}; the same command goes on from what it saved")
-        return live.state
+        if live.state.status is None:
+            raise ChildFailed(f"the run ended before its coordinator answered; logs in {self.folder / 'logs'}")
+        report = write_report(self.folder, live.state.status, live.state.elapsed_s)
+        console.print(report.text, highlight=False, soft_wrap=True)
+        return report
+
+
+def final_version() -> Callable[[coordinator_pb2.RunStatus], bool]:
+    """Whether the learner is finished and every live worker has its weights, or FINAL_VERSION_WITHIN_S has passed."""
+    finished_at = 0.0
+
+    def is_over(status: coordinator_pb2.RunStatus) -> bool:
+        nonlocal finished_at
+        if not status.learner.is_finished:
+            return False
+        finished_at = finished_at or time.monotonic()
+        alive = [worker for worker in status.workers if worker.state == "alive"]
+        is_everywhere = all(worker.heartbeat.fingerprint == status.learner.fingerprint for worker in alive)
+        return is_everywhere or time.monotonic() - finished_at > FINAL_VERSION_WITHIN_S
+
+    return is_over
 
 
 def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -118,9 +135,6 @@ def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:
     lock, console = RunLock(run.folder), Console()  # before anything is written
     console.print(f"run folder {run.folder}, logs in {run.folder / 'logs'}", highlight=False, soft_wrap=True)
     asyncio.run(run.run(console, own.plain, lock))
-    learner = run.folder / "learner"
-    text = f"the trained model is in {learner / 'model'}, one row a step in {learner / 'metrics.jsonl'}"
-    console.print(text, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -70,9 +70,7 @@ def model_of(path: str) -> tuple[ModelSize, str]:
         return found
     ways = "give the parameters in billions by --billions, or [model] billions in the fleet file"
     if not path:
-        raise ConfigError(
-            f"model.path: expected a model to plan for, got none: give RUN.toml or --model.path; or {ways}"
-        )
+        raise ConfigError("model.path: expected a model, got none: give RUN.toml, or --model.path Qwen/Qwen3-4B")
     if path.startswith((".", "/", "~")):
         raise ConfigError(
             f"model.path {path}: expected config.json in that folder, found none. Name another, or {ways}"

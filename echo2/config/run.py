@@ -6,9 +6,17 @@ so that a new option is a visible decision. What a rule can derive is a property
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from echo2.base.errors import ConfigError
 from echo2.base.hosts import is_loopback
@@ -78,6 +86,15 @@ class Section(BaseModel):
     """A frozen group of options; an unknown name is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_boolean(cls, value: object, info: ValidationInfo) -> object:
+        """Refuses true and false where a number is expected; pydantic takes them for 1 and 0."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and bool not in (kind, *get_args(kind)):
+            raise ValueError(f"expected a number or a text, got {str(value).lower()}")
+        return value
 
 
 class RunSection(Section):

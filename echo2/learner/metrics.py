@@ -347,6 +347,7 @@ class Tracker:
         except ImportError as error:
             raise _no_package(name, error) from None
         self._run: Any = module.init(project="echo2", name=run_id, resume="allow", **settings)
+        self.link = str(getattr(self._run, "url", None) or f"{name} show --project echo2")
 
     def write(self, row: Row) -> None:
         self._run.log({k: v for k, v in row.items() if isinstance(v, int | float)}, step=row["step"])
@@ -373,6 +374,8 @@ def open_sinks(folder: Path, run_id: str, names: Sequence[str]) -> list[Sink]:
                 sinks.append(Tracker("wandb", run_id, id=run_id, dir=str(folder)))
             case _:
                 sinks.append(Tracker("trackio", run_id, embed=False, auto_log_gpu=False, auto_log_cpu=False))
+    if links := [sink.link for sink in sinks if isinstance(sink, Tracker)]:
+        (folder / "trackers.json").write_text(json.dumps(links))  # for the run's report
     return sinks
 
 

@@ -40,7 +40,7 @@ FREE_MEMORY_MIN = 1 << 30  # Python, torch and buffers before any model
 class Finding:
     what: str
     text: str
-    is_good: bool = True
+    is_good: bool | None = True  # None: it cannot be told here
     advice: str = ""  # what to do about it; even a good finding may have some
 
     def line(self) -> str:

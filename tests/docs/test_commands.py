@@ -51,6 +51,7 @@ BY = (  # pattern; the file whose tests run the command; the function in it that
     (r"echo2 serve .*", "tests/unit/cli/test_commands.py"),
     (r"echo2 ctl .*", "tests/unit/coordinator/test_actions.py"),
     (r"echo2 offers.*", "tests/unit/cli/test_offers.py"),
+    (r"echo2 (status|samples) .*", "tests/unit/cli/test_report.py"),
     (r"echo2 demo(?!.*--(engine|model)).*|echo2 export.*", "tests/packaging/test_wheel.py"),
     (r"echo2 doctor --link.*", "tests/e2e/test_commands.py"),
     (r"echo-worker (status|drain|leave)", "tests/unit/worker/test_control.py"),

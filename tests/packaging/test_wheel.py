@@ -89,6 +89,6 @@ def test_loopback_run_from_the_wheel(whole: Environment) -> None:
     summary = json.loads((whole.home / "runs" / "wheel" / "summary.json").read_text())
     assert summary["steps"] == 4
     assert summary["tokens_over_bound"] == 0 and all(summary["versions_equal"].values())
-    done = whole.run("echo2", "export", "runs/wheel/learner", "my-model")
+    done = whole.run("echo2", "export", "runs/wheel", "my-model")
     assert done.returncode == 0 and "step 4" in done.stdout, done.stderr
     assert (whole.home / "my-model" / "config.json").exists()

@@ -22,18 +22,15 @@ from rich.console import Console
 
 from echo2.base.errors import IntegrityError, StateError
 from echo2.cli.demo import model
-from echo2.cli.demo.summary import write_summary
 from echo2.cli.process import PARENT
 from echo2.cli.processes import ChildFailed, RunLock
 from echo2.cli.run import LocalRun
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
-from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 # After so many the held-out reward of either model has risen (docs/demos.json, docs/demo-llm.json).
 STEPS, LLM_STEPS = 120, 18
 STILL_S, LLM_STILL_S = 300.0, 900.0  # the larger model's start, or one step, may take minutes on a busy machine
-FINAL_VERSION_WITHIN_S = 30.0  # a last version needs seconds on the emulated links
 CACHE = Path("~/.cache/echo2/demo")  # beside pip's and Hugging Face's
 LEARNER_LINK = "10mbit/s 100mbit/s 20ms"  # a home's uplink, so that versions must be relayed
 LINK_FACTOR = 4
@@ -139,24 +136,8 @@ async def _run(run: LocalRun, own: argparse.Namespace, console: Console) -> int:
     for command in run.commands().values():
         console.print(f"  {shlex.join(command)}", highlight=False, soft_wrap=True)
     console.print("")
-    finished_at = 0.0
-
-    def is_over(status: coordinator_pb2.RunStatus) -> bool:
-        """Whether the learner is finished and every live worker has its weights, or FINAL_VERSION_WITHIN_S has passed."""
-        nonlocal finished_at
-        if not status.learner.is_finished:
-            return False
-        finished_at = finished_at or time.monotonic()
-        alive = [worker for worker in status.workers if worker.state == "alive"]
-        is_everywhere = all(worker.heartbeat.fingerprint == status.learner.fingerprint for worker in alive)
-        return is_everywhere or time.monotonic() - finished_at > FINAL_VERSION_WITHIN_S
-
-    seen = await run.run(console, own.plain, lock, is_over)
-    assert seen.status is not None, "the run was seen to its end"
-    summary = write_summary(run.folder, run.config, seen.status, seen.elapsed_s)
-    console.print(summary.text, highlight=False, soft_wrap=True)
-    if summary.problems:
-        raise IntegrityError("; ".join(summary.problems))
+    if problems := (await run.run(console, own.plain, lock)).problems:
+        raise IntegrityError("; ".join(problems))
     return 0
 
 

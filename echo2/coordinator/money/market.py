@@ -46,6 +46,17 @@ def kept_file() -> Path:
     return home / "echo2" / FILE
 
 
+class _Failures(logging.Handler):
+    """Collects what gpuhunt logs of providers that do not answer, each with two tracebacks."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage().partition(".")[0])
+
+
 def fetch() -> Catalogue:
     """Fetches all offers that gpuhunt knows. Unreachable if it gets none, ConfigError if gpuhunt is not installed."""
     try:
@@ -54,6 +65,9 @@ def fetch() -> Catalogue:
     except ImportError:
         raise ConfigError("offers: expected the package gpuhunt, which is not here: pip install gpuhunt") from None
     catalog = Catalog(balance_resources=False, auto_reload=False)
+    logger, failures = logging.getLogger("gpuhunt"), _Failures()
+    logger.addHandler(failures)
+    logger.propagate = False
     is_local = "GPUHUNT_CATALOG_DIR" in os.environ  # a folder of catalogues stands for the network
     try:
         if not is_local:
@@ -62,6 +76,10 @@ def fetch() -> Catalogue:
         items = catalog.query(min_gpu_count=1, gpu_vendor=VENDOR)
     except Exception as error:  # noqa: BLE001 - gpuhunt calls the clients of a dozen providers
         raise Unreachable(f"offers: expected a catalogue from gpuhunt, got {type(error).__name__}: {error}") from None
+    finally:
+        logger.removeHandler(failures)
+    if failures.texts:
+        _log.warning("offers: %s", "; ".join(failures.texts))
     offers, left_out = [], ""
     for item in items:
         try:

@@ -397,6 +397,7 @@ class Evaluations:
             "step": evaluated_version(group.spec.group_id),
             "set": self.set_of(group.cursor).name,
             "prompt": text_of(group.spec.prompt_token_ids),
+            "answer": self.problem(group.cursor)[0].answer,
         }
         with (self._folder / "samples.jsonl").open("a", encoding="utf-8") as samples:
             for index, reward in enumerate(group.rewards):

@@ -66,7 +66,8 @@ def test_prices_are_fetched_ranked_and_kept_with_their_age(market: Path, capsys:
     kept.write_text(json.dumps({**told_at, "fetched_at": told_at["fetched_at"] - 7200}))
     assert main(["offers", *MODEL]) == 0
     shown = capsys.readouterr()
-    assert "4 offers from gpuhunt, fetched 2.0 h ago" in shown.out and "0.340" in shown.out
+    assert "4 offers from gpuhunt, fetched 2.0 h ago" in shown.out and "0.200 spot" in shown.out
+    assert shown.out.count("RTX4090") == 1, "one row a kind of GPU: the spot one is cheaper"
     assert main(["offers", *MODEL, "--refresh"]) != 0
     assert "expected a catalogue from gpuhunt" in capsys.readouterr().err
 
@@ -84,9 +85,10 @@ def test_without_a_catalogue_the_typical_prices_are_named_as_what_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["offers", *MODEL, "--offline"]) == 0
     shown = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in shown.splitlines()) and "tokens/s   USD per million tokens" in shown
     assert "nobody offers them" in shown and "RTX4090" in shown and not kept_file().exists()
 
 
@@ -105,7 +107,7 @@ def test_what_is_recorded_can_be_ranked_elsewhere_and_the_shipped_file_is_the_ty
     again = tmp_path / SHIPPED.name
     keep(typical(built_in_catalogue()), again)
     assert SHIPPED.read_text() == again.read_text(), f"write it anew: cp {again} {SHIPPED}"
-    assert main(["offers", *MODEL, "--recorded", str(SHIPPED), "--gpu", "H100"]) == 0
+    assert main(["offers", *MODEL, "--recorded", str(SHIPPED), "--gpu", "H100", "--rows", "0"]) == 0
     shown = capsys.readouterr().out
     assert "assumptions, nobody offers them" in shown and "8 x H100" in shown and "fetched" not in shown
 

@@ -194,7 +194,7 @@ def test_the_models_size_is_read_where_it_lies_and_never_guessed(
     for path in ("me/other-12B", str(tmp_path / "other-12B")):
         with pytest.raises(ConfigError, match=r"expected (its )?config\.json.*--billions"):
             run("plan", f"--model.path={path}")
-    with pytest.raises(ConfigError, match=r"expected a model to plan for.*--model\.path"):
+    with pytest.raises(ConfigError, match=r"expected a model, got none.*--model\.path"):
         run("plan")
 
 

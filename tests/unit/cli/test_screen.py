@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
-from echo2.cli.demo.summary import lags_of
 from echo2.cli.live import STILL_STEPS, LastMove, LiveRun, ScreenState, draw, lag_lines, plain_line
+from echo2.cli.report import lags_of
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 

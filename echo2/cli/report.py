@@ -1,0 +1,305 @@
+"""The report of a finished run: text, summary.json, plots, and a page that opens without a server; with violated promises."""
+
+from __future__ import annotations
+
+import base64
+import html
+import importlib.util
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echo2.base.errors import StateError
+from echo2.base.units import format_bytes, format_seconds
+from echo2.coordinator.web.page import STATIC
+from echo2.wire.gen.echo2.v1 import coordinator_pb2
+
+SAMPLES_SHOWN = 3  # before and after fit on one screen
+SUMMARY, PAGE = "summary.json", "report.html"
+TEXT_COLUMNS = 80  # of a terminal nobody has widened
+RAMP_STEPS = 5  # machines still start and their rates are being measured
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """The report as text. `problems`: violated promises, empty if there are none."""
+
+    text: str
+    problems: tuple[str, ...]
+
+
+def write_report(run_folder: Path, status: coordinator_pb2.RunStatus, elapsed_s: float | None = None) -> RunReport:
+    """Writes summary.json, plots and report.html into the run folder, from the run's last status and the learner's files there.
+
+    `elapsed_s`: since the command that ran it began; None if several programs did."""
+    steps = [row for row in _rows(run_folder / "learner" / "metrics.jsonl") if "reward/mean" in row]
+    evaluated = _rows(run_folder / "learner" / "evaluations.jsonl")
+    evaluations = [(int(row["step"]), float(row["eval/reward"])) for row in evaluated]
+    facts = _facts(status, steps, evaluations, elapsed_s) | {"problems": _problems(status)}
+    (run_folder / SUMMARY).write_text(json.dumps(facts, indent=1) + "\n")
+    if importlib.util.find_spec("matplotlib") is not None:  # a coordinator's machine has it not
+        _plot(run_folder / "plots", steps, evaluations, status.learner_hello.staleness_bound)
+    _write_page(run_folder, facts)
+    return read_report(run_folder)
+
+
+def read_report(run_folder: Path) -> RunReport:
+    """The report that was written into the folder. StateError if there is none."""
+    path = run_folder / SUMMARY
+    if not path.is_file():
+        raise StateError(f"run folder {run_folder}: expected {SUMMARY} of a finished run, found none")
+    facts = json.loads(path.read_text())
+    lines = [""]
+    for label, text in _entries(run_folder, facts):
+        lines += textwrap.wrap(f"{label:<22} {text}", TEXT_COLUMNS, subsequent_indent=" " * 23, break_long_words=False)
+    lines += [f"  {line}" for one in samples_of(run_folder)[:SAMPLES_SHOWN] for line in one.lines()]
+    lines += [f"PROBLEM: {problem}" for problem in facts["problems"]]
+    return RunReport("\n".join(lines), tuple(facts["problems"]))
+
+
+def is_reported(run_folder: Path) -> bool:
+    """Whether the folder has a report and no step was trained after it."""
+    report, metrics = run_folder / SUMMARY, run_folder / "learner" / "metrics.jsonl"
+    return report.is_file() and not (metrics.is_file() and metrics.stat().st_mtime > report.stat().st_mtime)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutSample:
+    """A held-out prompt with the first and the last completion."""
+
+    prompt: str
+    answer: str
+    before: str
+    reward_before: float
+    after: str
+    reward_after: float
+
+    def lines(self) -> tuple[str, str]:
+        expected = f", expected {self.answer!r}" if self.answer else ""
+        return (
+            f"{self.prompt!r}{expected}",
+            f"  before {self.before!r} ({self.reward_before:.2f}), after {self.after!r} ({self.reward_after:.2f})",
+        )
+
+
+def samples_of(run_folder: Path) -> list[HeldOutSample]:
+    """The held-out prompts that were answered by the base model, too."""
+    rows = _rows(run_folder / "learner" / "samples.jsonl")
+    last = {row["prompt"]: row for row in rows}
+    first = [row for row in rows if row["step"] == 0]
+    return [
+        HeldOutSample(
+            row["prompt"], str(row.get("answer", "")), row["completion"], row["reward"],
+            last[row["prompt"]]["completion"], last[row["prompt"]]["reward"],
+        )
+        for row in first
+    ]  # fmt: skip
+
+
+def _facts(
+    status: coordinator_pb2.RunStatus,
+    steps: Sequence[dict[str, Any]],
+    evaluations: Sequence[tuple[int, float]],
+    elapsed_s: float | None,
+) -> dict[str, Any]:
+    learner = status.learner
+    measured, predicted = steady_utilisation(steps)
+    return {
+        "elapsed_s": elapsed_s and round(elapsed_s, 1),
+        "training_s": round(sum(row["step_s"] + row["phase/wait_s"] for row in steps), 1),
+        "steps": learner.step,
+        "held_out_reward_first": evaluations[0][1] if evaluations else None,
+        "held_out_reward_last": evaluations[-1][1] if evaluations else None,
+        "reward_last_10_steps": sum(row["reward/mean"] for row in steps[-10:]) / max(1, len(steps[-10:])),
+        "trained_rollouts": learner.trained_rollouts,
+        "trained_tokens": learner.trained_tokens,
+        "tokens_over_bound": learner.over_stale_tokens_trained,
+        "dropped_stale_rollouts": learner.dropped_stale_rollouts,
+        "duplicate_rollouts": learner.duplicate_rollouts,
+        "lag_histogram": list(learner.lag_histogram),
+        "utilisation_measured": measured,
+        "utilisation_predicted": predicted,
+        **_published_bytes(steps),
+        "audit_own_s_per_step": round(learner.audit_s, 4),
+        "usd_spent": round(status.usd_spent, 6),
+        "usd_useful": round(status.usd_useful, 6),
+        "versions_equal": {
+            worker.name: worker.heartbeat.fingerprint == learner.fingerprint for worker in status.workers
+        },
+        "fingerprint": learner.fingerprint,
+    }
+
+
+def _published_bytes(steps: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Returns the bytes that the learner published, by kind: every worker fetches the deltas; keyframes and merged deltas serve
+    workers that join late or fall behind."""
+    last = steps[-1] if steps else {}
+    kinds = (("delta_bytes", "deltas"), ("keyframe_bytes", "keyframes"), ("merged_delta_bytes", "merged"))
+    return {
+        **{name: int(last.get(f"bytes/{kind}", 0)) for name, kind in kinds},
+        "full_snapshot_bytes": int(last.get("bytes/full_snapshots", 0)),
+    }
+
+
+def steady_utilisation(steps: Sequence[dict[str, Any]]) -> tuple[float | None, float | None]:
+    """Returns measured and predicted utilisation over the same steps: from RAMP_STEPS after the first step with a prediction.
+
+    Earlier the learner waits for machines to start and for the first rates to be measured, which the model does not cover.
+    """
+    planned = [number for number, row in enumerate(steps) if row.get("utilisation/predicted")]
+    steady = steps[planned[0] + RAMP_STEPS :] if planned else []
+    if not steady:
+        return None, None
+    busy = sum(row["step_s"] for row in steady)
+    waiting = sum(row["phase/wait_s"] for row in steady)
+    predicted = sum(row["utilisation/predicted"] * row["step_s"] for row in steady) / busy
+    return round(busy / (busy + waiting), 4), round(predicted, 4)
+
+
+def lags_of(steps: Sequence[dict[str, Any]]) -> list[int]:
+    """Tokens trained on in the whole run, by lag."""
+    rows = [row.get("lag/histogram", []) for row in steps]
+    return [sum(row[lag] for row in rows if lag < len(row)) for lag in range(max(map(len, rows), default=0))]
+
+
+def _problems(status: coordinator_pb2.RunStatus) -> list[str]:
+    learner = status.learner
+    problems = []
+    if learner.step < (steps := status.learner_hello.step_limit):
+        problems.append(f"expected {steps} steps, got {learner.step}")
+    if learner.over_stale_tokens_trained:
+        problems.append(f"expected 0 tokens trained above S, got {learner.over_stale_tokens_trained}")
+    for worker in status.workers:
+        if worker.state == "alive" and worker.heartbeat.fingerprint != learner.fingerprint:
+            problems.append(
+                f"worker {worker.name}: expected final weights {learner.fingerprint}, got "
+                f"{worker.heartbeat.fingerprint or 'none'} (version {worker.heartbeat.version})"
+            )
+    return problems
+
+
+def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The report's lines, as label and text."""
+    first, last = facts["held_out_reward_first"], facts["held_out_reward_last"]
+    equal = [name for name, is_equal in facts["versions_equal"].items() if is_equal]
+    whole = facts["full_snapshot_bytes"]
+    share = facts["delta_bytes"] / whole if whole else 0.0
+    entries = [
+        ("held-out reward", f"{_number(first)} -> {_number(last)} in {facts['steps']} steps"),
+        ("reward, last 10 steps", _number(facts["reward_last_10_steps"])),
+        ("time", f"{format_seconds(facts['training_s'])} of steps and waits between them"),
+        ("cost", f"USD {facts['usd_spent']:.4f}{_per_million(facts)}"),
+        ("learner utilisation", f"{_percent(facts['utilisation_measured'])} measured, "
+         f"{_percent(facts['utilisation_predicted'])} predicted, after the first plan"),
+        ("tokens trained above S", f"{facts['tokens_over_bound']} of {facts['trained_tokens']}; rollouts dropped as "
+         f"stale {facts['dropped_stale_rollouts']}, duplicates {facts['duplicate_rollouts']}"),
+        ("published", f"deltas of {format_bytes(facts['delta_bytes'])}, {share:.0%} of full snapshots ({format_bytes(whole)}); "
+         f"for workers that come late: keyframes of {format_bytes(facts['keyframe_bytes'])}, merged deltas of "
+         f"{format_bytes(facts['merged_delta_bytes'])}"),
+        ("audit", f"the learner scored {facts['audit_own_s_per_step']:.3g} s a step on its own device"),
+        ("final weights", f"equal to the learner's bit for bit at {len(equal)} of {len(facts['versions_equal'])} workers"),
+        *_trackers(run_folder),
+        ("page", f"{run_folder / PAGE} (opens without a server)"),
+        ("model", str(run_folder / "learner" / "model")),
+    ]  # fmt: skip
+    return [(label, text) for label, text in entries if text]
+
+
+def _trackers(run_folder: Path) -> list[tuple[str, str]]:
+    """Where the run's curves are beside its own folder."""
+    learner = run_folder / "learner"
+    links = learner / "trackers.json"
+    found = [("tracker", str(link)) for link in (json.loads(links.read_text()) if links.is_file() else ())]
+    if (learner / "tensorboard").is_dir():
+        found.append(("tracker", f"tensorboard --logdir {learner / 'tensorboard'}"))
+    return found
+
+
+def _write_page(run_folder: Path, facts: dict[str, Any]) -> None:
+    """Writes report.html in the dashboard's own style, with its pictures inside."""
+    escape = html.escape
+    rows = "".join(f"<tr><th scope=row>{escape(a)}<td>{escape(b)}" for a, b in _entries(run_folder, facts))
+    problems = "".join(f'<div class="banner">{escape(one)}</div>' for one in facts["problems"])
+    plots = "".join(
+        f'<section class="panel span4"><img style="width:100%" alt="{path.stem}" src="data:image/png;base64,'
+        f'{base64.b64encode(path.read_bytes()).decode()}"></section>'
+        for path in sorted((run_folder / "plots").glob("*.png"), reverse=True)
+    )
+    samples = "".join(
+        f"<tr><td class=completion>{escape(one.prompt)}<td class=completion>{escape(one.answer)}"
+        f"<td class=completion>{escape(one.before)}<td class=n>{one.reward_before:.2f}"
+        f"<td class=completion>{escape(one.after)}<td class=n>{one.reward_after:.2f}"
+        for one in samples_of(run_folder)
+    )
+    name = escape(run_folder.name)
+    (run_folder / PAGE).write_text(
+        f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>{name}"
+        f"</title><style>{(STATIC / 'page.css').read_text()}</style><header class=bar><h1>{name}</h1></header>{problems}<main>"
+        f"<section class=panel><table class=totals>{rows}</table></section>{plots}<section class=panel><h2>Held-out prompts"
+        f"</h2><table><tr><th>prompt<th>expected<th>before<th>reward<th>after<th>reward{samples}</table></section></main>\n",
+        encoding="utf-8",
+    )
+
+
+def _per_million(facts: dict[str, Any]) -> str:
+    tokens, usd = facts["trained_tokens"], facts["usd_spent"]
+    return f", {1e6 * usd / tokens:.2f} per million tokens trained on" if tokens and usd else ""
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _plot(folder: Path, steps: Sequence[dict[str, Any]], evaluations: Sequence[tuple[int, float]], bound: int) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(exist_ok=True)
+    numbers, lag_counts = [row["step"] for row in steps], lags_of(steps)
+
+    def save(name: str, draw: Callable[[Any], object], **labels: object) -> None:
+        figure, axes = plt.subplots(figsize=(8, 4))
+        draw(axes)
+        axes.set(**labels)
+        axes.legend()
+        figure.savefig(folder / name, dpi=120, bbox_inches="tight")
+        plt.close(figure)
+
+    def rewards(axes: Any) -> None:
+        axes.plot(numbers, [row["reward/mean"] for row in steps], lw=1, label="training rollouts")
+        if evaluations:
+            axes.plot(*zip(*evaluations, strict=True), "o-", label="held-out prompts")
+
+    def utilisation(axes: Any) -> None:
+        axes.plot(numbers, [row.get("utilisation", float("nan")) for row in steps], label="measured")
+        axes.plot(numbers, [row.get("utilisation/predicted", float("nan")) for row in steps], "--", label="predicted")
+
+    def lags(axes: Any) -> None:
+        axes.bar(range(len(lag_counts)), lag_counts)
+        axes.axvline(bound + 0.5, color="red", label=f"S = {bound}")
+
+    save("reward.png", rewards, xlabel="step", ylabel="mean reward", ylim=(0, 1.02), title="Reward")
+    save(
+        "utilisation.png",
+        utilisation,
+        xlabel="step",
+        ylabel="learner utilisation",
+        ylim=(0, 1.05),
+        title="Learner utilisation",
+    )
+    save("lag.png", lags, xlabel="lag of trained tokens (steps)", ylabel="tokens", title="Staleness")
