@@ -54,7 +54,13 @@ def read_report(run_folder: Path) -> RunReport:
     facts = json.loads(path.read_text())
     lines = [""]
     for label, text in _entries(run_folder, facts):
-        lines += textwrap.wrap(f"{label:<22} {text}", TEXT_COLUMNS, subsequent_indent=" " * 23, break_long_words=False)
+        lines += textwrap.wrap(
+            f"{label:<22} {text}",
+            TEXT_COLUMNS,
+            subsequent_indent=" " * 23,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     lines += [f"  {line}" for one in samples_of(run_folder)[:SAMPLES_SHOWN] for line in one.lines()]
     lines += [f"PROBLEM: {problem}" for problem in facts["problems"]]
     return RunReport("\n".join(lines), tuple(facts["problems"]))
@@ -198,8 +204,8 @@ def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("reward, last 10 steps", _number(facts["reward_last_10_steps"])),
         ("time", f"{format_seconds(facts['training_s'])} of steps and waits between them"),
         ("cost", f"USD {facts['usd_spent']:.4f}{_per_million(facts)}"),
-        ("learner utilisation", f"{_percent(facts['utilisation_measured'])} measured, "
-         f"{_percent(facts['utilisation_predicted'])} predicted, after the first plan"),
+        ("learner utilisation", f"{facts['utilisation_measured']:.1%} measured, {facts['utilisation_predicted']:.1%} predicted, "
+         "after the first plan" if facts["utilisation_measured"] is not None else "not measured: too few steps after the first plan"),
         ("tokens trained above S", f"{facts['tokens_over_bound']} of {facts['trained_tokens']}; rollouts dropped as "
          f"stale {facts['dropped_stale_rollouts']}, duplicates {facts['duplicate_rollouts']}"),
         ("published", f"deltas of {format_bytes(facts['delta_bytes'])}, {share:.0%} of full snapshots ({format_bytes(whole)}); "
@@ -255,12 +261,8 @@ def _per_million(facts: dict[str, Any]) -> str:
     return f", {1e6 * usd / tokens:.2f} per million tokens trained on" if tokens and usd else ""
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return "not measured" if value is None else f"{value:.2f}"
 
 
 def _plot(folder: Path, steps: Sequence[dict[str, Any]], evaluations: Sequence[tuple[int, float]], bound: int) -> None:
