@@ -205,7 +205,7 @@ def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("time", f"{format_seconds(facts['training_s'])} of steps and waits between them"),
         ("cost", f"USD {facts['usd_spent']:.4f}{_per_million(facts)}"),
         ("learner utilisation", f"{facts['utilisation_measured']:.1%} measured, {facts['utilisation_predicted']:.1%} predicted, "
-         "after the first plan" if facts["utilisation_measured"] is not None else "not measured: too few steps after the first plan"),
+         "after the first plan" if facts["utilisation_measured"] is not None else "too few steps to measure"),
         ("tokens trained above S", f"{facts['tokens_over_bound']} of {facts['trained_tokens']}; rollouts dropped as "
          f"stale {facts['dropped_stale_rollouts']}, duplicates {facts['duplicate_rollouts']}"),
         ("published", f"deltas of {format_bytes(facts['delta_bytes'])}, {share:.0%} of full snapshots ({format_bytes(whole)}); "
