@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from echo2.cli import coordinator, worker
+from echo2.cli import coordinator, learner, worker
 from echo2.trust.identity import Identity, JoinLink
 from tests.docs.test_commands import AS_SHOWN, COMMANDS
 from tests.e2e.cluster import Cluster, environment_of, error_line, words_of
@@ -118,14 +118,15 @@ def test_who_may_not_join_is_told_why_in_one_line(
         assert "PortBusy" in line and port in line
 
 
-def test_a_learner_that_cannot_begin_says_what_it_lacks(cluster: Cluster, base_model: Path, tmp_path: Path) -> None:
+def test_a_learner_that_cannot_begin_says_what_it_lacks(
+    cluster: Cluster, base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A link for a learner, a model, room on its disk (a tmpfs of 256 KiB, where this user may mount one)."""
     links, config = cluster.run_folder / "links", ["--config", str(cluster.run_folder / "run.toml")]
 
     def refused(link: str, model: Path, folder: Path) -> str:
         more = ["--model.path", str(model), "--folder", str(folder)]
-        done = command(cluster, "here", "echo-learner", "join", f"@{links / link}", *config, *more)
-        return error_line(done.returncode, done.stderr)
+        return error_line(learner.main(["join", f"@{links / link}", *config, *more]), capsys.readouterr().err)
 
     line = refused("worker.link", base_model, tmp_path / "one")
     assert "learner" in line and "worker" in line

@@ -58,8 +58,8 @@ async def page_of(chromium: Any, daemon: CoordinatorDaemon, width: int, scheme: 
 
 
 @asynccontextmanager
-async def fleet(daemon: CoordinatorDaemon, count: int, work_s: float = 0.6, beat_s: float = 0.2) -> AsyncIterator[None]:
-    shape = Shape(count, groups_per_s=48, work_s=work_s, beat_s=beat_s, open_groups=3 * count)
+async def fleet(daemon: CoordinatorDaemon, count: int) -> AsyncIterator[None]:
+    shape = Shape(count, groups_per_s=12, work_s=0.6, beat_s=0.5, open_groups=3 * count)
     folder, address = daemon.options.folder, daemon.services_address
     task = asyncio.create_task(run_load(folder, RUN, address, shape, 600, Ledger()))
     try:

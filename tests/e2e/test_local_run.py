@@ -38,11 +38,20 @@ checkpoint_every_steps = 2
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def started(folder: Path, steps: int) -> subprocess.Popen[str]:
+def started(folder: Path, steps: int, workers: int = 1) -> subprocess.Popen[str]:
     if not (folder / "model").exists():
         make_tiny_model(folder / "model")
     (folder / "run.toml").write_text(RUN.format(folder=folder / "runs", model=folder / "model", steps=steps))
-    command = [sys.executable, "-m", "echo2.cli.main", "run", str(folder / "run.toml"), "--workers", "2", "--plain"]
+    command = [
+        sys.executable,
+        "-m",
+        "echo2.cli.main",
+        "run",
+        str(folder / "run.toml"),
+        "--workers",
+        str(workers),
+        "--plain",
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
 
 
@@ -78,7 +87,7 @@ def test_one_command_starts_all_ends_all_and_goes_on_until_the_model_is_there(tm
     except OSError:  # somebody else's run has it
         taken = socket.create_server(("127.0.0.1", 0))
     with taken:
-        run = started(tmp_path, steps=100_000)
+        run = started(tmp_path, steps=100_000, workers=2)
         trains(run, tmp_path)
         kept = (tmp_path / "runs" / "own" / "run.toml").read_bytes()
         second = started(tmp_path, steps=99)

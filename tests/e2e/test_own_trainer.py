@@ -21,7 +21,7 @@ def steps_printed(cluster: Cluster) -> list[int]:
 def test_own_trainer_learns_and_goes_on_after_a_kill(tmp_path: Path, run_config: str) -> None:
     """examples/own_trainer.py as a user would start it; killed once between checkpoints."""
     config = run_config.replace("steps = 30", f"steps = {STEPS}") + "[staleness]\nbound = 3\n"
-    with Cluster(tmp_path, config) as cluster:
+    with Cluster(tmp_path, config, workers=1) as cluster:
         given = [str(cluster.run_folder / "run.toml"), f"@{cluster.run_folder / 'links' / 'learner.link'}"]
         cluster.commands["learner"] = [str(ROOT / "examples" / "own_trainer.py"), *given]
         cluster.start_all()

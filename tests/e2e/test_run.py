@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from echo2.cli import learner
 from echo2.cli.demo.model import ModelRecipe, make_model
-from tests.e2e.cluster import Cluster, environment_of, error_line, trained_groups, words_of
+from tests.e2e.cluster import Cluster, error_line, trained_groups
 from tests.patience import WAIT_S
 
 STEPS, BOUND = 24, 4
@@ -46,17 +46,13 @@ def back_up(run: Path, into: Path) -> None:
     shutil.copy(run / "learner" / "run.json", into / "learner" / "run.json")
 
 
-def refuses_another_model(cluster: Cluster, tmp_path: Path) -> None:
+def refuses_another_model(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the run folder where it is the same, by the coordinator where the folder is new."""
     other = tmp_path / "other"
     make_model(other, ModelRecipe(hidden_size=32, warmup_steps=1))
     for folder in ([], ["--folder", str(tmp_path / "new")]):
-        command = [*cluster.commands["learner"], "--model.path", str(other), *folder]
-        argv = [sys.executable, *words_of(command[0]), *command[1:]]
-        done = subprocess.run(
-            argv, capture_output=True, text=True, env=environment_of(tmp_path), check=False, timeout=WAIT_S
-        )
-        line = error_line(done.returncode, done.stderr)
+        code = learner.main([*cluster.commands["learner"][1:], "--model.path", str(other), *folder])
+        line = error_line(code, capsys.readouterr().err)
         assert "model" in line and "expected" in line, line
 
 
@@ -77,7 +73,7 @@ def logs_no_secret(cluster: Cluster) -> None:
 
 
 def test_a_run_outlives_a_cheat_and_the_kill_of_each_process_and_goes_on_from_its_backup(
-    tmp_path: Path, run_config: str
+    tmp_path: Path, run_config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = run_config.replace("steps = 30", f"steps = {STEPS}")
     kept = tmp_path / "kept"
@@ -96,7 +92,7 @@ def test_a_run_outlives_a_cheat_and_the_kill_of_each_process_and_goes_on_from_it
             assert after < STEPS - 2, "it is to be killed at work"
             cluster.kill(name)
             if name == "learner":
-                refuses_another_model(cluster, tmp_path)
+                refuses_another_model(cluster, tmp_path, capsys)
             cluster.start(name)
         assert cluster.wait("learner") == 0, cluster.log("learner")[-3000:]
         assert_run_ended_well(cluster, STEPS, kills=1)

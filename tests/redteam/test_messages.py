@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster, small_run
+from tests.e2e.cluster import Cluster
 from tests.redteam.attacking import ATTACKERS
 from tests.redteam.cost import DAEMONS, Cost, attacking, cost_of, count_live_bytes, live_bytes
-from tests.redteam.scene import scene_of
-from tests.unit.learner.tiny import make_tiny_model
+from tests.redteam.scene import idle_run, scene_of
 
 GRAMMARS = [name for name in ATTACKERS if "by grammar" in name]
 FLOODS = ["flood of whole have-maps", "flood of the largest reports"]
@@ -49,8 +48,7 @@ async def settled(cluster: Cluster) -> dict[str, int]:
 
 
 def costs_of(folder: Path, attackers: list[str], seconds: float, first_step: int = 12) -> dict[str, Cost]:
-    config = small_run(folder, make_tiny_model(folder / "model"), steps=100_000, eval_every_steps=100_000)
-    with Cluster(folder, config, workers=1) as cluster:
+    with Cluster(folder, idle_run(folder), workers=1) as cluster:
         count_live_bytes(cluster)
         cluster.start_all()
         cluster.wait_until(

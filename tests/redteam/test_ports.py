@@ -18,14 +18,13 @@ from pathlib import Path
 import pytest
 
 from echo2.trust.identity import Role
-from tests.e2e.cluster import Cluster, small_run
+from tests.e2e.cluster import Cluster
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
 from tests.redteam.cost import cpu_s
 from tests.redteam.hostile import Stalled, is_open, tls_to
-from tests.redteam.scene import Scene, scene_of
+from tests.redteam.scene import Scene, idle_run, scene_of
 from tests.redteam.target import ELSEWHERE
-from tests.unit.learner.tiny import make_tiny_model
 
 DEADLINE_S = 25.0
 """For a caller of no proof. A unary call's message has 20 s, all else less."""
@@ -75,7 +74,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
     if not host:
         pytest.skip("this machine has no address but loopback, so that no relay would start")
     folder = tmp_path_factory.mktemp("ports")
-    config = small_run(folder, make_tiny_model(folder / "model"), steps=100_000, eval_every_steps=100_000)
+    config = idle_run(folder)
     metrics, gateway = choose_ports((0, 0))
     config = config.replace(
         "[coordinator]",
