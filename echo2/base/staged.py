@@ -14,6 +14,10 @@ import numpy as np
 
 from echo2.base.ids import Version
 
+FORMAT_VERSION = 3
+"""Of the containers that versions travel in. If you raise it, raise PROTOCOL_VERSION too (trust/tls), so that a worker that cannot
+read it is refused at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorUpdate:

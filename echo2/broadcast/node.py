@@ -17,6 +17,7 @@ from pathlib import Path
 from echo2.base.errors import CorruptChunk, EchoError, StateError
 from echo2.base.ids import PeerId, Version
 from echo2.base.link_shape import LinkShape
+from echo2.base.staged import FORMAT_VERSION
 from echo2.broadcast.artifact import (
     ArtifactId,
     ArtifactKey,
@@ -46,7 +47,6 @@ from echo2.outside import unix_now
 from echo2.outside.ending import cancel_all
 from echo2.trust.identity import Role
 from echo2.trust.tls import Credentials
-from echo2.weights.container import FORMAT_VERSION
 
 log = logging.getLogger("echo2.broadcast")
 CONNECT_INTERVAL_S = 0.5  # as long as have-maps take

@@ -17,9 +17,11 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echo2.base.errors import DiskFull, EchoError, FingerprintMismatch, MalformedMessage, StateError
 from echo2.base.ids import RunId, Version
+from echo2.base.staged import FORMAT_VERSION
 from echo2.broadcast.artifact import (
     STORE_BYTES_FLOOR,
     ArtifactId,
@@ -31,10 +33,11 @@ from echo2.broadcast.artifact import (
 )
 from echo2.broadcast.route import ArtifactOffer, WorkerLink, plan_catch_up
 from echo2.outside import here
-from echo2.weights import ContainerDecoder, HostWeights
-from echo2.weights.container import FORMAT_VERSION
 from echo2.wire import broadcast as wire
 from echo2.wire.broadcast import chunk_in
+
+if TYPE_CHECKING:
+    from echo2.weights import HostWeights
 
 log = logging.getLogger("echo2.broadcast")
 _LENGTH = struct.Struct(">I")
@@ -333,6 +336,8 @@ class LeftVersions:
         return [by_key[key] for key in path.keys]
 
     def _apply(self, left: LeftFile, host: HostWeights) -> ArtifactId:
+        from echo2.weights import ContainerDecoder  # torch, which most nodes that keep chunks do without
+
         decoder = ContainerDecoder(host)
         for block in left.blocks():
             decoder.feed(block)

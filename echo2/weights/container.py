@@ -16,6 +16,7 @@ import xxhash
 
 from echo2.base.errors import DeltaFormatError
 from echo2.base.ids import Version
+from echo2.base.staged import FORMAT_VERSION
 from echo2.weights.elements import (
     BLOCK_ELEMENTS,
     BLOCK_ELEMENTS_MAX,
@@ -28,8 +29,6 @@ from echo2.weights.elements import (
     TensorSpec,
 )  # fmt: skip
 
-FORMAT_VERSION = 3
-"""If you raise it, raise PROTOCOL_VERSION too (trust/tls), so that a worker that cannot read it is refused at once."""
 HEADER_MAGIC = b"E2WH"  # docs/delta-format.md has every field of the three frames
 BLOCK_MAGIC = b"E2WB"  # as above
 END_MAGIC = b"E2WE"  # as above

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from typing import TYPE_CHECKING
 
 from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId, Version
@@ -26,7 +27,9 @@ from echo2.worker.generation import Generation
 from echo2.worker.machine import Finding, Hardware, advertised_finding
 from echo2.worker.options import WorkerOptions
 from echo2.worker.reports import Reports
-from echo2.worker.weights import Weights
+
+if TYPE_CHECKING:
+    from echo2.worker.weights import Weights  # torch, which who only asks `reach_of` does without
 
 BEATS_BETWEEN_LINKS = 6
 """Unchanged links are sent again after this many heartbeats, since one may have been lost."""

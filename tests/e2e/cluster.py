@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from echo2.cli.demo import model
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
 
@@ -39,6 +41,11 @@ def environment_of(home: Path) -> dict[str, str]:
     }
 
 
+def made_models() -> Path:
+    """Where models that tests have made are kept for the next tests of this checkout: a folder for each source that makes them."""
+    return ROOT / "build" / "models" / hashlib.sha256(Path(model.__file__).read_bytes()).hexdigest()[:12]
+
+
 def error_line(code: int, stderr: str) -> str:
     """The one line that a command ends with which cannot go on."""
     lines = [line for line in stderr.splitlines() if line.startswith("error:")]
@@ -47,7 +54,7 @@ def error_line(code: int, stderr: str) -> str:
 
 
 def small_run(
-    folder: Path, model: Path, *, steps: int = 30, prompts: int = 12, rollouts: int = 8, eval_prompts: int = 32,
+    folder: Path, base: Path, *, steps: int = 30, prompts: int = 12, rollouts: int = 8, eval_prompts: int = 32,
     eval_every_steps: int = 10, checkpoint_every_steps: int = 5,
 ) -> str:  # fmt: skip
     """The configuration of a run below `folder`, on free ports; tests add their own options at the end."""
@@ -58,7 +65,7 @@ preset = "local"
 name = "trial"
 folder = "{folder}/runs"
 [model]
-path = "{model}"
+path = "{base}"
 [task]
 name = "sort_digits"
 args = {{ digit_count = 5 }}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from echo2.coordinator.fleet.wheel import running_wheel
+from tests.e2e.cluster import made_models
 from tests.packaging.installed import Environment, build, install
 
 COMMANDS = ("echo2", "echo-coordinator", "echo-learner", "echo-worker")
@@ -82,7 +83,11 @@ def test_planner_and_config_work_without_torch(plain: Environment) -> None:
 
 
 def test_loopback_run_from_the_wheel(whole: Environment) -> None:
-    """The demo's real processes, all started from the installed wheel, to the last step."""
+    """The demo's real processes, all started from the installed wheel, to the last step; the model that it makes is kept for the
+    next tests of this checkout."""
+    (whole.home / ".cache" / "echo2").mkdir(parents=True)
+    made_models().mkdir(parents=True, exist_ok=True)
+    (whole.home / ".cache" / "echo2" / "demo").symlink_to(made_models())
     options = ("--steps", "4", "--name", "wheel", "--seed", "0", "--staleness", "8", "--learner.lr", "2e-4")
     done = whole.run("echo2", "demo", "--plain", *options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from echo2.base.ids import Version
+from echo2.base.staged import FORMAT_VERSION
 from echo2.trust.tls import PROTOCOL_VERSION
 from echo2.weights import (
     CodecSetting,
@@ -19,7 +20,6 @@ from echo2.weights import (
     encode_keyframe,
     join_frames,
 )
-from echo2.weights.container import FORMAT_VERSION
 from tests.unit.weights.models import KEY, decoded, delta_header
 
 GOLDEN = Path(__file__).parent / "golden"
