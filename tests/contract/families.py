@@ -95,7 +95,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "Qwen3.5": ("qwen3_5_text", LINEAR),
     "Qwen3-Next": ("qwen3_next", EXPERTS | LINEAR | {"shared_expert_intermediate_size": 32}),
     "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
-    "Falcon-H1": ("falcon_h1", {}),
+    "Falcon-H1": ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 32}),
     "Mamba": ("mamba", {"state_size": 8}),
 }
 

@@ -36,7 +36,7 @@ SHORT = SamplingParams(max_new_tokens=24, seed=5)
 LONG = SamplingParams(max_new_tokens=160, seed=5)
 KINDS = [
     pytest.param(("embedded", "qwen3"), id="embedded-qwen3"),
-    pytest.param(("embedded", "llama"), id="embedded-llama"),
+    pytest.param(("embedded", "llama"), id="embedded-llama", marks=pytest.mark.soak),  # test_families plays it at lag 0
     pytest.param(("several", "qwen3"), id="several-qwen3"),
     pytest.param(("embedded-general", "gemma3_text"), id="embedded-general-gemma3", marks=pytest.mark.soak),
     pytest.param(("embedded-general", "qwen3_moe"), id="embedded-general-qwen3-moe"),

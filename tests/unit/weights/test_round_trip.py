@@ -38,7 +38,7 @@ from tests.unit.weights.models import (
     with_changes,
 )  # fmt: skip
 
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SHAPES = st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple)
 SHARES = st.sampled_from([0.0, 0.001, 0.02, 0.3, 0.9, 1.0])
 TENSORS = st.lists(st.tuples(st.sampled_from(ALL_TYPES), SHAPES, SHARES), min_size=0, max_size=6)
