@@ -68,8 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if own.is_served:
             return run_daemon(lambda: _serving(options), folder)
         if not is_follower:
-            from echo2.learner.rollouts.prompts import check_rewards_of  # slow imports, needed only here
+            from echo2.learner.rollouts.conversations import read_conversations_of  # slow imports, needed only here
+            from echo2.learner.rollouts.prompts import check_rewards_of
 
+            read_conversations_of(config)
             check_rewards_of(options)
     except EchoError as error:
         return report_error(error)
@@ -123,6 +125,8 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         token_budget=token_budget(config).value,
         replicas=learner.replicas,
         replays_routing=learner.replay_routing,
+        supervised_steps=config.sft.step_count,
+        supervised_lr=config.sft.lr,
         gradient_checkpointing=(
             gradient_checkpointing(config).value
             if learner.gradient_checkpointing == "auto"

@@ -284,6 +284,18 @@ class LearnerSection(Section):
         return self.port + 2 if 0 < self.port < 65_534 else 0
 
 
+class SftSection(Section):
+    """Supervised warm start: the run's first steps train on conversations, before any rollout; enabled by a path."""
+
+    path: str = opt("", "Conversations: jsonl, json, parquet or hub id (docs/tasks.md); empty: none.")
+    steps: Count = opt(100, "How many of learner.steps; each takes a step's number of rollouts as conversations.")
+    lr: float = opt(0.0, "Learning rate; 0: learner.lr.", ge=0)
+
+    @property
+    def step_count(self) -> int:
+        return self.steps if self.path else 0
+
+
 class CoordinatorSection(Section):
     host: str = opt("127.0.0.1", "Where it listens; loopback keeps the run on this machine.")
     advertise: str = opt("", "Host in join links; empty: coordinator.host.")
@@ -377,5 +389,20 @@ class RunConfig(Section):
     sampling: SamplingSection = SamplingSection()
     staleness: StalenessSection = StalenessSection()
     learner: LearnerSection = LearnerSection()
+    sft: SftSection = SftSection()
     coordinator: CoordinatorSection = CoordinatorSection()
     worker: WorkerSection = WorkerSection()
+
+    @model_validator(mode="after")
+    def _warm_start_fits(self) -> Self:
+        if self.sft.step_count >= self.learner.steps:
+            raise ValueError(
+                f"sft.steps: expected fewer than learner.steps {self.learner.steps}, which count the supervised ones, got "
+                f"{self.sft.steps}"
+            )
+        if 0 < self.sft.step_count <= self.staleness.bound:
+            raise ValueError(
+                f"sft.steps: expected more than staleness.bound {self.staleness.bound}, so that no rollout of the model before "
+                f"them is trained on, got {self.sft.steps}"
+            )
+        return self

@@ -231,7 +231,8 @@ class Learner:
             if self.agents is not None:
                 await self.agents.start()
                 _log.info("agents ask %s; the key of outside harnesses is in %s", self.agents.url, self.agents.key_file)
-            self.pool.resume()
+            if not self.loop.is_supervised:  # else after it
+                self.pool.resume()
             return await self._work()
         finally:
             await self._close()
@@ -298,6 +299,8 @@ class Learner:
         """What the learner waits for, and for how many seconds; an empty text while it works."""
         if self._ending is not None:
             return self._ending[0], monotonic() - self._ending[1]
+        if self.loop.warm_start:
+            return self.loop.warm_start, 0.0
         text, since = self.loop.waiting
         what = self.pool.evaluation_waits_for if text == EVALUATION else self.pool.waits_for
         if self.agents is not None and self.agents.failures.text:

@@ -34,6 +34,7 @@ from echo2.learner.metrics import (
     peak_flops_of,
     state_fields,
     step_row,
+    supervised_row,
     task_fields,
 )
 from echo2.learner.options import LearnerOptions
@@ -83,6 +84,7 @@ class TrainingLoop:
         self.utilisation = Utilisation()
         self.last_row: Mapping[str, object] = {}
         self.waiting: tuple[str, float] = ("", 0.0)
+        self.warm_start = ""  # how far it is, while it runs
         self.checkpoint_s = 0.0  # how long the newest checkpoint blocked the loop
         self.publish_waits: deque[float] = deque(maxlen=PUBLISH_WAITS_KEPT)
         self._checkpoint_task: asyncio.Task[None] | None = None
@@ -96,6 +98,11 @@ class TrainingLoop:
     @property
     def step(self) -> int:
         return self.p.trainer.step_count
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the next step trains on a conversation of the warm start."""
+        return self.p.conversations is not None and self.step < self.p.conversations.steps
 
     @property
     def is_finished(self) -> bool:
@@ -130,7 +137,10 @@ class TrainingLoop:
             self.auditor.begin(scorer, self.executor, lambda: bool(self.waiting[0]))
             self.auditor.keep(newest, self.p.published)
         self.p.published = {}  # drop the reference: the publisher holds them while they are the newest
-        await self._make_up()
+        if self.is_supervised:
+            await self._warm_start()
+        if not self.is_supervised:
+            await self._make_up()
         while not self.is_finished and not self._is_stopped and await self._one_step():
             pass
         await self.publisher.settled()
@@ -143,12 +153,52 @@ class TrainingLoop:
         if self.pool.exhausted is not None and not self.is_finished and not self._is_stopped:
             raise self.pool.exhausted
 
+    async def _warm_start(self) -> None:
+        """Trains on conversations until the last supervised step or `stop`. Until it is on disk, no prompt is drawn, so no worker
+        has anything to do; `_make_up` then publishes what came out."""
+        data = self.p.conversations
+        assert data is not None, "the supervised steps have conversations"
+        held_out = await asyncio.to_thread(data.held_out)
+        before = await self._held_out_loss(held_out)
+        if not self.step:
+            self._write({"step": 0, "unix_s": unix_now(), "supervised/held_out_loss": before})
+        self.warm_start = f"the supervised warm start: step {self.step} of {data.steps}, held-out loss {before:.3f}"
+        self._on_step()
+        while self.step < data.steps and not self._is_stopped:
+            began = monotonic()
+            batch = await asyncio.to_thread(data.batch, self.step)
+            result = await self._in_trainer(lambda batch=batch: self.p.team.step(batch))  # type: ignore[misc]
+            self.pool.groups.next_step = Step(self.step)
+            if result.is_skipped:
+                await asyncio.to_thread(keep_for_inspection, batch, self.p.folder.path)
+            row, is_last = supervised_row(batch, result, monotonic() - began), self.step == data.steps
+            if is_last:
+                row["supervised/held_out_loss"] = await self._held_out_loss(held_out)
+            if is_last or self._is_checkpoint_due():
+                await self._checkpoint(StepTimes())
+            self.warm_start = (
+                f"the supervised warm start: step {self.step} of {data.steps}, loss {row['loss']:.3f}; held out "
+                f"{row.get('supervised/held_out_loss', before):.3f}"
+            )
+            _log.info("%s  %.3g s a step", self.warm_start, row["supervised/step_s"])
+            self._write(row)
+            self._on_step()
+        await self._checkpoint_written()
+        self.warm_start = ""
+        if not self.is_supervised:
+            self.pool.resume()
+
+    async def _held_out_loss(self, batch: Batch) -> float:
+        return await self._in_trainer(lambda: self.p.team.cross_entropy(batch))
+
     async def _make_up(self) -> None:
         """At a start, writes the rows of replayed steps, then starts the publication and evaluation that a kill prevented."""
         for row in self.p.rows_again:
             self._write(row)  # metrics.jsonl ignores a second row of the same step
         is_last = self.is_finished and self.p.schedule.newest < self.step
-        if is_last or self.p.schedule.is_due(Step(self.step)):
+        data = self.p.conversations
+        is_warm = data is not None and self.p.schedule.newest < data.steps
+        if is_last or is_warm or self.p.schedule.is_due(Step(self.step)):
             await self._publish(await self._in_trainer(self.p.team.snapshot), StepTimes())
         if is_last or not self.step:
             self._write({"step": self.step, "unix_s": unix_now()})

@@ -264,6 +264,20 @@ def step_row(batch: Batch, result: StepResult, times: StepTimes, facts: RunFacts
     }
 
 
+def supervised_row(batch: Batch, result: StepResult, step_s: float) -> dict[str, Any]:
+    """All fields of a step of the supervised warm start. It has no `step_s`, by which the fleet is planned."""
+    return {
+        "step": result.step,
+        "unix_s": unix_now(),
+        "loss": result.metrics.loss if result.metrics is not None else 0.0,
+        **optimiser_fields(result),
+        "is_skipped": result.is_skipped,
+        "supervised/conversations": batch.rollout_count,
+        "supervised/tokens": result.sampled_tokens,
+        "supervised/step_s": step_s,
+    }
+
+
 def peak_flops_of(device_name: str) -> float:
     """Peak FLOP/s of a device; 0 if unknown."""
     return next((peak for part, peak in PEAK_FLOPS_BF16.items() if part in device_name), 0.0)

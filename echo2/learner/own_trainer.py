@@ -248,6 +248,9 @@ class OwnTrainer:
         phases = {"train": monotonic() - began}
         return StepResult(wanted, phases, None, None, None, False, prompts + sampled, sampled)
 
+    def cross_entropy(self, batch: Batch) -> float:
+        raise StateError("a trainer of one's own makes no supervised steps")
+
     def snapshot(self) -> dict[str, Tensor]:
         """This step's weights: those copied at `hand_in`, or a copy made now, while the user's threads wait for a batch."""
         with self._changed:

@@ -25,6 +25,7 @@ from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put
 from echo2.learner.publishing.replay import StandingVersion, replay
 from echo2.learner.publishing.schedule import PublicationSchedule
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
+from echo2.learner.rollouts.conversations import Conversations
 from echo2.learner.rollouts.evaluation import Evaluations
 from echo2.learner.rollouts.journal import History, Journal, SegmentBegan, has_journal, read_journal
 from echo2.learner.rollouts.prompts import Prompts, PromptSource, load_tokenizer
@@ -47,6 +48,7 @@ _log = logging.getLogger("echo2.learner")
 @dataclass(slots=True)
 class Prepared:
     """Everything that does not need the network. `published`: weights of the newest published version, a snapshot from `team`.
+    `conversations`: of the supervised warm start, if the run has one.
 
     `cut_off`: the previous version and its weights, if a kill may have come before the newest one was fully sent: workers that
     have part of that delta wait for the rest. `base`: version 0, if workers may have that checkpoint and a later version is
@@ -71,6 +73,7 @@ class Prepared:
     cut_off: tuple[Version, Mapping[str, Tensor]] | None = None
     base: Mapping[str, Tensor] | None = None
     rows_again: tuple[Mapping[str, object], ...] = ()
+    conversations: Conversations | None = None
 
 
 def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
@@ -111,8 +114,13 @@ def prepare_with(
     trainer, model = team.trainer, team.model
     began, config = folder.began(), options.config
     prompts = Prompts(options, model, source, folder.secret(), began)
+    conversations = None
+    if config.sft.path:
+        conversations = Conversations(config, prompts.chat, prompts.context_tokens, prompts.vocabulary_size)
     base = team.snapshot()
     identity = _identity_of(options, team, base) | prompts.content() | {"began": began.isoformat()}
+    if conversations is not None:
+        identity["sft"] = [conversations.content, config.sft.steps, config.sft.lr]
     folder.check_identity(identity, {"model_path": options.trainer.model_path})
     bound = config.staleness.bound
     rules = GroupRules(
@@ -142,6 +150,7 @@ def prepare_with(
         fingerprint_key=key_of_run(config.run.name),
         trained_again=0,
         checkpoint_step=None,
+        conversations=conversations,
     )
     if team.starts_from_base and not options.trainer.lora_rank:
         prepared.base = base
@@ -195,6 +204,10 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
         prepared.history.apply(record, segment)
     prepared.history.restore(prepared.groups)
     prepared.journal.go_on(newest_segment)
+    conversations = prepared.conversations
+    while conversations is not None and prepared.history.drawn and prepared.trainer.step_count < conversations.steps:
+        # Of a checkpoint before the warm start's last, which was damaged.
+        prepared.team.step(conversations.batch(prepared.trainer.step_count))
     left = LeftVersions(chunk_folder(options), RunId(options.config.run.name))
     replayed = replay(StandingVersion(prepared.schedule.newest, prepared.published), prepared, left)
     prepared.published, prepared.schedule.newest = replayed.newest.weights, replayed.newest.version

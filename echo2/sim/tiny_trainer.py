@@ -97,6 +97,9 @@ class TinyTrainer:
         sampled = sum(len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts)
         return StepResult(self.step_count, {"train": self._train_s()}, None, 0.0, 0.0, False, sampled, sampled)
 
+    def cross_entropy(self, batch: Batch) -> float:
+        return 0.0
+
     def snapshot(self) -> dict[str, Tensor]:
         return copied(self._weights)
 

@@ -93,6 +93,33 @@ class ChatFormat:
             return tuple(self.control_tokens.encode(behind.removeprefix(closing), mark))
         return tuple(self.control_tokens.encode(behind, mark))
 
+    def conversation(self, messages: Sequence[ChatMessage]) -> list[tuple[list[int], list[int]]]:
+        """Encodes a whole chat, turn by turn as a run samples it: pairs of what the model reads and the turn that it then takes,
+        with its end. Messages after the last turn are left out."""
+        pairs: list[tuple[list[int], list[int]]] = []
+        before: list[ChatMessage] = []
+        for message in messages:
+            if message.role != "assistant":
+                before.append(message)
+                continue
+            if pairs:
+                told = [{"role": one.role, "content": one.content} for one in before]
+                read = list(self.between(told, pairs[-1][1]))
+            else:
+                is_text = len(before) == 1 and before[0].role == "user"
+                read = self.prompt(before[0].content if is_text else tuple(before))
+            pairs.append((read, self._turn(message.content)))
+            before = []
+        return pairs
+
+    def _turn(self, content: str) -> list[int]:
+        """A turn of the model as it would sample it: a text within a text, whose control tokens are text, then the turn's end."""
+        mark, _ = marks_for(content)
+        marked = str(self.control_tokens.marked_chat([{"role": "assistant", "content": content}], mark)[0]["content"])
+        ends = (self.turn_end, self.tokenizer.eos_token_id)
+        end = next(([int(token)] for token in ends if token is not None), [])
+        return self.control_tokens.encode(mark + marked, mark) + end
+
     def encode_text(self, text: str, *, is_beginning: bool) -> list[int]:
         """Encodes a client's raw prompt. It writes its own template, if any, so that control tokens in it are its own."""
         return self.control_tokens.encode(text, is_beginning=is_beginning)
@@ -117,7 +144,7 @@ class ChatFormat:
     def _tool_format(self) -> ToolFormat:
         return tool_format_of(str(self.tokenizer.chat_template or ""))
 
-    @property
+    @cached_property
     def turn_end(self) -> int | None:
         """The control token with which the template closes the model's turn, whatever comes next; None if there is none."""
         if not self.is_chat:

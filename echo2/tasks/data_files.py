@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from echo2.base.errors import TaskError
@@ -233,6 +234,74 @@ def _content(value: object, where: str) -> str:
     if texts and len(texts) == len(parts):
         return "".join(texts)
     raise TaskError(f"{where}: expected a message's content as text, or as parts of type text, got {str(value)[:80]!r}")
+
+
+# ---- conversations
+
+CHAT_COLUMNS = ("messages", "conversations", "conversation")  # names in common data sets
+# Who speaks, in ShareGPT's words too.
+_ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
+
+Conversation = tuple[ChatMessage, ...]
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Reads the conversations under `path`, each once: chats in a column of `CHAT_COLUMNS`, or a `prompt` with its `completion`, as
+    texts or chats. Raises `TaskError` with row and column for one that cannot be trained on."""
+    rows: dict[Conversation, None] = {}
+    for file in data_files(path, "train"):
+        for number, row in enumerate(_rows_of(file), start=1):
+            rows[_conversation(row, f"{file.name} row {number}")] = None
+            if len(rows) > ROWS_MAX:
+                raise TaskError(f"data set {path}: expected at most {ROWS_MAX} rows, got more")
+    if not rows:
+        raise TaskError(f"data set {path}: expected conversations, found none")
+    return list(rows)
+
+
+def _conversation(row: Row, where: str) -> Conversation:
+    column = next((name for name in CHAT_COLUMNS if row.get(name)), "completion")
+    if column != "completion":
+        messages = _messages(row[column], "", f"{where} column {column}")
+    elif row.get("prompt") and row.get("completion"):
+        asked = _messages(row["prompt"], "user", f"{where} column prompt")
+        messages = (*asked, *_messages(row["completion"], "assistant", f"{where} column completion"))
+    else:
+        raise TaskError(
+            f"{where}: expected a column {', '.join(CHAT_COLUMNS)}, or prompt and completion, with something in it, got "
+            f"{', '.join(map(str, row)) or 'none'}"
+        )
+    turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
+    if not turns or turns[0] == 0 or any(after == before + 1 for before, after in pairwise(turns)):
+        raise TaskError(
+            f"{where} column {column}: expected turns of the assistant, each after another role's message, got the roles "
+            f"{', '.join(message.role for message in messages)[:80]}"
+        )
+    return messages[: turns[-1] + 1]
+
+
+def _messages(value: object, role: str, where: str) -> Conversation:
+    """`role`: whose message a bare text is; empty: it is refused."""
+    if isinstance(value, str) and role:
+        return (ChatMessage(role, value),)
+    if not isinstance(value, list):
+        raise TaskError(f"{where}: expected a list of {{role, content}}, got {str(value)[:80]!r}")
+    return tuple(_message(one, f"{where} message {number}") for number, one in enumerate(value, start=1))
+
+
+def _message(value: object, where: str) -> ChatMessage:
+    said = value if isinstance(value, Mapping) else {}
+    role = _ROLES.get(str(said.get("role") or said.get("from") or ""))
+    if role is None:
+        raise TaskError(f"{where}: expected a role among {', '.join(_ROLES)}, got {str(value)[:80]!r}")
+    if said.get("tool_calls"):
+        raise TaskError(
+            f"{where}: expected calls of tools written out in the content, as the model writes them, got tool_calls"
+        )
+    content = _content(said.get("content", said.get("value")), where)
+    if role == "assistant" and not content.strip():
+        raise TaskError(f"{where}: expected something that the assistant says, got an empty content")
+    return ChatMessage(role, content)
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")  # OWNER/NAME

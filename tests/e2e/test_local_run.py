@@ -151,3 +151,22 @@ def test_the_agent_example_trains_without_losing_an_episode(tmp_path: Path, base
     last = json.loads(lines[-1])
     assert last["step"] == 2 and last["agents/calls"] >= 2 * 8 * 2, "each episode asks at least once"
     assert last["agents/restarted"] == last["agents/dropped"] == last["agents/branches"] == 0
+
+
+def test_the_warm_start_example_learns_before_workers_are_asked(tmp_path: Path, base_model: Path) -> None:
+    data = tmp_path / "digits.jsonl"
+    written = subprocess.run([sys.executable, "examples/conversations.py"], cwd=ROOT, capture_output=True, check=True)
+    data.write_bytes(written.stdout)
+    command = [
+        sys.executable, "-m", "echo2.cli.main", "run", "examples/warm_start.toml", "--workers", "1", "--plain", "--sft.steps=6",
+        "--learner.steps=8", f"--sft.path={data}", f"--model.path={base_model}", f"--run.folder={tmp_path / 'runs'}",
+    ]  # fmt: skip
+    run = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    learner = tmp_path / "runs" / "warm-start" / "learner"
+    rows = [json.loads(line) for line in (learner / "metrics.jsonl").read_text().splitlines()]
+    assert rows[6]["supervised/held_out_loss"] < 0.9 * rows[0]["supervised/held_out_loss"]
+    assert [row["step"] for row in rows if "reward/mean" in row] == [7, 8]
+    assert json.loads((learner / "evaluations.jsonl").read_text().splitlines()[0])["step"] == 6

@@ -78,7 +78,9 @@ SHELL_FILES |= {
     f"echo2/learner/{name}.py"
     for name in (
         "auditor", "learner", "loop", "metrics", "options", "own_trainer", "recent", "run_folder", "serve", "session", "startup",
-        *(f"rollouts/{shell}" for shell in ("agents", "evaluation", "ingest", "journal", "pool", "prompts", "request_pool")),
+        *(f"rollouts/{shell}" for shell in (
+            "agents", "conversations", "evaluation", "ingest", "journal", "pool", "prompts", "request_pool",
+        )),
         "training/adapter", "training/loading", "training/model", "training/packing", "training/ranks",
         "training/scoring", "training/shards", "training/team", "training/token_scores", "training/trainer", "training/trials",
         "publishing/checkpoint", "publishing/publisher", "publishing/replay", "publishing/seed",

@@ -87,6 +87,9 @@ class Planning:
         if hub.ending.finish is not None:
             hub.plan_waits_for = ""
             return
+        if hub.board.report.step < hub.config.sft.step_count:
+            hub.plan_waits_for = "the supervised warm start, which needs no worker"
+            return
         members = list(hub.membership.members.values())
         choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
         for member in members:

@@ -72,6 +72,10 @@ def replay(checkpointed: StandingVersion, learner: Prepared, left: LeftVersions)
     published = {version: known or left.fingerprint_of(version) for version, known in recorded}
     exact, begun, difference = checkpointed, None, None
     rows: list[Mapping[str, object]] = []
+    if (step := Version(learner.trainer.step_count)) > checkpointed.version and step in published:
+        # The supervised warm start is on disk before its version is published: the checkpoint has the version's masters.
+        made = StandingVersion(step, learner.team.snapshot())
+        exact, begun = (made, None) if published[step] else (exact, made)
     last, began_s, told_s = max(learner.history.drawn, default=Step(0)), monotonic(), float("-inf")
     while (batch := learner.history.next_batch(learner.groups)) is not None:
         if monotonic() - told_s >= TOLD_EVERY_S:

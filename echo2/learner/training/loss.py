@@ -267,6 +267,11 @@ def m2po(inputs: LossInputs) -> TokenLosses:
     return TokenLosses(loss_T, ratio_T, left_out_T & (advantage_T < 0), left_out_T & (advantage_T > 0))
 
 
+def cross_entropy(inputs: LossInputs) -> Tensor:
+    """-log p of tokens that are to be learned as they are: the supervised warm start's."""
+    return -inputs.logprobs_T
+
+
 class Divisor(enum.Enum):
     """What the sum of token losses is divided by."""
 

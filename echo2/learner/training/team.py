@@ -110,6 +110,10 @@ class TrainingSide(Protocol):
 
     def step(self, batch: Batch, is_published: bool = False) -> StepResult: ...
 
+    def cross_entropy(self, batch: Batch) -> float:
+        """Mean negative log-probability of a batch's tokens, nats."""
+        ...
+
     def snapshot(self) -> dict[str, Tensor]: ...
 
     def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]: ...
@@ -209,6 +213,12 @@ class Team:
             self.ranks.tell({"command": "step"}, batch_to_bytes(batch))
         return self.trainer.step(batch)
 
+    def cross_entropy(self, batch: Batch) -> float:
+        """Each rank computes all of it."""
+        if self.ranks.count > 1:
+            self.ranks.tell({"command": "cross_entropy"}, batch_to_bytes(batch))
+        return self.trainer.cross_entropy(batch)
+
     def snapshot(self) -> dict[str, Tensor]:
         """Returns rank 0's rows of the weights; by then all ranks hold theirs, as the version of this step."""
         self.ranks.tell({"command": "snapshot"})
@@ -279,6 +289,8 @@ class Team:
             match head["command"]:
                 case "step":
                     self.trainer.step(batch_from_bytes(payload))
+                case "cross_entropy":
+                    self.trainer.cross_entropy(batch_from_bytes(payload))
                 case "snapshot":
                     self._held.keep(Version(self.trainer.step_count), self.model.snapshot())
                     self.ranks.meet()

@@ -29,6 +29,7 @@ from echo2.learner.training.advantage import Advantages, group_advantages, minim
 from echo2.learner.training.loss import (
     SUM_NAMES,
     BatchTotals,
+    LossConfig,
     LossMetrics,
     PackedTokens,
     PolicyLoss,
@@ -39,7 +40,7 @@ from echo2.learner.training.loss import (
     policy_loss,
     score_norm_sq_proxy,
 )
-from echo2.learner.training.model import PolicyModel, adamw_of
+from echo2.learner.training.model import PolicyModel, adamw_of, reshard
 from echo2.learner.training.packing import (
     MicroBatch,
     PackedBatch,
@@ -63,6 +64,8 @@ def learning_rate(step: int, base: float, warmup_steps: int, total_steps: int, s
     return base * (1.0 - done) if schedule == "linear" else base * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+SUPERVISED = LossConfig("echo2.learner.training.loss:cross_entropy")
+"""The loss of the supervised steps; none of `LOSSES`, since it learns whatever tokens it is given."""
 LR_SCALE_MIN = 0.1  # vcpo: a step of few effective rollouts still learns a little
 
 
@@ -147,6 +150,7 @@ class Trainer:
         self.options = options
         self.total_steps = total_steps
         self.step_count = 0
+        self._temperature = model.policy.temperature
         self.nonfinite_steps = 0
         self.nonfinite_in_a_row = 0
         self.optimiser = adamw_of(
@@ -170,14 +174,22 @@ class Trainer:
         rank and be separate from the parameters: an audit changes the parameters between two steps."""
         return self.model.device.type == "cpu" and self.ranks.count == 1 and self.model.is_rounded
 
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the next step learns the batch's tokens as they are, whatever their rewards."""
+        return self.step_count < self.options.supervised_steps
+
     def step(self, batch: Batch) -> StepResult:
         """Trains on one batch; raises `TrainingError` after too many non-finite updates in a row."""
         torch.set_num_threads(self.options.threads)
+        self.model.policy.temperature = 1.0 if self.is_supervised else self._temperature
+        if self.step_count == self.options.supervised_steps > 0:
+            self.optimiser.state.clear()  # moments of another loss's gradients
         watch = _Stopwatch(self.model.device)
         parts = self._parts(batch)
         watch.lap("load")
         # Both need the log-probabilities from before the first update.
-        if len(parts) > 1 or self.options.advantage == "vcpo":
+        if len(parts) > 1 or (self.options.advantage == "vcpo" and not self.is_supervised):
             for part in parts:
                 part.before.extend(self._policy_logprobs(part))
         advantages = self._advantages(batch.groups, parts)
@@ -223,7 +235,7 @@ class Trainer:
 
     def _parts(self, batch: Batch) -> list[_Part]:
         """Splits the batch into one part per update: whole groups, in order, as evenly as possible, at least one group each."""
-        count = min(self.options.updates_per_batch, len(batch.groups))
+        count = 1 if self.is_supervised else min(self.options.updates_per_batch, len(batch.groups))
         bounds = [index * len(batch.groups) // count for index in range(count + 1)]
         parts: list[_Part] = []
         first = 0
@@ -268,6 +280,14 @@ class Trainer:
                     found[rollout] = logprobs_T[micro.sequence_T == index].cpu()
         return [found[index] for index in range(len(found))]
 
+    def cross_entropy(self, batch: Batch) -> float:
+        """Mean negative log-probability of the batch's tokens, nats, at temperature 1."""
+        self.model.policy.temperature = 1.0
+        logprobs_T = torch.cat(self.logprobs(batch.groups))
+        reshard(self.model.policy)
+        self.model.policy.temperature = self._temperature
+        return -float(logprobs_T.double().mean())
+
     # ---- parts of a step
 
     def _policy_logprobs(self, part: _Part) -> list[Tensor]:
@@ -303,6 +323,9 @@ class Trainer:
 
     def _advantages(self, groups: Sequence[TrainGroup], parts: Sequence[_Part]) -> Advantages:
         """Advantages over the whole batch, however many updates it is split into."""
+        if self.is_supervised:
+            one_R = torch.ones(sum(len(group.rollouts) for group in groups))
+            return Advantages(one_R, one_R > 0)
         rewards_R = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
         group_R = torch.tensor([index for index, group in enumerate(groups) for _ in group.rewards])
         weight_R = None
@@ -348,7 +371,9 @@ class Trainer:
         device = self.model.device
         inputs = micro.inputs.to(device)
         logprobs_T, entropy_T = self.model.policy(inputs, self.options.with_entropy)
-        sequence_T, behaviour_T = micro.sequence_T.to(device), micro.behaviour_T.to(device)
+        sequence_T = micro.sequence_T.to(device)
+        # What nobody sampled counts as sampled by this policy.
+        behaviour_T = logprobs_T.detach() if self.is_supervised else micro.behaviour_T.to(device)
         asked_T = advantages.trained_R[micro.rollout_R].to(device)[sequence_T] & is_counted
         segments = Segments(sequence_T, asked_T, micro.rollout_R.numel())
         believed_T = believed(logprobs_T, behaviour_T, segments)
@@ -359,11 +384,12 @@ class Trainer:
             sequence_T,
             believed_T,
             proximal_logprobs_T=proximal_T,
-            reference_logprobs_T=self._reference_logprobs(inputs),
+            reference_logprobs_T=None if self.is_supervised else self._reference_logprobs(inputs),
             entropy_T=entropy_T,
         )
         left_out_R = segments.sum_R((asked_T & ~believed_T).to(torch.float32))
-        return policy_loss(tokens, self.options.loss, totals), left_out_R.cpu()
+        how = SUPERVISED if self.is_supervised else self.options.loss
+        return policy_loss(tokens, how, totals), left_out_R.cpu()
 
     def _update(self, metrics: LossMetrics) -> tuple[float, float]:
         """Clips the gradient, updates the masters and rounds them into the parameters. Returns the gradient norm and the learning
@@ -389,7 +415,12 @@ class Trainer:
 
     def _lr(self, metrics: LossMetrics) -> float:
         o = self.options
-        lr = learning_rate(self.step_count, o.lr, o.warmup_steps, self.total_steps, o.schedule)
+        if self.is_supervised:
+            return learning_rate(
+                self.step_count, o.supervised_lr or o.lr, o.warmup_steps, o.supervised_steps, o.schedule
+            )
+        step, steps = self.step_count - o.supervised_steps, self.total_steps - o.supervised_steps
+        lr = learning_rate(step, o.lr, o.warmup_steps, steps, o.schedule)
         if o.advantage == "vcpo" and math.isfinite(metrics.rollout_ratio_ess):
             lr *= learning_rate_scale(min(1.0, max(0.0, metrics.rollout_ratio_ess)), LR_SCALE_MIN)
         return lr
