@@ -146,7 +146,7 @@ MUTANTS: tuple[Mutant, ...] = (
            (_UNIT + "learner/test_daemon.py::test_learner_and_coordinator_hear_of_groups_versions_reports_plans_and_bars",)),
     # lost awaits and calls
     Mutant("a worker does not say good-bye", _WORKER, "        await self.coordinator.leave(self._stop_reason, LEAVE_S)\n", "", _WF),
-    Mutant("a step is reported to nobody", "learner/loop.py", "        self._on_step()\n", "", _WF),
+    Mutant("a step is reported to nobody", "learner/loop.py", "        )  # fmt: skip\n        self._on_step()\n", "        )  # fmt: skip\n", _WF),
     Mutant("offers reach nobody", _POOL, "                self._coordinator.offer([spec])\n", "                pass\n",
            (_UNIT + "learner/test_daemon.py::test_learner_and_coordinator_hear_of_groups_versions_reports_plans_and_bars",)),
     Mutant("versions are published in silence", _LEARNER, "self.session.published(artifact)", "pass", _WF),
