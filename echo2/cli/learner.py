@@ -69,9 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_daemon(lambda: _serving(options), folder)
         if not is_follower:
             from echo2.learner.rollouts.conversations import read_conversations_of  # slow imports, needed only here
-            from echo2.learner.rollouts.prompts import check_rewards_of
+            from echo2.learner.rollouts.prompts import check_rewards_of, check_teacher
 
             read_conversations_of(config)
+            check_teacher(config)
             check_rewards_of(options)
     except EchoError as error:
         return report_error(error)
@@ -92,7 +93,7 @@ def learner_options(config: RunConfig, link: str, folder: Path, metrics_port: in
 
 def check_groups(config: RunConfig) -> None:
     """Raises ConfigError if a prompt gets a single rollout: every advantage compares rollouts of one prompt, so all would be 0."""
-    if config.learner.rollouts_per_prompt < 2:
+    if config.learner.rollouts_per_prompt < 2 and not config.learner.teacher:
         raise ConfigError(
             f"learner.rollouts_per_prompt: expected 2 or more, because learner.advantage {config.learner.advantage} compares the "
             "rollouts of a prompt with one another and one alone teaches nothing, got 1; take 4 to 16, and fewer prompts_per_step"
@@ -125,6 +126,7 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         token_budget=token_budget(config).value,
         replicas=learner.replicas,
         replays_routing=learner.replay_routing,
+        teacher_path=learner.teacher,
         supervised_steps=config.sft.step_count,
         supervised_lr=config.sft.lr,
         gradient_checkpointing=(

@@ -129,8 +129,10 @@ class Run:
                 "a trainer of one's own: expected a task of one completion, no agent and whole weights (model.lora_rank 0), got "
                 f"{', '.join(name for name, _ in resolved.task.asked)} and rank {resolved.model.lora_rank}"
             )
-        if resolved.sft.path:
-            raise ConfigError("sft.path: expected none with a trainer of one's own, which can train on them itself")
+        if resolved.sft.path or resolved.learner.teacher:
+            raise ConfigError(
+                "sft.path, learner.teacher: expected none with a trainer of one's own, whose loss is its own"
+            )
         if resolved.learner.replicas != 1:
             raise ConfigError(
                 "learner.replicas: expected 1 with a trainer of one's own, whose engine spreads its weights itself, got "

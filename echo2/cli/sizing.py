@@ -155,7 +155,11 @@ def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
         replicas=learner.replicas,
         adapter_rank=config.model.lora_rank,
         is_audited=learner.audit_share > 0,
-        has_reference=learner.kl_coefficient > 0,
+        reference=guessed_model_of(learner.teacher)[0]
+        if learner.teacher
+        else model
+        if learner.kl_coefficient > 0
+        else None,
     )
     return replace(made, store_bytes=store_bytes_for(made.published_bytes(model)))
 

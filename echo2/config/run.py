@@ -241,6 +241,9 @@ class LearnerSection(Section):
     clip: tuple[Positive, Positive] = opt((0.2, 0.28), "Clips the ratio to 1 - the first .. 1 + the second.")
     is_cap: Positive = opt(2.0, "Cap of the truncated corrections.")
     kl_coefficient: float = opt(0.0, "Weight of the k3 KL penalty to the base model.", ge=0)
+    teacher: str = opt(
+        "", "Model whose log-probabilities of the sampled tokens are the advantage (docs/algorithms.md)."
+    )
     train_on_truncated: bool = opt(True, "Trains on truncated completions; they count in the baseline anyway.")
     overlong_buffer_tokens: Whole = opt(0, "Reward falls within this many tokens of the limit; 0: off.")
     drop_equal_groups: bool = opt(False, "Dynamic sampling: replaces groups with equal rewards, up to a limit.")
@@ -271,6 +274,15 @@ class LearnerSection(Section):
             raise ValueError(
                 f"updates_per_batch: expected at most prompts_per_step {self.prompts_per_step}, because each update trains on "
                 f"whole groups, got {self.updates_per_batch}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_is_alone(self) -> Self:
+        if self.teacher and (self.kl_coefficient or self.drop_equal_groups or self.advantage != "grpo"):
+            raise ValueError(
+                "teacher: expected no kl_coefficient, drop_equal_groups or advantage beside it, because it alone says which "
+                "tokens to raise"
             )
         return self
 

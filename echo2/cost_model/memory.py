@@ -86,8 +86,8 @@ def adapter_parameters(size: ModelSize, rank: int) -> int:
 class LearnerRun:
     """What a learner stores in a run. `store_bytes`: disk for chunks. `published_value_bytes`: bytes per published parameter.
     `rollout_tokens`: tokens of rollouts in flight or waiting for their step. `replicas`: copies of the state among the GPUs.
-    `adapter_rank`: 0 trains all weights. `is_audited`: former versions are kept. `has_reference`: the base model is kept for
-    the KL penalty."""
+    `adapter_rank`: 0 trains all weights. `is_audited`: former versions are kept. `reference`: size of a model kept beside,
+    the teacher or, for the KL penalty, the base; None: there is none."""
 
     staleness_bound: int = 2
     checkpoints_kept: int = 2
@@ -97,7 +97,7 @@ class LearnerRun:
     replicas: int = 1
     adapter_rank: int = 0
     is_audited: bool = True
-    has_reference: bool = False
+    reference: ModelSize | None = None
 
     def trained_parameters(self, size: ModelSize) -> int:
         """The adapter's parameters, or all if there is no adapter."""
@@ -218,8 +218,8 @@ def learner_memory(
     base = (STATE_BYTES_GPU if gpu_count else STATE_BYTES_CPU) * trained
     if run.adapter_rank:
         base += (ADAPTER_BASE_BYTES_GPU if gpu_count else ADAPTER_BASE_BYTES_CPU) * size.parameters
-    if run.has_reference:
-        base += (REFERENCE_BYTES_GPU if gpu_count else REFERENCE_BYTES_CPU) * size.parameters
+    if run.reference is not None:
+        base += (REFERENCE_BYTES_GPU if gpu_count else REFERENCE_BYTES_CPU) * run.reference.parameters
     host = PROCESS_BYTES + int(ROLLOUT_TOKEN_BYTES * run.rollout_tokens)
     if gpu_count:
         state = base // max(1, gpu_count // run.replicas)

@@ -44,6 +44,7 @@ class TrainerOptions:
     lora_rank: int = 0  # 0: train and publish all weights; else only a low-rank adapter
     lora_alpha: int = 0  # 0: twice the rank
     replicas: int = 1  # copies of the weights; each is sharded over its share of the ranks
+    teacher_path: str = ""  # a model whose log-probabilities are the advantage, instead of rewards
     supervised_steps: int = 0  # the run's first steps, which learn the tokens as given
     supervised_lr: float = 0.0  # 0: lr
     replays_routing: bool = False  # in a mixture of experts, train tokens through the experts that sampled them

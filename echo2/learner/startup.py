@@ -119,6 +119,8 @@ def prepare_with(
         conversations = Conversations(config, prompts.chat, prompts.context_tokens, prompts.vocabulary_size)
     base = team.snapshot()
     identity = _identity_of(options, team, base) | prompts.content() | {"began": began.isoformat()}
+    if config.learner.teacher:
+        identity["teacher"] = config.learner.teacher
     if conversations is not None:
         identity["sft"] = [conversations.content, config.sft.steps, config.sft.lr]
     folder.check_identity(identity, {"model_path": options.trainer.model_path})

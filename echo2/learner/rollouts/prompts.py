@@ -200,6 +200,20 @@ def check_rewards_of(options: LearnerOptions) -> None:
         check_rewards(spec, _containment(options))
 
 
+def check_teacher(config: RunConfig) -> None:
+    """Raises `ConfigError` unless the teacher reads each of the model's tokens as the same text; a model is not loaded for it."""
+    if not config.learner.teacher:
+        return
+    own, other = (load_tokenizer(path).get_vocab() for path in (config.model.path, config.learner.teacher))
+    differing = sorted((token for token in own if other.get(token) != own[token]), key=own.__getitem__)
+    if differing:
+        raise ConfigError(
+            f"learner.teacher {config.learner.teacher}: expected a model with the tokenizer of {config.model.path}, because it "
+            f"scores the same tokens, got {len(differing)} of {len(own)} tokens that differ, first {own[differing[0]]} "
+            f"{differing[0]!r}"
+        )
+
+
 # ---- the run's prompts
 
 

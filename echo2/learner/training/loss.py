@@ -57,7 +57,7 @@ class PackedTokens:
     logprobs_T: current policy, with gradient, at the sampling temperature. behaviour_logprobs_T: as the worker
     reported them. proximal_logprobs_T: the learner's own before this batch's first step; None if the batch makes only
     one step, because they then equal the current ones, detached. sequence_T: int64, index of the token's rollout. mask_T:
-    bool, False for prompt, padding and environment tokens.
+    bool, False for prompt, padding and environment tokens. advantages_T: each token's own, in place of its rollout's.
     """
 
     logprobs_T: Tensor
@@ -68,10 +68,11 @@ class PackedTokens:
     proximal_logprobs_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
     entropy_T: Tensor | None = None
+    advantages_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.logprobs_T.shape
-        optional = (self.proximal_logprobs_T, self.reference_logprobs_T, self.entropy_T)
+        optional = (self.proximal_logprobs_T, self.reference_logprobs_T, self.entropy_T, self.advantages_T)
         given = [self.behaviour_logprobs_T, self.sequence_T, self.mask_T, *(x for x in optional if x is not None)]
         assert len(shape) == 1 and all(x.shape == shape for x in given), "packed tensors are 1-D and aligned"
         assert self.mask_T.dtype == torch.bool, "mask_T is bool"
@@ -346,7 +347,9 @@ def policy_loss(tokens: PackedTokens, config: LossConfig, totals: BatchTotals) -
     weights_T, bounded_T = correction_weights(tokens, proximal_T, config)
     anchor_T = behaviour_T if config.correction == "behaviour" else proximal_T
     log_ratio_T = masked_log_ratio(logprobs_T, anchor_T, mask_T)
-    advantage_T = tokens.advantages_R.to(torch.float32)[tokens.sequence_T]
+    advantage_T = tokens.advantages_T
+    if advantage_T is None:
+        advantage_T = tokens.advantages_R.to(torch.float32)[tokens.sequence_T]
     inputs = LossInputs(logprobs_T, log_ratio_T, advantage_T, behaviour_T, segments, config)
     losses = token_losses(inputs)
     loss_T = torch.where(mask_T, losses.loss_T, nothing_T) * weights_T

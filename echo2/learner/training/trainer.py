@@ -20,7 +20,7 @@ from itertools import islice, pairwise
 import torch
 from torch import Tensor
 
-from echo2.base.errors import TrainingError
+from echo2.base.errors import ConfigError, TrainingError
 from echo2.base.rollout import FinishReason
 from echo2.cost_model.memory import ROW_WIDTHS
 from echo2.learner.options import TrainerOptions
@@ -37,6 +37,7 @@ from echo2.learner.training.loss import (
     believed,
     learning_rate_scale,
     loss_metrics,
+    masked_log_ratio,
     policy_loss,
     score_norm_sq_proxy,
 )
@@ -377,6 +378,12 @@ class Trainer:
         asked_T = advantages.trained_R[micro.rollout_R].to(device)[sequence_T] & is_counted
         segments = Segments(sequence_T, asked_T, micro.rollout_R.numel())
         believed_T = believed(logprobs_T, behaviour_T, segments)
+        reference_T = None if self.is_supervised else self._reference_logprobs(inputs)
+        advantages_T = None
+        if reference_T is not None and self.options.teacher_path:
+            # Minus the reverse KL at each token, of the policy whose update this is.
+            proximal = logprobs_T.detach() if proximal_T is None else proximal_T
+            advantages_T = masked_log_ratio(reference_T, proximal, asked_T)
         tokens = PackedTokens(
             logprobs_T,
             behaviour_T,
@@ -384,8 +391,9 @@ class Trainer:
             sequence_T,
             believed_T,
             proximal_logprobs_T=proximal_T,
-            reference_logprobs_T=None if self.is_supervised else self._reference_logprobs(inputs),
+            reference_logprobs_T=reference_T,
             entropy_T=entropy_T,
+            advantages_T=advantages_T,
         )
         left_out_R = segments.sum_R((asked_T & ~believed_T).to(torch.float32))
         how = SUPERVISED if self.is_supervised else self.options.loss
@@ -435,13 +443,19 @@ class Trainer:
                 "folder"
             )
 
-    # ---- the reference of the KL penalty
+    # ---- the reference: the teacher, or the base model of the KL penalty
 
     def _reference_model(self) -> PolicyModel | None:
-        if self.options.loss.kl_coefficient <= 0:
+        teacher, model = self.options.teacher_path, self.model
+        if not teacher and self.options.loss.kl_coefficient <= 0:
             return None
-        model = self.model
-        reference = PolicyModel(model.path, model.weights_dtype, model.device, model.policy.temperature, model.ranks)
+        path = teacher or model.path
+        reference = PolicyModel(path, model.weights_dtype, model.device, model.policy.temperature, model.ranks)
+        if reference.vocabulary_size < model.vocabulary_size or reference.policy.is_packed < model.policy.is_packed:
+            raise ConfigError(
+                f"learner.teacher {path}: expected at least the model's {model.vocabulary_size} embeddings, and attention alone "
+                f"if the model has nothing else, got {reference.vocabulary_size} of a {reference.config.model_type}"
+            )
         reference.hf_model.eval()
         if model.policy.attention is not reference.policy.attention:
             reference.policy.attend_by(model.policy.attention)
