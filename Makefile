@@ -88,8 +88,7 @@ $(VLLM_STAMP): pyproject.toml
 test-vllm: $(VLLM_STAMP)
 	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -m vllm -W default -p no:cacheprovider tests/contract/test_engine.py tests/contract/test_vllm_map.py tests/contract/test_vllm_adapter.py tests/contract/test_vllm_rounded.py
 
-# Shared out by file (pytest-xdist, tests/conftest.py); of what starts whole runs two stand side by side. What fails is run once more,
-# alone: if it passes then, the target passes and names it at the end. A crash, a file that does not load or a test that is skipped
+# Shared out by file (pytest-xdist, tests/conftest.py), what starts whole runs first. What fails is run once more, alone: if it passes then, the target passes and names it at the end. A crash, a file that does not load or a test that is skipped
 # the second time fails the target.
 QUICK := not soak and not gpu and not vllm
 PYTEST = $(BIN)/python -m pytest -m "$(QUICK)" --dist loadfile --no-loadscope-reorder
@@ -97,8 +96,7 @@ ALONE = -n 0 --last-failed --last-failed-no-failures none -rfEsp --color=no
 PASS = $(PYTEST) $(1) || { [ $$? = 1 ] && $(PYTEST) $(1) $(ALONE) | tee build/alone && ! grep -q '^SKIPPED ' build/alone && sed -n 's/^PASSED /UNSTEADY: /p' build/alone >> build/unsteady; }
 test: $(STAMP)
 	@mkdir -p build && rm -f build/unsteady
-	@$(call PASS,-n auto --ignore tests/e2e --ignore tests/packaging --ignore tests/tidy --ignore tests/mutants)
-	@$(call PASS,-n 2 tests/e2e tests/packaging)
+	@$(call PASS,-n auto --ignore tests/tidy --ignore tests/mutants)
 	@if [ -e build/unsteady ]; then echo "UNSTEADY: FAILED AMONG OTHERS, PASSED ALONE"; cat build/unsteady; fi
 
 check: $(STAMP) proto-check

@@ -1,4 +1,4 @@
-"""`echo2 run RUN.toml --workers N` as a person starts it: real processes, a Ctrl-C, a kill, an end."""
+"""`echo2 run RUN.toml --workers N` as a person starts it (the example of an agent): a Ctrl-C, a kill, an end."""
 
 from __future__ import annotations
 
@@ -10,54 +10,35 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from echo2.config.run import RunConfig
 from tests.e2e.cluster import ROOT
 from tests.patience import WAIT_S
-from tests.unit.learner.tiny import make_tiny_model
 
-RUN = """
-[run]
-name = "own"
-folder = "{folder}"
-[model]
-path = "{model}"
-[task]
-name = "sort_digits"
-eval_prompts = 0
-[sampling]
-max_new_tokens = 6
-[learner]
-steps = {steps}
-prompts_per_step = 2
-rollouts_per_prompt = 2
-checkpoint_every_steps = 2
-"""
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def started(folder: Path, steps: int, workers: int = 1) -> subprocess.Popen[str]:
-    if not (folder / "model").exists():
-        make_tiny_model(folder / "model")
-    (folder / "run.toml").write_text(RUN.format(folder=folder / "runs", model=folder / "model", steps=steps))
+def started(folder: Path, model: Path, steps: int, workers: int = 1) -> subprocess.Popen[str]:
     command = [
-        sys.executable,
-        "-m",
-        "echo2.cli.main",
-        "run",
-        str(folder / "run.toml"),
-        "--workers",
-        str(workers),
-        "--plain",
-    ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+        sys.executable, "-m", "echo2.cli.main", "run", "examples/agent.toml", "--workers", str(workers), "--plain",
+        f"--learner.steps={steps}", "--learner.prompts_per_step=2", "--learner.rollouts_per_prompt=2", "--task.eval_prompts=2",
+        "--learner.checkpoint_every_steps=2", f"--model.path={model}", f"--run.folder={folder / 'runs'}",
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, cwd=ROOT
+    )
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows = folder / "runs" / "agent" / "learner" / "metrics.jsonl"
+    return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
 
 
 def steps_of(folder: Path) -> list[int]:
-    rows = folder / "runs" / "own" / "learner" / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in rows.read_text().splitlines()] if rows.exists() else []
+    return [row["step"] for row in rows_of(folder)]
 
 
 def trains(run: subprocess.Popen[str], folder: Path, beyond: int = 1) -> None:
@@ -80,55 +61,60 @@ def left_over(folder: Path, within_s: float = 0.0) -> list[str]:
         time.sleep(0.2)
 
 
-def test_one_command_starts_all_ends_all_and_goes_on_until_the_model_is_there(tmp_path: Path) -> None:
+def test_one_command_starts_all_ends_all_and_goes_on_until_the_model_is_there(tmp_path: Path, base_model: Path) -> None:
     """A Ctrl-C, kill -9 of the command, the last step; a second command in the folder and another run's port are left alone."""
     try:
         taken = socket.create_server(("127.0.0.1", RunConfig().coordinator.dashboard_port))
     except OSError:  # somebody else's run has it
         taken = socket.create_server(("127.0.0.1", 0))
     with taken:
-        run = started(tmp_path, steps=100_000, workers=2)
+        run = started(tmp_path, base_model, steps=100_000, workers=2)
         trains(run, tmp_path)
-        kept = (tmp_path / "runs" / "own" / "run.toml").read_bytes()
-        second = started(tmp_path, steps=99)
+        last = rows_of(tmp_path)[-1]
+        assert last["agents/calls"] >= 2 * 2 * last["step"], "each episode asks at least once"
+        assert last["agents/restarted"] == last["agents/dropped"] == last["agents/branches"] == 0
+        kept = (tmp_path / "runs" / "agent" / "run.toml").read_bytes()
+        second = started(tmp_path, base_model, steps=99)
         said, _ = second.communicate(timeout=WAIT_S)
         assert second.returncode == 8 and f"found echo2 (process {run.pid}); to end it: kill {run.pid}" in said
-        assert (tmp_path / "runs" / "own" / "run.toml").read_bytes() == kept, "a live run's config is not written over"
+        assert (tmp_path / "runs" / "agent" / "run.toml").read_bytes() == kept, (
+            "a live run's config is not written over"
+        )
         run.send_signal(signal.SIGINT)
         said, _ = run.communicate(timeout=WAIT_S)
         assert run.returncode == 130 and "dashboard http://127.0.0.1:" in said
     assert "what was trained is saved in" in said and "the same command goes on from there" in said
     assert "Traceback" not in said and left_over(tmp_path) == []
-    log = tmp_path / "runs" / "own" / "logs" / "learner.log"
+    log = tmp_path / "runs" / "agent" / "logs" / "learner.log"
     assert "stopped after step" in log.read_text() and "the same command goes on from there" in log.read_text()
 
     before = steps_of(tmp_path)[-1]
-    run = started(tmp_path, steps=100_000)
+    run = started(tmp_path, base_model, steps=100_000)
     trains(run, tmp_path, before + 1)
     run.kill()
     run.communicate(timeout=WAIT_S)
     assert left_over(tmp_path, WAIT_S) == [], "nobody trains for a command that is gone"
 
     last = steps_of(tmp_path)[-1] + 3
-    run = started(tmp_path, steps=last)
+    run = started(tmp_path, base_model, steps=last)
     said, _ = run.communicate(timeout=WAIT_S)
-    logs = "\n".join(path.read_text()[-1500:] for path in (tmp_path / "runs" / "own" / "logs").glob("*.log"))
+    logs = "\n".join(path.read_text()[-1500:] for path in (tmp_path / "runs" / "agent" / "logs").glob("*.log"))
     assert run.returncode == 0, said + logs
     assert steps_of(tmp_path) == list(range(last + 1)), "it went on from what was saved"
-    learner = tmp_path / "runs" / "own" / "learner"
+    learner = tmp_path / "runs" / "agent" / "learner"
     assert f"the trained model is in {learner / 'model'}" in said.replace("\n", " ")
     assert (learner / "model" / "config.json").exists() and f"the model lies in {learner / 'model'}" in logs
     assert f"step {last}/{last}  reward " in logs
-    assert f"stopping: run own is finished after {last} steps; no work is left for workers" in logs
+    assert f"stopping: run agent is finished after {last} steps; no work is left for workers" in logs
     assert left_over(tmp_path) == []
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("signals", [(signal.SIGHUP,), (signal.SIGINT, signal.SIGINT)], ids=["hangup", "twice"])
 def test_a_closed_terminal_and_a_second_ctrl_c_end_all_in_silence(
-    tmp_path: Path, signals: tuple[signal.Signals, ...]
+    tmp_path: Path, base_model: Path, signals: tuple[signal.Signals, ...]
 ) -> None:
-    run = started(tmp_path, steps=100_000)
+    run = started(tmp_path, base_model, steps=100_000)
     trains(run, tmp_path)
     for number in signals:
         run.send_signal(number)
@@ -136,21 +122,6 @@ def test_a_closed_terminal_and_a_second_ctrl_c_end_all_in_silence(
     said, _ = run.communicate(timeout=WAIT_S)
     assert run.returncode == 130 and "Traceback" not in said and "rror" not in said, said
     assert left_over(tmp_path, WAIT_S) == []
-
-
-def test_the_agent_example_trains_without_losing_an_episode(tmp_path: Path, base_model: Path) -> None:
-    command = [
-        sys.executable, "-m", "echo2.cli.main", "run", "examples/agent.toml", "--workers", "1", "--plain", "--learner.steps=2",
-        "--learner.rollouts_per_prompt=2", f"--model.path={base_model}", f"--run.folder={tmp_path / 'runs'}",
-    ]  # fmt: skip
-    run = subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S, check=False
-    )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    lines = (tmp_path / "runs" / "agent" / "learner" / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])
-    assert last["step"] == 2 and last["agents/calls"] >= 2 * 8 * 2, "each episode asks at least once"
-    assert last["agents/restarted"] == last["agents/dropped"] == last["agents/branches"] == 0
 
 
 def test_the_warm_start_example_learns_before_workers_are_asked(tmp_path: Path, base_model: Path) -> None:

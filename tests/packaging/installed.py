@@ -85,7 +85,7 @@ def share_kernels(installed: Path) -> None:
         for file in source.glob("*.py"):
             os.utime(target / file.name, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
         own, copied = (f"{source.name}_{hashlib.sha1(str(folder).encode()).hexdigest()}" for folder in (source, target))
-        for kept in source.glob("__pycache__/**/*.nb?"):
+        for kept in (*source.glob("__pycache__/**/*.nb?"), *source.glob("__pycache__/*/all-compiled")):
             place = target / str(kept.relative_to(source)).replace(own, copied)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(kept, place)

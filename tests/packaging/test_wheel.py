@@ -88,7 +88,8 @@ def test_loopback_run_from_the_wheel(whole: Environment) -> None:
     (whole.home / ".cache" / "echo2").mkdir(parents=True)
     made_models().mkdir(parents=True, exist_ok=True)
     (whole.home / ".cache" / "echo2" / "demo").symlink_to(made_models())
-    options = ("--steps", "4", "--name", "wheel", "--seed", "0", "--staleness", "8", "--learner.lr", "2e-4")
+    options = ("--steps", "4", "--name", "wheel", "--seed", "0", "--staleness", "8", "--learner.lr", "2e-4",
+               "--learner.prompts_per_step", "8", "--task.eval_prompts", "32")  # fmt: skip
     done = whole.run("echo2", "demo", "--plain", *options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     summary = json.loads((whole.home / "runs" / "wheel" / "summary.json").read_text())
