@@ -56,10 +56,6 @@ def refuses_another_model(cluster: Cluster, tmp_path: Path, capsys: pytest.Captu
         assert "model" in line and "expected" in line, line
 
 
-def is_live_everywhere(cluster: Cluster, version: int) -> bool:
-    return all(f"version {version} is live" in cluster.log(name) for name in ("w0", "w1"))
-
-
 def logs_no_secret(cluster: Cluster) -> None:
     links = (cluster.run_folder / "links").iterdir()
     secrets = [
@@ -77,13 +73,13 @@ def test_a_run_outlives_a_cheat_and_the_kill_of_each_process_and_goes_on_from_it
 ) -> None:
     config = run_config.replace("steps = 30", f"steps = {STEPS}")
     kept = tmp_path / "kept"
-    with Cluster(tmp_path, config, workers=3) as cluster:
-        cluster.commands["w2"] = ["tests.e2e.cheating_worker", *cluster.commands["w2"][1:]]
+    with Cluster(tmp_path, config, workers=2) as cluster:
+        cluster.commands["w1"] = ["tests.e2e.cheating_worker", *cluster.commands["w1"][1:]]
         cluster.start_all()
-        assert cluster.wait("w2") == 4, cluster.log("w2")[-2000:]
+        assert cluster.wait("w1") == 4, cluster.log("w1")[-2000:]
         banned = "is banned: audit: its log-probabilities are not those of the version that it claims"
-        assert banned in cluster.log("w2")
-        del cluster.processes["w2"]
+        assert banned in cluster.log("w1")
+        del cluster.processes["w1"]
         cluster.wait_until(lambda: cluster.step() >= 6, "step 6")
         back_up(cluster.run_folder, kept)
         for more, name in ((1, "w0"), (2, "coordinator"), (2, "learner")):
@@ -98,9 +94,8 @@ def test_a_run_outlives_a_cheat_and_the_kill_of_each_process_and_goes_on_from_it
         assert_run_ended_well(cluster, STEPS, kills=1)
         last = cluster.metrics()[-1]
         assert last["rollouts/trained"] == STEPS * 12 * 8, "a rollout was trained on twice, or is missing"
-        cluster.wait_until(lambda: is_live_everywhere(cluster, STEPS), "the last version on both")
-        for name in ("w0", "w1"):
-            assert cluster.wait(name) == 0, "the honest ones worked until the run had finished"
+        cluster.wait_until(lambda: f"version {STEPS} is live" in cluster.log("w0"), "the last version there")
+        assert cluster.wait("w0") == 0, "the honest one worked until the run had finished"
         cluster.kill("coordinator", 15)
         assert cluster.wait("coordinator") == 0, cluster.log("coordinator")[-2000:]
         logs_no_secret(cluster)
