@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             metavar="PORT",
             help="port of its Prometheus page on loopback (default: none)",
         )
+        if name == "serve":
+            command.add_argument("--trains", action="store_true", help="a client of Tinker's API trains the model here")
         add_config_arguments(command)
         add_log_arguments(command)
     try:
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Only rank 0 joins: other ranks, perhaps on another machine, need neither a link nor a file with one.
         options = learner_options(config, "" if is_follower else own.link, folder, own.metrics_port)
         if own.is_served:
-            return run_daemon(lambda: _serving(options), folder)
+            return run_daemon(lambda: _serving(options, trains=own.trains), folder)
         if not is_follower:
             from echo2.learner.rollouts.conversations import read_conversations_of  # slow imports, needed only here
             from echo2.learner.rollouts.prompts import check_rewards_of, check_teacher
@@ -164,15 +166,20 @@ def _daemon(options: LearnerOptions) -> Daemon:
     return LearnerDaemon(options, make_prepared=lambda given, folder: prepare(given, folder, ranks))
 
 
-def _serving(options: LearnerOptions) -> Daemon:
+def _serving(options: LearnerOptions, *, trains: bool) -> Daemon:
     from echo2.learner.learner import LearnerDaemon
     from echo2.learner.serve import ServingLearner, prepare_served, served_options
 
-    door = options.config.agent
+    prepare, learner, door = prepare_served, ServingLearner, options.config.agent
+    if trains:
+        require_extra("tinker", "--trains")
+        from echo2.learner.driven import DrivenLearner, prepare_driven
+
+        prepare, learner = prepare_driven, DrivenLearner
     return LearnerDaemon(
-        served_options(options),
-        make_prepared=lambda given, folder: prepare_served(given, folder, door),
-        make_learner=ServingLearner,
+        served_options(options, trains=trains),
+        make_prepared=lambda given, folder: prepare(given, folder, door),
+        make_learner=learner,
     )
 
 

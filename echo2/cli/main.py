@@ -170,6 +170,8 @@ def _add_run(commands: Commands) -> None:
         run.add_argument(
             "--workers", type=int, default=few, metavar="N", help=f"worker processes on this machine (default: {few})"
         )
+        if name == "serve":
+            run.add_argument("--trains", action="store_true", help="a client of Tinker's API trains the model here")
         run.add_argument("--preset", default=None, help="local, lan or wan")
         run.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
 

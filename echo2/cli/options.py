@@ -146,6 +146,7 @@ def link_text(argument: str) -> str:
 MODULES = {
     "engine": ("torch", "transformers", "safetensors"),
     "learner": ("torch", "transformers", "safetensors", "tokenizers", "matplotlib", "reasoning_gym", "math_verify"),
+    "tinker": ("tinker",),
 }
 """The modules of each extra that its commands import."""
 

@@ -41,16 +41,16 @@ class StoppedByUser(EchoError):
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """`workers`: arguments of each `echo-worker`, by name. `is_served`: a trainer of another project takes the
-    learner's place. `environment`: added to every process's own. `worker_python`: the
-    interpreter of the workers' environment. `still_s`: seconds without progress that end the run with an error."""
+    """`workers`: arguments of each `echo-worker`, by name. `learner`: those of `echo-learner`. `environment`: added to every
+    process's own. `worker_python`: the interpreter of the workers' environment. `still_s`: seconds without progress that end the
+    run with an error."""
 
     config: RunConfig
     workers: Mapping[str, Sequence[str]]
     environment: Mapping[str, str] = field(default_factory=dict)
     worker_python: str = sys.executable
     still_s: float = math.inf
-    is_served: bool = False
+    learner: Sequence[str] = ("join",)
 
     @property
     def folder(self) -> Path:
@@ -61,13 +61,7 @@ class LocalRun:
         config, links = str(self.folder / "run.toml"), self.folder / "links"
         found = {
             "coordinator": ["echo-coordinator", "--config", config, "--free-ports"],
-            "learner": [
-                "echo-learner",
-                "serve" if self.is_served else "join",
-                f"@{links / 'learner.link'}",
-                "--config",
-                config,
-            ],
+            "learner": ["echo-learner", *self.learner, f"@{links / 'learner.link'}", "--config", config],
         }
         for name, arguments in self.workers.items():
             found[name] = [
@@ -131,7 +125,8 @@ def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:
     if not own.is_served:
         check_groups(config)
     paths = [str(own.file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for a user's own task
-    run = LocalRun(config, workers_of(own.workers), {"PYTHONPATH": os.pathsep.join(paths)}, is_served=own.is_served)
+    how = ["serve", *(["--trains"] if own.trains else [])] if own.is_served else ["join"]
+    run = LocalRun(config, workers_of(own.workers), {"PYTHONPATH": os.pathsep.join(paths)}, learner=how)
     lock, console = RunLock(run.folder), Console()  # before anything is written
     console.print(f"run folder {run.folder}, logs in {run.folder / 'logs'}", highlight=False, soft_wrap=True)
     asyncio.run(run.run(console, own.plain, lock))

@@ -26,6 +26,7 @@ from echo2.trust.http_port import KEY_SHOWN
 BODY_S = 60.0  # 8 MiB in 60 s is 1.1 Mbit/s, which any client reaches; drips end here
 BODIES_BYTES_MAX = 256 << 20  # 32 full bodies at once: a share of the memory of a small learner
 BODIES_OF_ONE_BYTES_MAX = 4 * BODY_BYTES_MAX  # an agent with a few parallel calls sends that many at a time
+_KINDS = ("application/json", "application/x-protobuf")  # neither can a page of another site send unasked
 LINGER_S, LINGER_BYTES_MAX = 1.0, 1 << 20
 """Limits for draining a refused request, in seconds and bytes: a client that is still sending would not read its answer."""
 MASTER = ""
@@ -89,8 +90,11 @@ class Bodies:
 
 
 def key_of(request: Request) -> str:
+    """The key of OpenAI's clients, or of Tinker's, which begins with `tml-`."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else ""
+    if kind.lower() == "bearer":
+        return key.strip()
+    return request.headers.get("x-api-key", "").removeprefix("tml-")
 
 
 def error_response(refused: CallRefused) -> Response:
@@ -108,8 +112,8 @@ def _refusal(request: Request, *, is_known: bool) -> CallRefused | None:
     if not _has_body(request):
         return None
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        return CallRefused(415, "invalid_request_error", f"content-type: expected application/json, got {kind[:80]!r}")
+    if kind not in _KINDS:
+        return CallRefused(415, "invalid_request_error", f"content-type: expected {_KINDS[0]}, got {kind[:80]!r}")
     length = request.headers.get("content-length", "0")
     return too_large() if int(length) > BODY_BYTES_MAX else None  # h11 has checked: at most 20 digits
 

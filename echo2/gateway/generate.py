@@ -12,7 +12,7 @@ import base64
 import hmac
 import io
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -120,8 +120,10 @@ class GenerateApp:
         self._sampler, self._model, self._context_tokens, self._key = sampler, model, context_tokens, key
         self._bodies = Bodies()
 
-    def application(self) -> ASGIApp:
+    def application(self, more: Sequence[Route] = ()) -> ASGIApp:
+        """`more`: routes of another door on the same port."""
         routes = [
+            *more,
             Route("/inference/v1/generate", self._generate, methods=["POST"]),
             Route("/v1/versions", self._publish, methods=["POST"]),
             Route("/v1/versions", self._status),

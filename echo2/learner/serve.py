@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from starlette.routing import Route
 from torch import Tensor
 
 from echo2.base.errors import ConfigError
@@ -140,7 +141,7 @@ class ServingLoop(TrainingLoop):
         self._port = GatewayPort(self.weights.door.listen, self.weights.door.tls)
         self.url = self._port.url
         app = GenerateApp(self, config.run.name, self.p.prompts.context_tokens, gateway_key(folder))
-        self._app = app.application()
+        self._app = app.application(self.routes())
         (folder / URL_FILE).write_text(self.url + "\n")
 
     @property
@@ -150,6 +151,10 @@ class ServingLoop(TrainingLoop):
     def stop(self) -> None:
         super().stop()
         self._handed_in.put_nowait(None)
+
+    def routes(self) -> list[Route]:
+        """More than those of the trainers' door."""
+        return []
 
     async def run(self) -> None:
         """Serves until the last version or `stop`."""
@@ -250,9 +255,12 @@ class ServingLoop(TrainingLoop):
             model = self.weights.model
             assert isinstance(model, ServedModel), "made so"
             weights = await asyncio.get_running_loop().run_in_executor(self._reading, model.read, folder)
-            handed = HandedIn(Version(version), weights, is_last, asyncio.get_running_loop().create_future())
-            self._handed_in.put_nowait(handed)
-            await handed.is_begun
+            await self.hand_in(HandedIn(Version(version), weights, is_last, asyncio.get_running_loop().create_future()))
+
+    async def hand_in(self, handed: HandedIn) -> None:
+        """Returns once the version is on its way."""
+        self._handed_in.put_nowait(handed)
+        await handed.is_begun
 
 
 class ServingLearner(Learner):
@@ -261,10 +269,11 @@ class ServingLearner(Learner):
     Pool, Loop = RequestPool, ServingLoop
 
 
-def served_options(options: LearnerOptions) -> LearnerOptions:
-    """The options of a run that is served: no task, no evaluations. Raises `ConfigError` for what only a trainer of echo2's has."""
+def served_options(options: LearnerOptions, *, trains: bool = False) -> LearnerOptions:
+    """The options of a run that is served: no task, no evaluations. `trains`: a client drives this trainer, for which
+    log-probabilities are the raw model's. Raises `ConfigError` for what only a trainer of echo2's has."""
     config = options.config
-    if config.model.lora_rank:
+    if config.model.lora_rank and not trains:
         raise ConfigError(
             f"model.lora_rank: expected 0, since a trainer that is served hands in whole weights, got {config.model.lora_rank}"
         )
@@ -274,9 +283,10 @@ def served_options(options: LearnerOptions) -> LearnerOptions:
         )
     task = type(config.task)(eval_prompts=0)
     learner = config.learner.model_copy(update={"prune_hopeless": False, "drop_equal_groups": False})
-    return replace(
-        options, config=config.model_copy(update={"task": task, "learner": learner, "agent": AgentSection()})
-    )
+    changed: dict[str, object] = {"task": task, "learner": learner, "agent": AgentSection()}
+    if trains:
+        changed["sampling"] = config.sampling.model_copy(update={"temperature": 1.0})
+    return replace(options, config=config.model_copy(update=changed))
 
 
 def prepare_served(options: LearnerOptions, folder: RunFolder, door: AgentSection) -> Prepared:

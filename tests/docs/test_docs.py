@@ -191,6 +191,8 @@ def test_captions_hold_the_figures_of_the_recorded_run() -> None:
 
 
 OF_OTHERS = {
+    "TINKER_API_KEY",
+    "TINKER_BASE_URL",
     "linear_cross_entropy",
     "save_to_disk",
     "tcp_allowed_congestion_control",

@@ -434,6 +434,12 @@ MUTANTS: tuple[Mutant, ...] = (
            "if accusation is not None and not accusation.is_certain:", "if accusation is not None:", _AUDITED),
     Mutant("an audit takes the trainer's thread from training", _AUDITOR,
            "                    await self._leave_to_training(took_s)\n", "                    pass\n", _AUDITED),
+    # what a client drives
+    Mutant("a client's gradients do not add up", "learner/training/trainer.py",
+           "client_losses(loss, logprobs_T, columns).sum()", "client_losses(loss, logprobs_T, columns).mean()",
+           (_UNIT + "learner/test_examples.py",)),
+    Mutant("an operation does not wait for its turn", "gateway/operations.py", "if number > self._next:", "if False:",
+           (_UNIT + "gateway/test_operations.py",)),
     # what a caller may cost
     Mutant("a new name brings a new burst", "outside/guard.py", "share, self.BURST_S\n", "share, 0.0\n",
            ("tests/redteam/test_shares.py::test_a_new_name_for_each_connection_brings_no_new_burst",)),

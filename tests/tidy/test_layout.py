@@ -58,7 +58,8 @@ for _room in ("learner.shell", "worker.shell"):
 
 # Pure part and shell of a package lie side by side, and these files are the shell.
 SHELL_FILES = {
-    f"echo2/gateway/{name}.py" for name in ("access", "app", "episodes", "generate", "harness", "verifiers_agent")
+    f"echo2/gateway/{name}.py"
+    for name in ("access", "app", "episodes", "generate", "harness", "operations", "tinker", "verifiers_agent")
 }
 SHELL_FILES |= {f"echo2/contain/{name}.py" for name in ("box", "inside", "kernel", "pool", "program_inside", "sandbox")}
 SHELL_FILES |= {
@@ -77,11 +78,12 @@ SHELL_FILES |= {
 SHELL_FILES |= {
     f"echo2/learner/{name}.py"
     for name in (
-        "auditor", "learner", "loop", "metrics", "options", "own_trainer", "recent", "run_folder", "serve", "session", "startup",
+        "auditor", "driven", "learner", "loop", "metrics", "options", "own_trainer", "recent", "run_folder", "serve", "session",
+        "startup",
         *(f"rollouts/{shell}" for shell in (
             "agents", "conversations", "evaluation", "ingest", "journal", "pool", "prompts", "request_pool",
         )),
-        "training/adapter", "training/loading", "training/model", "training/packing", "training/ranks",
+        "training/adapter", "training/examples", "training/loading", "training/model", "training/packing", "training/ranks",
         "training/scoring", "training/shards", "training/team", "training/token_scores", "training/trainer", "training/trials",
         "publishing/checkpoint", "publishing/publisher", "publishing/replay", "publishing/seed",
     )

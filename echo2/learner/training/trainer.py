@@ -16,16 +16,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from echo2.base.errors import ConfigError, TrainingError
+from echo2.base.examples import LOSS_COLUMNS, AdamStep, ClientLoss, Example
 from echo2.base.rollout import FinishReason
 from echo2.cost_model.memory import ROW_WIDTHS
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.training.advantage import Advantages, group_advantages, minimum_variance_weights
+from echo2.learner.training.examples import client_losses, collate_examples, example_lengths
 from echo2.learner.training.loss import (
     SUM_NAMES,
     BatchTotals,
@@ -41,7 +45,7 @@ from echo2.learner.training.loss import (
     policy_loss,
     score_norm_sq_proxy,
 )
-from echo2.learner.training.model import PolicyModel, adamw_of, reshard
+from echo2.learner.training.model import Policy, PolicyModel, adamw_of, reshard
 from echo2.learner.training.packing import (
     MicroBatch,
     PackedBatch,
@@ -289,6 +293,48 @@ class Trainer:
         self.model.policy.temperature = self._temperature
         return -float(logprobs_T.double().mean())
 
+    # ---- steps that a client drives
+
+    def forward_backward(
+        self, examples: Sequence[Example], loss: ClientLoss, *, is_trained: bool = True, policy: Policy | None = None
+    ) -> tuple[list[Tensor], float]:
+        """Adds the gradient of the summed loss to that of earlier calls since the last `optim_step`; a forward pass alone unless
+        `is_trained`. `policy`: another than the one that trains. Returns each example's log-probabilities, float32 (N, K) in nats,
+        and the loss."""
+        assert self.ranks.count == 1, "clients drive a single rank"
+        torch.set_num_threads(self.options.threads)
+        flat = {
+            name: np.concatenate([e.columns[name].reshape(-1) for e in examples]) for name in LOSS_COLUMNS[loss.name]
+        }
+        logprobs, total = torch.empty(sum(example.targets_NK.size for example in examples)), 0.0
+        device, policy = self.model.device, policy or self.model.policy
+        with torch.set_grad_enabled(is_trained):
+            for micro in plan_microbatches(example_lengths(examples), self.packing_limits):
+                inputs, places = collate_examples(examples, micro, policy.row_multiple)
+                logprobs_T, _ = policy(inputs.to(device))
+                columns = {name: torch.from_numpy(values[places]).to(device) for name, values in flat.items()}
+                summed = client_losses(loss, logprobs_T, columns).sum()
+                if is_trained:
+                    torch.autograd.backward(summed)
+                    self.model.gather_gradients()
+                logprobs[torch.from_numpy(places)] = logprobs_T.detach().float().cpu()
+                total += float(summed.detach())
+        parts = torch.split(logprobs, [example.targets_NK.size for example in examples])
+        return [part.view(e.targets_NK.shape) for part, e in zip(parts, examples, strict=True)], total
+
+    def optim_step(self, step: AdamStep) -> tuple[float, bool]:
+        """Makes one update with what `forward_backward` has added up. Returns the gradient's norm before clipping, and whether the
+        update was made: one that is not finite changes nothing."""
+        return self._applied(
+            step.grad_clip or math.inf, True, lr=step.lr, betas=(step.beta1, step.beta2), eps=step.epsilon,
+            weight_decay=step.weight_decay,
+        )  # fmt: skip
+
+    def forget_gradients(self) -> None:
+        """Begins a new gradient."""
+        self.optimiser.zero_grad(set_to_none=True)
+        self.model.forget_gradients()
+
     # ---- parts of a step
 
     def _policy_logprobs(self, part: _Part) -> list[Tensor]:
@@ -400,26 +446,31 @@ class Trainer:
         return policy_loss(tokens, how, totals), left_out_R.cpu()
 
     def _update(self, metrics: LossMetrics) -> tuple[float, float]:
-        """Clips the gradient, updates the masters and rounds them into the parameters. Returns the gradient norm and the learning
-        rate used, 0 if the update was skipped."""
-        self.model.hand_over_gradients()
-        grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.masters, self.options.grad_clip)))
+        """Makes the update of this gradient. Returns the gradient norm and the learning rate used, 0 if it was skipped."""
         lr = self._lr(metrics)
-        if math.isfinite(metrics.loss) and math.isfinite(grad_norm):
+        grad_norm, is_made = self._applied(self.options.grad_clip, math.isfinite(metrics.loss), lr=lr)
+        if is_made:
+            self.nonfinite_in_a_row = 0
+            return grad_norm, lr
+        self._count_nonfinite(metrics.loss, grad_norm)
+        return grad_norm, 0.0
+
+    def _applied(self, grad_clip: float, is_finite: bool, **settings: Any) -> tuple[float, bool]:
+        """Clips the gradient, updates the masters with AdamW's `settings`, rounds them into the parameters, and begins a new
+        gradient. Returns the gradient norm, and whether the update was made: nothing changes if the gradient is not finite."""
+        self.model.hand_over_gradients()
+        grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.masters, grad_clip)))
+        is_made = is_finite and math.isfinite(grad_norm)
+        if is_made:
             for group in self.optimiser.param_groups:
-                group["lr"] = lr
+                group.update(settings)
             if self.lent is not None:
                 self.lent.keep()
                 self.lent = None
             self.optimiser.step()
             self.model.round_to_policy()
-            self.nonfinite_in_a_row = 0
-        else:
-            lr = 0.0
-            self._count_nonfinite(metrics.loss, grad_norm)
-        self.optimiser.zero_grad(set_to_none=True)
-        self.model.forget_gradients()
-        return grad_norm, lr
+        self.forget_gradients()
+        return grad_norm, is_made
 
     def _lr(self, metrics: LossMetrics) -> float:
         o = self.options

@@ -230,7 +230,7 @@ def test_echo2_serve_puts_the_gateway_in_the_learners_place(tmp_path: Path, monk
     monkeypatch.setattr(LocalRun, "run", seen)
     file = tmp_path / "run.toml"
     file.write_text(f'[run]\nname = "served"\nfolder = "{tmp_path}"\n[model]\npath = "/models/base"\n')
-    assert main.main(["serve", str(file), "--workers", "1"]) == 0
-    assert [command[:2] for command in started] == [
-        ["echo-coordinator", "--config"], ["echo-learner", "serve"], ["echo-worker", "join"]
+    assert main.main(["serve", str(file), "--workers", "1", "--trains"]) == 0
+    assert [command[: 3 if "serve" in command else 2] for command in started] == [
+        ["echo-coordinator", "--config"], ["echo-learner", "serve", "--trains"], ["echo-worker", "join"]
     ]  # fmt: skip

@@ -1,0 +1,99 @@
+"""Operations that a client asks for and comes back for: their results by id, and the order in which they run.
+
+Guarantees: an operation that is asked for again, because an answer was lost, runs once; numbered operations run one at a time in
+the order of their numbers, whatever the order in which they come; results are kept until RESULTS_MAX newer ones are, those that
+were read until READ_MAX newer ones were. Runs on one event loop. Leaves to others: what an operation does, HTTP (tinker).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+
+from echo2.gateway.episodes import CallRefused
+from echo2.outside.ending import cancel_all
+
+RESULTS_MAX = 16384  # a few rounds of the 2,000 samples that one sampling client has under way at most
+READ_MAX = 64  # whose answer may be lost and asked for again: one of an SDK's connections each
+AHEAD_MAX = 4096  # operations that may wait for an earlier number: chunks of 1,024 examples
+RETRY_AFTER_S = 1.0
+
+
+class Operations:
+    """Operations by id, with their results once they have ended."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[object]] = {}
+        self._read: dict[str, None] = {}  # in the order in which they were
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tasks
+
+    def begin(self, request_id: str, work: Callable[[], Coroutine[None, None, object]]) -> None:
+        """Begins the operation, unless one of this id was begun before. Raises CallRefused (429) if too many are under way."""
+        if request_id in self._tasks:
+            return
+        if len(self._tasks) >= RESULTS_MAX:
+            oldest = next((name for name, task in self._tasks.items() if task.done()), None)
+            if oldest is None:
+                text = f"expected at most {RESULTS_MAX} operations under way, come again when some have ended"
+                raise CallRefused(429, "busy", text, RETRY_AFTER_S)
+            del self._tasks[oldest]
+        task = self._tasks[request_id] = asyncio.get_running_loop().create_task(work())
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody has to come for it
+
+    async def result(self, request_id: str, within_s: float) -> object | None:
+        """Returns what the operation returned, or raises what it raised; None if it is still under way after `within_s`. Raises
+        CallRefused (410) if there is none of this id, or it was cancelled."""
+        task = self._tasks.get(request_id)
+        if task is not None:
+            await asyncio.wait({task}, timeout=within_s)
+        if task is None or task.cancelled():
+            raise CallRefused(
+                410, "operation_gone", f"expected an operation since the last start, got {request_id!r:.80}"
+            )
+        if not task.done():
+            return None
+        self._read.setdefault(request_id)
+        if len(self._read) > READ_MAX:
+            oldest = next(iter(self._read))
+            del self._read[oldest]
+            self._tasks.pop(oldest, None)
+        return task.result()
+
+    def cancel(self, request_id: str) -> None:
+        if (task := self._tasks.get(request_id)) is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        await cancel_all(set(self._tasks.values()))
+
+
+class InOrder:
+    """The turns of a client's operations, numbered from `first` on without gaps."""
+
+    def __init__(self, first: int = 1) -> None:
+        self._next = first
+        self._waiting: dict[int, asyncio.Event] = {}
+
+    def check(self, number: int) -> None:
+        """Raises CallRefused for a number that cannot have its turn."""
+        if not self._next <= number < self._next + AHEAD_MAX or number in self._waiting:
+            text = f"seq_id: expected {self._next}, the next, or one of the {AHEAD_MAX} after it, got {number}"
+            raise CallRefused(400, "invalid_request_error", text)
+
+    @asynccontextmanager
+    async def turn(self, number: int) -> AsyncIterator[None]:
+        """Waits until all earlier numbers have had their turn."""
+        self.check(number)
+        mine = self._waiting[number] = asyncio.Event()
+        if number > self._next:
+            await mine.wait()
+        try:
+            yield
+        finally:
+            del self._waiting[number]
+            self._next = number + 1
+            if (following := self._waiting.get(self._next)) is not None:
+                following.set()

@@ -1,0 +1,239 @@
+"""`echo2 serve --trains`: a client of Tinker's API drives this run's trainer, and samples from the versions that it publishes.
+
+    client's examples --> gradients add up --> step --> published --> sampled from by the fleet
+                              saved under a name <--'--> begun anew from it
+
+Guarantees: versions only grow, whatever state training goes back to; a version is on disk before its first byte is sent; what was
+saved under a name survives every restart, while steps since are lost with the process and the client goes on from what it saved.
+Leaves to others: routes and their order (gateway/tinker), steps (trainer), the fleet's side of serving (serve).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.routing import Route
+from torch import Tensor
+
+from echo2.base.errors import ConfigError
+from echo2.base.examples import AdamStep, ClientLoss, Example
+from echo2.base.ids import Step, Version
+from echo2.base.routing import RoutingShape
+from echo2.config.run import AgentSection
+from echo2.gateway.episodes import CallRefused
+from echo2.gateway.tinker import Terms, TinkerApi
+from echo2.learner.options import LearnerLimits, LearnerOptions
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back, state_of, take
+from echo2.learner.rollouts.prompts import PromptSource, load_tokenizer
+from echo2.learner.rollouts.request_pool import RequestPool
+from echo2.learner.run_folder import RunFolder
+from echo2.learner.serve import HandedIn, NoPrompts, ServingLearner, ServingLoop
+from echo2.learner.startup import Prepared, new_team, prepare_with
+from echo2.learner.training.loading import load_whole
+from echo2.learner.training.model import Policy, PolicyModel
+from echo2.learner.training.ranks import Ranks
+from echo2.learner.training.scoring import TrainerScorer
+from echo2.learner.training.team import Team
+from echo2.learner.training.trainer import Trainer
+
+_SAVED = re.compile(r"[0-9a-f]{8,64}:train:[0-9]{1,9}/[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")  # as gateway/tinker names them
+_ONE_KEPT = LearnerLimits(checkpoints_kept=1)  # a name stands for the last state saved under it
+_LOSS_OF_SCORES = ClientLoss("cross_entropy")
+
+
+class DrivenTeam(Team):
+    """The trainer as a client drives it. `trainer.step_count` is the newest version, not the number of its steps. Call all
+    methods on the trainer's thread, except `put` and `take`."""
+
+    def __init__(self, trainer: Trainer, options: LearnerOptions, door: AgentSection) -> None:
+        super().__init__(trainer)
+        self.door = door
+        self._saved = options.folder / "saved"
+        self._versions_max = options.config.staleness.bound + 1
+        self._scores: TrainerScorer | None = None
+        self._base: PolicyModel | None = None  # loaded when it is first asked for
+        # A fresh adapter cannot be read from the model's folder.
+        self._adapter = None
+        if self.model.adapter is not None:
+            self._adapter = {name: master.clone() for name, master in self.model.masters_by_name().items()}
+        self.is_changed = False  # since the newest version
+
+    # ---- as the training side of a learner that serves
+
+    def put(self, version: Version, weights: Mapping[str, Tensor]) -> None:
+        self.trainer.step_count = int(version)
+        self.scorer(0, version).keep(version, weights)
+
+    def take(
+        self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
+    ) -> Checkpoint:
+        """Takes what a restart needs so that versions go on; what the client wants to go on from it has saved."""
+        step = Step(version)
+        checkpoint = Checkpoint(step, {}, published, version, state_of(state, step, version))
+        store.begin(checkpoint)
+        return checkpoint
+
+    def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
+        newest = store.newest()
+        if newest is None:
+            return None
+        self.is_changed = True  # the trainer has the base, the fleet a later version
+        self.trainer.step_count = int(newest)
+        return store.load(newest, None)
+
+    def scorer(self, versions_max: int, newest: Version) -> TrainerScorer:
+        """The one scorer of audits and clients."""
+        self._scores = self._scores or super().scorer(max(versions_max, self._versions_max), newest)
+        return self._scores
+
+    # ---- for the client
+
+    def begin(self, saved: str, *, with_optimiser: bool) -> None:
+        """Begins anew from a saved state; "": from the base, with a fresh adapter if the run trains one."""
+        trainer, version = self.trainer, self.trainer.step_count
+        state = self._store(saved).load_newest(trainer) if saved else None
+        if saved and state is None:
+            raise ConfigError(f"path: expected a state that was saved in this run, got {saved}")
+        if trainer.lent is not None:  # a state that is being written borrows the masters
+            trainer.lent.keep()
+            trainer.lent = None
+        trainer.forget_gradients()
+        trainer.optimiser.state.clear()
+        if state is None:
+            own = self._adapter or dict(load_whole(self.model.path, self.model.parameters[0].dtype).named_parameters())
+            self.model.load_masters({name: own[name].detach() for name in self.model.names})
+        else:
+            put_back(state, trainer)
+            if not with_optimiser:
+                trainer.optimiser.state.clear()
+        trainer.step_count = version
+        self.is_changed = self.is_changed or bool(saved) or version > 0
+
+    def optim_step(self, step: AdamStep) -> Mapping[str, float]:
+        """Makes one update with the gradients added up; returns its metrics."""
+        grad_norm, is_made = self.trainer.optim_step(step)
+        self.is_changed |= is_made
+        return {"grad_norm": grad_norm, "update_made": float(is_made)}
+
+    def take_to_save(self, saved: str, *, overwrites: bool) -> tuple[CheckpointStore, Checkpoint]:
+        store = self._store(saved)
+        if store.steps() and not overwrites:
+            raise ConfigError(f"name: expected a new one, or overwrite=True, got {saved}, which is there")
+        checkpoint = take(self.trainer, {}, Version(0), {"journal_from": 0})
+        store.begin(checkpoint)
+        return store, checkpoint
+
+    def _store(self, saved: str) -> CheckpointStore:
+        if not _SAVED.fullmatch(saved):
+            raise ConfigError(f"path: expected CLIENT/weights/NAME, got {saved!r:.120}")
+        return CheckpointStore(self._saved / saved, _ONE_KEPT)
+
+    def scored(self, version: Version, token_ids: Sequence[int]) -> np.ndarray:
+        """Log-probabilities of all tokens but the first under a version, or the oldest kept that is newer; 0: the base."""
+        ids = np.array(token_ids, np.int64)
+        example = Example(ids[:-1], ids[1:, None], {"weights": np.zeros((len(ids) - 1, 1), np.float32)})
+        if version == self.trainer.step_count and not self.is_changed:
+            return self._forward(example, self.model.policy)  # what trains is that version: nothing has to be loaded
+        if version == 0:
+            given = self.model
+            self._base = self._base or PolicyModel(given.path, given.weights_dtype, given.device, 1.0)
+            self._base.hf_model.eval()
+            return self._forward(example, self._base.policy)
+        assert self._scores is not None, "the newest version is kept"
+        with self._scores.turn():
+            kept = [held for held in self._scores.versions if held >= version]
+            if not kept:
+                raise ConfigError(f"expected a version up to {self.trainer.step_count}, the newest, got {version}")
+            self._scores.kept.load(kept[0])
+            return self._forward(example, self.model.policy)
+
+    def _forward(self, example: Example, policy: Policy) -> np.ndarray:
+        logprobs, _ = self.trainer.forward_backward([example], _LOSS_OF_SCORES, is_trained=False, policy=policy)
+        return logprobs[0][:, 0].numpy()
+
+
+class DrivenLoop(ServingLoop):
+    """Publishes when the client asks. As the routes' driver, it runs everything on the trainer's thread, in order."""
+
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        self._api = TinkerApi(self)
+        super().__init__(*parts, **named)
+        self.team: DrivenTeam = self.p.team  # type: ignore[assignment]
+
+    def routes(self) -> list[Route]:
+        return self._api.routes()
+
+    async def run(self) -> None:
+        newest, published = self.p.schedule.newest, self.p.published
+        await self._in_trainer(lambda: self.team.scorer(0, newest).keep(newest, published))
+        try:
+            await super().run()
+        finally:
+            await self._api.operations.close()
+
+    @property
+    def routing_shape(self) -> RoutingShape | None:
+        return self.team.model.policy.routing
+
+    @property
+    def terms(self) -> Terms:
+        config, prompts = self.options.config, self.p.prompts
+        return Terms(
+            config.model.path, prompts.context_tokens, prompts.vocabulary_size, config.model.lora_rank,
+            config.staleness.bound,
+        )  # fmt: skip
+
+    async def begin(self, saved: str, *, with_optimiser: bool) -> None:
+        await self._in_trainer(lambda: self.team.begin(saved, with_optimiser=with_optimiser))
+
+    async def forward_backward(
+        self, examples: Sequence[Example], loss: ClientLoss, *, is_trained: bool
+    ) -> tuple[Sequence[np.ndarray], float]:
+        def run() -> tuple[Sequence[np.ndarray], float]:
+            logprobs, total = self.team.trainer.forward_backward(examples, loss, is_trained=is_trained)
+            return [each.numpy() for each in logprobs], total
+
+        return await self._in_trainer(run)
+
+    async def optim_step(self, step: AdamStep) -> Mapping[str, float]:
+        return await self._in_trainer(lambda: self.team.optim_step(step))
+
+    async def forget_gradients(self) -> None:
+        await self._in_trainer(self.team.trainer.forget_gradients)
+
+    async def save(self, saved: str, *, overwrites: bool) -> None:
+        store, checkpoint = await self._in_trainer(lambda: self.team.take_to_save(saved, overwrites=overwrites))
+        await asyncio.to_thread(store.save, checkpoint)
+
+    async def publish_trained(self) -> int:
+        """Sends the weights as they are to the fleet, unless it has them; returns their version."""
+        async with self._publishing:
+            if self.team.is_changed:
+                weights = await self._in_trainer(self.team.snapshot)
+                version = Version(self.team.trainer.step_count + 1)
+                await self.hand_in(HandedIn(version, weights, False, asyncio.get_running_loop().create_future()))
+                self.team.is_changed = False  # the client's next operation waits for this one
+            return self.newest_version
+
+    async def publish(self, version: int, folder: str, is_last: bool) -> None:
+        raise CallRefused(400, "not_supported", "expected weights of this run's training client alone (serve --trains)")
+
+    async def prompt_logprobs(self, version: int, token_ids: Sequence[int]) -> np.ndarray:
+        return await self._in_trainer(lambda: self.team.scored(Version(version), token_ids))
+
+
+class DrivenLearner(ServingLearner):
+    """A learner whose trainer a client drives."""
+
+    Pool, Loop = RequestPool, DrivenLoop
+
+
+def prepare_driven(options: LearnerOptions, folder: RunFolder, door: AgentSection) -> Prepared:
+    """As `prepare`, with the trainer in the state of the base model, and the versions that this run has published."""
+    ranks = Ranks()
+    team = DrivenTeam(new_team(options, ranks).trainer, options, door)
+    return prepare_with(team, options, folder, PromptSource(load_tokenizer(team.model.path), NoPrompts()))

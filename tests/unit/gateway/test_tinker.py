@@ -1,0 +1,167 @@
+"""The SDK's own forms over the routes: what a training client sends, what is refused, what it reads. Skipped without the SDK."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from starlette.applications import Starlette
+
+pytest.importorskip("tinker", reason="needs Tinker's SDK: pip install '.[tinker]'")
+
+import torch
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_proto_response
+
+from echo2.base.examples import AdamStep, ClientLoss, Example
+from echo2.gateway.app import error_answer
+from echo2.gateway.tinker import Terms, TinkerApi
+
+Post = Callable[..., Awaitable[httpx.Response]]
+
+
+class Recorder:
+    """The trainer's port: `told` has the calls, in order. Log-probabilities are minus the targets."""
+
+    terms = Terms("tiny", context_tokens=8, vocabulary_size=50, lora_rank=4, staleness_bound=2)
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    async def begin(self, saved: str, *, with_optimiser: bool) -> None:
+        self.told.append(("begin", saved, with_optimiser))
+
+    async def forward_backward(
+        self, examples: Sequence[Example], loss: ClientLoss, *, is_trained: bool
+    ) -> tuple[Sequence[np.ndarray], float]:
+        self.told.append((loss, is_trained, examples))
+        await asyncio.sleep(0)
+        return [-example.targets_NK.astype(np.float32) for example in examples], 2.5
+
+    async def optim_step(self, step: AdamStep) -> Mapping[str, float]:
+        self.told.append(step)
+        return {"update_made": 1.0}
+
+    async def forget_gradients(self) -> None:
+        self.told.append("forgotten")
+
+
+def played(script: Callable[[Post, Recorder], Awaitable[None]]) -> None:
+    """Runs a script against the routes; `post` takes a path and JSON or the SDK's protobuf."""
+
+    async def run() -> None:
+        driven = Recorder()
+        api = TinkerApi(driven)  # type: ignore[arg-type]
+        app = Starlette(routes=api.routes(), exception_handlers={Exception: error_answer, 500: error_answer})
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway/api/v1/") as client:
+
+            async def post(path: str, body: Any) -> httpx.Response:
+                return await client.post(path, **({"content": body} if isinstance(body, bytes) else {"json": body}))
+
+            await script(post, driven)
+        await api.operations.close()
+
+    asyncio.run(run())
+
+
+async def model_of(post: Post, rank: int = 4) -> str:
+    session = (await post("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"})).json()
+    asked = {
+        "session_id": session["session_id"],
+        "model_seq_id": 0,
+        "base_model": "tiny",
+        "lora_config": {"rank": rank},
+    }
+    future = (await post("create_model", asked)).json()
+    return str((await post("retrieve_future", {"request_id": future["request_id"]})).json()["model_id"])
+
+
+def passed(
+    model_id: str, number: int, data: list[types.Datum], loss: str = "cross_entropy", **settings: float
+) -> bytes:
+    asked = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=settings or None)
+    request = types.ForwardBackwardRequest(forward_backward_input=asked, model_id=model_id, seq_id=number)
+    return bytes(forward_backward_request_to_proto(request).SerializeToString())
+
+
+def datum(tokens: list[int], **inputs: Any) -> types.Datum:
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+def test_chunks_in_any_order_reach_the_trainer_in_order_and_come_back_with_their_shapes() -> None:
+    dense = datum([5, 6, 7], target_tokens=[6, 7, 8], logprobs=[-1.0, -2.0, -3.0], advantages=[0.0, 1.0, 0.5])
+    wide = torch.zeros(4, 6, dtype=torch.int64)
+    wide[2, 1], wide[3, 5] = 9, 11  # which the SDK sends as a sparse tensor
+    sparse = datum([5, 6, 7, 8], target_tokens=wide, weights=(wide > 0).float())
+
+    async def script(post: Post, driven: Recorder) -> None:
+        model_id = await model_of(post)
+        await post("optim_step", {"adam_params": {"learning_rate": 0.1}, "model_id": model_id, "seq_id": 3})
+        await post("forward_backward", passed(model_id, 2, [sparse]))
+        await post("forward_backward", passed(model_id, 1, [dense] * 2, "ppo", clip_high_threshold=1.5))
+        answers = [await post("retrieve_future", {"request_id": f"{model_id}:{number}"}) for number in (1, 2, 3)]
+        (loss, is_trained, two), (_, _, one), step = driven.told[1:]
+        assert loss == ClientLoss("ppo", clip_high=1.5) and is_trained and len(two) == 2
+        assert two[0].columns["advantages"][:, 0].tolist() == [0.0, 1.0, 0.5]
+        assert (one[0].targets_NK == wide.numpy()).all() and (one[0].columns["weights"] == (wide > 0).numpy()).all()
+        assert step == AdamStep(0.1, 0.9, 0.95, 1e-12) and answers[2].json() == {"metrics": {"update_made": 1.0}}
+        first, second = (deserialize_proto_response(a.content, types.ForwardBackwardOutput) for a in answers[:2])
+        assert first.metrics == {"loss:sum": 2.5} and first.loss_fn_outputs[1]["logprobs"].to_numpy().tolist() == [
+            -6,
+            -7,
+            -8,
+        ]
+        assert (second.loss_fn_outputs[0]["logprobs"].to_numpy() == -wide.numpy()).all()
+
+    played(script)
+
+
+@pytest.mark.parametrize(
+    ("example", "loss", "told"),
+    [
+        (datum([5, 60], target_tokens=[1, 2]), "cross_entropy", "token ids from 0 to below 50, got 5 to 60"),
+        (datum([5, 6], target_tokens=[1, 2, 3]), "cross_entropy", "as many targets, got 2 and targets of shape"),
+        (datum(list(range(1, 10)), target_tokens=[1] * 9), "cross_entropy", "expected 1 to 8 tokens"),
+        (datum([5, 6], target_tokens=[1, 2], weights=[1.0, float("nan")]), "cross_entropy", "expected finite numbers"),
+        (datum([5, 6], target_tokens=[1, 2], logprobs=[0.0, 0.0]), "ppo", "advantages is missing"),
+        (datum([5, 6], target_tokens=[1, 2], advantages=[0.0, 0.0]), "cross_entropy", "got 'advantages'"),
+        (datum([5, 6], target_tokens=[1, 2]), "custom", "loss_fn: expected one of cross_entropy"),
+    ],
+)  # fmt: skip
+def test_a_wrong_example_is_refused_by_name_and_no_step_is_made_of_what_is_left(
+    example: types.Datum, loss: str, told: str
+) -> None:
+    async def script(post: Post, driven: Recorder) -> None:
+        model_id = await model_of(post)
+        await post("forward_backward", passed(model_id, 1, [datum([5, 6], target_tokens=[1, 2])]))
+        await post("forward_backward", passed(model_id, 2, [example], loss))
+        await post("optim_step", {"adam_params": {}, "model_id": model_id, "seq_id": 3})
+        answers = [(await post("retrieve_future", {"request_id": f"{model_id}:{n}"})).json() for n in (2, 3)]
+        assert told in answers[0]["error"] and answers[0]["category"] == "user"
+        assert "no step is made" in answers[1]["error"] and told in answers[1]["error"]
+        assert len(driven.told) == 3 and driven.told[-1] == "forgotten"
+
+    played(script)
+
+
+def test_what_is_not_done_here_is_refused_at_the_first_request_that_asks_for_it() -> None:
+    async def script(post: Post, driven: Recorder) -> None:
+        session = {"session_id": "a", "model_seq_id": 0, "base_model": "tiny"}
+        rank = await post("create_model", session | {"lora_config": {"rank": 8}})
+        part = await post("create_model", session | {"lora_config": {"rank": 4, "train_attn": False}})
+        optimiser = await post("create_model", session | {"optimizer_config": {"type": "dimuon", "version": 1}})
+        route = await post("create_custom_loss", {})
+        prompt = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {}}
+        topk = await post("asample", prompt | {"base_model": "tiny", "topk_sample_logprobs": 3})
+        texts = [answer.json()["error"]["message"] for answer in (rank, part, optimiser, route, topk)]
+        assert "lora_config.rank: expected 4" in texts[0] and "an adapter on attention and MLP layers" in texts[1]
+        assert "expected adamw, got 'dimuon'" in texts[2] and "echo2 has no such one" in texts[3]
+        assert "topk_sample_logprobs: expected none" in texts[4] and driven.told == []
+
+    played(script)
