@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             read_conversations_of(config)
             check_teacher(config)
-            check_rewards_of(options)
+            options = check_rewards_of(options)
     except EchoError as error:
         return report_error(error)
     return follow_rank_0(options) if is_follower else run_daemon(lambda: _daemon(options), folder)

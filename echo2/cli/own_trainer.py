@@ -144,7 +144,7 @@ class Run:
         self._told_step = 0
         self.trainer: OwnTrainer | OwnTrainerFollower
         if ranks.is_leader:
-            check_rewards_of(self.options)
+            self.options = check_rewards_of(self.options)
             self.trainer = trainer = OwnTrainer(model, ranks)
             self._daemon = LearnerDaemon(self.options, make_prepared=lambda o, f: prepare_with(trainer, o, f))
             ranks.tell({"resume_step": self.resume_step})

@@ -65,7 +65,8 @@ class LearnerLimits:
 class LearnerOptions:
     """`trainer`: what the learner section comes to on this machine. `turns_max`: most completions in one rollout, by the task.
     `join_link`: needed until the folder has the run's credentials; if `link_file` is set, the link is read from it again when the
-    coordinator cannot be reached. `metrics_port`: of the Prometheus endpoint; 0: none.
+    coordinator cannot be reached. `metrics_port`: of the Prometheus endpoint; 0: none. `left_out`: prompts, by index, whose
+    reference cannot be judged.
     """
 
     folder: Path
@@ -77,6 +78,7 @@ class LearnerOptions:
     link_file: Path | None = None
     metrics_port: int = 0
     limits: LearnerLimits = field(default_factory=LearnerLimits)
+    left_out: frozenset[int] = frozenset()
 
     @property
     def longest_tokens(self) -> int:

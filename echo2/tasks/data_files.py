@@ -184,7 +184,7 @@ def _math_row(row: Row, where: str, choice: ColumnChoice) -> MathRow:
     answer = _answer(_cell(row, choice.answer, ANSWER_COLUMNS, "answer_column", where), where)
     if _WORKED_ANSWER_MARK in answer:
         answer = answer.rpartition(_WORKED_ANSWER_MARK)[2]
-    return MathRow(prompt, answer.strip(), str(row.get("data_source") or ""))
+    return MathRow(prompt, answer.strip(), str(row.get("data_source") or ""), where)
 
 
 def _cell(row: Row, chosen: str, usual: tuple[str, ...], argument: str, where: str) -> object:

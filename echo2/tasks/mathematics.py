@@ -12,7 +12,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from echo2.base.errors import TaskError
@@ -23,11 +23,12 @@ TEXT_CHARS_MAX = 1 << 20  # as long as a completion may be in tokens; parsing is
 
 @dataclass(frozen=True, slots=True)
 class MathRow:
-    """One problem: prompt, reference answer and origin."""
+    """One problem: prompt, reference answer and origin. `where`: its file and row, for messages; no part of its content."""
 
     prompt: Prompt
     answer: str
     data_source: str = ""
+    where: str = field(default="", repr=False, compare=False)
 
 
 class MathTask:
@@ -47,6 +48,9 @@ class MathTask:
         for row in self._rows:
             digest.update(repr(row).encode())
         return digest.hexdigest()
+
+    def where(self, index: int) -> str:
+        return self._rows[index].where
 
     def sample(self, index: int) -> TaskInstance:
         row = self._rows[checked_index(index, self.size, self.name)]

@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from echo2.contain.sandbox import GRACE_S, Launch, Sandbox
 from echo2.tasks import scorer as child
 from echo2.tasks.built_in import trusted_text
 from echo2.tasks.data_files import folder_to_show, local_data_set
+from echo2.tasks.mathematics import MathTask
 from echo2.tasks.registry import is_environment, is_users_own, make_task
 from echo2.tasks.task import ChatMessage, Reward, Task, TaskSpec
 from echo2.tasks.visible import own_files, own_modules, remedy
@@ -189,6 +191,53 @@ def check_rewards(spec: TaskSpec, containment: Containment | None = None) -> Non
     )
 
 
+REFERENCES_S = 20.0  # what a start may take for them: thousands of rows; others are met while training
+REFERENCES_AT_ONCE = 32  # in one process; a part in which one fails is asked again, one at a time
+
+
+def unjudgeable_references(spec: TaskSpec, containment: Containment | None = None) -> frozenset[int]:
+    """The instances of a data set whose reference cannot be judged: scoring a harmless text on them fails. Checks, and logs with
+    file and row, as many as `REFERENCES_S` allows. Raises `TaskError` if they are more than half."""
+    task = None if is_environment(spec) else make_task(spec)
+    if not isinstance(task, MathTask):
+        return frozenset()
+    failed: dict[int, str] = {}
+    asked: deque[tuple[range, Future[Scored]]] = deque()
+    pool, until, count = RewardPool(spec, None, containment), time.monotonic() + REFERENCES_S, 0
+    try:
+        while asked or (count < task.size and time.monotonic() < until):
+            if count < task.size and len(asked) < 4 * pool.process_count and time.monotonic() < until:
+                part = range(count, min(task.size, count + REFERENCES_AT_ONCE))
+                asked.append((part, pool.submit_references(part)))
+                count = part.stop
+                continue
+            part, answer = asked.popleft()
+            result = answer.result()
+            if len(part) > 1 and (result.reward is None or result.reward.value < 0 or result.failure is not None):
+                asked += [(range(index, index + 1), pool.submit(index, SAMPLE_TEXTS[0])) for index in part]
+            elif result.failure is not None:
+                index = part.start
+                failed[index] = f"{task.where(index)} ({task.sample(index).answer[:40]!r}: {result.message[:120]})"
+    finally:
+        pool.close()
+    if count < task.size:
+        _log.info("%s: %d of %d references were tried within %.0f s", task.name, count, task.size, REFERENCES_S)
+    named = "; ".join(list(failed.values())[:8])
+    if 2 * len(failed) > count:
+        raise TaskError(
+            f"{task.name}: expected references that can be judged, {len(failed)} of {count} cannot: {named}"
+        )
+    if failed:
+        _log.warning(
+            "%s: %d of %d references cannot be judged; their rows are left out: %s",
+            task.name,
+            len(failed),
+            count,
+            named,
+        )
+    return frozenset(failed)
+
+
 class InProcessScorer:
     """Scores in this process, for trusted scores that take microseconds: no queue, and each future is done at once."""
 
@@ -266,6 +315,11 @@ class RewardPool:
     def _give(self, answer: Future[Scored], result: Scored) -> None:
         if answer.set_running_or_notify_cancel():  # else whoever asked has given up meanwhile
             answer.set_result(result)
+
+    def submit_references(self, part: range) -> Future[Scored]:
+        """Scores a harmless text on each instance of `part` in one process; the reward is below 0 if one of them fails."""
+        body = {"index": part.start, "text": SAMPLE_TEXTS[0], "stop": part.stop}
+        return self._pool.submit(body, self._read)
 
     def submit_step(self, index: int, completions: Sequence[str], sender: str = "") -> Future[Scored]:
         """Asks for the world's answer to the last of an episode's completions. Sends all of them, so that any process can

@@ -3,7 +3,8 @@
 Guarantees: only the handler's `answer`, which runs in a fork of its own for each request, reads completions; instances are drawn
 and packages imported before the fork. Whatever a task raises becomes an answer. Leaves to others: limits, processes, frames.
 
-Request {index, text} asks for the reward of a completion; the answer is {value, parts}. Request {index, completions} asks for the
+Request {index, text} asks for the reward of a completion; the answer is {value, parts}. With {stop} it asks for instances up to it
+as well, and the answer's value is -1 if one of them fails. Request {index, completions} asks for the
 world's answer to an episode's last completion; the answer is {messages} or {value, parts}. If the task raises, the answer is
 {error, is_memory}.
 """
@@ -72,10 +73,14 @@ def _made(setup: str) -> Handler:
     def prepare(body: Body) -> None:
         sample(int(str(body["index"])))
 
-    return Handler(
-        lambda body: _bytes(scored(task, sample(int(str(body["index"]))), str(body["text"]))),
-        prepare,
-    )
+    def answered(body: Body) -> bytes:
+        first = int(str(body["index"]))
+        for index in range(first + 1, int(str(body.get("stop", first + 1)))):
+            if "error" in scored(task, task.sample(index), str(body["text"])):
+                return _bytes({"value": -1.0, "parts": {}})
+        return _bytes(scored(task, sample(first), str(body["text"])))
+
+    return Handler(answered, prepare)
 
 
 def _warm(task: Task) -> None:

@@ -28,7 +28,15 @@ from echo2.learner.rollouts.groups import Draw
 from echo2.learner.training.team import PublishedModel
 from echo2.tasks.chat_format import ChatFormat, ChatOptions
 from echo2.tasks.registry import is_environment, make_environment_source, make_task
-from echo2.tasks.rewards import Containment, RewardFailure, RewardPool, Scored, check_rewards, make_scorer
+from echo2.tasks.rewards import (
+    Containment,
+    RewardFailure,
+    RewardPool,
+    Scored,
+    check_rewards,
+    make_scorer,
+    unjudgeable_references,
+)
 from echo2.tasks.split import MixedSplit, TaskSplit
 from echo2.tasks.task import Reward, TaskInstance, TaskSpec
 from echo2.tasks.token_text import StopStrings
@@ -190,14 +198,19 @@ def _containment(options: LearnerOptions) -> Containment:
     return Containment(task.trusted_rewards, task.readable, (hidden,), task.ray)
 
 
-def check_rewards_of(options: LearnerOptions) -> None:
-    """Raises a `TaskError` or `ConfigError` if a reward of the run cannot be computed. Agents may bring rewards of their own."""
+def check_rewards_of(options: LearnerOptions) -> LearnerOptions:
+    """Raises a `TaskError` or `ConfigError` if a reward of the run cannot be computed; returns the options with the prompts that
+    are left out. Agents may bring rewards of their own."""
     config = options.config
     if config.agent.is_on:
-        return
+        return options
     further = (TaskSpec(one.task, one.args, config.run.seed) for one in config.task.eval_sets.values())
     for spec in {spec.to_json(): spec for spec in (*_task_specs(config), *further)}.values():
         check_rewards(spec, _containment(options))
+    specs = _task_specs(config)
+    left_out = [unjudgeable_references(spec, _containment(options)) for spec in specs]
+    indices = (task + own * len(specs) for task, found in enumerate(left_out) for own in found)
+    return replace(options, left_out=frozenset(indices))
 
 
 def check_teacher(config: RunConfig) -> None:
@@ -259,6 +272,7 @@ class Prompts:
         self.sampling = _sampling_of(config, stops, self.stop_strings)
         self.seed, self.secret, self.is_driven = config.run.seed, secret, config.agent.is_on
         self.context_tokens = min(options.longest_tokens, model.context_tokens)
+        self._unjudgeable = options.left_out
         self._model, self._prompt_tokens_max = model, config.sampling.max_prompt_tokens
         self._containment = _containment(options)
         self.world = self._own_world(config) if source is None else source.world
@@ -290,6 +304,9 @@ class Prompts:
             if self.is_driven or not self.split.has(candidate):
                 return candidate
             index = self.split.train_index(candidate)
+            if index in self._unjudgeable:
+                candidate = self.split.upcoming(candidate + 1)
+                continue
             if (tokens := len(self._encoded(self.world.instance(index)))) <= self._prompt_tokens_max:
                 return candidate
             _log.warning(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,10 @@ def test_prompts_beyond_the_limit_are_passed_over_and_told_and_the_search_ends(
     assert "passed over: 12 tokens, above sampling.max_prompt_tokens of 9" in caplog.text
     assert len(prompts.draw(min(taken)).prompt_token_ids) == 3
     prompts.close()
+    left_out = frozenset(prompts.split.train_index(cursor) for cursor in sorted(taken)[:2])
+    fewer = prompts_for(replace(options_for(tmp_path, model, task=task, sampling=limit), left_out=left_out))
+    assert {fewer.next_wanted(cursor) for cursor in range(20)} == taken - set(sorted(taken)[:2])
+    fewer.close()
     all_long = {"name": "sort_digits", "args": {"digit_count": 12}}
     prompts = prompts_for(options_for(tmp_path, model, task=all_long, sampling=limit))
     assert prompts.next_wanted(5) == 5 + SKIPS_MAX

@@ -24,6 +24,7 @@ from echo2.tasks.rewards import (
     RewardScorer,
     check_rewards,
     make_scorer,
+    unjudgeable_references,
 )
 from echo2.tasks.task import TaskSpec
 from tests.patience import WAIT_S
@@ -261,3 +262,26 @@ def test_a_reward_that_fails_for_some_texts_only_does_not_keep_a_run_from_starti
         TaskError, match=r"naughty:Always.*expected a reward for a sample before the run starts, got ValueError"
     ):
         check_rewards(TaskSpec("tests.unit.tasks.naughty:Always", {}, seed=3))
+
+
+def test_references_that_cannot_be_judged_are_told_with_their_rows_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        ("3 + 4", "7"),
+        ("a tower", "9^{9^{9^{9^{9}}}}"),
+        ("a half", r"\frac{1}{2}"),
+        ("two", "2"),
+        ("none", "\\text{}"),
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"question": text, "answer": answer}) for text, answer in rows))
+    spec = TaskSpec("math", {"path": str(path)}, 0)
+    left_out = unjudgeable_references(spec)
+    assert left_out == {1, 4}
+    assert "2 of 5 references cannot be judged" in caplog.text
+    assert "rows.jsonl row 2" in caplog.text and "rows.jsonl row 5" in caplog.text
+    path.write_text(json.dumps({"question": "none", "answer": "\\text{}"}))
+    with pytest.raises(TaskError, match=r"rows.jsonl row 1"):
+        unjudgeable_references(spec)
+    assert unjudgeable_references(TaskSpec("sums", {}, 0)) == frozenset()
