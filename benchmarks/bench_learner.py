@@ -2,7 +2,8 @@
 
 Both sides make the same step on the same rollouts: forward, dapo loss, backward, clip, AdamW, in float32. TRL gets its
 own micro-batches of padded rows, in an order that suits it (as they come); ours packs. Each side runs in a process of
-its own, in turn, twice; the better round counts. TRL is looked for in this interpreter, else in $TRL_PYTHON.
+its own, in turn, twice; the better round counts. TRL is looked for in this interpreter, else in $TRL_PYTHON. Long prompts are
+also laid out in rows of four times the model's width, which share no prompt there: what sharing brings.
 
 A third part measures what publishing costs the training: windows of `KAPPA` steps, in turn with a version leaving at the
 window's start (copied between two steps, then diffed and encoded in a thread beside them, as in the learner) and without.
@@ -36,6 +37,7 @@ RESULTS = Path(__file__).parent / "results" / "learner.json"
 TARGET_COLLATION_PERCENT = 5.0
 TARGET_RATIO = 1.5
 TARGET_OVERHEAD_PERCENT = 3.0
+TARGET_SHARED = 4.0
 KAPPA = 3
 
 
@@ -53,12 +55,14 @@ class Shape:
     rollouts_per_group: int
     micro_rows: int
     token_budget: int
-    windows: int  # with and without publishing, each
+    windows: int  # with and without publishing, each; 0: not measured
 
 
 SHAPES = (
     Shape("sort digits, 108k parameters", 64, 2, 6, 6, 6, 24, 8, 192, 4096, 12),
     Shape("long tail, 1.2M parameters", 128, 4, 64, 48, 256, 8, 8, 16, 5120, 2),
+    Shape("equal lengths, 1.2M parameters", 128, 4, 64, 192, 192, 4, 8, 16, 5120, 0),
+    Shape("long prompts, 2.5M parameters", 192, 4, 2048, 128, 128, 1, 16, 2, 4096, 0),
 )
 
 
@@ -79,7 +83,7 @@ def make_model(folder: Path, shape: Shape) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=shape.hidden // 4,
-        max_position_embeddings=1024,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=1,
@@ -138,7 +142,7 @@ def trainer_and_batch(path: Path, threads: int) -> tuple[Trainer, Batch]:
         groups.append(TrainGroup(spec, first, tuple(rollouts), rewards))
     options = TrainerOptions(
         data["model"], weights_dtype="float32", device="cpu", threads=threads, lr=1e-3,
-        token_budget=data["token_budget"],
+        token_budget=data["token_budget"], row_tokens=data.get("row_tokens", 0),
     )  # fmt: skip
     trainer = Trainer(PolicyModel(data["model"], "float32", torch.device("cpu"), 1.0), options, 1000)
     return trainer, Batch(Step(0), tuple(groups))
@@ -234,10 +238,15 @@ def compare(shape: Shape, steps: int, threads: int, python: str | None) -> list[
         batch = make_batch(shape, folder / "model")
         path.write_text(json.dumps(batch))
         tokens = sum(len(c) for c in batch["completions"])
-        published = publication_rows(shape, path, shape.windows, threads)
+        published = publication_rows(shape, path, shape.windows, threads) if shape.windows else []
         numbers = [str(path), str(steps), str(threads)]
-        ours, theirs = [], []
+        short = folder / "short.json"
+        short.write_text(json.dumps(batch | {"row_tokens": 4 * shape.hidden}))
+        ours, theirs, unshared = [], [], []
         for _ in range(2):
+            if shape.prompt > 4 * shape.hidden:
+                at = [str(short), *numbers[1:]]
+                unshared.append(child([sys.executable, "-m", "benchmarks.bench_learner", "--child", *at]))
             ours.append(child([sys.executable, "-m", "benchmarks.bench_learner", "--child", *numbers]))
             if python is not None:
                 theirs.append(child([python, str(Path(__file__).parent / "trl_step.py"), *numbers]))
@@ -253,6 +262,10 @@ def compare(shape: Shape, steps: int, threads: int, python: str | None) -> list[
                  "target": TARGET_COLLATION_PERCENT, "better": "lower"})  # fmt: skip
     rows.append({"name": f"{shape.name}: positions, packed over padded", "value": share, "unit": "", "target": None,
                  "better": "lower"})  # fmt: skip
+    if unshared:
+        before = tokens / min(statistics.median(run["seconds"]) for run in unshared)
+        rows.append({"name": f"{shape.name}: tokens/s, prompt shared over not shared", "value": our_rate / before, "unit": "x",
+                     "target": TARGET_SHARED, "better": "higher"})  # fmt: skip
     if theirs:
         their_rate = tokens / min(statistics.median(run["seconds"]) for run in theirs)
         their_mb = min(run["peak_kb"] for run in theirs) / 1000

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from echo2.base import routing
 from echo2.base.errors import ConfigError, StateError
 from echo2.base.routing import RoutingShape
+from echo2.learner.training import unit_attention
 from echo2.learner.training.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
 from echo2.learner.training.loading import (
     Skeleton,
@@ -59,6 +60,9 @@ class Policy(nn.Module):
         self.slices_head = slices_head
         self.attention = Attention.DENSE
         self._dense = hf_model.config._attn_implementation
+        if self._dense == "sdpa":
+            self._dense = unit_attention.registered()
+            hf_model.set_attn_implementation(self._dense)
         self.uses_float_mask = self._dense == "eager"
         self.windows = windows_of(hf_model.config)
         self.is_packed = is_packable(hf_model.config)
@@ -77,6 +81,17 @@ class Policy(nn.Module):
         return None if self.routers is None else self.routers.shape
 
     @property
+    def attends_by_units(self) -> bool:
+        """Whether rows need no mask: on a CPU, where torch's kernels take part after part."""
+        device = self.hf_model.get_input_embeddings().weight.device
+        return (
+            self.is_packed
+            and self.attention is Attention.DENSE
+            and self._dense == unit_attention.NAME
+            and device.type == "cpu"
+        )
+
+    @property
     def row_multiple(self) -> int:
         """The length of each row must be a multiple of this."""
         return BLOCK if self.attention is Attention.FLEX else 1
@@ -87,8 +102,11 @@ class Policy(nn.Module):
         if not self.is_packed:
             return None
         tree, places = inputs.tree, inputs.positions_BW
-        whole = self._mask(tree)
         longest = int(places.max()) + 1 if any(self.windows.values()) else 0
+        if inputs.spans and not any(0 < window < longest for window in self.windows.values()):
+            parts = unit_attention.parts_mask(inputs.spans, len(places))
+            return parts if "" in self.windows else dict.fromkeys(self.windows, parts)
+        whole = self._mask(tree)
         masks = {
             kind: self._mask(replace(tree, places_BW=places, window=window)) if 0 < window < longest else whole
             for kind, window in self.windows.items()

@@ -6,7 +6,8 @@ batch that is replayed is computed in the same order. Tensors and masks: `collat
 
 A unit is one prompt followed by some of its completions; a completion attends to its prompt and itself, never to a sibling.
 So n completions of a prompt cost one pass over the prompt instead of n. Units are packed into rows, first fit, longest
-first. Rows are kept short (`row_tokens`) because the cost of dense attention grows with the square of a row's length.
+first. Rows with a mask are kept short (`row_tokens`) because the cost of dense attention grows with the square of a row's
+length; attention by units has no such limit, but costs some time a part. `cheapest` compares both.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import enum
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,10 +66,11 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of units, each padded to `width`."""
+    """Rows of units, each padded to `width`. `by_units`: attention goes unit by unit, without a mask."""
 
     width: int
     rows: tuple[tuple[Unit, ...], ...]
+    by_units: bool = False
 
     @property
     def positions(self) -> int:
@@ -83,6 +85,39 @@ def plan_microbatches(groups: Sequence[GroupLengths], limits: PackingLimits) -> 
     units.sort(key=lambda unit: -unit.tokens)
     rows = _first_fit(units, row_tokens) if limits.is_packed else [[unit] for unit in units]
     return _stacked(sorted(rows, key=_row_tokens, reverse=True), limits.token_budget)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCosts:
+    """What attention costs a layer, in operations like those of `position`, which all of the model's take: `pair` of positions,
+    `part` of a unit."""
+
+    position: float
+    pair: float
+    part: float
+
+    def of(self, layout: Sequence[MicroBatch], groups: Sequence[GroupLengths]) -> float:
+        """Operations of a layout, relative to one another."""
+        return sum(self._of_micro(micro, groups) for micro in layout)
+
+    def _of_micro(self, micro: MicroBatch, groups: Sequence[GroupLengths]) -> float:
+        if not micro.by_units:
+            return self.position * micro.positions + self.pair * micro.positions * micro.width
+        cost = self.position * micro.positions
+        for unit in (unit for row in micro.rows for unit in row):
+            group = groups[unit.group]
+            after = [group.completions[member] for member in unit.members]
+            pairs = group.prompt * (group.prompt / 2 + sum(after)) + sum(length * length / 2 for length in after)
+            cost += self.pair * pairs + self.part * (2 + len(after))
+        return cost
+
+
+def cheapest(groups: Sequence[GroupLengths], limits: PackingLimits, costs: AttentionCosts) -> list[MicroBatch]:
+    """The cheaper of two layouts: rows of `limits.row_tokens` with a mask, or rows as long as the budget, unit by unit."""
+    masked = plan_microbatches(groups, limits)
+    long_rows = plan_microbatches(groups, replace(limits, row_tokens=limits.token_budget))
+    by_units = [replace(micro, by_units=True) for micro in long_rows]
+    return min(masked, by_units, key=lambda layout: costs.of(layout, groups))
 
 
 def _units(index: int, group: GroupLengths, row_tokens: int, limits: PackingLimits) -> list[Unit]:
@@ -212,9 +247,28 @@ _log = logging.getLogger("echo2.learner")
 
 
 @dataclass(frozen=True, slots=True)
+class UnitSpan:
+    """A unit in row `row`: its prompt at positions `begin` .. `prompt_end`, then completions that end at `ends`."""
+
+    row: int
+    begin: int
+    prompt_end: int
+    ends: tuple[int, ...]
+
+    def parts(self) -> Iterator[tuple[slice, slice, bool]]:
+        """Queries, keys, and whether a query attends only to keys up to itself. Together they are all allowed pairs."""
+        prompt = slice(self.begin, self.prompt_end)
+        yield prompt, prompt, True
+        yield slice(self.prompt_end, self.ends[-1]), prompt, False
+        for begin, end in pairwise((self.prompt_end, *self.ends)):
+            yield slice(begin, end), slice(begin, end), True
+
+
+@dataclass(frozen=True, slots=True)
 class PackedInputs:
     """Inputs of the forward pass. `predictor_T`: flat position (row * W + column) whose hidden state predicts each sampled token.
-    `experts_PLK`: int16, the experts that routers replay at each flat position; negative where routers choose themselves."""
+    `experts_PLK`: int16, the experts that routers replay at each flat position; negative where routers choose themselves. `spans`:
+    the units, where attention goes by them."""
 
     token_ids_BW: Tensor
     positions_BW: Tensor
@@ -222,6 +276,7 @@ class PackedInputs:
     predictor_T: Tensor
     target_T: Tensor
     experts_PLK: Tensor | None = None
+    spans: tuple[UnitSpan, ...] = ()
 
     def to(self, device: torch.device) -> PackedInputs:
         if device.type == "cpu":
@@ -299,6 +354,7 @@ def collate(
     behaviour: list[float] = []
     sequence: list[int] = []
     flat: list[int] = []
+    spans: list[UnitSpan] = []
     for b, row in enumerate(micro.rows):
         column = 0
         for number, piece in enumerate(row):
@@ -312,6 +368,7 @@ def collate(
             if experts_PLK is not None and routing is not None:
                 _lay_prompt(experts_PLK, group, b * width + start, routing)
             column = start + len(prompt)
+            ends: list[int] = []
             for member_number, member in enumerate(piece.members):
                 rollout = group.rollouts[member]
                 text, sampled_at = group.text_of(member)
@@ -329,9 +386,12 @@ def collate(
                 sequence += [len(flat)] * len(rollout.token_ids)
                 flat.append(first_rollout[piece.group] + member)
                 column += count
+                ends.append(column)
+            if micro.by_units:
+                spans.append(UnitSpan(b, start, start + len(prompt), tuple(ends)))
     tree = UnitTree(torch.from_numpy(unit), torch.from_numpy(part))
     laid = torch.from_numpy(ids), torch.from_numpy(positions)
-    inputs = PackedInputs(*laid, tree, torch.tensor(predictors), torch.tensor(targets), experts_PLK)
+    inputs = PackedInputs(*laid, tree, torch.tensor(predictors), torch.tensor(targets), experts_PLK, tuple(spans))
     return PackedBatch(inputs, torch.tensor(behaviour, dtype=torch.float32), torch.tensor(sequence), torch.tensor(flat))
 
 

@@ -47,10 +47,12 @@ from echo2.learner.training.loss import (
 )
 from echo2.learner.training.model import Policy, PolicyModel, adamw_of, reshard
 from echo2.learner.training.packing import (
+    AttentionCosts,
     MicroBatch,
     PackedBatch,
     PackedInputs,
     PackingLimits,
+    cheapest,
     collated,
     lengths_of,
     plan_microbatches,
@@ -71,6 +73,9 @@ def learning_rate(step: int, base: float, warmup_steps: int, total_steps: int, s
 
 SUPERVISED = LossConfig("echo2.learner.training.loss:cross_entropy")
 """The loss of the supervised steps; none of `LOSSES`, since it learns whatever tokens it is given."""
+ATTENTION_SLOWER, PART_FLOPS = 1.5, 2e7
+"""Operations of attention take so many times as long as those of matrix products on a CPU (50 against 74 a nanosecond, one core),
+and beginning a part of a unit, forward and backward, as long as so many of these (0.26 ms)."""
 LR_SCALE_MIN = 0.1  # vcpo: a step of few effective rollouts still learns a little
 
 
@@ -232,7 +237,7 @@ class Trainer:
 
     @property
     def packing_limits(self) -> PackingLimits:
-        """Limits for packing; by default a row has `ROW_WIDTHS` times as many tokens as the model's hidden size."""
+        """Limits for packing; by default a row with a mask has `ROW_WIDTHS` times as many tokens as the model's hidden size."""
         row_tokens = self.options.row_tokens or ROW_WIDTHS * int(
             self.model.config.get_text_config(decoder=True).hidden_size
         )
@@ -245,12 +250,23 @@ class Trainer:
         parts: list[_Part] = []
         first = 0
         for groups in (batch.groups[begin:end] for begin, end in pairwise(bounds)):
-            layout = plan_microbatches(lengths_of(groups), self._limits_of(groups))
+            layout = self._layout(groups, self._limits_of(groups))
             counted = len(layout[self.ranks.rank :: self.ranks.count])
             last = first + sum(len(group.rollouts) for group in groups)
             parts.append(_Part(groups, layout, self._own_share(layout), counted, slice(first, last)))
             first = last
         return parts
+
+    def _layout(self, groups: Sequence[TrainGroup], limits: PackingLimits) -> list[MicroBatch]:
+        lengths, model = lengths_of(groups), self.model
+        if self.options.row_tokens or not model.policy.attends_by_units:
+            return plan_microbatches(lengths, limits)
+        size = model.size
+        costs = AttentionCosts(
+            model.flops_per_position, ATTENTION_SLOWER * 12.0 * size.query_width * size.layer_count,
+            PART_FLOPS * size.layer_count,
+        )  # fmt: skip
+        return cheapest(lengths, limits, costs)
 
     def _packed(self, part: _Part) -> Iterator[PackedBatch]:
         """This rank's micro-batches, prepared one ahead of the device."""
@@ -276,7 +292,7 @@ class Trainer:
 
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[Tensor]:
         """Returns the current policy's log-probabilities of each rollout's tokens, for audits and tests."""
-        layout = plan_microbatches(lengths_of(groups), self.packing_limits)
+        layout = self._layout(groups, self.packing_limits)
         found: dict[int, Tensor] = {}
         with torch.no_grad():
             for micro in collated(groups, layout, self.model.policy.row_multiple, self.model.policy.routing):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -111,14 +112,16 @@ def refuse_wrong_rows(policy: Policy, longest_tokens: int, whose: str) -> None:
         expected_T = _own_logprobs(policy, rollouts, prompt)
         group = _group_of(rollouts[0][:prompt], [ids[prompt:] for ids in rollouts])
         (micro,) = plan_microbatches(lengths_of([group]), PackingLimits(1 << 30, 1 << 30, policy.is_packed))
-        found_T = policy(collate([group], micro).inputs.to(embedding.device))[0].cpu()
+        ways = [micro, replace(micro, by_units=True)] if policy.attends_by_units else [micro]
+        found = [policy(collate([group], way).inputs.to(embedding.device))[0].cpu() for way in ways]
         if dtype != torch.float32:  # what comes behind a token changes only how it is rounded
             longer = [torch.cat([ids, other[prompt:]]) for ids, other in zip(rollouts, rollouts[::-1], strict=True)]
             rounding = float((_own_logprobs(policy, longer, prompt) - expected_T).abs().mean())
     policy.hf_model.train(was_training)
     reshard(policy)
-    if difference := difference_of(found_T, expected_T, dtype, rounding):
-        raise ConfigError(f"{whose}: the learner cannot lay out its sequences in rows: {difference}")
+    for found_T in found:
+        if difference := difference_of(found_T, expected_T, dtype, rounding):
+            raise ConfigError(f"{whose}: the learner cannot lay out its sequences in rows: {difference}")
 
 
 def _own_logprobs(policy: Policy, sequences: Sequence[Tensor], prompt: int) -> Tensor:

@@ -15,6 +15,7 @@ from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams,
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.training import model as model_module
+from echo2.learner.training import trainer as trainer_module
 from echo2.learner.training.loss import LossConfig
 from echo2.learner.training.model import PolicyModel, check_dtypes, host_copies, logit_bytes, selective_contexts
 from echo2.learner.training.packing import PackedInputs
@@ -56,11 +57,13 @@ def test_an_emulated_step_takes_its_time_and_trains_the_same(model_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("row_tokens", "token_budget", "temperature"), [(1, 40, 1.0), (24, 4000, 1.0), (400, 4000, 0.5), (400, 40, 1.0)]
+    ("row_tokens", "token_budget", "temperature"),
+    [(1, 40, 1.0), (24, 4000, 1.0), (400, 4000, 0.5), (400, 40, 1.0), (0, 4000, 0.5), (0, 40, 1.0)],
 )
 def test_packed_log_probabilities_are_those_of_each_sequence_alone(
-    model_path: Path, row_tokens: int, token_budget: int, temperature: float
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, row_tokens: int, token_budget: int, temperature: float
 ) -> None:
+    monkeypatch.setattr(trainer_module, "PART_FLOPS", -1e30)  # by units, where rows have no length of their own
     model = PolicyModel(str(model_path), "float32", CPU, temperature)
     options = TrainerOptions(str(model_path), row_tokens=row_tokens, token_budget=token_budget)
     groups = random_groups(1)
@@ -82,7 +85,17 @@ def gradient_of(trainer: Trainer, batch: Batch) -> list[torch.Tensor]:
     return [trainer.optimiser.state[master]["exp_avg"] / (1 - beta1) for master in trainer.model.masters]
 
 
-@pytest.mark.parametrize("how", ["micro-batches", "logits in pieces", "checkpointing", "selective checkpointing"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "micro-batches",
+        "by units",
+        "by units, several rows",
+        "logits in pieces",
+        "checkpointing",
+        "selective checkpointing",
+    ],
+)
 def test_the_gradient_is_the_same_however_the_batch_is_computed(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -92,6 +105,9 @@ def test_the_gradient_is_the_same_however_the_batch_is_computed(
     match how:
         case "micro-batches":
             more = {"token_budget": 30, "row_tokens": 1}
+        case "by units" | "by units, several rows":
+            monkeypatch.setattr(trainer_module, "PART_FLOPS", -1e30)
+            more = {"token_budget": 60} if "rows" in how else {}
         case "logits in pieces":
             monkeypatch.setattr("echo2.learner.training.model.LOGIT_BYTES_MIN", 4 * 100 * 7)
         case _:
