@@ -85,6 +85,7 @@ SHELL_FILES |= {
         )),
         "training/adapter", "training/examples", "training/loading", "training/model", "training/packing", "training/ranks",
         "training/scoring", "training/shards", "training/team", "training/token_scores", "training/trainer", "training/trials",
+        "training/unit_attention",
         "publishing/checkpoint", "publishing/publisher", "publishing/replay", "publishing/seed",
     )
 }  # fmt: skip
