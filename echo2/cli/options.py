@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from echo2.base.errors import ConfigError
-from echo2.config.load import load_config, parse_overrides
-from echo2.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from echo2.config.run import RunConfig
 
 # Argparse's own texts, which name neither what was expected nor what came.
 _UNKNOWN, _CHOICE, _MISSING, _TYPE = (
@@ -112,6 +113,8 @@ def make_importable(files: Sequence[Path]) -> None:
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, RunConfig]:
     """Returns the command's own arguments and the resolved config."""
+    from echo2.config.load import load_config, parse_overrides  # imports pydantic, as slow as all the rest
+
     own, rest = parser.parse_known_args(with_values(arguments))
     check_options(rest, parser)
     make_importable(own.config)

@@ -69,7 +69,7 @@ def run_plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
         print(json.dumps(as_json(question, answer, run) | {"audit_s_per_step": audit_s}, indent=2))
     else:
         print_answer(question, answer, run, own.explain)
-        print_fits(question)
+        print_fits(question, answer)
         gpu, gpu_count = learner_gpus(config, fleet, question.model, catalogue)
         is_cpu = gpu.name == CPU
         here = LearnerMachine(

@@ -288,13 +288,14 @@ def _print_alternatives(console: Console, question: PlanQuestion, answer: Plan) 
     console.print(table)
 
 
-def print_fits(question: PlanQuestion) -> None:
-    """Prints how the model fits each kind of machine; a worker there will report the same."""
+def print_fits(question: PlanQuestion, answer: Plan) -> None:
+    """Prints how the model fits the pool's kinds of machine; a worker there will report the same. `--json` has all kinds."""
+    kinds = [question.catalogue[gpu] for gpu in dict.fromkeys(offer.gpu for offer in pool_offers(question, answer))]
     longest = question.lengths.of(question.model)
     table = Table(title=f"one worker by kind of machine, sequences of up to {longest} tokens")
     for column in FIT_COLUMNS:
         table.add_column(column, overflow="fold")
-    for row in fit_rows(question.model, question.lengths, question.catalogue.values()):
+    for row in fit_rows(question.model, question.lengths, kinds):
         table.add_row(*row)
     Console(highlight=False).print(table)
 
