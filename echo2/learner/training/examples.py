@@ -43,8 +43,9 @@ def collate_examples(
             places.append(begins[piece.group] + np.arange(count * per_token))
             column += count
     tree = UnitTree(torch.from_numpy(unit), torch.from_numpy(part))
-    joined = [torch.from_numpy(np.concatenate(parts)) for parts in (predictors, targets)]
-    return PackedInputs(torch.from_numpy(ids), torch.from_numpy(positions), tree, *joined), np.concatenate(places)
+    predictor_T, target_T = (torch.from_numpy(np.concatenate(parts)) for parts in (predictors, targets))
+    laid = torch.from_numpy(ids), torch.from_numpy(positions)
+    return PackedInputs(*laid, tree, predictor_T, target_T), np.concatenate(places)
 
 
 def example_lengths(examples: Sequence[Example]) -> list[GroupLengths]:
