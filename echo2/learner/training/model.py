@@ -103,7 +103,7 @@ class Policy(nn.Module):
             return None
         tree, places = inputs.tree, inputs.positions_BW
         longest = int(places.max()) + 1 if any(self.windows.values()) else 0
-        if inputs.spans and not any(0 < window < longest for window in self.windows.values()):
+        if inputs.spans and self.attends_by_units and not any(0 < window < longest for window in self.windows.values()):
             parts = unit_attention.parts_mask(inputs.spans, len(places))
             return parts if "" in self.windows else dict.fromkeys(self.windows, parts)
         whole = self._mask(tree)
