@@ -17,6 +17,7 @@ from echo2.cli.options import Parser, add_config_arguments, check_options, make_
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+# Help that several commands share.
 CONFIG = "the run's config; --model.path does as well"
 RUN = "the run's folder (RUNS/NAME), an operator's link, or @FILE with one"
 

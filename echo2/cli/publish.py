@@ -14,7 +14,7 @@ from urllib.request import ProxyHandler, Request, build_opener, urlopen
 
 from echo2.base.errors import ConfigError, EchoError, Unreachable
 
-_INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+_INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"  # as transformers writes them
 _ANSWER_WITHIN_S = 600.0  # 70 billion parameters from a disk of 250 MB/s
 _FETCH_WITHIN_S = 60.0  # of silence
 

@@ -18,7 +18,7 @@ from echo2.coordinator.web.page import STATIC
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 SAMPLES_SHOWN = 3  # before and after fit on one screen
-SUMMARY, PAGE = "summary.json", "report.html"
+SUMMARY, PAGE = "summary.json", "report.html"  # in the run's folder
 TEXT_COLUMNS = 80  # of a terminal nobody has widened
 RAMP_STEPS = 5  # machines still start and their rates are being measured
 

@@ -32,15 +32,18 @@ from echo2.gateway.episodes import CallRefused
 from echo2.gateway.replies import error_body
 from echo2.gateway.requests import CHOICES_MAX, body_of, shown, stop_texts, whole_number
 
-TOKENS_MAX, SEED_MAX, PRIORITY_MAX = 1 << 20, 1 << 63, 1 << 63
+TOKENS_MAX = 1 << 20  # of a completion (SamplingParams), and far above any vocabulary
+SEED_MAX = PRIORITY_MAX = 1 << 63  # as in vLLM
 _PATH_CHARS_MAX = 4096  # what Linux allows
 _REQUEST = frozenset({
     "request_id", "token_ids", "sampling_params", "model", "stream", "priority", "min_version", "exact_version",
     "stream_options", "cache_salt", "return_token_ids",
 })  # fmt: skip
+"""Fields of a body that are read, or change no token."""
 _OBEYED = frozenset({
     "n", "temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs",
 })  # fmt: skip
+"""Sampling parameters that workers sample by."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "min_tokens": (0,),
     "prompt_logprobs": (), "logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "structured_outputs": (),

@@ -17,7 +17,7 @@ from echo2.outside.ending import cancel_all
 RESULTS_MAX = 16384  # a few rounds of the 2,000 samples that one sampling client has under way at most
 READ_MAX = 64  # whose answer may be lost and asked for again: one of an SDK's connections each
 AHEAD_MAX = 4096  # operations that may wait for an earlier number: chunks of 1,024 examples
-RETRY_AFTER_S = 1.0
+RETRY_AFTER_S = 1.0  # an operation takes a step or so
 
 
 class Operations:

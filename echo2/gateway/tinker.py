@@ -42,15 +42,15 @@ from echo2.gateway.requests import CHOICES_MAX, body_of, shown
 from echo2.outside import here, monotonic
 from echo2.outside.guard import MISHAPS
 
-API = "/api/v1"
+API = "/api/v1"  # as the SDK asks
 POLL_S = 20.0  # the SDK gives a poll 45 s
 SILENT_S = 30.0  # the SDK sends a heartbeat every 10 s
 CHUNK_BYTES = 4 << 20  # of examples in one request, by the SDK's estimate: half of what a body may have
 CHUNK_EXAMPLES = 256
 """Examples in one request: a chunk's steps are not interrupted by another's, so a poll ends within seconds."""
-_PROTOBUF = "application/x-protobuf"
+_PROTOBUF = "application/x-protobuf"  # how the SDK sends examples
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")  # of a folder
-_WEIGHTS, _SAMPLER = "weights", "sampler_weights"
+_WEIGHTS, _SAMPLER = "weights", "sampler_weights"  # parts of a path, as the SDK reads it
 Kind = TypeVar("Kind", bound=BaseModel)
 
 

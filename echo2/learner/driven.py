@@ -42,7 +42,7 @@ from echo2.learner.training.trainer import Trainer
 
 _SAVED = re.compile(r"[0-9a-f]{8,64}:train:[0-9]{1,9}/[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")  # as gateway/tinker names them
 _ONE_KEPT = LearnerLimits(checkpoints_kept=1)  # a name stands for the last state saved under it
-_LOSS_OF_SCORES = ClientLoss("cross_entropy")
+_LOSS_OF_SCORES = ClientLoss("cross_entropy")  # its forward pass gives log-probabilities alone
 
 
 class DrivenTeam(Team):

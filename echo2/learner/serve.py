@@ -46,7 +46,7 @@ from echo2.tasks.task import TaskInstance
 from echo2.weights.elements import published_tensors
 from echo2.weights.routers import Routers
 
-URL_FILE = "gateway.url"
+URL_FILE = "gateway.url"  # for programs on this machine, beside the key
 _log = logging.getLogger("echo2.learner")
 
 
