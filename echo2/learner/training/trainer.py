@@ -47,6 +47,7 @@ from echo2.learner.training.loss import (
 )
 from echo2.learner.training.model import Policy, PolicyModel, adamw_of, reshard
 from echo2.learner.training.packing import (
+    Attention,
     AttentionCosts,
     MicroBatch,
     PackedBatch,
@@ -259,7 +260,8 @@ class Trainer:
 
     def _layout(self, groups: Sequence[TrainGroup], limits: PackingLimits) -> list[MicroBatch]:
         lengths, model = lengths_of(groups), self.model
-        if self.options.row_tokens or not model.policy.attends_by_units:
+        skips = model.policy.attends_by_units or model.policy.attention is Attention.FLEX  # what a mask would hide
+        if self.options.row_tokens or not skips:
             return plan_microbatches(lengths, limits)
         size = model.size
         costs = AttentionCosts(
