@@ -14,7 +14,7 @@ import io
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from starlette.applications import Starlette
@@ -26,15 +26,17 @@ from starlette.types import ASGIApp
 from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.rollout import Rollout
 from echo2.base.routing import RoutingShape, unpacked
-from echo2.gateway.access import MASTER, AccessCheck, Bodies, key_of
-from echo2.gateway.app import KEEP_ALIVE_S, error_answer
+from echo2.gateway.access import MASTER, AccessCheck, Bodies
+from echo2.gateway.app import KEEP_ALIVE_S, PARSED_AT_ONCE_BYTES_MAX, error_answer
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.replies import error_body
 from echo2.gateway.requests import CHOICES_MAX, body_of, shown, stop_texts, whole_number
 
 TOKENS_MAX = 1 << 20  # of a completion (SamplingParams), and far above any vocabulary
 SEED_MAX = PRIORITY_MAX = 1 << 63  # as in vLLM
+WRITTEN_AT_ONCE_TOKENS_MAX = 8192  # are written in some ten milliseconds; longer answers in a thread
 _PATH_CHARS_MAX = 4096  # what Linux allows
+T = TypeVar("T")
 _REQUEST = frozenset({
     "request_id", "token_ids", "sampling_params", "model", "stream", "priority", "min_version", "exact_version",
     "stream_options", "cache_salt", "return_token_ids",
@@ -139,12 +141,15 @@ class GenerateApp:
     def _caller_of(self, key: str) -> str | None:
         return MASTER if hmac.compare_digest(key.encode(), self._key.encode()) else None
 
-    async def _body(self, request: Request) -> dict[str, object]:
-        async with self._bodies.read(request, key_of(request)) as data:
-            return body_of(data)
+    async def _parsed(self, request: Request, parse: Callable[[Mapping[str, object]], T]) -> T:
+        """Parses the body with `parse`; a large body in a thread."""
+        async with self._bodies.read(request, MASTER) as data:
+            if len(data) <= PARSED_AT_ONCE_BYTES_MAX:
+                return parse(body_of(data))
+            return await asyncio.to_thread(lambda: parse(body_of(data)))
 
     async def _generate(self, request: Request) -> Response:
-        asked = parsed_request(await self._body(request))
+        asked = await self._parsed(request, parsed_request)
         answer = self._sampler.generate(asked)
         if asked.is_streamed:
             return StreamingResponse(self._streamed(answer), media_type="text/event-stream")
@@ -162,6 +167,11 @@ class GenerateApp:
         finally:
             leaving.cancel()
             self._sampler.leave(answer)
+        if sum(len(rollout.token_ids) for rollout in answer.rollouts) <= WRITTEN_AT_ONCE_TOKENS_MAX:
+            return self._whole(answer)
+        return await asyncio.to_thread(self._whole, answer)
+
+    def _whole(self, answer: TokenAnswer) -> Response:
         choices = [self._choice(answer, rollout, 0) for rollout in answer.rollouts]
         return JSONResponse({**self._head(answer), "choices": choices, "prompt_logprobs": None})
 
@@ -225,7 +235,7 @@ class GenerateApp:
         return choice
 
     async def _publish(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await self._parsed(request, dict)
         version, folder, is_last = body.get("version"), body.get("folder"), body.get("is_last", False)
         if not isinstance(folder, str) or not 1 <= len(folder) <= _PATH_CHARS_MAX or not folder.startswith("/"):
             raise MalformedMessage(f"folder: expected the absolute path of a model folder, got {shown(folder)}")
