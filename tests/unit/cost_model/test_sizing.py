@@ -234,5 +234,5 @@ def test_worker_planner_and_doctor_agree(path: Path, gib: int, tmp_path: Path) -
     assert at_work.engine_count * at_work.sequences == planned.slots
     assert (at_work.tensor_parallel, at_work.cache_tokens) == (planned.fit.tensor_parallel, planned.fit.cache_tokens)
     assert next(iter(rows.values()))[1:3] == (str(planned.gpu_count), str(planned.slots))
-    found = next(finding for finding in model_findings(machine, config) if finding.what == "model")
+    found = next(finding for finding in model_findings(machine, config) if finding.what == "worker of it here")
     assert at_work.reason in found.text
