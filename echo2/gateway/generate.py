@@ -44,6 +44,7 @@ _REQUEST = frozenset({
 """Fields of a body that are read, or change no token."""
 _OBEYED = frozenset({
     "n", "temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs",
+    "routed_experts_prompt_start",
 })  # fmt: skip
 """Sampling parameters that workers sample by."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -51,7 +52,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "prompt_logprobs": (), "logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "structured_outputs": (),
     "skip_special_tokens": (True, False), "spaces_between_special_tokens": (True, False), "detokenize": (True, False),
     "include_stop_str_in_output": (True, False), "truncate_prompt_tokens": (), "output_kind": (0, 1, 2),
-    "routed_experts_prompt_start": (0,), "extra_args": ({},), "flat_logprobs": (False,), "return_sampling_mask": (False,),
+    "return_token_ids": (True, False), "extra_args": ({},), "flat_logprobs": (False,), "return_sampling_mask": (False,),
     "skip_clone": (True, False), "skip_reading_prefix_cache": (True, False), "thinking_token_budget": (),
 }  # fmt: skip
 """Sampling parameters of vLLM that echo2 takes with these values alone, which change nothing of the tokens; or with none."""
@@ -60,7 +61,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
     """A parsed request. `seed` None: the server chooses. `max_tokens` None: as many as the run allows. `ignores_end`: only the
-    request's own stops end it. `min_version`, `exact_version`: of every token."""
+    request's own stops end it. `routes_from`: prompt tokens whose routes are left out. `min_version`, `exact_version`: of every
+    token."""
 
     token_ids: tuple[int, ...]
     request_id: str = ""
@@ -73,6 +75,7 @@ class TokenRequest:
     stops: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignores_end: bool = False
+    routes_from: int = 0
     wants_logprobs: bool = True
     is_streamed: bool = False
     priority: int = 0
@@ -231,7 +234,7 @@ class GenerateApp:
             choice["logprobs"] = {"content": content}
         shape = self._sampler.routing_shape
         if shape is not None and not begun and rollout.is_finished and rollout.routing:
-            choice["routed_experts"] = experts_npy(rollout, shape)
+            choice["routed_experts"] = experts_npy(rollout, shape, answer.request)
         return choice
 
     async def _publish(self, request: Request) -> Response:
@@ -283,7 +286,7 @@ def parsed_request(body: Mapping[str, object]) -> TokenRequest:
     if not isinstance(stop_ids, list) or not all(type(one) is int and 0 <= one < TOKENS_MAX for one in stop_ids):
         raise MalformedMessage(f"sampling_params.stop_token_ids: expected token ids, got {shown(stop_ids)}")
     tokens, seed = told.get("max_tokens"), told.get("seed")
-    top_k = told.get("top_k")
+    top_k, routes_from = told.get("top_k"), told.get("routed_experts_prompt_start") or 0
     return TokenRequest(
         token_ids=tuple(token_ids),
         request_id=str(body.get("request_id") or "")[:128],
@@ -296,6 +299,7 @@ def parsed_request(body: Mapping[str, object]) -> TokenRequest:
         stops=stop_texts(told.get("stop")),
         stop_token_ids=tuple(stop_ids),
         ignores_end=told.get("ignore_eos") is True,
+        routes_from=_within(routes_from, "sampling_params.routed_experts_prompt_start", 0, len(token_ids)),
         wants_logprobs=told.get("logprobs") is not None,
         is_streamed=body.get("stream") is True,
         priority=_within(body.get("priority") or 0, "priority", -PRIORITY_MAX, PRIORITY_MAX),
@@ -322,11 +326,14 @@ def _number(params: Mapping[str, object], name: str, low: float, high: float) ->
     return float(told)
 
 
-def experts_npy(rollout: Rollout, shape: RoutingShape) -> str:
+def experts_npy(rollout: Rollout, shape: RoutingShape, request: TokenRequest) -> str:
     """The routes of a rollout as vLLM writes them: base64 of an .npy file of (positions, routers, chosen), all positions that were
-    read (the prompt's, if they are known, and the tokens' but the last)."""
-    rows = [unpacked(part, shape) for part in (rollout.routing.prompt, rollout.routing.tokens) if part]
+    read (the prompt's, if they are known, and the tokens' but the last) from `request.routes_from` on."""
+    parts = [unpacked(part, shape) for part in (rollout.routing.prompt, rollout.routing.tokens) if part]
+    rows = np.concatenate(parts)
+    first = len(request.token_ids) + len(rollout.token_ids) - 1 - len(rows)
+    rows = rows[max(0, request.routes_from - first) :]
     file = io.BytesIO()
     kind = np.uint8 if shape.experts <= 256 else np.uint16
-    np.save(file, np.concatenate(rows).astype(kind), allow_pickle=False)
+    np.save(file, rows.astype(kind), allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode()

@@ -147,6 +147,8 @@ def test_weights_are_handed_in_by_the_path_of_a_folder() -> None:
         ({"sampling_params": 3}, "sampling_params: expected an object"),
         ({"sampling_params": {"min_p": 0.1}}, "sampling_params.min_p: expected 0, since workers sample by"),
         ({"sampling_params": {"best_guess": 1}}, "sampling_params.best_guess: expected none"),
+        ({"sampling_params": {"min_tokens": 1}}, "sampling_params.min_tokens: expected 0"),
+        ({"sampling_params": {"routed_experts_prompt_start": 2}}, "prompt_start: expected a whole number from 0 to 1"),
         ({"sampling_params": {"n": 17}}, "sampling_params.n: expected a whole number from 1 to 16"),
         ({"sampling_params": {"temperature": "hot"}}, "sampling_params.temperature: expected a number"),
         ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p: expected a number"),
@@ -171,6 +173,7 @@ def test_values_that_change_nothing_are_taken() -> None:
         "top_k": -1,
         "seed": None,
         "logprobs": 1,
+        "return_token_ids": True,
     }
     parsed = parsed_request({"token_ids": [1], "sampling_params": params, "cache_salt": "x", "priority": -3})
     assert (parsed.top_k, parsed.seed, parsed.priority, parsed.wants_logprobs) == (0, None, -3, True)
@@ -187,10 +190,14 @@ def test_routes_are_written_as_vllm_writes_them() -> None:
         answer.rollouts = [rollout(0, (7, 8, 9), routing=routes)]
         answer.whole.set_result(None)
 
-    sampler = PlayedSampler(routed)
-    sampler.routing_shape = shape
-    told = asked(sampler, "POST", "/inference/v1/generate", {"token_ids": [1, 2]}).json()["choices"][0][
-        "routed_experts"
-    ]
-    found = np.load(io.BytesIO(base64.b64decode(told)))
-    assert found.dtype == np.uint8 and (found == experts).all(), "one row for each position that was read"
+    def told(start: int) -> Any:
+        sampler = PlayedSampler(routed)
+        sampler.routing_shape = shape
+        body = {"token_ids": [1, 2], "sampling_params": {"routed_experts_prompt_start": start}}
+        choice = asked(sampler, "POST", "/inference/v1/generate", body).json()["choices"][0]
+        return np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+
+    assert told(0).dtype == np.uint8 and (told(0) == experts).all(), "one row for each position that was read"
+    assert (told(1) == experts[1:]).all(), "a client has the routes of the turns before"
+    routes = Routing(b"", packed(experts[1:], shape))
+    assert (told(0) == experts[1:]).all() and (told(1) == experts[1:]).all(), "those of the prompt are not known"
