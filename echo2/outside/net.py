@@ -160,7 +160,8 @@ class GrpcNet:
             with socket.create_connection((host, port), timeout=timeout_s) as raw:
                 with context.wrap_socket(raw, server_hostname=server_name) as connection:
                     shown = connection.getpeercert(binary_form=True)
-        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # the server is full at the moment, or its machine is going down
+        # The server is full at the moment, or its machine is going down.
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             raise Unreachable(
                 f"coordinator at {host}:{port}: it closed the connection before it showed a certificate"
             ) from None
