@@ -68,12 +68,8 @@ SHAPES = (
 
 def make_model(folder: Path, shape: Shape) -> None:
     import torch
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    words = {text: number for number, text in enumerate(["<pad>", "<eos>", *"0123456789>"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=1024,
@@ -90,7 +86,6 @@ def make_model(folder: Path, shape: Shape) -> None:
         bos_token_id=None,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
 
 
 def make_batch(shape: Shape, model: Path) -> dict[str, Any]:

@@ -1,12 +1,17 @@
 """One optimiser step of the real trainer: tokens a second, share of what the device's matrix products do, both attentions,
-the layout's share of a step, and whether the same batches give the same bits again.
+the layout's share of a step, TRL's step on the same batch, and whether the same batches give the same bits again.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import random
+import statistics
+import subprocess
+import sys
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +29,10 @@ BYTES_PER_PARAMETER = 18
 """Weights in bf16, their gradient, and master, gradient and two moments in float32."""
 TRIALS = 3
 COLLATION_SHARE_MAX = 0.05
+TRL_ROWS = 8
+"""Padded rows of TRL's micro-batches, which multiply its logits."""
+TRL_RATIO = 1.5
+"""That bench_learner asks for on a CPU."""
 
 
 def batch_of(trainer: Trainer, shape: Shape, groups: int, each: int, prompt: int, mean: int) -> Batch:
@@ -80,8 +89,10 @@ def run(setup: Setup) -> list[Row]:
 
 
 def _rows_of(setup: Setup, shape: Shape) -> list[Row]:
-    sizes = (4, 4, 24, 16) if setup.is_small else (16, 8, 256, 512)
+    groups = 16 if shape is QWEN3_06B else 8
+    sizes = (4, 4, 24, 16) if setup.is_small else (groups, 8, 256, 512)
     rows: list[Row] = []
+    batch: Batch | None = None
     rates: dict[Attention, float] = {}
     wishes: tuple[Literal["auto", "dense"], ...] = ("auto", "dense") if setup.device.type != "cpu" else ("auto",)
     for wish in wishes:
@@ -92,7 +103,7 @@ def _rows_of(setup: Setup, shape: Shape) -> list[Row]:
                 not_measured(f"{shape.name}: step by FlexAttention", "tokens/s", "its trial failed here", "higher")
             )
             continue
-        batch = batch_of(trainer, shape, *sizes)
+        batch = batch or batch_of(trainer, shape, *sizes)
         found: list[StepResult] = []
         seconds = setup.seconds(lambda t=trainer, b=batch, f=found: f.append(t.step(b)), TRIALS, 1)  # type: ignore[misc]
         last = found[-1]
@@ -107,14 +118,51 @@ def _rows_of(setup: Setup, shape: Shape) -> list[Row]:
         if setup.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(setup.device)
             rows.append(Row(f"{name}, peak memory a parameter", peak / shape.parameters, "bytes"))
-            torch.cuda.reset_peak_memory_stats(setup.device)
         del trainer
         if setup.device.type == "cuda":
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(setup.device)
     if len(rates) == 2:
         faster = rates[Attention.FLEX] / rates[Attention.DENSE]
         rows.append(Row(f"{shape.name}: step, FlexAttention over dense", faster, "x", 1.0, "higher"))
+    assert batch is not None
+    rows += _beside_trl(setup, shape, batch, max(rates.values()))
     rows.append(_replayed(setup, shape, sizes))
+    return rows
+
+
+def _beside_trl(setup: Setup, shape: Shape, batch: Batch, our_rate: float) -> list[Row]:
+    """TRL's loss, backward pass and AdamW on the same rollouts, in padded rows."""
+    name = f"{shape.name}: step, ours over TRL"
+    if importlib.util.find_spec("trl") is None:
+        return [not_measured(name, "x", "not installed: trl", "higher")]
+    rollouts = [(group.spec, rollout, reward) for group in batch.groups
+                for rollout, reward in zip(group.rollouts, group.rewards, strict=True)]  # fmt: skip
+    data: dict[str, Any] = {
+        "model": str(saved_model(shape, setup.folder)), "device": str(setup.device), "micro_rows": TRL_ROWS,
+        "prompts": [spec.prompt_token_ids for spec, _, _ in rollouts],
+        "completions": [rollout.token_ids for _, rollout, _ in rollouts],
+        "logprobs": [rollout.logprobs for _, rollout, _ in rollouts],
+        "advantages": [reward - 0.5 for _, _, reward in rollouts],
+        "rollouts_per_group": len(batch.groups[0].rollouts),
+        "longest": max(len(rollout.token_ids) for _, rollout, _ in rollouts),
+    }  # fmt: skip
+    path = setup.folder / "trl.json"
+    path.write_text(json.dumps(data))
+    command = [sys.executable, "-m", "benchmarks.trl_step", str(path), "2", str(torch.get_num_threads())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return [not_measured(name, "x", f"TRL failed: {done.stderr.strip().splitlines()[-1]}", "higher")]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    their_rate = sum(len(tokens) for tokens in data["completions"]) / statistics.median(found["seconds"])
+    rows = [
+        Row(f"{shape.name}: TRL's step", their_rate, "tokens/s", None, "higher"),
+        Row(name, our_rate / their_rate, "x", None if setup.is_small else TRL_RATIO, "higher"),
+    ]
+    if found["device_bytes"]:
+        rows.append(
+            Row(f"{shape.name}: TRL's step, peak memory a parameter", found["device_bytes"] / shape.parameters, "bytes")
+        )
     return rows
 
 
