@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module with `run(setup)`, and the packages without which it cannot run."""
+    """A module with `run(setup)`, whose rows are kept as they come, and the packages without which it cannot run."""
 
     module: str
     needs: tuple[str, ...]
@@ -111,18 +111,20 @@ def rows_of_part(name: str, arguments: argparse.Namespace) -> list[dict[str, obj
                 timeout=arguments.seconds, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return [told(name, f"failed: not done after {arguments.seconds:g} s")]
-        if done.returncode or not out.exists():
-            lines = [line for line in done.stderr.strip().splitlines() if line]
-            print(done.stderr, file=sys.stderr)
-            return [told(name, f"failed with {done.returncode}: {lines[-1] if lines else 'without a word'}")]
-        rows: list[dict[str, object]] = json.loads(out.read_text())
+            ends = [told(name, f"failed: not done after {arguments.seconds:g} s")]
+        else:
+            ends = []
+            if done.returncode:
+                lines = [line for line in done.stderr.strip().splitlines() if line]
+                print(done.stderr, file=sys.stderr)
+                ends = [told(name, f"failed with {done.returncode}: {lines[-1] if lines else 'without a word'}")]
+        rows: list[dict[str, object]] = json.loads(out.read_text()) if out.exists() else []
     print(f"{name}: {time.monotonic() - began:.0f} s")
     for row in rows:
         value, target = row["value"], row["target"]
         shown = f"{value:>12.4g} {row['unit']}" if isinstance(value, int | float) else f"{'-':>12} {row.get('why', '')}"
         print(f"  {row['name']:<84} {shown}" + (f"  (target {target:g})" if isinstance(target, int | float) else ""))
-    return rows
+    return rows + ends
 
 
 def told(name: str, why: str) -> dict[str, object]:
@@ -138,7 +140,10 @@ def run_part(name: str, device: str, is_small: bool, out: Path) -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         setup = Setup(torch.device(device), is_small, Path(folder))
-        write_rows(out, importlib.import_module(PARTS[name].module).run(setup))
+        rows = []
+        for row in importlib.import_module(PARTS[name].module).run(setup):
+            rows.append(row)
+            write_rows(out, rows)
 
 
 if __name__ == "__main__":

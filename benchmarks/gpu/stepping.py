@@ -10,6 +10,7 @@ import random
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -76,22 +77,19 @@ def trainer_of(setup: Setup, shape: Shape, attention: Literal["auto", "dense", "
     return Trainer(model, options, 1000)
 
 
-def run(setup: Setup) -> list[Row]:
-    rows = []
+def run(setup: Setup) -> Iterator[Row]:
     for shape in (SMALL,) if setup.is_small else (QWEN3_06B, QWEN3_4B):
         wanted = BYTES_PER_PARAMETER * shape.parameters
         if wanted > 0.9 * setup.free_bytes:
             why = f"{wanted / 1e9:.0f} GB of weights and optimiser, {setup.free_bytes / 1e9:.0f} GB free"
-            rows.append(not_measured(f"{shape.name}: step", "tokens/s", why, "higher"))
+            yield not_measured(f"{shape.name}: step", "tokens/s", why, "higher")
             continue
-        rows += _rows_of(setup, shape)
-    return rows
+        yield from _rows_of(setup, shape)
 
 
-def _rows_of(setup: Setup, shape: Shape) -> list[Row]:
+def _rows_of(setup: Setup, shape: Shape) -> Iterator[Row]:
     groups = 16 if shape is QWEN3_06B else 8
     sizes = (4, 4, 24, 16) if setup.is_small else (groups, 8, 256, 512)
-    rows: list[Row] = []
     batch: Batch | None = None
     rates: dict[Attention, float] = {}
     wishes: tuple[Literal["auto", "dense"], ...] = ("auto", "dense") if setup.device.type != "cpu" else ("auto",)
@@ -99,9 +97,7 @@ def _rows_of(setup: Setup, shape: Shape) -> list[Row]:
         trainer = trainer_of(setup, shape, wish)
         attention = trainer.model.policy.attention
         if attention in rates:
-            rows.append(
-                not_measured(f"{shape.name}: step by FlexAttention", "tokens/s", "its trial failed here", "higher")
-            )
+            yield not_measured(f"{shape.name}: step by FlexAttention", "tokens/s", "its trial failed here", "higher")
             continue
         batch = batch or batch_of(trainer, shape, *sizes)
         found: list[StepResult] = []
@@ -110,25 +106,22 @@ def _rows_of(setup: Setup, shape: Shape) -> list[Row]:
         rates[attention] = last.sampled_tokens / seconds
         name = f"{shape.name}: step, {attention.value} attention"
         flops = trainer.model.flops_per_position * last.positions / seconds
-        rows += [
-            Row(name, rates[attention], "tokens/s", None, "higher"),
-            Row(f"{name}, of a matrix product's rate", flops / setup.matmul_flops(), "share", None, "higher"),
-            Row(f"{name}, waiting for the layout", _share(found[1:], "load"), "share", COLLATION_SHARE_MAX),
-        ]
+        yield Row(name, rates[attention], "tokens/s", None, "higher")
+        yield Row(f"{name}, of a matrix product's rate", flops / setup.matmul_flops(), "share", None, "higher")
+        yield Row(f"{name}, waiting for the layout", _share(found[1:], "load"), "share", COLLATION_SHARE_MAX)
         if setup.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(setup.device)
-            rows.append(Row(f"{name}, peak memory a parameter", peak / shape.parameters, "bytes"))
+            yield Row(f"{name}, peak memory a parameter", peak / shape.parameters, "bytes")
         del trainer
         if setup.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(setup.device)
     if len(rates) == 2:
         faster = rates[Attention.FLEX] / rates[Attention.DENSE]
-        rows.append(Row(f"{shape.name}: step, FlexAttention over dense", faster, "x", 1.0, "higher"))
+        yield Row(f"{shape.name}: step, FlexAttention over dense", faster, "x", 1.0, "higher")
     assert batch is not None
-    rows += _beside_trl(setup, shape, batch, max(rates.values()))
-    rows.append(_replayed(setup, shape, sizes))
-    return rows
+    yield from _beside_trl(setup, shape, batch, max(rates.values()))
+    yield _replayed(setup, shape, sizes)
 
 
 def _beside_trl(setup: Setup, shape: Shape, batch: Batch, our_rate: float) -> list[Row]:
