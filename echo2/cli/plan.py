@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from echo2.base.errors import ConfigError
@@ -58,11 +57,11 @@ def run_plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
         planned,
         print_answer,
         print_fits,
+        print_lines,
     )
 
     prompt = config.sampling.max_prompt_tokens / 2  # assumes prompts of half the longest length
     audit_s = audit_s_per_step(config, prompt, question.tokens.mean, question.learner.train_s)
-    question = replace(question, recomputes_caches=config.worker.swap_mode == "recompute_kv")
     run = PlannedRun(config.learner.steps, origin, *assumptions(fleet, own.what_if))
     answer = planned(question)
     if own.json:
@@ -77,8 +76,8 @@ def run_plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
         )
         short = shortages(config, question.model, here)
         lacks = "".join(f"; {one.what} is SHORT: {one.text}; what would fit: {one.would_fit}" for one in short)
-        print(learner_line(config, question.model, here) + lacks)
-        print(audit_line(audit_s))
+        print_lines(learner_line(config, question.model, here) + lacks)
+        print_lines(audit_line(audit_s))
     return 0
 
 
@@ -228,6 +227,7 @@ def question_of(
         tuple(offers),
         catalogue,
         steps=config.learner.steps,
+        recomputes_caches=config.worker.swap_mode == "recompute_kv",
     ), origin
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import textwrap
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from echo2.cost_model.planner import sent_gib_per_hour
 from echo2.cost_model.question import PlanQuestion, PoolOffer
 from echo2.cost_model.snapshot import LearnerEstimate
 
+COLUMNS_MAX = 100  # longer lines are hard to read; a narrower terminal wraps them earlier
 PRICE_RANGE = (0.5, 2.0)
 """Real prices over those of the catalogue: offers of one kind of GPU differ by so much between providers (`echo2 offers`)."""
 
@@ -148,34 +150,44 @@ def _finite(value: float) -> float | None:
 
 def print_answer(question: PlanQuestion, answer: Plan, run: PlannedRun, with_sums: bool) -> None:
     """Prints what to rent, or what would make the run feasible; then tables, and the calculation if `with_sums`."""
-    console = Console(highlight=False)
     learner = question.learner
-    console.print(
+    print_lines(
         f"model    {question.model.billions:.3g} billion parameters ({run.origin})\n"
         f"step     {_step_text(learner)}; "
         f"S = {question.wishes.staleness_bound}\n"
         f"lengths  {_lengths_text(question, run)}\n"
-        f"prices   {PRICES_ASSUMED if run.prices_are_assumed else 'as the fleet file names them'}",
-        soft_wrap=True,
+        f"prices   {PRICES_ASSUMED if run.prices_are_assumed else 'as the fleet file names them'}"
     )
     if learner.dropped_rollouts:
-        console.print(
+        print_lines(
             f"dropped  {learner.dropped_share:.0%} of the groups are assumed to have equal rewards, which dynamic sampling throws "
-            f"away: workers make {learner.rollouts_per_step} rollouts a step (--what-if dropped=0.4 takes another share)",
-            soft_wrap=True,
+            f"away: workers make {learner.rollouts_per_step} rollouts a step (--what-if dropped=0.4 takes another share)"
         )
     for offer, would in question.refused.items():
-        console.print(f"left out {offer.machine}: the model does not fit; what would fit: {would}", soft_wrap=True)
-    is_over_budget = any(term.limit_kind is Limit.USD_BUDGET and not term.is_met for term in answer.terms)
-    if answer.is_feasible or is_over_budget:
-        _print_price(console, question, answer, run)
+        print_lines(f"left out {offer.machine}: the model does not fit; what would fit: {would}")
+    if answer.pool:
+        _print_price(question, answer, run)
     if not answer.is_feasible:
-        _print_what_would_do(console, question, answer)
-    _print_terms(console, answer)
+        _print_what_would_do(question, answer)
+    _print_terms(answer)
     if answer.is_feasible:
-        _print_alternatives(console, question, answer)
+        _print_alternatives(question, answer)
     if with_sums and answer.pool:
-        _print_sums(console, question, answer)
+        _print_sums(question, answer)
+
+
+def print_lines(text: str, style: str = "") -> None:
+    """Prints lines, each wrapped to the terminal or COLUMNS_MAX, its continuation below the text behind the label."""
+    console = _console()
+    for line in text.splitlines():
+        wrapped = textwrap.wrap(
+            line, console.width, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False
+        )
+        console.print("\n".join(wrapped), style=style, markup=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=min(COLUMNS_MAX, Console().width))
 
 
 PRICES_ASSUMED = "assumed, mid 2026, 0.5-2 times (echo2 offers lists real ones; price_usd_per_hour in the fleet file)"
@@ -184,7 +196,7 @@ PRICES_ASSUMED = "assumed, mid 2026, 0.5-2 times (echo2 offers lists real ones; 
 def _lengths_text(question: PlanQuestion, run: PlannedRun) -> str:
     """Describes the rollouts' lengths, and how to set an assumed mean."""
     tokens = question.tokens
-    how = " (assumed; --what-if mean=N, or \\[lengths] mean_tokens in the fleet file)" if run.mean_is_assumed else ""
+    how = " (assumed; --what-if mean=N, or [lengths] mean_tokens in the fleet file)" if run.mean_is_assumed else ""
     return f"{tokens.mean:.0f} tokens a rollout on average{how}, 95 % below {tokens.tail:.0f}, at most {tokens.longest:.0f}"
 
 
@@ -217,36 +229,33 @@ def _machines(question: PlanQuestion, offer: PoolOffer, count: int) -> str:
     return f"{count} x {kind}" if gpus == 1 else f"{count} workers of {gpus} x {kind}"
 
 
-def _print_price(console: Console, question: PlanQuestion, answer: Plan, run: PlannedRun) -> None:
+def _print_price(question: PlanQuestion, answer: Plan, run: PlannedRun) -> None:
     hours, learner_usd = hours_of(question, answer, run), question.learner.price_usd_per_hour
     busy = f"the learner trains {answer.predicted_utilisation:.0%} of the time"
     total, steps = answer.usd_per_hour + learner_usd, "step" if answer.kappa == 1 else f"{answer.kappa} steps"
     low, high = run.usd_range(hours * total)
     usd = f"${hours * total:,.2f}" + (f" (${low:,.0f} to ${high:,.0f} at such prices)" if low < high else "")
-    console.print(
+    print_lines(
         f"rent     {_pool(question, answer)}; publish every {steps}; {busy}\n"
         f"price    workers ${answer.usd_per_hour:.2f}/h + learner ${learner_usd:.2f}/h = ${total:.2f}/h\n"
         f"the run  {run.steps} steps: about {format_seconds(3600 * hours)} and {usd}",
-        style="bold", soft_wrap=True,
-    )  # fmt: skip
+        style="bold",
+    )
 
 
-def _print_what_would_do(console: Console, question: PlanQuestion, answer: Plan) -> None:
+def _print_what_would_do(question: PlanQuestion, answer: Plan) -> None:
     """Prints changes that would make the run feasible; each was tried with the planner."""
     term = answer.binding_term
-    busy = f"the learner would train {answer.predicted_utilisation:.0%} of the time"
+    busy, target = f"{answer.predicted_utilisation:.0%} of the time", f"{question.wishes.target_utilisation:.0%}"
     what = "this budget" if term.limit_kind is Limit.USD_BUDGET else "these machines"
-    console.print(f"not feasible with {what}: {busy}; what limits it: {term.limit_kind.value}", style="bold")
+    print_lines(f"not feasible with {what}: the learner would train {busy}, not {target}: {term.text}", "bold")
     found = advice_of(question, answer)
     for advice in found:
-        console.print(
-            f"  would do: {advice.change}; workers ${advice.usd_per_hour:.2f}/h   (--what-if {advice.what_if})",
-            soft_wrap=True,
+        print_lines(
+            f"would do {advice.change}; workers ${advice.usd_per_hour:.2f}/h\n         --what-if {advice.what_if}"
         )
     if not found:
-        console.print(
-            "  no change of one or two of S, uplink, machines, cap, budget and learner up to 64-fold would do"
-        )
+        print_lines("no change of one or two of S, uplink, machines, cap, budget and learner up to 64-fold would do")
 
 
 def verdict(term: Term) -> str:
@@ -261,20 +270,19 @@ def verdict(term: Term) -> str:
     return f"{ratio:.3g} times it"
 
 
-def _print_terms(console: Console, answer: Plan) -> None:
+def _print_terms(answer: Plan) -> None:
     table = Table(title="what limits the run")
-    for column in ("term", "formula", "value", "limit", "unit", "verdict"):
+    for column in ("term", "value and limit", "verdict"):
         table.add_column(column, overflow="fold")
     for term in answer.terms:
         mark = ", limiting" if term.limit_kind is answer.binding and term.is_met else ""
-        value = f"{term.value:.4g}" if math.isfinite(term.value) else "-"
-        table.add_row(term.limit_kind.value, term.formula, value, f"{term.limit:.4g}", term.unit, verdict(term) + mark)
-    console.print(table)
+        table.add_row(term.limit_kind.value, term.text, verdict(term) + mark)
+    _console().print(table)
 
 
-def _print_alternatives(console: Console, question: PlanQuestion, answer: Plan) -> None:
+def _print_alternatives(question: PlanQuestion, answer: Plan) -> None:
     table = Table(title="alternatives, workers and learner together")
-    for column in ("plan", "kappa", "pool", "$/h", "$ per 1000 useful rollouts", "utilisation", "T_bcast", "in flight"):
+    for column in ("plan", "steps a version", "pool", "$/h", "$ per 1000 rollouts", "busy", "spread in", "in flight"):
         table.add_column(column, overflow="fold")
     for name, one in alternatives(question, answer).items():
         if one is None:
@@ -282,10 +290,10 @@ def _print_alternatives(console: Console, question: PlanQuestion, answer: Plan) 
             continue
         table.add_row(
             name, str(one.kappa), _pool(question, one), f"{one.usd_per_hour + question.learner.price_usd_per_hour:.2f}",
-            f"{1000 * one.usd_per_useful_rollout:.3f}", f"{one.predicted_utilisation:.1%}",
+            f"{1000 * one.usd_per_useful_rollout:.3f}", f"{one.predicted_utilisation:.0%}",
             format_seconds(one.broadcast_s), str(one.in_flight_cap_rollouts),
         )  # fmt: skip
-    console.print(table)
+    _console().print(table)
 
 
 def print_fits(question: PlanQuestion, answer: Plan) -> None:
@@ -297,10 +305,10 @@ def print_fits(question: PlanQuestion, answer: Plan) -> None:
         table.add_column(column, overflow="fold")
     for row in fit_rows(question.model, question.lengths, kinds):
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    _console().print(table)
 
 
-def _print_sums(console: Console, question: PlanQuestion, answer: Plan) -> None:
+def _print_sums(question: PlanQuestion, answer: Plan) -> None:
     """Prints every relation with its numbers filled in."""
     learner, kappa, bound = question.learner, answer.kappa, question.wishes.staleness_bound
     train_s, batch, rate = learner.train_s, learner.rollouts_per_step, answer.throughput_rollouts_per_s
@@ -327,7 +335,7 @@ def _print_sums(console: Console, question: PlanQuestion, answer: Plan) -> None:
         f"{_useful_per_hour(question, answer):.0f} useful rollouts/h = "
         f"{answer.usd_per_useful_rollout:.5f} USD",
     ]
-    console.print("\n".join(lines), soft_wrap=True)
+    print_lines("\n".join(lines))
 
 
 def _prefill_text(question: PlanQuestion, offer: PoolOffer, kappa: int) -> str:

@@ -48,11 +48,23 @@ class Term:
     def is_met(self) -> bool:
         return self.slack >= -1e-6
 
-    def text(self, is_binding: bool = False) -> str:
-        """One line for the page and the log."""
-        mark = " <- binds" if is_binding else ""
-        held = "met" if self.is_met else "BROKEN"
-        return f"{self.formula}: {self.value:.4g} against {self.limit:.4g} {self.unit}, {held}{mark}"
+    @property
+    def text(self) -> str:
+        """Value and limit in words."""
+        value = f"{self.value:.3g}" if math.isfinite(self.value) else "for ever"
+        match self.limit_kind:
+            case Limit.THROUGHPUT:
+                return f"workers make {value} of the {self.limit:.3g} rollouts/s that the learner needs"
+            case Limit.REWARDS:
+                return f"reward processes judge {value} of the {self.limit:.3g} rollouts/s that the learner needs"
+            case Limit.BROADCAST:
+                return f"a version takes {value} s on the links and the next comes after {self.limit:.3g} s"
+            case Limit.STALENESS:
+                return f"a version, a long rollout and a batch take {value} of the {self.limit:.3g} s that S allows"
+            case Limit.USD_PER_HOUR:
+                return f"workers cost {value} of the {self.limit:g} USD/h that the cap allows"
+            case Limit.USD_BUDGET:
+                return f"with the steps left the workers cost {value} of the {self.limit:g} USD of the budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +106,9 @@ class Plan:
         return next(term for term in self.terms if term.limit_kind is self.binding)
 
     def term_lines(self) -> tuple[str, ...]:
-        """The inequality, one term per line, with the binding term marked."""
-        return tuple(term.text(term.limit_kind is self.binding) for term in self.terms)
+        """One line per term, what limits most first."""
+        ordered = sorted(self.terms, key=lambda term: term.slack)
+        return tuple(f"{'met' if term.is_met else 'short'}: {term.text}" for term in ordered)
 
 
 def usd_to_finish(snapshot: FleetSnapshot, found: Evaluation) -> float:

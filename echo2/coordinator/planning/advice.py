@@ -229,7 +229,7 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
         return
     if run.is_short and run.broken and run.broken[0].limit_kind is Limit.REWARDS:
         trains = f"the learner trains {learner.utilisation:.0%} of the time"
-        yield ToDo(f"{MORE_REWARDS}: {trains}; {_term_text(run.broken[0])}. More workers would not help.", "warn")
+        yield ToDo(f"{MORE_REWARDS}: {trains}; {run.broken[0].text}. More workers would not help.", "warn")
         return
     if learner.waits_long:
         waits = f"the learner waits {format_duration(learner.waits_s)} for {learner.waits_for}"
@@ -250,7 +250,7 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
             is_rate = term.limit_kind is Limit.THROUGHPUT
             what = "Add workers or raise S" if is_rate else (term.remedy or f"Ease {term.limit_kind.value}")
             button = (Act.MAKE_LINK, "Make a join link") if is_rate else (Act.NOTHING, "")
-            yield ToDo(f"{what[:1].upper()}{what[1:]}: {trains}; {_term_text(term)}.", "warn", *button)
+            yield ToDo(f"{what[:1].upper()}{what[1:]}: {trains}; {term.text}.", "warn", *button)
 
 
 def _nothing_to_do(run: RunNow) -> ToDo:
@@ -270,23 +270,8 @@ def _limits(run: RunNow) -> str:
     if run.plan is None:
         return f"not known before {run.plan_waits_for or 'a first plan'}"
     if run.broken:
-        return "; ".join(_term_text(term) for term in run.broken)
-    return f"nothing: all terms hold; the tightest is {_term_text(run.plan.binding_term)}"
-
-
-def _term_text(term: Term) -> str:
-    match term.limit_kind:
-        case Limit.THROUGHPUT:
-            return f"workers make {term.value:.3g} of the {term.limit:.3g} rollouts/s that the learner needs"
-        case Limit.REWARDS:
-            return f"reward processes judge {term.value:.3g} of the {term.limit:.3g} rollouts/s that the learner needs"
-        case Limit.BROADCAST:
-            return f"a version takes {term.value:.3g} s on the links and the next comes after {term.limit:.3g} s"
-        case Limit.STALENESS:
-            value = f"{term.value:.3g} s" if math.isfinite(term.value) else "for ever"
-            return f"a version, a long rollout and a batch take {value} of the {term.limit:.3g} s that S allows"
-        case _:
-            return f"{term.formula} is {term.value:.4g} of {term.limit:.4g} {term.unit}"
+        return "; ".join(term.text for term in run.broken)
+    return f"nothing: all terms hold; the tightest is {run.plan.binding_term.text}"
 
 
 def _hours_left(run: RunNow) -> float | None:

@@ -116,8 +116,11 @@ FLEETS = {
     [pytest.param(text, marks=[] if name == "slow uplink" else pytest.mark.soak) for name, text in FLEETS.items()],
     ids=FLEETS,
 )
-def test_advice_holds_when_it_is_followed(fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each line of advice is taken as it is printed and given back to the same command."""
+def test_advice_holds_when_it_is_followed(
+    fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line of advice is taken as it is printed, in at most 100 columns, and given back to the same command."""
+    monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "fleet.toml"
     path.write_text(fleet)
     asked = (
@@ -132,10 +135,11 @@ def test_advice_holds_when_it_is_followed(fleet: str, tmp_path: Path, capsys: py
     )
     assert run(*asked, "--explain") == 0
     printed = capsys.readouterr().out
-    for said in ("what limits the run", "(3)", "not feasible with these machines", "would do: "):
+    for said in ("what limits the run", "(3)", "not feasible with these machines", "would do "):
         assert said in printed
+    assert max(map(len, printed.splitlines())) <= 100
     assert "alternatives" not in printed, "there is none to choose from"
-    found = re.findall(r"workers (\$[\d.]+/h)   \(--what-if (\S+)\)", printed)
+    found = re.findall(r"workers\s+(\$[\d.]+/h)\s+--what-if (\S+)", printed)
     assert found
     for price, what_if in found:
         assert run(*asked, "--what-if", what_if) == 0
@@ -228,7 +232,7 @@ def test_the_share_of_groups_that_dynamic_sampling_throws_away_is_said_and_count
     assert half["learner"]["train_s"] == plain["learner"]["train_s"], "no step is made of what is thrown away"
     assert half["run"]["hours"] == pytest.approx(plain["run"]["hours"], rel=0.05)
     assert run("plan", *EIGHT, LONG, "--learner.prompts_per_step=128", *asked) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "25% of the groups are assumed to have equal rewards" in printed and "--what-if dropped=" in printed
 
 
@@ -283,7 +287,7 @@ def test_the_learners_gpus_of_the_fleet_file_reach_memory_and_audit(
     def printed(gpu: str, count: int) -> str:
         path.write_text(SINGLE.replace("gpu_count = 8", f"gpu_count = {count}").replace("H100", gpu))
         assert run("plan", str(EXAMPLE_8B), "--fleet", str(path)) == 0
-        return capsys.readouterr().out
+        return " ".join(capsys.readouterr().out.split())
 
     eight, two = printed("H100", 8), printed("H100", 2)
     assert "learner: 33.6 GB on each of 8 GPUs" in eight and "the learner scores 4.94 s a step" in eight
