@@ -30,6 +30,7 @@ from echo2.base.units import format_bytes
 from echo2.broadcast.nat.probing import OwnLink, look_at_own_link
 from echo2.broadcast.reachability import LinkKind, own_reach
 from echo2.cli.options import MODULES, link_text, make_importable
+from echo2.cli.process import wrapped
 from echo2.cli.sizing import LearnerMachine, guessed_model_of, learner_line, lengths_of, shortages
 from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
@@ -74,9 +75,9 @@ def run_doctor(own: argparse.Namespace, rest: Sequence[str]) -> int:
         print(json.dumps(rows, indent=1))
     else:
         for finding in found:
-            print(f"{WORDS[finding.is_good]}  {finding.line()}")
+            print(wrapped(f"{WORDS[finding.is_good]}  {finding.line()}", 6))
             if _advice(finding):
-                print(f"      {_advice(finding)}")
+                print(wrapped(f"      {_advice(finding)}", 6))
     bad = [finding.what for finding in found if finding.is_good is False]
     if bad:
         raise ResourceError(f"doctor: {len(bad)} problem{'' if len(bad) == 1 else 's'}: {', '.join(bad)}")

@@ -183,7 +183,9 @@ def plain_line(state: ScreenState) -> str:
     parts += [f"version {learner.newest_version}", f"workers {versions or 'none yet'}"]
     if learner.step:
         parts.append(f"utilisation {learner.utilisation:.0%}{f' (predicted {predicted:.0%})' if predicted else ''}")
-    parts += [f"buffered {learner.buffered_rollouts}", f"USD {status.usd_spent:.4f}"]
+    parts.append(f"buffered {learner.buffered_rollouts}")
+    if status.usd_spent:
+        parts.append(f"USD {status.usd_spent:.4f}")
     if status.headline_kind in ("warn", "bad"):
         return "  ".join([*parts, status.headline])
     return "  ".join([*parts, *([f"waits for {learner.waits_for}"] if learner.waits_for else [])])
@@ -261,7 +263,7 @@ def draw(state: ScreenState) -> RenderableType:
 def _header(state: ScreenState) -> RenderableType:
     text = Text()
     minutes, seconds = divmod(int(state.elapsed_s), 60)
-    text.append(f"{state.title}   {minutes}:{seconds:02d}   ", style="bold")
+    text.append(f"{state.title}   {f'{minutes}:{seconds:02d}   ' if state.elapsed_s else ''}", style="bold")
     text.append(state.phase, style="cyan")
     if state.status is not None and state.status.headline:
         text.append(f"\n{state.status.headline}", style=_KINDS.get(state.status.headline_kind, ""))
@@ -304,9 +306,10 @@ def _learner_text(status: coordinator_pb2.RunStatus) -> Text:
     rows += [
         f"buffered {learner.buffered_rollouts}, in flight {learner.open_rollouts} of {status.plan.in_flight_cap_rollouts} rollouts",
         f"deltas {format_bytes(status.artifact_bytes_published)}{_share(status)}",
-        f"spent ${status.usd_spent:.4f}, {useful_share(status):.0%} of it on work; now ${status.usd_per_hour:.2f}/h"
-        f"{per_million(status)}",
     ]
+    if status.usd_spent or status.usd_per_hour:
+        now = f"now ${status.usd_per_hour:.2f}/h{per_million(status)}"
+        rows.append(f"spent ${status.usd_spent:.4f}, {useful_share(status):.0%} of it on work; {now}")
     if learner.waits_for:
         rows.append(f"waits for {learner.waits_for} since {learner.waits_since_s:.1f} s")
     return Text("\n".join(rows))
@@ -332,35 +335,28 @@ def _share(status: coordinator_pb2.RunStatus) -> str:
 
 def _plan_text(status: coordinator_pb2.RunStatus) -> Text:
     plan = status.plan
-    lines = [f"kappa {plan.kappa}, cap {plan.in_flight_cap_rollouts} rollouts", *status.plan_terms]
-    lines.append(
-        f"broadcast {status.measured_broadcast_s:.2f} s measured, {plan.predicted_broadcast_s:.2f} s predicted"
-    )
+    if not plan.kappa:
+        return Text("no plan yet")
+    every = "every step" if plan.kappa == 1 else f"every {plan.kappa} steps"
+    lines = [f"a version {every}, at most {plan.in_flight_cap_rollouts} rollouts in flight", *status.plan_terms]
+    if status.measured_broadcast_s:
+        lines.append(
+            f"versions spread in {status.measured_broadcast_s:.2f} s, {plan.predicted_broadcast_s:.2f} s predicted"
+        )
     return Text("\n".join(lines[:9]))
 
 
 def _workers(status: coordinator_pb2.RunStatus) -> RenderableType:
+    """Fits 80 columns: what a worker waits for is broken into lines beside its state."""
     table = Table(expand=True, title=None, box=None, padding=(0, 1))
-    for name in (
-        "worker",
-        "state",
-        "USD/h",
-        "tokens/s",
-        "rollouts/s",
-        "version",
-        "running",
-        "leases",
-        "sent",
-        "received",
-        "waits for",
-    ):
-        table.add_column(name, justify="left" if name in ("worker", "state", "waits for") else "right")
+    for name in ("worker", "state", "USD/h", "tokens/s", "version", "running"):
+        is_text = name in ("worker", "state")
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=name != "state")
     for worker in status.workers:
-        beat = worker.heartbeat
+        beat, state = worker.heartbeat, worker.activation if worker.state == "alive" else worker.state
+        waits = f", waits for {beat.waits_for}" if beat.waits_for and worker.state == "alive" else ""
         table.add_row(
-            worker.name, f"{worker.state}, {worker.activation}", f"{worker.hello.price_usd_per_hour:.2f}",
-            f"{beat.tokens_per_s:.0f}", f"{beat.rollouts_per_s:.1f}", str(beat.version) if beat.has_version else "-",
-            str(beat.running_sequences), str(worker.leases), format_bytes(beat.sent_chunk_bytes),
-            format_bytes(beat.received_chunk_bytes), beat.waits_for,
+            worker.name, state + waits, f"{worker.hello.price_usd_per_hour:.2f}", f"{beat.tokens_per_s:.0f}",
+            str(beat.version) if beat.has_version else "none", str(beat.running_sequences),
         )  # fmt: skip
     return Panel(table, title="workers", title_align="left")

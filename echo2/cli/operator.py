@@ -107,8 +107,8 @@ def operator_at(run: str) -> OperatorClient:
 
 def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 status`; returns the exit code."""
-    from echo2.cli.live import ScreenState, draw  # which asks by OperatorClient itself
-    from echo2.cli.report import SUMMARY, is_reported, read_report, write_report
+    from echo2.cli.live import ScreenState, draw, phase_of  # which asks by OperatorClient itself
+    from echo2.cli.report import SUMMARY, is_reported, read_report, rows_of, write_report
 
     folder = Path(own.run)
     if is_reported(folder):
@@ -125,7 +125,12 @@ def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
     elif status.finished and (folder / "learner" / "metrics.jsonl").is_file():
         print(write_report(folder, status).text)
     else:
-        Console().print(draw(ScreenState(title=f"run {status.run_id}", status=status)))
+        state = ScreenState(title=f"run {status.run_id}", phase=phase_of(status), status=status)
+        rows = rows_of(folder / "learner" / "metrics.jsonl")
+        state.rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+        rows = rows_of(folder / "learner" / "evaluations.jsonl")
+        state.evaluations = [(row["step"], row["eval/reward"]) for row in rows]
+        Console().print(draw(state))
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import textwrap
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from echo2.base.errors import ResourceError
 from echo2.base.units import format_bytes, format_seconds
+from echo2.cli.process import COLUMNS_MAX, wrapped
 from echo2.cli.sizing import FIT_COLUMNS, fit_rows
 from echo2.coordinator.planning.pool_plan import feasible_plan, make_plan
 from echo2.cost_model.advice import Advice, advise
@@ -22,7 +22,6 @@ from echo2.cost_model.planner import sent_gib_per_hour
 from echo2.cost_model.question import PlanQuestion, PoolOffer
 from echo2.cost_model.snapshot import LearnerEstimate
 
-COLUMNS_MAX = 100  # longer lines are hard to read; a narrower terminal wraps them earlier
 PRICE_RANGE = (0.5, 2.0)
 """Real prices over those of the catalogue: offers of one kind of GPU differ by so much between providers (`echo2 offers`)."""
 
@@ -177,13 +176,9 @@ def print_answer(question: PlanQuestion, answer: Plan, run: PlannedRun, with_sum
 
 
 def print_lines(text: str, style: str = "") -> None:
-    """Prints lines, each wrapped to the terminal or COLUMNS_MAX, its continuation below the text behind the label."""
-    console = _console()
+    """Prints lines, each continued below the text behind its label."""
     for line in text.splitlines():
-        wrapped = textwrap.wrap(
-            line, console.width, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False
-        )
-        console.print("\n".join(wrapped), style=style, markup=False, soft_wrap=True)
+        _console().print(wrapped(line, 9), style=style, markup=False, soft_wrap=True)
 
 
 def _console() -> Console:

@@ -13,8 +13,10 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ from echo2.base.errors import DiskFull, EchoError, ResourceError
 FORCED_EXIT_CODE = 130  # 128 + SIGINT, as shells have it
 PARENT = "ECHO2_PARENT"
 """Variable with the process id of the command that started this process and must not outlive."""
+COLUMNS_MAX = 100  # longer lines are hard to read; a narrower terminal wraps them earlier
 END_WITHIN_S = 10.0  # a drain (2 s) and the end of an engine fit several times
 PARENT_LOOK_S = 1.0  # where the kernel does not tell: a second of a lost child costs nothing
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -161,6 +164,12 @@ def run_daemon(make: Callable[[], Daemon], folder: Path = Path()) -> int:
             return report_error(ResourceError(f"{error.filename}: expected a place to write, got: {error.strerror}"))
         raise
     return 0
+
+
+def wrapped(text: str, indent: int) -> str:
+    """`text` in lines that fit the terminal, COLUMNS_MAX at most, each after the first indented. No word is broken."""
+    columns = min(COLUMNS_MAX, shutil.get_terminal_size().columns)
+    return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def report_error(error: EchoError) -> int:

@@ -6,7 +6,6 @@ import base64
 import html
 import importlib.util
 import json
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,12 @@ from typing import Any
 
 from echo2.base.errors import StateError
 from echo2.base.units import format_bytes, format_seconds
+from echo2.cli.process import wrapped
 from echo2.coordinator.web.page import STATIC
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 SAMPLES_SHOWN = 3  # before and after fit on one screen
 SUMMARY, PAGE = "summary.json", "report.html"  # in the run's folder
-TEXT_COLUMNS = 80  # of a terminal nobody has widened
 RAMP_STEPS = 5  # machines still start and their rates are being measured
 
 
@@ -35,8 +34,8 @@ def write_report(run_folder: Path, status: coordinator_pb2.RunStatus, elapsed_s:
     """Writes summary.json, plots and report.html into the run folder, from the run's last status and the learner's files there.
 
     `elapsed_s`: since the command that ran it began; None if several programs did."""
-    steps = [row for row in _rows(run_folder / "learner" / "metrics.jsonl") if "reward/mean" in row]
-    evaluated = _rows(run_folder / "learner" / "evaluations.jsonl")
+    steps = [row for row in rows_of(run_folder / "learner" / "metrics.jsonl") if "reward/mean" in row]
+    evaluated = rows_of(run_folder / "learner" / "evaluations.jsonl")
     evaluations = [(int(row["step"]), float(row["eval/reward"])) for row in evaluated]
     facts = _facts(status, steps, evaluations, elapsed_s) | {"problems": _problems(status)}
     (run_folder / SUMMARY).write_text(json.dumps(facts, indent=1) + "\n")
@@ -54,14 +53,8 @@ def read_report(run_folder: Path) -> RunReport:
     facts = json.loads(path.read_text())
     lines = [""]
     for label, text in _entries(run_folder, facts):
-        lines += textwrap.wrap(
-            f"{label:<22} {text}",
-            TEXT_COLUMNS,
-            subsequent_indent=" " * 23,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    lines += [f"  {line}" for one in samples_of(run_folder)[:SAMPLES_SHOWN] for line in one.lines()]
+        lines.append(wrapped(f"{label:<22} {text}", 23))
+    lines += [wrapped(f"  {line}", 6) for one in samples_of(run_folder)[:SAMPLES_SHOWN] for line in one.lines()]
     lines += [f"PROBLEM: {problem}" for problem in facts["problems"]]
     return RunReport("\n".join(lines), tuple(facts["problems"]))
 
@@ -72,7 +65,7 @@ def is_reported(run_folder: Path) -> bool:
     return report.is_file() and not (metrics.is_file() and metrics.stat().st_mtime > report.stat().st_mtime)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def rows_of(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -99,7 +92,7 @@ class HeldOutSample:
 
 def samples_of(run_folder: Path) -> list[HeldOutSample]:
     """The held-out prompts that were answered by the base model, too."""
-    rows = _rows(run_folder / "learner" / "samples.jsonl")
+    rows = rows_of(run_folder / "learner" / "samples.jsonl")
     last = {row["prompt"]: row for row in rows}
     first = [row for row in rows if row["step"] == 0]
     return [

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echo2.base.errors import StateError
+from echo2.cli.process import wrapped
 from echo2.cli.processes import LOOK_S, STARTER, holders_of
 from echo2.cli.report import samples_of
 
@@ -23,7 +24,7 @@ def samples(own: argparse.Namespace, _: Sequence[str]) -> int:
         raise StateError(
             f"{own.run}: expected completions of held-out prompts, found none: task.eval_prompts asks for some"
         )
-    print("\n\n".join("\n".join(one.lines()) for one in found))
+    print("\n\n".join("\n".join(wrapped(line, 4) for line in one.lines()) for one in found))
     return 0
 
 
@@ -36,6 +37,8 @@ def tail(own: argparse.Namespace, _: Sequence[str]) -> int:
         for path in sorted((folder / "logs").glob("*.log")):
             with path.open("rb") as file:
                 file.seek(read.get(path, max(0, path.stat().st_size - TAIL_BYTES)))
+                if path not in read and file.tell():
+                    file.readline()  # the rest of a line that began before
                 data = file.read()
                 read[path] = file.tell()
             for line in data.decode(errors="replace").splitlines():

@@ -366,7 +366,16 @@ _ERRORS_BY_STATUS: dict[grpc.StatusCode, type[EchoError]] = {
 }
 
 
+_GRPCS_OWN_WORDS = {
+    "onnection refused": "nothing listens there",
+    "Socket closed": "the connection has ended",
+    "failed to connect": "no connection could be made",
+}
+"""What gRPC itself says of a connection names sockets and its own parts; for each a phrase of it, and what it means."""
+
+
 def error_of(error: grpc.aio.AioRpcError, whose: str) -> EchoError:
-    """Our exception for a gRPC status, with the server's message."""
-    kind = _ERRORS_BY_STATUS.get(error.code(), Unreachable)
-    return kind(f"{whose}: {error.details() or error.code().name}")
+    """Our exception for a gRPC status, with the server's message, or in words what became of the connection."""
+    kind, said = _ERRORS_BY_STATUS.get(error.code(), Unreachable), error.details() or error.code().name
+    meant = next((words for phrase, words in _GRPCS_OWN_WORDS.items() if phrase in said), said)
+    return kind(f"{whose}: {meant if kind is Unreachable else said}")

@@ -1,9 +1,10 @@
-"""`echo2 run RUN.toml --workers N` as a person starts it (the example of an agent): a Ctrl-C, a kill, an end."""
+"""`echo2 run RUN.toml --workers N` as a person starts it (the example of an agent): `echo2 tail`, `echo2 stop`, a kill, an end."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -62,7 +63,7 @@ def left_over(folder: Path, within_s: float = 0.0) -> list[str]:
 
 
 def test_one_command_starts_all_ends_all_and_goes_on_until_the_model_is_there(tmp_path: Path, base_model: Path) -> None:
-    """A Ctrl-C, kill -9 of the command, the last step; a second command in the folder and another run's port are left alone."""
+    """A stop, kill -9 of the command, the last step; a second command in the folder and another run's port are left alone."""
     try:
         taken = socket.create_server(("127.0.0.1", RunConfig().coordinator.dashboard_port))
     except OSError:  # somebody else's run has it
@@ -80,8 +81,18 @@ def test_one_command_starts_all_ends_all_and_goes_on_until_the_model_is_there(tm
         assert (tmp_path / "runs" / "agent" / "run.toml").read_bytes() == kept, (
             "a live run's config is not written over"
         )
-        run.send_signal(signal.SIGINT)
+        tail, stop = (
+            subprocess.Popen(
+                [sys.executable, "-m", "echo2.cli.main", word, str(tmp_path / "runs" / "agent")],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT,
+            )
+            for word in ("tail", "stop")
+        )  # fmt: skip
         said, _ = run.communicate(timeout=WAIT_S)
+        stopped, followed = stop.communicate(timeout=WAIT_S)[0], tail.communicate(timeout=WAIT_S)[0]
+        assert (stop.returncode, tail.returncode) == (0, 0) and "the same `echo2 run` goes on from" in stopped
+        assert all(re.match(r"(coordinator|learner|w1|w2) +\d\d:\d\d:\d\d ", line) for line in followed.splitlines())
+        assert re.search("learner .*stopped after step", followed), "it follows until the last process has ended"
         assert run.returncode == 130 and "dashboard http://127.0.0.1:" in said
     assert "what was trained is saved in" in said and "the same command goes on from there" in said
     assert "Traceback" not in said and left_over(tmp_path) == []

@@ -1,9 +1,12 @@
-"""A rented machine: a real process there runs its set-up in an environment without echo2, joins, trains and is given back."""
+"""A rented machine: a real process there runs its set-up in an environment without echo2, joins, trains and is given back.
+
+The operator's commands are those of docs/first-run.md, in its order, in a terminal of 80 columns."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tomllib
 import urllib.request
@@ -13,7 +16,7 @@ from typing import Any
 
 from echo2.coordinator.fleet.wheel import running_wheel
 from tests.contract.command_cloud import CommandCloud
-from tests.e2e.cluster import ROOT, Cluster
+from tests.e2e.cluster import ROOT, Cluster, environment_of
 from tests.packaging.installed import link_libraries
 from tests.patience import WAIT_S
 
@@ -80,6 +83,17 @@ def processes_of(machine_id: str) -> list[list[str]]:
     return [line.split("\0") for line in lines if machine_id in line]
 
 
+def echo2(folder: Path, *words: str) -> str:
+    """What a command says; no line is wider than the terminal."""
+    done = subprocess.run(
+        [sys.executable, "-m", "echo2.cli.main", *words], env={**environment_of(folder), "COLUMNS": "80"}, cwd=folder,
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if len(line) > 80 and str(folder) not in line] == []
+    return " ".join(done.stdout.split())
+
+
 def test_a_rented_machine_gets_the_runs_own_wheel_joins_trains_and_is_given_back(
     tmp_path: Path, run_config: str
 ) -> None:
@@ -92,6 +106,9 @@ def test_a_rented_machine_gets_the_runs_own_wheel_joins_trains_and_is_given_back
     page = Page(tomllib.loads(text)["coordinator"]["dashboard_port"])
     try:
         with Cluster(tmp_path, text, workers=0) as cluster:
+            run = str(cluster.run_folder)
+            checked = echo2(tmp_path, "doctor", "--config", f"{run}/run.toml")
+            assert "task: sort_digits" in checked and "BAD" not in checked
             cluster.start_all()
             cluster.wait_until(page.is_up, "the page")
             machine_id = page.act("/api/machines", offer="there", reason="to see it join")["machine_id"]
@@ -114,13 +131,18 @@ def test_a_rented_machine_gets_the_runs_own_wheel_joins_trains_and_is_given_back
                     cluster.wait_until(lambda at=step: cluster.step() >= at + 2, "steps after the kill")  # type: ignore[misc]
                 shown = page.machines()[machine_id]
                 assert (shown["state"], shown["workers"], shown["price"]) == ("running", [machine_id], 0.5)
-            page.act("/api/machines/release", machine_id=machine_id, reason="seen")
-            assert page.machines()[machine_id]["state"] == "gone"
-            assert not list(cloud.folder.glob("*/pid"))
-            cluster.wait_until(lambda: not processes_of(machine_id), "its end")
+            assert machine_id in echo2(tmp_path, "status", run)
+            echo2(tmp_path, "ctl", run, "pause", "look at the samples")
+            assert "Resume the run when you want it to go on" in echo2(tmp_path, "status", run)
+            echo2(tmp_path, "ctl", run, "resume")
             money = page.get("/api/state")["money"]
-            journal = [(one["action"], one["reason"]) for one in money["journal"] if one["whom"] == machine_id]
-            assert journal[0] == ("rent", "to see it join") and ("released", "seen") in journal
-            assert 0 < money["spent"] < 1 and "Traceback" not in cloud.log(machine_id)
+            (rented, *_) = [one for one in money["journal"] if one["whom"] == machine_id]
+            assert (rented["action"], rented["reason"]) == ("rent", "to see it join") and 0 < money["spent"] < 1
+            echo2(tmp_path, "ctl", run, "stop", "seen")
+            cluster.wait_until(lambda: not list(cloud.folder.glob("*/pid")), "its return")
+            cluster.wait_until(lambda: not processes_of(machine_id), "its end")
+            assert cluster.wait("learner") == 0
+            assert "Traceback" not in cloud.log(machine_id)
+            assert "seen" in echo2(tmp_path, "status", run)
     finally:
         cloud.close()

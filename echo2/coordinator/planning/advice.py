@@ -9,7 +9,6 @@ the buttons do (actions), measuring.
 from __future__ import annotations
 
 import enum
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -23,13 +23,14 @@ def test_screen_shows_each_worker_the_money_and_the_bytes() -> None:
         usd_spent=1.25, usd_useful=1.0, artifact_bytes_published=10_000, full_bytes_published=40_000
     )
     status.learner.lag_histogram.extend([5, 5])
-    status.workers.add(name="oregon", state="alive", activation="active")
+    worker = status.workers.add(name="oregon", state="alive", activation="active")
+    worker.heartbeat.waits_for = "a lease"
     console = Console(width=140, record=True)
     console.print(draw(ScreenState(title="demo", rewards=[0.1, 0.9], evaluations=[(0, 0.1)], status=status)))
     text = console.export_text()
     for expected in (
         "oregon",
-        "alive, active",
+        "active, waits for a lease",
         "spent $1.2500, 80% of it on work",
         "deltas 10.0 kB, 25% of full snapshots (40.0 kB)",
         "now 0.90",
@@ -37,11 +38,14 @@ def test_screen_shows_each_worker_the_money_and_the_bytes() -> None:
         assert expected in text
 
 
-@pytest.mark.parametrize("width", [60, 100, 200])
+@pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_curve_is_torn_at_any_width_and_the_headline_is_shown(width: int) -> None:
     status = coordinator_pb2.RunStatus(headline="Put a worker to work.", headline_kind="bad")
     status.learner.lag_histogram.extend([5, 5, 90])
     status.learner_hello.staleness_bound = 4
+    worker = status.workers.add(name="e-first-4b-rtx4090-f7f6", state="alive", activation="quarantined")
+    worker.hello.price_usd_per_hour, worker.heartbeat.tokens_per_s, worker.heartbeat.version = 0.35, 12345.0, 199
+    worker.heartbeat.has_version, worker.heartbeat.waits_for = True, "the piece of a version that no peer has sent yet"
     console = Console(width=width, record=True)
     console.print(draw(ScreenState(title="demo", rewards=[n / 200 for n in range(200)], status=status)))
     lines = console.export_text().splitlines()
@@ -52,6 +56,9 @@ def test_no_curve_is_torn_at_any_width_and_the_headline_is_shown(width: int) -> 
     assert ends[0] == max(ends) and ends == [ends[0]] * 6, "each line reaches the newest step"
     assert sum("lag " in line and "%" in line for line in lines) == 5, "one line for each lag"
     assert "Put a worker to work." in lines[1]
+    if width >= 80:
+        (row,) = (line for line in lines if "e-first-4b-rtx4090-f7f6" in line)
+        assert row.split()[-4:-1] == ["12345", "199", "0"] and not any("…" in line for line in lines)
     status.learner_is_connected = True
     assert plain_line(ScreenState(title="demo", status=status)).endswith("Put a worker to work.")
 
