@@ -368,7 +368,9 @@ _ERRORS_BY_STATUS: dict[grpc.StatusCode, type[EchoError]] = {
 
 _GRPCS_OWN_WORDS = {
     "onnection refused": "nothing listens there",
+    "Stream removed": "the connection has ended",
     "Socket closed": "the connection has ended",
+    "onnection reset": "the connection has ended",
     "failed to connect": "no connection could be made",
 }
 """What gRPC itself says of a connection names sockets and its own parts; for each a phrase of it, and what it means."""

@@ -50,7 +50,7 @@ def test_the_benchmarks_figures_say_what_the_page_claims() -> None:
         (("--coordinator.usd_per_hour_cap=1",), (), r"\| 5 \| 1: {:.1f}, {:.0f}, {:.0%}: two workers"),
     ],
 )  # fmt: skip
-def test_the_first_runs_numbers_are_the_plans(changed: tuple[str, ...], what_if: tuple[str, str], row: str) -> None:
+def test_the_first_runs_numbers_are_the_plans(changed: tuple[str, ...], what_if: tuple[str, ...], row: str) -> None:
     config = load_config([ROOT / "examples" / "first-4b.toml"], None, parse_overrides(changed))
     question, _ = question_of(config, read_toml(ROOT / "examples" / "first-4b-fleet.toml"), load_catalogue(None))
     question = question.what_if(*what_if) if what_if else question

@@ -71,9 +71,9 @@ def test_one_command_starts_all_ends_all_and_goes_on_until_the_model_is_there(tm
     with taken:
         run = started(tmp_path, base_model, steps=100_000, workers=2)
         trains(run, tmp_path)
-        last = rows_of(tmp_path)[-1]
-        assert last["agents/calls"] >= 2 * 2 * last["step"], "each episode asks at least once"
-        assert last["agents/restarted"] == last["agents/dropped"] == last["agents/branches"] == 0
+        row = rows_of(tmp_path)[-1]
+        assert row["agents/calls"] >= 2 * 2 * row["step"], "each episode asks at least once"
+        assert row["agents/restarted"] == row["agents/dropped"] == row["agents/branches"] == 0
         kept = (tmp_path / "runs" / "agent" / "run.toml").read_bytes()
         second = started(tmp_path, base_model, steps=99)
         said, _ = second.communicate(timeout=WAIT_S)
