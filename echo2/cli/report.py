@@ -55,7 +55,7 @@ def read_report(run_folder: Path) -> RunReport:
     for label, text in _entries(run_folder, facts):
         lines.append(wrapped(f"{label:<22} {text}", 23))
     lines += [wrapped(f"  {line}", 6) for one in samples_of(run_folder)[:SAMPLES_SHOWN] for line in one.lines()]
-    lines += [f"PROBLEM: {problem}" for problem in facts["problems"]]
+    lines += [wrapped(f"PROBLEM: {problem}", 9) for problem in facts["problems"]]
     return RunReport("\n".join(lines), tuple(facts["problems"]))
 
 
@@ -174,7 +174,8 @@ def _problems(status: coordinator_pb2.RunStatus) -> list[str]:
     learner = status.learner
     problems = []
     if learner.step < (steps := status.learner_hello.step_limit):
-        problems.append(f"expected {steps} steps, got {learner.step}")
+        why = f": {status.finished}" if status.finished else ""
+        problems.append(f"expected {steps} steps, got {learner.step}{why}")
     if learner.over_stale_tokens_trained:
         problems.append(f"expected 0 tokens trained above S, got {learner.over_stale_tokens_trained}")
     for worker in status.workers:
