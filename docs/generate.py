@@ -174,7 +174,7 @@ def performance() -> str:
     """What each benchmark measured last: how many targets were met, and each that was missed."""
     parts = [NOTE + "# Performance\n"]
     parts.append(
-        "Measured on two shared cores without a GPU: read the ratios, not the seconds. `make bench-NAME` measures again; "
+        "Measured on two shared cores, `gpu` on an H200: read the ratios, not the seconds. `make bench-NAME` measures again; "
         "`benchmarks/results/NAME.json` keeps every row. Missed targets, of a figure in several settings the worst, are below.\n"
     )
     summary = ["| command | figures | targets met |", "|---|---|---|"]
@@ -182,7 +182,7 @@ def performance() -> str:
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         results = json.loads(path.read_text())
         rows = results["rows"] if isinstance(results, dict) else results
-        command = "mutants" if path.stem == "mutants" else f"bench-{path.stem.replace('_', '-')}"
+        command = path.stem if path.stem in ("gpu", "mutants") else f"bench-{path.stem.replace('_', '-')}"
         judged = [row for row in rows if row.get("target") is not None and row["value"] is not None]
         misses = [row for row in judged if not _is_met(row)]
         summary.append(f"| `make {command}` | {len(rows)} | {len(judged) - len(misses)} of {len(judged)} |")

@@ -122,6 +122,7 @@ def _trainer_options(config: RunConfig) -> TrainerOptions:
         weight_decay=learner.weight_decay,
         grad_clip=learner.grad_clip,
         loss=LossConfig(loss(config).value, *learner.clip, learner.correction, learner.is_cap, learner.kl_coefficient),
+        optimizer_state=learner.optimizer_state,
         updates_per_batch=learner.updates_per_batch,
         trains_on_truncated=learner.train_on_truncated,
         advantage=learner.advantage,

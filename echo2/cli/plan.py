@@ -246,7 +246,7 @@ def _learner(
     whole = float(size.gpu_weight_bytes)
     train_s = fields.seconds("train", train_s_prior(gpu, gpu_count, size.billions, batch * mean_tokens))
     run = learner_run(config, size)
-    copied = checkpoint_bytes(run.trained_parameters(size), run.published_bytes(size))
+    copied = checkpoint_bytes(run.trained_parameters(size), run.published_bytes(size), run.optimizer_state)
     copied_s = fields.seconds("checkpoint", copied / (CHECKPOINT_BYTES_PER_S * gpu_count))
     idle_s = copied_s / (config.learner.checkpoint_every_steps or steps_between(copied_s, train_s, train_s))
     made = LearnerEstimate(

@@ -154,6 +154,7 @@ def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
         rollout_tokens=rollouts * turns_max(config) * MEAN_SHARE * config.sampling.max_new_tokens,
         replicas=learner.replicas,
         adapter_rank=config.model.lora_rank,
+        optimizer_state=learner.optimizer_state,
         is_audited=learner.audit_share > 0,
         reference=guessed_model_of(learner.teacher)[0]
         if learner.teacher
@@ -321,7 +322,7 @@ def shortages(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> l
 
 
 def _instead(config: RunConfig, model: ModelSize, machine: LearnerMachine, needed_bytes: int) -> Iterator[str]:
-    """Yields alternatives: more GPUs, larger ones or more memory, smaller micro-batches."""
+    """Yields alternatives: more GPUs, larger ones or more memory, smaller micro-batches, the optimiser's state on the host."""
     gpu = built_in_catalogue()[LEARNER_GPU]
     memory_bytes, kind = (machine.gpu_memory_bytes, "such") if machine.gpu_count else (gpu.memory_bytes, gpu.name)
     count = gpus_needed(config, model, memory_bytes)
@@ -334,6 +335,10 @@ def _instead(config: RunConfig, model: ModelSize, machine: LearnerMachine, neede
         budget //= 2
     if budget >= least:
         yield f"learner.token_budget {budget}"
+    on_host = config.model_copy(update={"learner": config.learner.model_copy(update={"optimizer_state": "host"})})
+    if machine.gpu_count and config.learner.optimizer_state != "host" and _fits(on_host, model, machine):
+        beside = learner_needs(on_host, model, machine).memory.host_bytes
+        yield f"learner.optimizer_state host, with {format_bytes(beside)} of host memory"
 
 
 def _fits(config: RunConfig, model: ModelSize, machine: LearnerMachine, budget: int = 0) -> bool:

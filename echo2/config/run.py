@@ -230,6 +230,9 @@ class LearnerSection(Section):
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "vcpo"] = opt(
         "grpo", "Baseline and scale of group advantages (docs/algorithms.md)."
     )
+    optimizer_state: Literal["float32", "8bit", "host"] = opt(
+        "float32", "AdamW's moments: in 8 bits (bitsandbytes), or with the masters in host memory."
+    )
     updates_per_batch: Count = opt(1, "Optimiser updates per step, each on a share of its groups.")
     loss: str = opt(
         "auto",

@@ -10,6 +10,7 @@ real process. Leaves to others: measuring the machine.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
@@ -18,15 +19,18 @@ from echo2.cost_model.sizing import GPU_MEMORY_SHARE, ModelSize
 
 PROCESS_BYTES = 448 << 20
 """Code, tokenizer, tasks, sockets; torch and transformers alone take 0.3 GB."""
-STATE_BYTES_CPU = 4 + 4 + 8 + 4 + 2 + 2
-"""Bytes per parameter on a CPU: weights, master, AdamW and gradient in float32, the published bits and those being encoded. A
-checkpoint is written straight from the tensors, without a copy."""
-STATE_BYTES_GPU = 2 + 4 + 8 + 2 + 4
-"""Bytes per parameter on GPUs: weights and their gradient in bf16, master, AdamW and the summed gradient in float32. Published
-copies are on the host."""
-HOST_BYTES_GPU = 2 + 2 + 12
-"""Host bytes per parameter of a learner on GPUs: the published bits, those being encoded, and the copies of masters and moments
-from which a checkpoint is written."""
+MASTER_BYTES = 4
+MOMENT_BYTES: Mapping[str, float] = {"float32": 8.0, "host": 8.0, "8bit": 2.0 + 8.0 / 256.0}
+"""Bytes per parameter of AdamW's two moments; in 8 bits with a float32 scale for each block of 256."""
+STATE_BYTES_CPU = 4 + 4 + 2 + 2
+"""Bytes per parameter on a CPU beside master and moments: weights and gradient in float32, the published bits and those being
+encoded. A checkpoint is written straight from the tensors, without a copy."""
+STATE_BYTES_GPU, SHARDED_GRADIENT_BYTES = 2 + 4, 2
+"""Bytes per parameter on GPUs beside master and moments: weights in bf16 and the summed gradient in float32; on several, a
+micro-batch's gradient in bf16 as well. Published copies are on the host."""
+HOST_BYTES_GPU = 2 + 2
+"""Host bytes per parameter of a learner on GPUs, beside the copies of masters and moments from which a checkpoint is written: the
+published bits and those being encoded."""
 AUDIT_CHANGED_SHARE = 0.02
 """Share of the weights that a version changes at learning rates of 1e-6 to 1e-5."""
 AUDIT_BYTES_OF_CHANGE = 6  # index and value of a changed weight
@@ -53,8 +57,6 @@ TOKEN_BUDGET_MAX, TOKEN_BUDGET_MAX_CPU, TOKEN_BUDGET_MIN = 16_384, 4_096, 1_024
 """Tokens of a micro-batch: more do not make a device faster, fewer leave it idle between kernels."""
 GPUS_MAX = 64
 """Most GPUs tried for one copy of the state, when the GPU count is not given."""
-CHECKPOINT_STATE_BYTES = 12
-"""Disk bytes per trained parameter: master, first and second moment in float32."""
 
 
 class Checkpointing(Enum):
@@ -65,9 +67,9 @@ class Checkpointing(Enum):
     FULL = "full"  # its input
 
 
-def checkpoint_bytes(trained_parameters: int, published_bytes: int) -> int:
-    """Disk bytes of one checkpoint over all ranks: the trainer's state and the weights last published."""
-    return CHECKPOINT_STATE_BYTES * trained_parameters + published_bytes
+def checkpoint_bytes(trained_parameters: int, published_bytes: int, optimizer_state: str = "float32") -> int:
+    """Disk bytes of one checkpoint over all ranks: masters, moments and the weights last published."""
+    return int((MASTER_BYTES + MOMENT_BYTES[optimizer_state]) * trained_parameters) + published_bytes
 
 
 def audit_versions(staleness_bound: int) -> int:
@@ -86,8 +88,8 @@ def adapter_parameters(size: ModelSize, rank: int) -> int:
 class LearnerRun:
     """What a learner stores in a run. `store_bytes`: disk for chunks. `published_value_bytes`: bytes per published parameter.
     `rollout_tokens`: tokens of rollouts in flight or waiting for their step. `replicas`: copies of the state among the GPUs.
-    `adapter_rank`: 0 trains all weights. `is_audited`: former versions are kept. `reference`: size of a model kept beside,
-    the teacher or, for the KL penalty, the base; None: there is none."""
+    `adapter_rank`: 0 trains all weights. `optimizer_state`: a key of `MOMENT_BYTES`. `is_audited`: former versions are kept.
+    `reference`: size of a model kept beside, the teacher or, for the KL penalty, the base; None: there is none."""
 
     staleness_bound: int = 2
     checkpoints_kept: int = 2
@@ -96,6 +98,7 @@ class LearnerRun:
     rollout_tokens: float = 0.0
     replicas: int = 1
     adapter_rank: int = 0
+    optimizer_state: str = "float32"
     is_audited: bool = True
     reference: ModelSize | None = None
 
@@ -215,7 +218,11 @@ def learner_memory(
     trained = run.trained_parameters(size)
     kept = AUDIT_CHANGED_SHARE * AUDIT_BYTES_OF_CHANGE * audit_versions(run.staleness_bound)
     audit = int(kept * size.parameters) if run.is_audited and not run.adapter_rank else 0
-    base = (STATE_BYTES_GPU if gpu_count else STATE_BYTES_CPU) * trained
+    masters = int((MASTER_BYTES + MOMENT_BYTES[run.optimizer_state]) * trained)
+    is_on_device = run.optimizer_state != "host" or not gpu_count
+    base = (STATE_BYTES_GPU if gpu_count else STATE_BYTES_CPU) * trained + (masters if is_on_device else 0)
+    if gpu_count > run.replicas:
+        base += SHARDED_GRADIENT_BYTES * trained
     if run.adapter_rank:
         base += (ADAPTER_BASE_BYTES_GPU if gpu_count else ADAPTER_BASE_BYTES_CPU) * size.parameters
     if run.reference is not None:
@@ -223,10 +230,11 @@ def learner_memory(
     host = PROCESS_BYTES + int(ROLLOUT_TOKEN_BYTES * run.rollout_tokens)
     if gpu_count:
         state = base // max(1, gpu_count // run.replicas)
-        host += run.replicas * (HOST_BYTES_GPU * trained + audit)
+        copies = masters if is_on_device else 2 * masters
+        host += run.replicas * (HOST_BYTES_GPU * trained + copies + audit)
     else:
         state = run.replicas * (base + audit)
-    checkpoint = checkpoint_bytes(trained, run.published_bytes(size))
+    checkpoint = checkpoint_bytes(trained, run.published_bytes(size), run.optimizer_state)
     return LearnerMemory(
         state_bytes=state,
         activation_bytes=activation_bytes(size, token_budget, checkpointing, 2 if gpu_count else 4),

@@ -85,7 +85,7 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
     given = options.trainer
     model = PolicyModel(
         given.model_path, given.weights_dtype, device, options.config.sampling.temperature, ranks, _adapter_of(given),
-        replays_routing=given.replays_routing,
+        replays_routing=given.replays_routing, masters_on_host=given.optimizer_state == "host",
     )  # fmt: skip
     if device.type == "cpu" and model.parameter_count >= MAPS_FROM_PARAMETERS:
         map_large()
@@ -175,6 +175,7 @@ def _identity_of(options: LearnerOptions, team: TrainingSide, base: Mapping[str,
         "base_fingerprint": f"{team.coder.fingerprint(Version(0), base, 0):016x}" if team.starts_from_base else "",
         "weights_dtype": options.trainer.weights_dtype,
         "lora": [options.trainer.lora_rank, options.trainer.lora_alpha],
+        **({"optimizer_state": how} if (how := options.trainer.optimizer_state) != "float32" else {}),
         "task": config.task.name,
         "task_args": config.task.args,
         "seed": config.run.seed,

@@ -36,6 +36,7 @@ from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, Step, Version
 from echo2.learner.options import LearnerLimits
 from echo2.learner.rollouts.admission import Counts, OpenGroups
+from echo2.learner.training.optimiser import put_back_state
 from echo2.learner.training.ranks import Ranks, as_sharded, first_row, on_host, own_part
 from echo2.learner.training.trainer import LentTensors, Trainer
 from echo2.outside import here
@@ -44,7 +45,9 @@ FORMAT = 4  # of state.json and the files beside it
 STATE_FILE = "state.json"
 PIECE_BYTES = 16 << 20  # read, hashed or sent at a time
 _MASTERS, _OPTIMISER, _PUBLISHED = "masters|", "optimiser|", "published|"
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64"}  # safetensors' names
+_DTYPES = {  # safetensors' names
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64", torch.uint8: "U8",
+}  # fmt: skip
 _HEADER_LENGTH = struct.Struct("<Q")  # start of a safetensors file: size of the JSON that follows
 _log = logging.getLogger("echo2.learner")
 
@@ -135,14 +138,7 @@ def put_back(checkpoint: Checkpoint, trainer: Trainer, *, is_given_away: bool = 
         if not key.startswith(_OPTIMISER):
             continue
         name, _, kept = key.removeprefix(_OPTIMISER).rpartition("|")
-        state = trainer.optimiser.state[masters[name]]
-        if kept == "step":
-            state[kept] = value.clone()
-        elif is_given_away and trainer.model.device.type == "cpu":
-            state[kept] = value
-        else:
-            state[kept] = torch.zeros_like(masters[name])
-            own_part(state[kept]).copy_(own_part(value))
+        put_back_state(trainer.optimiser, masters[name], kept, value, is_given_away=is_given_away)
 
 
 def groups_state(groups: OpenGroups) -> dict[str, Any]:
@@ -442,6 +438,8 @@ def _room_for(key: str, said: Tensor, trainer: Trainer | None, folder: Path) -> 
     master = model.layout_of(name) if key.startswith(_PUBLISHED) else model.masters_by_name().get(name)
     if master is None:
         raise StateError(f"checkpoint {folder}: expected the tensors of {model.path}, got another: {name}")
+    if key.startswith(_OPTIMISER) and trainer.options.optimizer_state == "8bit":
+        return torch.empty(said.shape, dtype=said.dtype)
     if master.shape != said.shape:
         raise StateError(
             f"checkpoint: expected {name} of shape {tuple(master.shape)}, got {tuple(said.shape)} in {folder}"

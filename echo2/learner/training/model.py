@@ -35,6 +35,7 @@ from echo2.learner.training.loading import (
     skeleton_of,
     stop_tokens_of,
 )
+from echo2.learner.training.optimiser import host_tensors
 from echo2.learner.training.packing import BLOCK, Attention, PackedInputs, UnitTree, block_mask, dense_mask
 from echo2.learner.training.ranks import Ranks, as_sharded, own_part
 from echo2.learner.training.token_scores import TokensToScore, columns_of
@@ -254,7 +255,7 @@ class PolicyModel:
     """Loads the policy and keeps masters, parameters and published bits consistent.
 
     `parameters`: the trained weights used for computing. `masters`: the float32 values that the optimiser updates; the same
-    tensors if the policy itself is float32.
+    tensors if the policy itself is float32. `masters_on_host`: for an optimiser that keeps its state there.
     """
 
     def __init__(
@@ -267,6 +268,7 @@ class PolicyModel:
         adapter: AdapterOptions | None = None,
         *,
         replays_routing: bool = False,
+        masters_on_host: bool = False,
     ) -> None:
         self.path = path
         self.device = device
@@ -297,12 +299,29 @@ class PolicyModel:
         self.parameters = [p for p in self.hf_model.parameters() if p.requires_grad]
         check_dtypes(dict(zip(self.names, self.parameters, strict=True)), path)
         self.is_rounded = weights_dtype == "bfloat16"
+        self.masters_on_host = masters_on_host
+        if masters_on_host and not self.is_rounded:
+            raise ConfigError("learner.optimizer_state: expected weights in bfloat16 for host, got float32")
+        self._summed: list[Tensor | None] = [None] * len(self.parameters)
         if self.is_rounded:
-            self.masters = [p.detach().to(torch.float32).clone() for p in self.parameters]
+            self.masters = self._masters()
             self.round_to_policy()
         else:
             self.masters = [p.data for p in self.parameters]
+        if self.ranks.count == 1 and any(p.dtype == torch.bfloat16 for p in self.parameters):
+            for number, parameter in enumerate(
+                self.parameters
+            ):  # so that a bf16 gradient lives no longer than its layer's pass
+                parameter.register_post_accumulate_grad_hook(lambda _, n=number: self._add_gradient(n))
         self.policy.slices_head = self._head_can_be_sliced()  # last: the probe's forward pass gathers sharded rows
+
+    def _masters(self) -> list[Tensor]:
+        if not self.masters_on_host:
+            return [p.detach().to(torch.float32).clone() for p in self.parameters]
+        copies = host_tensors(self.parameters, self.device)
+        for room, parameter in zip(copies, self.parameters, strict=True):
+            room.copy_(own_part(parameter.detach()))
+        return [as_sharded(room, p, self.ranks) for room, p in zip(copies, self.parameters, strict=True)]
 
     @property
     def vocabulary_size(self) -> int:
@@ -347,28 +366,31 @@ class PolicyModel:
             self.policy.set_requires_all_reduce(is_due)  # type: ignore[operator]
 
     def gather_gradients(self) -> None:
-        """Call after each micro-batch: adds the gradients of bf16 parameters up in float32."""
+        """Call after each micro-batch: adds the gradients of bf16 parameters up in float32, where backward has not."""
         if not self.is_rounded or not self.parameters or self.parameters[0].dtype == torch.float32:
             return
-        self._add_gradients()
+        for number in range(len(self.parameters)):
+            self._add_gradient(number)
 
-    def hand_over_gradients(self) -> None:
-        """Call after the last micro-batch: gives the masters the gradients of the update."""
-        if self.is_rounded:
-            self._add_gradients()
+    def take_gradients(self) -> list[Tensor | None]:
+        """Call after the last micro-batch: the gradients of the update, in float32, one for each master."""
+        if not self.is_rounded:
+            return [parameter.grad for parameter in self.parameters]
+        for number in range(len(self.parameters)):
+            self._add_gradient(number)
+        found, self._summed = self._summed, [None] * len(self.parameters)
+        return found
+
+    def _add_gradient(self, number: int) -> None:
+        parameter = self.parameters[number]
+        if parameter.grad is None:
             return
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = parameter.grad
-
-    def _add_gradients(self) -> None:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if parameter.grad is None:
-                continue
-            found = parameter.grad.to(torch.float32)
-            master.grad = found if master.grad is None else master.grad.add_(found)
-            parameter.grad = None
+        found, before = parameter.grad.to(torch.float32), self._summed[number]
+        self._summed[number] = found if before is None else before.add_(found)
+        parameter.grad = None
 
     def forget_gradients(self) -> None:
+        self._summed = [None] * len(self.parameters)
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -533,11 +555,6 @@ def host_copies(parts: Iterable[Tensor], dtype: torch.dtype, *, pinned: bool) ->
     if device is not None and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return copies
-
-
-def adamw_of(masters: Iterable[Tensor], device: torch.device, **settings: Any) -> torch.optim.AdamW:
-    """Makes AdamW: fused on a GPU; on a CPU the plain one, because recorded runs depend on its exact bits."""
-    return torch.optim.AdamW(masters, fused=True if device.type == "cuda" else None, **settings)
 
 
 def selective_contexts() -> Any:

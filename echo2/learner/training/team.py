@@ -203,7 +203,8 @@ class Team:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of masters, both moments and the published weights, over all ranks."""
-        return checkpoint_bytes(self.model.parameter_count, self.model.snapshot_bytes)
+        state = self.trainer.options.optimizer_state
+        return checkpoint_bytes(self.model.parameter_count, self.model.snapshot_bytes, state)
 
     # ---- rank 0
 

@@ -45,7 +45,8 @@ from echo2.learner.training.loss import (
     policy_loss,
     score_norm_sq_proxy,
 )
-from echo2.learner.training.model import Policy, PolicyModel, adamw_of, reshard
+from echo2.learner.training.model import Policy, PolicyModel, reshard
+from echo2.learner.training.optimiser import HostAdamW, adamw_of, clip
 from echo2.learner.training.packing import (
     Attention,
     AttentionCosts,
@@ -58,7 +59,7 @@ from echo2.learner.training.packing import (
     lengths_of,
     plan_microbatches,
 )
-from echo2.learner.training.ranks import Ranks, whole
+from echo2.learner.training.ranks import Ranks
 
 
 def learning_rate(step: int, base: float, warmup_steps: int, total_steps: int, schedule: str) -> float:
@@ -165,6 +166,7 @@ class Trainer:
         self.nonfinite_steps = 0
         self.nonfinite_in_a_row = 0
         self.optimiser = adamw_of(
+            options.optimizer_state,
             model.masters,
             model.device,
             lr=options.lr,
@@ -183,7 +185,8 @@ class Trainer:
     def lends_state(self) -> bool:
         """Whether a checkpoint borrows the masters and moments instead of copying them. They must lie in host memory on a single
         rank and be separate from the parameters: an audit changes the parameters between two steps."""
-        return self.model.device.type == "cpu" and self.ranks.count == 1 and self.model.is_rounded
+        is_on_host = self.model.device.type == "cpu" or self.model.masters_on_host
+        return is_on_host and self.ranks.count == 1 and self.model.is_rounded
 
     @property
     def is_supervised(self) -> bool:
@@ -350,7 +353,6 @@ class Trainer:
 
     def forget_gradients(self) -> None:
         """Begins a new gradient."""
-        self.optimiser.zero_grad(set_to_none=True)
         self.model.forget_gradients()
 
     # ---- parts of a step
@@ -476,8 +478,8 @@ class Trainer:
     def _applied(self, grad_clip: float, is_finite: bool, **settings: Any) -> tuple[float, bool]:
         """Clips the gradient, updates the masters with AdamW's `settings`, rounds them into the parameters, and begins a new
         gradient. Returns the gradient norm, and whether the update was made: nothing changes if the gradient is not finite."""
-        self.model.hand_over_gradients()
-        grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.masters, grad_clip)))
+        gradients = self.model.take_gradients()
+        grad_norm = clip(gradients, grad_clip)
         is_made = is_finite and math.isfinite(grad_norm)
         if is_made:
             for group in self.optimiser.param_groups:
@@ -485,10 +487,19 @@ class Trainer:
             if self.lent is not None:
                 self.lent.keep()
                 self.lent = None
-            self.optimiser.step()
-            self.model.round_to_policy()
+            self._update_masters(gradients)
         self.forget_gradients()
         return grad_norm, is_made
+
+    def _update_masters(self, gradients: Sequence[Tensor | None]) -> None:
+        if isinstance(self.optimiser, HostAdamW):
+            self.optimiser.update(gradients, self.model.parameters)
+            return
+        for master, gradient in zip(self.model.masters, gradients, strict=True):
+            master.grad = gradient
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.model.round_to_policy()
 
     def _lr(self, metrics: LossMetrics) -> float:
         o = self.options

@@ -73,7 +73,9 @@ def finding_of(path: Path, here: WorkerMachine, *more: str) -> Finding:
 @pytest.mark.parametrize(
     ("here", "option", "lacks", "would"),
     [
-        (machine(1), "", "GPU memory: 176.9 GB needed on one GPU, 77.0 GB there", "4 such GPUs"),
+        (machine(1), "", "GPU memory: 160.5 GB needed on one GPU, 77.0 GB there", "4 such GPUs"),
+        (machine(1), "", "GPU memory", "learner.optimizer_state host, with 247.7 GB of host memory"),
+        (machine(1), "--learner.optimizer_state=host", "", ""),
         (machine(0, memory_bytes=64 << 30), "", "needed on the CPU, 68.7 GB there", "4 H100 GPUs"),
         (machine(4, memory_bytes=64 << 30), "--learner.device=cpu", "needed on the CPU", "4 H100 GPUs"),
         (machine(8, memory_bytes=64 << 30), "", "host memory: 149.4 GB needed, 68.7 GB there", "a host with"),

@@ -31,17 +31,28 @@ from echo2.cost_model.memory import (
 MODELS = built_in_models()
 
 
-def test_the_state_of_eight_billion_is_twenty_bytes_a_parameter_over_its_gpus() -> None:
+def test_the_state_of_eight_billion_is_twenty_bytes_a_parameter_over_its_gpus_and_two_less_on_one() -> None:
     size = MODELS["qwen3-8b"]
     run = LearnerRun(checkpoints_kept=2)
     whole = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=1, run=run)
     shared = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, run=run)
-    assert whole.state_bytes == 20 * size.parameters == 8 * shared.state_bytes
+    assert whole.state_bytes == 18 * size.parameters and 8 * shared.state_bytes == 20 * size.parameters
     assert whole.activation_bytes == shared.activation_bytes, "each rank has a micro-batch of its own"
     assert whole.disk_bytes == 3 * 14 * size.parameters, "masters, both moments and the published weights, three times"
     assert shared.host_bytes > (12 + 4) * size.parameters, "the copies that a checkpoint is written from"
     stored = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=8, run=replace(run, store_bytes=33 << 30))
     assert stored.disk_bytes == shared.disk_bytes + (33 << 30)
+
+
+def test_eight_billion_fit_one_gpu_of_80_gb_with_their_masters_on_its_host() -> None:
+    size, room = MODELS["qwen3-8b"], int(0.9 * 80e9)
+    need = {
+        how: learner_memory(size, 8192, Checkpointing.FULL, gpu_count=1, run=LearnerRun(optimizer_state=how))
+        for how in ("float32", "8bit", "host")
+    }
+    assert need["host"].device_bytes < room < need["8bit"].device_bytes < need["float32"].device_bytes
+    assert need["host"].host_bytes - need["float32"].host_bytes == 12 * size.parameters
+    assert need["8bit"].disk_bytes < 0.6 * need["float32"].disk_bytes
 
 
 def test_copies_of_the_state_cost_memory_of_gpus_and_hosts_and_none_of_the_disk() -> None:
@@ -98,7 +109,7 @@ def test_an_adapter_needs_its_base_once_and_a_state_for_itself_alone() -> None:
     each = (2560 + 4096) * 2 + 2 * (2560 + 1024) + 3 * (2560 + 9728)
     assert adapter == 16 * 36 * each
     found = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=1, run=LearnerRun(adapter_rank=16))
-    assert found.state_bytes == 2 * size.parameters + 20 * adapter
+    assert found.state_bytes == 2 * size.parameters + 18 * adapter
     assert found.disk_bytes == 3 * 14 * adapter, "two checkpoints and the one being written"
 
 

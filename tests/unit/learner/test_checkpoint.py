@@ -12,6 +12,8 @@ from echo2.base.ids import Step, Version
 from echo2.learner.options import LearnerLimits
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back, take
 from echo2.learner.rollouts.groups import Batch
+from echo2.learner.training import model as model_module
+from echo2.learner.training import optimiser
 from echo2.learner.training.trainer import Trainer
 from echo2.outside import Machine, entered
 from echo2.outside.files import MachineFiles
@@ -40,12 +42,18 @@ def break_weights(trainer: Trainer) -> None:
         trainer.model.parameters[0].fill_(float("nan"))
 
 
-@pytest.mark.parametrize("weights_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "weights_dtype, optimizer_state",
+    [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "host"), ("bfloat16", "8bit")],
+)
 def test_a_checkpoint_that_is_written_while_training_goes_on_leads_to_the_same_bits(
-    model_path: Path, tmp_path: Path, weights_dtype: str
+    model_path: Path, tmp_path: Path, weights_dtype: str, optimizer_state: str
 ) -> None:
+    if optimizer_state == "8bit":
+        pytest.importorskip("bitsandbytes")
     store = CheckpointStore(tmp_path, LearnerLimits(free_bytes_min=0))
-    straight = new_trainer(model_path, weights_dtype=weights_dtype)
+    how = {"weights_dtype": weights_dtype, "optimizer_state": optimizer_state}
+    straight = new_trainer(model_path, **how)
     train(straight, 2)
     checkpoint = checkpoint_of(straight)
     assert (checkpoint.lent is not None) == (weights_dtype == "bfloat16"), (
@@ -58,11 +66,24 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_leads_to_the_same_b
     loaded = store.load_newest()
     assert loaded is not None and loaded.step == 2 and loaded.shards.keys() == expected.keys()
     assert all(torch.equal(loaded.shards[key], tensor) for key, tensor in expected.items())
-    resumed = new_trainer(model_path, weights_dtype=weights_dtype)
+    resumed = new_trainer(model_path, **how)
     put_back(loaded, resumed)
     train(resumed, 3)
     assert all(torch.equal(*pair) for pair in zip(straight.model.masters, resumed.model.masters, strict=True))
     assert all(torch.equal(*pair) for pair in zip(straight.model.parameters, resumed.model.parameters, strict=True))
+
+
+def test_masters_in_host_memory_take_the_steps_that_masters_on_the_device_take(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimiser, "PIECE_ELEMENTS", 1000)  # several of a tensor
+    monkeypatch.setattr(model_module, "_computes_in_bf16", lambda *_: True)
+    one, other = (new_trainer(model_path, optimizer_state=how, weight_decay=0.1) for how in ("float32", "host"))
+    for trainer in (one, other):
+        train(trainer, 3)
+    assert all(torch.equal(*pair) for pair in zip(one.model.masters, other.model.masters, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(one.model.parameters, other.model.parameters, strict=True))
+    assert other.model.parameters[0].dtype == torch.bfloat16
 
 
 def test_steps_in_a_row_that_were_not_finite_count_on_after_a_restart(model_path: Path, tmp_path: Path) -> None:

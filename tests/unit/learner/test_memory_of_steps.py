@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.config.run import RunConfig
-from echo2.cost_model.memory import Checkpointing, learner_memory
+from echo2.cost_model.memory import Checkpointing, LearnerRun, learner_memory
 from echo2.cost_model.sizing import model_size
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
 from echo2.learner.publishing.checkpoint import CheckpointStore, write_shards
@@ -78,7 +78,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
     del model
-    trainer = TrainerOptions(str(folder / "model"), token_budget=BUDGET, threads=1, lr=1e-5)
+    how = sys.argv[2]
+    trainer = TrainerOptions(str(folder / "model"), token_budget=BUDGET, threads=1, lr=1e-5, optimizer_state=how)
     options = LearnerOptions(folder, RunConfig(), trainer)
     before = status("VmRSS")
     team = new_team(options, Ranks())
@@ -98,14 +99,19 @@ def main() -> None:
         published = newer
     size = model_size(shape)
     assert size.parameters == team.model.parameter_count
-    told = learner_memory(size, BUDGET, Checkpointing.OFF, gpu_count=0)
+    told = learner_memory(size, BUDGET, Checkpointing.OFF, gpu_count=0, run=LearnerRun(optimizer_state=how))
     print(json.dumps({"peak": status("VmHWM") - before, "told": told.device_bytes, "parameters": size.parameters}))
 
 
-def test_two_steps_with_publishing_and_a_checkpoint_take_what_the_sizing_rule_tells(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer_state", ["float32", "8bit"])
+def test_two_steps_with_publishing_and_a_checkpoint_take_what_the_sizing_rule_tells(
+    tmp_path: Path, optimizer_state: str
+) -> None:
+    if optimizer_state == "8bit":
+        pytest.importorskip("bitsandbytes")
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("peaks are the Linux kernel's")
-    command = [sys.executable, "-m", __name__, str(tmp_path)]
+    command = [sys.executable, "-m", __name__, str(tmp_path), optimizer_state]
     done = subprocess.run(
         command, check=True, capture_output=True, text=True, env=environment_of(tmp_path), cwd=ROOT, timeout=WAIT_S
     )

@@ -28,7 +28,9 @@ DECOUPLED = LossConfig(correction="decoupled")
 
 def new_trainer(path: Path, **options: object) -> Trainer:
     given = TrainerOptions(str(path), device="cpu", lr=1e-3, **options)  # type: ignore[arg-type]
-    return Trainer(PolicyModel(str(path), given.weights_dtype, torch.device("cpu"), 1.0), given, 10)
+    on_host = given.optimizer_state == "host"
+    model = PolicyModel(str(path), given.weights_dtype, torch.device("cpu"), 1.0, masters_on_host=on_host)
+    return Trainer(model, given, 10)
 
 
 def random_groups(seed: int, count: int = 3, temperature: float = 1.0, logprob: float = -4.2) -> tuple[TrainGroup, ...]:
@@ -153,7 +155,7 @@ def test_gradients_in_bf16_are_those_of_float32_up_to_rounding_and_added_in_floa
 
     def watched(loss: torch.Tensor) -> None:
         assert all(parameter.grad is None for parameter in trainer.model.parameters), "handed over before the next one"
-        sums.append(getattr(trainer.model.masters[0].grad, "dtype", None))
+        sums.append(getattr(trainer.model._summed[0], "dtype", None))
         backward(loss)
 
     monkeypatch.setattr(torch.autograd, "backward", watched)
