@@ -38,6 +38,7 @@ LEARNER_NEEDS = ("torch", "transformers", "safetensors", "numba", "numpy", "cryp
 PARTS: Mapping[str, Part] = {
     "attention": Part("benchmarks.gpu.attending", ("torch",)),
     "step": Part("benchmarks.gpu.stepping", LEARNER_NEEDS),
+    "states": Part("benchmarks.gpu.states", LEARNER_NEEDS),
     "publishing": Part("benchmarks.gpu.publishing", ("torch", "numba", "numpy", "zstandard", "xxhash")),
     "noise": Part("benchmarks.gpu.noise", LEARNER_NEEDS),
     "vllm": Part("benchmarks.gpu.contract", ("vllm", "pytest", *LEARNER_NEEDS)),

@@ -22,6 +22,7 @@ from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams,
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.optimiser import OptimizerState
 from echo2.learner.training.packing import Attention
 from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.learner.training.trials import choose_attention
@@ -65,14 +66,19 @@ def _as_sampled(rollout: Rollout, logprobs_T: torch.Tensor) -> Rollout:
     return replace(rollout, logprobs=told, raw_logprobs=told)
 
 
-def trainer_of(setup: Setup, shape: Shape, attention: Literal["auto", "dense", "flex"]) -> Trainer:
+def trainer_of(
+    setup: Setup,
+    shape: Shape,
+    attention: Literal["auto", "dense", "flex"],
+    optimizer_state: OptimizerState = "float32",
+) -> Trainer:
     path = str(saved_model(shape, setup.folder))
     budget = 512 if setup.is_small else 16_384
     options = TrainerOptions(
         path, device=str(setup.device), lr=1e-6, token_budget=budget, gradient_checkpointing=not setup.is_small,
-        attention=attention,
+        attention=attention, optimizer_state=optimizer_state,
     )  # fmt: skip
-    model = PolicyModel(path, "bfloat16", setup.device, 1.0)
+    model = PolicyModel(path, "bfloat16", setup.device, 1.0, masters_on_host=optimizer_state == "host")
     choose_attention(model.policy, attention, setup.device)
     return Trainer(model, options, 1000)
 

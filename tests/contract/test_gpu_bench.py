@@ -14,7 +14,7 @@ import pytest
 from tests.patience import WAIT_S
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("attention", "step", "publishing", "noise")
+PARTS = ("attention", "step", "states", "publishing", "noise")
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
