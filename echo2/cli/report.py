@@ -176,6 +176,10 @@ def _problems(status: coordinator_pb2.RunStatus) -> list[str]:
     if learner.step < (steps := status.learner_hello.step_limit):
         why = f": {status.finished}" if status.finished else ""
         problems.append(f"expected {steps} steps, got {learner.step}{why}")
+    if learner.equal_reward_steps and not learner.reward_mean:
+        problems.append(
+            f"expected rewards above 0, the last {learner.equal_reward_steps} steps had none: nothing was learned"
+        )
     if learner.over_stale_tokens_trained:
         problems.append(f"expected 0 tokens trained above S, got {learner.over_stale_tokens_trained}")
     for worker in status.workers:

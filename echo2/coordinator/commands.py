@@ -211,7 +211,8 @@ class Commands:
             utilisation=report.utilisation, waits_for=report.waits_for,
             waits_s=report.waits_since_s + now - board.heard_at if report.waits_for else 0.0, rewards_due=report.rewards_due,
             open_leases=len(hub.book.leases), rollouts_per_step=hello.rollouts_per_step,
-            prompts_exhausted=report.prompts_exhausted,
+            prompts_exhausted=report.prompts_exhausted, equal_reward_steps=report.equal_reward_steps,
+            reward=report.reward_mean,
         )  # fmt: skip
 
     def _name_of(self, peer_id: PeerId) -> str:

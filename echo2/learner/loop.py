@@ -83,6 +83,7 @@ class TrainingLoop:
         self.checkpoint_every = options.config.learner.checkpoint_every_steps  # 0: by what a checkpoint and a step cost
         self.utilisation = Utilisation()
         self.last_row: Mapping[str, object] = {}
+        self.equal_reward_steps = 0  # newest in a row; a teacher's advantages do not come from rewards
         self.waiting: tuple[str, float] = ("", 0.0)
         self.warm_start = ""  # how far it is, while it runs
         self.checkpoint_s = 0.0  # how long the newest checkpoint blocked the loop
@@ -313,6 +314,8 @@ class TrainingLoop:
         if self.pool.agents is not None:
             row |= self.pool.agents.numbers()
         self.recent.add(batch)
+        is_equal = row["reward/equal_group_fraction"] == 1 and not self.options.config.learner.teacher
+        self.equal_reward_steps = self.equal_reward_steps + 1 if is_equal else 0
         self._write(row)
         self._log_step(row)
         _log.debug(

@@ -158,4 +158,5 @@ def report_of(loop: TrainingLoop, waits_for: tuple[str, float]) -> coordinator_p
         reward_processes=pool.prompts.world.reward_processes,
         lengths=loop.recent.lengths(),
         discarded_rollouts=counts.dropped_equal_rewards + counts.dropped_reward_failed,
+        equal_reward_steps=loop.equal_reward_steps,
     )

@@ -30,6 +30,8 @@ MORE_REWARDS = (
     "Give rewards more reward processes (a learner's machine with more cores), or another machine for rewards (Ray, by "
     "task.ray)"
 )
+EQUAL_REWARD_STEPS_MAX = 3
+"""Where one rollout in a hundred is rewarded, three steps of 64 rollouts without a reward are as likely as one in seven: still worth a word."""
 MEASURED_STEPS = 5
 """From so many steps on, the measured utilisation is told, not the predicted one."""
 
@@ -92,6 +94,8 @@ class LearnerFacts:
     open_leases: int = 0
     rollouts_per_step: int = 0
     prompts_exhausted: bool = False
+    equal_reward_steps: int = 0
+    reward: float = 0.0
 
     @property
     def waits_long(self) -> bool:
@@ -221,6 +225,18 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
             "Raise task.epochs or add prompts: they are used up, and the run ends after the groups in flight, about step "
             f"{learner.step} of {learner.step_limit}.", "warn",
         )  # fmt: skip
+        return
+    if learner.equal_reward_steps >= EQUAL_REWARD_STEPS_MAX:
+        steps = f"{learner.equal_reward_steps} steps"
+        if learner.reward:
+            equal = (
+                f"in the last {steps} all rollouts of a prompt had the same reward ({learner.reward:.3g} on average)"
+            )
+            change = "end the run, or take other prompts, more rollouts a prompt or a higher sampling.temperature"
+            yield ToDo(f"Nothing is left to learn: {equal}; {change}.", "warn")
+        else:
+            change = "compare completions and expected answers (`echo2 samples`), then take easier prompts or longer completions"
+            yield ToDo(f"Nothing is learned: every reward of the last {steps} was 0; {change}.", "bad")
         return
     if learner.waits_for_rewards and (learner.waits_long or run.is_short):
         due = f"{learner.rewards_due} rewards are due, and the learner has waited {format_duration(learner.waits_s)} for them"

@@ -84,6 +84,17 @@ PRICE = "3 on standby: it asks 2 USD/h, what spends the budget in an hour is 0.5
             Act.NOTHING,
         ),
         (
+            with_learner(equal_reward_steps=3, waits_for=DUE, waits_s=60.0, rewards_due=193),
+            "Nothing is learned: every reward of the last 3 steps was 0; compare completions",
+            Act.NOTHING,
+        ),
+        (
+            with_learner(equal_reward_steps=4, reward=1.0),
+            "Nothing is left to learn: in the last 4 steps all rollouts of a prompt had the same reward (1 on average); end the run",
+            Act.NOTHING,
+        ),
+        (with_learner(equal_reward_steps=2), "Nothing to do: the learner trains 97% of the time", Act.NOTHING),
+        (
             replace(LIVE, is_budget_spent=True, usd_budget=100),
             "Raise the budget to go on (page, or `echo2 ctl`): $100.00 are spent",
             Act.NOTHING,

@@ -158,7 +158,8 @@ def test_learner_and_coordinator_hear_of_groups_versions_reports_plans_and_bars(
     model_path: Path, tmp_path: Path
 ) -> None:
     plan = coordinator_pb2.PlanUpdate(kappa=2, in_flight_cap_rollouts=16, predicted_utilisation=0.5)
-    run = Run(options_for(tmp_path / "run", model_path, staleness={"bound": 4}, learner={"steps": 5}), plan)
+    task = {"args": {"one_in": 4}}
+    run = Run(options_for(tmp_path / "run", model_path, staleness={"bound": 4}, learner={"steps": 5}, task=task), plan)
     order = coordinator_pb2.WorkerBanned(peer_id="liar", reason="by hand", is_banned=True)
     run.coordinator.orders.append(coordinator_pb2.LearnerOrder(banned=order))
     go(run.finish())
@@ -171,6 +172,11 @@ def test_learner_and_coordinator_hear_of_groups_versions_reports_plans_and_bars(
     assert sum(evaluated_version(name) is None for name in complete) == 10
     assert coordinator.offers > coordinator.reminders, "groups are offered as they are opened, not by reminders"
     assert coordinator.reports[-1].is_finished and coordinator.reports[-1].step == 5
+    equal = [row["reward/equal_group_fraction"] == 1 for row in rows_of(tmp_path / "run") if "reward/mean" in row]
+    in_a_row = list(itertools.accumulate(equal, lambda count, is_equal: (count + 1) * is_equal, initial=0))
+    assert any(in_a_row)
+    for report in coordinator.reports:
+        assert report.equal_reward_steps == in_a_row[report.step]
     assert rows_of(tmp_path / "run")[3]["utilisation/predicted"] == 0.5
     assert run.learner.pool.barred == {"liar": "by hand"}, "nothing is taken from it"
 

@@ -6,19 +6,22 @@ from echo2.tasks.task import ChatMessage, Environment, Observation, Prompt, Rewa
 
 
 class DigitShare:
-    """Pays for the share of digits in a completion, so that random completions differ in reward and teach something."""
+    """Pays for the share of digits in a completion, so that random completions differ in reward and teach something; of `one_in`
+    prompts one, the others teach nothing."""
 
     name = "digit_share"
     size = 1000
     is_cheap = True
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, one_in: int = 1) -> None:
+        self.seed, self.one_in = seed, one_in
 
     def sample(self, index: int) -> TaskInstance:
         return TaskInstance(index, f"{index:03d}>", "")
 
     def score(self, instance: TaskInstance, completion_text: str) -> Reward:
+        if instance.index % self.one_in:
+            return Reward(0.0)
         text = "".join(completion_text.split())
         return Reward(sum(letter.isdigit() for letter in text) / max(1, len(text)))
 

@@ -385,7 +385,7 @@ class LearnerHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_config_json: _Optional[bytes] = ..., model_digest: _Optional[str] = ..., staleness_bound: _Optional[int] = ..., rollouts_per_step: _Optional[int] = ..., rollouts_per_group: _Optional[int] = ..., step: _Optional[int] = ..., newest_version: _Optional[int] = ..., open_groups: _Optional[_Iterable[_Union[_rollout_pb2.GroupSpec, _Mapping]]] = ..., full_snapshot_bytes: _Optional[int] = ..., link: _Optional[_Union[Link, _Mapping]] = ..., step_limit: _Optional[int] = ..., kappa_is_fixed: _Optional[bool] = ..., kappa: _Optional[int] = ..., relay_address: _Optional[str] = ..., longest_sequence_tokens: _Optional[int] = ..., chunk_address: _Optional[str] = ...) -> None: ...
 
 class LearnerReport(_message.Message):
-    __slots__ = ("step", "newest_version", "train_s", "wait_s", "reward_mean", "buffered_rollouts", "open_rollouts", "trained_rollouts", "trained_tokens", "dropped_stale_rollouts", "duplicate_rollouts", "refused_rollouts", "over_stale_tokens_trained", "lag_histogram", "utilisation", "sent_chunk_bytes", "waits_for", "waits_since_s", "is_finished", "eval_reward", "fingerprint", "evaluation_rollouts", "idle_s", "audit_s", "rewards_due", "prompts_exhausted", "reward_s", "reward_processes", "lengths", "discarded_rollouts")
+    __slots__ = ("step", "newest_version", "train_s", "wait_s", "reward_mean", "buffered_rollouts", "open_rollouts", "trained_rollouts", "trained_tokens", "dropped_stale_rollouts", "duplicate_rollouts", "refused_rollouts", "over_stale_tokens_trained", "lag_histogram", "utilisation", "sent_chunk_bytes", "waits_for", "waits_since_s", "is_finished", "eval_reward", "fingerprint", "evaluation_rollouts", "idle_s", "audit_s", "rewards_due", "prompts_exhausted", "reward_s", "reward_processes", "lengths", "discarded_rollouts", "equal_reward_steps")
     STEP_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     TRAIN_S_FIELD_NUMBER: _ClassVar[int]
@@ -416,6 +416,7 @@ class LearnerReport(_message.Message):
     REWARD_PROCESSES_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     DISCARDED_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    EQUAL_REWARD_STEPS_FIELD_NUMBER: _ClassVar[int]
     step: int
     newest_version: int
     train_s: float
@@ -446,7 +447,8 @@ class LearnerReport(_message.Message):
     reward_processes: int
     lengths: _containers.RepeatedScalarFieldContainer[int]
     discarded_rollouts: int
-    def __init__(self, step: _Optional[int] = ..., newest_version: _Optional[int] = ..., train_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., reward_mean: _Optional[float] = ..., buffered_rollouts: _Optional[int] = ..., open_rollouts: _Optional[int] = ..., trained_rollouts: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., dropped_stale_rollouts: _Optional[int] = ..., duplicate_rollouts: _Optional[int] = ..., refused_rollouts: _Optional[int] = ..., over_stale_tokens_trained: _Optional[int] = ..., lag_histogram: _Optional[_Iterable[int]] = ..., utilisation: _Optional[float] = ..., sent_chunk_bytes: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., is_finished: _Optional[bool] = ..., eval_reward: _Optional[float] = ..., fingerprint: _Optional[str] = ..., evaluation_rollouts: _Optional[float] = ..., idle_s: _Optional[float] = ..., audit_s: _Optional[float] = ..., rewards_due: _Optional[int] = ..., prompts_exhausted: _Optional[bool] = ..., reward_s: _Optional[float] = ..., reward_processes: _Optional[int] = ..., lengths: _Optional[_Iterable[int]] = ..., discarded_rollouts: _Optional[int] = ...) -> None: ...
+    equal_reward_steps: int
+    def __init__(self, step: _Optional[int] = ..., newest_version: _Optional[int] = ..., train_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., reward_mean: _Optional[float] = ..., buffered_rollouts: _Optional[int] = ..., open_rollouts: _Optional[int] = ..., trained_rollouts: _Optional[int] = ..., trained_tokens: _Optional[int] = ..., dropped_stale_rollouts: _Optional[int] = ..., duplicate_rollouts: _Optional[int] = ..., refused_rollouts: _Optional[int] = ..., over_stale_tokens_trained: _Optional[int] = ..., lag_histogram: _Optional[_Iterable[int]] = ..., utilisation: _Optional[float] = ..., sent_chunk_bytes: _Optional[int] = ..., waits_for: _Optional[str] = ..., waits_since_s: _Optional[float] = ..., is_finished: _Optional[bool] = ..., eval_reward: _Optional[float] = ..., fingerprint: _Optional[str] = ..., evaluation_rollouts: _Optional[float] = ..., idle_s: _Optional[float] = ..., audit_s: _Optional[float] = ..., rewards_due: _Optional[int] = ..., prompts_exhausted: _Optional[bool] = ..., reward_s: _Optional[float] = ..., reward_processes: _Optional[int] = ..., lengths: _Optional[_Iterable[int]] = ..., discarded_rollouts: _Optional[int] = ..., equal_reward_steps: _Optional[int] = ...) -> None: ...
 
 class OfferGroups(_message.Message):
     __slots__ = ("groups", "held_tokens")
