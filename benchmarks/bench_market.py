@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import statistics
 import time
@@ -77,8 +78,8 @@ def infeasible_case(seed: int) -> Case:
         machines = random_machines(rng, rng.randint(2, 6))
         load, transfer = rng.choice([0.4, 0.7, 1.0, 1.4, 2.0]), rng.choice([0.1, 0.3, 0.7, 1.5, 3.0])
         world = random_world(rng, machines, load, transfer)
-        cap = rng.choice([0.0, 0.0, 0.0, 0.3, 0.6]) * sum(one.usd_per_hour for one in machines)
-        if cap and min(one.usd_per_hour for one in machines) > cap:
+        cap = rng.choice([math.inf, math.inf, math.inf, 0.3, 0.6]) * sum(one.usd_per_hour for one in machines)
+        if min(one.usd_per_hour for one in machines) > cap:
             continue
         config = wishes(world, usd_per_hour_cap=cap)
         made = plan(told(world, machines), config)
@@ -93,7 +94,7 @@ def best_simulated(case: Case) -> float:
     pools = []
     for flags in itertools.product((False, True), repeat=len(case.machines)):
         pool = [one for one, is_in in zip(case.machines, flags, strict=True) if is_in]
-        if pool and (not cap or sum(one.usd_per_hour for one in pool) <= cap):
+        if pool and sum(one.usd_per_hour for one in pool) <= cap:
             rate = sum(one.slots / one.mean_s for one in pool)
             pools.append((min(1.0, rate * world.train_s / world.batch), pool))
     best, judged = 0.0, 0.0
@@ -203,8 +204,8 @@ def controller(days_count: int) -> list[Row]:
         rng = random.Random(seed * 31337 + 5)
         fleet = random_fleet(rng.randint(2, 6), seed)
         config = PlanConfig(
-            rng.randint(2, 6), usd_per_hour_cap=rng.choice([0.0, 0.5, 0.8]) * sum(w.price_usd_per_hour for w in fleet.workers),
-            usd_budget=rng.choice([0.0, 5.0, 30.0]), dwell_s=300.0,
+            rng.randint(2, 6), usd_per_hour_cap=rng.choice([math.inf, 0.5, 0.8]) * sum(w.price_usd_per_hour for w in fleet.workers),
+            usd_budget=rng.choice([math.inf, 5.0, 30.0]), dwell_s=300.0,
         )  # fmt: skip
         train_s, spent, now, made, changed_at = fleet.learner.train_s, 0.0, 0.0, None, -1
         measured = RobustEstimator("train_s")
@@ -220,10 +221,10 @@ def controller(days_count: int) -> list[Row]:
             )  # fmt: skip
             made = plan(snapshot, config, made)
             # Held workers may exceed the cap in a plan; the coordinator activates none beyond it (tests of the hub).
-            over_cap += bool(config.usd_per_hour_cap) and made.usd_per_hour > config.usd_per_hour_cap * (1 + 1e-6)
+            over_cap += made.usd_per_hour > config.usd_per_hour_cap * (1 + 1e-6)
             step_s = train_s / max(made.predicted_utilisation, 0.05)
             now, interval_usd = now + step_s, made.usd_per_hour * step_s / 3600
-            over_budget += bool(config.usd_budget) and bool(made.pool) and spent >= config.usd_budget
+            over_budget += bool(made.pool) and spent >= config.usd_budget
             spent += interval_usd
             active = set(made.pool)
             fleet = replace(
@@ -286,7 +287,7 @@ def adding_trial(seed: int) -> tuple[Plan, Plan, float]:
     machines = random_machines(rng, rng.randint(2, 9))
     load, transfer = rng.choice([0.3, 0.5, 0.7, 1.0, 1.4]), rng.choice([0.05, 0.2, 0.5, 1.0, 2.0])
     world = random_world(rng, machines, load, transfer)
-    cap = rng.choice([0.0, 0.0, 0.5]) * sum(one.usd_per_hour for one in machines)
+    cap = rng.choice([math.inf, math.inf, 0.5]) * sum(one.usd_per_hour for one in machines)
     config = wishes(world, usd_per_hour_cap=cap)
     more = [*machines, *random_machines(rng, 1)]
     return plan(told(world, machines), config), plan(told(world, more), config), world.train_s
@@ -360,7 +361,8 @@ def offers() -> list[Row]:
     rows = []
     for count, limit_ms in ((10_000, 200.0), (50_000, 1000.0)):
         for case, train_s, delta, cap in (
-            ("feasible", 200.0, 1.2e8, 0.0), ("infeasible", 60.0, 1.2e9, 0.0), ("with a cap that binds", 200.0, 1.2e8, 0.03),
+            ("feasible", 200.0, 1.2e8, math.inf), ("infeasible", 60.0, 1.2e9, math.inf),
+            ("with a cap that binds", 200.0, 1.2e8, 0.03),
         ):  # fmt: skip
             fleet = random_fleet(count, 1)
             batch = int(train_s * 0.55 * count) // 16 * 16

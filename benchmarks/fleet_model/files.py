@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -109,8 +110,8 @@ def _wishes(fields: Fields) -> PlanConfig:
         staleness_bound=int(fields.number("staleness_bound", 4)),
         fixed_kappa=int(fields.number("kappa", 0)),
         target_utilisation=fields.number("target_utilisation", 0.98),
-        usd_per_hour_cap=fields.number("usd_per_hour_cap", 0.0),
-        usd_budget=fields.number("usd_budget", 0.0),
+        usd_per_hour_cap=fields.number("usd_per_hour_cap", math.inf),
+        usd_budget=fields.number("usd_budget", math.inf),
         download=DownloadMode(download),
         broadcast_efficiency=fields.number("broadcast_efficiency", BROADCAST_EFFICIENCY),
         dwell_s=fields.seconds("dwell", 600.0),

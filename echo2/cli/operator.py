@@ -196,9 +196,9 @@ def _settings(changes: list[str]) -> dict[str, Any]:
     for change in changes:
         name, _, text = change.partition("=")
         try:
-            value = float(text)
+            value = None if text == "none" and name in ("budget", "cap") else float(text)
         except ValueError:
-            raise ConfigError(f"echo2 ctl: {change!r}: expected NAME=NUMBER") from None
+            raise ConfigError(f"echo2 ctl: {change!r}: expected NAME=NUMBER; budget and cap also take none") from None
         if name.startswith("price."):
             body.setdefault("prices", {})[name.removeprefix("price.")] = value
         elif name in SETTINGS:

@@ -47,7 +47,7 @@ def alternatives(question: PlanQuestion, answer: Plan) -> dict[str, Plan | None]
         snapshot,
         workers=tuple(replace(one, price_usd_per_hour=1.0, egress_usd_per_gib=0.0) for one in snapshot.workers),
     )
-    if (fewest := feasible_plan(alike, replace(wishes, usd_per_hour_cap=0.0, usd_budget=0.0))) is not None:
+    if (fewest := feasible_plan(alike, replace(wishes, usd_per_hour_cap=math.inf, usd_budget=math.inf))) is not None:
         prices = {one.worker_id: one.price_usd_per_hour for one in snapshot.workers}
         priced, useful = sum(prices[worker] for worker in fewest.pool), _useful_per_hour(question, fewest)
         usd = (priced + question.learner.price_usd_per_hour) / useful if useful > 0 else math.inf

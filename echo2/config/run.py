@@ -6,6 +6,7 @@ so that a new option is a visible decision. What a rule can derive is a property
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args
 
 from pydantic import (
@@ -319,8 +320,8 @@ class CoordinatorSection(Section):
     dashboard_port: Port = opt(8420, "Dashboard and /metrics.")
     dashboard_host: str = opt("", "Empty: the coordinator's.")
     relay_port: Port = opt(8423, "libp2p relay for workers behind NAT.")
-    usd_per_hour_cap: float = opt(0.0, "The pool's largest cost; 0: no cap.", ge=0)
-    usd_budget: float = opt(0.0, "Once spent, all workers go to standby; 0: no budget.", ge=0)
+    usd_per_hour_cap: float = opt(math.inf, "The pool's largest cost.", ge=0, allow_inf_nan=True)
+    usd_budget: float = opt(math.inf, "Once spent, all workers go to standby.", ge=0, allow_inf_nan=True)
     planner_mode: Literal["advise", "approve", "auto"] = opt(
         "auto", "Proposals are shown, wait for approval, or are carried out within the budget."
     )

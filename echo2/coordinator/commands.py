@@ -5,6 +5,7 @@ Guarantees: a command's effect is saved before it returns. Leaves to others: acc
 
 from __future__ import annotations
 
+import math
 import shlex
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from echo2.coordinator.money.provisioner import Provisioner
 from echo2.coordinator.money.provisioning import MachineOffer, Provider
 from echo2.coordinator.planning.advice import LONG_S_MIN, LearnerFacts, RunAdvice, RunNow, advise, idle_text
 from echo2.coordinator.planning.input import is_measured, plan_config
+from echo2.cost_model.snapshot import is_spent
 from echo2.outside import here
 from echo2.trust.identity import JoinLink, Role
 from echo2.wire.coordinator import (
@@ -152,7 +154,8 @@ class Commands:
         hub.note("operator", f"changes {told}")
         hub.state.require_sync()
         hub.flush_now()
-        return {**hub.settings, "staleness_bound": hub.config.staleness.bound}
+        plain = {name: None if value == math.inf else value for name, value in hub.settings.items()}
+        return {**plain, "staleness_bound": hub.config.staleness.bound}
 
     def pause(self, reason: str) -> None:
         """Puts all workers on standby until `resume`: they end what they hold and get no more."""
@@ -191,7 +194,7 @@ class Commands:
                 plan=plan, plan_waits_for=hub.plan_waits_for, target=plan_config(hub.config, hub.board).target_utilisation,
                 alive=sum(one.last_liveness is Liveness.ALIVE for one in members), active=len(active | settling),
                 idle=idle_text(members), workers=len(members), usd_budget=section.usd_budget,
-                is_budget_spent=0 < section.usd_budget <= money.usd_chosen, usd_per_hour=money.usd_per_hour, spare=len(idle),
+                is_budget_spent=is_spent(money.usd_chosen, section.usd_budget), usd_per_hour=money.usd_per_hour, spare=len(idle),
                 spare_usd_per_hour=sum(one.hello.price_usd_per_hour for one in idle if not one.asks_too_much),
                 surplus=len(active - set(plan.pool)) if plan is not None and plan.is_feasible else 0, wishes="; ".join(wishes),
                 may_act=section.planner_mode == "auto", corrected=hub.corrections.reason,

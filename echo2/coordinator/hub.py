@@ -49,6 +49,7 @@ from echo2.coordinator.planning.parts import PlanParts
 from echo2.coordinator.sessions import StreamSession
 from echo2.coordinator.store import SqlStore, StateWriter
 from echo2.cost_model.plan import Plan
+from echo2.cost_model.snapshot import is_spent
 from echo2.outside.guard import PeerLines
 from echo2.trust.identity import Identity
 from echo2.wire.broadcast import plan_to_message
@@ -305,8 +306,8 @@ class Hub:
         section = self.config.coordinator
         money = {name: settings.get(name, getattr(section, name)) for name in ("usd_budget", "usd_per_hour_cap")}
         budget, cap = money.values()
-        if not (0 <= budget < 1e9 and 0 <= cap < 1e9):
-            raise MalformedMessage(f"usd_budget, usd_per_hour_cap: expected 0 (none) or more, got {budget:g}, {cap:g}")
+        if not (budget >= 0 and cap >= 0):
+            raise MalformedMessage(f"usd_budget, usd_per_hour_cap: expected 0 or more, got {budget:g}, {cap:g}")
         self.money.reprice(prices)
         changed = {
             "coordinator": section.model_copy(update=money),
@@ -416,7 +417,7 @@ class Hub:
         raises it, a plan says who works; before the first plan, all workers do again."""
         budget, living = self.config.coordinator.usd_budget, list(self.membership.living())
         was_spent = self._is_budget_spent
-        self._is_budget_spent = budget > 0 and self.money.sums().usd_chosen >= budget
+        self._is_budget_spent = is_spent(self.money.sums().usd_chosen, budget)
         if self._is_budget_spent:
             self._want([one for one in living if one.is_wanted], (), f"the budget of {budget:g} USD is spent")
         elif was_spent and self.plan is None:

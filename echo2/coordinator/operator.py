@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -63,7 +64,7 @@ class Actions:
     # ---- the run
 
     def _change_settings(self, body: Body) -> Body:
-        """Changes what is named: `usd_budget`, `usd_per_hour_cap` (0: none), `staleness_bound`, and `prices` of offers by name."""
+        """Changes what is named: `usd_budget`, `usd_per_hour_cap` (null: none), `staleness_bound`, `prices` of offers by name."""
         unknown = sorted(set(body) - {"usd_budget", "usd_per_hour_cap", "staleness_bound", "prices"})
         if unknown or not body:
             raise MalformedMessage(
@@ -72,7 +73,11 @@ class Actions:
         prices = body.get("prices", {})
         if not isinstance(prices, dict):
             raise MalformedMessage("prices: expected an object of USD/h by the offer's name")
-        numbers = {name: _number(body, name) for name in body if name != "prices"}
+        limits = ("usd_budget", "usd_per_hour_cap")
+        numbers = {
+            name: math.inf if value is None and name in limits else _number(body, name)
+            for name, value in body.items() if name != "prices"
+        }  # fmt: skip
         return self._commands.change_settings(numbers, {name: _number(prices, name) for name in prices})
 
     def _apply_plan(self, body: Body) -> None:

@@ -71,7 +71,7 @@ def advise(question: PlanQuestion, effort: Plan, planned: Planner) -> tuple[Advi
 def _least(question: PlanQuestion, levers: tuple[Lever, ...], planned: Planner) -> Advice | None:
     """The smallest factor, applied to all `levers`, that gives a feasible plan. Bisection, because levers are monotone; the largest
     comes first, since most levers do not help at all. With a budget a slower learner is not: it also takes more hours."""
-    is_monotone = not (_train in levers and question.wishes.usd_budget)
+    is_monotone = not (_train in levers and question.wishes.usd_budget < math.inf)
     low, high = 0, len(FACTORS)
     best: Advice | None = None
     tried: dict[str, Advice | None] = {}  # several factors may give the same change, at a number's own limit
@@ -129,12 +129,12 @@ def _more(gpu: str) -> Lever:
 
 def _cap(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
     cap = question.wishes.usd_per_hour_cap * factor
-    return (f"cap={cap:.2f}", f"a cap of ${cap:.2f}/h") if cap else None
+    return (f"cap={cap:.2f}", f"a cap of ${cap:.2f}/h") if 0 < cap < math.inf else None
 
 
 def _budget(question: PlanQuestion, factor: float) -> tuple[str, str] | None:
     budget = question.wishes.usd_budget * factor
-    return (f"budget={budget:.2f}", f"a budget of ${budget:,.2f}") if budget else None
+    return (f"budget={budget:.2f}", f"a budget of ${budget:,.2f}") if 0 < budget < math.inf else None
 
 
 def _train(question: PlanQuestion, factor: float) -> tuple[str, str] | None:

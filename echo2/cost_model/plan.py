@@ -15,7 +15,7 @@ import numpy as np
 from echo2.base.ids import PeerId
 from echo2.base.units import format_bytes
 from echo2.cost_model.relations import Evaluation
-from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerState
+from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig, WorkerState, is_spent
 
 UTILISATION_TOLERANCE = 0.005
 """A rehearsal is no more accurate than this, so the target counts as reached from so far below it."""
@@ -203,16 +203,16 @@ def _terms(snapshot: FleetSnapshot, config: PlanConfig, found: Evaluation) -> It
     slack = 1 - value / limit if limit > 0 else -math.inf
     formula = "T_bcast + L_roll + R/mu_pool <= (S-kappa+1)*T_train"
     yield Term(Limit.STALENESS, formula, value, limit, "s", slack, _staleness_remedy(found) if slack < 0 else "")
-    if config.usd_per_hour_cap:
+    if config.usd_per_hour_cap < math.inf:
         yield _ceiling(Limit.USD_PER_HOUR, "pool price", found.usd_per_hour, config.usd_per_hour_cap, "USD/h")
-    if config.usd_budget:
+    if config.usd_budget < math.inf:
         total = snapshot.spent_usd + usd_to_finish(snapshot, found)
         yield _ceiling(Limit.USD_BUDGET, "spent + steps left", total, config.usd_budget, "USD")
 
 
 def _ceiling(kind: Limit, formula: str, value: float, limit: float, unit: str) -> Term:
-    slack = 1 - value / limit
-    is_over = slack < 0 or (kind is Limit.USD_BUDGET and value >= limit)
+    slack = 1 - value / limit if limit else -math.inf if value else 0.0
+    is_over = slack < 0 or (kind is Limit.USD_BUDGET and is_spent(value, limit))
     enough = math.ceil(100 * value - 1e-6) / 100  # in whole cents, and never below the value
     remedy = f"raise it to {enough:.2f} {unit}, or take longer with a smaller pool" if is_over else ""
     return Term(kind, formula, value, limit, unit, slack, remedy)

@@ -22,7 +22,7 @@ import numpy as np
 from echo2.cost_model.plan import UTILISATION_TOLERANCE, Plan, plan_of, usd_to_finish
 from echo2.cost_model.rehearsal import confirmed, rehearsed
 from echo2.cost_model.relations import Evaluation, Flags, FleetModel
-from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, PlanConfig, WorkerEstimate, WorkerState
+from echo2.cost_model.snapshot import FleetSnapshot, LearnerEstimate, PlanConfig, WorkerEstimate, WorkerState, is_spent
 from echo2.cost_model.solver import Solver
 
 NOISE_MARGINS = 2.0  # two margins of shortage are still measurement noise
@@ -118,7 +118,7 @@ def _rank(one: Plan, target: float) -> tuple[bool, float, float, float, int]:
 
 def _plan(snapshot: FleetSnapshot, config: PlanConfig, previous: Plan | None) -> Plan:
     fleet = FleetModel.of(snapshot, config)
-    if config.usd_budget and snapshot.spent_usd >= config.usd_budget:
+    if is_spent(snapshot.spent_usd, config.usd_budget):
         kappa = previous.kappa if previous and previous.kappa in config.kappas else config.kappas[0]
         nobody = fleet.evaluate(kappa, np.zeros(len(fleet), dtype=np.bool_))
         return plan_of(snapshot, config, rehearsed(fleet, nobody), "the budget is spent")
@@ -176,7 +176,7 @@ class _PoolChoice:
 def _affords(fleet: FleetModel, found: Evaluation) -> bool:
     """Whether the rest of the budget pays for the steps left with this pool."""
     snapshot, budget = fleet.snapshot, fleet.config.usd_budget
-    return not budget or snapshot.spent_usd + usd_to_finish(snapshot, found) <= budget
+    return snapshot.spent_usd + usd_to_finish(snapshot, found) <= budget
 
 
 def _within_budget(fleet: FleetModel, busy: Evaluation) -> _PoolChoice:
@@ -225,7 +225,7 @@ def _kept(previous: Plan, fleet: FleetModel, choice: _PoolChoice, is_busy: bool)
     pool = set(previous.pool)
     members = np.array([one.worker_id in pool for one in fleet.snapshot.workers]) & fleet.is_available
     stayed = confirmed(fleet, fleet.evaluate(previous.kappa, members))
-    within_cap = not config.usd_per_hour_cap or stayed.usd_per_hour <= config.usd_per_hour_cap
+    within_cap = stayed.usd_per_hour <= config.usd_per_hour_cap
     is_dear = stayed.usd_per_hour > fresh.usd_per_hour * (1 + DRAIN_MARGIN) + 1e-9
     if not is_busy:
         is_better = fresh.utilisation > stayed.utilisation * (1 + config.add_margin) + 1e-9

@@ -263,7 +263,7 @@ class FleetModel:
     @cached_property
     def usd_per_hour_most(self) -> float:
         """The cap, within rounding; infinite without one."""
-        return self.config.usd_per_hour_cap * (1 + TOLERANCE) or math.inf
+        return self.config.usd_per_hour_cap * (1 + TOLERANCE)
 
     @cached_property
     def kind(self) -> Counts:

@@ -38,6 +38,11 @@ def checked_positive(whose: str, name: str, value: float) -> None:
         raise ConfigError(f"{whose}: {name}: expected a finite number above 0, got {value}")
 
 
+def is_spent(usd: float, budget_usd: float) -> bool:
+    """Whether what was spent is all of the budget; a budget of 0 is spent by the first cent."""
+    return 0 < usd >= budget_usd
+
+
 class WorkerState(enum.Enum):
     """A worker's state as the planner sees it. UNAVAILABLE (suspect, gone, banned, held back by the operator) is never chosen."""
 
@@ -231,7 +236,7 @@ class FleetSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """What the user wants. fixed_kappa: 0 lets the planner choose; caps and budgets: 0 means none.
+    """What the user wants. fixed_kappa: 0 lets the planner choose; cap and budget: infinite means none.
 
     preemption_loss_s: work lost with a worker, which is one report interval. add_margin: a chosen pool has so much more rate than
     needed, and grows only when that is used up. dwell_s: a worker stays at least so long, and never less than its join time.
@@ -240,8 +245,8 @@ class PlanConfig:
     staleness_bound: int
     fixed_kappa: int = 0
     target_utilisation: float = 0.98
-    usd_per_hour_cap: float = 0.0
-    usd_budget: float = 0.0
+    usd_per_hour_cap: float = math.inf
+    usd_budget: float = math.inf
     download: DownloadMode = DownloadMode.BACKGROUND
     broadcast_efficiency: float = BROADCAST_EFFICIENCY
     preemption_loss_s: float = 5.0
@@ -255,8 +260,10 @@ class PlanConfig:
                 f"plan: fixed_kappa: expected 0 (choose) to S = {self.staleness_bound}, at least 1, got {self.fixed_kappa}"
             )
         checked("plan", "target_utilisation", self.target_utilisation, 0.01, 1.0)
-        checked("plan", "usd_per_hour_cap", self.usd_per_hour_cap, 0.0)
-        checked("plan", "usd_budget", self.usd_budget, 0.0)
+        if not (self.usd_per_hour_cap >= 0 and self.usd_budget >= 0):
+            raise ConfigError(
+                f"plan: cap and budget: expected 0 or more, got {self.usd_per_hour_cap}, {self.usd_budget}"
+            )
         checked("plan", "broadcast_efficiency", self.broadcast_efficiency, 0.01, 1.0)
         checked("plan", "preemption_loss_s", self.preemption_loss_s, 0.0)
         checked("plan", "add_margin", self.add_margin, 0.0, 1.0)

@@ -351,7 +351,7 @@ class Solver:
             need=need - float(value[must & eligible].sum()),
             burden=burden[rows],
             burden_room=fleet.snapshot.learner.link.uplink_bytes_per_s - float(burden[must].sum()),
-            price_cap=config.usd_per_hour_cap - float(fleet.price[must].sum()) if config.usd_per_hour_cap else math.inf,
+            price_cap=config.usd_per_hour_cap - float(fleet.price[must].sum()),
             count=np.where(eligible[rows], counts, 0),
         )
 

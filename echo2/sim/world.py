@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import random
 import shutil
 import tempfile
@@ -219,7 +220,7 @@ class World:
             gone_after=scene.gone_after_s, lease_timeout=scene.lease_timeout_s,
             report_interval=scene.report_interval_s, plan_interval=scene.plan_interval_s,
             offers=str(self.cloud.offers_file) if self.cloud is not None else "",
-            usd_per_hour_cap=CLOUD_CAP_USD_PER_HOUR if self.cloud is not None else 0.0,
+            usd_per_hour_cap=CLOUD_CAP_USD_PER_HOUR if self.cloud is not None else math.inf,
         )  # fmt: skip
         config = RunConfig(
             learner=LearnerSection(steps=self.steps),

@@ -363,7 +363,6 @@ def try_newcomers(members: Sequence[Member], usd_per_hour_cap: float, now: float
             member.record.trial_since = None
     places = 0 if is_spent else len(proven) or len(newcomers)
     room = usd_per_hour_cap - sum(m.hello.price_usd_per_hour for m in proven if m.is_wanted)
-    room = room if usd_per_hour_cap > 0 else math.inf
     for member in sorted(newcomers.values(), key=lambda m: _turn(m, now)):
         record, price = member.record, member.hello.price_usd_per_hour
         is_due = record.trial_since is not None or not proven or record.trial_not_before <= now

@@ -13,6 +13,7 @@ declares its own).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,7 @@ from echo2.coordinator.fleet.tokens import TokenBook
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.money.provisioning import ROUNDING, MachineOffer, PriceLimit, RentedMachine, price_limit
 from echo2.coordinator.money.renting import kind_text
+from echo2.cost_model.snapshot import is_spent
 
 
 def is_there(member: Member) -> bool:
@@ -158,9 +160,9 @@ class Money:
         cheapest by what it delivers."""
         costs, cap = self.sums(), section.usd_per_hour_cap
         rented, working = self.rented_workers(), {one.peer_id for one in wanted}
-        if 0 < section.usd_budget <= costs.usd_chosen:
+        if is_spent(costs.usd_chosen, section.usd_budget):
             return working
-        if cap <= 0:
+        if cap == math.inf:
             return set()
         others = (one for one in self._membership.members.values() if one.peer_id not in working and is_useful(one))
         room = cap * ROUNDING - sum(one.usd_per_hour for one in self.machines.values() if one.is_open)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 
@@ -88,19 +89,20 @@ class Provisioner:
         await self._in_time(machine, self._rent(machine, link))
         return machine
 
-    def quote(self, offer_name: str, count: int = 1) -> dict[str, float]:
+    def quote(self, offer_name: str, count: int = 1) -> dict[str, float | None]:
         """What `count` machines of an offer would cost in USD/h, alone and together with present costs. Raises what renting the
-        last of them would raise. Calls no provider."""
+        last of them would raise. Calls no provider. None: no end, as of a budget of none."""
         self._hub.ending.check_open()
         offer = self._offer(offer_name)
         self._check_room(offer, count)
         budget = self.budget()
         after = budget.usd_per_hour + count * offer.usd_per_hour
-        left = (budget.usd_budget - budget.usd_spent) / after if budget.usd_budget > 0 and after > 0 else 0.0
-        return {
+        left = (budget.usd_budget - budget.usd_spent) / after if after > 0 else math.inf
+        told = {
             "usd_per_hour": count * offer.usd_per_hour, "usd_per_hour_after": after, "usd_per_hour_cap": budget.usd_per_hour_cap,
             "usd_budget": budget.usd_budget, "usd_spent": budget.usd_spent, "budget_hours_after": left,
         }  # fmt: skip
+        return {name: value if value < math.inf else None for name, value in told.items()}
 
     async def _rent(self, machine: RentedMachine, link: str) -> None:
         try:
@@ -363,5 +365,5 @@ class Provisioner:
             raise LimitExceeded(
                 f"offer {offer.name}: {count * offer.usd_per_hour:g} USD/h more than the {budget.usd_per_hour:g} USD/h of now "
                 f"would go beyond the cap ({budget.usd_per_hour_cap:g} USD/h) or the budget ({budget.usd_budget:g} USD, "
-                f"{budget.usd_spent:.2f} spent); 0 is none"
+                f"{budget.usd_spent:.2f} spent)"
             )

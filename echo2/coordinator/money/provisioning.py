@@ -177,8 +177,8 @@ def price_limit(
     usd_budget: float,
     kinds: Mapping[str, GpuType],
 ) -> PriceLimit:
-    """The lowest limit that applies. `machine`: the worker's machine if this run rented it. `usd_per_hour_cap`, `usd_budget`: 0
-    means none. `kinds`: the catalogue of GPUs."""
+    """The lowest limit that applies. `machine`: the worker's machine if this run rented it. `usd_per_hour_cap`, `usd_budget`:
+    infinite means none. `kinds`: the catalogue of GPUs."""
     limits = []
     offered = [offer.usd_per_hour for offer in offers if gpu and offer.gpu == gpu and offer.usd_per_hour > 0]
     if machine is not None:
@@ -187,10 +187,8 @@ def price_limit(
         limits.append(PriceLimit(max(offered), f"the dearest offer of {gpu}"))
     else:
         limits.append(_typical_limit(gpu, kinds))
-    if usd_per_hour_cap > 0:
-        limits.append(PriceLimit(usd_per_hour_cap, "the whole pool's cap"))
-    if usd_budget > 0:
-        limits.append(PriceLimit(usd_budget / BUDGET_HOURS, "what spends the budget in an hour"))
+    limits.append(PriceLimit(usd_per_hour_cap, "the whole pool's cap"))
+    limits.append(PriceLimit(usd_budget / BUDGET_HOURS, "what spends the budget in an hour"))
     return min(limits, key=lambda limit: limit.usd_per_hour)
 
 

@@ -17,6 +17,7 @@ from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.money.provisioning import MachineOffer, MachineState, RentedMachine
 from echo2.cost_model.machines import kind_of_name
 from echo2.cost_model.plan import Limit, Plan
+from echo2.cost_model.snapshot import is_spent
 
 IDLE_RELEASE_S = 600.0  # longer than a rental takes: else machines come and go
 JOIN_S_MAX = 1800.0  # a slow boot, a large image and a model
@@ -58,22 +59,22 @@ class FleetAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What may be spent. A cap or budget of 0 means none; with neither, only free machines are rented. `usd_per_hour`: price of
-    the workers that work and of the rented machines, including those still starting."""
+    """What may be spent. An infinite cap or budget means none; with neither, only free machines are rented. `usd_per_hour`: price
+    of the workers that work and of the rented machines, including those still starting."""
 
     usd_per_hour: float
     usd_spent: float
-    usd_per_hour_cap: float = 0.0
-    usd_budget: float = 0.0
+    usd_per_hour_cap: float = math.inf
+    usd_budget: float = math.inf
 
     @property
     def is_bounded(self) -> bool:
         """Whether there is a cap or a budget: without either, nothing that costs money is rented."""
-        return self.usd_per_hour_cap > 0 or self.usd_budget > 0
+        return self.usd_per_hour_cap < math.inf or self.usd_budget < math.inf
 
     @property
     def is_spent(self) -> bool:
-        return self.usd_budget > 0 and self.usd_spent >= self.usd_budget
+        return is_spent(self.usd_spent, self.usd_budget)
 
     def affordable(self, usd_per_hour: float, hours_least: float = 0.0) -> int:
         """How many more machines may be rented at this price each, for at least so many hours; at most `RENT_AT_ONCE`."""
@@ -81,14 +82,10 @@ class Budget:
             return 0 if self.is_spent else RENT_AT_ONCE
         if not self.is_bounded:
             return 0
-        room = math.inf
-        if self.usd_per_hour_cap > 0:
-            room = self.usd_per_hour_cap - self.usd_per_hour
-        if self.usd_budget > 0:
-            left = self.usd_budget - self.usd_spent
-            room = min(room, left / BUDGET_HOURS_LEFT - self.usd_per_hour)
-            if hours_least > BUDGET_HOURS_LEFT:  # what is billed in any case; the others can be released before
-                room = min(room, left / hours_least)
+        left = self.usd_budget - self.usd_spent
+        room = min(self.usd_per_hour_cap, left / BUDGET_HOURS_LEFT) - self.usd_per_hour
+        if hours_least > BUDGET_HOURS_LEFT:  # what is billed in any case; the others can be released before
+            room = min(room, left / hours_least)
         return int(max(0.0, min(room / usd_per_hour + 1e-9, float(RENT_AT_ONCE))))
 
 

@@ -9,6 +9,7 @@ the buttons do (actions), measuring.
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ MORE_REWARDS = (
     "task.ray)"
 )
 EQUAL_REWARD_STEPS_MAX = 3
-"""Where one rollout in a hundred is rewarded, three steps of 64 rollouts without a reward are as likely as one in seven: still worth a word."""
+"""Where one rollout in a hundred is rewarded, three steps of 64 have no reward one time in seven: still worth a word."""
 MEASURED_STEPS = 5
 """From so many steps on, the measured utilisation is told, not the predicted one."""
 
@@ -130,7 +131,7 @@ class RunNow:
     idle: str = ""
     workers: int = 0
     is_budget_spent: bool = False
-    usd_budget: float = 0.0
+    usd_budget: float = math.inf
     usd_per_hour: float = 0.0
     spare: int = 0
     spare_usd_per_hour: float = 0.0

@@ -26,7 +26,7 @@ from echo2.coordinator.planning.input import (
     worker_estimates,
 )
 from echo2.coordinator.planning.pool_plan import make_plan
-from echo2.cost_model.snapshot import FleetSnapshot, WorkerEstimate
+from echo2.cost_model.snapshot import FleetSnapshot, WorkerEstimate, is_spent
 from echo2.outside import unix_now
 from echo2.outside.guard import noting
 
@@ -94,9 +94,9 @@ class Planning:
         choosable = [member.peer_id for member in members if member.last_liveness is Liveness.ALIVE]
         for member in members:
             member.is_barred_by_record = hub.book.records.is_barred(member.peer_id, choosable, hub.clock.now())
-        budget = hub.config.coordinator.usd_budget
-        is_spent = budget > 0 and hub.money.sums().usd_chosen >= budget
-        try_newcomers(members, hub.config.coordinator.usd_per_hour_cap, hub.clock.now(), is_spent)
+        section = hub.config.coordinator
+        has_spent = is_spent(hub.money.sums().usd_chosen, section.usd_budget)
+        try_newcomers(members, section.usd_per_hour_cap, hub.clock.now(), has_spent)
         if hub.config.coordinator.planner_mode == "auto":
             hub.try_out(members)
         snapshot = await snapshot_of(hub)
@@ -105,7 +105,7 @@ class Planning:
             return
         config = plan_config(hub.config, hub.board)
         plan = await hub.plan_process.run(len(members), make_plan, snapshot, config, hub.plan)
-        hub.adopt_plan(plan, choosable, hub.config.coordinator.planner_mode == "auto" or is_spent)
+        hub.adopt_plan(plan, choosable, hub.config.coordinator.planner_mode == "auto" or has_spent)
         hub.broadcast_needed.set()  # the share of the pool that needs versions first may have changed
 
     async def _run_broadcast(self) -> None:

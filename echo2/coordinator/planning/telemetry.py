@@ -121,8 +121,8 @@ class LearnerReport:
     publications take, both spread over the steps in between. `audit_s`: seconds per step that the learner spends on scoring for
     audits. `rewards_due`: completions without a reward; `prompts_exhausted`: the groups in flight are the last. `reward_s`: process
     seconds of a rollout's reward; `reward_processes`: computed at once, 0: none waits. `lengths`: sampled tokens of a rollout,
-    means of equal shares of the newest, ascending. `discarded_rollouts`: so far, for equal rewards or none. `equal_reward_steps`: the
-    newest steps in a row in which no group had two rewards."""
+    means of equal shares of the newest, ascending. `discarded_rollouts`: so far, for equal rewards or none.
+    `equal_reward_steps`: the newest steps in a row in which no group had two rewards."""
 
     step: Step = _STEP_0
     newest_version: Version = _VERSION_0

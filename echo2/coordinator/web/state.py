@@ -134,7 +134,7 @@ class StateView:
             if hub.board.report.trained_tokens else None,
             "chosen": finite(money.usd_chosen, 4), "useful": finite(money.usd_useful, 4),
             "useful_per_hour": finite(money.usd_useful_per_hour, 4),
-            "cap_per_hour": hub.config.coordinator.usd_per_hour_cap, "budget": hub.config.coordinator.usd_budget,
+            "cap_per_hour": finite(hub.config.coordinator.usd_per_hour_cap), "budget": finite(hub.config.coordinator.usd_budget),
             "journal": [
                 {
                     "at": round(one.unix_s, 1), "action": one.action, "whom": self._name_of(one.whom),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,12 @@ def test_settings_change_without_a_restart_and_outlive_one(tmp_path: Path) -> No
             csrf = (await web.get("/api/session")).json()["csrf"]
             answer = await web.post("/api/run/settings", json={"usd_budget": 30}, headers={"x-echo2-csrf": csrf})
             assert answer.json()["usd_budget"] == 30.0
+            await ctl("set", "cap=none")
+            assert (await web.get("/api/state")).json()["money"]["cap_per_hour"] is None
         async with running(chosen) as again:
             assert again.hub is not None
             kept = again.hub.config
-            assert (money(kept), kept.staleness.bound) == ((30.0, 3.5), 2)
+            assert (money(kept), kept.staleness.bound) == ((30.0, math.inf), 2)
             assert again.hub.money.offers[0].usd_per_hour == 0.7 and again.hub.learner_bound == 4
         async with running(options(tmp_path / "run", staleness_bound=1, **settings)) as lower:
             assert lower.hub is not None and lower.hub.config.staleness.bound == 1, "the operator had set 2"

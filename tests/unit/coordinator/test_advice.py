@@ -90,7 +90,7 @@ PRICE = "3 on standby: it asks 2 USD/h, what spends the budget in an hour is 0.5
         ),
         (
             with_learner(equal_reward_steps=4, reward=1.0),
-            "Nothing is left to learn: in the last 4 steps all rollouts of a prompt had the same reward (1 on average); end the run",
+            "Nothing is left to learn: in the last 4 steps all rollouts of a prompt had the same reward (1 on average)",
             Act.NOTHING,
         ),
         (with_learner(equal_reward_steps=2), "Nothing to do: the learner trains 97% of the time", Act.NOTHING),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_a_plan_that_is_only_advised_is_acted_on_when_the_operator_applies_it(tm
 @pytest.mark.parametrize("has_plan", [True, False])
 def test_a_spent_budget_stops_all_spending_in_any_mode_and_is_said(tmp_path: Path, mode: str, has_plan: bool) -> None:
     async def scene() -> None:
-        fleet = Fleet(tmp_path, 1.0, 1.0, 1.0, 1.0, usd_per_hour_cap=0.0, usd_budget=8.0, planner_mode=mode)
+        fleet = Fleet(tmp_path, 1.0, 1.0, 1.0, 1.0, usd_per_hour_cap=math.inf, usd_budget=8.0, planner_mode=mode)
         hub = fleet.hub
         if has_plan:
             hub.adopt_plan(plan(fleet.everybody), fleet.everybody, is_acted_on=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -33,6 +34,7 @@ from echo2.cost_model.snapshot import PlanConfig
 from tests.unit.coordinator.test_planner_input import board, fleet_snapshot
 
 A = PeerId("a")
+NONE = math.inf
 BEAT = Heartbeat(Version(0), rollouts_per_s=20.0, tokens_per_s=400.0, rollout_s_mean=1.0, rollout_s_p95=2.0)
 LIE = replace(BEAT, rollouts_per_s=1000.0)
 
@@ -125,7 +127,7 @@ class Fleet:
             self.records.on_delivered((WorkerDelivered(member.peer_id, 8, delivered),), 0.0)
         return member
 
-    def on_trial(self, now: float = 0.0, cap: float = 0.0, is_spent: bool = False) -> set[str]:
+    def on_trial(self, now: float = 0.0, cap: float = NONE, is_spent: bool = False) -> set[str]:
         members = list(self.membership.members.values())
         try_newcomers(members, cap, now, is_spent)
         return {member.peer_id for member in members if member.is_on_trial}
@@ -210,9 +212,9 @@ OFFERS = [
 @pytest.mark.parametrize(
     ("machine", "gpu", "cap", "budget", "expected"),
     [
-        (None, "", 0.0, 0.0, 38.4), (None, "4 x RTX4090", 0.0, 0.0, 14.0), (None, "999 x RTX4090", 0.0, 0.0, 28.0),
-        (None, "H100", 0.0, 0.0, 2.0), (0.7, "H100", 0.0, 0.0, 0.7), (None, "A100", 5.0, 0.0, 5.0),
-        (None, "A100", 5.0, 3.0, 3.0), (None, "H100", 5.0, 30.0, 2.0),
+        (None, "", NONE, NONE, 38.4), (None, "4 x RTX4090", NONE, NONE, 14.0), (None, "999 x RTX4090", NONE, NONE, 28.0),
+        (None, "H100", NONE, NONE, 2.0), (0.7, "H100", NONE, NONE, 0.7), (None, "A100", 5.0, NONE, 5.0),
+        (None, "A100", 5.0, 3.0, 3.0), (None, "H100", 5.0, 30.0, 2.0), (None, "H100", NONE, 0.0, 0.0),
     ],
 )  # fmt: skip
 def test_a_price_is_bounded_by_its_machine_the_offers_the_cap_and_the_budget(
@@ -221,14 +223,14 @@ def test_a_price_is_bounded_by_its_machine_the_offers_the_cap_and_the_budget(
     rented = None if machine is None else RentedMachine("m", "big", "manual", "", MachineState.RUNNING, machine, 0.0)
     limit = price_limit(rented, OFFERS, gpu, cap, budget, built_in_catalogue())
     assert limit.usd_per_hour == pytest.approx(expected) and limit.what
-    assert limit.is_exceeded_by(expected * 1.01) and not limit.is_exceeded_by(expected)
+    assert limit.is_exceeded_by(expected * 1.01 + 0.01) and not limit.is_exceeded_by(expected)
 
 
 def test_a_price_above_the_limit_waits_and_the_operator_approves_that_price_alone() -> None:
     fleet = membership()
     member = join(fleet, price=6.0)
     assert not member.asks_too_much and member.price_limit is NO_LIMIT
-    member.price_limit = price_limit(None, [], "", 5.0, 0.0, built_in_catalogue())
+    member.price_limit = price_limit(None, [], "", 5.0, NONE, built_in_catalogue())
     assert member.activation is Activation.STANDBY and "the operator may activate it" in member.activation_reason
     fleet.set(A, OperatorSetting.ACTIVE, "agreed", 0.0)
     assert member.activation is Activation.ACTIVE

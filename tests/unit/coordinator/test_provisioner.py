@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -415,12 +416,12 @@ def test_offers_cap_and_budget_bound_every_rent_and_a_quote_says_what_it_would_c
     async def scene() -> None:
         for name in ("unbounded", "bounded", "capped"):
             (tmp_path / name).mkdir()
-        unbounded = Scene(tmp_path / "unbounded", Cloud(), usd_per_hour_cap=0.0)
+        unbounded = Scene(tmp_path / "unbounded", Cloud(), usd_per_hour_cap=math.inf)
         with pytest.raises(LimitExceeded, match="set coordinator.usd_per_hour_cap or coordinator.usd_budget"):
             unbounded.provisioner.quote("gpu")
         with pytest.raises(LimitExceeded, match="nothing that costs money is rented without one"):
             await unbounded.provisioner.rent("gpu", "", "a test")
-        bounded = Scene(tmp_path / "bounded", Cloud(), usd_per_hour_cap=0.0, usd_budget=20.0)
+        bounded = Scene(tmp_path / "bounded", Cloud(), usd_per_hour_cap=math.inf, usd_budget=20.0)
         await bounded.provisioner.rent("gpu", "", "a test")
         told = bounded.provisioner.quote("gpu")
         assert (told["usd_per_hour"], told["usd_per_hour_after"], told["usd_budget"]) == (2.0, 4.0, 20.0)

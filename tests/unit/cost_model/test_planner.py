@@ -108,7 +108,7 @@ def test_where_no_worker_may_be_chosen_the_plan_is_empty_and_says_why(
     count: int, cap: float, state: WorkerState, spent: float
 ) -> None:
     workers = tuple(worker(f"w{i}", price=2.0, state=state) for i in range(count))
-    config = PlanConfig(4, usd_per_hour_cap=cap, usd_budget=10.0 if spent else 0.0)
+    config = PlanConfig(4, usd_per_hour_cap=cap, usd_budget=10.0 if spent else math.inf)
     empty = plan(snapshot(workers, spent_usd=spent), config)
     assert empty.pool == () and not empty.is_feasible and empty.binding_term.remedy
     assert not spent or ("budget" in empty.reason and len(empty.drain) == count)
