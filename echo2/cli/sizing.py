@@ -150,16 +150,17 @@ def learner_run(config: RunConfig, model: ModelSize) -> LearnerRun:
     rollouts = learner.prompts_per_step * learner.rollouts_per_prompt * (bound + 1)
     made = LearnerRun(
         staleness_bound=bound,
-        published_value_bytes=2 if config.model.weights_dtype == "bfloat16" else 4,
+        published_value_bytes=4 if config.model.weights_dtype == "float32" else 2,
         rollout_tokens=rollouts * turns_max(config) * MEAN_SHARE * config.sampling.max_new_tokens,
         replicas=learner.replicas,
         adapter_rank=config.model.lora_rank,
         optimizer_state=learner.optimizer_state,
+        has_nf4_base=config.model.weights_dtype == "nf4",
         is_audited=learner.audit_share > 0,
         reference=guessed_model_of(learner.teacher)[0]
         if learner.teacher
         else model
-        if learner.kl_coefficient > 0
+        if learner.kl_coefficient > 0 and not config.model.lora_rank  # without its adapter, the policy is the base
         else None,
     )
     return replace(made, store_bytes=store_bytes_for(made.published_bytes(model)))

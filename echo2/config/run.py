@@ -106,11 +106,22 @@ class RunSection(Section):
 
 class ModelSection(Section):
     path: str = opt("", "Local folder in Hugging Face layout, or a hub id.")
-    weights_dtype: Literal["bfloat16", "float32"] = opt("bfloat16", "Precision of the published policy.")
+    weights_dtype: Literal["bfloat16", "float32", "nf4"] = opt(
+        "bfloat16", "Precision of the published policy; nf4: a LoRA base in 4 bits."
+    )
     lora_rank: Whole = opt(
         0, "Trains only a LoRA adapter (alpha / rank = 2); 0: all weights.",
         le=4096, why="a rank above 4096 is no smaller than the weights",
     )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _codes_are_frozen(self) -> Self:
+        if self.weights_dtype == "nf4" and not self.lora_rank:
+            raise ValueError(
+                "weights_dtype: expected bfloat16 or float32 without lora_rank, because weights in 4 bits cannot be trained "
+                "themselves, got nf4: set model.lora_rank, to 16 say"
+            )
+        return self
 
 
 class EvaluationSetTable(Section):

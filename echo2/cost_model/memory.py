@@ -42,8 +42,12 @@ REFERENCE_BYTES_CPU, REFERENCE_BYTES_GPU = 4, 2
 """Bytes per parameter of the base model that the KL penalty uses as reference."""
 ADAPTER_BASE_BYTES_CPU, ADAPTER_BASE_BYTES_GPU = 6, 2
 """Bytes per parameter of an adapter's base model: on a CPU float32, plus bf16 while it is read; on a GPU bf16."""
-LOGIT_COPIES = 3
-"""Logits, softmax and gradient of one slice of the head."""
+NF4_BYTES = 1 / 2 + 2 / 64
+"""Bytes per parameter of a base's linear layers in nf4: a code, and a scale for each 64."""
+NF4_WORK_BYTES = 6
+"""Bytes per parameter of the layer whose weight is being made from its codes (weights/precision)."""
+LOGIT_COPIES = 5
+"""Of one slice of the head: logits, their distance from the largest, its exponential, and the gradient in two forms."""
 HEAD_GRADIENTS = 3
 """Gradients the size of the whole head: one slice's, the sum of those before, and the sum of both."""
 LOGIT_BYTES_CPU, LOGIT_BYTES_GPU = 64 << 20, 256 << 20  # of one block of logits; larger blocks are no faster
@@ -88,8 +92,9 @@ def adapter_parameters(size: ModelSize, rank: int) -> int:
 class LearnerRun:
     """What a learner stores in a run. `store_bytes`: disk for chunks. `published_value_bytes`: bytes per published parameter.
     `rollout_tokens`: tokens of rollouts in flight or waiting for their step. `replicas`: copies of the state among the GPUs.
-    `adapter_rank`: 0 trains all weights. `optimizer_state`: a key of `MOMENT_BYTES`. `is_audited`: former versions are kept.
-    `reference`: size of a model kept beside, the teacher or, for the KL penalty, the base; None: there is none."""
+    `adapter_rank`: 0 trains all weights. `has_nf4_base`: the adapter's base is in 4 bits. `optimizer_state`: a key of
+    `MOMENT_BYTES`. `is_audited`: former versions are kept. `reference`: size of a model kept beside, the teacher or, for the KL
+    penalty of a run without an adapter, the base; None: there is none."""
 
     staleness_bound: int = 2
     checkpoints_kept: int = 2
@@ -99,6 +104,7 @@ class LearnerRun:
     replicas: int = 1
     adapter_rank: int = 0
     optimizer_state: str = "float32"
+    has_nf4_base: bool = False
     is_audited: bool = True
     reference: ModelSize | None = None
 
@@ -144,14 +150,18 @@ def layer_values(size: ModelSize, checkpointing: Checkpointing, value_bytes: int
     return norms + head_norms + 4 * size.query_width + 4 * mlp
 
 
-def activation_bytes(size: ModelSize, token_budget: int, checkpointing: Checkpointing, value_bytes: int) -> int:
+def activation_bytes(
+    size: ModelSize, token_budget: int, checkpointing: Checkpointing, value_bytes: int, run: LearnerRun = NO_RUN
+) -> int:
     """Activation bytes of one micro-batch. With checkpointing, only one layer at a time keeps everything."""
     values = size.layer_count * layer_values(size, checkpointing, value_bytes)
     if checkpointing is not Checkpointing.OFF:
         values += layer_values(size, Checkpointing.OFF, value_bytes)
     piece = LOGIT_BYTES_CPU if value_bytes == 4 else LOGIT_BYTES_GPU
     logits = LOGIT_COPIES * min(piece, 4 * token_budget * size.vocabulary)
-    head = HEAD_GRADIENTS * value_bytes * size.vocabulary * size.hidden
+    head = 0 if run.adapter_rank else HEAD_GRADIENTS * value_bytes * size.vocabulary * size.hidden
+    if run.has_nf4_base:
+        head += NF4_WORK_BYTES * size.hidden * max(size.mlp_width, size.query_width)
     row = min(token_budget, ROW_WIDTHS * size.hidden)
     mask = MASK_BYTES * token_budget * row if value_bytes == 4 else 0  # on a GPU the mask is kept in blocks
     return token_budget * values * value_bytes + logits + head + mask
@@ -221,23 +231,28 @@ def learner_memory(
     masters = int((MASTER_BYTES + MOMENT_BYTES[run.optimizer_state]) * trained)
     is_on_device = run.optimizer_state != "host" or not gpu_count
     base = (STATE_BYTES_GPU if gpu_count else STATE_BYTES_CPU) * trained + (masters if is_on_device else 0)
+    host = PROCESS_BYTES + int(ROLLOUT_TOKEN_BYTES * run.rollout_tokens)
     if gpu_count > run.replicas:
         base += SHARDED_GRADIENT_BYTES * trained
-    if run.adapter_rank:
+    codes = 0  # of which each rank has all
+    if run.has_nf4_base:
+        codes = int(NF4_BYTES * size.linear_parameters)
+        base += (2 if gpu_count else 4) * (size.parameters - size.linear_parameters)
+        host += max(1, gpu_count) * (ADAPTER_BASE_BYTES_GPU if gpu_count else ADAPTER_BASE_BYTES_CPU) * size.parameters
+    elif run.adapter_rank:
         base += (ADAPTER_BASE_BYTES_GPU if gpu_count else ADAPTER_BASE_BYTES_CPU) * size.parameters
     if run.reference is not None:
         base += (REFERENCE_BYTES_GPU if gpu_count else REFERENCE_BYTES_CPU) * run.reference.parameters
-    host = PROCESS_BYTES + int(ROLLOUT_TOKEN_BYTES * run.rollout_tokens)
     if gpu_count:
-        state = base // max(1, gpu_count // run.replicas)
+        state = codes + base // max(1, gpu_count // run.replicas)
         copies = masters if is_on_device else 2 * masters
         host += run.replicas * (HOST_BYTES_GPU * trained + copies + audit)
     else:
-        state = run.replicas * (base + audit)
+        state = run.replicas * (codes + base + audit)
     checkpoint = checkpoint_bytes(trained, run.published_bytes(size), run.optimizer_state)
     return LearnerMemory(
         state_bytes=state,
-        activation_bytes=activation_bytes(size, token_budget, checkpointing, 2 if gpu_count else 4),
+        activation_bytes=activation_bytes(size, token_budget, checkpointing, 2 if gpu_count else 4, run),
         host_bytes=host,
         disk_bytes=(run.checkpoints_kept + 1) * checkpoint + run.store_bytes,
     )

@@ -33,6 +33,7 @@ from echo2.learner.rollouts.request_pool import RequestPool
 from echo2.learner.run_folder import RunFolder
 from echo2.learner.serve import HandedIn, NoPrompts, ServingLearner, ServingLoop
 from echo2.learner.startup import Prepared, new_team, prepare_with
+from echo2.learner.training.adapter import without_adapter
 from echo2.learner.training.loading import load_whole
 from echo2.learner.training.model import Policy, PolicyModel
 from echo2.learner.training.ranks import Ranks
@@ -140,6 +141,9 @@ class DrivenTeam(Team):
             return self._forward(example, self.model.policy)  # what trains is that version: nothing has to be loaded
         if version == 0:
             given = self.model
+            if given.adapter is not None:
+                with without_adapter(given.hf_model):
+                    return self._forward(example, given.policy)
             self._base = self._base or PolicyModel(given.path, given.weights_dtype, given.device, 1.0)
             self._base.hf_model.eval()
             return self._forward(example, self._base.policy)

@@ -36,7 +36,7 @@ from echo2.learner.training.ranks import Ranks, check_agreement, local_device, p
 from echo2.learner.training.team import PublishedModel, StepCounter, Team, TrainingSide
 from echo2.learner.training.trainer import Trainer
 from echo2.learner.training.trials import choose_attention, refuse_wrong_rows
-from echo2.outside.allocator import map_large
+from echo2.outside.allocator import give_back, map_large
 from echo2.staleness.ledger import Ledger
 from echo2.weights.fingerprint import key_of_run
 
@@ -87,8 +87,9 @@ def new_team(options: LearnerOptions, ranks: Ranks) -> Team:
         given.model_path, given.weights_dtype, device, options.config.sampling.temperature, ranks, _adapter_of(given),
         replays_routing=given.replays_routing, masters_on_host=given.optimizer_state == "host",
     )  # fmt: skip
-    if device.type == "cpu" and model.parameter_count >= MAPS_FROM_PARAMETERS:
+    if device.type == "cpu" and model.size.parameters >= MAPS_FROM_PARAMETERS:
         map_large()
+        give_back()  # what loading has freed
     refuse_wrong_rows(model.policy, min(options.longest_tokens, model.context_tokens), f"model {given.model_path}")
     choose_attention(model.policy, given.attention, device, ranks)
     return Team(Trainer(model, given, options.config.learner.steps), options.folder)

@@ -40,6 +40,7 @@ from echo2.learner.training.packing import BLOCK, Attention, PackedInputs, UnitT
 from echo2.learner.training.ranks import Ranks, as_sharded, own_part
 from echo2.learner.training.token_scores import TokensToScore, columns_of
 from echo2.weights.elements import published_tensors
+from echo2.weights.precision import PRECISIONS
 from echo2.weights.routers import Routers
 
 if TYPE_CHECKING:
@@ -278,10 +279,13 @@ class PolicyModel:
         # With an adapter, load the whole base: workers compare their base with it by a fingerprint of all weights.
         skeleton = skeleton_of(path, dtype, device) if self.ranks.count > 1 and adapter is None else None
         self.hf_model = load_whole(path, dtype) if skeleton is None else skeleton.hf_model
-        if self.ranks.count == 1:
-            self.hf_model.to(device)
         _switch_dropout_off(self.hf_model)
-        self.adapter = None if adapter is None else put_on_adapter(self.hf_model, adapter, weights_dtype)
+        is_packed = adapter is not None and weights_dtype == "nf4"  # then the whole base need not fit the device
+        if self.ranks.count == 1 and not is_packed:
+            self.hf_model.to(device)
+        self.adapter = None if adapter is None else put_on_adapter(self.hf_model, adapter, weights_dtype, device)
+        if self.ranks.count == 1 and is_packed:
+            self.hf_model.to(device)
         self.config = self.hf_model.config
         self.size = size_of(self.config)
         self.policy = Policy(self.hf_model, temperature, slices_head=True, replays_routing=replays_routing)
@@ -298,7 +302,7 @@ class PolicyModel:
             )
         self.parameters = [p for p in self.hf_model.parameters() if p.requires_grad]
         check_dtypes(dict(zip(self.names, self.parameters, strict=True)), path)
-        self.is_rounded = weights_dtype == "bfloat16"
+        self.is_rounded = PRECISIONS[weights_dtype] is torch.bfloat16
         self.masters_on_host = masters_on_host
         if masters_on_host and not self.is_rounded:
             raise ConfigError("learner.optimizer_state: expected weights in bfloat16 for host, got float32")
@@ -423,7 +427,7 @@ class PolicyModel:
 
     @property
     def published_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.is_rounded else torch.float32
+        return PRECISIONS[self.weights_dtype]
 
     def layout_of(self, published_name: str) -> Tensor | None:
         """A tensor sharded over the ranks like the one published under this name; None if the name is unknown."""
@@ -454,7 +458,7 @@ class PolicyModel:
     def flops_per_position(self) -> float:
         """FLOPs of forward and backward pass: 2 per parameter for the forward pass, 2 for gradients with respect to inputs, and 2
         per trained parameter for gradients with respect to weights."""
-        everything = sum(int(p.numel()) for p in self.hf_model.parameters())
+        everything = self.size.parameters + (self.parameter_count if self.adapter else 0)
         return 4.0 * everything + 2.0 * self.parameter_count
 
     @property
@@ -490,7 +494,7 @@ class PolicyModel:
 
 
 def _computes_in_bf16(weights_dtype: str, device: torch.device) -> bool:
-    return weights_dtype == "bfloat16" and device.type != "cpu"
+    return PRECISIONS[weights_dtype] is torch.bfloat16 and device.type != "cpu"
 
 
 def check_dtypes(parameters: Mapping[str, Tensor], path: str) -> None:

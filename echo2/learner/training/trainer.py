@@ -28,6 +28,7 @@ from echo2.base.rollout import FinishReason
 from echo2.cost_model.memory import ROW_WIDTHS
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
+from echo2.learner.training.adapter import without_adapter
 from echo2.learner.training.advantage import Advantages, group_advantages, minimum_variance_weights
 from echo2.learner.training.examples import client_losses, collate_examples, example_lengths
 from echo2.learner.training.loss import (
@@ -529,6 +530,8 @@ class Trainer:
         teacher, model = self.options.teacher_path, self.model
         if not teacher and self.options.loss.kl_coefficient <= 0:
             return None
+        if not teacher and model.adapter is not None:
+            return model  # without its adapter it is the base
         path = teacher or model.path
         reference = PolicyModel(path, model.weights_dtype, model.device, model.policy.temperature, model.ranks)
         if reference.vocabulary_size < model.vocabulary_size or reference.policy.is_packed < model.policy.is_packed:
@@ -544,6 +547,6 @@ class Trainer:
     def _reference_logprobs(self, inputs: PackedInputs) -> Tensor | None:
         if self.reference is None:
             return None
-        with torch.no_grad():
+        with torch.no_grad(), without_adapter(self.reference.hf_model):
             logprobs_T: Tensor = self.reference.policy(replace(inputs, experts_PLK=None))[0]
         return logprobs_T

@@ -16,11 +16,11 @@ import torch
 
 from echo2.base.errors import ConfigError, VersionMismatch
 from echo2.weights.fingerprint import fingerprint
+from echo2.weights.precision import PRECISIONS, round_parameters
 
 CONFIG_KEY = "echo2_adapter"
 """The field of the learner's model config that says that it publishes an adapter, and describes it."""
 _PREFIX = "base_model.model."
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _RANK_MAX = 4096  # as the option model.lora_rank
 
 
@@ -45,8 +45,10 @@ def adapter_spec(config: Mapping[str, object]) -> AdapterSpec | None:
         found = AdapterSpec(int(said["rank"]), float(said["scale"]), str(said["dtype"]), str(said["base_fingerprint"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{CONFIG_KEY}: expected rank, scale, dtype and base_fingerprint, got {said}") from error
-    if not 1 <= found.rank <= _RANK_MAX or found.dtype not in _DTYPES:
-        raise ConfigError(f"{CONFIG_KEY}: expected a rank of 1 to {_RANK_MAX} and bfloat16 or float32, got {said}")
+    if not 1 <= found.rank <= _RANK_MAX or found.dtype not in PRECISIONS:
+        raise ConfigError(
+            f"{CONFIG_KEY}: expected a rank of 1 to {_RANK_MAX} and one of {', '.join(PRECISIONS)}, got {said}"
+        )
     return found
 
 
@@ -66,7 +68,8 @@ def load_base(path: str, spec: AdapterSpec) -> dict[str, torch.Tensor]:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {path}: cannot be loaded as a causal LM: {error}") from None
-    dtype = _DTYPES[spec.dtype]
+    dtype = PRECISIONS[spec.dtype]
+    round_parameters(model, spec.dtype)
     found = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
     found_fingerprint = f"{fingerprint(found, 0):016x}"
     if found_fingerprint != spec.base_fingerprint:

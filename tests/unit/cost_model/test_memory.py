@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,6 +112,14 @@ def test_an_adapter_needs_its_base_once_and_a_state_for_itself_alone() -> None:
     found = learner_memory(size, 16384, Checkpointing.FULL, gpu_count=1, run=LearnerRun(adapter_rank=16))
     assert found.state_bytes == 2 * size.parameters + 18 * adapter
     assert found.disk_bytes == 3 * 14 * adapter, "two checkpoints and the one being written"
+
+
+def test_eight_billion_in_four_bits_train_an_adapter_on_24_gb() -> None:
+    size, memory_bytes = MODELS["qwen3-8b"], 24 << 30
+    coded, whole = LearnerRun(adapter_rank=16, has_nf4_base=True), LearnerRun(adapter_rank=16)
+    assert fewest_gpus(size, 16384, memory_bytes, coded) == 1 < fewest_gpus(size, 16384, memory_bytes, whole)
+    state = [learner_memory(size, 4096, Checkpointing.FULL, gpu_count=1, run=run).state_bytes for run in (coded, whole)]
+    assert state[1] - state[0] == pytest.approx((2 - 4.25 / 8) * size.linear_parameters, abs=1.0)
 
 
 SECONDS = st.floats(1e-3, 3600.0)

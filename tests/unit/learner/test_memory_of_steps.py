@@ -27,28 +27,28 @@ from echo2.weights import DeltaHeader, encode_delta, fingerprint
 from tests.e2e.cluster import ROOT, environment_of
 from tests.patience import WAIT_S
 
-BUDGET, PROMPT, COMPLETION, ROLLOUTS = 512, 32, 60, 8
+PROMPT, COMPLETION = 32, 60
 SHAPE = {
     "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
     "intermediate_size": 2048, "vocab_size": 8192, "max_position_embeddings": 1024, "tie_word_embeddings": True,
 }  # fmt: skip
 
 
-def batch_of(step: int) -> Batch:
+def batch_of(step: int, budget: int) -> Batch:
     """Two micro-batches, both full but for a few tokens."""
-    groups = []
+    groups, rollout_count = [], (budget - PROMPT) // COMPLETION
     for number in range(2):
         group_id, logprobs = GroupId(f"g{step}-{number}"), (-9.0,) * COMPLETION
         sampling = SamplingParams(max_new_tokens=COMPLETION)
-        spec = GroupSpec(group_id, tuple(range(PROMPT)), ROLLOUTS, sampling, 0)
+        spec = GroupSpec(group_id, tuple(range(PROMPT)), rollout_count, sampling, 0)
         rollouts = [
             Rollout(
                 group_id, index, tuple(range(index, index + COMPLETION)), logprobs, logprobs,
                 (VersionSpan(Version(0), COMPLETION),), FinishReason.STOP,
             )
-            for index in range(ROLLOUTS)
+            for index in range(rollout_count)
         ]  # fmt: skip
-        groups.append(TrainGroup(spec, number, tuple(rollouts), tuple(float(i % 2) for i in range(ROLLOUTS))))
+        groups.append(TrainGroup(spec, number, tuple(rollouts), tuple(float(i % 2) for i in range(rollout_count))))
     return Batch(Step(step), tuple(groups))
 
 
@@ -65,6 +65,8 @@ def load_libraries(folder: Path) -> None:
         pass
     folder.mkdir()
     write_shards(weights, folder, Ranks())
+    import peft  # noqa: F401
+
     layer = torch.nn.Linear(64, 64)
     layer(torch.zeros(64, 64)).sum().backward()
     torch.optim.AdamW(layer.parameters()).step()
@@ -78,17 +80,19 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
     del model
-    how = sys.argv[2]
-    trainer = TrainerOptions(str(folder / "model"), token_budget=BUDGET, threads=1, lr=1e-5, optimizer_state=how)
+    how, precision, rank, budget = sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+    trainer = TrainerOptions(
+        str(folder / "model"), precision, token_budget=budget, threads=1, lr=1e-5, lora_rank=rank, optimizer_state=how
+    )
     options = LearnerOptions(folder, RunConfig(), trainer)
     before = status("VmRSS")
     team = new_team(options, Ranks())
     Path("/proc/self/clear_refs").write_text("5")
     store = CheckpointStore(folder / "checkpoints", LearnerLimits(free_bytes_min=0))
-    published = team.snapshot()
+    versions = [team.snapshot()]
     for step in range(2):
-        team.step(batch_of(step))
-        newer = team.snapshot()
+        team.step(batch_of(step, budget))
+        published, newer = versions[-1], team.snapshot()
         checkpoint = team.take(store, newer, Version(step + 1), {"journal_from": 0})
         parent = team.coder.fingerprint(Version(step), published, 1)
         for _ in encode_delta(
@@ -96,27 +100,33 @@ def main() -> None:
         ):
             pass
         store.save(checkpoint)
-        published = newer
+        versions = [published, newer]  # a learner encodes beside the next step
     size = model_size(shape)
-    assert size.parameters == team.model.parameter_count
-    told = learner_memory(size, BUDGET, Checkpointing.OFF, gpu_count=0, run=LearnerRun(optimizer_state=how))
+    run = LearnerRun(adapter_rank=rank, has_nf4_base=precision == "nf4", optimizer_state=how)
+    assert run.trained_parameters(size) == team.model.parameter_count
+    told = learner_memory(size, budget, Checkpointing.OFF, gpu_count=0, run=run)
     print(json.dumps({"peak": status("VmHWM") - before, "told": told.device_bytes, "parameters": size.parameters}))
 
 
-@pytest.mark.parametrize("optimizer_state", ["float32", "8bit"])
+@pytest.mark.parametrize(
+    ("optimizer_state", "precision", "rank", "budget"),
+    [("float32", "bfloat16", 0, 512), ("8bit", "bfloat16", 0, 512), ("float32", "nf4", 16, 2048)],
+)
 def test_two_steps_with_publishing_and_a_checkpoint_take_what_the_sizing_rule_tells(
-    tmp_path: Path, optimizer_state: str
+    tmp_path: Path, optimizer_state: str, precision: str, rank: int, budget: int
 ) -> None:
     if optimizer_state == "8bit":
         pytest.importorskip("bitsandbytes")
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("peaks are the Linux kernel's")
-    command = [sys.executable, "-m", __name__, str(tmp_path), optimizer_state]
+    how = [optimizer_state, precision, str(rank), str(budget)]
+    command = [sys.executable, "-m", __name__, str(tmp_path), *how]
     done = subprocess.run(
         command, check=True, capture_output=True, text=True, env=environment_of(tmp_path), cwd=ROOT, timeout=WAIT_S
     )
     found = json.loads(done.stdout.splitlines()[-1])
-    # Some 15 MB of libraries' own are not counted, of 500 MB; a copy of masters and moments would be 12 bytes a parameter.
+    # Some 15 MB of libraries' own are not counted, of 500 MB; a copy of masters and moments would be 12 bytes a parameter, and so
+    # would the base in float32 be three times what its codes, or weights kept for the backward pass, are.
     off = found["peak"] - found["told"]
     assert abs(off) < 0.1 * found["told"], f"told {found['told']}, measured {found['peak']}"
 

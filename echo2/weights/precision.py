@@ -1,0 +1,67 @@
+"""Precisions of a policy: bfloat16, float32, or nf4 (QLoRA: bfloat16, but an adapter's base has its linear layers in 4 bits).
+
+Guarantees: learner and workers that round the same checkpoint get the same bits, on any device: each step is one float32
+operation, a comparison or a rounding. Leaves to others: who keeps the codes (learner/training/adapter).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "nf4": torch.bfloat16}
+"""By name: the dtype of the policy's values."""
+NF4_BLOCK = 64
+"""Values that share a scale: the largest of them by magnitude, in bfloat16. As in QLoRA."""
+_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+# Dettmers et al. 2023 (QLoRA), appendix E: quantiles of a normal distribution.
+
+
+def linear_layers(hf_model: Any) -> dict[str, nn.Linear]:
+    """The linear layers of a causal LM but its head, by name: what an adapter is put on, and nf4 rounds."""
+    head = hf_model.get_output_embeddings()
+    return {n: m for n, m in hf_model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+
+
+@torch.no_grad()
+def round_parameters(hf_model: Any, precision: str, device: torch.device | None = None) -> None:
+    """Rounds a model in place. `device`: where nf4 is computed, one layer at a time; None: where the model is."""
+    for parameter in hf_model.parameters():
+        parameter.copy_(parameter.to(PRECISIONS[precision]))
+    if precision == "nf4":
+        for layer in linear_layers(hf_model).values():
+            layer.weight.copy_(dequantise(*quantise(layer.weight.to(device)), layer.weight.shape))
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """NF4 of a matrix of N values: codes (uint8, two values each) and scales (bfloat16, one a block), padded to whole blocks.
+    Values that are NF4 already keep their bits."""
+    flat = weight.detach().to(torch.float32).flatten()
+    blocks = F.pad(flat, (0, -len(flat) % NF4_BLOCK)).reshape(-1, NF4_BLOCK)
+    scales = blocks.abs().amax(1).to(torch.bfloat16)
+    unit = blocks / torch.where(scales > 0, scales, 1.0).to(torch.float32)[:, None]
+    codes = torch.bucketize(unit, _levels(weight.device)[1], out_int32=True).flatten().to(torch.uint8)
+    return codes[::2] << 4 | codes[1::2], scales
+
+
+def dequantise(codes: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
+    """The matrix of this shape, in bfloat16. Beside it, 6 bytes a value are taken."""
+    pairs, _ = _levels(codes.device)
+    values = F.embedding(codes.to(torch.int32), pairs).reshape(-1, NF4_BLOCK)
+    return values.mul_(scales.to(torch.float32)[:, None]).to(torch.bfloat16).flatten()[: shape.numel()].reshape(shape)
+
+
+@lru_cache(maxsize=8)
+def _levels(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two levels of each byte of codes, and the borders between neighbouring levels."""
+    levels = torch.tensor(_LEVELS)
+    pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1)
+    return pairs.to(device), ((levels[1:] + levels[:-1]) / 2).to(device)
