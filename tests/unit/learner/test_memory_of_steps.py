@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
     del model
-    how, precision, rank, budget = sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+    how: Any = sys.argv[2]
+    precision, rank, budget = sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
     trainer = TrainerOptions(
         str(folder / "model"), precision, token_budget=budget, threads=1, lr=1e-5, lora_rank=rank, optimizer_state=how
     )
