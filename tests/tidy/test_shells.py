@@ -16,7 +16,7 @@ ASKS_FOREIGN_CODE = {
     "sim/memory_grpc.py", "cli/worker.py", "cli/demo/model.py", "cli/sizing.py", "learner/training/model.py",
     "control/session.py", "learner/training/adapter.py",
 }  # fmt: skip
-"""They ask the operating system, torch, vLLM, gRPC, peft, argparse or a user's class what it has; never an object of the product."""
+"""They ask the operating system, torch, vLLM, peft, gRPC, argparse, a user's class what it has; never an object of the product."""
 NOT_HELD = ("sim/",)
 """The simulator's streams stand in for gRPC's, whose ends are tied together once both are there."""
 
