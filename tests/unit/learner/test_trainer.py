@@ -16,10 +16,13 @@ from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.training import model as model_module
 from echo2.learner.training import trainer as trainer_module
+from echo2.learner.training.adapter import AdapterOptions
+from echo2.learner.training.loading import load_whole
 from echo2.learner.training.loss import LossConfig
 from echo2.learner.training.model import PolicyModel, check_dtypes, host_copies, logit_bytes, selective_contexts
 from echo2.learner.training.packing import PackedInputs
 from echo2.learner.training.trainer import Trainer
+from echo2.weights.precision import round_parameters
 
 CPU = torch.device("cpu")
 PLAIN = {"weights_dtype": "float32", "grad_clip": 1e9}
@@ -29,7 +32,11 @@ DECOUPLED = LossConfig(correction="decoupled")
 def new_trainer(path: Path, **options: object) -> Trainer:
     given = TrainerOptions(str(path), device="cpu", lr=1e-3, **options)  # type: ignore[arg-type]
     on_host = given.optimizer_state == "host"
-    model = PolicyModel(str(path), given.weights_dtype, torch.device("cpu"), 1.0, masters_on_host=on_host)
+    adapter = AdapterOptions(given.lora_rank, 2 * given.lora_rank) if given.lora_rank else None
+    torch.manual_seed(0)  # draws the adapter
+    model = PolicyModel(
+        str(path), given.weights_dtype, torch.device("cpu"), 1.0, adapter=adapter, masters_on_host=on_host
+    )
     return Trainer(model, given, 10)
 
 
@@ -182,12 +189,33 @@ def test_a_step_that_is_not_finite_changes_nothing_and_stops_after_the_limit(mod
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.masters, strict=True))
 
 
-def test_kl_penalty_compares_with_the_base_model(model_path: Path) -> None:
-    trainer = new_trainer(model_path, loss=LossConfig(kl_coefficient=0.1))
+@pytest.mark.parametrize("rank", [0, 4])
+def test_kl_penalty_compares_with_the_base_model(model_path: Path, rank: int) -> None:
+    trainer = new_trainer(model_path, loss=LossConfig(kl_coefficient=0.1), lora_rank=rank)
     batch = Batch(Step(0), random_groups(7, logprob=-4.0))
     first = trainer.step(batch)
     assert abs(first.metrics.kl_reference) < 1e-6
     assert trainer.step(batch).metrics.kl_reference > 0
+
+
+@pytest.mark.parametrize("checkpointing", [False, "selective"])
+def test_an_adapter_over_codes_trains_as_over_the_same_values_held_whole(
+    model_path: Path, tmp_path: Path, checkpointing: object
+) -> None:
+    whole = load_whole(str(model_path), torch.float32)
+    round_parameters(whole, "nf4")
+    whole.save_pretrained(tmp_path)
+    coded, held = (
+        new_trainer(path, weights_dtype=dtype, lora_rank=4, gradient_checkpointing=checkpointing)
+        for path, dtype in ((model_path, "nf4"), (tmp_path, "bfloat16"))
+    )
+    assert not any(
+        p.ndim == 2 and not p.requires_grad and "proj" in n for n, p in coded.model.hf_model.named_parameters()
+    )
+    for step in range(2):
+        batch = Batch(Step(step), random_groups(step, logprob=-4.0))
+        assert coded.step(batch).metrics == held.step(batch).metrics
+    assert all(torch.equal(a, b) for a, b in zip(coded.model.masters, held.model.masters, strict=True))
 
 
 def test_what_cannot_be_trained_is_refused_by_name(model_path: Path, tmp_path: Path) -> None:

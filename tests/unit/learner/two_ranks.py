@@ -55,16 +55,16 @@ from tests.unit.weights.models import KEY, with_changes
 
 STEPS = 2
 RANK = int(os.environ.get("RANK", "0"))
-SCENARIOS = ("float32", "lora", "bf16", "bf16_as_on_gpu", "copies", "copies_as_on_gpu", "moe")
+SCENARIOS = ("float32", "lora", "qlora", "bf16", "bf16_as_on_gpu", "copies", "copies_as_on_gpu", "moe")
 """`copies`: each rank has a copy of its own. `as_on_gpu`: parameters and gradients are bf16, as a CPU has to be made to do."""
 
 
 def options_of(scenario: str, dense: Path, moe: Path, folder: Path) -> LearnerOptions:
     options = options_for(folder, moe if scenario == "moe" else dense, staleness={"bound": 4, "kappa": 2})
-    dtype = "float32" if scenario in ("float32", "moe") else "bfloat16"
+    dtype = {"float32": "float32", "moe": "float32", "qlora": "nf4"}.get(scenario, "bfloat16")
     copies = 2 if scenario.startswith("copies") else 1
     trainer = replace(options.trainer, weights_dtype=dtype, token_budget=40, replicas=copies)
-    return replace(options, trainer=replace(trainer, lora_rank=2 if scenario == "lora" else 0))
+    return replace(options, trainer=replace(trainer, lora_rank=2 if scenario.endswith("lora") else 0))
 
 
 def team_of(scenario: str, options: LearnerOptions, ranks: Ranks) -> Team:
