@@ -323,7 +323,8 @@ def shortages(config: RunConfig, model: ModelSize, machine: LearnerMachine) -> l
 
 
 def _instead(config: RunConfig, model: ModelSize, machine: LearnerMachine, needed_bytes: int) -> Iterator[str]:
-    """Yields alternatives: more GPUs, larger ones or more memory, smaller micro-batches, the optimiser's state on the host."""
+    """Yields alternatives: more GPUs, larger ones or more memory, smaller micro-batches, the optimiser's state on the host, or an
+    adapter's base in 4 bits."""
     gpu = built_in_catalogue()[LEARNER_GPU]
     memory_bytes, kind = (machine.gpu_memory_bytes, "such") if machine.gpu_count else (gpu.memory_bytes, gpu.name)
     count = gpus_needed(config, model, memory_bytes)
@@ -336,10 +337,12 @@ def _instead(config: RunConfig, model: ModelSize, machine: LearnerMachine, neede
         budget //= 2
     if budget >= least:
         yield f"learner.token_budget {budget}"
-    on_host = config.model_copy(update={"learner": config.learner.model_copy(update={"optimizer_state": "host"})})
-    if machine.gpu_count and config.learner.optimizer_state != "host" and _fits(on_host, model, machine):
-        beside = learner_needs(on_host, model, machine).memory.host_bytes
-        yield f"learner.optimizer_state host, with {format_bytes(beside)} of host memory"
+    lora = bool(config.model.lora_rank)
+    room, option, value = ("model", "weights_dtype", "nf4") if lora else ("learner", "optimizer_state", "host")
+    leaner = config.model_copy(update={room: getattr(config, room).model_copy(update={option: value})})
+    if machine.gpu_count and leaner != config and _fits(leaner, model, machine):
+        beside = learner_needs(leaner, model, machine).memory.host_bytes
+        yield f"{room}.{option} {value}, with {format_bytes(beside)} of host memory"
 
 
 def _fits(config: RunConfig, model: ModelSize, machine: LearnerMachine, budget: int = 0) -> bool:

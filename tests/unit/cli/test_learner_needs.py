@@ -74,13 +74,14 @@ def finding_of(path: Path, here: WorkerMachine, *more: str) -> Finding:
 @pytest.mark.parametrize(
     ("here", "option", "lacks", "would"),
     [
-        (machine(1), "", "GPU memory: 160.5 GB needed on one GPU, 77.0 GB there", "4 such GPUs"),
+        (machine(1), "", "GPU memory: 161.1 GB needed on one GPU, 77.0 GB there", "4 such GPUs"),
         (machine(1), "", "GPU memory", "learner.optimizer_state host, with 247.7 GB of host memory"),
         (machine(1), "--learner.optimizer_state=host", "", ""),
         (machine(0, memory_bytes=64 << 30), "", "needed on the CPU, 68.7 GB there", "4 H100 GPUs"),
         (machine(4, memory_bytes=64 << 30), "--learner.device=cpu", "needed on the CPU", "4 H100 GPUs"),
         (machine(8, memory_bytes=64 << 30), "", "host memory: 149.4 GB needed, 68.7 GB there", "a host with"),
         (machine(8, disk_bytes=1 << 38), "", "disk: 377.3 GB needed, 274.9 GB free", "of free disk"),
+        (machine(1), "--model.lora_rank=9 --learner.token_budget=114688", "GPU memory", "model.weights_dtype nf4"),
         (machine(4), "--learner.token_budget=65536", "GPU memory", "learner.token_budget 32768"),
         (machine(4), "--learner.token_budget=32768", "", ""),
         (machine(4), "", "", ""),
@@ -89,7 +90,7 @@ def finding_of(path: Path, here: WorkerMachine, *more: str) -> Finding:
 def test_the_doctor_says_what_a_learner_lacks_here_and_what_would_fit(
     here: WorkerMachine, option: str, lacks: str, would: str
 ) -> None:
-    found = finding_of(EXAMPLE, here, *filter(None, [option]))
+    found = finding_of(EXAMPLE, here, *option.split())
     assert found.is_good is not bool(lacks)
     assert lacks in found.text and would in found.advice and bool(found.advice) is bool(would)
 
