@@ -209,7 +209,7 @@ class Commands:
             return None
         return LearnerFacts(
             is_there=board.is_connected, left_because=hub.learner.left_because, silent_s=now - board.heard_at,
-            silent_s_max=max(LONG_S_MIN, SILENT_BEATS * hub.config.coordinator.heartbeat_interval), step=int(report.step),
+            silent_s_max=self._silent_s_max, step=int(report.step),
             step_limit=hello.step_limit, step_s=board.train_s + report.wait_s, train_s=board.train_s,
             utilisation=report.utilisation, waits_for=report.waits_for,
             waits_s=report.waits_since_s + now - board.heard_at if report.waits_for else 0.0, rewards_due=report.rewards_due,
@@ -217,6 +217,11 @@ class Commands:
             prompts_exhausted=report.prompts_exhausted, equal_reward_steps=report.equal_reward_steps,
             reward=report.reward_mean,
         )  # fmt: skip
+
+    @property
+    def _silent_s_max(self) -> float:
+        """Of the learner: beyond it something is wrong, not merely busy."""
+        return max(LONG_S_MIN, SILENT_BEATS * self.hub.config.coordinator.heartbeat_interval)
 
     def _name_of(self, peer_id: PeerId) -> str:
         member = self.hub.membership.members.get(peer_id)
@@ -242,7 +247,7 @@ class Commands:
         if not board.is_connected:
             since = board.changed_at or hub.started_at
             found.append(("the coordinator waits for the learner to connect", since))
-        elif now - board.heard_at > SILENT_BEATS * hub.config.coordinator.heartbeat_interval:
+        elif now - board.heard_at > self._silent_s_max:
             text = "nothing is heard of the learner, whose stream stands: its process or its network hangs"
             found.append((text, board.heard_at))
         elif board.report.waits_for:

@@ -287,7 +287,7 @@ def _limits(run: RunNow) -> str:
         return f"not known before {run.plan_waits_for or 'a first plan'}"
     if run.broken:
         return "; ".join(term.text for term in run.broken)
-    return f"nothing: all terms hold; the tightest is {run.plan.binding_term.text}"
+    return f"nothing: all terms hold; the tightest: {run.plan.binding_term.text}"
 
 
 def _hours_left(run: RunNow) -> float | None:

@@ -356,7 +356,7 @@ def plan_value(plan: Plan | None, mode: str, waits_for: str) -> dict[str, Any]:
         "is_feasible": plan.is_feasible, "reason": plan.reason,
         "terms": [
             {
-                "kind": term.limit_kind.value, "formula": term.formula, "value": finite(term.value, 5),
+                "kind": term.limit_kind.value, "text": term.text, "value": finite(term.value, 5),
                 "limit": finite(term.limit, 5), "unit": term.unit, "slack": finite(term.slack, 4),
                 "is_met": term.is_met, "is_binding": term.limit_kind is plan.binding, "remedy": term.remedy,
             }

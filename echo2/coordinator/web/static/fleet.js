@@ -1,6 +1,6 @@
 // The fleet table: rows are kept and changed in place, so that 500 workers cost little.
 import { $, act, ask, make, setText, toast } from "./dom.js";
-import { bytes, dash, number, rate, seconds, usd, whole } from "./format.js";
+import { bytes, count, dash, number, rate, seconds, usd, whole } from "./format.js";
 import { drawTotals } from "./totals.js";
 import { openWorker } from "./worker.js";
 const rows = new Map(), chosen = new Set();
@@ -10,25 +10,26 @@ const lagText = (w) => { if (w.version == null || newest == null) return ""; con
 const good = { alive: "good", suspect: "warn", gone: "bad" };
 const works = { active: "good", standby: "", draining: "warn", quarantined: "bad", banned: "bad" };
 const SAID_S = 3600; // a mishap of an hour ago is told in the worker's own view alone
+const costsIdle = (w) => w.price > 0 && w.state !== "gone" && ["standby", "draining"].includes(w.activation);
 const isBarred = (w) => w.setting === "banned" || w.setting === "quarantined";
 function kinds(links) {
   const counts = {};
   for (const link of links || []) counts[link.kind] = (counts[link.kind] || 0) + 1;
   return Object.entries(counts).map(([kind, count]) => `${count} ${kind}`).join(", ");
 }
-function ways(w) { return [w.can_be_dialled ? "can be dialled" : `cannot be dialled; is met at ${w.relays} relays`, ...(w.links || []).map((link) => `${link.peer}: ${link.kind}: ${link.reason}`)].join("\n"); }
+function ways(w) { return [w.can_be_dialled ? "can be dialled" : `cannot be dialled; is met at ${count(w.relays, "relay")}`, ...(w.links || []).map((link) => `${link.peer}: ${link.kind}: ${link.reason}`)].join("\n"); }
 const COLUMNS = [
   { key: "name", label: "Worker", text: (w) => w.name, sub: (w) => [w.gpu, w.engine, w.provider, w.region, w.is_spot ? "spot" : ""].filter(Boolean).join(" · "), kind: "name wide", opens: true },
   { key: "state", label: "State", chip: (w) => [w.state, "dot " + good[w.state]], sub: (w) => w.waits_for },
-  { key: "activation", label: "Work", chip: (w) => [w.activation || dash, works[w.activation] || ""], sub: (w) => isBarred(w) ? w.reason : "", title: (w) => w.reason },
+  { key: "activation", label: "Work", chip: (w) => [w.activation || dash, works[w.activation] || ""], sub: (w) => isBarred(w) ? w.reason : costsIdle(w) ? `still costs ${usd(w.price)}/h` : "", title: (w) => w.reason },
   { key: "price", label: "Price", text: (w) => usd(w.price) + "/h", sub: (w) => usd(w.usd_spent) + " spent", n: true },
   { key: "tokens_per_s", label: "Tokens/s", text: (w) => number(w.tokens_per_s), sub: (w) => number(w.rollouts_per_s) + " rollouts/s", n: true },
   { key: "usd_per_mtok", label: "$ / M useful", title: () => "its whole bill, standby included, over its tokens that were trained on, in millions", text: (w) => usd(w.usd_per_mtok), n: true },
   { key: "version", label: "Version", text: (w) => w.version == null ? dash : "v" + w.version, sub: lagText, n: true },
-  { key: "leases", label: "Leases", text: (w) => whole(w.leases), sub: (w) => `${w.running}/${w.slots} slots` + (w.memory_used ? ` · ${bytes(w.memory_used)}` : ""), title: (w) => [w.no_lease && `no lease now: ${w.no_lease}`, w.memory_used && `memory: ${bytes(w.memory_used)} of ${bytes(w.memory_total)}`].filter(Boolean).join("; "), n: true },
+  { key: "leases", label: "Leases", text: (w) => whole(w.leases), sub: (w) => `${w.running} of ${count(w.slots, "slot")}` + (w.memory_used ? ` · ${bytes(w.memory_used)}` : ""), title: (w) => [w.no_lease && `no lease now: ${w.no_lease}`, w.memory_used && `memory: ${bytes(w.memory_used)} of ${bytes(w.memory_total)}`].filter(Boolean).join("; "), n: true },
   { key: "uplink", label: "Up / down", text: (w) => rate(w.uplink), sub: (w) => rate(w.downlink) + (w.rtt_s ? ` · ${seconds(w.rtt_s)}` : ""), n: true },
   { key: "chunks_held", label: "Chunks", text: (w) => w.chunk_count ? `${w.chunks_held}/${w.chunk_count}` : dash, sub: (w) => [w.in_flight ? "v" + w.in_flight : "", kinds(w.links)].filter(Boolean).join(" · "), title: (w) => ways(w), n: true },
-  { key: "joined", label: "Up", text: (w, now) => seconds(Math.max(0, (w.state === "gone" ? w.heard : now) - w.joined)), sub: (w) => w.given_up ? `${w.given_up} leases lost` : "", title: (w) => w.given_up ? "" : "no lease lost", n: true },
+  { key: "joined", label: "Up", text: (w, now) => seconds(Math.max(0, (w.state === "gone" ? w.heard : now) - w.joined)), sub: (w) => w.given_up ? `${count(w.given_up, "lease")} lost` : "", title: (w) => w.given_up ? "" : "no lease lost", n: true },
   { key: "heard", label: "Heard", text: (w, now) => seconds(Math.max(0, now - w.heard)) + " ago", n: true },
 ];
 const all = make("input", { type: "checkbox", "aria-label": "Select every worker shown" });
@@ -48,14 +49,14 @@ function drawBulk() {
 }
 async function setAll(activation) {
   const answer = await act("/api/workers/state", { peer_ids: [...chosen], activation, reason: "set on the page" });
-  if (answer) { toast(`${answer.count} workers: ${activation}`); selectNone(); }
+  if (answer) { toast(`${count(answer.count, "worker")}: ${activation}`); selectNone(); }
 }
 function selectNone() { for (const id of [...chosen]) mark(id, false); drawBulk(); }
 function releaseAll() {
   const ids = [...chosen], form = $("confirm-form");
-  $("confirm-title").textContent = `Release ${ids.length} workers?`; $("confirm-text").textContent = "Their unfinished rollouts continue on other workers. Rented machines are given back with all that runs on them; on the other machines the worker process ends.";
+  $("confirm-title").textContent = `Release ${count(ids.length, "worker")}?`; $("confirm-text").textContent = "Their unfinished rollouts continue on other workers. Rented machines are given back with all that runs on them; on the other machines the worker process ends.";
   $("confirm-go").textContent = "Release"; form.reset(); $("confirm-reason").hidden = false;
-  form.onsubmit = async () => { const answer = await act("/api/workers/release", { peer_ids: ids, reason: form.elements.reason.value || "released on the page" }); if (answer) { toast(`${answer.count} workers released`); selectNone(); } };
+  form.onsubmit = async () => { const answer = await act("/api/workers/release", { peer_ids: ids, reason: form.elements.reason.value || "released on the page" }); if (answer) { toast(`${count(answer.count, "worker")} released`); selectNone(); } };
   ask($("confirm-dialog"));
 }
 $("bulk-automatic").onclick = () => setAll("automatic"); $("bulk-active").onclick = () => setAll("active"); $("bulk-drain").onclick = () => setAll("draining"); $("bulk-release").onclick = releaseAll; $("bulk-none").onclick = selectNone;

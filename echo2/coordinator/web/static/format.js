@@ -2,6 +2,7 @@
 export const dash = "–";
 export const number = (x, digits = 3) => x == null ? dash : Math.abs(x) >= 1e5 || (x !== 0 && Math.abs(x) < 1e-3) ? x.toExponential(2) : Number(x.toPrecision(digits)).toLocaleString("en");
 export const whole = (x) => x == null ? dash : Math.round(x).toLocaleString("en");
+export const count = (n, what) => `${whole(n)} ${what}${n === 1 ? "" : "s"}`;
 export const percent = (x, digits = 1) => x == null ? dash : (100 * x).toFixed(digits) + " %";
 export const usd = (x) => x == null ? dash : x >= 100 ? "$" + whole(x) : x >= 0.1 || x === 0 ? "$" + x.toFixed(2) : x < 0.0001 ? "under $0.0001" : "$" + Number(x.toPrecision(2));
 const scaled = (x, units, step) => { let i = 0; while (Math.abs(x) >= step && i < units.length - 1) { x /= step; i++; } return Number(x.toPrecision(3)) + " " + units[i]; };

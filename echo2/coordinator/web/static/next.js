@@ -1,13 +1,13 @@
 // What next: the coordinator's advice in order, and the operator's controls of the run (budget, cap, S, prices; pause, resume, stop).
 import { $, act, make, setText, toast } from "./dom.js";
-import { percent, seconds } from "./format.js";
+import { count } from "./format.js";
 import { confirm } from "./machines.js";
 
 export const BUTTONS = {
   make_link: () => $("token-new").click(),
   apply_plan: () => act("/api/plan/apply", {}).then((ok) => ok && toast("the plan is carried out")),
-  approve: () => act("/api/machines/approve", {}).then((ok) => ok && toast(`${ok.count} machines: done`)),
-  dismiss: () => act("/api/workers/dismiss", {}).then((ok) => ok && toast(`${ok.count} workers are sent home`)),
+  approve: () => act("/api/machines/approve", {}).then((ok) => ok && toast(`${count(ok.count, "machine")}: done`)),
+  dismiss: () => act("/api/workers/dismiss", {}).then((ok) => ok && toast(`sent home: ${count(ok.count, "worker")}`)),
   resume: () => act("/api/run/resume", {}).then((ok) => ok && toast("the run goes on")),
 };
 export function drawAdvice(advice) {
@@ -15,8 +15,8 @@ export function drawAdvice(advice) {
   setText($("todo-text"), first.text); $("todo").className = "panel todo " + first.kind;
   go.hidden = !first.act; setText(go, first.label); go.onclick = BUTTONS[first.act] || null;
   setText($("next-limits"), `What limits the run: ${advice.limits}.`);
-  setText($("next-now"), `The learner trains ${percent(advice.utilisation, 0)} of the time; ${advice.hours_left == null ? "its end is not known" : `ends in ${seconds(3600 * advice.hours_left)}`}.`);
-  $("next-actions").replaceChildren(...(more.length ? more.map((step) => make("li", {}, make("div", { class: "head" }, make("strong", { class: "grow" }, step.text), step.act ? make("button", { type: "button", onclick: BUTTONS[step.act] }, step.label) : null))) : [make("li", { class: "empty" }, "Nothing else.")]));
+  $("next-actions").replaceChildren(...(more.length ? more.map((step) => make("li", {}, make("div", { class: "head" }, make("strong", { class: "grow" }, step.text), step.act ? make("button", { type: "button", onclick: BUTTONS[step.act] }, step.label) : null))) : []));
+  $("assumed").hidden = !advice.assumed.length;
   $("next-assumed").replaceChildren(...advice.assumed.map((text) => make("li", {}, text)));
 }
 

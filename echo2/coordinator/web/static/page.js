@@ -1,6 +1,6 @@
 // The page: one stream of changes in, sections drawn from what they hold. Every action goes through the JSON API.
 import { $, act, ask, make, setText, toast } from "./dom.js";
-import { bytes, clock, dash, joined, number, percent, rate, seconds, usd, whole } from "./format.js";
+import { clock, count, dash, joined, number, percent, rate, seconds, usd, whole } from "./format.js";
 import { drawLags, drawSeries, redrawAll } from "./charts.js";
 import { ageFleet, fleet, updateFleet } from "./fleet.js";
 import { drawJournal, drawMachines, showCommand } from "./machines.js";
@@ -27,37 +27,37 @@ function drawTiles() {
   const tokens = workers.reduce((sum, w) => sum + (w.running ? w.tokens_per_s || 0 : 0), 0);
   const end = toTheEnd();
   $("tiles").replaceChildren(
-    tile("Step", whole(l.step), l.step_limit ? `/ ${whole(l.step_limit)}` : "", l.train_s ? `${seconds(l.train_s)} a step` : "no step yet", { part: l.step_limit ? l.step / l.step_limit : null }),
+    tile("Step", whole(l.step), l.step_limit ? `of ${whole(l.step_limit)}` : "", l.train_s ? `${seconds(l.train_s)} a step` : "no step yet", { part: l.step_limit ? l.step / l.step_limit : null }),
     tile("Reward", number(l.reward), "", l.eval_reward == null ? "held out: not yet" : `held out: ${number(l.eval_reward)}`),
-    tile("Utilisation", percent(state.advice.utilisation), "", p.is_known ? `promised ${percent(p.utilisation)}` : "no prediction yet", { part: state.advice.utilisation ?? 0 }),
-    tile("Staleness", `S ${r.staleness_bound ?? dash}`, p.is_known ? `κ ${p.kappa}` : "", p.is_known ? `${whole(l.buffered)} buffered, cap ${whole(p.cap)}` : "κ not chosen yet"),
+    tile("Utilisation", percent(state.advice.utilisation || null), "", p.is_known ? `predicted ${percent(p.utilisation)}` : "no prediction yet", { part: state.advice.utilisation ?? 0 }),
+    tile("Staleness bound", `${r.staleness_bound ?? dash}`, r.staleness_bound === 1 ? "step" : "steps", p.is_known ? `a version every ${p.kappa === 1 ? "step" : `${p.kappa} steps`}; ${whole(l.buffered)} of at most ${count(p.cap, "rollout")} buffered` : "no plan yet"),
     tile("Over-stale tokens", whole(l.over_stale_tokens ?? 0), "", `${whole(l.trained_tokens ?? 0)} trained`, { alarm: l.over_stale_tokens > 0 }),
-    tile("Pool", `${active}`, `/ ${workers.length} workers`, tokens ? `${number(tokens)} tokens/s now` : "idle now"),
+    tile("Pool", `${active}`, `of ${count(workers.length, "worker")}`, tokens ? `${number(tokens)} tokens/s now` : "idle now"),
     tile("To the end", end ? seconds(end.left) : r.finished ? "done" : dash, "", end ? `about ${usd(end.usd)} more` : r.finished ? "all steps are trained" : "not known yet"),
-    tile("Spent", usd(m.spent ?? 0), "", `${m.spent > 0 ? percent(m.useful / m.spent, 0) : "100 %"} on work · ${usd(m.per_hour ?? 0)}/h${m.cap_per_hour ? ` of ${usd(m.cap_per_hour)}` : ""}${m.per_mtok ? ` · ${usd(m.per_mtok)} / M tokens` : ""}`, { part: m.budget ? m.chosen / m.budget : null, title: `the bill of all machines; ${usd(m.useful ?? 0)} of it for workers while they worked${m.budget ? `; ${usd(m.chosen ?? 0)} of the budget of ${usd(m.budget)}` : ""}` }),
-    tile("Published", bytes(state.broadcast.artifact_bytes ?? 0), "", state.broadcast.full_bytes ? `${percent(state.broadcast.artifact_bytes / state.broadcast.full_bytes)} of full snapshots` : "no version yet"),
+    tile("Spent", usd(m.spent ?? 0), "", `${m.spent > 0 ? `${percent(m.useful / m.spent, 0)} on work · ` : ""}${usd(m.per_hour ?? 0)}/h${m.cap_per_hour != null ? ` of ${usd(m.cap_per_hour)}` : ""}${m.per_mtok ? ` · ${usd(m.per_mtok)} / M tokens` : ""}`, { part: m.budget ? m.chosen / m.budget : null, title: `the bill of all machines; ${usd(m.useful ?? 0)} of it for workers while they worked${m.budget ? `; ${usd(m.chosen ?? 0)} of the budget of ${usd(m.budget)}` : ""}` }),
   );
 }
 function drawHeader() {
   const { run, learner: l } = state;
   setText($("run-name"), run.run_id || "echo2"); document.title = `${run.run_id || "echo2"}${l.step != null ? ` · step ${l.step}` : ""}`;
   setText($("model"), l.is_known ? `${l.model} · version ${l.version} · batches of ${l.rollouts_per_step} rollouts in groups of ${l.rollouts_per_group}` : "waiting for the learner to join");
-  const waits = state.waits.some((w) => w.what.startsWith("the learner waits"));
+  const isWell = state.advice.steps[0]?.kind === "good", waits = !isWell && state.waits.some((w) => w.what.startsWith("the learner waits"));
   const isSilent = state.waits.some((w) => w.what.startsWith("nothing is heard of the learner"));
   const [text, kind] = run.finished ? ["finished", "good"] : !l.is_known ? ["waiting for the learner", "info"] : l.is_finished ? ["finishing", "good"] : !l.is_connected ? ["learner away", "bad"] : isSilent ? ["learner silent", "bad"] : waits ? ["learner waits", "warn"] : state.advice.steps[0]?.kind === "bad" ? ["stands still", "bad"] : l.step ? ["training", "good"] : ["first rollouts", "info"];
   setText($("status"), text); $("status").className = "pill " + kind;
 }
+const USUAL_S = 5; // what waits no longer than this is life, not news
 function drawWaits() {
-  const all = state.waits;
+  const all = state.waits.filter((w) => now() - w.since > USUAL_S);
   $("waits-panel").classList.toggle("calm", !all.length);
-  $("waits").replaceChildren(...(all.length ? all.slice(0, 8).map((w) => make("li", {}, make("b", { "data-since": w.since }, seconds(Math.max(0, now() - w.since))), make("span", {}, w.what))) : [make("li", {}, make("b", {}, "✓"), make("span", {}, state.run.finished ? "Nothing: the run is finished." : state.advice.steps[0]?.kind === "good" ? "Nothing: the learner is fed and every lease moves." : "Nothing waits longer than usual."))]));
+  $("waits").replaceChildren(...(all.length ? all.slice(0, 8).map((w) => make("li", {}, make("b", { "data-since": w.since }, seconds(Math.max(0, now() - w.since))), make("span", {}, w.what))) : [make("li", {}, make("span", {}, state.run.finished ? "Nothing: the run is finished." : state.advice.steps[0]?.kind === "good" ? "Nothing: the learner is fed and every lease moves." : "Nothing waits longer than usual."))]));
 }
-const TERM_NAMES = { throughput: "Throughput", broadcast: "Broadcast", staleness: "Staleness", usd_per_hour: "Price cap", usd_budget: "Budget" };
+const TERM_NAMES = { throughput: "Throughput", rewards: "Rewards", broadcast: "Broadcast", staleness: "Staleness", usd_per_hour: "Price cap", usd_budget: "Budget" };
 const TIGHT = 0.25; // less slack than this, and the term is what limits the run
 function termRow(t) {
-  const top = Math.max(t.value ?? 0, t.limit ?? 0) || 1, wantsMore = t.kind === "throughput", limits = t.is_binding && (!t.is_met || (t.slack ?? 1) < TIGHT);
+  const top = Math.max(t.value ?? 0, t.limit ?? 0) || 1, wantsMore = t.kind === "throughput" || t.kind === "rewards", limits = t.is_binding && (!t.is_met || (t.slack ?? 1) < TIGHT);
   const [word, kind] = !t.is_met ? ["short", "bad"] : limits ? ["limiting", "warn"] : ["OK", "good"];
-  return make("div", { class: "term" + (limits ? " binding" : "") }, make("span", { class: "name" }, TERM_NAMES[t.kind] || t.kind, make("code", {}, t.formula)), make("span", { class: "gauge" + (t.is_met ? "" : " broken") }, make("i", { style: `width:${Math.min(100, 100 * (t.value ?? top) / top)}%` }), make("u", { style: `left:calc(${100 * (t.limit ?? 0) / top}% - 2px)`, title: wantsMore ? "needed" : "allowed" })), make("span", { class: "values" }, `${number(t.value)} ${wantsMore ? "of" : "within"} ${number(t.limit)} ${t.unit}`), make("span", { class: "n" }, make("span", { class: "chip " + kind }, word)), t.remedy ? make("span", { class: "remedy" }, t.remedy) : null);
+  return make("div", { class: "term" + (limits ? " binding" : "") }, make("span", { class: "name" }, TERM_NAMES[t.kind] || t.kind, make("span", { class: "said" }, t.text)), make("span", { class: "gauge" + (t.is_met ? "" : " broken") }, make("i", { style: `width:${Math.min(100, 100 * (t.value ?? top) / top)}%` }), make("u", { style: `left:calc(${100 * (t.limit ?? 0) / top}% - 2px)`, title: wantsMore ? "needed" : "allowed" })), make("span", { class: "n" }, make("span", { class: "chip " + kind }, word)), t.remedy ? make("span", { class: "remedy" }, t.remedy) : null);
 }
 function drawPlan() {
   const p = state.plan;
@@ -82,7 +82,7 @@ function drawLeases() {
 function drawTokens() {
   $("token-list").replaceChildren(...state.tokens.map((t) => {
     const left = t.expires - now(), isDead = t.is_revoked || left <= 0 || Boolean(t.problem);
-    const uses = t.use_limit ? `${t.uses} of ${t.use_limit} uses` : `${t.uses} uses`;
+    const uses = t.use_limit ? `${t.uses} of ${count(t.use_limit, "use")}` : count(t.uses, "use");
     return make("li", { class: isDead ? "dead" : null }, make("span", { class: "chip " + (isDead ? "" : "info") }, t.role), make("div", { class: "grow" }, make("div", {}, t.label || t.id), make("div", { class: "sub" }, `${uses} · ${t.is_revoked ? "revoked" : left > 0 ? `${seconds(left)} left` : "expired"}`)), t.is_revoked || left <= 0 ? null : make("button", { type: "button", "aria-label": `Revoke ${t.label || t.id}`, onclick: () => revoke(t) }, "Revoke"));
   }));
   if (!state.tokens.length) $("token-list").replaceChildren(make("li", { class: "empty" }, "No token: nobody can join."));
@@ -109,6 +109,11 @@ function drawEvents() {
 }
 $("event-kind").onchange = drawEvents;
 
+// ---- folded sections
+function unfold(hash) { const target = hash && document.querySelector(hash); if (target?.tagName === "DETAILS") target.open = true; }
+document.querySelector(".bar nav").onclick = (event) => unfold(event.target.hash);
+unfold(location.hash);
+
 // ---- what if
 let whatIfTimer = 0, touched = false;
 const sliders = { s: $("w-s"), up: $("w-up"), fleet: $("w-fleet") };
@@ -133,7 +138,7 @@ async function answerWhatIf() {
     if (!response.ok) { host.replaceChildren(make("div", { class: "empty" }, p.error || "no answer")); return; }
     const here = state.plan, than = (a, b, f) => here.is_known && b != null && f(a) !== f(b) ? `now ${f(b)}` : "as now";
     const cell = (label, value, note) => make("div", {}, make("span", {}, label), make("b", {}, value), make("em", {}, note));
-    host.replaceChildren(make("div", { class: "answer" }, cell("Utilisation", percent(p.utilisation), than(p.utilisation, here.utilisation, percent)), cell("Publish every", p.kappa === 1 ? "1 step" : `${p.kappa} steps`, than(p.kappa, here.kappa, whole)), cell("Pool", p.pool_size === 1 ? "1 worker" : `${p.pool_size} workers`, than(p.pool_size, here.pool_size, whole)), cell("Price", usd(p.usd_per_hour) + "/h", than(p.usd_per_hour, here.usd_per_hour, usd))), make("p", { class: "quiet reason" }, p.reason));
+    host.replaceChildren(make("div", { class: "answer" }, cell("Utilisation", percent(p.utilisation), than(p.utilisation, here.utilisation, percent)), cell("Publish every", count(p.kappa, "step"), than(p.kappa, here.kappa, whole)), cell("Pool", count(p.pool_size, "worker"), than(p.pool_size, here.pool_size, whole)), cell("Price", usd(p.usd_per_hour) + "/h", than(p.usd_per_hour, here.usd_per_hour, usd))), make("p", { class: "quiet reason" }, p.reason));
   } catch { host.replaceChildren(make("div", { class: "empty" }, "The coordinator does not answer.")); }
 }
 for (const slider of Object.values(sliders)) slider.addEventListener("input", () => { touched = true; showSliders(); askWhatIf(); });
@@ -210,5 +215,5 @@ function connect() {
 setInterval(() => {
   const wasAway = !$("banner").hidden;
   if (lastHeard && Date.now() - lastHeard > SILENT_MS && !wasAway) isAway("Nothing is heard of the coordinator.");
-  ageFleet(now(), state.learner.version); document.querySelectorAll("[data-since]").forEach((b) => setText(b, seconds(Math.max(0, now() - Number(b.dataset.since))))); setText($("footer"), lastHeard ? `heard ${seconds((Date.now() - lastHeard) / 1000)} ago · up ${seconds(now() - (state.run.started || now()))}` : ""); }, 1000);
+  ageFleet(now(), state.learner.version); drawWaits(); document.querySelectorAll("[data-since]").forEach((b) => setText(b, seconds(Math.max(0, now() - Number(b.dataset.since))))); setText($("footer"), lastHeard ? `heard ${seconds((Date.now() - lastHeard) / 1000)} ago · up ${seconds(now() - (state.run.started || now()))}` : ""); }, 1000);
 connect();

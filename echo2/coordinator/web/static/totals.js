@@ -19,7 +19,7 @@ function table([title, of], workers) {
 }
 export function drawTotals(all) {
   const workers = all.filter((w) => w.state !== "gone");
-  $("fleet-totals").hidden = !workers.length;
+  $("fleet-sums").hidden = !workers.length;
   $("fleet-totals").replaceChildren(...BY.map((one) => table(one, workers)).filter(Boolean));
 }
 export function drawAuditCost(l) {
