@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.bench_scale import PROMPT, SEQUENCES, TOKENS, config_of
-from echo2.cost_model.memory import PROCESS_BYTES, checkpointing_of, learner_memory
+from echo2.cost_model.memory import PROCESS_BYTES, LearnerRun, checkpointing_of, learner_memory
 from echo2.cost_model.sizing import CPU_BYTES, CPU_PROCESS_BYTES, model_size
 from tests.e2e.cluster import Cluster, small_run
 
@@ -88,10 +88,8 @@ class Found:
 def needed_by(model: str, way: Way) -> Needed:
     size = model_size(config_of(model))
     keeps = checkpointing_of(way.is_checkpointed, size, way.budget, 4)
-    found = learner_memory(size, way.budget, keeps, gpu_count=0)
-    # Of a base beneath an adapter: its weights in float32 and, while they are read, in bf16.
-    state = 6 * size.parameters if way.rank else found.state_bytes
-    learner = state + found.activation_bytes + PROCESS_BYTES
+    found = learner_memory(size, way.budget, keeps, gpu_count=0, run=LearnerRun(adapter_rank=way.rank))
+    learner = found.device_bytes + PROCESS_BYTES
     cache = CPU_BYTES * size.kv_values_per_token * SEQUENCES * TOKENS
     worker = (CPU_BYTES + 2) * size.parameters + cache + CPU_PROCESS_BYTES
     return Needed(learner, worker, learner + way.workers * worker)

@@ -65,12 +65,11 @@ def load_base(path: str, spec: AdapterSpec) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=PRECISIONS[spec.dtype])
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {path}: cannot be loaded as a causal LM: {error}") from None
-    dtype = PRECISIONS[spec.dtype]
     round_parameters(model, spec.dtype)
-    found = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     found_fingerprint = f"{fingerprint(found, 0):016x}"
     if found_fingerprint != spec.base_fingerprint:
         raise VersionMismatch(
