@@ -14,6 +14,7 @@ def test_the_learners_policy_is_the_workers_at_lag_0(family: str) -> None:
     """Windows of attention, sinks, a router's correction bias and states: beyond the window, in rows that share a prompt."""
     found = outcome_of(*FAMILIES[family])
     assert found.is_counted, "the planner's count is the model's"
+    assert not found.misplaced, "an engine that reads the model's files gets each tensor as it is in them"
     if family in REFUSED:
         assert isinstance(found.ratio_off, str) and FAMILIES[family][0] in found.ratio_off
     else:

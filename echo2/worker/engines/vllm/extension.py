@@ -114,12 +114,12 @@ def rounded_layers(model: torch.nn.Module) -> list[RoundedLayer]:
 
 
 def map_rounded(
-    model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], layers: Sequence[RoundedLayer]
+    model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], layers: Sequence[RoundedLayer], config: Path
 ) -> RoundedMap:
     """The map of published tensors for a model with these rounded `layers`."""
     device = next(iter(layers[0].live.values())).device
     with _masters_in_place(model, layers):
-        weights = record_map(model.load_weights, shapes, model, device=device)  # type: ignore[arg-type]
+        weights = record_map(model.load_weights, shapes, model, device, config)  # type: ignore[arg-type]
     return RoundedMap(weights, layers)
 
 
@@ -302,13 +302,14 @@ class WorkerExtension:
         """Builds the map for whole weights of these names and shapes; returns which of their elements are here (`covers`)."""
         try:
             model = self.model_runner.model
+            config = Path(self.model_runner.model_config.model)  # the folder that the engine wrote
             found: WeightMap | RoundedMap
             with without_adapters(model):
                 if layers := rounded_layers(model):
-                    found = map_rounded(model, _shapes(shapes), layers)
+                    found = map_rounded(model, _shapes(shapes), layers, config)
                 else:
                     _refuse_changed_experts(model)
-                    found = record_map(model.load_weights, _shapes(shapes), model)
+                    found = record_map(model.load_weights, _shapes(shapes), model, config=config)
         except EchoError as error:
             return f"error: {error}"
         self._echo2_base, self._echo2_map = (found, self._echo2_map) if is_base else (self._echo2_base, found)

@@ -283,6 +283,9 @@ class VllmEngine:
         self._streams.clear()
         self._outbox.close()
         if self._llm is not None:
+            # Its reader of outputs would take the end of vLLM's process for a failure, and log an EngineDeadError.
+            if self._llm.output_handler is not None:
+                self._llm.output_handler.cancel()
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await asyncio.to_thread(self._llm.shutdown)
         self._weights.close()

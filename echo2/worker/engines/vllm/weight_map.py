@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -245,15 +246,16 @@ def record_map(
     shapes: Mapping[str, tuple[int, ...]],
     model: torch.nn.Module,
     device: torch.device | None = None,
+    config: Path | None = None,
 ) -> WeightMap:
     """Runs a model's loader on storage-less tensors of these names and shapes, and records where each part would go.
 
-    `device`: computes fingerprints; None: each tensor's own device. EngineError if a tensor cannot be placed or a parameter is not
-    filled.
+    `device`: computes fingerprints; None: each tensor's own device. `config`: a folder with the model's config.json, for a loader
+    that reads the model's files. EngineError if a tensor cannot be placed or a parameter is not filled.
     """
 
     def load_each(probes: Mapping[str, torch.Tensor]) -> None:
-        for name, probe in probes.items():
+        for name, probe in (probes if config is None else in_files(probes, config)).items():
             try:
                 load_weights([(name, probe)])
             except EngineError:
@@ -288,6 +290,25 @@ def record_pieces(
     with _intercepted_copies(record):
         load(probes)
     return pieces
+
+
+def in_files(probes: Mapping[str, torch.Tensor], config: Path) -> Mapping[str, torch.Tensor]:
+    """Published tensors as the model's files name and cut them, each a view of its published tensor: transformers fuses experts,
+    which files hold one by one and under other names, and the loaders of engines read files."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5, modules have the names of the files
+        return probes
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
+    original = torch.Tensor.contiguous
+    torch.Tensor.contiguous = lambda tensor, **_: tensor  # type: ignore[method-assign]  # parts stay views
+    try:
+        return dict(revert_weight_conversion(model, dict(probes)))
+    finally:
+        torch.Tensor.contiguous = original  # type: ignore[method-assign]
 
 
 @contextmanager
