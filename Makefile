@@ -96,7 +96,7 @@ ALONE = -n 0 --last-failed --last-failed-no-failures none -rfEsp --color=no
 PASS = $(PYTEST) $(1) || { [ $$? = 1 ] && $(PYTEST) $(1) $(ALONE) | tee build/alone && ! grep -q '^SKIPPED ' build/alone && sed -n 's/^PASSED /UNSTEADY: /p' build/alone >> build/unsteady; }
 test: $(STAMP)
 	@mkdir -p build && rm -f build/unsteady
-	@$(call PASS,-n auto --ignore tests/tidy --ignore tests/mutants)
+	@$(call PASS,-n auto --durations 10 --ignore tests/tidy --ignore tests/mutants)
 	@if [ -e build/unsteady ]; then echo "UNSTEADY: FAILED AMONG OTHERS, PASSED ALONE"; cat build/unsteady; fi
 
 check: $(STAMP) proto-check

@@ -173,7 +173,7 @@ def plain_line(state: ScreenState) -> str:
     if status is None or not status.learner_is_connected:
         what = "the coordinator starts" if status is None else status.finished or "the learner loads its model"
         if status is not None and status.learner.step and not status.finished:
-            what = f"the learner is away, after step {status.learner.step}"
+            what = f"the learner loads what it saved after step {status.learner.step}"
         return f"{state.elapsed_s:4.0f} s  {what}"
     learner, predicted = status.learner, status.plan.predicted_utilisation
     versions = " ".join(f"{w.name}:{w.heartbeat.version if w.heartbeat.has_version else '-'}" for w in status.workers)

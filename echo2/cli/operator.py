@@ -19,9 +19,10 @@ import grpc.aio
 from google.protobuf import json_format
 from rich.console import Console
 
-from echo2.base.errors import ConfigError, MalformedMessage
+from echo2.base.errors import ConfigError, MalformedMessage, Unreachable
 from echo2.base.units import parse_duration_s
 from echo2.cli.options import link_text
+from echo2.cli.processes import holders_of
 from echo2.trust.enrolment import enrol, find_coordinator
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.tls import error_of, load_credentials, load_or_create_identity, open_channel, save_credentials
@@ -119,7 +120,14 @@ def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
         async with operator_at(own.run) as operator:
             return await operator.status()
 
-    status = asyncio.run(ask())
+    try:
+        status = asyncio.run(ask())
+    except Unreachable as error:
+        if (folder / "run.lock").is_file() and not holders_of(folder):
+            raise Unreachable(
+                f"{folder}: no process of the run is at work; the same `echo2 run` goes on ({error})"
+            ) from None
+        raise
     if own.json:
         print(json_format.MessageToJson(status, preserving_proto_field_name=True))
     elif status.finished and (folder / "learner" / "metrics.jsonl").is_file():
