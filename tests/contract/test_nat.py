@@ -190,38 +190,3 @@ def test_where_no_hole_can_be_punched_the_relay_carries_and_another_takes_over(t
         run.wait("a pipe of the learner", lambda: run.link("left", "right").endswith(f"byte pipe of relay {learner}"))
         run.publish(3)
         run.wait("version 3 through the other relay", lambda: run.version("left") == run.version("right") == 3)
-
-
-@pytest.mark.soak
-def test_an_advertised_port_that_is_mapped_is_dialled_and_one_that_is_not_leaves_its_worker_hidden(
-    tmp_path: Path,
-) -> None:
-    with running(tmp_path, is_symmetric=True, mapped="left", named=("left", "right")) as run:
-        run.wait("the hub's word", lambda: run.nodes["left"].seen.get("facts", {}).get("is_reachable") is True)
-        run.wait("the other word", lambda: run.nodes["right"].seen.get("facts", {}).get("is_reachable") is False)
-        run.wait("a link to the mapped port", lambda: run.link("right", "left") == "direct: we dialled it")
-        run.wait("the same at the other end", lambda: run.link("left", "right") == "reverse: it dialled us")
-        run.wait("trees over it", lambda: run.topology("left") == run.topology("learner") != "star")
-        run.publish(1)
-        run.wait("version 1 at both", lambda: run.version("left") == run.version("right") == 1)
-        run.wait(
-            "chunks between the two",
-            lambda: max(run.from_peer("left", "right"), run.from_peer("right", "left")) > 1 << 20,
-        )
-
-
-@pytest.mark.soak
-def test_a_learner_behind_a_nat_dials_the_workers_that_it_can_and_the_others_come_by_pipes(tmp_path: Path) -> None:
-    with running(tmp_path, is_symmetric=True, hidden=("learner", "left")) as run:
-        run.wait("the learner to dial", lambda: run.link("learner", "right") == "direct: we dialled it")
-        run.wait("the same at the other end", lambda: run.link("right", "learner") == "reverse: it dialled us")
-        hub = str(run.nodes["hub"].seen["ready"]["peer_id"])
-        run.wait("a pipe to the learner", lambda: run.link("left", "learner").endswith(f"byte pipe of relay {hub}"))
-        run.wait("the plan", lambda: all("plan" in run.nodes[name].seen for name in ("left", "right", "learner")))
-        run.publish(1)
-        run.wait("version 1 at both", lambda: run.version("left") == run.version("right") == 1)
-        assert run.from_peer("right", "learner") > 1 << 20
-        run.wait("what a worker that can be dialled passes on", lambda: run.from_peer("left", "right") > 1 << 20)
-        run.nodes["hub"].process.send_signal(signal.SIGKILL)
-        run.publish(2)
-        run.wait("version 2 without the relay", lambda: run.version("left") == run.version("right") == 2)

@@ -16,7 +16,7 @@ from echo2.base.errors import Unreachable
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactId, ArtifactKey, Chunk, digest_of
 from echo2.broadcast.connection import HEAD, Connection
-from echo2.broadcast.events import ChunkSeen, Have, HeaderSeen, PeerDown, PeerUp, Request, Woken
+from echo2.broadcast.events import ChunkSeen, Have, HeaderSeen, PeerUp, Request, Woken
 from echo2.broadcast.node import BroadcastNode
 from echo2.broadcast.peer import MISSING_MAX
 from echo2.broadcast.session import BroadcastSession
@@ -95,20 +95,6 @@ def test_the_worst_messages_cost_a_node_little_time_and_hold_up_nobody(tmp_path:
             await until(lambda: victim.node.library.entries[key].is_complete, "the rest comes all the same")
 
     asyncio.run(scene())
-
-
-def test_one_have_map_takes_a_session_no_time_whatever_it_says() -> None:
-    session, key, liar, honest = BroadcastSession(PeerId("me")), ArtifactKey(b"k" * 16), PeerId("l"), PeerId("h")
-    session.handle(PeerUp(liar), 0.0)
-    session.handle(PeerUp(honest), 0.0)
-    session.handle(HeaderSeen(liar, key, is_wanted=True), 0.0)
-    begun_s = time.process_time()
-    session.handle(Have(liar, key, EVERYTHING, False), 0.1)
-    session.handle(Request(liar, key, tuple(range(CHUNKS_MAX - 4096, CHUNKS_MAX))), 0.2)
-    session.handle(Woken(), 0.4)
-    session.handle(PeerDown(liar), 0.5)
-    assert time.process_time() - begun_s < 0.05
-    assert not session.artifacts[key].missing_since, "nobody else offers them"
 
 
 def test_chunks_that_a_liar_made_up_keep_no_real_ones_out() -> None:

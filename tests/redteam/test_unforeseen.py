@@ -144,15 +144,3 @@ def test_mishaps_of_one_peer_are_logged_once_in_a_while_and_of_many_all_the_same
         mishaps.note("a call", "w1", ValueError("x"))
     mishaps.note("a call", "w2", ValueError("x"))
     assert (mishaps.count, len(caplog.records)) == (1001, 2)
-
-
-def test_a_peer_takes_no_more_than_its_share_of_a_loop() -> None:
-    share, now, worked = FairShare(), 0.0, 0.0
-    while now < 60:
-        worked += 0.02
-        now += 0.02
-        now += share.pause_s(0.02, now)
-    assert worked <= FairShare.SHARE * now + FairShare.BURST_S + 0.5
-    quiet = FairShare()
-    quiet.pause_s(0.0, 0.0)
-    assert all(quiet.pause_s(0.001, 0.1 * n) == 0 for n in range(1, 1000))

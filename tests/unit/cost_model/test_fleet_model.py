@@ -9,9 +9,9 @@ from benchmarks.fleet_model.files import scenario_of
 from benchmarks.fleet_model.fleet import FleetSim
 from benchmarks.fleet_model.lengths import LengthDistribution
 from benchmarks.fleet_model.planner import FixedPlanner, LivePlanner
-from benchmarks.fleet_model.report import FleetReport, report_of, simulate
+from benchmarks.fleet_model.report import FleetReport, report_of
 from benchmarks.fleet_model.run import reports_of
-from benchmarks.fleet_model.scenario import ColocatedCluster, FleetScenario, PriceChange, WorkerTruth
+from benchmarks.fleet_model.scenario import ColocatedCluster, FleetScenario, WorkerTruth
 from echo2.cli.plan import load_catalogue
 from echo2.config.load import read_toml
 from echo2.coordinator.leases.lease import GroupPhase
@@ -50,12 +50,6 @@ def test_predicted_and_simulated_utilisation_agree(bound: int, kappa: int, ratio
     assert report.utilisation == pytest.approx(sim.plan.predicted_utilisation, abs=0.03)
 
 
-def test_the_same_scenario_gives_the_same_report() -> None:
-    told = scenario(4, estimate_noise=0.05, train_cv=0.1, steps=12, warmup_steps=4)
-    assert simulate(told) == simulate(told)
-    assert simulate(replace(told, seed=1)) != simulate(told)
-
-
 def test_in_flight_rollouts_never_pass_the_cap_nor_trained_ones_the_bound() -> None:
     told = scenario(2, 2, 1.5)
     sim = FleetSim(told, FixedPlanner(told.config))
@@ -92,20 +86,6 @@ def lost_leases(sim: FleetSim) -> int:
     book = sim.generation.book
     queued_again = sum(group.is_continuation for group in book.groups.values() if group.phase is GroupPhase.QUEUED)
     return book.counts.continued + queued_again - book.counts.handed_back
-
-
-def test_planner_takes_the_cheap_machines_and_leaves_when_their_price_rises() -> None:
-    told = scenario(4, count=16, steps=30, warmup_steps=6)
-    machines = tuple(
-        replace(one, gpu="cheap" if i < 8 else "dear", price_usd_per_hour=0.5 if i < 8 else 1.0)
-        for i, one in enumerate(told.workers)
-    )
-    calm = simulate(replace(told, workers=machines))
-    rise = PriceChange(at_s=1000.0, gpu="cheap", factor=4.0)
-    changed = simulate(replace(told, workers=machines, price_changes=(rise,)))
-    assert calm.activations == 0
-    assert changed.activations >= 5
-    assert changed.pool_usd_per_hour > calm.pool_usd_per_hour
 
 
 def test_money_is_pool_and_learner_over_the_measured_steps() -> None:

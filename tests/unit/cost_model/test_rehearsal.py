@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.cost_model.rehearsal import Rehearsal, confirmed, reduced, rehearsal_of, rehearse, rehearsed
@@ -150,48 +150,6 @@ def test_versions_that_replace_one_that_waited_are_larger_and_a_slow_downlink_is
     late = run(3, 1, 0.3, own_s=np.array([0.3, 0.3, 0.3, 0.3, 6.0]), **five)
     assert rehearse(late) >= rehearse(run(3, 1, 0.3)) - 0.01
     assert rehearse(run(3, 1, 6.0, **five)) < 0.7
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.integers(1, 6), st.data())
-def test_utilisation_is_a_share_and_falls_with_a_much_slower_broadcast(bound: int, data: st.DataObject) -> None:
-    kappa = data.draw(st.integers(1, bound))
-    transfer_s = data.draw(st.floats(0.05, float(kappa)))
-    fast, slow = (rehearse(run(bound, kappa, one), 160) for one in (transfer_s / 2, transfer_s))
-    assert 0 < slow <= 1
-    assert slow <= fast + 0.05
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 3000), st.integers(1, 200), st.sampled_from([1, 8, 64]))
-def test_a_part_of_a_large_pool_keeps_its_proportions(count: int, slots: int, group: int) -> None:
-    groups = max(8, count * slots // group)
-    own_s = np.where(np.arange(count) % 10 == 5, 3.0, 0.2)  # each tenth is late
-    told = run(
-        4, 1, 0.2, slots=np.full(count, slots), rollout_s=0.3 + 0.001 * np.arange(count) / count, own_s=own_s,
-        rollouts_per_group=group, groups_per_step=groups, cap_groups=2 * groups,
-    )  # fmt: skip
-    part = reduced(told)
-    assert len(part.slots) <= len(told.slots) and part.groups_per_step <= told.groups_per_step
-    before = (told.slots / told.rollout_s).sum() / told.groups_per_step
-    assert (part.slots / part.rollout_s).sum() / part.groups_per_step == pytest.approx(before, rel=1e-6)
-    assert part.cap_groups / part.groups_per_step == pytest.approx(2.0, rel=0.2)
-    assert abs((part.own_s > 1.0).mean() - (own_s > 1.0).mean()) <= 1 / len(part.own_s)
-    assert math.isfinite(rehearse(part, 16))
-    if slots >= group:
-        assert part.slots.min() >= group
-
-
-def test_machines_of_different_sizes_keep_their_shares_of_a_large_step() -> None:
-    """Most of the rate stands behind a slow downlink: were the small machines to keep more than their share, the version would seem
-    to be in time for them all."""
-    slots = np.array([16, 4, 8, 48])
-    told = run(
-        3, 1, 0.05, groups_per_step=256, cap_groups=295, slots=slots, own_s=np.array([0.05, 1.0, 0.05, 1.0]),
-        rollout_s=np.full(4, slots.sum() / 2048 / 1.05),
-    )  # fmt: skip
-    part = reduced(told)
-    assert np.sort(part.slots) / part.slots.sum() == pytest.approx(np.sort(slots) / slots.sum(), rel=0.15)
 
 
 def test_a_choice_for_a_large_step_is_confirmed_by_a_part_that_is_near_the_whole() -> None:

@@ -8,28 +8,12 @@ import logging
 
 import pytest
 
-from echo2.outside.under_way import under_way
-from echo2.sim.virtual_loop import VirtualLoop
-from echo2.worker.progress import LINE_EVERY_S, ProgressLines, progress_for, shown
+from echo2.worker.progress import ProgressLines, progress_for, shown
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def test_lines_come_now_and_then_and_name_what_is_known(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "echo2.worker")
-    now = [0.0]
-    lines = ProgressLines(lambda: now[0])
-    for _ in range(10):
-        lines.at("download", 1 << 20, 1 << 30)
-    assert not caplog.messages, "quick things are not told"
-    now[0] = LINE_EVERY_S
-    lines.at("download", 2_000_000, 1_000_000_000)
-    lines.at("download", 3_000_000, 1_000_000_000)
-    lines.at("catch-up", 5, 0)
-    assert caplog.messages == ["download: 2.0 MB of 1.0 GB, 666.7 kB/s, 1497 s left"]
 
 
 def test_work_of_unknown_length_is_told_while_it_goes_on_and_its_end_is_the_callers() -> None:
@@ -53,20 +37,6 @@ def test_work_of_unknown_length_is_told_while_it_goes_on_and_its_end_is_the_call
     with pytest.raises(ValueError, match="boom"):
         asyncio.run(shown(Told(), "compilation", work(ValueError("boom"))))
     assert told[2:] == ["compilation", "compilation ended"]
-
-
-def test_long_work_says_so_at_even_intervals_and_quick_work_does_not(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "echo2.worker")
-    log, loop = logging.getLogger("echo2.worker"), VirtualLoop()
-
-    def lines(work_s: float) -> list[str]:
-        caplog.clear()
-        loop.run_until_complete(under_way(log, "keyframe", asyncio.sleep(work_s), lambda: "2.0 MB"))
-        return list(caplog.messages)
-
-    assert lines(2.0) == []
-    assert lines(7.0) == ["keyframe: 2.0 MB, 3 s so far", "keyframe: 2.0 MB, 6 s so far"]
-    loop.close()
 
 
 def test_a_bar_is_drawn_and_gone_at_its_end_and_the_log_goes_on_above_it() -> None:
