@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
 from echo2.base.errors import ConfigError
 from echo2.cli.demo import model
-from echo2.cli.demo.run import WORKERS, demo_run
 from echo2.cli.main import main
-from echo2.cli.sizing import lengths_of, model_of
-
-
-def demo_arguments(model: str) -> argparse.Namespace:
-    return argparse.Namespace(
-        name="x", seed=0, model=model, steps=0, staleness=4, engine="embedded", worker_python=sys.executable
-    )
-
-
-def test_its_run_is_of_short_chats_on_quick_links() -> None:
-    overrides = {"learner.lr": "2e-5"}
-    run, plain = (demo_run(demo_arguments(model), overrides) for model in ("smollm2", "made"))
-    config = run.config
-    assert (config.task.name, config.task.args, config.learner.lr) == ("sums", {}, 2e-5)
-    rate = plain.config.learner.emulated_link.uplink_bytes_per_s
-    assert config.learner.emulated_link.uplink_bytes_per_s == 4 * rate == 5e6
-    links = [arguments[arguments.index("--worker.emulated_link") + 1] for arguments in run.workers.values()]
-    assert [link.split()[0] for link in links] == ["80mbit/s", "48mbit/s", "40mbit/s"]
-    assert list(run.workers) == list(WORKERS)
-    size, _ = model_of("HuggingFaceTB/SmolLM2-135M-Instruct")
-    assert lengths_of(config).of(size) == 80
 
 
 def test_without_its_package_it_says_what_to_install(

@@ -147,6 +147,7 @@ def test_advice_holds_when_it_is_followed(
         assert "not feasible with" not in printed and f"workers {price}" in printed, what_if
 
 
+@pytest.mark.soak
 def test_among_hundreds_of_machines_a_larger_bound_alone_is_found_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the whole market under many periods the relations promise what a rehearsal denies: the search must not end before the pool
     that does."""
@@ -158,6 +159,7 @@ def test_among_hundreds_of_machines_a_larger_bound_alone_is_found_to_do(capsys: 
     assert json.loads(capsys.readouterr().out)["reason"].startswith(CHEAPEST)
 
 
+@pytest.mark.soak
 def test_among_hundreds_of_machines_many_periods_do_not_use_up_the_search(capsys: pytest.CaptureFixture[str]) -> None:
     """What a rejection shows goes to like periods, and more than six pools are looked at: else the answer is the best effort's, at
     9.60 USD/h."""

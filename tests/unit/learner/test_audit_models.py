@@ -90,7 +90,7 @@ def fp8_rollouts(engine: Any, group: int) -> list[Rollout]:
     return sampled([(engine, NEWEST, TOKENS)], group, leased_numbers(group))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.soak), torch.bfloat16])
 def test_a_worker_on_the_previous_version_is_found_out(bench: Bench, dtype: torch.dtype) -> None:
     _, rollouts, accusation = watched(bench, one_behind(bench, dtype), 20, noise=known())
     assert accusation is not None and rollouts <= 80
@@ -118,7 +118,7 @@ def test_an_altered_model_is_found_out_and_set_aside(bench: Bench, name: str, al
     assert accusation is not None and not accusation.is_certain, name
 
 
-@pytest.mark.parametrize("version", [PREVIOUS, OLDEST])
+@pytest.mark.parametrize("version", [PREVIOUS, pytest.param(OLDEST, marks=pytest.mark.soak)])
 def test_tokens_of_an_older_version_are_found_out_though_their_numbers_were_recomputed(
     bench: Bench, version: int
 ) -> None:
