@@ -34,6 +34,10 @@ def world(**others: object) -> World:
     return World(**fields)  # type: ignore[arg-type]
 
 
+def soaked(*seeds: int) -> list[object]:
+    return [pytest.param(seed, marks=pytest.mark.soak) for seed in seeds]
+
+
 @pytest.mark.parametrize("seed", [2, 11])
 def test_best_effort_is_within_a_fiftieth_of_the_best_pool_simulated(seed: int) -> None:
     """2 has a cap; the best pool of 11 was unlucky in its first rehearsal."""
@@ -59,13 +63,13 @@ def test_prediction_is_near_what_is_simulated(make, seed: int) -> None:  # type:
     assert case.made.predicted_utilisation == pytest.approx(case.judged(), abs=0.03)
 
 
-@pytest.mark.parametrize("seed", [39, 376, 507, 0])
+@pytest.mark.parametrize("seed", [*soaked(39, 376), 507, 0])
 def test_one_more_machine_never_makes_a_plan_worse(seed: int) -> None:
     before, after, train_s = adding_trial(seed)
     assert not is_worse(before, after, train_s), f"{before.reason} -> {after.reason}"
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [*soaked(0), 1])
 def test_a_plan_that_pays_for_traffic_is_within_a_hundredth_of_brute_force_and_is_kept(seed: int) -> None:
     snapshot, config = egress_case(seed)
     best, made = brute_force_usd(snapshot, config), plan(snapshot, config)

@@ -121,7 +121,9 @@ def test_best_efforts_keep_the_cap_and_the_workers_that_are_pinned(count: int) -
     assert "w7" in capped.pool and capped.usd_per_hour <= 0.9 and not capped.is_feasible
 
 
-@pytest.mark.parametrize(("uplink_bytes_per_s", "count"), [(1e4, 1), (1e4, 12), (1e6, 3)])
+@pytest.mark.parametrize(
+    ("uplink_bytes_per_s", "count"), [(1e4, 1), pytest.param(1e4, 12, marks=pytest.mark.soak), (1e6, 3)]
+)
 def test_a_fleet_that_no_version_reaches_in_time_is_still_put_to_work(uplink_bytes_per_s: float, count: int) -> None:
     """A best effort of nobody would stop the run: that its broadcast takes no time does not speak for it."""
     slow = LinkEstimate(uplink_bytes_per_s, uplink_bytes_per_s, 0.05)
