@@ -1,0 +1,130 @@
+"""Environments of an OpenEnv server, in a process of its own, play through the gateway; by the library where it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from echo2.base.errors import ConfigError, TaskError
+from echo2.gateway.app import GatewayApp, GatewayPort
+from echo2.gateway.episodes import Episodes, GatewayLimits
+from echo2.gateway.harness import Episode, make_harness
+from echo2.gateway.openenv_agent import play
+from echo2.tasks.openenv_task import OPENENV_PLAYER
+from echo2.tasks.registry import make_task
+from echo2.tasks.task import TaskSpec
+from tests.e2e.cluster import ROOT
+from tests.patience import WAIT_S
+from tests.unit.gateway.fakes import End, LetterCodec, RecordingFleet, completion, letter_bytes
+
+pytest.importorskip("websockets")
+pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
+told: list[str] = []
+KINDS = ["own", *(["library"] if importlib.util.find_spec("openenv") else [])]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@contextmanager
+def serving(*words: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    command = [sys.executable, "-m", "tests.unit.gateway.openenv_server", str(port), *words]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        try:
+            yield port, process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def text_port(kind: str) -> Iterator[int]:
+    with serving(kind) as (port, _):
+        yield port
+
+
+def played(port: int, seed: int, said: list[str], turns: int = 8, at_call: Callable[[], object] = int) -> End:
+    """The end of an episode of this seed, in which the policy says these texts. `at_call`: done at each call."""
+
+    async def scene() -> End:
+        while True:  # until the server listens
+            try:
+                (await asyncio.open_connection("127.0.0.1", port))[1].close()
+                break
+            except OSError:
+                await asyncio.sleep(0.05)
+        loop, texts = asyncio.get_running_loop(), list(said)
+
+        def sample(group_id: str) -> None:
+            at_call()
+            loop.call_soon(episodes.on_completion, group_id, completion(texts.pop(0)))
+
+        fleet, gateway = RecordingFleet(sample), GatewayPort("")
+        limits = GatewayLimits(100_000, 64, 200_000, 4, episode_s=120.0)
+        harness = make_harness(OPENENV_PLAYER, 1)
+        assert harness is not None
+        episodes = Episodes(
+            limits, LetterCodec(), fleet, loop.time, lambda: os.urandom(8).hex(), harness, f"{gateway.url}/v1"
+        )
+        app = GatewayApp(episodes, "policy", "master", letter_bytes)
+        serving = asyncio.create_task(gateway.run(app.application()))
+        args = {"url": f"ws://127.0.0.1:{port}", "turns": turns, "size": 100}
+        instance = make_task(TaskSpec("openenv", args)).sample(seed)
+        try:
+            problem = {"index": seed, "messages": [], "answer": "", "metadata": dict(instance.metadata)}
+            episodes.open_problem("a", 1, problem)
+            while not fleet.ends:
+                await asyncio.sleep(0.02)
+        finally:
+            await episodes.close()
+            await gateway.stop(serving)
+        told.append(read(fleet) if fleet.leases else "")
+        return fleet.ends[0]
+
+    async def in_time() -> End:
+        async with asyncio.timeout(WAIT_S):
+            return await scene()
+
+    return asyncio.run(in_time())
+
+
+def read(fleet: RecordingFleet) -> str:
+    """What the last call's model read."""
+    return "".join(map(chr, list(fleet.leases.values())[-1].prompt_token_ids))
+
+
+def test_an_environment_of_texts_is_played_to_its_end_and_its_rewards_add_up(text_port: int) -> None:
+    assert played(text_port, 17, ["3", "x", "9", "7"]).reward == pytest.approx(0.8), "two wrong guesses, and one right"
+    history = told.pop()
+    assert "Guess a digit." in history and "more" in history and "less" in history
+    assert "error: EXECUTION_ERROR" in history and "not a digit" in history, "what it refused is told, and it goes on"
+    assert played(text_port, 17, ["3", "9"], turns=2).reward == pytest.approx(-0.2), "turns end with what there is"
+
+
+def test_actions_of_several_fields_are_json_and_the_schema_is_told(kind: str) -> None:
+    with serving(kind, "json") as (port, _):
+        assert played(port, 5, ["five?", 'I say {"guess": 5, "sure": true}.']).reward == 1.0
+    history = told.pop()
+    assert '"sure"' in history and "expected one action as a JSON object" in history
+
+
+def test_an_episode_whose_server_is_gone_is_lost_and_says_which() -> None:
+    with serving("own") as (port, process):
+        end = played(port, 5, ["4", "3", "5"], at_call=process.kill)
+    assert end.reward is None and f"openenv ws://127.0.0.1:{port}: expected an answer to step" in end.failure, end
+    with pytest.raises(TaskError, match="expected an OpenEnv server"):
+        asyncio.run(play(Episode("", "", {"messages": [], "metadata": {"url": f"ws://127.0.0.1:{port}"}})))
+    with pytest.raises(ConfigError, match="expected url as http"):
+        make_task(TaskSpec("openenv", {"url": "here:8000"}))
