@@ -11,8 +11,10 @@ Shapes: B rows, W positions of a row, T sampled tokens, H hidden size, V vocabul
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -316,7 +318,7 @@ class PolicyModel:
             for number, parameter in enumerate(
                 self.parameters
             ):  # so that a bf16 gradient lives no longer than its layer's pass
-                parameter.register_post_accumulate_grad_hook(lambda _, n=number: self._add_gradient(n))
+                parameter.register_post_accumulate_grad_hook(partial(_add_gradient_of, weakref.ref(self), number))
         self.policy.slices_head = self._head_can_be_sliced()  # last: the probe's forward pass gathers sharded rows
 
     def _masters(self) -> list[Tensor]:
@@ -495,6 +497,13 @@ class PolicyModel:
 
 def _computes_in_bf16(weights_dtype: str, device: torch.device) -> bool:
     return PRECISIONS[weights_dtype] is torch.bfloat16 and device.type != "cpu"
+
+
+def _add_gradient_of(model: weakref.ref[PolicyModel], number: int, _: Tensor) -> None:
+    """A hook of the parameter itself: a strong reference to the model would keep both for ever."""
+    found = model()
+    if found is not None:
+        found._add_gradient(number)
 
 
 def check_dtypes(parameters: Mapping[str, Tensor], path: str) -> None:

@@ -6,10 +6,12 @@ others: gradients and rounding to the policy's dtype (model), which steps are ma
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
@@ -48,13 +50,15 @@ def adamw_of(
 def host_tensors(like: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     """Float32 tensors of zeros in host memory, of this rank's shapes, in one buffer that a GPU copies from and to by itself."""
     shapes = [own_part(tensor).shape for tensor in like]
-    buffer = torch.zeros(sum(shape.numel() for shape in shapes), dtype=torch.float32)
-    if device.type == "cuda" and buffer.numel():
+    held = np.zeros(sum(shape.numel() for shape in shapes), np.float32)
+    if device.type == "cuda" and held.size:
         # Registered, not pin_memory(): that rounds up to a power of two. Refused, the copies are slower and right.
-        torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
-            buffer.data_ptr(), 4 * buffer.numel(), 0
-        )
-    parts = torch.split(buffer, [shape.numel() for shape in shapes])
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if not int(cudart.cudaHostRegister(held.ctypes.data, held.nbytes, 0)):
+            weakref.finalize(
+                held, cudart.cudaHostUnregister, held.ctypes.data
+            ).atexit = False  # else the address stays taken
+    parts = torch.split(torch.from_numpy(held), [shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 

@@ -7,6 +7,7 @@ if it agrees with a dense mask and has a finite gradient. Leaves to others: mask
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -50,7 +51,10 @@ def choose_attention(policy: Policy, wish: Wish, device: torch.device, ranks: Ra
         raise ConfigError(
             "learner.attention: expected auto or dense on a CPU, where FlexAttention has no gradient, got flex"
         )
-    if wish == "dense" or device.type == "cpu":
+    if device.type == "cpu":
+        return policy.attention
+    if wish == "dense":
+        _add_up_in_order()
         return policy.attention
     failure = _failure_of_flex(policy, device)
     failed_somewhere = (ranks or Ranks()).largest(1.0 if failure else 0.0) > 0.0
@@ -58,6 +62,7 @@ def choose_attention(policy: Policy, wish: Wish, device: torch.device, ranks: Ra
         policy.attend_by(Attention.FLEX)
         return Attention.FLEX
     policy.attend_by(Attention.DENSE)
+    _add_up_in_order()
     reason = failure or "another rank could not"
     if wish == "flex":
         raise ConfigError(f"learner.attention: expected flex to work with this model on {device}, got: {reason}")
@@ -67,6 +72,14 @@ def choose_attention(policy: Policy, wish: Wish, device: torch.device, ranks: Ra
         reason,
     )
     return Attention.DENSE
+
+
+def _add_up_in_order() -> None:
+    """torch's attention with a mask adds gradients up in any order on a GPU unless told otherwise, and a step that is trained again
+    must have the bits that it had."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def trial_inputs(
