@@ -70,7 +70,7 @@ class ActionRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class EnvObservation:
     """An observation as the model reads it, its reward (0 if it has none), and whether the episode is over."""
 
     text: str
@@ -110,7 +110,7 @@ class OpenEnvServer:
             return dict(found)
         raise ActionRefused(f"expected one action as a JSON object, got {said[:80]!r}")
 
-    async def ask(self, kind: str, data: Mapping[str, Any]) -> Seen:
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> EnvObservation:
         """Resets or steps. Raises ActionRefused if the environment cannot take the step, TaskError if the server failed."""
         from websockets.exceptions import WebSocketException
 
@@ -139,7 +139,7 @@ class OpenEnvServer:
             raise TaskError(
                 f"openenv {self._url}: expected an observation with a finite reward or null and done, got {told!r:.200}"
             )
-        return Seen(text_of(observation)[:OBSERVATION_CHARS_MAX], float(reward or 0.0), told["done"])
+        return EnvObservation(text_of(observation)[:OBSERVATION_CHARS_MAX], float(reward or 0.0), told["done"])
 
 
 def text_of(observation: Mapping[str, Any]) -> str:

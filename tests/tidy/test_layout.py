@@ -59,7 +59,17 @@ for _room in ("learner.shell", "worker.shell"):
 # Pure part and shell of a package lie side by side, and these files are the shell.
 SHELL_FILES = {
     f"echo2/gateway/{name}.py"
-    for name in ("access", "app", "episodes", "generate", "harness", "operations", "tinker", "verifiers_agent")
+    for name in (
+        "access",
+        "app",
+        "episodes",
+        "generate",
+        "harness",
+        "openenv_agent",
+        "operations",
+        "tinker",
+        "verifiers_agent",
+    )
 }
 SHELL_FILES |= {f"echo2/contain/{name}.py" for name in ("box", "inside", "kernel", "pool", "program_inside", "sandbox")}
 SHELL_FILES |= {
