@@ -74,7 +74,7 @@ SHELL_FILES = {
 SHELL_FILES |= {f"echo2/contain/{name}.py" for name in ("box", "inside", "kernel", "pool", "program_inside", "sandbox")}
 SHELL_FILES |= {
     f"echo2/tasks/{name}.py"
-    for name in ("data_files", "registry", "rendering", "rewards", "scorer", "verifiers_task", "visible")
+    for name in ("data_files", "registry", "rendering", "rewards", "runtime", "scorer", "verifiers_task", "visible")
 }
 SHELL_FILES |= {f"echo2/trust/{name}.py" for name in ("calls", "enrolment", "http_port", "ports", "tls")}
 SHELL_FILES.add("echo2/control/session.py")
@@ -88,8 +88,8 @@ SHELL_FILES |= {
 SHELL_FILES |= {
     f"echo2/learner/{name}.py"
     for name in (
-        "auditor", "driven", "learner", "loop", "metrics", "options", "own_trainer", "recent", "run_folder", "serve", "session",
-        "startup",
+        "auditor", "driven", "learner", "loop", "metrics", "options", "own_trainer", "recent", "run_folder", "runtime", "serve",
+        "session", "startup",
         *(f"rollouts/{shell}" for shell in (
             "agents", "conversations", "evaluation", "ingest", "journal", "pool", "prompts", "request_pool",
         )),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,3 +75,12 @@ def test_a_loss_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch, tmp_pat
     sequence_T, logprobs_T = torch.zeros(2, dtype=torch.int64), torch.tensor([-1.0, -2.0], requires_grad=True)
     tokens = loss.PackedTokens(logprobs_T, logprobs_T.detach(), torch.ones(1), sequence_T, sequence_T == 0)
     assert float(loss.policy_loss(tokens, config, loss.BatchTotals(2, 1, 2)).loss.detach()) == 3.0
+
+
+def test_former_import_paths_are_the_modules_themselves() -> None:
+    for former, now in {
+        "learner.runtime.prompts": "learner.rollouts.prompts",
+        "tasks.runtime.chat_format": "tasks.chat_format",
+        "tasks.runtime.rewards": "tasks.rewards",
+    }.items():
+        assert importlib.import_module(f"echo2.{former}") is importlib.import_module(f"echo2.{now}")
