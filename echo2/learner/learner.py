@@ -253,6 +253,7 @@ class Learner:
                 if ended.done():
                     ended.result()
             summary = await self._export()
+            self.loop.is_exported = self.loop.is_finished
             self._on_step()
             if self.loop.is_finished:
                 await self._serve_last_version()

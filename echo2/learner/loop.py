@@ -91,6 +91,7 @@ class TrainingLoop:
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._checkpointed = prepared.checkpoint_step
         self._told_every = 0
+        self.is_exported = False  # after the last step, its evaluations and the finished model
         self._is_stopped = False
         self._is_warm = False
         self._ended_at: deque[tuple[int, float]] = deque(maxlen=20)  # step and time of the newest steps

@@ -146,7 +146,7 @@ def report_of(loop: TrainingLoop, waits_for: tuple[str, float]) -> coordinator_p
         sent_chunk_bytes=publisher.broadcaster.sent_bytes,
         waits_for=waits_for[0],
         waits_since_s=waits_for[1],
-        is_finished=loop.is_finished and not pool.evaluation_waits_for,
+        is_finished=loop.is_exported,  # a local run ends its learner then
         eval_reward=rewards[max(rewards)] if rewards else -1.0,
         evaluation_rollouts=pool.evaluations.rollouts_per_step,
         idle_s=loop.idle_s,
