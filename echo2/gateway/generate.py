@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-import io
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -234,7 +233,7 @@ class GenerateApp:
             choice["logprobs"] = {"content": content}
         shape = self._sampler.routing_shape
         if shape is not None and not begun and rollout.is_finished and rollout.routing:
-            choice["routed_experts"] = experts_npy(rollout, shape, answer.request)
+            choice["routed_experts"] = experts_of(rollout, shape, answer.request)
         return choice
 
     async def _publish(self, request: Request) -> Response:
@@ -326,14 +325,15 @@ def _number(params: Mapping[str, object], name: str, low: float, high: float) ->
     return float(told)
 
 
-def experts_npy(rollout: Rollout, shape: RoutingShape, request: TokenRequest) -> str:
-    """The routes of a rollout as vLLM writes them: base64 of an .npy file of (positions, routers, chosen), all positions that were
-    read (the prompt's, if they are known, and the tokens' but the last) from `request.routes_from` on."""
+def experts_of(rollout: Rollout, shape: RoutingShape, request: TokenRequest) -> dict[str, object]:
+    """The routes of a rollout as prime-rl, verifiers and SkyRL read them (vLLM itself writes an .npy file): base64 of (positions,
+    routers, chosen), all positions that were read (the prompt's, if they are known, and the tokens' but the last) from
+    `request.routes_from` on; `start`: the first one's. A byte an expert, or two if one is beyond 255."""
     parts = [unpacked(part, shape) for part in (rollout.routing.prompt, rollout.routing.tokens) if part]
     rows = np.concatenate(parts)
     first = len(request.token_ids) + len(rollout.token_ids) - 1 - len(rows)
-    rows = rows[max(0, request.routes_from - first) :]
-    file = io.BytesIO()
-    kind = np.uint8 if shape.experts <= 256 else np.uint16
-    np.save(file, rows.astype(kind), allow_pickle=False)
-    return base64.b64encode(file.getvalue()).decode()
+    start = max(first, request.routes_from)
+    rows = rows[start - first :]
+    kind = "uint8" if rows.max(initial=0) < 256 else "int16"
+    data = base64.b64encode(rows.astype(kind).tobytes()).decode()
+    return {"data": data, "shape": rows.shape, "start": start, "dtype": kind}

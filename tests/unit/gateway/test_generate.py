@@ -179,25 +179,29 @@ def test_values_that_change_nothing_are_taken() -> None:
     assert (parsed.top_k, parsed.seed, parsed.priority, parsed.wants_logprobs) == (0, None, -3, True)
 
 
-def test_routes_are_written_as_vllm_writes_them() -> None:
+@pytest.mark.parametrize(("count", "dtype"), [(8, "uint8"), (300, "int16")])
+def test_routes_are_written_as_their_clients_read_them(count: int, dtype: str) -> None:
     import base64
-    import io
 
-    shape, experts = RoutingShape(2, 2, 8), np.arange(4 * 2 * 2).reshape(4, 2, 2) % 8
+    shape, experts = RoutingShape(2, 2, count), (np.arange(4 * 2 * 2).reshape(4, 2, 2) + count - 16) % count
     routes = Routing(packed(experts[:1], shape), packed(experts[1:], shape))
 
     async def routed(answer: TokenAnswer) -> None:
         answer.rollouts = [rollout(0, (7, 8, 9), routing=routes)]
         answer.whole.set_result(None)
 
-    def told(start: int) -> Any:
+    def told(start: int) -> tuple[int, Any]:
         sampler = PlayedSampler(routed)
         sampler.routing_shape = shape
         body = {"token_ids": [1, 2], "sampling_params": {"routed_experts_prompt_start": start}}
         choice = asked(sampler, "POST", "/inference/v1/generate", body).json()["choices"][0]
-        return np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+        payload = choice["routed_experts"]
+        assert payload["dtype"] == dtype
+        rows = np.frombuffer(base64.b64decode(payload["data"]), payload["dtype"]).reshape(payload["shape"])
+        assert (rows == experts[payload["start"] :]).all()
+        return payload["start"], len(rows)
 
-    assert told(0).dtype == np.uint8 and (told(0) == experts).all(), "one row for each position that was read"
-    assert (told(1) == experts[1:]).all(), "a client has the routes of the turns before"
+    assert told(0) == (0, 4), "one row for each position that was read"
+    assert told(1) == (1, 3), "a client has the routes of the turns before"
     routes = Routing(b"", packed(experts[1:], shape))
-    assert (told(0) == experts[1:]).all() and (told(1) == experts[1:]).all(), "those of the prompt are not known"
+    assert told(0) == told(1) == (1, 3), "those of the prompt are not known"
