@@ -299,17 +299,24 @@ class SimLearner:
         rollouts = [
             pb.RolloutSummary(
                 rollout_id=f"g{index}/0", step=step, reward=index / 8, token_count=600, oldest_version=max(0, step - 2),
-                newest_version=step, finish_reason="stop", completion=hostile * 4,
+                newest_version=step, finish_reason="stop", completion=hostile * 4, turn_count=3, peer_ids=["a" * 20, "b" * 20],
             )
             for index in range(8)
         ]  # fmt: skip
         if not wanted.rollout_id:
             return pb.RolloutsShown(request=wanted.request, rollouts=rollouts)
         tokens = [
-            pb.TokenShown(token_id=place, text=hostile[place % len(hostile)], logprob=-(place % 5), version=step - (place < 300))
+            pb.TokenShown(
+                token_id=place, text=hostile[place % len(hostile)], logprob=-(place % 5), version=step - (place < 300),
+                peer=place // 200,
+            )
             for place in range(wanted.offset, min(600, wanted.offset + 512))
         ]  # fmt: skip
-        return pb.RolloutsShown(request=wanted.request, rollouts=rollouts[:1], tokens=tokens, prompt=hostile)
+        turns = [pb.TurnShown(turn=2, position=200, text=hostile * 3), pb.TurnShown(turn=3, position=400)]
+        turns = [turn for turn in turns if wanted.offset <= turn.position]
+        return pb.RolloutsShown(
+            request=wanted.request, rollouts=rollouts[:1], tokens=tokens, prompt=hostile, turns=turns
+        )
 
     async def _offer(self) -> None:
         pause_s = 0.1

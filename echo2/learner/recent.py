@@ -17,7 +17,7 @@ from typing import Any
 
 from echo2.base.ids import PeerId, Step
 from echo2.base.rollout import VersionSpan
-from echo2.learner.rollouts.groups import Batch, TrainGroup
+from echo2.learner.rollouts.groups import Batch, SentTokens, TrainGroup
 from echo2.wire.bounds import (
     LENGTH_SHARES_MAX,
     ROLLOUTS_SHOWN_MAX,
@@ -25,6 +25,8 @@ from echo2.wire.bounds import (
     SHOWN_CHARS_MAX,
     TOKEN_CHARS_MAX,
     TOKENS_SHOWN_MAX,
+    TURN_CHARS_MAX,
+    TURNS_SHOWN_MAX,
 )
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
@@ -38,7 +40,8 @@ STEP_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class SeenRollout:
-    """A rollout as step number `step` (counted from 1) trained on it: only the sampled tokens, all turns concatenated."""
+    """A rollout as step number `step` (counted from 1) trained on it: the sampled tokens, all turns concatenated. `said`: where a
+    turn begins, as the index of its first sampled token, and the environment's tokens before it."""
 
     rollout_id: str
     step: Step
@@ -48,11 +51,22 @@ class SeenRollout:
     logprobs: array[float]
     version_spans: tuple[VersionSpan, ...]
     finish_reason: str
-    peer_ids: tuple[PeerId, ...]
+    senders: tuple[SentTokens, ...]
+    said: tuple[tuple[int, array[int]], ...]
 
     @property
     def size(self) -> int:
-        return len(self.token_ids) + len(self.prompt_token_ids)
+        return len(self.token_ids) + len(self.prompt_token_ids) + sum(len(token_ids) for _, token_ids in self.said)
+
+    @property
+    def peer_ids(self) -> tuple[PeerId, ...]:
+        return tuple(dict.fromkeys(sent.peer_id for sent in self.senders))
+
+    @property
+    def turns(self) -> list[tuple[int, int, array[int]]]:
+        """Number (from 1), position and environment's tokens of each turn; a first one without such tokens is left out."""
+        first = 1 if self.said and not self.said[0][0] else 2
+        return [(first + index, *said) for index, said in enumerate(self.said)]
 
 
 class RecentRollouts:
@@ -101,12 +115,11 @@ class RecentRollouts:
 
 
 def _size(group: TrainGroup, index: int) -> int:
-    return len(group.rollouts[index].token_ids) + len(group.spec.prompt_token_ids)
+    return group.tokens_of(index) + len(group.spec.prompt_token_ids)
 
 
 def _seen(step: Step, group: TrainGroup, index: int) -> SeenRollout:
-    rollout = group.rollouts[index]
-    senders = group.senders[index] if group.senders else ()
+    rollout, insertions = group.rollouts[index], group.insertions[index] if group.insertions else ()
     return SeenRollout(
         f"{rollout.group_id}/{rollout.index}",
         Step(step + 1),
@@ -116,7 +129,8 @@ def _seen(step: Step, group: TrainGroup, index: int) -> SeenRollout:
         array("f", rollout.logprobs),
         rollout.version_spans,
         rollout.finish_reason.value,
-        tuple(dict.fromkeys(sent.peer_id for sent in senders)),
+        group.senders[index] if group.senders else (),
+        tuple((said.position, array("i", said.token_ids)) for said in insertions),
     )
 
 
@@ -145,13 +159,22 @@ def answer(recent: RecentRollouts, tokenizer: Any, wanted: pb.RolloutsWanted) ->
         return reply
     reply.rollouts.append(_summary(rollout, tokenizer))
     reply.prompt = plain(_text(tokenizer, rollout.prompt_token_ids[-SHOWN_CHARS_MAX:]), SHOWN_CHARS_MAX)
-    part = slice(wanted.offset, wanted.offset + TOKENS_SHOWN_MAX)
+    turns = [turn for turn in rollout.turns if wanted.offset <= turn[1] < wanted.offset + TOKENS_SHOWN_MAX]
+    ends = [position for _, position, _ in turns[TURNS_SHOWN_MAX:]]  # what does not fit is asked for next
+    part = slice(wanted.offset, min([wanted.offset + TOKENS_SHOWN_MAX, *ends]))
+    for number, position, said in turns[:TURNS_SHOWN_MAX]:
+        text = plain(_text(tokenizer, said[:TURN_CHARS_MAX]), TURN_CHARS_MAX)
+        reply.turns.add(turn=number, position=position, text=text)
     token_ids = rollout.token_ids[part]
     texts = tokenizer.batch_decode([[token] for token in token_ids], skip_special_tokens=False)
     all_versions = (span.version for span in rollout.version_spans for _ in range(span.count))
     versions = islice(all_versions, part.start, part.stop)
-    for token, text, logprob, version in zip(token_ids, texts, rollout.logprobs[part], versions, strict=True):
-        reply.tokens.add(token_id=token, text=plain(text, TOKEN_CHARS_MAX), logprob=logprob, version=version)
+    peers = {peer_id: index for index, peer_id in enumerate(reply.rollouts[0].peer_ids)}
+    all_senders = [peers.get(sent.peer_id, len(peers)) for sent in rollout.senders for _ in range(sent.token_count)]
+    senders = (all_senders or [0] * len(rollout.token_ids))[part]
+    rows = zip(token_ids, texts, rollout.logprobs[part], versions, senders, strict=True)
+    for token, text, logprob, version, peer in rows:
+        reply.tokens.add(token_id=token, text=plain(text, TOKEN_CHARS_MAX), logprob=logprob, version=version, peer=peer)
     return reply
 
 
@@ -161,6 +184,7 @@ def _summary(rollout: SeenRollout, tokenizer: Any) -> pb.RolloutSummary:
         rollout_id=rollout.rollout_id, step=rollout.step, reward=rollout.reward, token_count=len(rollout.token_ids),
         oldest_version=min(versions, default=0), newest_version=max(versions, default=0),
         finish_reason=rollout.finish_reason, peer_ids=rollout.peer_ids[:SENDERS_SHOWN_MAX],
+        turn_count=rollout.turns[-1][0] if rollout.said else 1,
         completion=plain(_text(tokenizer, rollout.token_ids[:PREVIEW_TOKENS]), PREVIEW_CHARS),
     )  # fmt: skip
 

@@ -128,7 +128,9 @@ ROLLOUTS_SHOWN_MAX = most_of(coordinator_pb2.RolloutsShown, "rollouts")
 TOKENS_SHOWN_MAX = most_of(coordinator_pb2.RolloutsShown, "tokens")
 SHOWN_CHARS_MAX = most_of(coordinator_pb2.RolloutsShown, "prompt")
 SENDERS_SHOWN_MAX = most_of(coordinator_pb2.RolloutSummary, "peer_ids")
+TURNS_SHOWN_MAX = most_of(coordinator_pb2.RolloutsShown, "turns")
 TOKEN_CHARS_MAX = most_of(coordinator_pb2.TokenShown, "text")
+TURN_CHARS_MAX = most_of(coordinator_pb2.TurnShown, "text")
 
 
 def check(message: Message, whose: str) -> None:

@@ -117,6 +117,7 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         await _drains_and_releases_the_selected(page, daemon)
         await _makes_a_token(page, daemon)
     async with page_of(chromium, daemon, 390, "dark") as page:
+        await _shows_a_rollout_token_by_token(page)
         await _lists_who_has_not_gone(page, daemon)
         await page.locator("#reward-chart canvas").wait_for(timeout=WAIT_MS)
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
@@ -194,7 +195,14 @@ async def _shows_a_rollout_token_by_token(page: Any) -> None:
     assert told.startswith("Token 4 of 600: id 3, log-probability -3 (4.98 %), sampled by version "), told
     await page.locator("#rollout-colour").select_option("version")
     assert await page.locator("#rollout-legend").inner_text()
-    await page.screenshot(path=SCREENSHOTS / "rollout-1440-light.png")
+    await page.locator("#rollout-colour").select_option("worker")
+    assert await page.locator("#rollout-legend .kind").all_text_contents() == ["aaaaaaaa", "bbbbbbbb", "unknown"]
+    turns = page.locator("#rollout-tokens details.turn")
+    assert await turns.count() == 2 and not await turns.first.locator(".said").is_visible(), "folded"
+    await turns.first.locator("summary").click()
+    assert "<img src=x onerror=alert(1)>" in await turns.first.locator(".said").inner_text()
+    assert await _clipped(page) == []
+    await page.screenshot(path=SCREENSHOTS / f"rollout-{page.viewport_size['width']}.png")
     await page.get_by_role("button", name="Later tokens").click()
     await page.wait_for_function("() => document.querySelectorAll('.token').length === 88", timeout=WAIT_MS)
     assert await page.get_by_role("button", name="Later tokens").is_disabled()

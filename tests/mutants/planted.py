@@ -272,7 +272,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("GetPartialsReply loses rollouts", "learner/rollouts/ingest.py",
            "                reply.rollouts.append(rollout_to_message(told))\n", "                pass\n", (_UNIT + "learner/test_ingest.py",)),
     Mutant("ChunkFrame loses signature", "wire/broadcast.py", "    if chunk.signature:\n", "    if False:\n", (_UNIT + "wire/test_broadcast.py",)),
-    Mutant("TokenShown loses version", "learner/recent.py", "logprob=logprob, version=version)", "logprob=logprob)",
+    Mutant("TokenShown loses version", "learner/recent.py", "logprob=logprob, version=version, peer=peer)", "logprob=logprob, peer=peer)",
            (_UNIT + "learner/test_recent.py",)),
     # dropped fields
     Mutant("the coordinator drops a heartbeat's memory", _WIRE, "        Heartbeat,\n        version=Version(message.version) if message.has_version else None,\n", "        Heartbeat,\n        memory_used_bytes=0, memory_total_bytes=0,\n        version=Version(message.version) if message.has_version else None,\n", _W),

@@ -119,7 +119,8 @@ class Web:
         return {"rollouts": [self._summary(one) for one in shown.rollouts], "problem": ""}
 
     async def _rollout(self, query: QueryParams) -> Values:
-        """One rollout: its prompt, and its tokens from `offset` on. MalformedMessage for a bad offset or an unknown id."""
+        """One rollout: its prompt, its tokens from `offset` on, and the turns that begin among them. MalformedMessage for a bad
+        offset or an unknown id."""
         rollout_id, offset = query.get("id", ""), query.get("offset", "0")
         if not offset.isdecimal() or int(offset) > ROLLOUT_TOKENS_MAX:
             raise MalformedMessage(f"offset: expected 0 to {ROLLOUT_TOKENS_MAX}, got {offset[:40]!r}")
@@ -128,11 +129,14 @@ class Web:
         shown = await self._commands.hub.learner.rollouts.tokens(rollout_id, int(offset))
         if not shown.rollouts:
             raise MalformedMessage(f"id: expected a rollout that the learner still keeps, {rollout_id!r} is none")
+        summary = self._summary(shown.rollouts[0])
+        workers = dict(enumerate(summary["workers"]))
         tokens = [
-            {"id": one.token_id, "text": one.text, "logprob": finite(one.logprob, 4), "version": one.version}
-            for one in shown.tokens
-        ]
-        return {**self._summary(shown.rollouts[0]), "prompt": shown.prompt, "offset": int(offset), "tokens": tokens}
+            {"id": one.token_id, "text": one.text, "logprob": finite(one.logprob, 4), "version": one.version,
+             "worker": workers.get(one.peer, "")} for one in shown.tokens
+        ]  # fmt: skip
+        said = [{"turn": one.turn, "position": one.position, "text": one.text} for one in shown.turns]
+        return {**summary, "prompt": shown.prompt, "offset": int(offset), "tokens": tokens, "said": said}
 
     def _summary(self, one: pb.RolloutSummary) -> Values:
         members = self._commands.hub.membership.members
@@ -140,7 +144,7 @@ class Web:
         return {
             "id": one.rollout_id, "step": one.step, "reward": finite(one.reward, 4), "token_count": one.token_count,
             "oldest_version": one.oldest_version, "newest_version": one.newest_version,
-            "finish_reason": one.finish_reason, "workers": names, "completion": one.completion,
+            "finish_reason": one.finish_reason, "workers": names, "completion": one.completion, "turns": one.turn_count,
         }  # fmt: skip
 
     def _ready(self, query: QueryParams) -> Values:

@@ -356,7 +356,13 @@ def test_rollouts_are_asked_of_the_learner_and_shown_token_by_token(tmp_path: Pa
             learner = await Node.join(daemon, Role.LEARNER)
             await learner.hello()
             one = pb.RolloutSummary(
-                rollout_id="g1/0", step=4, reward=0.5, token_count=2, completion="<b>", peer_ids=["x" * 20]
+                rollout_id="g1/0",
+                step=4,
+                reward=0.5,
+                token_count=2,
+                completion="<b>",
+                peer_ids=["x" * 20],
+                turn_count=2,
             )
 
             async def asked(path: str, **answer: object) -> tuple[httpx.Response, object]:
@@ -369,13 +375,19 @@ def test_rollouts_are_asked_of_the_learner_and_shown_token_by_token(tmp_path: Pa
             found, _ = await asked("/api/rollouts", rollouts=[one])
             assert found.json()["rollouts"][0] | {"workers": []} == {
                 "id": "g1/0", "step": 4, "reward": 0.5, "token_count": 2, "oldest_version": 0, "newest_version": 0,
-                "finish_reason": "", "workers": [], "completion": "<b>",
+                "finish_reason": "", "workers": [], "completion": "<b>", "turns": 2,
             }  # fmt: skip
             assert (await web.get("/api/rollouts")).json() == found.json(), "the list of a moment ago"
-            tokens = [pb.TokenShown(token_id=5, text="x", logprob=-0.25, version=3)]
-            found, wanted = await asked("/api/rollout?id=g1/0&offset=1", rollouts=[one], tokens=tokens, prompt="p")
+            tokens = [pb.TokenShown(token_id=5, text="x", logprob=-0.25, version=3, peer=peer) for peer in (0, 1)]
+            said = [pb.TurnShown(turn=2, position=1, text="<i>")]
+            found, wanted = await asked(
+                "/api/rollout?id=g1/0&offset=1", rollouts=[one], tokens=tokens, prompt="p", turns=said
+            )
             assert (wanted.rollout_id, wanted.offset) == ("g1/0", 1)  # type: ignore[attr-defined]
-            assert found.json()["tokens"] == [{"id": 5, "text": "x", "logprob": -0.25, "version": 3}]
+            first, other = found.json()["tokens"]
+            assert first == {"id": 5, "text": "x", "logprob": -0.25, "version": 3, "worker": "x" * 8}
+            assert other["worker"] == "", "of a worker that the summary does not name"
+            assert found.json()["said"] == [{"turn": 2, "position": 1, "text": "<i>"}]
             found, _ = await asked("/api/rollout?id=g9/0")
             assert "still keeps" in found.json()["error"]
             for query in ("id=g1/0&offset=-1", "id=g1/0&offset=x", "id=", "id=" + "x" * 200):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.recent import RecentRollouts, answer, plain
-from echo2.learner.rollouts.groups import Batch, SentTokens, TrainGroup
-from echo2.wire.bounds import LENGTH_SHARES_MAX, ROLLOUTS_SHOWN_MAX, TOKENS_SHOWN_MAX, check
+from echo2.learner.rollouts.groups import Batch, Insertion, SentTokens, TrainGroup
+from echo2.wire.bounds import LENGTH_SHARES_MAX, ROLLOUTS_SHOWN_MAX, TOKENS_SHOWN_MAX, TURNS_SHOWN_MAX, check
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 PIECES = ["a", "\n", "\x1b[2J", "\u202e", "<b>"]
@@ -60,9 +61,32 @@ def test_the_list_is_newest_first_and_one_rollout_has_each_token_with_its_log_pr
     assert [token.token_id for token in one.tokens] == list(range(3, 10))
     assert [token.logprob for token in one.tokens] == [-0.5 * place for place in range(3, 10)]
     assert [token.version for token in one.tokens] == [3, 3, 4, 4, 4, 4, 4]
-    assert one.prompt == "a<b>"
+    assert [one.rollouts[0].peer_ids[token.peer] for token in one.tokens] == ["w1", "w1", "w2", "w2", "w2", "w2", "w2"]
+    assert one.prompt == "a<b>" and one.rollouts[0].turn_count == 1 and not one.turns
     assert not shown(recent, "g9/0").rollouts, "one that is not kept is not shown"
     assert not shown(recent, "g4/0", 10).tokens
+
+
+def test_an_episode_shows_what_the_environment_said_before_each_turn_and_no_more_turns_than_fit() -> None:
+    recent = RecentRollouts()
+    every = tuple(Insertion(2 * turn, (0, 4)) for turn in range(1, 100))
+    long = replace(group("g1", 200, count=1), insertions=(every,))
+    agent = replace(group("a1", 4, count=1), insertions=((Insertion(0, (4,)), Insertion(2, ())),))
+    recent.add(Batch(Step(1), (long, agent)))
+    assert recent["g1/0"].size == 200 + 2 + 2 * len(every)
+    begun, one = 0, shown(recent, "g1/0")
+    assert one.rollouts[0].turn_count == 100
+    seen = []
+    while begun < 200:
+        one = shown(recent, "g1/0", begun)
+        assert len(one.turns) <= TURNS_SHOWN_MAX and all(
+            begun <= turn.position < begun + len(one.tokens) for turn in one.turns
+        )
+        seen += [(turn.turn, turn.position, turn.text) for turn in one.turns]
+        begun += len(one.tokens)
+    assert seen == [(turn + 1, 2 * turn, "a<b>") for turn in range(1, 100)]
+    calls = shown(recent, "a1/0")
+    assert [(turn.turn, turn.position, turn.text) for turn in calls.turns] == [(1, 0, "<b>"), (2, 2, "")]
 
 
 def test_hostile_texts_are_shown_as_escapes_and_cut() -> None:

@@ -565,19 +565,21 @@ class RolloutsWanted(_message.Message):
     def __init__(self, request: _Optional[int] = ..., rollout_id: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class RolloutsShown(_message.Message):
-    __slots__ = ("request", "rollouts", "tokens", "prompt")
+    __slots__ = ("request", "rollouts", "tokens", "prompt", "turns")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
     request: int
     rollouts: _containers.RepeatedCompositeFieldContainer[RolloutSummary]
     tokens: _containers.RepeatedCompositeFieldContainer[TokenShown]
     prompt: str
-    def __init__(self, request: _Optional[int] = ..., rollouts: _Optional[_Iterable[_Union[RolloutSummary, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[TokenShown, _Mapping]]] = ..., prompt: _Optional[str] = ...) -> None: ...
+    turns: _containers.RepeatedCompositeFieldContainer[TurnShown]
+    def __init__(self, request: _Optional[int] = ..., rollouts: _Optional[_Iterable[_Union[RolloutSummary, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[TokenShown, _Mapping]]] = ..., prompt: _Optional[str] = ..., turns: _Optional[_Iterable[_Union[TurnShown, _Mapping]]] = ...) -> None: ...
 
 class RolloutSummary(_message.Message):
-    __slots__ = ("rollout_id", "step", "reward", "token_count", "oldest_version", "newest_version", "finish_reason", "peer_ids", "completion")
+    __slots__ = ("rollout_id", "step", "reward", "token_count", "oldest_version", "newest_version", "finish_reason", "peer_ids", "completion", "turn_count")
     ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
@@ -587,6 +589,7 @@ class RolloutSummary(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PEER_IDS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
+    TURN_COUNT_FIELD_NUMBER: _ClassVar[int]
     rollout_id: str
     step: int
     reward: float
@@ -596,19 +599,32 @@ class RolloutSummary(_message.Message):
     finish_reason: str
     peer_ids: _containers.RepeatedScalarFieldContainer[str]
     completion: str
-    def __init__(self, rollout_id: _Optional[str] = ..., step: _Optional[int] = ..., reward: _Optional[float] = ..., token_count: _Optional[int] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., finish_reason: _Optional[str] = ..., peer_ids: _Optional[_Iterable[str]] = ..., completion: _Optional[str] = ...) -> None: ...
+    turn_count: int
+    def __init__(self, rollout_id: _Optional[str] = ..., step: _Optional[int] = ..., reward: _Optional[float] = ..., token_count: _Optional[int] = ..., oldest_version: _Optional[int] = ..., newest_version: _Optional[int] = ..., finish_reason: _Optional[str] = ..., peer_ids: _Optional[_Iterable[str]] = ..., completion: _Optional[str] = ..., turn_count: _Optional[int] = ...) -> None: ...
 
 class TokenShown(_message.Message):
-    __slots__ = ("token_id", "text", "logprob", "version")
+    __slots__ = ("token_id", "text", "logprob", "version", "peer")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     text: str
     logprob: float
     version: int
-    def __init__(self, token_id: _Optional[int] = ..., text: _Optional[str] = ..., logprob: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...
+    peer: int
+    def __init__(self, token_id: _Optional[int] = ..., text: _Optional[str] = ..., logprob: _Optional[float] = ..., version: _Optional[int] = ..., peer: _Optional[int] = ...) -> None: ...
+
+class TurnShown(_message.Message):
+    __slots__ = ("turn", "position", "text")
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    turn: int
+    position: int
+    text: str
+    def __init__(self, turn: _Optional[int] = ..., position: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class WorkersDelivered(_message.Message):
     __slots__ = ("workers",)
