@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,15 +62,6 @@ def played(run: Run, worker_count: int = 2) -> tuple[Any, list[Batch]]:
                 await client.close()
 
     return go(play()), batches
-
-
-def example(name: str) -> Any:
-    """A file of examples/, as it is run."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def sampled_by_clients() -> dict[tuple[int, ...], tuple[float, ...]]:
@@ -149,24 +141,51 @@ def test_the_task_scores_what_the_harness_does_not(model_path: Path, tmp_path: P
     assert len(rewards) == 8 and {round(reward, 6) for reward in rewards} <= {round(share, 6) for share in shares}
 
 
-def test_a_harness_of_ones_own_in_another_place_brings_rollouts(model_path: Path, tmp_path: Path) -> None:
-    outside_harness = example("outside_harness")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate")
+def test_a_harness_elsewhere_plays_by_a_command_over_tls_and_says_whom_it_does_not_trust(
+    model_path: Path, tmp_path: Path
+) -> None:
+    pem, agent = tmp_path / "gateway.pem", tmp_path / "agent.py"
+    made = f"openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=echo2 -addext subjectAltName=IP:127.0.0.1 -keyout {pem} -out {pem}"
+    subprocess.run(made.split(), check=True, capture_output=True)
+    agent.write_text(
+        "import json, os, urllib.request as web\nurl, key = os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY']\n"
+        "body = {'model': 'policy', 'messages': json.loads(os.environ['ECHO2_PROBLEM'])['messages'], 'max_tokens': 8}\n"
+        "told = {'content-type': 'application/json', 'authorization': f'Bearer {key}'}\n"
+        "asked = web.Request(f'{url}/chat/completions', json.dumps(body).encode(), told)\n"
+        "print(len(json.load(web.urlopen(asked))['choices'][0]['message']['content']) / 100)\n"
+    )
     task = {"name": "sort_digits", "args": {"digit_count": 3}, "eval_prompts": 0}
-    run = agents(tmp_path / "run", model_path, "", agent={"listen": "127.0.0.1:0"}, task=task, learner={"steps": 2})
+    run = agents(
+        tmp_path / "run",
+        model_path,
+        "",
+        agent={"listen": "0.0.0.0:0", "tls": str(pem)},
+        task=task,
+        learner={"steps": 1},
+    )
 
     async def both() -> Any:
-        async def outside() -> int:
+        async def outside(**trust: str) -> str:
             while run.daemon.learner is None or run.daemon.learner.agents is None:
                 await asyncio.sleep(0.01)
             found = run.daemon.learner.agents
-            address, key = found.url.removesuffix("/v1"), found.key_file.read_text().strip()
-            plays = (asyncio.to_thread(outside_harness.play_until_the_run_ends, address, key) for _ in range(3))
-            return sum(await asyncio.gather(*plays))
+            address = f"https://127.0.0.1:{found.url.removesuffix('/v1').rpartition(':')[2]}"
+            program = [ROOT / "examples" / "outside_harness.py", address, found.key_file, f"{sys.executable} {agent}"]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *map(str, program),
+                env=os.environ | trust,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            return (await process.communicate())[0].decode()
 
-        return await asyncio.gather(run.finish(), outside())
+        return await asyncio.gather(run.finish(), outside(), outside(SSL_CERT_FILE=str(pem)))
 
-    summary, played = go(both())
-    assert summary.is_finished and summary.trained_rollouts == 16 and played >= 16
+    summary, stranger, played = go(both())
+    assert "CERTIFICATE_VERIFY_FAILED" in stranger and "played 0 episodes" in stranger
+    assert summary.is_finished and summary.trained_rollouts == 8 and "played 0" not in played, played
 
 
 def test_the_same_agents_play_held_out_problems_of_each_task_and_none_of_them_is_trained_on(
