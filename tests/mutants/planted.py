@@ -272,6 +272,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("GetPartialsReply loses rollouts", "learner/rollouts/ingest.py",
            "                reply.rollouts.append(rollout_to_message(told))\n", "                pass\n", (_UNIT + "learner/test_ingest.py",)),
     Mutant("ChunkFrame loses signature", "wire/broadcast.py", "    if chunk.signature:\n", "    if False:\n", (_UNIT + "wire/test_broadcast.py",)),
+    Mutant("TurnShown loses text", "learner/recent.py", "position=position, text=text)", "position=position)",
+           (_UNIT + "learner/test_recent.py",)),
     Mutant("TokenShown loses version", "learner/recent.py", "logprob=logprob, version=version, peer=peer)", "logprob=logprob, peer=peer)",
            (_UNIT + "learner/test_recent.py",)),
     # dropped fields
