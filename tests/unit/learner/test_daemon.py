@@ -162,8 +162,18 @@ def test_learner_and_coordinator_hear_of_groups_versions_reports_plans_and_bars(
     run = Run(options_for(tmp_path / "run", model_path, staleness={"bound": 4}, learner={"steps": 5}, task=task), plan)
     order = coordinator_pb2.WorkerBanned(peer_id="liar", reason="by hand", is_banned=True)
     run.coordinator.orders.append(coordinator_pb2.LearnerOrder(banned=order))
+    has_model: list[bool] = []  # at each report of a finished learner: what runs it may end it then
+
+    class Reports(list[coordinator_pb2.LearnerReport]):
+        def append(self, report: coordinator_pb2.LearnerReport) -> None:
+            super().append(report)
+            if report.is_finished:
+                has_model.append((tmp_path / "run" / "model" / "config.json").exists())
+
+    run.coordinator.reports = Reports()
     go(run.finish())
     coordinator = run.coordinator
+    assert has_model and all(has_model)
     (hello,) = coordinator.hellos
     assert hello.rollouts_per_step == 8 and hello.staleness_bound == 4 and hello.model_digest
     assert json.loads(hello.model_config_json)["model_type"] == "qwen3"
@@ -175,8 +185,9 @@ def test_learner_and_coordinator_hear_of_groups_versions_reports_plans_and_bars(
     equal = [row["reward/equal_group_fraction"] == 1 for row in rows_of(tmp_path / "run") if "reward/mean" in row]
     in_a_row = list(itertools.accumulate(equal, lambda count, is_equal: (count + 1) * is_equal, initial=0))
     assert any(in_a_row)
-    for report in coordinator.reports:
-        assert report.equal_reward_steps == in_a_row[report.step]
+    for report in coordinator.reports:  # one between a step and its row has those of the row before
+        assert report.equal_reward_steps in in_a_row[max(0, report.step - 1) : report.step + 1]
+    assert coordinator.reports[-1].equal_reward_steps == in_a_row[5]
     assert rows_of(tmp_path / "run")[3]["utilisation/predicted"] == 0.5
     assert run.learner.pool.barred == {"liar": "by hand"}, "nothing is taken from it"
 
