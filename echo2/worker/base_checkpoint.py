@@ -234,11 +234,14 @@ class BaseCheckpointLoader:
         if self._folder is None and self._keyframe_s is not None and is_at_hub(self._names[0]):
             self._folder = await download(self._names[0], self._keyframe_s)
         if self._folder is not None and self._loads_ahead:
-            size = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
             try:
+                size = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
                 await asyncio.wait_for(self._load(), LOAD_S + size / LOAD_BYTES_PER_S_MIN)
             except TimeoutError:
                 _log.warning("base checkpoint in %s is given up: the disk is too slow; peers have it", self._folder)
+                return False
+            except OSError as error:  # such as a link of the hub's cache to a file that is gone
+                _log.warning("base checkpoint in %s cannot be used (%s); peers have it", self._folder, error)
                 return False
         return self._folder is not None
 

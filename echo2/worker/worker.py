@@ -316,15 +316,15 @@ class Worker:
 
     async def _request_work(self, engine: Engine, weights: Weights) -> None:
         """Measures the rate under the first version, before the first lease; then asks for work under each that goes live."""
-        version = await weights.next_live()
+        await weights.next_live()
         measurement = self.generation.measure_rate(engine)
         tokens_per_s = await shown(self._progress, "measurement of this machine's rate", measurement)
         self.leases.rates.declare(tokens_per_s)
         self.status.add_finding(rate_finding(tokens_per_s, engine.slot_count))
-        while True:
+        while weights.live is not None:  # another version may have gone live during the measurement
             self.coordinator.send_heartbeat(self.status.heartbeat())
-            self.leases.on_version_live(version, engine.slot_count)
-            version = await weights.next_live()
+            self.leases.on_version_live(weights.live, engine.slot_count)
+            await weights.next_live()
 
 
 def _node_options(options: WorkerOptions) -> NodeOptions:

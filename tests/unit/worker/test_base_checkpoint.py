@@ -133,6 +133,18 @@ def test_a_machine_that_cannot_be_searched_takes_its_weights_from_peers(
     assert "cannot be searched for it (hub: permission denied); peers have it" in caplog.text
 
 
+def test_a_checkpoint_with_a_link_to_a_file_that_is_gone_counts_as_absent(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "2.safetensors").symlink_to(folder / "pruned from the cache")
+
+    async def scene() -> None:
+        assert (await offered(BaseCheckpointLoader(RUN, str(folder), "m"))).told == [None, None]
+
+    asyncio.run(scene())
+    assert "cannot be used" in caplog.text and "peers have it" in caplog.text
+
+
 def test_loading_stops_between_two_files_once_it_is_not_wanted(folder: Path) -> None:
     looks: list[bool] = []
 

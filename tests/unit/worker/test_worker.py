@@ -20,6 +20,7 @@ from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
 from echo2.config.run import RunConfig
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.control import ask
+from echo2.worker.generation import Generation
 from echo2.worker.options import WorkerLimits, WorkerOptions
 from echo2.worker.weights import model_digest
 from echo2.worker.worker import Worker, WorkerDaemon
@@ -148,6 +149,26 @@ def test_a_version_that_comes_midway_is_swapped_in_and_tokens_say_who_sampled_th
             assert mixed, "some rollout spans both versions"
             for rollout in run.learner.finished.values():
                 assert judged(models, (5, 6, 7), rollout) < 1e-4
+
+    asyncio.run(scene())
+
+
+def test_work_is_asked_for_under_the_version_that_is_live_when_the_rate_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        async with SmallRun(tmp_path / "run") as run:
+            models = await prepared(run)
+
+            async def measured(generation: Generation, engine: object) -> float:
+                await run.publish(1, models[1])
+                await until(lambda: worker_of(daemon).weights.live == 1)  # type: ignore[union-attr]
+                return 100.0
+
+            monkeypatch.setattr(Generation, "measure_rate", measured)
+            async with working(run, tmp_path / "w") as daemon:
+                await run.coordinator.until(lambda it: it.requests)
+                assert {request.version for request in run.coordinator.requests} == {1}
 
     asyncio.run(scene())
 
