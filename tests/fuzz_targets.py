@@ -202,15 +202,12 @@ def _ticket(ticket: rollout_pb2.LeaseTicket) -> object:
 
 _worker_message = _of(
     coordinator_pb2.WorkerMessage,
-    hello=cw.worker_hello_from_message,
-    heartbeat=cw.heartbeat_from_message,
+    heartbeat=lambda beat: bw.access_from_message(beat.reach.access),
     lease_ended=cw.end_reason_from_message,
 )
 _learner_message = _of(
     coordinator_pb2.LearnerMessage,
-    hello=lambda hello: cw.learner_hello_from_message(hello, "a learner"),
-    report=lambda report: cw.learner_report_from_message(report, "a learner"),
-    published=cw.published_from_message,
+    hello=lambda hello: [rw.group_from_message(group) for group in hello.open_groups],
     offer=lambda offer: cw.offer_from_message(offer, "a learner"),
 )
 _worker_order = _of(

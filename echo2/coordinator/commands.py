@@ -26,12 +26,6 @@ from echo2.coordinator.planning.input import is_measured, plan_config
 from echo2.cost_model.snapshot import is_spent
 from echo2.outside import here
 from echo2.trust.identity import JoinLink, Role
-from echo2.wire.coordinator import (
-    heartbeat_to_message,
-    learner_hello_to_message,
-    learner_report_to_message,
-    worker_hello_to_message,
-)
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 EVENTS_SHOWN = 200  # as on the page
@@ -279,13 +273,11 @@ class Commands:
             usd_per_hour=money.usd_per_hour, usd_useful_per_hour=money.usd_useful_per_hour, finished=hub.ending.text,
             artifact_bytes_published=board.totals.artifact_bytes,
             full_bytes_published=board.totals.full_bytes, measured_utilisation=board.report.utilisation,
-            learner=learner_report_to_message(board.report),
+            learner=board.report, learner_hello=board.hello,
             events=[pb.Event(unix_s=event.unix_s, kind=event.kind, text=event.text) for event in events],
             workers=[self._worker(member, now) for member in members],
             waits=[pb.Wait(what=what, since_unix_s=since) for what, since in self.waits()],
         )  # fmt: skip
-        if board.hello is not None:
-            status.learner_hello.CopyFrom(learner_hello_to_message(board.hello))
         if board.newest_complete is not None and board.newest_complete.complete_s is not None:
             status.measured_broadcast_s = board.newest_complete.complete_s
         return status
@@ -293,7 +285,7 @@ class Commands:
     def _worker(self, member: Member, now: float) -> pb.WorkerStatus:
         return pb.WorkerStatus(
             peer_id=member.peer_id, name=member.name, state=member.last_liveness.value,
-            activation=member.activation.value, hello=worker_hello_to_message(member.hello),
-            heartbeat=heartbeat_to_message(member.heartbeat), heartbeat_age_s=max(0.0, now - member.heard_at),
+            activation=member.activation.value, hello=member.hello, heartbeat=member.heartbeat,
+            heartbeat_age_s=max(0.0, now - member.heard_at),
             leases=len(self.hub.book.leases_of(member.peer_id)), usd_spent=member.usd_spent,
         )  # fmt: skip

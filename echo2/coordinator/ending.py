@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from echo2.base.errors import Dismissed, RunFinished
 from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import OperatorSetting
-from echo2.coordinator.planning.telemetry import LearnerHello
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:
     from echo2.coordinator.hub import Hub
@@ -76,7 +76,7 @@ class RunEnding:
         if self.finish is not None and self.finish.is_stopped:
             self._reopen("resumed by the operator")
 
-    def reopen_for(self, hello: LearnerHello) -> None:
+    def reopen_for(self, hello: pb.LearnerHello) -> None:
         """Reopens a finished run if the learner that came has steps left."""
         if self.finish is None or hello.step >= hello.step_limit:
             return

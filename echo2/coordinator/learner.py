@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from echo2.base.errors import LimitExceeded, MalformedMessage, Unreachable, VersionMismatch
@@ -26,15 +26,13 @@ from echo2.coordinator.fleet.members import Activation, Member
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.persistence import CurvePoint
 from echo2.coordinator.planning.board import LearnerBoard, Totals
-from echo2.coordinator.planning.telemetry import LearnerReport, PublishedVersion, WorkerHello
 from echo2.coordinator.sessions import StreamSession, check_hello, expect_hello
 from echo2.outside import monotonic
 from echo2.trust.identity import Role
 from echo2.wire import coordinator as wire
-from echo2.wire.bounds import check
 from echo2.wire.broadcast import plan_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from echo2.wire.rollout import group_id_from_wire
+from echo2.wire.rollout import group_from_message, group_id_from_wire
 
 if TYPE_CHECKING:
     from echo2.coordinator.hub import Hub
@@ -106,7 +104,7 @@ class LearnerSide:
         self._model_digest = meta.get("model_digest", "")
         self.left_because = ""  # the error that made it leave
 
-    def check_model(self, peer_id: PeerId, hello: WorkerHello) -> None:
+    def check_model(self, peer_id: PeerId, hello: pb.WorkerHello) -> None:
         """VersionMismatch for a worker that holds weights of another model."""
         if hello.model_digest and self._model_digest and hello.model_digest != self._model_digest:
             raise VersionMismatch(
@@ -129,7 +127,15 @@ class LearnerSide:
         """Starts the learner's session. Raises VersionMismatch or NotAllowed, before anything has changed, if it is refused."""
         hub, whose = self._hub, f"learner {peer_id}"
         expect_hello(first, whose)
-        hello = wire.learner_hello_from_message(first.hello, whose)
+        groups = tuple(map(group_from_message, first.hello.open_groups))
+        first.hello.ClearField("open_groups")
+        hello = pb.LearnerHello()
+        hello.CopyFrom(first.hello)  # a part of a message keeps the whole of it in memory
+        if not 1 <= hello.rollouts_per_group <= hello.rollouts_per_step:
+            raise MalformedMessage(
+                f"batch of {whose}: expected 1 <= rollouts_per_group <= rollouts_per_step, got "
+                f"{hello.rollouts_per_group} and {hello.rollouts_per_step}"
+            )
         check_hello(hub.options.run_id, whose, hello.protocol_version, hello.run_id)
         if hello.staleness_bound != hub.learner_bound:
             raise VersionMismatch(
@@ -137,7 +143,7 @@ class LearnerSide:
                 f"was told, got {hello.staleness_bound}: start both with the same config"
             )
         hub.ending.check_learner()
-        is_news = hub.board.on_hello(peer_id, replace(hello, open_groups=()), self._model_digest, hub.clock.now())
+        is_news = hub.board.on_hello(peer_id, hello, self._model_digest, hub.clock.now())
         hub.ending.reopen_for(hello)
         self.left_because = ""
         self.close()
@@ -145,11 +151,9 @@ class LearnerSide:
         self._model_digest = hello.model_digest
         hub.state.meta("model_digest", hello.model_digest)
         hub.state.meta("learner_peer_id", peer_id)
-        hub.state.meta(
-            "learner_hello", wire.learner_hello_to_message(hub.board.hello or hello).SerializeToString().hex()
-        )
+        hub.state.meta("learner_hello", hello.SerializeToString().hex())
         hub.note("learner", f"{hello.model_name} at step {hello.step}, version {hello.newest_version}, "
-                  f"{len(hello.open_groups)} groups open, at {hello.address}")  # fmt: skip
+                  f"{len(groups)} groups open, at {hello.address}")  # fmt: skip
         interval_s = hub.config.coordinator.heartbeat_interval
         welcome = pb.LearnerWelcome(
             run_id=hub.options.run_id, heartbeat_interval_s=interval_s, relay_address=hub.relay_address
@@ -166,7 +170,7 @@ class LearnerSide:
             hub.board.pipe_address = ""
             self.send_whereabouts()
         self.is_back.set()
-        hub.handle(hub.book.sync, hello.open_groups)
+        hub.handle(hub.book.sync, groups)
         hub.broadcast_needed.set()
         hub.plan_needed.set()
 
@@ -174,7 +178,7 @@ class LearnerSide:
         hub, whose = self._hub, f"learner {peer_id}"
         match message.WhichOneof("kind"):
             case "report":
-                self._on_report(wire.learner_report_from_message(message.report, whose))
+                self._on_report(message.report, whose)
             case "offer":
                 self._on_lease_message(hub.book.offer, *wire.offer_from_message(message.offer, whose))
             case "close":
@@ -183,7 +187,7 @@ class LearnerSide:
             case "delivered":
                 self._on_lease_message(hub.book.on_delivered, wire.delivered_from_message(message.delivered))
             case "published":
-                self.on_publish(wire.published_from_message(message.published))
+                self.on_publish(message.published)
             case "accused":
                 hub.accuse(PeerId(message.accused.peer_id), message.accused.reason, message.accused.is_certain)
             case "shown":
@@ -205,14 +209,16 @@ class LearnerSide:
         self._hub.board.heard_at = self._hub.clock.now()
         self._hub.handle(method, *args, **kwargs)
 
-    def _on_report(self, report: LearnerReport) -> None:
+    def _on_report(self, report: pb.LearnerReport, whose: str) -> None:
+        if list(report.lengths) != sorted(report.lengths):
+            raise MalformedMessage(f"{whose}: lengths: expected ascending token counts, got {list(report.lengths)}")
         hub = self._hub
         now = hub.clock.now()
         is_step, money = hub.board.on_report(report, now), hub.money.sums()
         if is_step:
             hub.corrections.on_step(report, money.usd_useful, now)
         point = CurvePoint(
-            now, report.step, report.reward_mean if report.train_s > 0 else None, report.eval_reward, report.utilisation,
+            now, report.step, report.reward_mean if report.train_s > 0 else None, hub.board.eval_reward, report.utilisation,
             hub.plan.predicted_utilisation if hub.plan is not None else 0.0, money.usd_spent, money.usd_per_hour,
         )  # fmt: skip
         last = hub.state.samples[-1] if hub.state.samples else None
@@ -220,10 +226,10 @@ class LearnerSide:
             # A report on the way from one step to the next has the new step and the last one's measures; an evaluation follows
             # its step. Both are told again.
             hub.state.sample(point)
-            hub.state.meta("learner_report", wire.learner_report_to_message(report).SerializeToString().hex())
+            hub.state.meta("learner_report", report.SerializeToString().hex())
             hub.flush_soon()
 
-    def on_publish(self, version: PublishedVersion) -> None:
+    def on_publish(self, version: pb.VersionPublished) -> None:
         hub = self._hub
         late = hub.broadcast_plan.late if hub.broadcast_plan is not None else frozenset()
         pool = [member.peer_id for member in hub.membership.pool() if member.peer_id not in late]
@@ -357,14 +363,10 @@ class LearnerReachability:
 
 
 def restore_board(board: LearnerBoard, meta: Mapping[str, str], now: float) -> None:
-    """Fills the board from the saved `meta`; fields that were not saved stay as they are. MalformedMessage if it is invalid."""
+    """Fills the board from the saved `meta`; fields that were not saved stay as they are."""
     board.totals = Totals(**json.loads(meta.get("totals", "{}")))
     if "learner_hello" in meta:
-        hello = pb.LearnerHello.FromString(bytes.fromhex(meta["learner_hello"]))
-        check(hello, "the saved learner")
-        board.hello = wire.learner_hello_from_message(hello, "the saved learner")
+        board.hello = pb.LearnerHello.FromString(bytes.fromhex(meta["learner_hello"]))
         board.peer_id, board.changed_at = PeerId(meta["learner_peer_id"]), now
     if "learner_report" in meta:
-        report = pb.LearnerReport.FromString(bytes.fromhex(meta["learner_report"]))
-        check(report, "the saved learner")
-        board.report = wire.learner_report_from_message(report, "the saved learner")
+        board.report = pb.LearnerReport.FromString(bytes.fromhex(meta["learner_report"]))

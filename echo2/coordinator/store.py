@@ -24,12 +24,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import pydantic
 import pydantic_core
 import sqlalchemy as sa
 import xxhash
+from google.protobuf.message import DecodeError, Message
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
@@ -53,7 +54,7 @@ from echo2.coordinator.persistence import (
 )
 from echo2.outside import here
 
-SCHEMA_VERSION = 6  # of the tables and of what their JSON holds
+SCHEMA_VERSION = 7  # of the tables and of what their JSON holds
 CHECKPOINT_TRIES = 3  # writes during a try remain in the log; the next checkpoint comes two seconds later anyway
 LOG_PAGES_MAX = 16_384  # 64 MiB: such a log is folded in by `write` itself, in case `checkpoint` is not called
 EVENTS_LOADED = 5_000  # as many as the page and the status can ever show
@@ -82,6 +83,17 @@ _lines = sa.Table(
 )  # fmt: skip
 
 
+def _read_as(hint: Any) -> Any:
+    """How a field of this type is read: a message from the hex digits of its bytes, anything else as pydantic reads it."""
+    if isinstance(hint, type) and issubclass(hint, Message):
+        return Annotated[hint, pydantic.PlainValidator(lambda digits: hint.FromString(bytes.fromhex(digits)))]
+    return hint
+
+
+def _digits_of(message: Message) -> str:
+    return message.SerializeToString().hex()
+
+
 class _RowForm:
     """The JSON of a dataclass: all its fields except `left_out`, which get their defaults when it is read."""
 
@@ -89,10 +101,10 @@ class _RowForm:
         self._of, hints = of, get_type_hints(of)
         names = [one.name for one in dataclasses.fields(of) if one.name not in left_out]  # type: ignore[arg-type]
         self._names = names
-        self._model = pydantic.create_model("Row", **{name: (hints[name], ...) for name in names})  # type: ignore[call-overload]
+        self._model = pydantic.create_model("Row", **{name: (_read_as(hints[name]), ...) for name in names})  # type: ignore[call-overload]
 
     def to_json(self, row: object) -> str:
-        return pydantic_core.to_json({name: getattr(row, name) for name in self._names}).decode()
+        return pydantic_core.to_json({name: getattr(row, name) for name in self._names}, fallback=_digits_of).decode()
 
     def from_json(self, text: str) -> Any:
         read = self._model.model_validate_json(text)
@@ -113,7 +125,7 @@ _ROWS = {
     ),
     "leases": _RowForm(Lease, "tokens_before", "measured_from"),
     "members": _RowForm(
-        Member, "record", "cut_at", "has_left", "is_restored", "heartbeat_at", "measures", "wanted_reason",
+        Member, "record", "reach", "cut_at", "has_left", "is_restored", "heartbeat_at", "measures", "wanted_reason",
         "is_barred_by_record", "paused", "price_limit", "price_approved", "usd_standby", "last_activation",
     ),
     "tokens": _RowForm(Token, "peers", "silent"),
@@ -266,7 +278,7 @@ class SqlStore:
             return StateSnapshot(**values, **read, tokens=tokens, meta={key: row.value for key, row in rows["meta"]})
         except StateError:
             raise
-        except (ValueError, KeyError, TypeError, EchoError) as error:
+        except (ValueError, KeyError, TypeError, DecodeError, EchoError) as error:
             raise self._damaged(f"a row cannot be read: {error}") from None
 
     def prune(self, events_max: int, samples_max: int) -> None:

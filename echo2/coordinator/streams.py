@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Concatenate, Protocol
 
 from google.protobuf.message import Message
@@ -21,11 +21,10 @@ from echo2.base.errors import ConfigError, EchoError, LimitExceeded, MalformedMe
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.broadcast.reachability import NAMED_MAX, Access, dialable
 from echo2.coordinator.fleet.enrolment import caller_host
-from echo2.coordinator.fleet.members import Activation
+from echo2.coordinator.fleet.members import OF_LINK, Activation
 from echo2.coordinator.fleet.tokens import RateLimiter
 from echo2.coordinator.hub import WORKERS_MAX, Hub, WorkerSession
 from echo2.coordinator.leases import lease as le
-from echo2.coordinator.planning.telemetry import Heartbeat, WorkerHello
 from echo2.coordinator.sessions import Order, StreamSession, check_hello, expect_hello, refusal_of
 from echo2.outside import monotonic
 from echo2.outside.ending import cancel_all
@@ -33,6 +32,7 @@ from echo2.outside.guard import FairShare, FairShares, Refusals, handling
 from echo2.trust.identity import PeerIdentity, Role
 from echo2.trust.tls import peer_of
 from echo2.wire import coordinator as wire
+from echo2.wire.broadcast import access_from_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.rollout import lease_id_from_wire
@@ -76,12 +76,16 @@ class WorkerStream:
 
     async def on_hello(self, peer_id: PeerId, first: pb.WorkerMessage, session: WorkerSession) -> None:
         expect_hello(first, f"worker {peer_id}")
-        hello = wire.worker_hello_from_message(first.hello)
         held = await self._held_leases(peer_id, first.hello.held_tickets)
-        named = self._dialable(Access(addresses=hello.addresses), peer_id)
-        self._join(peer_id, replace(hello, held_leases=held, addresses=named.addresses), session)
+        first.hello.ClearField("held_tickets")
+        hello = pb.WorkerHello()
+        hello.CopyFrom(first.hello)  # a part of a message keeps the whole of it in memory
+        hello.addresses[:] = self._dialable(Access(addresses=tuple(hello.addresses)), peer_id).addresses
+        self._join(peer_id, hello, held, session)
 
-    def _join(self, peer_id: PeerId, hello: WorkerHello, session: WorkerSession) -> None:
+    def _join(
+        self, peer_id: PeerId, hello: pb.WorkerHello, held: tuple[le.HeldLease, ...], session: WorkerSession
+    ) -> None:
         hub, section = self._hub, self._hub.config.coordinator
         check_hello(hub.options.run_id, f"worker {hello.name or peer_id}", hello.protocol_version, hello.run_id)
         hub.learner.check_model(peer_id, hello)
@@ -101,14 +105,14 @@ class WorkerStream:
         hub.workers[peer_id] = session
         hub.note("worker", f"{member.name} {'joined' if is_new else 'is back'}: {hello.gpu or 'cpu'}, "
                  f"{hello.slot_count} slots, {hello.price_usd_per_hour:g} USD/h, "
-                 f"{len(hello.held_leases)} leases held", peer_id, "joins")  # fmt: skip
+                 f"{len(held)} leases held", peer_id, "joins")  # fmt: skip
         session.send(pb.WorkerOrder(welcome=self._welcome()))
         activation = pb.Activation(is_active=member.activation is Activation.ACTIVE, reason=member.activation_reason)
         session.send(pb.WorkerOrder(activation=activation))
         if hub.broadcast_plan is not None:
             hub.send_broadcast_plan(session)
         # Before it may lease: discards its old lease request.
-        hub.handle(hub.book.reconnect, peer_id, hello.held_leases)
+        hub.handle(hub.book.reconnect, peer_id, held)
         hub.review(member)
         hub.allow(member)
         hub.state.save("members", peer_id, member)
@@ -154,7 +158,7 @@ class WorkerStream:
         book = self._hub.book
         match message.WhichOneof("kind"):
             case "heartbeat":
-                self._on_heartbeat(peer_id, wire.heartbeat_from_message(message.heartbeat))
+                self._on_heartbeat(peer_id, message.heartbeat)
             case "lease_request":
                 request = message.lease_request
                 version = Version(request.version)
@@ -175,26 +179,30 @@ class WorkerStream:
                     f"worker {peer_id}: expected a message of a known kind after its hello, got {other}"
                 )
 
-    def _on_heartbeat(self, peer_id: PeerId, heartbeat: Heartbeat) -> None:
-        if heartbeat.reach is not None:
-            heartbeat = replace(heartbeat, reach=self._dialable(heartbeat.reach, peer_id))
+    def _on_heartbeat(self, peer_id: PeerId, heartbeat: pb.Heartbeat) -> None:
+        reach = None
+        if heartbeat.HasField("reach"):
+            access = access_from_message(heartbeat.reach.access)
+            reach = self._dialable(replace(access, addresses=tuple(heartbeat.reach.addresses)), peer_id)
+            heartbeat.ClearField("reach")  # nobody is shown an address that peers are not told
+        has_links = heartbeat.HasField("links")
         hub, now = self._hub, self._hub.clock.now()
         member = hub.membership.members[peer_id]
         before, access = member.link, member.access
-        hub.membership.on_message(peer_id, heartbeat, now)
-        hub.board.on_live(peer_id, heartbeat.version, now)
+        hub.membership.on_heartbeat(peer_id, heartbeat, reach, now)
+        hub.board.on_live(peer_id, member.version, now)
         hub.corrections.on_spread(hub.board.newest_complete)
         hub.review(member)
         hub.book.rate(peer_id, heartbeat.rollouts_per_s)
-        rates = zip(asdict(before).values(), asdict(member.link).values(), strict=True)
+        rates = ((getattr(before, name), getattr(member.link, name)) for name in OF_LINK)
         is_changed = any(abs(new - old) > LINK_CHANGE * max(new, old, 1e-3) for old, new in rates)
-        if heartbeat.links is not None or member.access != access or is_changed:
+        if has_links or member.access != access or is_changed:
             hub.broadcast_needed.set()
 
     def _on_lease_message(
         self, method: le.BookMethod[Concatenate[PeerId, le.P]], peer_id: PeerId, *args: le.P.args, **kwargs: le.P.kwargs
     ) -> None:
-        self._hub.membership.on_message(peer_id, None, self._hub.clock.now())
+        self._hub.membership.members[peer_id].heard_at = self._hub.clock.now()
         self._hub.handle(method, peer_id, *args, **kwargs)
 
     def on_end(self, peer_id: PeerId, session: WorkerSession) -> None:

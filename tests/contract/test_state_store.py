@@ -18,14 +18,13 @@ import pytest
 import sqlalchemy as sa
 
 from echo2.base.errors import DiskFull, StateError
-from echo2.base.ids import GroupId, LeaseId, PeerId, RunId, Version
+from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.fleet.members import Liveness, Member, OperatorSetting
 from echo2.coordinator.fleet.tokens import Token
 from echo2.coordinator.leases.lease import GroupPhase, Lease, OpenGroup
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.coordinator.persistence import CurvePoint, LoggedEvent, PaidAction, Row, StateChanges, TokenPeer
-from echo2.coordinator.planning.telemetry import Heartbeat, LinkReport, WorkerHello
 from echo2.coordinator.store import SqlStore
 from echo2.outside import files
 from echo2.trust.identity import Role
@@ -70,9 +69,9 @@ SPEC = GroupSpec(GroupId("g"), (1, 2), 4, SamplingParams(max_new_tokens=8), 3)
 GROUP = OpenGroup(SPEC, GroupPhase.LEASED, 5.0, attempts=2, lease_id=LeaseId("l"))
 LEASE = Lease(LeaseId("l"), GroupId("g"), PeerId("w"), 2, 5.0, 35.0, 6.0, 1, 40)
 MEMBER = Member(
-    PeerId("w"), WorkerHello(1, "w", RUN, ("h:1",), 0.5, True, "A100", "vllm", "vast", 8, LinkReport(1e6, 2e6, 0.1)), 1.0, 9.0,
-    heartbeat=Heartbeat(Version(3), rollouts_per_s=2.0), setting=OperatorSetting.DRAINING, setting_reason="why", usd_spent=1.5,
-    last_liveness=Liveness.SUSPECT,
+    PeerId("w"), coordinator_pb2.WorkerHello(name="w", addresses=["h:1"], gpu="A100", link={"rtt_s": 0.1}), 1.0, 9.0,
+    heartbeat=coordinator_pb2.Heartbeat(version=3, has_version=True, rollouts_per_s=2.0),
+    setting=OperatorSetting.DRAINING, setting_reason="why", usd_spent=1.5, last_liveness=Liveness.SUSPECT,
 )  # fmt: skip
 TOKEN = Token("t", "h" * 64, "worker", "mine", 0.0, 99.0, 2, False, {PeerId("w")})
 MACHINE = RentedMachine("m", "gpu", "cloud", "mine", MachineState.RUNNING, 2.0, 5.0, None, "t", "", "")

@@ -17,15 +17,15 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from echo2.base.errors import LimitExceeded, NotAllowed
-from echo2.base.ids import PeerId
+from echo2.base.ids import PeerId, Version
 from echo2.broadcast.reachability import Access
 from echo2.coordinator.fleet.record import WorkerRecord, WorkerRecords
 from echo2.coordinator.money.provisioning import NO_LIMIT, ROUNDING, PriceLimit
-from echo2.coordinator.planning.telemetry import Heartbeat, LinkReport, WorkerHello
 from echo2.cost_model.estimates import Estimate, RobustEstimator
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 TRIAL_S = 60.0  # long enough for a first rollout of a few thousand tokens
 TRIAL_DOUBLINGS_MAX = 6  # an hour between two trials of who brings nothing
@@ -84,7 +84,7 @@ class WorkerMeasures:
     _estimators: dict[str, RobustEstimator] = field(default_factory=dict)
     _values: dict[str, float] = field(default_factory=dict)
 
-    def observe(self, beat: Heartbeat) -> None:
+    def observe(self, beat: pb.Heartbeat) -> None:
         """Adds the heartbeat's values; a 0 means not known yet and is skipped."""
         for name in OF_BEAT:
             self._take(name, getattr(beat, name))
@@ -109,10 +109,6 @@ class WorkerMeasures:
         estimator = self._estimators.get(name)
         return None if estimator is None else estimator.estimate()
 
-    @property
-    def link(self) -> LinkReport:
-        return LinkReport(*(self.value(name) for name in OF_LINK))
-
 
 @dataclass(frozen=True, slots=True)
 class LivenessRule:
@@ -122,20 +118,22 @@ class LivenessRule:
 
 @dataclass(slots=True)
 class Member:
-    """One worker, as last heard. `record`: what it has delivered and failed. `cut_at`: when its stream broke; None while it is
-    open. `is_barred_by_record`: the last plan was made without it. `price_approved`: USD/h that the operator has approved.
-    `usd_spent`: cost while it worked; `usd_standby`: cost on standby since this process began."""
+    """One worker, as last heard. `hello`: without the tickets of leases. `reach`: how to reach it, as it found out; None: as in its
+    hello. `record`: what it has delivered and failed. `cut_at`: when its stream broke; None while it is open.
+    `is_barred_by_record`: the last plan was made without it. `price_approved`: USD/h that the operator has approved. `usd_spent`:
+    cost while it worked; `usd_standby`: cost on standby since this process began."""
 
     peer_id: PeerId
-    hello: WorkerHello
+    hello: pb.WorkerHello
     joined_at: float
     heard_at: float
     record: WorkerRecord = field(default_factory=WorkerRecord, compare=False)
     cut_at: float | None = None
     has_left: bool = False
     is_restored: bool = False
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
     heartbeat_at: float = 0.0
+    reach: Access | None = None
     measures: WorkerMeasures = field(default_factory=WorkerMeasures, compare=False)
     setting: OperatorSetting = OperatorSetting.AUTOMATIC
     setting_reason: str = ""
@@ -157,19 +155,19 @@ class Member:
         return self.hello.name or self.peer_id[-8:]
 
     @property
-    def link(self) -> LinkReport:
+    def link(self) -> pb.Link:
         """The link: each number measured if possible, else as declared."""
-        said, measured = self.hello.link, self.measures.link
-        return LinkReport(
-            measured.uplink_bytes_per_s or said.uplink_bytes_per_s,
-            measured.downlink_bytes_per_s or said.downlink_bytes_per_s,
-            measured.rtt_s or said.rtt_s,
-        )
+        return pb.Link(**{name: self.measures.value(name) or getattr(self.hello.link, name) for name in OF_LINK})
+
+    @property
+    def version(self) -> Version | None:
+        """The version that is live on its engine; None before the first."""
+        return Version(self.heartbeat.version) if self.heartbeat.has_version else None
 
     @property
     def access(self) -> Access:
         """How to reach the worker: as it found out, else as its hello declared."""
-        return self.heartbeat.reach or Access(addresses=self.hello.addresses)
+        return self.reach or Access(addresses=tuple(self.hello.addresses))
 
     @property
     def is_newcomer(self) -> bool:
@@ -237,7 +235,7 @@ class Change:
     activation_before: Activation | None
 
 
-def _machine(hello: WorkerHello) -> tuple[str, str, str, int]:
+def _machine(hello: pb.WorkerHello) -> tuple[str, str, str, int]:
     """Hardware and settings for which a worker's measurements are valid."""
     return hello.gpu, hello.engine, hello.quantisation, hello.slot_count
 
@@ -267,9 +265,8 @@ class Membership:
             self.members[member.peer_id] = member
             self._bar(member)
 
-    def on_hello(self, peer_id: PeerId, hello: WorkerHello, now: float) -> Member:
+    def on_hello(self, peer_id: PeerId, hello: pb.WorkerHello, now: float) -> Member:
         """A session began. NotAllowed for a banned peer, LimitExceeded when the fleet is full."""
-        hello = replace(hello, held_leases=())  # only the lease book needs them, once
         member = self.members.get(peer_id)
         if member is None:
             if len(self.members) >= self.workers_max:
@@ -285,7 +282,8 @@ class Membership:
         if _machine(member.hello) != _machine(hello):
             member.measures = WorkerMeasures()
         member.hello, member.heard_at, member.cut_at = hello, now, None
-        member.heartbeat = replace(member.heartbeat, reach=None, links=None)  # they belong to its last session
+        member.reach = None  # this and its links belong to its last session
+        member.heartbeat.ClearField("links")
         member.is_restored = member.has_left = False
         return member
 
@@ -296,15 +294,15 @@ class Membership:
             reason = member.setting_reason or "no reason given"
             raise NotAllowed(f"worker {member.name} ({peer_id}) is banned: {reason}")
 
-    def on_message(self, peer_id: PeerId, heartbeat: Heartbeat | None, now: float) -> Member:
+    def on_heartbeat(self, peer_id: PeerId, heartbeat: pb.Heartbeat, reach: Access | None, now: float) -> None:
+        """Keeps the heartbeat, with the links and the log of an earlier one where it has none."""
         member = self.members[peer_id]
-        member.heard_at = now
-        if heartbeat is not None:
-            links = heartbeat.links if heartbeat.links is not None else member.heartbeat.links
-            log = heartbeat.log if heartbeat.log is not None else member.heartbeat.log
-            member.heartbeat, member.heartbeat_at = replace(heartbeat, links=links, log=log), now
-            member.measures.observe(heartbeat)
-        return member
+        if not heartbeat.HasField("links"):
+            heartbeat.links.CopyFrom(member.heartbeat.links)
+        if not heartbeat.HasField("log"):
+            heartbeat.log.CopyFrom(member.heartbeat.log)
+        member.heartbeat, member.reach, member.heard_at, member.heartbeat_at = heartbeat, reach, now, now
+        member.measures.observe(heartbeat)
 
     def on_disconnect(self, peer_id: PeerId, now: float) -> None:
         """The worker's stream broke."""
@@ -389,4 +387,4 @@ def _may_be_tried(member: Member, now: float) -> bool:
     is_free = (
         member.setting is OperatorSetting.AUTOMATIC and not member.asks_too_much and now >= member.record.barred_until
     )
-    return is_free and member.heartbeat.version is not None
+    return is_free and member.heartbeat.has_version

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from echo2.base.errors import NotAllowed, VersionMismatch
 from echo2.base.ids import PeerId, Version
-from echo2.coordinator.planning.telemetry import LearnerHello, LearnerReport, PublishedVersion
 from echo2.cost_model.estimates import DELTA_PERIODS_MAX, DeltaSizeEstimator, RobustEstimator
 from echo2.cost_model.snapshot import BROADCAST_EFFICIENCY
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 VERSIONS_KEPT = 64  # as many as S admits
 # Below a quarter it is not the links that are slow; the median of 15 ignores 7 outliers.
@@ -26,7 +26,7 @@ EFFICIENCY_LEAST, EFFICIENCY_WINDOW = 0.25, 15
 class VersionRow:
     """One published version and its broadcast. `waiting`: workers of the pool that have not reported it live yet."""
 
-    published: PublishedVersion
+    published: pb.VersionPublished
     published_at: float
     predicted_s: float
     pool_size: int
@@ -47,11 +47,12 @@ class Totals:
 
 @dataclass(slots=True)
 class LearnerBoard:
-    """`pipe_address`: address of a relay's byte pipes; set if the learner cannot be reached at its own address."""
+    """`hello`: without the open groups. `pipe_address`: of a relay's byte pipes; set if the learner cannot be reached at its own
+    address."""
 
     peer_id: PeerId | None = None
-    hello: LearnerHello | None = None
-    report: LearnerReport = field(default_factory=LearnerReport)
+    hello: pb.LearnerHello | None = None
+    report: pb.LearnerReport = field(default_factory=lambda: pb.LearnerReport(eval_reward=-1))
     train_time: RobustEstimator = field(default_factory=lambda: RobustEstimator("train_s"))
     discarded: RobustEstimator = field(default_factory=lambda: RobustEstimator("discarded_rollouts"))
     delta_size: DeltaSizeEstimator = field(default_factory=DeltaSizeEstimator)
@@ -66,7 +67,7 @@ class LearnerBoard:
     totals: Totals = field(default_factory=Totals)
     newest_complete: VersionRow | None = None
 
-    def on_hello(self, peer_id: PeerId, hello: LearnerHello, model_digest: str, now: float) -> bool:
+    def on_hello(self, peer_id: PeerId, hello: pb.LearnerHello, model_digest: str, now: float) -> bool:
         """A session began. Returns whether the learner's identity, address or model has changed. NotAllowed for a second learner
         while the first is connected; VersionMismatch for another model."""
         if self.is_connected and self.peer_id != peer_id:
@@ -86,7 +87,7 @@ class LearnerBoard:
         self.heard_at = self.changed_at = now
         return is_news
 
-    def on_report(self, report: LearnerReport, now: float) -> bool:
+    def on_report(self, report: pb.LearnerReport, now: float) -> bool:
         """Takes a report; returns whether a step was made since the last one."""
         is_step = report.step != self.report.step
         if report.train_s > 0 and (is_step or not self.train_time.is_measured):
@@ -100,14 +101,15 @@ class LearnerBoard:
     def on_disconnect(self, now: float) -> None:
         self.is_connected, self.changed_at = False, now
 
-    def on_publish(self, version: PublishedVersion, predicted_s: float, pool: Iterable[PeerId], now: float) -> None:
+    def on_publish(self, version: pb.VersionPublished, predicted_s: float, pool: Iterable[PeerId], now: float) -> None:
         """A version was published. Idempotent, because a reconnect repeats it."""
-        if version.version in self.versions:
+        number = Version(version.version)
+        if number in self.versions:
             return
-        if version.parent is not None and 1 <= version.version - version.parent <= DELTA_PERIODS_MAX:
+        if version.has_parent and 1 <= version.version - version.parent <= DELTA_PERIODS_MAX:
             self.delta_size.observe(version.artifact_bytes, version.version - version.parent)
         waiting, is_alone = set(pool), not any(row.waiting for row in self.versions.values())
-        self.versions[version.version] = VersionRow(version, now, predicted_s, len(waiting), waiting, is_alone)
+        self.versions[number] = VersionRow(version, now, predicted_s, len(waiting), waiting, is_alone)
         self.totals.artifact_bytes += version.artifact_bytes
         self.totals.full_bytes += version.full_snapshot_bytes
         self.totals.versions += 1
@@ -135,7 +137,7 @@ class LearnerBoard:
         if row.waiting or row.complete_s is not None or not row.live_after_s:
             return
         row.complete_s = now - row.published_at
-        if row.published.parent is not None and row.has_links_alone and row.predicted_s > 0 and row.complete_s > 0:
+        if row.published.has_parent and row.has_links_alone and row.predicted_s > 0 and row.complete_s > 0:
             self.reached.observe(min(1.0, row.predicted_s / row.complete_s))
         newest = self.newest_complete
         if newest is None or newest.published.version < row.published.version:
@@ -163,19 +165,23 @@ class LearnerBoard:
         return max(EFFICIENCY_LEAST, self.reached.value_or(BROADCAST_EFFICIENCY))
 
     @property
+    def eval_reward(self) -> float | None:
+        """The newest held-out evaluation; None before the first."""
+        return None if self.report.eval_reward == -1 else self.report.eval_reward
+
+    @property
     def newest(self) -> VersionRow | None:
         return next(reversed(self.versions.values()), None)
 
     @property
     def newest_version(self) -> Version:
-        told = [self.report.newest_version] + ([self.hello.newest_version] if self.hello else [])
-        return max(told)
+        return Version(max(self.report.newest_version, self.hello.newest_version if self.hello else 0))
 
     @property
     def delta_kappa(self) -> int:
         """Steps between the newest delta and its parent."""
         for row in reversed(self.versions.values()):
-            if row.published.parent is not None:
+            if row.published.has_parent:
                 return max(1, row.published.version - row.published.parent)
         return 1
 

@@ -16,8 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from echo2.coordinator.planning.board import LearnerBoard, VersionRow
-from echo2.coordinator.planning.telemetry import LearnerReport
 from echo2.cost_model.plan import Plan
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 STEPS_A_LOOK = 5  # ten steps are two looks
 RATIO_LEAST, RATIO_MOST = 0.5, 1.1  # rates are too high rather than too low: nothing is added twice
@@ -89,7 +89,7 @@ class Corrections:
             self._began = None
         self._plan = plan
 
-    def on_step(self, report: LearnerReport, spent_usd: float, now: float) -> None:
+    def on_step(self, report: pb.LearnerReport, spent_usd: float, now: float) -> None:
         """The learner made a step. `spent_usd`: spent on all workers so far."""
         if report.utilisation > 0:
             self.log.measure(Predicted.UTILISATION, report.utilisation)

@@ -21,7 +21,6 @@ from echo2.config.run import RunConfig
 from echo2.coordinator.fleet.members import Activation, Liveness, Member, OperatorSetting
 from echo2.coordinator.fleet.record import CLAIM_MARGIN
 from echo2.coordinator.planning.board import LearnerBoard
-from echo2.coordinator.planning.telemetry import LinkReport
 from echo2.cost_model.machines import GpuType, kind_of_name
 from echo2.cost_model.market import EGRESS_USD_PER_GIB
 from echo2.cost_model.plan import Limit, Plan
@@ -35,6 +34,7 @@ from echo2.cost_model.snapshot import (
     WorkerEstimate,
     WorkerState,
 )
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 DWELL_HEARTBEATS = 30  # two and a half minutes at the usual interval of 5 s
 IDLE_MOST = 10.0
@@ -59,7 +59,7 @@ def plan_config(config: RunConfig, board: LearnerBoard) -> PlanConfig:
     )
 
 
-def _link(link: LinkReport) -> LinkEstimate:
+def _link(link: pb.Link) -> LinkEstimate:
     return LinkEstimate(
         link.uplink_bytes_per_s or UNKNOWN_UPLINK_BYTES_PER_S,
         link.downlink_bytes_per_s or UNKNOWN_DOWNLINK_BYTES_PER_S,
@@ -151,7 +151,7 @@ def _worker(member: Member, speed: Speed, has_own_speed: bool, swap_s_max: float
         link=_link(member.link),
         rollout_s_mean=speed.rollout_s_mean,
         rollout_s_tail=speed.rollout_s_tail,
-        join_s=0.0 if member.heartbeat.version is not None else JOIN_S,
+        join_s=0.0 if member.heartbeat.has_version else JOIN_S,
         hazard_per_hour=SPOT_HAZARD_PER_HOUR if member.hello.is_spot else 0.0,
         apply_s=member.measures.value("apply_s"),
         swap_s=min(member.measures.value("swap_s"), swap_s_max),
@@ -291,11 +291,11 @@ def _access(member: Member, hidden: set[PeerId]) -> Access:
     links."""
     if member.peer_id not in hidden:
         return Access(addresses=member.access.addresses)
-    met = {link.peer_id for link in member.heartbeat.links or () if link.kind != LinkKind.RELAYED}
+    met = {PeerId(link.peer_id) for link in member.heartbeat.links.links if link.kind != LinkKind.RELAYED}
     return replace(member.access, met=tuple(sorted(met & hidden)))
 
 
-def _node(peer_id: PeerId, name: str, access: Access, link: LinkReport) -> NodeLink:
+def _node(peer_id: PeerId, name: str, access: Access, link: pb.Link) -> NodeLink:
     return NodeLink(
         peer_id, name, access.addresses, link.uplink_bytes_per_s, link.downlink_bytes_per_s, link.rtt_s,
         replace(access, addresses=()),

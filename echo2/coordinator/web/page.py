@@ -106,7 +106,7 @@ class Web:
         member = self._commands.hub.membership.members.get(PeerId(query.get("peer_id", "")))
         if member is None:
             raise MalformedMessage("peer_id: expected a worker of this run")
-        lines = reversed(member.heartbeat.log or ())
+        lines = reversed(member.heartbeat.log.lines)
         log = [{"at": finite(one.unix_s, 3), "is_error": one.is_error, "text": one.text} for one in lines]
         return {**self._view.worker(member.peer_id), "peer_id": member.peer_id, "log": log}
 

@@ -19,9 +19,9 @@ from echo2.coordinator.planning.advice import RunAdvice
 from echo2.coordinator.planning.board import VersionRow
 from echo2.coordinator.planning.corrections import Predicted, PredictionLog
 from echo2.coordinator.planning.input import plan_config
-from echo2.coordinator.planning.telemetry import Heartbeat
 from echo2.cost_model.estimates import Estimate
 from echo2.cost_model.plan import Plan
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 
 def finite(value: float | None, digits: int = 6) -> float | None:
@@ -115,7 +115,7 @@ class StateView:
             "version": board.newest_version, "train_s": finite(board.train_s),
             "train_s_error": _error(board.train_time.estimate()), "wait_s": finite(report.wait_s),
             "reward": finite(report.reward_mean) if report.train_s > 0 else None,
-            "eval_reward": finite(report.eval_reward),
+            "eval_reward": finite(board.eval_reward),
             "utilisation": finite(report.utilisation), "buffered": report.buffered_rollouts,
             "open": report.open_rollouts, "trained_rollouts": report.trained_rollouts,
             "trained_tokens": report.trained_tokens, "dropped_stale": report.dropped_stale_rollouts,
@@ -241,7 +241,7 @@ class StateView:
 
     def _worker(self, member: Member) -> dict[str, Any]:
         hub, hello, beat, link = self._commands.hub, member.hello, member.heartbeat, member.link
-        version = beat.version
+        version = member.version
         is_gone = member.last_liveness is Liveness.GONE
         return {
             "name": member.name, "state": member.last_liveness.value,
@@ -280,14 +280,14 @@ class StateView:
         members = hub.membership.members
         names = {
             peer: members[peer].name
-            for peer in (link.peer_id for link in member.heartbeat.links or ())
+            for peer in (PeerId(link.peer_id) for link in member.heartbeat.links.links)
             if peer in members
         }
         if hub.board.peer_id is not None:
             names[hub.board.peer_id] = "learner"
         return [
-            {"peer": names.get(link.peer_id, link.peer_id[-8:]), "kind": link.kind, "reason": link.reason}
-            for link in member.heartbeat.links or ()
+            {"peer": names.get(PeerId(link.peer_id), link.peer_id[-8:]), "kind": link.kind, "reason": link.reason}
+            for link in member.heartbeat.links.links
         ]
 
     def samples(self) -> dict[str, list[Any]]:
@@ -303,9 +303,9 @@ class StateView:
         }  # fmt: skip
 
 
-def _newest_line(beat: Heartbeat) -> dict[str, Any]:
+def _newest_line(beat: pb.Heartbeat) -> dict[str, Any]:
     """The newest error in a worker's own log; the newest warning if there is no error."""
-    lines = beat.log or ()
+    lines = beat.log.lines
     newest = next((one for one in reversed(lines) if one.is_error), lines[-1] if lines else None)
     if newest is None:
         return {"said": "", "said_at": None, "said_error": False}
@@ -336,7 +336,8 @@ def _error(estimate: Estimate | None) -> float | None:
 
 def _version(row: VersionRow) -> dict[str, Any]:
     return {
-        "version": row.published.version, "parent": row.published.parent, "bytes": row.published.artifact_bytes,
+        "version": row.published.version, "bytes": row.published.artifact_bytes,
+        "parent": row.published.parent if row.published.has_parent else None,
         "full_bytes": row.published.full_snapshot_bytes, "at": round(row.published_at, 2),
         "predicted_s": finite(row.predicted_s, 3), "actual_s": finite(row.complete_s, 3), "pool": row.pool_size,
         "live": len(row.live_after_s),

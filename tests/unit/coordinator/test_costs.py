@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.base.ids import PeerId, RunId
+from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import Activation, Liveness, LivenessRule, Member, Membership, OperatorSetting
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.money.costs import FleetCosts, meter, sums
 from echo2.coordinator.money.provisioning import MachineState, PriceLimit, RentedMachine
-from echo2.coordinator.planning.telemetry import WorkerHello
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 A, B, C = (PeerId(name) for name in "abc")
 RULE = LivenessRule(suspect_after_s=3.0, gone_after_s=9.0)
 DEAR = PriceLimit(1.0, "the dearest offer")
 
 
-def hello(name: str, usd_per_s: float) -> WorkerHello:
-    return WorkerHello(1, name, RunId("r"), price_usd_per_hour=3600.0 * usd_per_s)
+def hello(name: str, usd_per_s: float) -> pb.WorkerHello:
+    return pb.WorkerHello(name=name, price_usd_per_hour=3600.0 * usd_per_s)
 
 
 class Bill:
@@ -62,7 +62,7 @@ class Bill:
         """The bill then; only those named have said anything meanwhile."""
         self.now += seconds
         for peer_id in heard:
-            self.fleet.on_message(peer_id, None, self.now)
+            self.fleet.members[peer_id].heard_at = self.now
         for member in self.fleet.members.values():
             self.fleet.change_of(member, self.now)
         return self.costs()

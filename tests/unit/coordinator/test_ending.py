@@ -13,7 +13,6 @@ from echo2.control.session import refusal_error
 from echo2.coordinator.commands import Commands
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import OperatorSetting
-from echo2.coordinator.planning.telemetry import WorkerHello
 from echo2.coordinator.web.state import StateView
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
@@ -163,13 +162,13 @@ def test_the_bill_counts_machines_on_standby_and_shows_the_useful_share_beside_i
         run = Scene(tmp_path, Cloud())
         names = [PeerId("works"), PeerId("idles")]
         for name in names:
-            hello = WorkerHello(1, name, RUN, price_usd_per_hour=2.0)
+            hello = pb.WorkerHello(name=name, price_usd_per_hour=2.0)
             run.hub.review(run.hub.membership.on_hello(name, hello, run.clock.now()))
         run.hub.set_worker(PeerId("idles"), OperatorSetting.STANDBY, "too many")
         for _ in range(360):
             run.clock.time += 10.0
             for name in names:
-                run.hub.membership.on_message(name, None, run.clock.now())
+                run.hub.membership.members[name].heard_at = run.clock.now()
             sums = run.hub.money.sums()
         assert (sums.usd_per_hour, sums.usd_useful_per_hour) == (4.0, 2.0)
         run.hub.close()

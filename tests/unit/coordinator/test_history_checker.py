@@ -7,18 +7,18 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.coordinator_history import History
-from echo2.base.ids import GroupId, LeaseId, PeerId, RunId
+from echo2.base.ids import GroupId, LeaseId, PeerId
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.leases.lease import GroupPhase, Lease, OpenGroup
 from echo2.coordinator.persistence import StateSnapshot
-from echo2.coordinator.planning.telemetry import WorkerHello
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 A, B = PeerId("a"), PeerId("b")
 
 
 def member(peer: PeerId) -> Member:
-    return Member(peer, WorkerHello(1, peer, RunId("r")), 0.0, 0.0)
+    return Member(peer, pb.WorkerHello(name=peer), 0.0, 0.0)
 
 
 def lease(group: str, worker: PeerId, attempt: int = 1) -> Lease:

@@ -12,11 +12,11 @@ from echo2.base.ids import PeerId, Version
 from echo2.broadcast.trees import weighted_plan
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.planning.input import broadcast_nodes, needs_of
-from echo2.coordinator.planning.telemetry import LinkReport, PublishedVersion
 from echo2.coordinator.store import SqlStore
 from echo2.trust.identity import Identity
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import RUN, options
-from tests.unit.coordinator.test_planner_input import BEAT, board, fleet
+from tests.unit.coordinator.test_planner_input import beat, board, fleet, link
 from tests.unit.coordinator.test_provisioner import Clock
 
 
@@ -31,16 +31,16 @@ def test_a_version_is_expected_and_complete_when_all_that_are_not_late_hold_it(t
         hub.board, hub.membership = board(10.0), fleet("A100", "A100", "A100", "A100")
         members = hub.membership.members
         for member in members.values():
-            member.measures.observe(BEAT)
+            member.measures.observe(beat())
         slow = members[PeerId("w2")]
-        slow.hello = replace(slow.hello, link=LinkReport(1e5, 2e5, 0.05))
+        slow.hello.link.CopyFrom(link(1e5))
         nodes = broadcast_nodes(hub.board, list(members.values()))
         needs = replace(needs_of(nodes, members, None), share=0.7, weights=(2.0, 2.0, 1.9, 2.0))
         hub.adopt_broadcast_plan(weighted_plan(nodes, needs, 1, 10**6))
         assert hub.broadcast_plan is not None and hub.broadcast_plan.late == {slow.peer_id}
         assert hub.learner.predicted_broadcast_s(10**7) == pytest.approx(10 * hub.broadcast_plan.predicted_needed_s)
         assert 5 * hub.learner.predicted_broadcast_s(10**6) < hub.broadcast_plan.predicted_all_s
-        hub.learner.on_publish(PublishedVersion(Version(1), Version(0), 10**6, 10**9, 0.1, "f"))
+        hub.learner.on_publish(pb.VersionPublished(version=1, has_parent=True, artifact_bytes=10**6))
         for name in ("w0", "w1", "w3"):
             assert hub.board.newest_complete is None
             hub.board.on_live(PeerId(name), Version(1), clock.now() + 2.0)

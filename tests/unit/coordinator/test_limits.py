@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from echo2.base.ids import PeerId, RunId, Step, Version
+from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import Activation, Member
 from echo2.coordinator.hub import BUDGET_TICKS, Hub
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
@@ -18,10 +18,10 @@ from echo2.coordinator.operator import Actions
 from echo2.coordinator.planning.board import LearnerBoard
 from echo2.coordinator.planning.corrections import RATIO_LEAST, Corrections
 from echo2.coordinator.planning.service import snapshot_of
-from echo2.coordinator.planning.telemetry import LearnerReport, WorkerHello
 from echo2.cost_model.plan import Limit, Plan, Term
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import play
-from tests.unit.coordinator.test_planner_input import BEAT, board
+from tests.unit.coordinator.test_planner_input import beat, board
 from tests.unit.coordinator.test_provisioner import Cloud, Scene
 
 
@@ -39,14 +39,14 @@ class Fleet(Scene):
         super().__init__(folder, Cloud(), **chosen)
         for number, price in enumerate(prices):
             peer = PeerId(f"w{number}")
-            hello = WorkerHello(1, peer, RunId("r"), price_usd_per_hour=price)
+            hello = pb.WorkerHello(name=peer, price_usd_per_hour=price)
             self.hub.membership.on_hello(peer, hello, self.clock.now())
         self.everybody = list(self.hub.membership.members)
 
     def passes(self, seconds: float, ticks: int = 0) -> None:
         self.clock.time += seconds
         for peer_id in self.everybody:
-            self.hub.membership.on_message(peer_id, None, self.clock.now())
+            self.hub.membership.members[peer_id].heard_at = self.clock.now()
         for _ in range(ticks):
             self.hub.tick()
 
@@ -140,7 +140,7 @@ def test_a_rented_machine_is_paid_once_and_leaves_the_rest_of_the_cap_to_others(
         assert "w0" in names and len(names) == 2, "2 USD/h for the machine, 1 for one of the others"
         fleet.clock.time += 3600.0
         hub.board = board(10.0)
-        hub.membership.on_message(PeerId("w0"), BEAT, fleet.clock.now())
+        hub.membership.on_heartbeat(PeerId("w0"), beat(), None, fleet.clock.now())
         snapshot = await snapshot_of(hub)
         assert snapshot is not None and snapshot.spent_usd == pytest.approx(4.5), "two hours of 2 and one of 0.5"
 
@@ -158,7 +158,7 @@ def test_what_the_model_leaves_out_is_learned_within_ten_steps_and_bounded_and_r
 
     def trains(made: Corrections, steps: range, step_s: float, train_s: float, rewards_due: int = 0) -> None:
         for step in steps:
-            report = LearnerReport(step=Step(step), newest_version=Version(0), train_s=train_s, rewards_due=rewards_due)
+            report = pb.LearnerReport(step=step, train_s=train_s, rewards_due=rewards_due)
             made.on_step(report, 0.0, step * step_s)
 
     made = corrected(rewards_due=0)  # it trains half of the time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import LimitExceeded, NotAllowed
-from echo2.base.ids import PeerId, RunId, Version
+from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import (
     TRIAL_S,
     Activation,
@@ -27,16 +26,15 @@ from echo2.coordinator.leases.lease import WorkerDelivered
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.money.provisioning import NO_LIMIT, MachineOffer, MachineState, RentedMachine, price_limit
 from echo2.coordinator.planning.input import believed_rate
-from echo2.coordinator.planning.telemetry import Heartbeat, PublishedVersion, WorkerHello
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan as plan_of
 from echo2.cost_model.snapshot import PlanConfig
-from tests.unit.coordinator.test_planner_input import board, fleet_snapshot
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.unit.coordinator.test_planner_input import beat, board, fleet_snapshot
 
 A = PeerId("a")
 NONE = math.inf
-BEAT = Heartbeat(Version(0), rollouts_per_s=20.0, tokens_per_s=400.0, rollout_s_mean=1.0, rollout_s_p95=2.0)
-LIE = replace(BEAT, rollouts_per_s=1000.0)
+RATE, LIE = 20.0, 1000.0  # rollouts/s
 
 
 def membership(suspect_after_s: float = 3.0, gone_after_s: float = 9.0, workers_max: int = 2) -> Membership:
@@ -44,7 +42,7 @@ def membership(suspect_after_s: float = 3.0, gone_after_s: float = 9.0, workers_
 
 
 def join(fleet: Membership, name: str = "a", price: float = 1.0, now: float = 0.0) -> Member:
-    hello = WorkerHello(1, name, RunId("r"), price_usd_per_hour=price)
+    hello = pb.WorkerHello(name=name, price_usd_per_hour=price)
     member = fleet.on_hello(PeerId(name), hello, now)
     fleet.change_of(member, now)
     return member
@@ -120,9 +118,10 @@ class Fleet:
         self.records = self.membership.records
         self.records.on_delivered((), 0.0)
 
-    def worker(self, name: str, beat: Heartbeat = BEAT, price: float = 1.0, delivered: float = 0.0) -> Member:
+    def worker(self, name: str, rate: float = RATE, price: float = 1.0, delivered: float = 0.0) -> Member:
+        """`rate`: rollouts/s that it claims; 0: it has no weights yet."""
         member = join(self.membership, name, price)
-        self.membership.on_message(member.peer_id, beat, 0.0)
+        self.membership.on_heartbeat(member.peer_id, beat(rate, 1.0) if rate else pb.Heartbeat(), None, 0.0)
         if delivered:
             self.records.on_delivered((WorkerDelivered(member.peer_id, 8, delivered),), 0.0)
         return member
@@ -134,7 +133,7 @@ class Fleet:
 
     def plan(self) -> Plan:
         known = board(1.0)
-        known.on_publish(PublishedVersion(Version(1), Version(0), 1000, 10**9, 0.0, "f"), 0.0, [], 0.0)
+        known.on_publish(pb.VersionPublished(version=1, has_parent=True, artifact_bytes=1000), 0.0, [], 0.0)
         snapshot = fleet_snapshot(known, list(self.membership.members.values()), 0.0, {})
         assert snapshot is not None
         return plan_of(snapshot, PlanConfig(4, dwell_s=0.0))
@@ -144,7 +143,7 @@ def test_at_the_start_all_are_on_trial_and_in_the_plan_whatever_they_claim_and_n
     fleet = Fleet()
     fleet.worker("honest")
     fleet.worker("liar", LIE, price=0.0)
-    fleet.worker("loading", Heartbeat())
+    fleet.worker("loading", 0.0)
     assert fleet.on_trial() == {"honest", "liar", "loading"} == set(fleet.plan().pool)
     assert fleet.on_trial(is_spent=True) == set()
 
@@ -191,7 +190,7 @@ def test_trials_that_bring_nothing_end_and_come_again_after_a_time_that_doubles(
 def test_a_trial_needs_weights_room_under_the_cap_and_no_pause() -> None:
     fleet = Fleet()
     fleet.worker("honest", price=3.0, delivered=100.0)
-    fleet.worker("loading", Heartbeat())
+    fleet.worker("loading", 0.0)
     dear, cheap = fleet.worker("a-dear", price=2.5), fleet.worker("b-cheap", price=1.5)
     assert fleet.on_trial(cap=5.0) == {"b-cheap"}
     assert fleet.on_trial(cap=6.0) == {"b-cheap"}, "one place, and it is taken"
@@ -234,9 +233,9 @@ def test_a_price_above_the_limit_waits_and_the_operator_approves_that_price_alon
     assert member.activation is Activation.STANDBY and "the operator may activate it" in member.activation_reason
     fleet.set(A, OperatorSetting.ACTIVE, "agreed", 0.0)
     assert member.activation is Activation.ACTIVE
-    member.hello = replace(member.hello, price_usd_per_hour=6.1)
+    member.hello.price_usd_per_hour = 6.1
     assert member.activation is Activation.STANDBY
-    member.hello = replace(member.hello, price_usd_per_hour=5.9)
+    member.hello.price_usd_per_hour = 5.9
     restored = Member(A, member.hello, 0.0, 0.0, setting=OperatorSetting.ACTIVE)
     membership().restore([restored], 0.0)
     restored.price_limit = member.price_limit

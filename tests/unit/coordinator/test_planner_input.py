@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from echo2.base.ids import PeerId, RunId, Step, Version
+from echo2.base.ids import PeerId, RunId, Version
 from echo2.broadcast.trees import Needs, is_worth_sending, weighted_plan
 from echo2.config.run import RunConfig
 from echo2.coordinator.fleet.members import LivenessRule, Member, Membership, WorkerMeasures
@@ -29,41 +28,45 @@ from echo2.coordinator.planning.input import (
     prior_speed,
     worker_estimates,
 )
-from echo2.coordinator.planning.telemetry import (
-    Heartbeat,
-    LearnerHello,
-    LearnerReport,
-    LinkReport,
-    PublishedVersion,
-    WorkerHello,
-)
 from echo2.cost_model.machines import GpuType
 from echo2.cost_model.plan import Limit
 from echo2.cost_model.planner import plan
 from echo2.cost_model.relations import FleetModel
 from echo2.cost_model.snapshot import FleetSnapshot, LinkEstimate, PlanConfig
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.cost_model.fleets import learner, snapshot, worker
 
 RUN = RunId("run")
-BEAT = Heartbeat(Version(0), rollouts_per_s=2.0, tokens_per_s=400.0, rollout_s_mean=10.0, rollout_s_p95=20.0)
+
+
+def beat(rollouts_per_s: float = 2.0, rollout_s_mean: float = 10.0) -> pb.Heartbeat:
+    return pb.Heartbeat(
+        has_version=True, rollouts_per_s=rollouts_per_s, tokens_per_s=200 * rollouts_per_s,
+        rollout_s_mean=rollout_s_mean, rollout_s_p95=2 * rollout_s_mean,
+    )  # fmt: skip
 
 
 def fleet(*gpus: str) -> Membership:
     membership = Membership(LivenessRule(15.0, 45.0), 100, WorkerRecords(60.0))
     for index, gpu in enumerate(gpus):
-        hello = WorkerHello(1, f"w{index}", RUN, gpu=gpu, slot_count=4, link=LinkReport(1e6, 2e6, 0.05))
+        hello = pb.WorkerHello(name=f"w{index}", run_id=RUN, gpu=gpu, slot_count=4, link=link(1e6))
         membership.change_of(membership.on_hello(PeerId(f"w{index}"), hello, 0.0), 0.0)
     return membership
 
 
+def link(uplink_bytes_per_s: float) -> pb.Link:
+    return pb.Link(uplink_bytes_per_s=uplink_bytes_per_s, downlink_bytes_per_s=2 * uplink_bytes_per_s, rtt_s=0.05)
+
+
 def board(*train_s: float) -> LearnerBoard:
     made = LearnerBoard()
-    hello = LearnerHello(
-        1, RUN, "a:1", "m", b"{}", "d", 4, 64, 8, Step(0), Version(0), full_snapshot_bytes=10**9, chunk_address="a:1"
-    )
+    hello = pb.LearnerHello(
+        run_id=RUN, address="a:1", chunk_address="a:1", model_digest="d", rollouts_per_step=64, rollouts_per_group=8,
+        full_snapshot_bytes=10**9,
+    )  # fmt: skip
     made.on_hello(PeerId("learner"), hello, "", 0.0)
     for step, seconds in enumerate(train_s, start=1):
-        made.on_report(LearnerReport(step=Step(step), train_s=seconds), float(step))
+        made.on_report(pb.LearnerReport(step=step, train_s=seconds), float(step))
     return made
 
 
@@ -78,8 +81,8 @@ def fleet_snapshot(
 def test_one_wild_heartbeat_or_step_moves_no_estimate() -> None:
     membership = fleet("H100")
     for at in range(6):
-        membership.on_message(PeerId("w0"), BEAT, float(at))
-    membership.on_message(PeerId("w0"), replace(BEAT, rollouts_per_s=500.0, rollout_s_mean=0.01), 7.0)
+        membership.on_heartbeat(PeerId("w0"), beat(), None, float(at))
+    membership.on_heartbeat(PeerId("w0"), beat(500.0, 0.01), None, 7.0)
     told = fleet_snapshot(board(10.0, 10.0, 900.0, 10.0), list(membership.members.values()), 8.0, {})
     assert told is not None
     assert (told.workers[0].rollouts_per_s, told.workers[0].rollout_s_mean) == (2.0, 10.0)
@@ -91,8 +94,7 @@ def test_one_wild_heartbeat_or_step_moves_no_estimate() -> None:
 def test_what_the_learner_reports_of_rewards_lengths_and_discarded_groups_is_in_the_plan() -> None:
     known = board(10.0)
     for step in range(2, 12):
-        report = LearnerReport(
-            Step(step), train_s=10.0, evaluation_rollouts=8.0, idle_s=1.0, discarded_rollouts=32 * step,
+        report = pb.LearnerReport(step=step, train_s=10.0, evaluation_rollouts=8.0, idle_s=1.0, discarded_rollouts=32 * step,
             reward_s=2.0, reward_processes=4, lengths=tuple(range(10, 74)),
         )  # fmt: skip
         known.on_report(report, float(step))
@@ -115,7 +117,7 @@ def test_a_learner_that_begins_anew_and_one_that_claims_too_much_change_the_plan
     """A new process counts what it discards from 0 again; no claim makes it more than two thirds of what is generated."""
     known = board(10.0)
     for step, count in enumerate(counts, start=2):
-        known.on_report(LearnerReport(Step(step), train_s=10.0, discarded_rollouts=count), float(step))
+        known.on_report(pb.LearnerReport(step=step, train_s=10.0, discarded_rollouts=count), float(step))
     told = fleet_snapshot(known, measured_fleet("H100", "H100", "H100"), 12.0, {})
     assert told is not None and told.learner.dropped_rollouts == dropped
 
@@ -124,7 +126,7 @@ def measured_fleet(*gpus: str) -> list[Member]:
     """All but the last have been measured."""
     membership = fleet(*gpus)
     for index in range(len(gpus) - 1):
-        membership.on_message(PeerId(f"w{index}"), BEAT, 1.0)
+        membership.on_heartbeat(PeerId(f"w{index}"), beat(), None, 1.0)
     return list(membership.members.values())
 
 
@@ -166,7 +168,7 @@ def test_pool_relays_while_a_version_is_on_its_way_and_not_overdue() -> None:
         return [one.is_relaying for one in told.workers]
 
     assert relaying(5.0) == [False] * 3
-    made.on_publish(PublishedVersion(Version(1), Version(0), 100, 10**9, 0.1, "f"), 8.0, [PeerId("w0")], 10.0)
+    made.on_publish(pb.VersionPublished(version=1, has_parent=True), 8.0, [PeerId("w0")], 10.0)
     assert relaying(20.0) == [True] * 3
     assert relaying(10.0 + 3 * 8.0 + 1.0) == [False] * 3
     made.on_live(PeerId("w0"), Version(1), 21.0)
@@ -179,8 +181,8 @@ def test_efficiency_of_broadcasts_follows_what_deltas_reached_alone_on_the_links
     assert plan_config(config, made).broadcast_efficiency == 0.8
 
     def broadcast(version: int, took_s: float, parent: int | None, then_waits: bool = False) -> None:
-        told = None if parent is None else Version(parent)
-        made.on_publish(PublishedVersion(Version(version), told, 100, 10**9, 0.1, "f"), 3.0, [one], 100.0 * version)
+        published = pb.VersionPublished(version=version, parent=parent or 0, has_parent=parent is not None)
+        made.on_publish(published, 3.0, [one], 100.0 * version)
         if not then_waits:
             made.on_live(one, Version(version), 100.0 * version + took_s)
 
@@ -206,11 +208,11 @@ def test_predictions_stand_next_to_what_happened() -> None:
     reckoning.on_plan(chosen, True)
     for at in (10.0, 20.0):
         spent = chosen.usd_per_hour * at / 3600
-        reckoning.on_step(LearnerReport(utilisation=chosen.predicted_utilisation - 0.05), spent, at)
+        reckoning.on_step(pb.LearnerReport(utilisation=chosen.predicted_utilisation - 0.05), spent, at)
     log = reckoning.log
     assert log.mean_absolute_error(Predicted.UTILISATION) == pytest.approx(0.05)
     assert log.mean_absolute_error(Predicted.USD_PER_HOUR) == pytest.approx(0.0, abs=1e-9)
-    made.on_publish(PublishedVersion(Version(1), Version(0), 100, 10**9, 0.1, "f"), 3.0, [PeerId("w0")], 20.0)
+    made.on_publish(pb.VersionPublished(version=1, has_parent=True), 3.0, [PeerId("w0")], 20.0)
     made.on_live(PeerId("w0"), Version(1), 25.0)
     for _ in range(2):
         reckoning.on_spread(made.newest_complete)
@@ -223,7 +225,7 @@ def test_workers_at_work_weigh_what_they_give_and_as_much_is_needed_as_the_plan_
     membership, made = fleet("A100", "A100", "A100", "A100"), board(10.0)
     members = membership.members
     for name, rate in (("w0", 2.0), ("w1", 6.0)):
-        members[PeerId(name)].measures.observe(replace(BEAT, rollouts_per_s=rate))
+        members[PeerId(name)].measures.observe(beat(rate))
     members[PeerId("w3")].is_wanted = False
     membership.change_of(members[PeerId("w3")], 2.0)
     nodes = broadcast_nodes(made, list(members.values()))
@@ -241,7 +243,8 @@ def test_the_pools_planner_and_the_broadcast_plan_predict_the_same_for_a_pool_be
     membership, made = fleet(*["A100"] * 6), board(10.0)
     members = membership.members
     idle = members[PeerId("w5")]
-    idle.hello, idle.is_wanted = replace(idle.hello, link=LinkReport(1e5, 2e5, 0.05)), False
+    idle.hello.link.CopyFrom(link(1e5))
+    idle.is_wanted = False
     membership.change_of(idle, 1.0)
     nodes = broadcast_nodes(made, list(members.values()))
     known = weighted_plan(nodes, needs_of(nodes, members, None), 1, 10**8)
@@ -266,7 +269,7 @@ def test_the_broadcasts_planner_knows_regions_what_their_traffic_costs_and_what_
     members = membership.members
     places = (("AWS", "us-east-1"), ("aws", ""), ("", "here"))
     for member, (provider, region) in zip(members.values(), places, strict=True):
-        member.hello = replace(member.hello, provider=provider, region=region, price_usd_per_hour=1.2)
+        member.hello.MergeFrom(pb.WorkerHello(provider=provider, region=region, price_usd_per_hour=1.2))
     nodes = broadcast_nodes(made, list(members.values()))
     assert [(node.region, node.egress_usd_per_gib) for node in nodes] == [
         ("", 0.0), ("aws/us-east-1", 0.09), ("", 0.09), ("", 0.0)
@@ -281,8 +284,7 @@ def test_a_learner_that_only_byte_pipes_reach_is_met_there_where_no_worker_can_b
     members = membership.members
     made.pipe_address = "hub:8424"
     assert broadcast_nodes(made, list(members.values()))[0].addresses == ("hub:8424",)
-    first = members[PeerId("w0")]
-    first.hello = replace(first.hello, addresses=("w0:1",))
+    members[PeerId("w0")].hello.addresses.append("w0:1")
     assert broadcast_nodes(made, list(members.values()))[0].addresses == ()
     made.pipe_address = ""
     assert broadcast_nodes(made, list(members.values()))[0].addresses == ("a:1",)

@@ -22,9 +22,9 @@ from echo2.coordinator.money.provisioning import MachineOffer, MachineState, Obs
 from echo2.coordinator.money.renting import FleetAdvice, ReleaseProposal, RentProposal
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.persistence import StateChanges
-from echo2.coordinator.planning.telemetry import WorkerHello
 from echo2.coordinator.store import SqlStore
 from echo2.trust.identity import Identity
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import RUN, options
 
 OFFER = MachineOffer("gpu", "cloud", "H100", usd_per_hour=2.0, machines_max=3)
@@ -94,7 +94,7 @@ class Scene:
         """A worker comes with the machine's token."""
         peer_id = PeerId(name)
         self.hub.tokens.tokens[machine.token_id].peers.add(peer_id)
-        hello = WorkerHello(1, name, RUN, price_usd_per_hour=2.0)
+        hello = pb.WorkerHello(name=name, price_usd_per_hour=2.0)
         self.hub.allow(self.hub.membership.on_hello(peer_id, hello, self.clock.now()))
         groups = tuple(GroupSpec(GroupId(f"g{i}"), (1,), 1, SamplingParams(max_new_tokens=8), 0) for i in range(leases))
         self.hub.book.allow(self.clock.now(), peer_id, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from echo2.base.ids import PeerId, RunId
+from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.money.provisioning import MachineOffer, MachineState, RentedMachine
 from echo2.coordinator.money.renting import (
@@ -17,8 +17,8 @@ from echo2.coordinator.money.renting import (
     rates_by_gpu,
     shortage_rollouts_per_s,
 )
-from echo2.coordinator.planning.telemetry import Heartbeat, WorkerHello
 from echo2.cost_model.plan import Limit, Plan, Term
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 NOW = 10_000.0
 SMALL, BIG = MachineOffer("small", "local", "RTX 4090", 0.4), MachineOffer("big", "local", "H100", 2.4)
@@ -38,9 +38,9 @@ def machine(
 
 
 def worker(rate: float = 0.0, activation: Activation = Activation.ACTIVE, since: float = NOW) -> Member:
-    hello = WorkerHello(1, "w", RunId("r"), gpu="H100")
+    hello = pb.WorkerHello(name="w", gpu="H100")
     return Member(
-        PeerId("w"), hello, 0.0, NOW, heartbeat=Heartbeat(rollouts_per_s=rate), last_activation=activation,
+        PeerId("w"), hello, 0.0, NOW, heartbeat=pb.Heartbeat(rollouts_per_s=rate), last_activation=activation,
         activation_since=since,
     )  # fmt: skip
 

@@ -29,13 +29,6 @@ def through(there: Convert, back: Convert) -> Convert:
 
 
 ROUND_TRIPS: dict[type[Message], Convert] = {
-    coordinator_pb2.WorkerHello: through(cw.worker_hello_from_message, cw.worker_hello_to_message),
-    coordinator_pb2.Heartbeat: through(cw.heartbeat_from_message, cw.heartbeat_to_message),
-    coordinator_pb2.LearnerHello: through(lambda m: cw.learner_hello_from_message(m, W), cw.learner_hello_to_message),
-    coordinator_pb2.LearnerReport: through(
-        lambda m: cw.learner_report_from_message(m, W), cw.learner_report_to_message
-    ),
-    coordinator_pb2.Link: through(cw.link_from_message, cw.link_to_message),
     rollout_pb2.SamplingParams: through(rw.sampling_from_message, rw.sampling_to_message),
     rollout_pb2.GroupSpec: through(rw.group_from_message, rw.group_to_message),
     rollout_pb2.RolloutSegment: through(rw.segment_from_message, rw.segment_to_message),
@@ -49,7 +42,6 @@ ROUND_TRIPS: dict[type[Message], Convert] = {
 READ: dict[type[Message], Convert] = {
     coordinator_pb2.OfferGroups: lambda m: cw.offer_from_message(m, W),
     coordinator_pb2.WorkersDelivered: cw.delivered_from_message,
-    coordinator_pb2.VersionPublished: cw.published_from_message,
     broadcast_pb2.HaveMap: bw.have_from,
     broadcast_pb2.ChunkRequest: bw.indices_from,
     broadcast_pb2.ChunkCancel: bw.indices_from,
@@ -57,11 +49,8 @@ READ: dict[type[Message], Convert] = {
     broadcast_pb2.WidthWish: bw.width_wish_from,
 }
 """Read only: what is read must depend on every field."""
-ELSEWHERE = {"WorkerHello": {"held_tickets"}}  # the services verify the tickets themselves (held_lease_from_ticket)
 SENSIBLE: dict[str, dict[str, Any]] = {  # values that fit together, in the place of those that follow from names
     "SamplingParams": {"top_p": 0.5, "temperature": 1.5, "max_new_tokens": 64},
-    "LearnerHello": {"rollouts_per_group": 4, "rollouts_per_step": 8, "kappa": 3, "staleness_bound": 5},
-    "LearnerReport": {"utilisation": 0.5, "lengths": [3, 5]},
     "GroupSpec": {"rollout_count": 4},
     "RolloutSegment": {
         "index": 3, "token_ids": [5, 6], "logprobs": [-0.5, -0.25], "raw_logprobs": [-0.75, -1.5],
@@ -78,7 +67,6 @@ SENSIBLE: dict[str, dict[str, Any]] = {  # values that fit together, in the plac
     "ChunkFrame": {"key": bytes(range(16)), "signature": bytes(64)},
     "HaveMap": {"key": bytes(range(16))}, "ChunkRequest": {"key": bytes(range(16))},
     "ChunkCancel": {"key": bytes(range(16))}, "RelayAck": {"key": bytes(range(16))}, "WidthWish": {"connections": 3},
-    "Reach": {"addresses": ["10.0.0.1:7"]},
 }  # fmt: skip
 
 
@@ -104,10 +92,7 @@ def instance(kind: type[Message]) -> Any:
 @pytest.mark.parametrize("kind", ROUND_TRIPS, ids=lambda kind: kind.DESCRIPTOR.name)
 def test_a_message_comes_out_of_the_cores_type_as_it_went_in(kind: type[Message]) -> None:
     message = instance(kind)
-    found = ROUND_TRIPS[kind](message)
-    for name in ELSEWHERE.get(kind.DESCRIPTOR.name, ()):
-        message.ClearField(name)
-    assert found == message
+    assert ROUND_TRIPS[kind](message) == message
 
 
 @pytest.mark.parametrize("kind", READ, ids=lambda kind: kind.DESCRIPTOR.name)
