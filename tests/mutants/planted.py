@@ -21,12 +21,8 @@ class Mutant:
 _HUB, _POOL, _JOURNAL = "coordinator/hub.py", "learner/rollouts/pool.py", "learner/rollouts/journal.py"
 _FILES, _TLS, _ADMISSION = "learner/publishing/checkpoint.py", "trust/tls.py", "learner/rollouts/admission.py"
 _EPISODES = "gateway/episodes.py"
-_SWAP, _GATE, _WIRE, _TOKENS = (
-    "worker/weights.py",
-    "worker/rollouts.py",
-    "wire/coordinator.py",
-    "coordinator/fleet/tokens.py",
-)
+_SWAP, _GATE, _TOKENS = "worker/weights.py", "worker/rollouts.py", "coordinator/fleet/tokens.py"
+_MEMBERS = "coordinator/fleet/members.py"
 _LEARNER, _WORKER = "learner/learner.py", "worker/worker.py"
 _PIPE_RELAY, _PIPES = "broadcast/nat/pipes.py", ("tests/redteam/test_pipes.py",)
 _UNIT = "tests/unit/"
@@ -277,11 +273,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("TokenShown loses version", "learner/recent.py", "logprob=logprob, version=version, peer=peer)", "logprob=logprob, peer=peer)",
            (_UNIT + "learner/test_recent.py",)),
     # dropped fields
-    Mutant("the coordinator drops a heartbeat's memory", _WIRE, "        Heartbeat,\n        version=Version(message.version) if message.has_version else None,\n", "        Heartbeat,\n        memory_used_bytes=0, memory_total_bytes=0,\n        version=Version(message.version) if message.has_version else None,\n", _W),
-    Mutant("the coordinator drops a heartbeat's waits", _WIRE, "        Heartbeat,\n        version=Version(message.version) if message.has_version else None,\n", "        Heartbeat,\n        waits_for=\"\", waits_since_s=0.0,\n        version=Version(message.version) if message.has_version else None,\n", _W),
-    Mutant("the coordinator drops a heartbeat's fingerprint", _WIRE, "        Heartbeat,\n        version=Version(message.version) if message.has_version else None,\n", "        Heartbeat,\n        fingerprint=\"\",\n        version=Version(message.version) if message.has_version else None,\n", _W),
-    Mutant("a hello loses its slots", _WIRE, "    return core_of(message, WorkerHello, link=link_from_message(message.link), held_leases=held_leases)\n", "    return core_of(message, WorkerHello, slot_count=0, link=link_from_message(message.link), held_leases=held_leases)\n", _W),
-    Mutant("a hello loses its price", _WIRE, "    return core_of(message, WorkerHello, link=link_from_message(message.link), held_leases=held_leases)\n", "    return core_of(message, WorkerHello, price_usd_per_hour=0.0, link=link_from_message(message.link), held_leases=held_leases)\n", _W),
+    Mutant("a heartbeat without links forgets those of the last", _MEMBERS, '        if not heartbeat.HasField("links"):\n', '        if not heartbeat.HasField("log"):\n', (_UNIT + "coordinator/test_members.py",)),
     Mutant("a heartbeat does not say how much memory is used", "worker/heartbeat.py",
            "            memory_used_bytes=used_bytes,\n", "", _WF),
     Mutant("a heartbeat does not say its version's fingerprint", "worker/heartbeat.py",

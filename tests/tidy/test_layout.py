@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "control.shell": _OUTSIDE | {"control", "control.shell", "trust", "trust.shell", "wire"},
     "contain": _BASE | {"contain"},
     "broadcast": _PURE,
-    "coordinator": _PURE | {"coordinator"},
+    "coordinator": _PURE | {"coordinator", "wire.gen"},  # it keeps and shows messages as they came
     "learner": _PURE | {"learner"},
     "worker": _PURE | {"worker"},
     "tasks": _PURE | {"contain", "tasks"},
@@ -51,6 +51,8 @@ ALLOWED: dict[str, set[str]] = {
     "worker.shell": _PURE | {"wire", "trust.shell", "broadcast.shell", "worker", "worker.shell"},
 }
 ALLOWED["learner.shell"] |= {"gateway"}
+for _rooms in ALLOWED.values():
+    _rooms |= {"wire.gen"} if "wire" in _rooms else set()  # the generated types of messages
 for _room in ("broadcast.shell", "coordinator.shell", "learner.shell", "worker.shell"):
     ALLOWED[_room] |= _OUTSIDE
 for _room in ("learner.shell", "worker.shell"):
@@ -142,6 +144,8 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
 def room_of(module: str) -> str | None:
     """`echo2.learner.learner` -> `learner.shell`; None for cli and the top package."""
     parts = module.split(".")[1:]
+    if parts[:2] == ["wire", "gen"]:
+        return "wire.gen"
     if not parts or parts[0] == "cli":
         return None
     # The shell file itself, or a name in it.

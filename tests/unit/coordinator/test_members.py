@@ -225,6 +225,18 @@ def test_a_price_is_bounded_by_its_machine_the_offers_the_cap_and_the_budget(
     assert limit.is_exceeded_by(expected * 1.01 + 0.01) and not limit.is_exceeded_by(expected)
 
 
+def test_what_a_heartbeat_leaves_out_stays_as_it_was_but_links_end_with_their_session() -> None:
+    fleet = membership()
+    member = join(fleet)
+    whole = pb.Heartbeat(links={"links": [{"peer_id": "b"}]}, log={"lines": [{"text": "slow disk"}]})
+    fleet.on_heartbeat(A, whole, None, 1.0)
+    fleet.on_heartbeat(A, pb.Heartbeat(running_sequences=3), None, 2.0)
+    assert [link.peer_id for link in member.heartbeat.links.links] == ["b"]
+    assert (member.heartbeat.log, member.heartbeat.running_sequences) == (whole.log, 3)
+    fleet.on_hello(A, member.hello, 3.0)
+    assert not member.heartbeat.links.links and member.heartbeat.log.lines
+
+
 def test_a_price_above_the_limit_waits_and_the_operator_approves_that_price_alone() -> None:
     fleet = membership()
     member = join(fleet, price=6.0)
