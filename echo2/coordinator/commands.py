@@ -17,7 +17,7 @@ from echo2.coordinator.ending import dismiss
 from echo2.coordinator.fleet.members import Activation, Liveness, Member, OperatorSetting
 from echo2.coordinator.fleet.tokens import LABEL_CHARS_MAX, Token
 from echo2.coordinator.hub import Hub
-from echo2.coordinator.leases.waits import slowest, waits, why_no_lease
+from echo2.coordinator.leases.waits import slowest, waits
 from echo2.coordinator.money.providers.machine_setup import join_command
 from echo2.coordinator.money.provisioner import Provisioner
 from echo2.coordinator.money.provisioning import MachineOffer, Provider
@@ -220,17 +220,6 @@ class Commands:
     def _name_of(self, peer_id: PeerId) -> str:
         member = self.hub.membership.members.get(peer_id)
         return f"worker {member.name}" if member else peer_id
-
-    def why_no_lease(self, member: Member) -> str:
-        """Why the worker gets no lease now, in one sentence; empty if it can have one, or has gone."""
-        match member.last_liveness:
-            case Liveness.GONE:
-                return ""
-            case Liveness.SUSPECT:
-                return "nothing is heard of it"
-        if member.activation is not Activation.ACTIVE:
-            return f"{member.activation.value}: {member.activation_reason}"
-        return why_no_lease(self.hub.book, member.peer_id, self.hub.clock.now())
 
     def waits(self) -> list[tuple[str, float]]:
         """All waits in the run, longest first: what waits, in words, and since when in unix seconds."""

@@ -25,6 +25,7 @@ from echo2.coordinator.fleet.members import OF_LINK, Activation
 from echo2.coordinator.fleet.tokens import RateLimiter
 from echo2.coordinator.hub import WORKERS_MAX, Hub, WorkerSession
 from echo2.coordinator.leases import lease as le
+from echo2.coordinator.leases.waits import bar_text
 from echo2.coordinator.sessions import Order, StreamSession, check_hello, expect_hello, refusal_of
 from echo2.outside import monotonic
 from echo2.outside.ending import cancel_all
@@ -73,6 +74,7 @@ class WorkerStream:
     def __init__(self, hub: Hub, seen_from: str) -> None:
         self._hub, self._seen_from = hub, seen_from
         self._left_out: tuple[str, ...] = ()
+        self._bar_text = ""
 
     async def on_hello(self, peer_id: PeerId, first: pb.WorkerMessage, session: WorkerSession) -> None:
         expect_hello(first, f"worker {peer_id}")
@@ -194,6 +196,12 @@ class WorkerStream:
         hub.corrections.on_spread(hub.board.newest_complete)
         hub.review(member)
         hub.book.rate(peer_id, heartbeat.rollouts_per_s)
+        if (text := bar_text(hub.book, peer_id, now)) != self._bar_text:
+            self._bar_text = text  # as the operator reads it
+            active = pb.Activation(
+                is_active=member.activation is Activation.ACTIVE, reason=text or member.activation_reason
+            )
+            hub.send(peer_id, pb.WorkerOrder(activation=active))
         rates = ((getattr(before, name), getattr(member.link, name)) for name in OF_LINK)
         is_changed = any(abs(new - old) > LINK_CHANGE * max(new, old, 1e-3) for old, new in rates)
         if has_links or member.access != access or is_changed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from echo2.base.ids import PeerId
+from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.lease import Lease, OpenGroup
 
@@ -26,17 +27,33 @@ def waits(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = str) -
         )
         found.append((text, leases[0].progress_at))
     for worker_id, record in book.records.barred(now)[:8]:
-        text = f"{name_of(worker_id)} is given no leases for another {record.barred_until - now:.0f} s: {record.why}"
-        found.append((text, record.barred_at))
+        if text := bar_text(book, worker_id, now):
+            found.append((f"{name_of(worker_id)} is {text}", record.barred_at))
     return found
 
 
-def why_no_lease(book: LeaseBook, worker_id: PeerId, now: float) -> str:
-    """Why the worker is given no lease now, in one sentence; empty if it can be given one. For a worker that may have some by its
-    liveness and activation."""
-    record, seeker = book.records.of(worker_id), book.seekers.wanting.get(worker_id)
-    if now < record.barred_until and book.records.is_barred(worker_id, book.seekers.allowed, now):
-        return f"barred for {record.barred_until - record.barred_at:.0f} s: {record.why}"
+def bar_text(book: LeaseBook, worker_id: PeerId, now: float) -> str:
+    """For how long the worker is barred by what it failed, and why; empty if it is not."""
+    record = book.records.of(worker_id)
+    if now >= record.barred_until or not book.records.is_barred(worker_id, book.seekers.allowed, now):
+        return ""
+    return f"given no leases for {record.barred_until - record.barred_at:.0f} s: {record.why}"
+
+
+def why_no_lease(book: LeaseBook, member: Member, now: float) -> str:
+    """Why the worker is given no lease now, in one sentence; empty if it can be given one, or has gone. The only place that
+    decides what is said: its liveness; what operator, price and plan say (`Member.activation_reason`); what it failed (`bar_text`);
+    what it may hold (`Seekers.limit_of`); what waits."""
+    worker_id = member.peer_id
+    if member.last_liveness is Liveness.GONE:
+        return ""
+    if member.last_liveness is Liveness.SUSPECT:
+        return "nothing is heard of it"
+    if member.activation is not Activation.ACTIVE:
+        return f"{member.activation.value}: {member.activation_reason}"
+    if barred := bar_text(book, worker_id, now):
+        return barred
+    seeker = book.seekers.wanting.get(worker_id)
     if seeker is None:
         held = book.lease_count(worker_id)
         return f"it asks for none: it is full with {_count(held, 'lease')}" if held else "it does not ask for any yet"

@@ -14,6 +14,7 @@ from echo2.base.ids import PeerId
 from echo2.coordinator.commands import Commands
 from echo2.coordinator.fleet.members import Liveness, Member
 from echo2.coordinator.leases.lease import GroupPhase
+from echo2.coordinator.leases.waits import why_no_lease
 from echo2.coordinator.money.provisioning import RentedMachine
 from echo2.coordinator.planning.advice import RunAdvice
 from echo2.coordinator.planning.board import VersionRow
@@ -259,7 +260,7 @@ class StateView:
             "downlink": link.downlink_bytes_per_s, "rtt_s": finite(link.rtt_s, 4),
             "usd_spent": finite(member.usd_spent, 4), "heard": round(member.heard_at, 1),
             "joined": round(member.joined_at, 1), "given_up": sum(member.record.ways.values()),
-            "no_lease": self._commands.why_no_lease(member), "region": hello.region, **_newest_line(beat),
+            "no_lease": why_no_lease(hub.book, member, hub.clock.now()), "region": hello.region, **_newest_line(beat),
             "chunks_held": beat.newest_chunks_held, "chunk_count": beat.newest_chunk_count,
             "in_flight": beat.newest_version_in_flight, "sent_bytes": beat.sent_chunk_bytes,
             "waits_for": "" if is_gone else beat.waits_for, "finished_rollouts": beat.finished_rollouts,

@@ -245,6 +245,27 @@ def test_a_certificate_is_renewed_without_a_token_for_the_key_that_was_asked_for
     play(scene)
 
 
+def test_a_barred_worker_is_told_why_it_gets_no_lease_in_the_words_that_the_operator_reads(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(options(tmp_path)) as daemon:
+            barred, other = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
+            for worker in (barred, other):
+                await worker.hello()
+            await barred.until("activation")
+            assert daemon.hub is not None
+            peer_id = barred.credentials.peer_id
+            daemon.hub.book.records.bar(peer_id, "it claims too much", 30.0, daemon.hub.clock.now())
+            for _ in range(2):
+                await barred.say(heartbeat=pb.Heartbeat())
+            text = (await barred.until("activation")).reason
+            row = StateView(Commands(daemon.hub, "127.0.0.1", 1, [], {})).worker(peer_id)
+            assert text == row["no_lease"] == "given no leases for 30 s: it claims too much"
+            for worker in (barred, other):
+                await worker.close()
+
+    play(scene)
+
+
 def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their_links(tmp_path: Path) -> None:
     """As told in heartbeats: first places at a relay, then a hole between the two."""
     relay = Identity.generate().peer_id
