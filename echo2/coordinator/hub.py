@@ -38,7 +38,7 @@ from echo2.coordinator.fleet.tokens import TokenBook
 from echo2.coordinator.learner import LearnerSide, restore_board
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
-from echo2.coordinator.leases.seekers import LeaseRules
+from echo2.coordinator.leases.requests import LeaseRules
 from echo2.coordinator.money.costs import Money, meter
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.persistence import LoggedEvent, PaidAction, StateSnapshot

@@ -12,11 +12,11 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
 from echo2.base.errors import EchoError, MalformedMessage, NotAllowed, TrustError
 from echo2.coordinator.commands import Commands
@@ -26,7 +26,6 @@ from echo2.trust.tls import peer_of
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
 
-Reply = TypeVar("Reply")
 Body = dict[str, Any]
 Action = Callable[[Body], Body | Awaitable[Body | None] | None]
 PEERS_AT_ONCE = 1000  # what fits in the body of a request (web/access)
@@ -180,32 +179,28 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
     def __init__(self, commands: Commands) -> None:
         self._commands, self._actions = commands, Actions(commands)
 
-    async def _answer(self, request: Message, context: Any, act: Callable[[], Awaitable[Reply]]) -> Reply:
-        """Checks the caller and the request, then returns what `act` returns."""
-        try:
-            caller = peer_of(context)
-            if caller.role is not Role.OPERATOR:
-                raise NotAllowed(
-                    f"{caller.peer_id}: expected the role operator, its certificate says {caller.role.value}"
-                )
-            return await act()
-        except EchoError as error:
-            is_trust = isinstance(error, TrustError)
-            status = grpc.StatusCode.PERMISSION_DENIED if is_trust else grpc.StatusCode.INVALID_ARGUMENT
-            await context.abort(status, f"{type(error).__name__}: {error}"[:2000])
-            raise
-
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.RunStatus:
-        async def act() -> pb.RunStatus:
+        async with _for_operators(context):
             status, headline = self._commands.status(), self._commands.advice().headline
             status.headline, status.headline_kind = headline.text, headline.kind
-            return status
-
-        return await self._answer(request, context, act)
+        return status
 
     async def Act(self, request: pb.ActRequest, context: Any) -> pb.ActReply:
-        async def act() -> pb.ActReply:
+        async with _for_operators(context):
             answer = await self._actions.act(request.name, request.body_json)
-            return pb.ActReply(answer_json=json.dumps(answer).encode())
+        return pb.ActReply(answer_json=json.dumps(answer).encode())
 
-        return await self._answer(request, context, act)
+
+@asynccontextmanager
+async def _for_operators(context: Any) -> AsyncIterator[None]:
+    """Aborts the call if its caller is no operator, or if the block raises an error of echo2."""
+    try:
+        caller = peer_of(context)
+        if caller.role is not Role.OPERATOR:
+            raise NotAllowed(f"{caller.peer_id}: expected the role operator, its certificate says {caller.role.value}")
+        yield
+    except EchoError as error:
+        is_trust = isinstance(error, TrustError)
+        status = grpc.StatusCode.PERMISSION_DENIED if is_trust else grpc.StatusCode.INVALID_ARGUMENT
+        await context.abort(status, f"{type(error).__name__}: {error}"[:2000])
+        raise

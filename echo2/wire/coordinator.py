@@ -11,7 +11,7 @@ from __future__ import annotations
 from echo2.base.errors import MalformedMessage
 from echo2.base.ids import PeerId, RunId
 from echo2.base.rollout import EndReason, GroupSpec
-from echo2.coordinator.leases.lease import HeldLease, WorkerDelivered
+from echo2.coordinator.leases.lease import HeldLease, WorkerDelivery
 from echo2.wire.by_name import core_of
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import rollout_pb2
@@ -72,5 +72,5 @@ def offer_from_message(message: pb.OfferGroups, whose: str) -> tuple[tuple[Group
     return groups, held_tokens
 
 
-def delivered_from_message(message: pb.WorkersDelivered) -> tuple[WorkerDelivered, ...]:
-    return tuple(core_of(worker, WorkerDelivered, worker_id=PeerId(worker.peer_id)) for worker in message.workers)
+def delivered_from_message(message: pb.WorkersDelivered) -> tuple[WorkerDelivery, ...]:
+    return tuple(core_of(worker, WorkerDelivery, worker_id=PeerId(worker.peer_id)) for worker in message.workers)

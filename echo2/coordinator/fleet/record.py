@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import LeaseId, PeerId, Version
 from echo2.control.waits import ceiling_s
-from echo2.coordinator.leases.lease import GroupPhase, OpenGroup, WorkerDelivered
+from echo2.coordinator.leases.lease import GroupPhase, OpenGroup, WorkerDelivery
 
 CLAIM_MARGIN = 2.0  # a worker that sometimes waits for work is faster than it could show
 GROWTH = 2.0  # as in slow start of TCP
@@ -184,7 +184,7 @@ class WorkerRecords:
         if not record.used:
             record.quiet_s = 0.0
 
-    def on_delivered(self, workers: Iterable[WorkerDelivered], now: float) -> list[PeerId]:
+    def on_delivered(self, workers: Iterable[WorkerDelivery], now: float) -> list[PeerId]:
         """Takes the learner's report of deliveries. Returns the workers whose leases must be taken back because nothing arrived."""
         passed_s = 0.0 if self.told_at is None else max(0.0, now - self.told_at)
         if self.told_at is None or passed_s > TELLING_S_MAX:
@@ -200,7 +200,7 @@ class WorkerRecords:
         ]
 
     def _is_silent(
-        self, worker_id: PeerId, record: WorkerRecord, told: WorkerDelivered | None, passed_s: float, now: float
+        self, worker_id: PeerId, record: WorkerRecord, told: WorkerDelivery | None, passed_s: float, now: float
     ) -> bool:
         is_at_work, admitted = bool(record.used), told.admitted_rollouts if told is not None else 0.0
         if is_at_work:

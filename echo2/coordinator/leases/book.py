@@ -32,9 +32,9 @@ from echo2.base.rollout import EndReason, GroupSpec
 from echo2.coordinator.fleet.record import EXPIRED, HANDED_BACK, LOST, MISSING, REFUSED, UNFINISHED, WorkerRecords
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.evaluations import Evaluators
-from echo2.coordinator.leases.lease import Action, GroupPhase, Lease, Note, OpenGroup, P, WorkerDelivered
+from echo2.coordinator.leases.lease import Action, GroupPhase, Lease, Note, OpenGroup, P, WorkerDelivery
 from echo2.coordinator.leases.queue import ExpectedLength, LeaseQueue
-from echo2.coordinator.leases.seekers import LeaseRules, Ranking, Seekers
+from echo2.coordinator.leases.requests import LeaseRequests, LeaseRules, Ranking
 from echo2.staleness.rule import may_begin
 
 WARM_WAIT_S = 1.0
@@ -49,7 +49,7 @@ def _from_outside(
 
     @wraps(method)
     def call(self: LeaseBook, now: float, /, *args: P.args, **kwargs: P.kwargs) -> list[Action]:
-        self.seekers.now = now
+        self.requests.now = now
         return list(method(self, now, *args, **kwargs))
 
     return call
@@ -61,7 +61,7 @@ class LeaseBook:
     groups: dict[GroupId, OpenGroup] = field(default_factory=dict)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     counts: le.LeaseCounts = field(default_factory=le.LeaseCounts)
-    seekers: Seekers = field(init=False)
+    requests: LeaseRequests = field(init=False)
     lengths: ExpectedLength = field(default_factory=ExpectedLength)
     offered_at: float = 0.0
     _queue: LeaseQueue = field(init=False)
@@ -73,7 +73,7 @@ class LeaseBook:
         self._queue = LeaseQueue(self.rules.staleness_bound)
         self._evaluators = Evaluators(self.rules.lease_timeout_s)
         self.records = WorkerRecords(self.rules.lease_timeout_s)
-        self.seekers = Seekers(self.rules, self.records, self.lease_count, lambda: self.open_groups)
+        self.requests = LeaseRequests(self.rules, self.records, self.lease_count, lambda: self.open_groups)
 
     def restore(self, groups: Iterable[OpenGroup], leases: Iterable[Lease]) -> None:
         """Takes over what an earlier process saved. Call it before anything else."""
@@ -119,7 +119,7 @@ class LeaseBook:
             yield from self._close(group_id, reason)
 
     @_from_outside
-    def on_delivered(self, now: float, workers: tuple[WorkerDelivered, ...]) -> Iterator[Action]:
+    def on_delivered(self, now: float, workers: tuple[WorkerDelivery, ...]) -> Iterator[Action]:
         """The learner reports all workers that it received anything from; from all others it received nothing."""
         for worker_id in self.records.on_delivered(workers, now):
             yield from self._take_back_all(worker_id, now)
@@ -204,7 +204,7 @@ class LeaseBook:
     @_from_outside
     def reconnect(self, now: float, worker_id: PeerId, held: tuple[le.HeldLease, ...]) -> Iterator[Action]:
         """A worker's session began. `held`: the leases that it still holds."""
-        self.seekers.on_reconnect(worker_id)
+        self.requests.on_reconnect(worker_id)
         for lease_id in sorted(self._of_worker.get(worker_id, set()) - {one.lease_id for one in held}):
             lease = self.leases[lease_id]
             yield Note("lease", f"{worker_id} came back without lease {lease_id}; its group {lease.group_id} is queued")
@@ -222,19 +222,19 @@ class LeaseBook:
     @_from_outside
     def allow(self, now: float, worker_id: PeerId, is_allowed: bool) -> Iterator[Action]:
         """Whether a worker may be given new leases. The leases that it holds continue either way."""
-        self.seekers.allow(worker_id, is_allowed)
+        self.requests.allow(worker_id, is_allowed)
         yield from self._match(now)
 
     @_from_outside
     def request(self, now: float, worker_id: PeerId, free_rollouts: int, version: Version) -> Iterator[Action]:
         """How many more rollouts a worker wants to hold now: a level, not an addition."""
-        self.seekers.on_request(worker_id, free_rollouts, version)
+        self.requests.on_request(worker_id, free_rollouts, version)
         yield from self._overtake(now)
         # Only this worker may take more than before. Groups that became free by time alone wait for the next tick.
         yield from self._match(now, None if self._queue.has_exact else worker_id)
 
     def rate(self, worker_id: PeerId, rollouts_per_s: float) -> None:
-        self.seekers.on_rate(worker_id, rollouts_per_s)
+        self.requests.on_rate(worker_id, rollouts_per_s)
 
     def _adopt(self, worker_id: PeerId, held: le.HeldLease, now: float) -> Iterator[Action]:
         group = self.groups[held.group_id]
@@ -297,7 +297,7 @@ class LeaseBook:
     @_from_outside
     def lose(self, now: float, worker_id: PeerId, reason: str) -> Iterator[Action]:
         """The worker is gone or banned: its leases go to others."""
-        self.seekers.on_loss(worker_id)
+        self.requests.on_loss(worker_id)
         for lease in self.leases_of(worker_id):
             yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
             yield from self._take_back(lease, now, self.rules.lease_timeout_s, LOST)
@@ -351,7 +351,7 @@ class LeaseBook:
     def _overtake(self, now: float) -> Iterator[Action]:
         """Takes evaluation leases that are overdue from their workers, if another worker at their version wants some."""
         for lease, version in self._evaluators.overdue(self.leases, now):
-            if self.seekers.has_another(lease.worker_id, version):
+            if self.requests.has_another(lease.worker_id, version):
                 text = f"it had the question for {now - lease.granted_at:.0f} s, far longer than leases usually take"
                 yield Note("lease", f"evaluation group {lease.group_id} leaves {lease.worker_id}: {text}")
                 self.counts.moved += 1
@@ -365,48 +365,54 @@ class LeaseBook:
         """Hands queued groups to workers that want some, the most urgent group first. `only`: match this worker alone."""
         if not len(self._queue):
             return
-        seekers = self.seekers.open(only)
-        if not seekers:
+        requests = self.requests.open(only)
+        if not requests:
             return
         # With no training work, queued or leased, every willing worker may evaluate.
         trains = self._queue.paced_count or len(self.leases) > len(self._evaluators)
-        for version in self._queue.exact_versions({seeker.version for seeker in seekers.values()}):
-            willing = sorted((w for w, s in seekers.items() if s.version == version), key=self.seekers.backlog_s)
+        for version in self._queue.exact_versions({request.version for request in requests.values()}):
+            willing = sorted((w for w, s in requests.items() if s.version == version), key=self.requests.backlog_s)
             chosen = (
-                self._evaluators.chosen(version, willing, self.seekers.allowed, self.seekers.rate)
+                self._evaluators.chosen(version, willing, self.requests.allowed, self.requests.rate)
                 if trains
                 else willing
             )
-            examining = self.seekers.ranked({worker_id: seekers.pop(worker_id) for worker_id in chosen})
+            examining = self.requests.ranked({worker_id: requests.pop(worker_id) for worker_id in chosen})
             for group_id in self._queue.exact(version):
                 yield from self._hand_out(self.groups[group_id], examining, now)
-            seekers |= examining.members
-        newest, seeking = max((seeker.version for seeker in seekers.values()), default=Version(0)), len(seekers)
-        ranking = self.seekers.ranked(seekers)
+            requests |= examining.members
+        newest, request_count = (
+            max((request.version for request in requests.values()), default=Version(0)),
+            len(requests),
+        )
+        ranking = self.requests.ranked(requests)
         for step, group_id in self._queue.paced():
-            if not seekers or not may_begin(newest, step, self.rules.staleness_bound):
+            if not requests or not may_begin(newest, step, self.rules.staleness_bound):
                 return  # the queue is sorted by consume_step: all groups behind need the same or a newer version
             yield from self._hand_out(self.groups[group_id], ranking, now)
-            if len(seekers) != seeking:
-                newest, seeking = max((seeker.version for seeker in seekers.values()), default=newest), len(seekers)
+            if len(requests) != request_count:
+                newest, request_count = (
+                    max((request.version for request in requests.values()), default=newest),
+                    len(requests),
+                )
 
-    def _hand_out(self, group: OpenGroup, seekers: Ranking, now: float) -> Iterator[Action]:
-        """Leases the group to the best of `seekers`, if any may have it. Drops workers from `seekers` that can hold no more."""
+    def _hand_out(self, group: OpenGroup, requests: Ranking, now: float) -> Iterator[Action]:
+        """Leases the group to the best of `requests`, if any may have it. Drops workers from `requests` that can hold no more."""
         if now < group.not_before:
             return
-        worker_id = self.seekers.best(group, seekers)
+        worker_id = self.requests.best(group, requests)
         if worker_id is None:
             return
         self._queue.remove(group)
         yield from self._open_lease(group, worker_id, None, group.attempts + 1, now)
-        self.seekers.take(worker_id, group.spec.rollout_count)
-        if self.seekers.can_hold_more(worker_id):
-            seekers.place_again(worker_id)
+        self.requests.take(worker_id, group.spec.rollout_count)
+        if self.requests.can_hold_more(worker_id):
+            requests.place_again(worker_id)
         else:
-            seekers.drop(worker_id)
+            requests.drop(worker_id)
         if self.records.are_trials_full(self.open_groups):  # newcomers hold their share: the others have to wait
-            for full in [w for w in seekers.members if not self.seekers.has_room(w)]:
-                seekers.drop(full)
+            for full in [w for w in requests.members if not self.requests.has_room(w)]:
+                requests.drop(full)
 
     # ---- state changes
 
@@ -467,7 +473,7 @@ class LeaseBook:
 
     def set_staleness_bound(self, bound: int) -> None:
         """From now on groups go to workers by this bound."""
-        self.rules = self.seekers.rules = replace(self.rules, staleness_bound=bound)
+        self.rules = self.requests.rules = replace(self.rules, staleness_bound=bound)
         self._queue.staleness_bound = bound
 
     # ---- questions
@@ -485,7 +491,7 @@ class LeaseBook:
         return None if (first := self._queue.first) is None else self.groups[first]
 
     def has_work_for(self, workers: Iterable[PeerId]) -> bool:
-        return self._queue.has_work_for({self.seekers.wanting[worker_id].version for worker_id in workers})
+        return self._queue.has_work_for({self.requests.wanting[worker_id].version for worker_id in workers})
 
     def leases_of(self, worker_id: PeerId) -> list[Lease]:
         return [self.leases[lease_id] for lease_id in sorted(self._of_worker.get(worker_id, ()))]

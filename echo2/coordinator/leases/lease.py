@@ -108,7 +108,7 @@ class OpenGroup:
 
 
 @dataclass(slots=True)
-class Seeker:
+class LeaseRequest:
     """A worker that wants rollouts."""
 
     free_rollouts: int
@@ -131,7 +131,7 @@ class LeaseCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerDelivered:
+class WorkerDelivery:
     """What the learner received from one worker: distinct rollouts that brought tokens in the last seconds, and rollouts admitted
     since the last report."""
 

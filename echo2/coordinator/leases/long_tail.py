@@ -64,7 +64,7 @@ def pace_of(member: Member) -> WorkerPace:
 
 def is_quiet(book: LeaseBook, now: float) -> bool:
     """Whether the learner has offered all that it wants for now, workers have room, and no queued group could use that room."""
-    idle = book.seekers.open()
+    idle = book.requests.open()
     is_over = bool(book.leases and idle) and now - book.offered_at >= QUIET_S
     return is_over and not book.has_work_for(idle)
 
@@ -74,7 +74,9 @@ def moves(
 ) -> list[Move]:
     """The moves that pay, slowest stragglers first, each to the worker with room that would finish it first."""
     speeds = {worker: pace.tokens_per_s for worker, pace in paces.items()}
-    room = {worker: seeker.free_rollouts for worker, seeker in book.seekers.open().items() if speeds.get(worker, 0) > 0}
+    room = {
+        worker: request.free_rollouts for worker, request in book.requests.open().items() if speeds.get(worker, 0) > 0
+    }
     if not room or book.has_work_for(room):
         return []
     found: list[Move] = []
@@ -84,7 +86,7 @@ def moves(
         fit = [
             worker for worker, free in room.items()
             if free >= spec.rollout_count and worker != lease.worker_id
-            and may_take(spec, book.seekers.wanting[worker].version, book.rules.staleness_bound)
+            and may_take(spec, book.requests.wanting[worker].version, book.rules.staleness_bound)
         ]  # fmt: skip
         if not fit:
             continue

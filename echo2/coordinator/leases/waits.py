@@ -35,7 +35,7 @@ def waits(book: LeaseBook, now: float, name_of: Callable[[PeerId], str] = str) -
 def bar_text(book: LeaseBook, worker_id: PeerId, now: float) -> str:
     """For how long the worker is barred by what it failed, and why; empty if it is not."""
     record = book.records.of(worker_id)
-    if now >= record.barred_until or not book.records.is_barred(worker_id, book.seekers.allowed, now):
+    if now >= record.barred_until or not book.records.is_barred(worker_id, book.requests.allowed, now):
         return ""
     return f"given no leases for {record.barred_until - record.barred_at:.0f} s: {record.why}"
 
@@ -43,7 +43,7 @@ def bar_text(book: LeaseBook, worker_id: PeerId, now: float) -> str:
 def why_no_lease(book: LeaseBook, member: Member, now: float) -> str:
     """Why the worker is given no lease now, in one sentence; empty if it can be given one, or has gone. The only place that
     decides what is said: its liveness; what operator, price and plan say (`Member.activation_reason`); what it failed (`bar_text`);
-    what it may hold (`Seekers.limit_of`); what waits."""
+    what it may hold (`LeaseRequests.limit_of`); what waits."""
     worker_id = member.peer_id
     if member.last_liveness is Liveness.GONE:
         return ""
@@ -53,16 +53,16 @@ def why_no_lease(book: LeaseBook, member: Member, now: float) -> str:
         return f"{member.activation.value}: {member.activation_reason}"
     if barred := bar_text(book, worker_id, now):
         return barred
-    seeker = book.seekers.wanting.get(worker_id)
-    if seeker is None:
+    request = book.requests.wanting.get(worker_id)
+    if request is None:
         held = book.lease_count(worker_id)
         return f"it asks for none: it is full with {_count(held, 'lease')}" if held else "it does not ask for any yet"
-    if limit := book.seekers.limit_of(worker_id):
+    if limit := book.requests.limit_of(worker_id):
         return limit
     if not book.queued:
         return "no group waits for a worker"
     if not book.has_work_for([worker_id]):
-        return f"no group that waits may be sampled at version {seeker.version}, which it has"
+        return f"no group that waits may be sampled at version {request.version}, which it has"
     return ""
 
 
@@ -85,8 +85,8 @@ def _slow(book: LeaseBook, now: float) -> list[tuple[PeerId, list[Lease]]]:
 
 
 def _why(book: LeaseBook, group: OpenGroup, now: float) -> str:
-    active = book.seekers.allowed
-    allowed = [(worker, seeker) for worker, seeker in book.seekers.wanting.items() if worker in active]
+    active = book.requests.allowed
+    allowed = [(worker, request) for worker, request in book.requests.wanting.items() if worker in active]
     need = group.spec.consume_step - book.rules.staleness_bound
     if now < group.not_before:
         return f"the learner refused the last attempt at {group.spec.group_id}"
@@ -95,11 +95,11 @@ def _why(book: LeaseBook, group: OpenGroup, now: float) -> str:
     if not allowed:
         return f"all {len(active)} active workers are full"
     exact = group.spec.exact_version
-    if exact is not None and all(seeker.version != exact for _, seeker in allowed):
+    if exact is not None and all(request.version != exact for _, request in allowed):
         return f"it is an evaluation of version {exact}, at which none of {len(allowed)} willing workers is"
-    newest = max(seeker.version for _, seeker in allowed)
+    newest = max(request.version for _, request in allowed)
     if exact is None and newest < need:
         return f"it takes version {need} or newer, the newest of {len(allowed)} willing workers is {newest}"
-    if not book.seekers.open():
+    if not book.requests.open():
         return f"{len(allowed)} willing workers must deliver what they hold before they are given more"
     return f"{len(allowed)} willing workers lost or refused the group at its front a moment ago"

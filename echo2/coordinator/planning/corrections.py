@@ -28,7 +28,7 @@ CLOSE = 0.01
 ERRORS_KEPT = 512  # the newest, of which the page shows the mean
 
 
-class Predicted(enum.Enum):
+class PredictedQuantity(enum.Enum):
     """The predicted quantity; its value is the metric's name."""
 
     UTILISATION = "utilisation"
@@ -40,25 +40,25 @@ class Predicted(enum.Enum):
 class PredictionLog:
     """The newest prediction of each kind, and by how much the measurements since were above it."""
 
-    _newest: dict[Predicted, float] = field(default_factory=dict)
-    _errors: dict[Predicted, deque[float]] = field(default_factory=dict)
+    _newest: dict[PredictedQuantity, float] = field(default_factory=dict)
+    _errors: dict[PredictedQuantity, deque[float]] = field(default_factory=dict)
 
-    def predict(self, what: Predicted, value: float) -> None:
+    def predict(self, what: PredictedQuantity, value: float) -> None:
         self._newest[what] = value
 
-    def measure(self, what: Predicted, value: float) -> None:
+    def measure(self, what: PredictedQuantity, value: float) -> None:
         """Compares a measurement with the newest prediction, if there is one."""
         if what in self._newest:
             self._errors.setdefault(what, deque(maxlen=ERRORS_KEPT)).append(value - self._newest[what])
 
-    def count(self, what: Predicted) -> int:
+    def count(self, what: PredictedQuantity) -> int:
         return len(self._errors.get(what, ()))
 
-    def mean_absolute_error(self, what: Predicted) -> float | None:
+    def mean_absolute_error(self, what: PredictedQuantity) -> float | None:
         errors = self._errors.get(what)
         return statistics.fmean(map(abs, errors)) if errors else None
 
-    def bias(self, what: Predicted) -> float | None:
+    def bias(self, what: PredictedQuantity) -> float | None:
         """Mean of measured minus predicted."""
         errors = self._errors.get(what)
         return statistics.fmean(errors) if errors else None
@@ -80,11 +80,11 @@ class Corrections:
 
     def on_plan(self, plan: Plan, is_acted_on: bool) -> None:
         """A plan was adopted. The same pool and period as before change nothing."""
-        self.log.predict(Predicted.UTILISATION, plan.predicted_utilisation)
+        self.log.predict(PredictedQuantity.UTILISATION, plan.predicted_utilisation)
         if not is_acted_on:
             return
         # The meter counts machines only: no provider reports here what the traffic costs.
-        self.log.predict(Predicted.USD_PER_HOUR, plan.usd_per_hour - plan.egress_usd_per_hour)
+        self.log.predict(PredictedQuantity.USD_PER_HOUR, plan.usd_per_hour - plan.egress_usd_per_hour)
         if self._plan is None or (self._plan.kappa, self._plan.pool) != (plan.kappa, plan.pool):
             self._began = None
         self._plan = plan
@@ -92,10 +92,10 @@ class Corrections:
     def on_step(self, report: pb.LearnerReport, spent_usd: float, now: float) -> None:
         """The learner made a step. `spent_usd`: spent on all workers so far."""
         if report.utilisation > 0:
-            self.log.measure(Predicted.UTILISATION, report.utilisation)
+            self.log.measure(PredictedQuantity.UTILISATION, report.utilisation)
         if self._spent is not None and now > self._spent[0]:
             per_hour = max(0.0, spent_usd - self._spent[1]) / (now - self._spent[0]) * 3600
-            self.log.measure(Predicted.USD_PER_HOUR, per_hour)
+            self.log.measure(PredictedQuantity.USD_PER_HOUR, per_hour)
         self._spent = now, spent_usd
         if self._plan is None:
             return
@@ -123,5 +123,5 @@ class Corrections:
             return
         self._compared = row
         if row.complete_s is not None and row.predicted_s > 0:
-            self.log.predict(Predicted.BROADCAST_S, row.predicted_s)
-            self.log.measure(Predicted.BROADCAST_S, row.complete_s)
+            self.log.predict(PredictedQuantity.BROADCAST_S, row.predicted_s)
+            self.log.measure(PredictedQuantity.BROADCAST_S, row.complete_s)

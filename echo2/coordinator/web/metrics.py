@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
 from echo2.coordinator.hub import Hub
-from echo2.coordinator.planning.corrections import Predicted
+from echo2.coordinator.planning.corrections import PredictedQuantity
 
 METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     "echo2_step": ("Completed optimiser steps.", lambda h: h.board.report.step),
@@ -40,15 +40,15 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
     ),
     "echo2_utilisation_prediction_error": (
         "Mean distance of measured from predicted utilisation.",
-        lambda h: h.corrections.log.mean_absolute_error(Predicted.UTILISATION) or 0.0,
+        lambda h: h.corrections.log.mean_absolute_error(PredictedQuantity.UTILISATION) or 0.0,
     ),
     "echo2_broadcast_prediction_error_seconds": (
         "Mean distance of measured from predicted broadcast seconds.",
-        lambda h: h.corrections.log.mean_absolute_error(Predicted.BROADCAST_S) or 0.0,
+        lambda h: h.corrections.log.mean_absolute_error(PredictedQuantity.BROADCAST_S) or 0.0,
     ),
     "echo2_usd_per_hour_prediction_error": (
         "Mean distance of what the pool cost from what the plan said.",
-        lambda h: h.corrections.log.mean_absolute_error(Predicted.USD_PER_HOUR) or 0.0,
+        lambda h: h.corrections.log.mean_absolute_error(PredictedQuantity.USD_PER_HOUR) or 0.0,
     ),
     "echo2_over_stale_tokens_trained": (
         "Tokens trained over the staleness bound; must be 0.",

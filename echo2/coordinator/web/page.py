@@ -108,7 +108,7 @@ class Web:
             raise MalformedMessage("peer_id: expected a worker of this run")
         lines = reversed(member.heartbeat.log.lines)
         log = [{"at": finite(one.unix_s, 3), "is_error": one.is_error, "text": one.text} for one in lines]
-        return {**self._view.worker(member.peer_id), "peer_id": member.peer_id, "log": log}
+        return {**self._view.worker(member), "peer_id": member.peer_id, "log": log}
 
     async def _rollouts(self, query: QueryParams) -> Values:
         """The newest rollouts that the learner keeps; `problem`: why they cannot be shown, else empty."""
@@ -299,10 +299,11 @@ class Feed:
             text = _json(value)
             if name not in self._sections or self._sections[name][1] != text:
                 self._sections[name] = (self.serial, text)
-        for peer_id, key in self._view.worker_keys():
+        for member, key in self._view.worker_keys():
+            peer_id = member.peer_id
             known = self._rows.get(peer_id)
             if known is None or known[2] != key:
-                self._rows[peer_id] = (self.serial, _json(self._view.worker(peer_id)), key)
+                self._rows[peer_id] = (self.serial, _json(self._view.worker(member)), key)
 
 
 def _json(value: Any) -> str:

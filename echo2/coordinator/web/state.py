@@ -18,7 +18,7 @@ from echo2.coordinator.leases.waits import why_no_lease
 from echo2.coordinator.money.provisioning import RentedMachine
 from echo2.coordinator.planning.advice import RunAdvice
 from echo2.coordinator.planning.board import VersionRow
-from echo2.coordinator.planning.corrections import Predicted, PredictionLog
+from echo2.coordinator.planning.corrections import PredictedQuantity, PredictionLog
 from echo2.coordinator.planning.input import plan_config
 from echo2.cost_model.estimates import Estimate
 from echo2.cost_model.plan import Plan
@@ -66,23 +66,16 @@ class StateView:
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """One row per worker, by its peer id."""
-        return {peer_id: self._worker(member) for peer_id, member in self._commands.hub.membership.members.items()}
+        return {peer_id: self.worker(member) for peer_id, member in self._commands.hub.membership.members.items()}
 
-    def worker(self, peer_id: PeerId) -> dict[str, Any]:
-        return self._worker(self._commands.hub.membership.members[peer_id])
-
-    def worker_keys(self) -> Iterator[tuple[PeerId, tuple[Any, ...]]]:
+    def worker_keys(self) -> Iterator[tuple[Member, tuple[Any, ...]]]:
         """For each worker, a key of what its row depends on: as long as the key is the same, the row need not be rebuilt."""
         book = self._commands.hub.book
-        for peer_id, member in self._commands.hub.membership.members.items():
-            state = (
-                member.last_liveness,
-                member.activation,
-                member.setting,
-                member.activation_reason,
-                member.record.barred_until,
-            )
-            yield peer_id, (member.heartbeat_at, member.hello, book.lease_count(peer_id), *state)
+        for member in self._commands.hub.membership.members.values():
+            yield member, (
+                member.heartbeat_at, member.hello, book.lease_count(member.peer_id), member.last_liveness, member.activation,
+                member.setting, member.activation_reason, member.record.barred_until,
+            )  # fmt: skip
 
     def _plan_now(self) -> tuple[Plan | None, str, str]:
         """The plan to show, the planner's mode, and what the planner waits for. There is no plan while no worker is alive."""
@@ -240,7 +233,7 @@ class StateView:
             for token in tokens
         ]  # fmt: skip
 
-    def _worker(self, member: Member) -> dict[str, Any]:
+    def worker(self, member: Member) -> dict[str, Any]:
         hub, hello, beat, link = self._commands.hub, member.hello, member.heartbeat, member.link
         version = member.version
         is_gone = member.last_liveness is Liveness.GONE
@@ -374,7 +367,7 @@ def errors_value(log: PredictionLog) -> dict[str, Any]:
             "count": log.count(what), "error": finite(log.mean_absolute_error(what), 4),
             "bias": finite(log.bias(what), 4),
         }
-        for what in Predicted
+        for what in PredictedQuantity
     }  # fmt: skip
 
 

@@ -258,7 +258,7 @@ def test_a_barred_worker_is_told_why_it_gets_no_lease_in_the_words_that_the_oper
             for _ in range(2):
                 await barred.say(heartbeat=pb.Heartbeat())
             text = (await barred.until("activation")).reason
-            row = StateView(Commands(daemon.hub, "127.0.0.1", 1, [], {})).worker(peer_id)
+            row = StateView(Commands(daemon.hub, "127.0.0.1", 1, [], {})).worker(daemon.hub.membership.members[peer_id])
             assert text == row["no_lease"] == "given no leases for 30 s: it claims too much"
             for worker in (barred, other):
                 await worker.close()

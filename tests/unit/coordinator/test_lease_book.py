@@ -14,7 +14,7 @@ from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
 from echo2.coordinator.leases.queue import PROMPTS_MAX, ExpectedLength, may_take
-from echo2.coordinator.leases.seekers import LeaseRules
+from echo2.coordinator.leases.requests import LeaseRules
 from echo2.coordinator.leases.waits import slowest, waits
 
 BOUND = 4
@@ -283,8 +283,8 @@ class AnyOrder(RuleBasedStateMachine):
     def recall(self, data: st.DataObject, to: PeerId | None) -> None:
         self.tell(self.book.recall, self.some_lease(data), "it is slow", to)
 
-    @rule(heard=st.lists(st.builds(le.WorkerDelivered, st.sampled_from(WORKERS), st.integers(0, 9), st.floats(0, 9))))
-    def deliver(self, heard: list[le.WorkerDelivered]) -> None:
+    @rule(heard=st.lists(st.builds(le.WorkerDelivery, st.sampled_from(WORKERS), st.integers(0, 9), st.floats(0, 9))))
+    def deliver(self, heard: list[le.WorkerDelivery]) -> None:
         self.tell(self.book.on_delivered, tuple({one.worker_id: one for one in heard}.values()))
 
     @rule(worker=st.sampled_from(WORKERS))

@@ -96,7 +96,7 @@ def test_a_question_that_a_worker_holds_far_longer_than_leases_take_goes_to_anot
                     assert grant.is_continuation and held.lease_id not in one.leases
                     return now
                 now += 5.0
-                heard = (le.WorkerDelivered(A, 1, 0.0), le.WorkerDelivered(B, 4, 4.0))
+                heard = (le.WorkerDelivery(A, 1, 0.0), le.WorkerDelivery(B, 4, 4.0))
                 one.on_progress(now, A, held.lease_id, 0, int(now))
                 one.on_delivered(now, heard)
                 ends(one, grant, EndReason.FINISHED, now)

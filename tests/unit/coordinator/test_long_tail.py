@@ -10,9 +10,9 @@ from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import EndReason, GroupSpec, SamplingParams, Work
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
-from echo2.coordinator.leases.lease import Seeker
+from echo2.coordinator.leases.lease import LeaseRequest
 from echo2.coordinator.leases.long_tail import MOVES_PER_GROUP_MAX, QUIET_S, WorkerPace, is_quiet, moves
-from echo2.coordinator.leases.seekers import LeaseRules
+from echo2.coordinator.leases.requests import LeaseRules
 from tests.unit.coordinator.test_lease_book import ends, grants, ready
 
 SLOW, FAST, THIRD = PeerId("slow"), PeerId("fast"), PeerId("third")
@@ -72,7 +72,9 @@ def test_a_lease_stays_if_nothing_is_gained_or_somebody_else_could_use_the_room(
     if why == "queued group":
         book.request(now, FAST, 0, Version(0))
         book.offer(now, (spec("h"),))
-        book.seekers.wanting[FAST] = Seeker(SIZE, Version(0), now)  # between the word of its room and the next match
+        book.requests.wanting[FAST] = LeaseRequest(
+            SIZE, Version(0), now
+        )  # between the word of its room and the next match
     assert found(book, **({"fast": 5.0} if why == "no faster worker" else {})) == []
 
 

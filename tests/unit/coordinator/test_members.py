@@ -22,7 +22,7 @@ from echo2.coordinator.fleet.members import (
     try_newcomers,
 )
 from echo2.coordinator.fleet.record import WorkerRecords
-from echo2.coordinator.leases.lease import WorkerDelivered
+from echo2.coordinator.leases.lease import WorkerDelivery
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.money.provisioning import NO_LIMIT, MachineOffer, MachineState, RentedMachine, price_limit
 from echo2.coordinator.planning.input import believed_rate
@@ -123,7 +123,7 @@ class Fleet:
         member = join(self.membership, name, price)
         self.membership.on_heartbeat(member.peer_id, beat(rate, 1.0) if rate else pb.Heartbeat(), None, 0.0)
         if delivered:
-            self.records.on_delivered((WorkerDelivered(member.peer_id, 8, delivered),), 0.0)
+            self.records.on_delivered((WorkerDelivery(member.peer_id, 8, delivered),), 0.0)
         return member
 
     def on_trial(self, now: float = 0.0, cap: float = NONE, is_spent: bool = False) -> set[str]:
@@ -161,7 +161,7 @@ def test_a_plan_is_made_of_what_was_delivered_and_no_claim_of_a_newcomer_is_in_i
     assert (after.pool, after.kappa, after.predicted_utilisation) == (
         before.pool, before.kappa, before.predicted_utilisation
     )  # fmt: skip
-    fleet.records.on_delivered((WorkerDelivered(liars[1].peer_id, 8, 1.0),), 1.0)
+    fleet.records.on_delivered((WorkerDelivery(liars[1].peer_id, 8, 1.0),), 1.0)
     fleet.on_trial(1.0)
     assert believed_rate(liars[1]) < 1.0
     assert len(set(fleet.plan().pool) & set(before.pool)) >= 3, "a little buys a little"

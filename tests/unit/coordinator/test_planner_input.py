@@ -14,7 +14,7 @@ from echo2.coordinator.fleet.members import LivenessRule, Member, Membership, Wo
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.planning.board import LearnerBoard
-from echo2.coordinator.planning.corrections import Corrections, Predicted
+from echo2.coordinator.planning.corrections import Corrections, PredictedQuantity
 from echo2.coordinator.planning.input import (
     RATE_MARGIN,
     Speed,
@@ -210,13 +210,15 @@ def test_predictions_stand_next_to_what_happened() -> None:
         spent = chosen.usd_per_hour * at / 3600
         reckoning.on_step(pb.LearnerReport(utilisation=chosen.predicted_utilisation - 0.05), spent, at)
     log = reckoning.log
-    assert log.mean_absolute_error(Predicted.UTILISATION) == pytest.approx(0.05)
-    assert log.mean_absolute_error(Predicted.USD_PER_HOUR) == pytest.approx(0.0, abs=1e-9)
+    assert log.mean_absolute_error(PredictedQuantity.UTILISATION) == pytest.approx(0.05)
+    assert log.mean_absolute_error(PredictedQuantity.USD_PER_HOUR) == pytest.approx(0.0, abs=1e-9)
     made.on_publish(pb.VersionPublished(version=1, has_parent=True), 3.0, [PeerId("w0")], 20.0)
     made.on_live(PeerId("w0"), Version(1), 25.0)
     for _ in range(2):
         reckoning.on_spread(made.newest_complete)
-    assert log.count(Predicted.BROADCAST_S) == 1 and log.bias(Predicted.BROADCAST_S) == pytest.approx(5.0 - 3.0)
+    assert log.count(PredictedQuantity.BROADCAST_S) == 1 and log.bias(PredictedQuantity.BROADCAST_S) == pytest.approx(
+        5.0 - 3.0
+    )
 
 
 def test_workers_at_work_weigh_what_they_give_and_as_much_is_needed_as_the_plan_asks_for() -> None:

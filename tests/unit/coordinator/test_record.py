@@ -60,7 +60,7 @@ class Run:
 
     def hears(self, *workers: tuple[PeerId, int, float]) -> list[le.Action]:
         """The learner reports from whom it has received what."""
-        return self.tell(self.one.on_delivered, tuple(le.WorkerDelivered(*worker) for worker in workers))
+        return self.tell(self.one.on_delivered, tuple(le.WorkerDelivery(*worker) for worker in workers))
 
     def offer(self, count: int = 1, prompt: int | None = None, exam: Version | None = None) -> list[GroupSpec]:
         found = []
@@ -208,7 +208,7 @@ def test_a_rate_is_what_was_admitted_by_the_second_with_leases_and_a_claim_count
 
     def rate_after(seconds: Iterable[int], admitted: float) -> float:
         for second in seconds:
-            records.on_delivered((le.WorkerDelivered(A, 8, admitted),), float(second))
+            records.on_delivered((le.WorkerDelivery(A, 8, admitted),), float(second))
         return records.of(A).delivered_per_s or 0.0
 
     records.on_delivered((), 0.0)

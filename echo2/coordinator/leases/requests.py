@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId, Version
 from echo2.coordinator.fleet.record import WorkerRecords
-from echo2.coordinator.leases.lease import OpenGroup, Seeker
+from echo2.coordinator.leases.lease import LeaseRequest, OpenGroup
 from echo2.coordinator.leases.queue import may_take
 
 
@@ -35,13 +35,13 @@ _Place = tuple[float, float, PeerId]
 
 
 class Ranking:
-    """Seekers, iterated in the order in which they get groups. `place_of`: a worker's sort key, which changes only when the worker
+    """Requests, iterated in the order in which they get groups. `place_of`: a worker's sort key, which changes only when the worker
     is given a lease.
 
     Sorting once serves many groups: a learner offers a hundred groups a second to a fleet of thousands.
     """
 
-    def __init__(self, members: dict[PeerId, Seeker], place_of: Callable[[PeerId], _Place]) -> None:
+    def __init__(self, members: dict[PeerId, LeaseRequest], place_of: Callable[[PeerId], _Place]) -> None:
         self.members = members
         self._place_of = place_of
         self._places: dict[PeerId, _Place] = {}
@@ -72,7 +72,7 @@ class Ranking:
 
 
 @dataclass(slots=True)
-class Seekers:
+class LeaseRequests:
     """`lease_count`: counts the leases of a worker. `open_groups`: counts the groups that wait or are leased. `now`: time of the
     lease book's last event."""
 
@@ -80,7 +80,7 @@ class Seekers:
     records: WorkerRecords
     lease_count: Callable[[PeerId], int]
     open_groups: Callable[[], int]
-    wanting: OrderedDict[PeerId, Seeker] = field(default_factory=OrderedDict)
+    wanting: OrderedDict[PeerId, LeaseRequest] = field(default_factory=OrderedDict)
     allowed: set[PeerId] = field(default_factory=set)
     now: float = 0.0
     _rates: dict[PeerId, float] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Seekers:
         if free_rollouts <= 0:
             self.wanting.pop(worker_id, None)
         else:
-            self.wanting[worker_id] = Seeker(free_rollouts, version, known.since if known else self.now)
+            self.wanting[worker_id] = LeaseRequest(free_rollouts, version, known.since if known else self.now)
 
     def on_reconnect(self, worker_id: PeerId) -> None:
         """The worker reconnected: forgets its request, which it has to make anew."""
@@ -118,41 +118,41 @@ class Seekers:
 
     # ---- who is next
 
-    def open(self, only: PeerId | None = None) -> dict[PeerId, Seeker]:
+    def open(self, only: PeerId | None = None) -> dict[PeerId, LeaseRequest]:
         """Workers that may be given a lease now. `only`: consider this worker alone."""
         wanting = self.wanting if only is None else {only: self.wanting[only]} if only in self.wanting else {}
-        return {w: seeker for w, seeker in wanting.items() if w in self.allowed and self.has_room(w)}
+        return {w: request for w, request in wanting.items() if w in self.allowed and self.has_room(w)}
 
     def has_another(self, worker_id: PeerId, version: Version) -> bool:
         """Whether another worker than this may be given an evaluation of `version` now."""
         return any(
-            seeker.version == version and other != worker_id and self.records.may_evaluate(other, version, self.now)
-            for other, seeker in self.open().items()
+            request.version == version and other != worker_id and self.records.may_evaluate(other, version, self.now)
+            for other, request in self.open().items()
         )
 
-    def ranked(self, seekers: dict[PeerId, Seeker]) -> Ranking:
-        return Ranking(seekers, lambda w: (self.backlog_s(w), seekers[w].since, w))
+    def ranked(self, requests: dict[PeerId, LeaseRequest]) -> Ranking:
+        return Ranking(requests, lambda w: (self.backlog_s(w), requests[w].since, w))
 
     def can_hold_more(self, worker_id: PeerId) -> bool:
         """Whether the worker still wants rollouts and may hold more."""
         return worker_id in self.wanting and self.has_room(worker_id)
 
-    def best(self, group: OpenGroup, seekers: Ranking) -> PeerId | None:
-        """The worker in `seekers` that gets the group; None if none may have it now."""
+    def best(self, group: OpenGroup, requests: Ranking) -> PeerId | None:
+        """The worker in `requests` that gets the group; None if none may have it now."""
         group.avoid = {worker_id: until for worker_id, until in group.avoid.items() if until > self.now}
         warm = group.preferred
         waits = self.now < group.waits_until and warm in self.allowed and warm not in group.avoid
-        if warm in seekers.members and self._may_have(group, warm, seekers.members[warm]):
+        if warm in requests.members and self._may_have(group, warm, requests.members[warm]):
             return warm
         if waits:
             return None
-        return next((w for w in seekers if self._may_have(group, w, seekers.members[w])), None)
+        return next((w for w in requests if self._may_have(group, w, requests.members[w])), None)
 
-    def _may_have(self, group: OpenGroup, worker_id: PeerId, seeker: Seeker) -> bool:
+    def _may_have(self, group: OpenGroup, worker_id: PeerId, request: LeaseRequest) -> bool:
         exact = group.spec.exact_version
         return (
             worker_id not in group.avoid and self.has_room(worker_id)
-            and may_take(group.spec, seeker.version, self.rules.staleness_bound)
+            and may_take(group.spec, request.version, self.rules.staleness_bound)
             and (exact is None or self.records.may_evaluate(worker_id, exact, self.now))
         )  # fmt: skip
 
