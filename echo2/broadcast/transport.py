@@ -115,6 +115,8 @@ class Transport:
             if (task := asyncio.current_task()) is not None:
                 self._shaking.pop(task, None)
             await accept(connection)
+        except ConnectionError as error:  # it left by itself, as one does that only asks whether the port is open
+            _log.debug("port %d: a caller left: %s", self.port, error)
         except (OSError, EchoError) as error:  # a handshake that failed is an OSError
             self._refusals.warn("port %d: a caller was refused: %s", self.port, error)
         finally:

@@ -330,7 +330,7 @@ def _share(status: coordinator_pb2.RunStatus) -> str:
     if not status.full_bytes_published:
         return ""
     share = status.artifact_bytes_published / status.full_bytes_published
-    return f", {share:.0%} of full snapshots ({format_bytes(status.full_bytes_published)})"
+    return f", {100 * share:.2g}% of full snapshots ({format_bytes(status.full_bytes_published)})"
 
 
 def _plan_text(status: coordinator_pb2.RunStatus) -> Text:

@@ -196,7 +196,7 @@ def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
     first, last = facts["held_out_reward_first"], facts["held_out_reward_last"]
     equal = [name for name, is_equal in facts["versions_equal"].items() if is_equal]
     whole = facts["full_snapshot_bytes"]
-    share = facts["delta_bytes"] / whole if whole else 0.0
+    percent = 100 * facts["delta_bytes"] / whole if whole else 0.0
     entries = [
         ("held-out reward", f"{_number(first)} -> {_number(last)} in {facts['steps']} steps"),
         ("reward, last 10 steps", _number(facts["reward_last_10_steps"])),
@@ -206,7 +206,7 @@ def _entries(run_folder: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
          "after the first plan" if facts["utilisation_measured"] is not None else "too few steps to measure"),
         ("tokens trained above S", f"{facts['tokens_over_bound']} of {facts['trained_tokens']}; rollouts dropped as "
          f"stale {facts['dropped_stale_rollouts']}, duplicates {facts['duplicate_rollouts']}"),
-        ("published", f"deltas of {format_bytes(facts['delta_bytes'])}, {share:.0%} of full snapshots ({format_bytes(whole)}); "
+        ("published", f"deltas of {format_bytes(facts['delta_bytes'])}, {percent:.2g}% of full snapshots ({format_bytes(whole)}); "
          f"for workers that come late: keyframes of {format_bytes(facts['keyframe_bytes'])}, merged deltas of "
          f"{format_bytes(facts['merged_delta_bytes'])}"),
         ("audit", f"the learner scored {facts['audit_own_s_per_step']:.3g} s a step on its own device"),

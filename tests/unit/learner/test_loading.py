@@ -48,6 +48,7 @@ def test_an_exported_model_has_the_tensors_the_dtype_and_the_size_of_its_base(
         name: (t.shape, t.dtype) for name, t in of_base.items()
     }
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == (base / "model.safetensors").stat().st_size
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1, "whoever reads one file reads all"
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["dtype"] == dtype and said == json.loads((base / "config.json").read_text())
     ids = torch.tensor([[3, 4, 5]])

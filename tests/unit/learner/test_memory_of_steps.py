@@ -112,7 +112,11 @@ def main() -> None:
 
 @pytest.mark.parametrize(
     ("optimizer_state", "precision", "rank", "budget"),
-    [("float32", "bfloat16", 0, 512), ("8bit", "bfloat16", 0, 512), ("float32", "nf4", 16, 2048)],
+    [
+        ("float32", "bfloat16", 0, 512),
+        ("8bit", "bfloat16", 0, 512),
+        pytest.param("float32", "nf4", 16, 2048, marks=pytest.mark.soak),  # a minute
+    ],
 )
 def test_two_steps_with_publishing_and_a_checkpoint_take_what_the_sizing_rule_tells(
     tmp_path: Path, optimizer_state: str, precision: str, rank: int, budget: int
