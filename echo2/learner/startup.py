@@ -236,8 +236,8 @@ def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: objec
     partial = folder.with_name(folder.name + ".partial")
     model.save(policy, partial)
     tokenizer.save_pretrained(partial)  # type: ignore[attr-defined]
-    mode = (partial / "config.json").stat().st_mode & 0o777
-    for file in partial.iterdir():  # safetensors writes for its owner alone, and another account may serve the model
+    mode = partial.stat().st_mode & 0o666
+    for file in partial.glob("*.safetensors"):  # it writes for its owner alone, and another account may serve the model
         file.chmod(mode)
     if folder.exists():
         previous = folder.with_name(folder.name + ".previous")
