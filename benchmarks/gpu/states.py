@@ -14,11 +14,11 @@ from torch import Tensor
 from benchmarks.gpu.setup import QWEN3_4B, SMALL, Row, Setup, Shape, not_measured
 from benchmarks.gpu.stepping import batch_of, trainer_of
 from echo2.base.ids import Version
+from echo2.config.run import OptimizerState
 from echo2.cost_model.memory import Checkpointing, LearnerRun, learner_memory
 from echo2.learner.options import LearnerLimits
 from echo2.learner.publishing.checkpoint import CheckpointStore, put_back, take
 from echo2.learner.rollouts.groups import Batch
-from echo2.learner.training.optimiser import OptimizerState
 
 BITS = Shape("Qwen3 of four layers", 16_384, 1024, 3072, 4, 16, 8, 128, True)
 SIZES = (4, 8, 256, 512)

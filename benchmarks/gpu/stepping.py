@@ -19,10 +19,10 @@ import torch
 from benchmarks.gpu.setup import QWEN3_06B, QWEN3_4B, SMALL, Row, Setup, Shape, not_measured, saved_model
 from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
+from echo2.config.run import OptimizerState
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch, TrainGroup
 from echo2.learner.training.model import PolicyModel
-from echo2.learner.training.optimiser import OptimizerState
 from echo2.learner.training.packing import Attention
 from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.learner.training.trials import choose_attention

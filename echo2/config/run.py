@@ -104,6 +104,9 @@ class RunSection(Section):
     seed: Whole = opt(0, "Seeds prompt order and sampling.")
 
 
+OptimizerState = Literal["float32", "8bit", "host"]
+
+
 class ModelSection(Section):
     path: str = opt("", "Local folder in Hugging Face layout, or a hub id.")
     weights_dtype: Literal["bfloat16", "float32", "nf4"] = opt(
@@ -242,7 +245,7 @@ class LearnerSection(Section):
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "vcpo"] = opt(
         "grpo", "Baseline and scale of group advantages (docs/algorithms.md)."
     )
-    optimizer_state: Literal["float32", "8bit", "host"] = opt(
+    optimizer_state: OptimizerState = opt(
         "float32", "AdamW's moments: in 8 bits (bitsandbytes), or with the masters in host memory."
     )
     updates_per_batch: Count = opt(1, "Optimiser updates per step, each on a share of its groups.")

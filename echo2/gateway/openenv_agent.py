@@ -16,6 +16,7 @@ import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +27,9 @@ from echo2.gateway.harness import Episode
 ANSWER_S = 60.0  # OpenEnv's own client waits as long
 MESSAGE_BYTES_MAX = 16 << 20
 OBSERVATION_CHARS_MAX = 32_768  # beyond it an observation fits no context that is trained
+OPENINGS_MAX = (
+    64  # braces of a completion that are tried as the action's beginning: each may be read to the completion's end
+)
 ACTION_ERRORS = {"VALIDATION_ERROR", "EXECUTION_ERROR"}
 """What a server answers to an action that it cannot take; its other errors are its own."""
 
@@ -102,7 +106,8 @@ class OpenEnvServer:
         if self._field:
             return {self._field: said}
         decoder = json.JSONDecoder()
-        for place in (place for place, character in enumerate(said) if character == "{"):
+        places = (place for place, character in enumerate(said) if character == "{")
+        for place in islice(places, OPENINGS_MAX):
             try:
                 found, _ = decoder.raw_decode(said, place)
             except (ValueError, RecursionError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from echo2.config.run import RunConfig
+from echo2.config.run import OptimizerState, RunConfig
 from echo2.cost_model.sizing import longest_sequence
 from echo2.learner.training.loss import LossConfig
 
@@ -37,7 +37,7 @@ class TrainerOptions:
     row_tokens: int = 0  # 0: from the model's width
     gradient_checkpointing: bool | Literal["selective"] = False
     attention: Literal["auto", "dense", "flex"] = "auto"
-    optimizer_state: Literal["float32", "8bit", "host"] = "float32"
+    optimizer_state: OptimizerState = "float32"
     updates_per_batch: int = 1  # optimiser updates per step, each on its share of the groups
     trains_on_truncated: bool = True  # whether to train on completions cut off at the length limit
     nonfinite_steps_max: int = 5

@@ -9,6 +9,7 @@ from echo2.tasks.task import Reward, TaskInstance, checked_index
 
 OPENENV_PLAYER = "echo2.gateway.openenv_agent:play"
 """The harness that plays them."""
+TURNS_MAX = 512  # as the gateway's GatewayLimits.calls_max
 
 
 class OpenEnvTask:
@@ -20,9 +21,9 @@ class OpenEnvTask:
     def __init__(self, url: str, instructions: str, size: int, turns: int, reset: Mapping[str, object]) -> None:
         if url.partition("://")[0] not in ("http", "https", "ws", "wss"):
             raise ConfigError(f"task openenv: expected url as http://HOST:PORT or ws://HOST:PORT, got {url!r:.120}")
-        if not 1 <= turns <= 512:
+        if not 1 <= turns <= TURNS_MAX:
             raise ConfigError(
-                f"task openenv: expected 1 to 512 turns, as many calls as an episode may make, got {turns}"
+                f"task openenv: expected 1 to {TURNS_MAX} turns, as many calls as an episode may make, got {turns}"
             )
         self.name, self.size, self._instructions = f"openenv/{url}", size, instructions
         self._told = {"url": url, "turns": turns, "reset": dict(reset)}

@@ -120,6 +120,26 @@ def test_a_peer_that_is_banned_before_its_hello_has_come_gets_no_link(tmp_path: 
     asyncio.run(scene())
 
 
+def test_a_caller_that_only_asks_whether_the_port_is_open_raises_no_alarm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        async with fleet(tmp_path, 0) as f:
+            port = port_of(f.members[0].node)
+            with caplog.at_level("DEBUG", "echo2.ports"):
+                (await asyncio.open_connection("127.0.0.1", port))[1].close()
+                await until(lambda: "a caller left" in caplog.text, "the caller that left is noted")
+                with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as raw:
+                    raw.sendall(b"no hello" * 8)
+                    await until(lambda: "a caller was refused" in caplog.text, "the caller without a hello is told")
+        assert [one.levelname for one in caplog.records if f"port {port}: a caller" in one.message] == [
+            "DEBUG",
+            "WARNING",
+        ]
+
+    asyncio.run(scene())
+
+
 def test_whoever_shows_no_certificate_is_let_go(tmp_path: Path) -> None:
     """In TLS 1.3 a client hears of its refusal with its first read."""
 

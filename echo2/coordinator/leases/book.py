@@ -371,7 +371,7 @@ class LeaseBook:
         # With no training work, queued or leased, every willing worker may evaluate.
         trains = self._queue.paced_count or len(self.leases) > len(self._evaluators)
         for version in self._queue.exact_versions({request.version for request in requests.values()}):
-            willing = sorted((w for w, s in requests.items() if s.version == version), key=self.requests.backlog_s)
+            willing = sorted((w for w, r in requests.items() if r.version == version), key=self.requests.backlog_s)
             chosen = (
                 self._evaluators.chosen(version, willing, self.requests.allowed, self.requests.rate)
                 if trains
@@ -381,20 +381,14 @@ class LeaseBook:
             for group_id in self._queue.exact(version):
                 yield from self._hand_out(self.groups[group_id], examining, now)
             requests |= examining.members
-        newest, request_count = (
-            max((request.version for request in requests.values()), default=Version(0)),
-            len(requests),
-        )
+        request_count, newest = len(requests), max((r.version for r in requests.values()), default=Version(0))
         ranking = self.requests.ranked(requests)
         for step, group_id in self._queue.paced():
             if not requests or not may_begin(newest, step, self.rules.staleness_bound):
                 return  # the queue is sorted by consume_step: all groups behind need the same or a newer version
             yield from self._hand_out(self.groups[group_id], ranking, now)
             if len(requests) != request_count:
-                newest, request_count = (
-                    max((request.version for request in requests.values()), default=newest),
-                    len(requests),
-                )
+                request_count, newest = len(requests), max((r.version for r in requests.values()), default=newest)
 
     def _hand_out(self, group: OpenGroup, requests: Ranking, now: float) -> Iterator[Action]:
         """Leases the group to the best of `requests`, if any may have it. Drops workers from `requests` that can hold no more."""

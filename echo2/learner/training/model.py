@@ -315,9 +315,8 @@ class PolicyModel:
         else:
             self.masters = [p.data for p in self.parameters]
         if self.ranks.count == 1 and any(p.dtype == torch.bfloat16 for p in self.parameters):
-            for number, parameter in enumerate(
-                self.parameters
-            ):  # so that a bf16 gradient lives no longer than its layer's pass
+            # A bf16 gradient lives no longer than its layer's pass.
+            for number, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(partial(_add_gradient_of, weakref.ref(self), number))
         self.policy.slices_head = self._head_can_be_sliced()  # last: the probe's forward pass gathers sharded rows
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from echo2.base.errors import ConfigError
+from echo2.config.run import OptimizerState
 from echo2.learner.training.ranks import own_part, whole
-
-OptimizerState = Literal["float32", "8bit", "host"]
 
 PIECE_ELEMENTS = 16 << 20
 """Of masters on the device at a time: 64 MiB a tensor fill PCIe, and three tensors in two places take 0.4 GB."""

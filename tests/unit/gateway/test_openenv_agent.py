@@ -17,8 +17,8 @@ from echo2.base.errors import ConfigError, TaskError
 from echo2.gateway.app import GatewayApp, GatewayPort
 from echo2.gateway.episodes import Episodes, GatewayLimits
 from echo2.gateway.harness import Episode, make_harness
-from echo2.gateway.openenv_agent import play
-from echo2.tasks.openenv_task import OPENENV_PLAYER
+from echo2.gateway.openenv_agent import OPENINGS_MAX, ActionRefused, OpenEnvServer, play
+from echo2.tasks.openenv_task import OPENENV_PLAYER, TURNS_MAX
 from echo2.tasks.registry import make_task
 from echo2.tasks.task import TaskSpec
 from tests.e2e.cluster import ROOT
@@ -128,3 +128,20 @@ def test_an_episode_whose_server_is_gone_is_lost_and_says_which() -> None:
         asyncio.run(play(Episode("", "", {"messages": [], "metadata": {"url": f"ws://127.0.0.1:{port}"}})))
     with pytest.raises(ConfigError, match="expected url as http"):
         make_task(TaskSpec("openenv", {"url": "here:8000"}))
+    with pytest.raises(ConfigError, match=f"expected 1 to {GatewayLimits(1, 1, 1, 1).calls_max} turns"):
+        make_task(TaskSpec("openenv", {"url": "ws://here:8000", "turns": TURNS_MAX + 1}))
+
+
+def test_a_reward_that_is_no_finite_number_is_the_servers_fault_and_braces_without_end_are_the_models() -> None:
+    class Socket:
+        async def send(self, _: str) -> None: ...
+
+        async def recv(self) -> str:
+            return '{"type": "observation", "data": {"observation": {}, "reward": NaN, "done": false}}'
+
+    server = OpenEnvServer("ws://here", Socket(), {"properties": {"a": {"type": "integer"}, "b": {}}})
+    with pytest.raises(TaskError, match="expected an observation with a finite reward"):
+        asyncio.run(server.ask("step", {}))
+    assert server.action_of("{" * (OPENINGS_MAX - 1) + '{"a": 1}') == {"a": 1}
+    with pytest.raises(ActionRefused, match="expected one action as a JSON object"):
+        server.action_of("{" * OPENINGS_MAX + '{"a": 1}')

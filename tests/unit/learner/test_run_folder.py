@@ -6,11 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from echo2.base.errors import StateError
 from echo2.base.ids import Step
+from echo2.config.run import OptimizerState
+from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.run_folder import KEPT_MAX, RunFolder, keep_for_inspection
+from echo2.learner.startup import prepare
+from echo2.learner.training import trainer as trainer_module
 from tests.unit.learner.fleet import options_for, prompts_for
 from tests.unit.learner.test_trainer import random_groups
 from tests.unit.learner.tiny import make_tiny_model
@@ -31,6 +36,31 @@ def test_what_a_run_is_may_not_change(tmp_path: Path) -> None:
     (tmp_path / "journal" / "segment-00000000.records").touch()
     with pytest.raises(StateError, match=r"run\.json: expected it beside segment-00000000\.records, found none"):
         folder.check_identity({"seed": 1})
+
+
+def test_a_run_goes_on_only_with_a_kind_of_optimiser_that_can_read_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    monkeypatch.setattr(trainer_module, "adamw_of", lambda _, masters, *args, **how: torch.optim.AdamW(masters, **how))
+
+    def begin(run: str, optimizer_state: OptimizerState) -> None:
+        trainer, folder = (
+            TrainerOptions(str(model), device="cpu", optimizer_state=optimizer_state),
+            RunFolder(tmp_path / run),
+        )
+        try:
+            prepare(options_for(tmp_path / run, model, trainer), folder).prompts.close()
+        finally:
+            folder.release()
+
+    begin("one", "host")
+    begin("one", "float32")
+    with pytest.raises(StateError, match='expected optimizer_state "float32" as when the run began, got "8bit"'):
+        begin("one", "8bit")
+    begin("other", "8bit")
+    with pytest.raises(StateError, match='expected optimizer_state "8bit" as when the run began, got "float32"'):
+        begin("other", "host")
 
 
 def test_every_flipped_bit_of_what_the_run_is_stops_the_start(tmp_path: Path) -> None:

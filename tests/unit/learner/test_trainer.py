@@ -20,6 +20,7 @@ from echo2.learner.training.adapter import AdapterOptions
 from echo2.learner.training.loading import load_whole
 from echo2.learner.training.loss import LossConfig
 from echo2.learner.training.model import PolicyModel, check_dtypes, host_copies, logit_bytes, selective_contexts
+from echo2.learner.training.optimiser import clip
 from echo2.learner.training.packing import PackedInputs
 from echo2.learner.training.trainer import Trainer
 from echo2.weights.precision import round_parameters
@@ -55,6 +56,18 @@ def random_groups(seed: int, count: int = 3, temperature: float = 1.0, logprob: 
         spec = GroupSpec(group_id, prompt, 4, SamplingParams(temperature=temperature, max_new_tokens=16), 0)
         groups.append(TrainGroup(spec, number, tuple(rollouts), tuple(rng.random() for _ in rollouts)))
     return tuple(groups)
+
+
+def test_a_gradient_is_clipped_to_the_bits_of_torchs_own_clipping() -> None:
+    draw = torch.Generator().manual_seed(0)
+    ours: list[torch.Tensor | None] = [torch.randn(40, 7, generator=draw), None, torch.randn(5, generator=draw)]
+    theirs = [torch.nn.Parameter(torch.zeros_like(g)) for g in ours if g is not None]
+    for bound in (1.0, 1e9):  # the second changes nothing
+        for parameter, gradient in zip(theirs, (g for g in ours if g is not None), strict=True):
+            parameter.grad = gradient.clone()
+        norm = clip(ours, bound)
+        assert norm == float(torch.nn.utils.clip_grad_norm_(theirs, bound)) and (norm > 1.01) == (bound == 1.0)
+        assert all(torch.equal(p.grad, g) for p, g in zip(theirs, (g for g in ours if g is not None), strict=True))
 
 
 def test_an_emulated_step_takes_its_time_and_trains_the_same(model_path: Path) -> None:
