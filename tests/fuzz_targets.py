@@ -405,7 +405,7 @@ def _peer_inputs() -> Iterator[tuple[str, list[bytes]]]:
         [PipeAnswer(bytes(range(16))).to_bytes(), _tls_hello("peer.example", ["h2"]), _tls_hello("a.b", [])],
     )
     yield "peer_message", [
-        bw.hello(1, RunId("r")), bw.header_to_bytes(header), frame, bw.addressed(frame, Route(3, 1), True),
+        bw.hello(1, RunId("r")), bw.header_to_bytes(header), frame, frame + bw.beside(Route(3, 1), True),
         bw.seal_to_bytes(seal), bw.have_to_bytes(header.key, 0b1011, True), bw.request_to_bytes(header.key, (0, 3)),
         bw.cancel_to_bytes(header.key, (1,)), bw.relay_ack_to_bytes(header.key, 0, 2),
         bw.width_wish_to_bytes(4), bw.beside(Route(3, 1), False) + frame,

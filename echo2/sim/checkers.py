@@ -107,12 +107,6 @@ class Truth:
         expected = self.fingerprints.get(version)
         self.check(4, found == expected, f"the host copy of {who} at version {version} has fingerprint {found:016x}")
 
-    def live(self, who: str, version: Version, fingerprint: int) -> None:
-        expected = self.fingerprints.get(version)
-        self.check(
-            3, fingerprint == expected, f"{who} goes live with version {version} and fingerprint {fingerprint:016x}"
-        )
-
     def reported(self, who: str, segments: Sequence[RolloutSegment]) -> None:
         """A worker has sent tokens: each must have been sampled by the version that its span names."""
         if who in self.liars:
@@ -200,14 +194,13 @@ class Truth:
         self.check(2, step >= self.step, f"the learner comes back at step {step}, it had reached {self.step}")
         self.nothing_is_lost(groups)
 
-    def nothing_is_lost(self, groups: OpenGroups, drawn: Collection[GroupId] = ()) -> None:
-        """Checks that every acknowledged rollout is trained on, dropped or held. `drawn`: groups of the batch that is being
-        trained on now."""
+    def nothing_is_lost(self, groups: OpenGroups) -> None:
+        """Checks that every acknowledged rollout is trained on, dropped or held."""
         for group_id, index in sorted(self._acknowledged):
             root = root_of(group_id)
             if evaluated_version(group_id) is not None:
                 continue  # an evaluation's: checked when a learner restarts
-            if root in self._trained_at or root in drawn or group_id in self._dropped or root in self._dropped:
+            if root in self._trained_at or {group_id, root} & self._dropped.keys():
                 continue
             group = groups.groups.get(group_id)
             is_there = group is not None and group.rollouts[index].is_finished

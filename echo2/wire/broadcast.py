@@ -53,8 +53,8 @@ def parse(data: bytes, whose: str) -> pb.PeerMessage:
 
 
 def hello(protocol_version: int, run_id: RunId, *, is_further: bool = False) -> bytes:
-    made = pb.PeerHello(protocol_version=protocol_version, run_id=run_id, is_further=is_further)
-    return pb.PeerMessage(hello=made).SerializeToString()
+    said = pb.PeerHello(protocol_version=protocol_version, run_id=run_id, is_further=is_further)
+    return pb.PeerMessage(hello=said).SerializeToString()
 
 
 def header_to_bytes(header: Header) -> bytes:
@@ -110,11 +110,6 @@ def beside(route: Route | None, is_answer: bool) -> bytes:
     if route is None:
         return b""
     return pb.PeerMessage(route=pb.Route(epoch=route.epoch, tree=route.tree)).SerializeToString()
-
-
-def addressed(frame: bytes | memoryview, route: Route | None, is_answer: bool) -> bytes:
-    """An encoded chunk with its route or answer mark appended."""
-    return b"".join((frame, beside(route, is_answer)))
 
 
 def route_of(message: pb.PeerMessage) -> Route | None:
@@ -263,22 +258,12 @@ def plan_to_message(plan: BroadcastPlan) -> pb.BroadcastPlan:
 
 def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
     """Parses a plan; MalformedMessage if its trees do not match its nodes."""
-    nodes = tuple(
-        NodeLink(
-            PeerId(node.peer_id), node.name, tuple(node.addresses), node.uplink_bytes_per_s,
-            node.downlink_bytes_per_s, node.rtt_s, access_from_message(node.access),
-            node.is_late,
-        )
-        for node in message.nodes
-    )  # fmt: skip
+    nodes = tuple(core_of(node, NodeLink, access=access_from_message(node.access)) for node in message.nodes)
     for tree in message.trees:
         if len(tree.parents) != len(nodes) - 1 or any(parent >= len(nodes) for parent in tree.parents):
             raise MalformedMessage(f"plan: expected trees over {len(nodes)} nodes, got one of {len(tree.parents) + 1}")
-    trees = tuple(Tree(tree.weight, tuple(tree.parents)) for tree in message.trees)
-    return BroadcastPlan(
-        message.epoch, nodes, trees, message.topology, tuple(message.predicted_s), message.predicted_bytes,
-        message.reason,
-    )  # fmt: skip
+    trees = tuple(core_of(tree, Tree) for tree in message.trees)
+    return core_of(message, BroadcastPlan, nodes=nodes, trees=trees)
 
 
 def access_to_message(access: Access) -> pb.PeerAccess | None:

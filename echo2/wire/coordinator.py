@@ -40,11 +40,7 @@ def cause_of_end(reason: str) -> str | None:
 
 
 # Message to core type.
-_END_REASONS = {
-    pb.LeaseEnded.REASON_FINISHED: EndReason.FINISHED,
-    pb.LeaseEnded.REASON_HANDED_BACK: EndReason.HANDED_BACK,
-    pb.LeaseEnded.REASON_REFUSED: EndReason.REFUSED,
-}
+_END_REASONS = {pb.LeaseEnded.Reason.Value(f"REASON_{reason.name}"): reason for reason in EndReason}
 
 
 def held_lease_from_ticket(

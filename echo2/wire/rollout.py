@@ -27,7 +27,7 @@ from echo2.base.rollout import (
 )
 from echo2.base.routing import Routing
 from echo2.trust.identity import Identity, verify_signature
-from echo2.wire.bounds import ID_CHARS_MAX, MESSAGE_CHARS_MAX, ROLLOUT_TOKENS_MAX
+from echo2.wire.bounds import MESSAGE_CHARS_MAX, ROLLOUT_TOKENS_MAX
 from echo2.wire.by_name import core_of, message_of
 from echo2.wire.gen.echo2.v1 import ingest_pb2, rollout_pb2
 
@@ -49,39 +49,24 @@ _VERDICT_FROM_WIRE = {number: verdict for verdict, number in _VERDICT_TO_WIRE.it
 _WORK_FROM_WIRE = {number: work for work, number in _WORK_TO_WIRE.items()}
 
 
-def _checked_id(value: str, what: str) -> str:
-    if not 1 <= len(value) <= ID_CHARS_MAX or not value.isprintable():
-        raise MalformedMessage(f"{what}: expected 1 to {ID_CHARS_MAX} printable characters, got {value[:40]!r}")
-    return value
-
-
 def _expect(is_so: bool, what: str, expected: str, came: object) -> None:
     if not is_so:
         raise MalformedMessage(f"{what}: expected {expected}, got {came}")
 
 
 def group_id_from_wire(value: str) -> GroupId:
-    """A group id within its limits."""
-    return GroupId(_checked_id(value, "group_id"))
+    _expect(bool(value), "group_id", "one", "none")
+    return GroupId(value)
 
 
 def lease_id_from_wire(value: str) -> LeaseId:
-    """A lease id within its limits."""
-    return LeaseId(_checked_id(value, "lease_id"))
-
-
-def sampling_to_message(sampling: SamplingParams) -> rollout_pb2.SamplingParams:
-    return message_of(sampling, rollout_pb2.SamplingParams)
-
-
-def sampling_from_message(message: rollout_pb2.SamplingParams) -> SamplingParams:
-    """`SamplingParams` checks the ranges itself."""
-    return core_of(message, SamplingParams)
+    _expect(bool(value), "lease_id", "one", "none")
+    return LeaseId(value)
 
 
 def group_to_message(group: GroupSpec) -> rollout_pb2.GroupSpec:
-    sampling, work = sampling_to_message(group.sampling), _WORK_TO_WIRE[group.work]
-    return message_of(group, rollout_pb2.GroupSpec, sampling=sampling, work=work)
+    sampling = message_of(group.sampling, rollout_pb2.SamplingParams)
+    return message_of(group, rollout_pb2.GroupSpec, sampling=sampling, work=_WORK_TO_WIRE[group.work])
 
 
 def group_from_message(message: rollout_pb2.GroupSpec, prompt_tokens_min: int = 1) -> GroupSpec:
@@ -95,7 +80,7 @@ def group_from_message(message: rollout_pb2.GroupSpec, prompt_tokens_min: int = 
         message,
         GroupSpec,
         group_id=group_id,
-        sampling=sampling_from_message(message.sampling),
+        sampling=core_of(message.sampling, SamplingParams),
         work=_WORK_FROM_WIRE[message.work],
         exact_version=Version(message.exact_version) if message.HasField("exact_version") else None,
     )
@@ -124,11 +109,8 @@ def segment_to_message(segment: RolloutSegment) -> rollout_pb2.RolloutSegment:
 def segment_from_message(message: rollout_pb2.RolloutSegment, tokens_max: int = SEGMENT_TOKENS_MAX) -> RolloutSegment:
     """Parses a segment. `tokens_max`: a whole rollout (`GetPartials`) may be longer than one report's segment."""
     group_id = group_id_from_wire(message.group_id)
-    whose, tokens, spans = (
-        f"of rollout {message.index} of group {group_id}",
-        len(message.token_ids),
-        message.version_spans,
-    )
+    whose, spans = f"of rollout {message.index} of group {group_id}", message.version_spans
+    tokens = len(message.token_ids)
     _expect(tokens <= tokens_max, f"number of token_ids {whose}", f"up to {tokens_max}", tokens)
     end = message.offset + tokens
     _expect(end <= ROLLOUT_TOKENS_MAX, f"end {whose}", f"up to {ROLLOUT_TOKENS_MAX}", end)
@@ -196,12 +178,9 @@ def verdict_to_message(verdict: SegmentVerdict) -> ingest_pb2.SegmentVerdict:
 
 
 def verdict_from_message(message: ingest_pb2.SegmentVerdict) -> SegmentVerdict:
-    group_id = group_id_from_wire(message.group_id)
-    verdict = _VERDICT_FROM_WIRE.get(message.verdict)
-    if verdict is None:
-        raise MalformedMessage(
-            f"verdict on rollout {message.index} of group {group_id}: expected a known verdict, got {message.verdict}"
-        )
+    group_id, verdict = group_id_from_wire(message.group_id), _VERDICT_FROM_WIRE.get(message.verdict)
+    whose = f"verdict on rollout {message.index} of group {group_id}"
+    _expect(verdict is not None, whose, "a known verdict", message.verdict)
     return core_of(message, SegmentVerdict, group_id=group_id, verdict=verdict)
 
 

@@ -120,7 +120,7 @@ async def ask_at(path: Path, command: str, whose: str, within_s: float = ANSWER_
             finally:
                 writer.close()
     except (OSError, TimeoutError) as error:
-        raise Unreachable(f"{whose}: expected one to answer, got none ({error or 'no answer'})") from None
+        raise Unreachable(f"{whose}: expected one to answer, got none ({str(error) or 'no answer'})") from None
     answer = json.loads(line) if line else {"ok": False, "error": "it closed the connection"}
     if not answer.pop("ok"):
         raise ProtocolError(f"{whose}: {answer.get('error', 'it refused')}")

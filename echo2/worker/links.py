@@ -34,11 +34,6 @@ from echo2.worker.reports import Reports
 
 RENEW_BEFORE_S = 3 * 86400.0  # a weekend without the coordinator
 ADDRESS_CHARS_MAX = 300  # a host name has 253 at most, then the port
-_REASONS = {
-    EndReason.FINISHED: coordinator_pb2.LeaseEnded.REASON_FINISHED,
-    EndReason.HANDED_BACK: coordinator_pb2.LeaseEnded.REASON_HANDED_BACK,
-    EndReason.REFUSED: coordinator_pb2.LeaseEnded.REASON_REFUSED,
-}
 _log = logging.getLogger("echo2.worker")
 
 # -- joining
@@ -97,7 +92,7 @@ class CoordinatorLink:
         )
 
     def end_lease(self, lease_id: LeaseId, reason: EndReason, message: str) -> None:
-        ended = coordinator_pb2.LeaseEnded(lease_id=lease_id, reason=_REASONS[reason], message=message[:2000])
+        ended = coordinator_pb2.LeaseEnded(lease_id=lease_id, reason=f"REASON_{reason.name}", message=message[:2000])
         self._control.send(coordinator_pb2.WorkerMessage(lease_ended=ended))
 
     def report_progress(self, lease_id: LeaseId, finished_rollouts: int, tokens: int) -> None:

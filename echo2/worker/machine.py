@@ -375,7 +375,7 @@ async def reach(addresses: list[str]) -> Finding:
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             writer.close()
         except (OSError, TimeoutError, ValueError) as error:
-            refused.append(f"{address} ({error or 'no answer'})")
+            refused.append(f"{address} ({str(error) or 'no answer'})")
     text = f"peers are told {', '.join(addresses)}"
     if refused:
         return Finding("reach", f"{text}, but from here it does not answer: {'; '.join(refused)}", is_good=False)

@@ -49,7 +49,7 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
     "coordinator/": ("tests/unit/coordinator/test_services.py", "tests/unit/coordinator/test_daemon.py"),
     "broadcast/nat/probing.py": ("tests/unit/coordinator/test_probe.py",),
     "trust/": ("tests/unit/coordinator/test_daemon.py",),
-    "worker/": ("tests/unit/worker/test_reports.py", "tests/unit/worker/test_links.py"),
+    "worker/": ("tests/unit/worker/test_reports.py",),
     "cli/": ("tests/unit/cli/test_operator.py", "tests/unit/coordinator/test_actions.py"),
 }
 

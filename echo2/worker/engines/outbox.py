@@ -93,6 +93,10 @@ class Outbox:
             raise LimitExceeded(f"request {request_id}: the engine holds {SEQUENCES_MAX} requests already")
         self._open.add(request_id)
 
+    def withdraw(self, request_id: str) -> None:
+        """The sequence was opened, and the engine took none."""
+        self._open.discard(request_id)
+
     def is_open(self, request_id: str) -> bool:
         return request_id in self._open
 

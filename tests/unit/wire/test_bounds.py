@@ -10,8 +10,6 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from hypothesis import given
-from hypothesis import strategies as st
 
 from echo2.base.errors import MalformedMessage
 from echo2.wire.bounds import (
@@ -137,16 +135,6 @@ def test_the_largest_honest_messages_pass() -> None:
     hello = coordinator_pb2.WorkerMessage(hello=coordinator_pb2.WorkerHello(held_tickets=[ticket] * 1024))
     session = limits_of("/echo2.v1.Coordinator/WorkerSession")
     assert parsed(coordinator_pb2.WorkerMessage, hello.SerializeToString(), session, "a worker") == hello
-
-
-@given(st.binary(max_size=400))
-def test_what_is_refused_was_no_message_or_too_much(data: bytes) -> None:
-    try:
-        message = parsed(ingest_pb2.RolloutReport, data, CallLimits(300, 20), "a worker")
-    except MalformedMessage:
-        return
-    assert len(data) <= 300
-    assert len(message.segments) <= 20
 
 
 def test_the_limits_are_of_calls_that_exist() -> None:

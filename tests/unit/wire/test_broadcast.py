@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.errors import MalformedMessage
-from echo2.base.ids import RunId
 from echo2.broadcast.artifact import CHUNKS_MAX, ArtifactKey, Chunk, Seal
 from echo2.broadcast.events import Route
 from echo2.broadcast.pace import LINK_CONNECTIONS
@@ -54,30 +51,6 @@ def test_what_is_no_plain_chunk_is_left_to_protobuf_and_one_beyond_its_bounds_re
     for read in (chunk_in, wire.parse):
         with pytest.raises(MalformedMessage):
             read(far.SerializeToString(), "peer x")
-
-
-@given(st.integers(0, (1 << 300) - 1) | st.just((1 << 4096) - 1), st.booleans())
-def test_have_maps_come_back_whole(bitmap: int, is_sealed: bool) -> None:
-    message = wire.parse(wire.have_to_bytes(KEY, bitmap, is_sealed), "peer p")
-    assert wire.have_from(message.have) == (KEY, bitmap, is_sealed)
-
-
-def test_what_a_node_says_is_read_as_it_was_said() -> None:
-    """Headers, seals and plans: test_fields."""
-    said: tuple[tuple[bytes, Callable[[pb.PeerMessage], object], object], ...] = (
-        (
-            wire.hello(1, RunId("r"), is_further=True),
-            lambda m: (m.hello.protocol_version, m.hello.is_further),
-            (1, True),
-        ),
-        (wire.hello(1, RunId("r")), lambda m: (m.hello.run_id, m.hello.is_further), ("r", False)),
-        (wire.request_to_bytes(KEY, (0, 9, 300)), lambda m: wire.indices_from(m.request), (KEY, (0, 9, 300))),
-        (wire.cancel_to_bytes(KEY, (9,)), lambda m: wire.indices_from(m.cancel), (KEY, (9,))),
-        (wire.relay_ack_to_bytes(KEY, 9, 2), lambda m: wire.relay_ack_from(m.relay_ack), (KEY, 9, 2)),
-        (wire.width_wish_to_bytes(4), lambda m: wire.width_wish_from(m.width_wish), 4),
-    )
-    for data, read, expected in said:
-        assert read(wire.parse(data, "peer p")) == expected
 
 
 @pytest.mark.parametrize(

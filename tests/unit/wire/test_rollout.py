@@ -22,11 +22,10 @@ from echo2.base.rollout import (
     Verdict,
     VersionSpan,
     Work,
-    spans_of,
 )
 from echo2.trust.identity import Identity
 from echo2.wire import rollout as wire
-from echo2.wire.bounds import ROLLOUT_TOKENS_MAX, ROLLOUTS_PER_GROUP_MAX, TOKEN_ID_MAX, VERSION_MAX, check
+from echo2.wire.bounds import check
 from echo2.wire.coordinator import offer_from_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2, ingest_pb2, rollout_pb2
 from echo2.wire.rollout import Ticket, sign_ticket, verify_ticket
@@ -44,51 +43,6 @@ SEGMENT = RolloutSegment(
     FinishReason.UNFINISHED,
     12,
 )
-
-
-LOGPROB = st.floats(-50, 0, width=32)
-TEXT_ID = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), min_size=1, max_size=20).map(GroupId)
-FINISHES = st.sampled_from(FinishReason)
-
-
-@st.composite
-def segments(draw: st.DrawFn) -> RolloutSegment:
-    tokens = draw(st.lists(st.integers(0, TOKEN_ID_MAX), max_size=20))
-    count = len(tokens)
-    versions = draw(st.lists(st.integers(0, VERSION_MAX).map(Version), min_size=count, max_size=count))
-    return RolloutSegment(
-        group_id=draw(TEXT_ID),
-        index=draw(st.integers(0, ROLLOUTS_PER_GROUP_MAX - 1)),
-        offset=draw(st.integers(0, ROLLOUT_TOKENS_MAX - count)),
-        token_ids=tuple(tokens),
-        logprobs=tuple(draw(st.lists(LOGPROB, min_size=count, max_size=count))),
-        raw_logprobs=tuple(draw(st.lists(LOGPROB, min_size=count, max_size=count))),
-        version_spans=spans_of(versions),
-        finish_reason=draw(FINISHES),
-        expected_remaining_tokens=draw(st.integers(0, ROLLOUT_TOKENS_MAX)),
-    )
-
-
-@given(segments())
-def test_any_segment_comes_back_as_it_was(segment: RolloutSegment) -> None:
-    message = rollout_pb2.RolloutSegment.FromString(wire.segment_to_message(segment).SerializeToString())
-    assert wire.segment_from_message(message) == segment
-
-
-@given(
-    group_id=TEXT_ID,
-    prompt=st.lists(st.integers(0, TOKEN_ID_MAX), min_size=1, max_size=20),
-    count=st.integers(1, ROLLOUTS_PER_GROUP_MAX),
-    step=st.integers(0, VERSION_MAX),
-    temperature=st.floats(0, 100, width=32),
-    seed=st.integers(0, 2**64 - 1),
-)
-def test_any_group_comes_back_as_it_was(
-    group_id: GroupId, prompt: list[int], count: int, step: int, temperature: float, seed: int
-) -> None:
-    group = GroupSpec(group_id, tuple(prompt), count, SamplingParams(temperature=temperature, seed=seed), step)
-    message = rollout_pb2.GroupSpec.FromString(wire.group_to_message(group).SerializeToString())
-    assert wire.group_from_message(message) == group
 
 
 def test_a_whole_rollout_travels_as_the_segment_at_offset_0() -> None:
@@ -128,7 +82,7 @@ SPAN = rollout_pb2.VersionSpan
 @pytest.mark.parametrize(
     ("decode", "words"),
     [
-        (broken(SEGMENT, group_id=""), "group_id: expected 1 to 128"),
+        (broken(SEGMENT, group_id=""), "group_id: expected one, got none"),
         (broken(SEGMENT, group_id="x" * 200), "group_id of w: expected up to 128"),
         (broken(SEGMENT, group_id="a\nb"), "group_id of w: expected up to 128 printable"),
         (broken(SEGMENT, index=5000), "index of w: expected 0 to 4095, got 5000"),
@@ -198,16 +152,6 @@ WORKER = Identity.generate()
 RUN = RunId("a-run")
 TICKET = Ticket(LeaseId("lease-1"), GroupId("group-1"), WORKER.peer_id, 1, 1e9, RUN)
 
-ids = st.text("abc-123", min_size=1, max_size=40)
-
-
-@given(lease=ids, group=ids, attempt=st.integers(1, 1 << 20), deadline=st.floats(0, 1e12))
-def test_signed_ticket_comes_back_whole(lease: str, group: str, attempt: int, deadline: float) -> None:
-    ticket = Ticket(LeaseId(lease), GroupId(group), WORKER.peer_id, attempt, deadline, RUN)
-    wire = sign_ticket(ticket, COORDINATOR).SerializeToString()
-    message = rollout_pb2.LeaseTicket.FromString(wire)
-    assert verify_ticket(message, RUN, COORDINATOR.peer_id, WORKER.peer_id) == ticket
-
 
 @given(at=st.integers(0, 10_000), flip=st.integers(1, 255))
 def test_a_changed_byte_is_refused(at: int, flip: int) -> None:
@@ -221,11 +165,12 @@ def test_a_changed_byte_is_refused(at: int, flip: int) -> None:
         verify_ticket(message, RUN, COORDINATOR.peer_id, WORKER.peer_id)
 
 
-def test_forger_other_run_and_other_worker_are_refused() -> None:
+def test_a_signed_ticket_comes_back_whole_and_a_forgers_another_runs_and_another_workers_are_refused() -> None:
     forged = sign_ticket(TICKET, WORKER)
     with pytest.raises(BadSignature, match="expected the signature of the coordinator"):
         verify_ticket(forged, RUN, COORDINATOR.peer_id, WORKER.peer_id)
     good = sign_ticket(TICKET, COORDINATOR)
+    assert verify_ticket(good, RUN, COORDINATOR.peer_id, WORKER.peer_id) == TICKET
     with pytest.raises(NotAllowed, match="expected a ticket of run other"):
         verify_ticket(good, RunId("other"), COORDINATOR.peer_id, WORKER.peer_id)
     with pytest.raises(NotAllowed, match="granted to"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from echo2.base.ids import GroupId, LeaseId, Version
+from echo2.base.ids import GroupId, LeaseId, Version, warm_groups
 from echo2.base.rollout import (
     EndReason,
     FinishReason,
@@ -29,19 +30,18 @@ from echo2.worker.leases import EXACT_GRACE_S, HOLD_S_MAX, REPORT_TOKENS_MAX, TU
 from echo2.worker.options import WorkerLimits
 from echo2.worker.rollouts import SEGMENT_TOKENS_MAX
 
-STOP = 9
+STOP, SLOTS = 9, 4
 LIMITS = WorkerLimits(leases_max=6, drain_s=2.0)
-L1, L2 = LeaseId("l1"), LeaseId("l2")
+L1 = LeaseId("l1")
+PAST = ("its deadline has passed", "the drain ran out of time")
 
 
-def group(name: str, count: int = 2, tokens_max: int = 6) -> GroupSpec:
+def group(name: str, count: int = 2, tokens_max: int = 6, version: int | None = None) -> GroupSpec:
+    """One to train on; an evaluation of `version` if that is given."""
     sampling = SamplingParams(max_new_tokens=tokens_max, stop_token_ids=(STOP,))
-    return GroupSpec(GroupId(name), (1, 2), count, sampling, 5)
-
-
-def evaluation(name: str, version: int) -> GroupSpec:
-    sampling = group(name).sampling
-    return GroupSpec(GroupId(name), (1, 2), 1, sampling, version, Work.EVALUATE, Version(version))
+    if version is None:
+        return GroupSpec(GroupId(name), (1, 2), count, sampling, 5)
+    return GroupSpec(GroupId(name), (1, 2), count, sampling, version, Work.EVALUATE, Version(version))
 
 
 def held(name: str, index: int, tokens: tuple[int, ...], reason: FinishReason = FinishReason.UNFINISHED) -> Rollout:
@@ -56,19 +56,22 @@ class Surroundings:
 
     limits: WorkerLimits = LIMITS
     time: float = 0.0
+    version: int = 3
+    refusal: str = ""  # of the engine
     running: dict[str, GenerateRequest] = field(default_factory=dict)
     sampled: dict[str, list[int]] = field(default_factory=dict)
     chunks: list[TokenChunk] = field(default_factory=list)
     reports: dict[LeaseId, tuple[RolloutSegment, ...]] = field(default_factory=dict)  # in flight
     fetching: list[LeaseId] = field(default_factory=list)
     ended: dict[LeaseId, tuple[EndReason, str]] = field(default_factory=dict)
+    ended_at: dict[LeaseId, float] = field(default_factory=dict)
     requests: list[int] = field(default_factory=list)
-    admitted: int = 0
+    admitted_at: list[float] = field(default_factory=list)
     drained: int | None = None
     wake: float = 0.0
     held: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finished: set[tuple[str, int]] = field(default_factory=set)
-    closed: set[str] = field(default_factory=set)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)  # on all of a group, whatever is reported
 
     def __post_init__(self) -> None:
         self.leases = Leases(self.limits, self, self, self, self)
@@ -80,9 +83,10 @@ class Surroundings:
 
     def submit(self, request: GenerateRequest) -> str:
         assert request.request_id not in self.sampled, "a request id is used once"
-        self.running[request.request_id] = request
-        self.sampled[request.request_id] = list(request.token_ids)
-        return ""
+        if not self.refusal:
+            self.running[request.request_id] = request
+            self.sampled[request.request_id] = list(request.token_ids)
+        return self.refusal
 
     def abort(self, request_id: str) -> None:
         if self.running.pop(request_id, None) is not None:
@@ -101,7 +105,7 @@ class Surroundings:
 
     def end_lease(self, lease_id: LeaseId, reason: EndReason, message: str) -> None:
         assert lease_id not in self.ended, "a lease ends once"
-        self.ended[lease_id] = reason, message
+        self.ended[lease_id], self.ended_at[lease_id] = (reason, message), self.time
 
     def report_progress(self, lease_id: LeaseId, finished_rollouts: int, tokens: int) -> None:
         pass
@@ -110,9 +114,10 @@ class Surroundings:
         self.requests.append(free_rollouts)
 
     def admit_version(self) -> None:
-        self.admitted += 1
+        self.admitted_at.append(self.time)
 
     def on_drained(self, unheld_tokens: int) -> None:
+        assert self.drained is None and not self.leases.lease_ids
         self.drained = unheld_tokens
 
     def wake_at(self, at: float) -> None:
@@ -121,11 +126,11 @@ class Surroundings:
 
     # -- levers
 
-    def begin(self, slots: int = 8, version: int = 3, *, has_learner: bool = True) -> Surroundings:
+    def begin(self, slots: int = 8, *, has_learner: bool = True) -> Surroundings:
         self.leases.on_coordinator(1.0)
         if has_learner:
             self.leases.on_learner()
-        self.leases.on_version_live(Version(version), slots)
+        self.leases.on_version_live(Version(self.version), slots)
         return self
 
     def grant(
@@ -133,7 +138,7 @@ class Surroundings:
     ) -> None:
         self.leases.grant(lease_id, spec, deadline, is_continuation=is_continuation)
 
-    def step(self, request_id: str, *tokens: int, version: int = 3) -> None:
+    def step(self, request_id: str, *tokens: int) -> None:
         """The engine samples these tokens of a request."""
         sampled, sampling = self.sampled[request_id], self.running[request_id].sampling
         sampled += tokens
@@ -142,14 +147,14 @@ class Surroundings:
             reason = FinishReason.LENGTH if tokens[-1] not in sampling.stop_token_ids else FinishReason.STOP
             del self.running[request_id]
         numbers = (-0.5,) * len(tokens)
-        self.chunks.append(TokenChunk(request_id, tokens, numbers, numbers, Version(version), reason))
+        self.chunks.append(TokenChunk(request_id, tokens, numbers, numbers, Version(self.version), reason))
 
     def deliver(self) -> None:
         chunks, self.chunks = tuple(self.chunks), []
         self.leases.on_tokens(chunks)
 
-    def sample(self, request_id: str, *tokens: int, version: int = 3) -> None:
-        self.step(request_id, *tokens, version=version)
+    def sample(self, request_id: str, *tokens: int) -> None:
+        self.step(request_id, *tokens)
         self.deliver()
 
     def at(self, time: float) -> None:
@@ -165,8 +170,8 @@ class Surroundings:
     def _judged(self, segment: RolloutSegment) -> SegmentVerdict:
         key = (segment.group_id, segment.index)
         tokens, verdict = self.held.setdefault(key, []), Verdict.HELD
-        if segment.group_id in self.closed:
-            verdict = Verdict.CLOSED
+        if segment.group_id in self.verdicts:
+            verdict = self.verdicts[segment.group_id]
         elif key in self.finished:
             verdict = Verdict.DUPLICATE
         elif segment.offset > len(tokens):
@@ -193,35 +198,66 @@ class Surroundings:
 
 
 class LeaseRules(RuleBasedStateMachine):
-    """Grants, tokens, verdicts, losses and closings in any order."""
+    """Grants, tokens, verdicts, losses, versions and closings in any order; every wake-up comes that was wished for.
+
+    `why`: what may end each lease before its rollouts do. `exact`: since when each is held that only one version may sample.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.it = Surroundings().begin(4, 0)
-        self.granted = 0
+        self.it = Surroundings().begin(SLOTS)
+        self.specs: dict[LeaseId, GroupSpec] = {}
+        self.deadlines: dict[LeaseId, float] = {}
+        self.why: dict[LeaseId, set[str]] = {}
+        self.learner_since: float | None = 0.0
+        self.waits_since: float | None = None
+        self.exact: dict[LeaseId, float] = {}
+        self.is_leaving, self.is_up = False, True
+        self.judged: set[LeaseId] = set()
 
-    @rule(is_continued=st.booleans(), count=st.integers(1, 3), lasts_s=st.floats(0.5, 30))
-    def grant(self, is_continued: bool, count: int, lasts_s: float) -> None:
-        self.granted += 1
-        name = f"g{self.granted}"
-        if is_continued:
-            self.it.held[(name, 0)] = [3] * (self.granted % 4)
-        lease_id, deadline = LeaseId(f"l{self.granted}"), self.it.time + lasts_s
-        self.it.grant(lease_id, group(name, count), deadline, is_continuation=is_continued)
+    @rule(
+        kind=st.sampled_from(["new", "new", "continued", "evaluation", "call of an agent", "of another version"]),
+        count=st.integers(1, 3), lasts_s=st.floats(0.5, 30) | st.just(1e6), refusal=st.sampled_from(["", "", "", "too long"]),
+    )  # fmt: skip
+    def grant(self, kind: str, count: int, lasts_s: float, refusal: str) -> None:
+        lease_id, is_new = LeaseId(f"l{len(self.specs)}"), kind in ("new", "continued")
+        name = f"g{lease_id[1:]}" + (".0.1" if kind == "call of an agent" else "")
+        version = None if is_new else self.it.version + (kind == "of another version")
+        self.specs[lease_id] = spec = group(name, count, version=version)
+        self.deadlines[lease_id] = deadline = self.it.time + lasts_s
+        is_taken = not self.is_leaving and len(self.it.leases.lease_ids) < LIMITS.leases_max and spec.exact_version in (
+            None, self.it.version,
+        )  # fmt: skip
+        self.why[lease_id] = {"", "too long", "its deadline is near", "a new version has waited long enough"}
+        if kind == "continued":
+            self.it.held[(name, 0)] = [3] * (count + 1) + [STOP] * (count == 2)
+        self.it.refusal = refusal
+        self.it.grant(lease_id, spec, deadline, is_continuation=kind == "continued")
+        if is_taken and version is not None:
+            self.exact[lease_id] = self.it.time
+        elif not is_taken:
+            assert self.it.ended[lease_id][0] is EndReason.HANDED_BACK, "given back at once"
+            self.why[lease_id].add(self.it.ended[lease_id][1])
 
     @precondition(lambda self: self.it.fetching)
     @rule(is_refused=st.booleans())
     def answer_fetch(self, is_refused: bool) -> None:
         lease_id = self.it.fetching.pop(0)
+        self.why[lease_id].add("not known")
         if is_refused:
             self.it.leases.refuse(lease_id, "not known")
-        else:
-            self.it.leases.on_partials(lease_id, self.it.partials("g" + lease_id[1:]))
+            return
+        partials = self.it.partials(self.specs[lease_id].group_id)
+        self.it.leases.on_partials(lease_id, partials)
+        for partial in partials:
+            request = self.it.running.get(f"{lease_id}/{partial.index}")
+            assert request is None or request.token_ids == partial.token_ids, "it goes on behind them"
+            assert request is None or STOP not in partial.token_ids, "nothing is sampled behind an end"
 
     @precondition(lambda self: self.it.running)
-    @rule(data=st.data(), token=st.sampled_from([3, 4, STOP]), version=st.integers(0, 3))
-    def sample(self, data: st.DataObject, token: int, version: int) -> None:
-        self.it.step(data.draw(st.sampled_from(sorted(self.it.running))), token, version=version)
+    @rule(data=st.data(), token=st.sampled_from([3, 4, STOP]))
+    def sample(self, data: st.DataObject, token: int) -> None:
+        self.it.step(data.draw(st.sampled_from(sorted(self.it.running))), token)
 
     @rule()
     def deliver(self) -> None:
@@ -230,7 +266,8 @@ class LeaseRules(RuleBasedStateMachine):
     @precondition(lambda self: self.it.reports)
     @rule(is_lost=st.booleans())
     def judge(self, is_lost: bool) -> None:
-        self.it.judge(next(iter(self.it.reports)), is_lost=is_lost)
+        lease_id = next(iter(self.it.reports))
+        self.it.judge(lease_id, is_lost=is_lost)
         if is_lost:  # the learner took it, the answer is lost with the stream
             self.learner(False)
             self.learner(True)
@@ -238,14 +275,8 @@ class LeaseRules(RuleBasedStateMachine):
     @rule(is_here=st.booleans())
     def learner(self, is_here: bool) -> None:
         self.it.reports.clear()
+        self.learner_since = self.it.time if is_here else None
         (self.it.leases.on_learner if is_here else self.it.leases.on_learner_lost)()
-
-    @rule(is_here=st.booleans())
-    def coordinator(self, is_here: bool) -> None:
-        if is_here:
-            self.it.leases.on_coordinator(1.0)
-        else:
-            self.it.leases.on_coordinator_lost()
 
     @rule()
     def restart_of_the_learner_forgets_partials(self) -> None:
@@ -255,61 +286,133 @@ class LeaseRules(RuleBasedStateMachine):
             self.answer_fetch(True)
         self.learner(True)
 
+    @rule(is_here=st.booleans())
+    def coordinator(self, is_here: bool) -> None:
+        self.is_up = is_here
+        self.it.requests.clear()
+        if is_here:
+            self.it.leases.on_coordinator(1.0)
+        else:
+            self.it.leases.on_coordinator_lost()
+
     @precondition(lambda self: self.it.leases.lease_ids)
-    @rule(data=st.data())
-    def revoke(self, data: st.DataObject) -> None:
-        self.it.leases.revoke(data.draw(st.sampled_from(self.it.leases.lease_ids)), "rebalanced")
+    @rule(data=st.data(), what=st.sampled_from(["revoked", "refused", Verdict.CLOSED, Verdict.STALE, Verdict.REFUSED]))
+    def lose(self, data: st.DataObject, what: str | Verdict) -> None:
+        lease_id = data.draw(st.sampled_from(self.it.leases.lease_ids))
+        if isinstance(what, Verdict):
+            self.why[lease_id].add("the group is closed")
+            self.it.verdicts[self.specs[lease_id].group_id] = what
+        else:
+            self.why[lease_id].add(what)
+            (self.it.leases.revoke if what == "revoked" else self.it.leases.refuse)(lease_id, what)
 
-    @precondition(lambda self: self.granted)
-    @rule(data=st.data())
-    def close(self, data: st.DataObject) -> None:
-        self.it.closed.add(f"g{data.draw(st.integers(1, self.granted))}")
+    @precondition(lambda self: self.waits_since is None)
+    @rule()
+    def a_version_arrives(self) -> None:
+        self.waits_since = self.it.time
+        self.it.leases.on_version_arrived()
 
-    @rule(seconds=st.floats(0, 3))
+    @precondition(lambda self: not self.is_leaving)
+    @rule(kind=st.sampled_from(["", "", "", "drain", "finish up"]))
+    def leave(self, kind: str) -> None:
+        self.is_leaving = bool(kind)
+        if kind == "drain":
+            for why in self.why.values():
+                why |= {"preempted", "the drain ran out of time"}
+            self.it.leases.drain(LIMITS.drain_s, "preempted")
+        elif kind:
+            self.it.leases.finish_up()
+
+    @rule(seconds=st.sampled_from([0.0, 0.02, 0.3, 1.0, 3.0, 30.0, HOLD_S_MAX]))
     def time_passes(self, seconds: float) -> None:
-        self.it.time += seconds
-        if self.it.time >= self.it.wake:
+        until = self.it.time + seconds
+        while self.it.time < until:
+            self.it.time, self.it.wake = min(until, max(self.it.time + 1e-3, self.it.wake)), math.inf
             self.it.leases.wake()
+
+    def lacking(self, lease_id: LeaseId) -> bool:
+        spec = self.specs[lease_id]
+        held = [len(self.it.held.get((spec.group_id, index), [])) for index in range(spec.rollout_count)]
+        return any(len(self.it.sampled.get(f"{lease_id}/{index}", [])) > count for index, count in enumerate(held))
+
+    def is_free(self, at: float) -> bool:
+        """Whether nothing needs the live version then, nor may need it within the grace."""
+        ends = [
+            (name, since, self.it.ended_at.get(name, math.inf)) for name, since in self.exact.items() if since <= at
+        ]
+        grace_s = {name: TURN_GRACE_S if warm_groups(self.specs[name].group_id) else EXACT_GRACE_S for name, *_ in ends}
+        return all(end + grace_s[name] <= at for name, _, end in ends)
+
+    @invariant()
+    def a_version_goes_live_once_nothing_needs_the_one_before_and_after_the_hold_at_the_latest(self) -> None:
+        if self.waits_since is None:
+            return
+        latest = self.waits_since + HOLD_S_MAX
+        if not self.it.admitted_at:
+            assert self.it.time < latest and not self.is_free(self.it.time)
+            return
+        at = self.it.admitted_at.pop()
+        assert at >= latest or self.is_free(at)
+        self.waits_since = None
+        self.it.version += 1
+        for why in self.why.values():
+            why.add(f"version {self.it.version} is live now")
+        self.it.leases.on_version_live(Version(self.it.version), SLOTS)
 
     @invariant()
     def the_learner_holds_a_prefix_of_what_was_sampled(self) -> None:
         for request_id, tokens in self.it.sampled.items():
             lease_id, _, index = request_id.rpartition("/")
-            known = self.it.held.get(("g" + lease_id[1:], int(index)), [])
+            known = self.it.held.get((self.specs[LeaseId(lease_id)].group_id, int(index)), [])
             assert tokens[: len(known)] == known
 
     @invariant()
-    def an_ended_lease_leaves_nothing_in_the_engine_and_no_more_is_requested_than_fits(self) -> None:
-        assert {LeaseId(name.rpartition("/")[0]) for name in self.it.running} <= set(self.it.leases.lease_ids)
-        assert all(0 <= count <= 4 + 4 + 3 for count in self.it.requests), "slots, cover and a group"
+    def an_ended_lease_leaves_nothing_in_the_engine_and_what_ended_it_is_said(self) -> None:
+        """A lease that is handed back has all its tokens at the learner; no more is requested than fits, nothing while leaving."""
+        it = self.it
+        assert {LeaseId(name.rpartition("/")[0]) for name in it.running} <= set(it.leases.lease_ids)
+        assert all(0 <= count <= SLOTS + SLOTS + 3 for count in it.requests), "slots, cover and a group"
+        assert not (self.is_leaving and self.is_up and it.requests) or it.requests[-1] == 0
+        for lease_id, (reason, message) in it.ended.items():
+            if lease_id not in self.judged:
+                self.judged.add(lease_id)
+                spec, why = self.specs[lease_id], self.why[lease_id]
+                assert message in why or (message == PAST[0] and self.is_past(lease_id)), (message, why)
+                if reason is EndReason.HANDED_BACK and message not in PAST and spec.group_id not in it.verdicts:
+                    assert not self.lacking(lease_id), "every token is handed back"
+
+    def is_past(self, lease_id: LeaseId) -> bool:
+        since = self.learner_since
+        return since is not None and self.it.time >= max(self.deadlines[lease_id], since) + VERDICT_GRACE_S
 
     def teardown(self) -> None:
         """Once nothing fails any more, every lease ends, and one that finished left all its tokens with the learner."""
-        self.it.leases.on_coordinator(1.0)
+        it = self.it
+        it.leases.on_coordinator(1.0)
         self.learner(True)
         for _ in range(200):
-            while self.it.fetching:
+            while it.fetching:
                 self.answer_fetch(is_refused=False)
-            for request_id in sorted(self.it.running):
-                self.it.step(request_id, STOP)
-            self.it.deliver()
-            while self.it.reports:
+            for request_id in sorted(it.running):
+                it.step(request_id, STOP)
+            it.deliver()
+            while it.reports:
                 self.judge(is_lost=False)
-            if not self.it.leases.lease_ids:
+            if not it.leases.lease_ids:
                 break
-            self.it.at(max(self.it.time, self.it.wake))
-        assert not self.it.leases.lease_ids and len(self.it.ended) == self.granted
-        for lease_id, (reason, _) in self.it.ended.items():
-            name = "g" + lease_id[1:]
-            if reason is EndReason.FINISHED and name not in self.it.closed:
-                for request_id, tokens in self.it.sampled.items():
-                    if request_id.startswith(f"{lease_id}/"):
-                        key = (name, int(request_id.rpartition("/")[2]))
-                        assert key in self.it.finished and self.it.held[key] == tokens
+            it.at(max(it.time, it.wake))
+        assert not it.leases.lease_ids and set(it.ended) == set(self.specs)
+        assert (it.drained is not None) == self.is_leaving
+        for lease_id, (reason, _) in it.ended.items():
+            group_id = self.specs[lease_id].group_id
+            if reason is EndReason.FINISHED and group_id not in it.verdicts:
+                for index in range(self.specs[lease_id].rollout_count):
+                    key, tokens = (group_id, index), it.sampled.get(f"{lease_id}/{index}")
+                    assert key in it.finished and tokens in (None, it.held[key])
 
 
 TestLeases = LeaseRules.TestCase
-TestLeases.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLeases.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_a_finished_rollout_is_reported_at_once_a_growing_one_every_interval_and_the_group_ends_its_lease() -> None:
@@ -321,8 +424,8 @@ def test_a_finished_rollout_is_reported_at_once_a_growing_one_every_interval_and
     (segment,) = it.reports[L1]
     assert segment.token_ids == (3,) and segment.expected_remaining_tokens >= 1
     it.judge(L1)
-    it.time = 1.1
-    it.sample("l1/0", STOP, version=4)
+    it.time, it.version = 1.1, 4
+    it.sample("l1/0", STOP)
     assert not it.reports and it.wake == pytest.approx(1.1 + LIMITS.finished_delay_s)
     it.at(it.wake)
     (segment,) = it.reports[L1]
@@ -350,41 +453,6 @@ def test_a_worker_killed_at_any_moment_costs_at_most_one_report_interval_of_toke
         assert sum(map(len, it.held.values())) >= safe, "held by the learner, so another worker goes on behind them"
 
 
-def test_what_finishes_while_the_learner_is_away_outlives_its_lease_until_the_learner_has_judged_it() -> None:
-    it = Surroundings().begin(has_learner=False)
-    it.grant(L1, group("g1", 1), 10.0)
-    it.sample("l1/0", STOP)
-    it.at(1000.0)
-    assert not it.ended and not it.reports and it.leases.unheld_tokens == 1
-    it.leases.on_learner()
-    assert it.reports[L1][0].is_final
-    it.judge(L1)
-    assert it.ended == {L1: (EndReason.FINISHED, "")}
-
-
-def test_a_lease_near_its_deadline_is_handed_back_with_its_tokens() -> None:
-    it = Surroundings().begin()
-    it.grant(L1, group("g1", 1), 10.0)
-    it.sample("l1/0", 3)
-    it.at(9.0)
-    assert not it.running and it.reports[L1][0].token_ids == (3,)
-    it.at(10.0 + VERDICT_GRACE_S)
-    assert it.ended == {L1: (EndReason.HANDED_BACK, "its deadline has passed")}
-
-
-def test_a_drain_hands_back_every_token_and_then_says_so() -> None:
-    it = Surroundings().begin()
-    it.grant(L1, group("g1"))
-    it.sample("l1/0", 3)
-    it.leases.drain(2.0, "preempted")
-    it.deliver()
-    assert not it.running and it.reports[L1][0].token_ids == (3,) and it.drained is None
-    it.judge(L1)
-    assert it.ended == {L1: (EndReason.HANDED_BACK, "preempted")} and it.drained == 0
-    it.grant(L2, group("g2"))
-    assert it.ended[L2] == (EndReason.HANDED_BACK, "this worker is draining")
-
-
 def test_a_drain_without_a_learner_ends_in_time_and_counts_what_is_lost() -> None:
     it = Surroundings().begin(has_learner=False)
     it.grant(L1, group("g1", 1))
@@ -393,48 +461,6 @@ def test_a_drain_without_a_learner_ends_in_time_and_counts_what_is_lost() -> Non
     assert it.wake == 2.0 and it.drained is None
     it.at(2.0)
     assert it.drained == 1
-
-
-def test_a_worker_that_finishes_up_takes_nothing_new_and_ends_with_the_last_rollout() -> None:
-    it = Surroundings().begin()
-    it.grant(L1, group("g1", 1))
-    it.leases.finish_up()
-    assert it.running and it.drained is None and it.requests[-1] == 0
-    it.grant(L2, group("g2"))
-    assert it.ended[L2][0] is EndReason.HANDED_BACK
-    it.sample("l1/0", STOP)
-    it.at(1.0)
-    it.judge(L1)
-    assert it.drained == 0
-
-
-def test_a_closed_group_is_stopped_and_a_stale_rollout_alone() -> None:
-    it = Surroundings().begin()
-    for number in "12":
-        it.grant(LeaseId(f"l{number}"), group(f"g{number}"))
-    it.leases.on_verdicts(L1, [SegmentVerdict(GroupId("g1"), 0, Verdict.CLOSED, 0)])
-    assert set(it.running) == {"l2/0", "l2/1"}
-    it.leases.on_verdicts(L2, [SegmentVerdict(GroupId("g2"), 0, Verdict.STALE, 0)])
-    assert set(it.running) == {"l2/1"} and it.leases.lease_ids == (L2,)
-
-
-def test_a_request_that_the_engine_refuses_costs_its_lease() -> None:
-    it = Surroundings().begin()
-    it.submit = lambda request: "too long"  # type: ignore[method-assign]
-    it.grant(L1, group("g1"))
-    assert it.ended == {L1: (EndReason.REFUSED, "too long")} and not it.leases.lease_ids
-
-
-def test_a_continuation_goes_on_behind_the_tokens_that_the_learner_holds() -> None:
-    it = Surroundings().begin()
-    it.grant(L1, group("g1", 4), is_continuation=True)
-    assert it.fetching == [L1] and not it.running
-    lost_end = held("g1", 2, (3, STOP))
-    it.leases.on_partials(L1, [held("g1", 0, (3, 4)), held("g1", 1, (3, STOP), FinishReason.STOP), lost_end])
-    assert {name: request.token_ids for name, request in it.running.items()} == {"l1/0": (3, 4), "l1/3": ()}
-    it.at(1.0)
-    (segment,) = it.reports[L1]
-    assert (segment.index, segment.offset, segment.finish_reason) == (2, 2, FinishReason.STOP)
 
 
 @pytest.mark.parametrize("count", [1, SEGMENT_TOKENS_MAX + 1, 3 * REPORT_TOKENS_MAX])
@@ -450,51 +476,6 @@ def test_a_long_rollout_is_reported_in_bounded_segments(count: int) -> None:
             assert len(segment.token_ids) <= SEGMENT_TOKENS_MAX
             it.judge(L1)
     assert it.held[("g1", 0)] == it.sampled["l1/0"] and not it.leases.lease_ids
-
-
-@pytest.mark.parametrize(("name", "grace_s"), [("e1", EXACT_GRACE_S), ("x1.0.1", TURN_GRACE_S)])
-def test_a_version_waits_for_what_only_the_one_before_may_sample(name: str, grace_s: float) -> None:
-    """Also for more of it on its way, and longer for an agent's next call: its tools may run for seconds between two."""
-    it = Surroundings().begin()
-    it.grant(L1, evaluation(name, 3))
-    it.grant(L2, group("g2", 1))
-    it.leases.on_version_arrived()
-    it.time = 1.0
-    it.sample("l1/0", STOP)
-    it.at(1.1)
-    it.judge(L1)
-    it.at(1.0 + grace_s)
-    assert not it.admitted
-    it.at(1.1 + grace_s)
-    assert it.admitted == 1 and it.leases.lease_ids == (L2,)
-    it.leases.on_version_arrived()
-    assert it.admitted == 2, "at once where nothing needs the one before"
-
-
-def test_what_holds_a_version_up_too_long_is_handed_back_without_a_token_of_another_version() -> None:
-    it = Surroundings().begin()
-    it.grant(L1, evaluation("e1", 3))
-    it.sample("l1/0", 5)
-    it.leases.on_version_arrived()
-    it.at(HOLD_S_MAX - 1)
-    it.judge(L1)
-    assert not it.admitted
-    it.step("l1/0", 6, version=4)  # on its way while the lease is given back
-    it.at(HOLD_S_MAX)
-    assert it.admitted == 1 and it.held[("e1", 0)] == [5]
-    assert it.ended[L1][0] is EndReason.HANDED_BACK
-
-
-def test_an_evaluation_of_another_version_is_given_back_at_once() -> None:
-    it = Surroundings().begin()
-    it.grant(L1, evaluation("e1", 2))
-    assert it.ended == {L1: (EndReason.HANDED_BACK, "it is for version 2, the live one is 3")}
-    it.grant(L2, evaluation("e2", 3))
-    it.leases.on_version_live(Version(4), 8)
-    assert not it.running
-
-
-# ---- what is requested
 
 
 def test_slots_are_requested_in_whole_groups_and_nothing_while_too_many_tokens_wait_for_the_learner() -> None:

@@ -86,7 +86,12 @@ def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
     assert set(found) == {"GPU", "memory", "disk"} and not found["disk"].is_good
 
 
-def test_an_address_that_nobody_answers_at_is_found_out_and_named_with_the_reason() -> None:
+def test_an_address_that_nobody_answers_at_is_found_out_and_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def silent(host: str, port: int) -> None:
+        raise TimeoutError
+
     async def scene() -> None:
         server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -95,6 +100,8 @@ def test_an_address_that_nobody_answers_at_is_found_out_and_named_with_the_reaso
         await server.wait_closed()
         closed = await reach([address])
         assert not closed.is_good and f"{address} (" in closed.text
+        monkeypatch.setattr(asyncio, "open_connection", silent)
+        assert f"{address} (no answer)" in (await reach([address])).text
 
     asyncio.run(scene())
 

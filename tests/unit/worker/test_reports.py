@@ -1,4 +1,4 @@
-"""The report stream against a real gRPC learner on loopback, over mutual TLS."""
+"""The report stream against a real gRPC learner on loopback, over mutual TLS; and what orders do to a worker."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
-from echo2.base.ids import GroupId, LeaseId, Version
-from echo2.base.rollout import FinishReason, GroupSpec, SamplingParams
+from echo2.base.errors import VersionMismatch
+from echo2.base.ids import GroupId, LeaseId, PeerId, Version
+from echo2.base.rollout import EndReason, FinishReason, GroupSpec, SamplingParams
+from echo2.broadcast.node import BroadcastNode, NodeOptions
 from echo2.control.session import ControlSession
 from echo2.control.waits import Backoff, Waits
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Role
+from echo2.wire import rollout as wire
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.rollout import Ticket, sign_ticket
 from echo2.worker import reports as reports_module
 from echo2.worker.engines.engine import GenerateRequest, TokenChunk
 from echo2.worker.generation import Generation
-from echo2.worker.links import CoordinatorLink
+from echo2.worker.links import CoordinatorCommands, CoordinatorLink
 from echo2.worker.options import WorkerLimits
 from echo2.worker.reports import Reports
 from tests.unit.worker.peers import RUN, SmallRun, issued
@@ -41,29 +46,46 @@ class NullEngine:
 
 
 class Bench:
-    """Leases without an engine that samples, whose learner is real."""
+    """Leases without an engine that samples, whose learner is real and whose coordinator is the test: it says what `orders` takes.
+    `ended`: what the coordinator is told of leases."""
 
-    def __init__(self, run: SmallRun) -> None:
+    def __init__(self, run: SmallRun, folder: Path) -> None:
         self.run, self.engine, clock = run, NullEngine(), SteadyClock()
         credentials = issued(run.authority, Role.WORKER, run.coordinator_address)
         self.peer_id = credentials.peer_id
         backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
         self.reports = Reports(credentials, Waits(clock), backoff, connect_s=5.0)
         link = CoordinatorLink(ControlSession(credentials, Waits(clock), backoff))
+        self.ended: list[tuple[LeaseId, EndReason]] = []
+        link.end_lease = lambda lease_id, reason, message: self.ended.append((lease_id, reason))  # type: ignore[method-assign]
         self.generation = Generation(WorkerLimits(), clock, self.reports, link)
         self.generation.engine = self.engine  # type: ignore[assignment]
         self.leases = self.generation.leases
+        node = BroadcastNode(credentials, NodeOptions(folder))
+        self.orders = CoordinatorCommands(link, self.leases, self.reports, node, clock, lambda finding: None)
         self.leases.on_coordinator(0.05)
         self.task = asyncio.create_task(self.reports.run(self.leases))
         self.reports.move_to(run.learner_credentials.peer_id, run.learner_address)
 
-    def grant(self, name: str, count: int, is_continuation: bool = False) -> None:
+    def grant(
+        self, name: str, count: int, *, is_continuation: bool = False, is_renewal: bool = False, worker: str = "",
+        ticket_of: str = "",
+    ) -> None:  # fmt: skip
         sampling = SamplingParams(max_new_tokens=50, stop_token_ids=(STOP,))
         group = GroupSpec(GroupId(f"g{name}"), (1, 2), count, sampling, 0)
-        lease_id = LeaseId(f"l{name}")
-        ticket = Ticket(lease_id, group.group_id, self.peer_id, 1, time.time() + 60, RUN)
-        self.reports.keep_ticket(sign_ticket(ticket, self.run.authority.identity))
-        self.leases.grant(lease_id, group, SteadyClock().now() + 60, is_continuation=is_continuation)
+        ticket = Ticket(
+            LeaseId(f"l{name}"), GroupId(ticket_of or group.group_id), PeerId(worker or self.peer_id), 1,
+            time.time() + 60, RUN,
+        )  # fmt: skip
+        grant = pb.LeaseGrant(
+            ticket=sign_ticket(ticket, self.run.authority.identity), group=wire.group_to_message(group),
+            is_continuation=is_continuation, is_renewal=is_renewal,
+        )  # fmt: skip
+        self.orders.on_order(pb.WorkerOrder(lease_grant=grant))
+
+    def holds(self, lease_id: LeaseId) -> bool:
+        assert (self.reports.ticket_of(lease_id) is not None) == (lease_id in self.leases.lease_ids)
+        return lease_id in self.leases.lease_ids
 
     def sample(self, request_id: str, *tokens: int) -> None:
         reason = FinishReason.STOP if tokens[-1] == STOP else FinishReason.UNFINISHED
@@ -76,10 +98,10 @@ class Bench:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-def play(scene: Callable[[SmallRun, Bench], Awaitable[None]]) -> None:
+def play(folder: Path, scene: Callable[[SmallRun, Bench], Awaitable[None]]) -> None:
     async def body() -> None:
         async with SmallRun() as run:
-            bench = Bench(run)
+            bench = Bench(run, folder)
             await scene(run, bench)
             await bench.close()
 
@@ -92,7 +114,9 @@ async def until(is_so: Callable[[], object], within_s: float = 30.0) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_tokens_reach_the_learner_and_another_worker_goes_on_with_them_until_the_group_is_finished() -> None:
+def test_tokens_reach_the_learner_and_another_worker_goes_on_with_them_until_the_group_is_finished(
+    tmp_path: Path,
+) -> None:
     async def scene(run: SmallRun, bench: Bench) -> None:
         bench.grant("1", 2)
         bench.sample("l1/0", 3, 4)
@@ -101,7 +125,7 @@ def test_tokens_reach_the_learner_and_another_worker_goes_on_with_them_until_the
         await run.learner.until(lambda it: ("g1", 1) in it.finished)
         tickets = [report.HasField("ticket") for report in run.learner.reports]
         assert tickets == [True] + [False] * (len(tickets) - 1), "a ticket travels once a stream"
-        second = Bench(run)
+        second = Bench(run, tmp_path / "second")
         second.grant("1", 2, is_continuation=True)
         await until(lambda: second.engine.submitted)
         assert second.engine.submitted == {"l1/0": (3, 4)}
@@ -112,10 +136,12 @@ def test_tokens_reach_the_learner_and_another_worker_goes_on_with_them_until_the
         await until(lambda: not second.leases.lease_ids)
         await second.close()
 
-    play(scene)
+    play(tmp_path, scene)
 
 
-def test_nothing_is_lost_while_the_learner_is_away_or_forgets_and_nothing_doubled_when_it_is_back() -> None:
+def test_nothing_is_lost_while_the_learner_is_away_or_forgets_and_nothing_doubled_when_it_is_back(
+    tmp_path: Path,
+) -> None:
     async def scene(run: SmallRun, bench: Bench) -> None:
         bench.grant("1", 1)
         bench.sample("l1/0", 3)
@@ -132,10 +158,10 @@ def test_nothing_is_lost_while_the_learner_is_away_or_forgets_and_nothing_double
         assert run.learner.finished[("g1", 0)].token_ids == (3, 4, 5, STOP)
         assert run.learner.finished[("g2", 0)].token_ids == (6, STOP)
 
-    play(scene)
+    play(tmp_path, scene)
 
 
-def test_a_report_that_the_learner_refuses_costs_its_lease_and_no_other() -> None:
+def test_a_report_that_the_learner_refuses_costs_its_lease_and_no_other(tmp_path: Path) -> None:
     async def scene(run: SmallRun, bench: Bench) -> None:
         run.learner.refuses = {"g1"}
         bench.grant("1", 1)
@@ -146,10 +172,12 @@ def test_a_report_that_the_learner_refuses_costs_its_lease_and_no_other() -> Non
         await until(lambda: not bench.leases.lease_ids)
         assert ("g1", 0) not in run.learner.held
 
-    play(scene)
+    play(tmp_path, scene)
 
 
-def test_a_report_that_gets_no_verdict_is_sent_again_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_gets_no_verdict_is_sent_again_on_another_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reports_module, "VERDICT_S", 0.2)
 
     async def scene(run: SmallRun, bench: Bench) -> None:
@@ -161,4 +189,42 @@ def test_a_report_that_gets_no_verdict_is_sent_again_on_another_stream(monkeypat
         await run.learner.until(lambda it: it.finished)
         assert run.learner.finished[("g1", 0)].token_ids == (3, STOP)
 
-    play(scene)
+    play(tmp_path, scene)
+
+
+def test_a_lease_under_anothers_ticket_is_refused_and_a_renewal_of_one_that_has_ended_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
+    """The coordinator renewed it before it had heard of the end."""
+
+    async def scene(run: SmallRun, bench: Bench) -> None:
+        bench.grant("0", 1, worker="another")
+        bench.grant("0", 1, ticket_of="g2")
+        assert not bench.holds(LeaseId("l0")) and bench.ended == [(LeaseId("l0"), EndReason.REFUSED)] * 2
+        bench.grant("1", 1)
+        bench.grant("1", 1, is_renewal=True)
+        assert bench.holds(LeaseId("l1"))
+        bench.leases.refuse(LeaseId("l1"), "the group is closed")
+        bench.grant("1", 1, is_renewal=True)
+        assert not bench.holds(LeaseId("l1"))
+
+    play(tmp_path, scene)
+
+
+def test_a_worker_ends_when_the_learner_comes_back_with_another_model_or_longer_sequences(tmp_path: Path) -> None:
+    async def scene(run: SmallRun, bench: Bench) -> None:
+        def tell(digest: str, tokens: int) -> None:
+            learner = pb.LearnerWhereabouts(
+                peer_id=bench.peer_id, address="h:1", chunk_address="h:2", model_digest=digest,
+                longest_sequence_tokens=tokens,
+            )  # fmt: skip
+            bench.orders.on_order(pb.WorkerOrder(learner=learner))
+
+        tell("a" * 64, 0)
+        tell("a" * 64, 40)  # 0: it had not said, and memory is laid out for the model's whole context
+        with pytest.raises(VersionMismatch, match="expected 40 tokens, .* it is now 41; start this worker anew"):
+            tell("a" * 64, 41)
+        with pytest.raises(VersionMismatch, match="the learner's model: expected .* it now trains .*ffff"):
+            tell("f" * 64, 40)
+
+    play(tmp_path, scene)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import given
@@ -19,60 +20,57 @@ def chunk(request_id: str, token: int, version: int, reason: FinishReason = Fini
     return TokenChunk(request_id, (token,), (-1.0,), (-1.0,), Version(version), reason)
 
 
-class Desk:
-    def __init__(self) -> None:
-        self.passed: list[TokenChunk] = []
-        self.spoiled: list[LeaseId] = []
-        self.gate = TokenGate(self.passed.extend, self.spoiled.append)
+TAKEN = st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from(["take", "take", "end", "proof", "wrong"]))
 
 
-def test_tokens_of_unproven_weights_wait_for_the_proof_and_others_do_not() -> None:
-    desk = Desk()
-    desk.gate.hold(Version(2))
-    desk.gate.take([chunk("a/0", 1, 1), chunk("a/0", 2, 2), chunk("b/0", 3, 1)])
-    assert [c.token_ids for c in desk.passed] == [(1,), (3,)]
-    desk.gate.release()
-    assert [c.token_ids for c in desk.passed] == [(1,), (3,), (2,)]
-
-
-def test_tokens_of_no_version_are_thrown_away_with_all_that_follows_in_their_sequences() -> None:
-    desk = Desk()
-    desk.gate.hold(Version(2))
-    desk.gate.take([chunk("a/0", 1, 2), chunk("a/1", 2, 2, FinishReason.STOP)])
-    desk.gate.discard()
-    assert desk.spoiled == ["a"]
-    desk.gate.take([chunk("a/0", 5, 3), chunk("b/0", 6, 3), chunk("a/0", 7, 3, FinishReason.ABORTED)])
-    assert [(c.request_id, c.token_ids, c.finish_reason) for c in desk.passed] == [
-        ("a/1", (), FinishReason.ABORTED),
-        ("b/0", (6,), FinishReason.UNFINISHED),
-        ("a/0", (), FinishReason.ABORTED),
-    ]
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from(["take", "proof", "wrong"])), max_size=40))
-def test_no_token_of_wrong_weights_passes_and_sequences_have_no_gaps(steps: list[tuple[int, bool, str]]) -> None:
-    desk = Desk()
-    version, count = 0, {0: 0, 1: 0, 2: 0}
-    wrong: set[int] = set()
+@given(st.lists(TAKEN, max_size=40))
+def test_no_token_of_wrong_weights_passes_sequences_have_no_gaps_and_others_do_not_wait(
+    steps: list[tuple[int, bool, str]],
+) -> None:
+    """Of weights that are not proven yet tokens wait; of wrong ones they are thrown away with all that follows in their sequences,
+    whose leases are told, and whose end is an abort. Three sequences, each of a lease of its own, one after another."""
+    passed: list[TokenChunk] = []
+    spoiled: list[LeaseId] = []
+    gate = TokenGate(passed.extend, spoiled.append)
+    version, is_held, wrong = 0, False, set[int]()
+    count, waits, lost = Counter[int](), set[str](), set[str]()
+    of = {which: f"{which}.0/0" for which in range(3)}
     for which, begins_swap, what in steps:
         if begins_swap:
-            desk.gate.release()
-            version += 1
-            desk.gate.hold(Version(version))
-        if what == "take":
-            desk.gate.take([chunk(f"l/{which}", count[which], version)])
+            gate.release()
+            version, is_held, waits = version + 1, True, set()
+            gate.hold(Version(version))
+        if what == "proof":
+            gate.release()
+            is_held, waits = False, set()
+        elif what == "wrong" and is_held:
+            before = len(spoiled)
+            gate.discard()
+            assert set(spoiled[before:]) == {name.partition("/")[0] for name in waits}
+            wrong, lost = wrong | {version}, lost | waits
+            version, is_held, waits = version + 1, False, set()
+        elif what in ("take", "end"):
+            name, before = of[which], len(passed)
+            reason = FinishReason.STOP if what == "end" else FinishReason.UNFINISHED
+            gate.take([chunk(name, count[which], version, reason)])
+            if is_held and name not in lost:
+                waits.add(name)
+            is_passed = len(passed) > before
+            assert is_passed == (what == "end" if name in lost else not is_held)
             count[which] += 1
-        elif what == "proof":
-            desk.gate.release()
-        elif desk.gate._unproven is not None:
-            wrong.add(version)
-            desk.gate.discard()
-            version += 1
-    desk.gate.release()
-    for which in count:
-        tokens = [t for c in desk.passed if c.request_id == f"l/{which}" for t in c.token_ids]
-        assert tokens == list(range(len(tokens)))
-    assert not [c for c in desk.passed if c.token_ids and c.version in wrong]
+            if what == "end":
+                of[which] = f"{which}.{len(steps) + len(passed) + len(waits)}.{count[which]}/0"
+    gate.release()
+    for name in {sampled.request_id for sampled in passed}:
+        numbers = [token for sampled in passed if sampled.request_id == name for token in sampled.token_ids]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else name in lost
+    assert not [sampled for sampled in passed if sampled.token_ids and sampled.version in wrong]
+    ends = [
+        sampled
+        for sampled in passed
+        if sampled.request_id in lost and sampled.finish_reason is not FinishReason.UNFINISHED
+    ]
+    assert all(end.finish_reason is FinishReason.ABORTED and not end.token_ids for end in ends)
 
 
 LENGTHS = st.lists(st.integers(0, 500), max_size=20)

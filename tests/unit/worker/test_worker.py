@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from echo2.base.errors import BadToken, NotAllowed, StateError
+from echo2.base.errors import BadToken, NotAllowed, ProtocolError, StateError, VersionMismatch
 from echo2.base.ids import GroupId
 from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
 from echo2.config.run import RunConfig
@@ -273,8 +273,14 @@ def test_refusals_end_the_worker_with_the_error_that_they_name(tmp_path: Path) -
         async with SmallRun(tmp_path / "run") as run:
             with pytest.raises(BadToken, match="expected one that is known"):
                 await WorkerDaemon(options(run, tmp_path / "w", join_link=run.link("bad"))).run()
-            run.coordinator.refusal = coordinator_pb2.Refusal(code="NotAllowed", message="this worker is banned")
-            with pytest.raises(NotAllowed, match="banned"):
+            for code, error in (
+                ("NotAllowed", NotAllowed), ("VersionMismatch", VersionMismatch), ("Nonsense", ProtocolError)
+            ):  # fmt: skip
+                run.coordinator.refusal = coordinator_pb2.Refusal(code=code, message="protocol 2, not 1")
+                with pytest.raises(error, match="protocol 2, not 1"):
+                    await WorkerDaemon(options(run, tmp_path / "w")).run()
+            run.coordinator.refusal, run.coordinator.run_id = None, "another-run"
+            with pytest.raises(StateError, match="expected run small-run, got another-run"):
                 await WorkerDaemon(options(run, tmp_path / "w")).run()
         async with SmallRun(tmp_path / "other") as other:
             with pytest.raises(StateError, match="give this run a folder of its own"):

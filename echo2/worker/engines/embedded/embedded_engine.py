@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from echo2.base import routing
-from echo2.base.errors import ConfigError, EngineError
+from echo2.base.errors import ConfigError, EchoError, EngineError
 from echo2.base.ids import Version
 from echo2.base.staged import StagedVersion
 from echo2.cost_model.sizing import Fit, Quantisation
@@ -120,7 +120,11 @@ class EmbeddedEngine:
     def submit(self, request: GenerateRequest) -> None:
         refuse_bad_request(request, self._context_tokens, self._weights.vocab_count)
         self._outbox.open(request.request_id)
-        self._loop.call(lambda: self._loop.submit(request))
+        try:
+            self._loop.call(lambda: self._loop.submit(request))
+        except EchoError:
+            self._outbox.withdraw(request.request_id)
+            raise
 
     async def next_chunks(self) -> Sequence[TokenChunk]:
         return await self._outbox.take()

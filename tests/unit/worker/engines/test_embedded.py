@@ -131,6 +131,7 @@ def test_stop_ends_with_sequences_running_and_consumers_waiting() -> None:
         assert await engine.next_chunks() == []
         with pytest.raises(EngineError, match="stopped"):
             engine.submit(request("too late"))
+        await engine.abort("too late")  # unknown, as it was refused
         with pytest.raises(EngineError, match="stopped"):
             await engine.swap(BASE, SwapMode.KEEP_KV)
 
