@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The tests, checks and benchmarks take more libraries than a run.
+DEV := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 SEED ?= 0
 SHELL := bash
@@ -44,9 +46,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) -q wheel || { echo $(PIP_FAILED); exit 1; }
 	@$(MAKE) --no-print-directory torch-$(TORCH)
-	@echo "installing echo2 and its libraries into $(VENV): 1.7 GB on disk beside torch; some minutes, once"
+	@echo "installing echo2 and its libraries into $(VENV): 1.3 GB on disk beside torch; some minutes, once"
+	@$(PIP_INSTALL) -c constraints.txt -e ".[learner,engine]" $(SIZES) || { echo $(PIP_FAILED); exit 1; }
+	@touch $@
+
+$(DEV): $(STAMP)
+	@echo "installing what the tests and checks need beside: 0.5 GB on disk, once"
 	@$(PIP_INSTALL) -c constraints.txt -e ".[learner,engine,dev]" $(SIZES) || { echo $(PIP_FAILED); exit 1; }
-	touch $@
+	@touch $@
 
 torch-cpu:
 	@echo "installing torch $(TORCH_VERSION), CPU build, as nvidia-smi shows no GPU: 0.2 GB to fetch"
@@ -94,35 +101,35 @@ QUICK := not soak and not gpu and not vllm
 PYTEST = $(BIN)/python -m pytest -m "$(QUICK)" --dist loadfile --no-loadscope-reorder
 ALONE = -n 0 --last-failed --last-failed-no-failures none -rfEsp --color=no
 PASS = $(PYTEST) $(1) || { [ $$? = 1 ] && $(PYTEST) $(1) $(ALONE) | tee build/alone && ! grep -q '^SKIPPED ' build/alone && sed -n 's/^PASSED /UNSTEADY: /p' build/alone >> build/unsteady; }
-test: $(STAMP)
+test: $(DEV)
 	@mkdir -p build && rm -f build/unsteady
 	@$(call PASS,-n auto --durations 10 --ignore tests/tidy --ignore tests/mutants)
 	@if [ -e build/unsteady ]; then echo "UNSTEADY: FAILED AMONG OTHERS, PASSED ALONE"; cat build/unsteady; fi
 
-check: $(STAMP) proto-check
+check: $(DEV) proto-check
 	$(BIN)/ruff check echo2 tests benchmarks docs
 	$(BIN)/ruff format --check echo2 tests benchmarks docs
 	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest tests/tidy tests/mutants
 
-format: $(STAMP)
+format: $(DEV)
 	$(BIN)/ruff format echo2 tests benchmarks docs
 	$(BIN)/ruff check --fix echo2 tests benchmarks docs
 
-proto: $(STAMP)
+proto: $(DEV)
 	$(BIN)/python proto/generate.py
 
-proto-check: $(STAMP)
+proto-check: $(DEV)
 	$(BIN)/python proto/generate.py --check
 
-bench: $(STAMP)
+bench: $(DEV)
 	@for name in $$(ls benchmarks | sed -n 's/^bench_\(.*\)\.py$$/\1/p'); do $(MAKE) --no-print-directory bench-$$name || exit 1; done
 
 # A pretrained model, whole runs of a quarter of an hour each: three seeds, and by vLLM where .venv-vllm has been made.
 bench-demo-llm: $(LLM_STAMP)
 	$(BIN)/python -m benchmarks.bench_demo_llm
 
-bench-%: $(STAMP)
+bench-%: $(DEV)
 	$(BIN)/python -m benchmarks.bench_$(subst -,_,$*)
 
 # On a machine with a GPU: what is measured there, with the Python that holds its torch; no network, nothing installed.
@@ -132,17 +139,17 @@ gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(if $(DEVICE),--device $(DEVICE)) $(if $(SMALL),--small --out build/gpu.json)
 
 # The pages under docs/reference are made from the code first; warnings are errors.
-docs: $(STAMP)
+docs: $(DEV)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
 	@echo "build/docs/index.html"
 
 # docs/images anew, from a real demo; needs npx and Chromium.
-recording: $(STAMP)
+recording: $(DEV)
 	$(BIN)/python docs/record.py --seed $(SEED)
 
 # README's figures anew, from demos of two seeds and four staleness bounds: some minutes on two idle cores.
-demos: $(STAMP)
+demos: $(DEV)
 	$(BIN)/python -m benchmarks.demos
 
 # One seed of the virtual world, in which the real daemons run, with its events; COUNT=n runs n seeds from SEED on.
@@ -151,34 +158,34 @@ sim: $(STAMP)
 	$(BIN)/python -m echo2.sim.storm --seed $(SEED) --count $(COUNT)
 
 # constraints.txt anew, from the newest versions that the requirements allow and this environment has.
-lock: $(STAMP)
+lock: $(DEV)
 	@mkdir -p build
 	@$(BIN)/python -m tests.lock > build/constraints
 	@mv build/constraints constraints.txt
 
 # Lines, files, options, constants and words of the repository.
-size: $(STAMP)
+size: $(DEV)
 	@$(BIN)/python -m tests.size
 
 # Plants each defect of tests/mutants/planted.py in a copy of the product; none may go uncaught. Writes benchmarks/results.
-mutants: $(STAMP)
+mutants: $(DEV)
 	$(BIN)/python -m tests.mutants.run
 
 # SOAK_S seconds of simulated storms, chaos on real processes, fuzz and audited workers, added to docs/soak.json, from which the
 # table of docs/reliability.md is written. SOAK_ONLY=sim, chaos, fuzz or audit runs one of them.
 SOAK_S ?= 1800
 SOAK_ONLY ?=
-soak: $(STAMP)
+soak: $(DEV)
 	$(BIN)/python -m pytest -m soak --deselect tests/e2e/test_chaos.py
 	$(BIN)/python -m tests.soak --seconds $(SOAK_S) $(if $(SOAK_ONLY),--only $(SOAK_ONLY))
 
 # Hostile clients beside an honest run of real daemons, SECONDS each: what each costs goes to benchmarks/results/redteam.json.
 SECONDS ?= 20
-redteam: $(STAMP)
+redteam: $(DEV)
 	$(BIN)/python -m tests.redteam.run --seconds $(SECONDS)
 
 # Known vulnerabilities of what is installed; says what could not be looked up.
-audit: $(STAMP)
+audit: $(DEV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "pip-audit>=2.7"
 	$(BIN)/python -m tests.security.dependency_audit
 

@@ -59,10 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own, config = parse(parser, arguments)
         set_up_logging(own.log_json, own.verbose)
         require_extra("learner", "echo-learner")
-        if not config.model.path:
-            raise ConfigError("model.path: expected a model folder or hub id, got nothing")
-        if not own.is_served:
-            check_groups(config)
+        check_start(config, trains=not own.is_served)
         folder = own.folder or Path(config.run.folder) / config.run.name / "learner"
         is_follower = int(os.environ.get("RANK") or 0) > 0
         # Only rank 0 joins: other ranks, perhaps on another machine, need neither a link nor a file with one.
@@ -93,9 +90,15 @@ def learner_options(config: RunConfig, link: str, folder: Path, metrics_port: in
     )  # fmt: skip
 
 
-def check_groups(config: RunConfig) -> None:
-    """Raises ConfigError if a prompt gets a single rollout: every advantage compares rollouts of one prompt, so all would be 0."""
-    if config.learner.rollouts_per_prompt < 2 and not config.learner.teacher:
+def check_start(config: RunConfig, *, trains: bool) -> None:
+    """Raises ConfigError for what can be told before torch is imported: no model, or, if the learner trains itself, a single
+    rollout for a prompt: every advantage compares rollouts of one prompt, so all would be 0."""
+    path = config.model.path
+    if not path:
+        raise ConfigError("model.path: expected a model folder or hub id, got nothing")
+    if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").is_file():
+        raise ConfigError(f"model.path {path}: expected a folder with config.json, found none from {Path.cwd()}")
+    if trains and config.learner.rollouts_per_prompt < 2 and not config.learner.teacher:
         raise ConfigError(
             f"learner.rollouts_per_prompt: expected 2 or more, because learner.advantage {config.learner.advantage} compares the "
             "rollouts of a prompt with one another and one alone teaches nothing, got 1; take 4 to 16, and fewer prompts_per_step"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import importlib.resources
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
@@ -14,7 +15,6 @@ from typing import Any
 from echo2.base.errors import StateError
 from echo2.base.units import format_bytes, format_seconds
 from echo2.cli.process import wrapped
-from echo2.coordinator.web.page import STATIC
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 SAMPLES_SHOWN = 3  # before and after fit on one screen
@@ -245,9 +245,10 @@ def _write_page(run_folder: Path, facts: dict[str, Any]) -> None:
         for one in samples_of(run_folder)
     )
     name = escape(run_folder.name)
+    style = (importlib.resources.files("echo2.coordinator.web") / "static" / "page.css").read_text()
     (run_folder / PAGE).write_text(
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'><title>{name}"
-        f"</title><style>{(STATIC / 'page.css').read_text()}</style><header class=bar><h1>{name}</h1></header>{problems}<main>"
+        f"</title><style>{style}</style><header class=bar><h1>{name}</h1></header>{problems}<main>"
         f"<section class=panel><table class=totals>{rows}</table></section>{plots}<section class=panel><h2>Held-out prompts"
         f"</h2><table><tr><th>prompt<th>expected<th>before<th>reward<th>after<th>reward{samples}</table></section></main>\n",
         encoding="utf-8",

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from echo2.base.errors import ConfigError, EchoError, StateError
-from echo2.cli.learner import check_groups
+from echo2.cli.learner import check_start
 from echo2.cli.live import LiveRun
 from echo2.cli.options import make_importable
 from echo2.cli.processes import ChildFailed, Children, RunLock, stop_on_signals
@@ -120,10 +120,7 @@ def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:
     least = 0 if own.is_served else 1
     if not least <= own.workers <= WORKERS_MAX:
         raise ConfigError(f"--workers: expected {least} to {WORKERS_MAX}, got {own.workers}")
-    if not config.model.path:
-        raise ConfigError("model.path: expected a model folder or hub id, got nothing")
-    if not own.is_served:
-        check_groups(config)
+    check_start(config, trains=not own.is_served)
     paths = [str(own.file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for a user's own task
     how = ["serve", *(["--trains"] if own.trains else [])] if own.is_served else ["join"]
     run = LocalRun(config, workers_of(own.workers), {"PYTHONPATH": os.pathsep.join(paths)}, learner=how)

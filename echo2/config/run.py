@@ -18,6 +18,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from echo2.base.errors import ConfigError
 from echo2.base.hosts import is_loopback
@@ -94,7 +95,7 @@ class Section(BaseModel):
         """Refuses true and false where a number is expected; pydantic takes them for 1 and 0."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and bool not in (kind, *get_args(kind)):
-            raise ValueError(f"expected a number or a text, got {str(value).lower()}")
+            raise PydanticCustomError("no_boolean", "expected no boolean")  # load says what is expected
         return value
 
 

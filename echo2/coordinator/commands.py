@@ -198,7 +198,7 @@ class Commands:
 
     def _learner_facts(self) -> LearnerFacts | None:
         hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
-        hello, report = board.hello, board.report
+        hello, report, limit = board.hello, board.report, hub.config.sampling.max_new_tokens
         if hello is None:
             return None
         return LearnerFacts(
@@ -209,7 +209,8 @@ class Commands:
             waits_s=report.waits_since_s + now - board.heard_at if report.waits_for else 0.0, rewards_due=report.rewards_due,
             open_leases=len(hub.book.leases), rollouts_per_step=hello.rollouts_per_step,
             prompts_exhausted=report.prompts_exhausted, equal_reward_steps=report.equal_reward_steps,
-            reward=report.reward_mean,
+            reward=report.reward_mean, tokens_max=limit,
+            cut_share=sum(mean == limit for mean in report.lengths) / max(1, len(report.lengths)),
         )  # fmt: skip
 
     @property

@@ -62,6 +62,8 @@ class RolloutQuestions:
         if self._list is None or has_failed or monotonic() - self._list_at > LIST_FRESH_S:
             self._list_at = monotonic()
             self._list = asyncio.get_running_loop().create_task(self._ask("", 0))
+            # Its error is told where somebody waits; the pages that asked may all have been closed.
+            self._list.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         return await asyncio.shield(self._list)
 
     async def tokens(self, rollout_id: str, offset: int) -> pb.RolloutsShown:

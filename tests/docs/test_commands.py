@@ -120,7 +120,7 @@ COMMANDS = shown()
 @cache
 def recipe(command: str) -> tuple[str, ...]:
     """What a make command would run, by make itself, without installing anything."""
-    made = ["-o", ".venv/.installed", "-o", ".venv-vllm/.installed"]
+    made = ["-o", ".venv/.installed", "-o", ".venv/.installed-dev", "-o", ".venv-vllm/.installed"]
     words = [*made, *shlex.split(command.replace("NAME", "links").replace("SEED=n", "SEED=3").replace("…", "3"))[1:]]
     done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}: {done.stderr}"

@@ -120,6 +120,8 @@ async def _alive(chromium: Any, daemon: CoordinatorDaemon) -> None:
         await _shows_a_rollout_token_by_token(page)
         await _lists_who_has_not_gone(page, daemon)
         await page.locator("#reward-chart canvas").wait_for(timeout=WAIT_MS)
+        await page.locator("#metrics summary").click()
+        await page.locator("#metrics-rows tr").first.wait_for(timeout=WAIT_MS)
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             "the page is wider than 390 px"
         )

@@ -33,6 +33,8 @@ MORE_REWARDS = (
 )
 EQUAL_REWARD_STEPS_MAX = 3
 """Where one rollout in a hundred is rewarded, three steps of 64 have no reward one time in seven: still worth a word."""
+CUT_SHARE_MIN = 0.25
+"""Fewer cut completions are usual: a few prompts are hard."""
 MEASURED_STEPS = 5
 """From so many steps on, the measured utilisation is told, not the predicted one."""
 
@@ -78,7 +80,7 @@ class RunAdvice:
 class LearnerFacts:
     """The learner. `left_because`: why it left, if by an error. `silent_s`: since its last message. `step_s`: what a step takes,
     waiting included; `train_s`: without. `waits_for`, `waits_s`: what its next step lacks, and for how long; empty while it
-    trains."""
+    trains. `cut_share`: of the newest completions, those that ended at `tokens_max` (sampling.max_new_tokens)."""
 
     is_there: bool = True
     left_because: str = ""
@@ -97,6 +99,8 @@ class LearnerFacts:
     prompts_exhausted: bool = False
     equal_reward_steps: int = 0
     reward: float = 0.0
+    tokens_max: int = 0
+    cut_share: float = 0.0
 
     @property
     def waits_long(self) -> bool:
@@ -186,7 +190,10 @@ def _what_stops(run: RunNow) -> ToDo | None:
     """What keeps the run from going on at all, or has ended it."""
     learner = run.learner
     if run.finished:
-        left = f"; {_count(run.open_machines, 'rented machine')} is still being given back" if run.open_machines else ""
+        are = "is" if run.open_machines == 1 else "are"
+        left = (
+            f"; {_count(run.open_machines, 'rented machine')} {are} still being given back" if run.open_machines else ""
+        )
         kind = "bad" if run.is_cut_short else "info" if left else "good"
         text = run.finished[:1].upper() + run.finished[1:]
         return ToDo(f"{text}{left or '. Nothing costs money any more'}.", kind)
@@ -237,6 +244,11 @@ def _what_helps(run: RunNow) -> Iterable[ToDo]:
             yield ToDo(f"Nothing is left to learn: {equal}; {change}.", "warn")
         else:
             change = "compare completions and expected answers (`echo2 samples`), then take easier prompts or longer completions"
+            cut = f"{learner.cut_share:.0%} of the completions were cut at {learner.tokens_max} tokens"
+            if learner.cut_share >= CUT_SHARE_MIN:
+                change = (
+                    f"{cut}: raise sampling.max_new_tokens, or ask for shorter answers (`echo2 samples` shows them)"
+                )
             yield ToDo(f"Nothing is learned: every reward of the last {steps} was 0; {change}.", "bad")
         return
     if learner.waits_for_rewards and (learner.waits_long or run.is_short):

@@ -29,7 +29,7 @@ METRICS: dict[str, tuple[str, Callable[[Hub], float]]] = {
         "The plan's prediction of it.",
         lambda h: h.plan.predicted_utilisation if h.plan is not None else 0.0,
     ),
-    "echo2_train_seconds": ("T_train, smoothed.", lambda h: h.board.train_s),
+    "echo2_train_seconds": ("Seconds that a step trains, smoothed.", lambda h: h.board.train_s),
     "echo2_broadcast_seconds": (
         "Publication to live on the whole pool, last complete version.",
         lambda h: (h.board.newest_complete.complete_s or 0.0) if h.board.newest_complete else 0.0,

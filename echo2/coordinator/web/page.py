@@ -32,7 +32,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from echo2.base.errors import EchoError, MalformedMessage, PortBusy
+from echo2.base.errors import EchoError, MalformedMessage, PortBusy, Unreachable
 from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId
 from echo2.coordinator.commands import Commands
@@ -44,6 +44,7 @@ from echo2.coordinator.planning.service import snapshot_of
 from echo2.coordinator.web.access import BodyRefused, WebGuard, body_refused
 from echo2.coordinator.web.metrics import exposition, families_of
 from echo2.coordinator.web.state import StateView, finite, plan_value
+from echo2.outside.ending import cancel_all
 from echo2.outside.net import listened, listening_socket
 from echo2.trust.http_port import HttpServer
 from echo2.trust.ports import PAGE
@@ -159,7 +160,15 @@ class Web:
             if snapshot is None:
                 return plan_value(None, "what-if", "a first step and a first measured worker")
             changed, config = what_if.snapshot(snapshot), what_if.config(plan_config(hub.config, hub.board))
-            plan = await hub.plan_process.run(len(snapshot.workers), make_plan, changed, config, None)
+            work = asyncio.create_task(hub.plan_process.run(len(snapshot.workers), make_plan, changed, config, None))
+            stopping = asyncio.create_task(self._stopping.wait())  # a plan may take longer than a clean end
+            try:
+                await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    raise Unreachable("what if: the coordinator is stopping")
+                plan = work.result()
+            finally:
+                await cancel_all((work, stopping))
         return plan_value(plan, "what-if", "")
 
     async def _workers_csv(self, request: Request) -> Response:

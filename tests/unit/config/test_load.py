@@ -63,6 +63,7 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
         ("learner.steps", "1.5", r"learner\.steps: expected a whole number of at least 1, got 1\.5$"),
         ("learner.advantage", "gpro", r"learner\.advantage: expected one of grpo, dr_grpo, .*, got 'gpro'$"),
         ("learner.sinks", '["wandbb"]', r"learner\.sinks\.0: expected a list of tensorboard, .*, got 'wandbb'$"),
+        ("learner.steps", "true", r"learner\.steps: expected a whole number of at least 1, got True$"),
         ("learner.drop_equal_groups", "perhaps", r"drop_equal_groups: expected true or false, got 'perhaps'$"),
         ("learner.gradient_checkpointing", "3", r"expected true or false or one of auto, selective, got 3"),
         ("learner", "3", r"learner: expected a section of options, got 3"),

@@ -89,6 +89,11 @@ PRICE = "3 on standby: it asks 2 USD/h, what spends the budget in an hour is 0.5
             Act.NOTHING,
         ),
         (
+            with_learner(equal_reward_steps=3, tokens_max=16, cut_share=0.75),
+            "Nothing is learned: every reward of the last 3 steps was 0; 75% of the completions were cut at 16 tokens: raise",
+            Act.NOTHING,
+        ),
+        (
             with_learner(equal_reward_steps=4, reward=1.0),
             "Nothing is left to learn: in the last 4 steps all rollouts of a prompt had the same reward (1 on average)",
             Act.NOTHING,
@@ -130,6 +135,11 @@ PRICE = "3 on standby: it asks 2 USD/h, what spends the budget in an hour is 0.5
         (
             replace(LIVE, finished="run r is finished after 120 steps", open_machines=1),
             "Run r is finished after 120 steps; 1 rented machine is still being given back.",
+            Act.NOTHING,
+        ),
+        (
+            replace(LIVE, finished="run r is finished after 120 steps", open_machines=2),
+            "Run r is finished after 120 steps; 2 rented machines are still being given back.",
             Act.NOTHING,
         ),
     ],

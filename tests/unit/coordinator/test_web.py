@@ -241,7 +241,14 @@ def test_the_page_says_why_no_worker_works_what_the_learner_waits_for_and_what_e
             )
             await learner.say(report=report)
             await until(web, says("193 rewards are due, and the learner has waited 4", "bad"))
+            lengths = [300, 1024, 1024, 1024]  # the limit, which no config here sets, and means of fewer tokens
+            await learner.say(report=pb.LearnerReport(step=6, train_s=1.0, equal_reward_steps=3, lengths=lengths))
+            await until(
+                web, says("75% of the completions were cut at 1024 tokens: raise sampling.max_new_tokens", "bad")
+            )
             assert daemon.hub is not None
+            await learner.say(report=report)
+            await until(web, says("193 rewards are due", "bad"))
             daemon.hub.board.heard_at -= 61.0
             waits = (await web.get("/api/state")).json()["waits"]
             assert any("nothing is heard of the learner, whose stream stands" in wait["what"] for wait in waits)

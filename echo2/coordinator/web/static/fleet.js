@@ -24,12 +24,12 @@ const COLUMNS = [
   { key: "activation", label: "Work", chip: (w) => [w.activation || dash, works[w.activation] || ""], sub: (w) => isBarred(w) ? w.reason : costsIdle(w) ? `still costs ${usd(w.price)}/h` : "", title: (w) => w.reason },
   { key: "price", label: "Price", text: (w) => usd(w.price) + "/h", sub: (w) => usd(w.usd_spent) + " spent", n: true },
   { key: "tokens_per_s", label: "Tokens/s", text: (w) => number(w.tokens_per_s), sub: (w) => number(w.rollouts_per_s) + " rollouts/s", n: true },
-  { key: "usd_per_mtok", label: "$ / M useful", title: () => "its whole bill, standby included, over its tokens that were trained on, in millions", text: (w) => usd(w.usd_per_mtok), n: true },
+  { key: "usd_per_mtok", label: "USD per M tokens", title: () => "its whole bill, standby included, over its tokens that were trained on, in millions", text: (w) => usd(w.usd_per_mtok), n: true },
   { key: "version", label: "Version", text: (w) => w.version == null ? dash : "v" + w.version, sub: lagText, n: true },
   { key: "leases", label: "Leases", text: (w) => whole(w.leases), sub: (w) => `${w.running} of ${count(w.slots, "slot")}` + (w.memory_used ? ` · ${bytes(w.memory_used)}` : ""), title: (w) => [w.no_lease && `no lease now: ${w.no_lease}`, w.memory_used && `memory: ${bytes(w.memory_used)} of ${bytes(w.memory_total)}`].filter(Boolean).join("; "), n: true },
-  { key: "uplink", label: "Up / down", text: (w) => rate(w.uplink), sub: (w) => rate(w.downlink) + (w.rtt_s ? ` · ${seconds(w.rtt_s)}` : ""), n: true },
-  { key: "chunks_held", label: "Chunks", text: (w) => w.chunk_count ? `${w.chunks_held}/${w.chunk_count}` : dash, sub: (w) => [w.in_flight ? "v" + w.in_flight : "", kinds(w.links)].filter(Boolean).join(" · "), title: (w) => ways(w), n: true },
-  { key: "joined", label: "Up", text: (w, now) => seconds(Math.max(0, (w.state === "gone" ? w.heard : now) - w.joined)), sub: (w) => w.given_up ? `${count(w.given_up, "lease")} lost` : "", title: (w) => w.given_up ? "" : "no lease lost", n: true },
+  { key: "uplink", label: "Link", text: (w) => `up ${rate(w.uplink)}`, sub: (w) => `down ${rate(w.downlink)}` + (w.rtt_s ? ` · ${seconds(w.rtt_s)}` : ""), n: true },
+  { key: "chunks_held", label: "Chunks", text: (w) => w.chunk_count ? `${w.chunks_held} of ${w.chunk_count}` : dash, sub: (w) => [w.in_flight ? "v" + w.in_flight : "", kinds(w.links)].filter(Boolean).join(" · "), title: (w) => ways(w), n: true },
+  { key: "joined", label: "Joined for", text: (w, now) => seconds(Math.max(0, (w.state === "gone" ? w.heard : now) - w.joined)), sub: (w) => w.given_up ? `${count(w.given_up, "lease")} lost` : "", title: (w) => w.given_up ? "" : "no lease lost", n: true },
   { key: "heard", label: "Heard", text: (w, now) => seconds(Math.max(0, now - w.heard)) + " ago", n: true },
 ];
 const all = make("input", { type: "checkbox", "aria-label": "Select every worker shown" });

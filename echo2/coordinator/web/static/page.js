@@ -37,16 +37,16 @@ function drawTiles() {
     tile("Spent", usd(m.spent ?? 0), "", `${m.spent > 0 ? `${percent(m.useful / m.spent, 0)} on work · ` : ""}${usd(m.per_hour ?? 0)}/h${m.cap_per_hour != null ? ` of ${usd(m.cap_per_hour)}` : ""}${m.per_mtok ? ` · ${usd(m.per_mtok)} / M tokens` : ""}`, { part: m.budget ? m.chosen / m.budget : null, title: `the bill of all machines; ${usd(m.useful ?? 0)} of it for workers while they worked${m.budget ? `; ${usd(m.chosen ?? 0)} of the budget of ${usd(m.budget)}` : ""}` }),
   );
 }
+const USUAL_S = 5; // what waits no longer than this is life, not news
 function drawHeader() {
   const { run, learner: l } = state;
   setText($("run-name"), run.run_id || "echo2"); document.title = `${run.run_id || "echo2"}${l.step != null ? ` · step ${l.step}` : ""}`;
   setText($("model"), l.is_known ? `${l.model} · version ${l.version} · batches of ${l.rollouts_per_step} rollouts in groups of ${l.rollouts_per_group}` : "waiting for the learner to join");
-  const isWell = state.advice.steps[0]?.kind === "good", waits = !isWell && state.waits.some((w) => w.what.startsWith("the learner waits"));
+  const isWell = state.advice.steps[0]?.kind === "good", waits = !isWell && state.waits.some((w) => w.what.startsWith("the learner waits") && now() - w.since > USUAL_S);
   const isSilent = state.waits.some((w) => w.what.startsWith("nothing is heard of the learner"));
   const [text, kind] = run.finished ? ["finished", "good"] : !l.is_known ? ["waiting for the learner", "info"] : l.is_finished ? ["finishing", "good"] : !l.is_connected ? ["learner away", "bad"] : isSilent ? ["learner silent", "bad"] : waits ? ["learner waits", "warn"] : state.advice.steps[0]?.kind === "bad" ? ["stands still", "bad"] : l.step ? ["training", "good"] : ["first rollouts", "info"];
   setText($("status"), text); $("status").className = "pill " + kind;
 }
-const USUAL_S = 5; // what waits no longer than this is life, not news
 function drawWaits() {
   const all = state.waits.filter((w) => now() - w.since > USUAL_S);
   $("waits-panel").classList.toggle("calm", !all.length);
@@ -120,7 +120,7 @@ const sliders = { s: $("w-s"), up: $("w-up"), fleet: $("w-fleet") };
 const outputs = [...document.querySelectorAll("#what-if output")];
 function showSliders() {
   setText(outputs[0], sliders.s.value); const uplink = state.learner.uplink, factor = 10 ** Number(sliders.up.value);
-  setText(outputs[1], uplink ? rate(uplink * factor) : `× ${number(factor)}`); setText(outputs[2], sliders.fleet.value);
+  setText(outputs[1], uplink ? rate(uplink * factor) : `${number(factor)} times`); setText(outputs[2], sliders.fleet.value);
 }
 function resetSliders() {
   const count = Object.values(fleet()).filter((w) => w.state !== "gone").length || 1;
@@ -215,5 +215,6 @@ function connect() {
 setInterval(() => {
   const wasAway = !$("banner").hidden;
   if (lastHeard && Date.now() - lastHeard > SILENT_MS && !wasAway) isAway("Nothing is heard of the coordinator.");
+  if ($("banner").hidden && lastHeard) drawHeader();
   ageFleet(now(), state.learner.version); drawWaits(); document.querySelectorAll("[data-since]").forEach((b) => setText(b, seconds(Math.max(0, now() - Number(b.dataset.since))))); setText($("footer"), lastHeard ? `heard ${seconds((Date.now() - lastHeard) / 1000)} ago · up ${seconds(now() - (state.run.started || now()))}` : ""); }, 1000);
 connect();
