@@ -188,7 +188,7 @@ class Learner:
         ):
             master.grad = gradient
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
-        fraction = loss_metrics(loss.sums_M, float(loss.ratio_max)).rollout_ratio_ess
+        fraction = loss_metrics(loss.sums_M, float(loss.ratio_max))["ratio/rollout_ess"]
         scale = learning_rate_scale(fraction) if self.method.scales_learning_rate else 1.0
         self.optimiser.param_groups[0]["lr"] = LEARNING_RATE * scale
         self.optimiser.step()

@@ -9,7 +9,7 @@ Guarantees: the stream is reopened forever, with a jittered backoff that resets 
 sent after the hello was composed are queued behind it, however long opening takes, so nothing is lost between the hello's
 contents and the stream. A heartbeat follows the welcome and then every interval. A refusal that a retry may
 cure (`_TEMPORARY`) counts as a lost stream; any other ends the session. Waits for a connection, orders, the next heartbeat.
-Leaves to others: the messages and what orders mean (worker/links, learner/session).
+Leaves to others: the messages and what orders mean (worker/links, learner/learner).
 """
 
 from __future__ import annotations

@@ -16,22 +16,24 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from echo2.base.errors import ConfigError, EchoError, TaskError, Unreachable
 from echo2.base.hosts import is_loopback, joined
-from echo2.base.ids import PeerId, Version
+from echo2.base.ids import GroupId, PeerId, Version
+from echo2.base.rollout import GroupSpec
 from echo2.broadcast.node import NodeCalls
-from echo2.control.session import ControlSession, enrolled, unless
+from echo2.control.session import ControlSession, Party, enrolled, unless
 from echo2.control.waits import Backoff, Waits
 from echo2.learner.auditor import auditor_of
 from echo2.learner.loop import EVALUATION, TrainingLoop
-from echo2.learner.metrics import PrometheusEndpoint, open_sinks
+from echo2.learner.metrics import PrometheusEndpoint, number_in, open_sinks
 from echo2.learner.options import LearnerOptions
-from echo2.learner.publishing.publisher import BroadcasterFactory, PublishedArtifact, VersionPublisher
+from echo2.learner.publishing.publisher import PublishedArtifact, VersionPublisher
 from echo2.learner.publishing.schedule import SettingChoice, encode_cores
 from echo2.learner.publishing.seed import SeedNode
 from echo2.learner.recent import answer
@@ -41,7 +43,6 @@ from echo2.learner.rollouts.ingest import IngestPort
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.learner.rollouts.workers import NEWS_S
 from echo2.learner.run_folder import RunFolder
-from echo2.learner.session import LearnerSession, hello_of, report_of
 from echo2.learner.startup import Prepared, export, prepare
 from echo2.outside import SteadyClock, here, monotonic
 from echo2.outside.ending import cancel_all
@@ -49,14 +50,19 @@ from echo2.outside.under_way import under_way
 from echo2.trust.enrolment import find_coordinator, keep_renewed
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.tls import (
+    PROTOCOL_VERSION,
     Credentials,
     load_credentials,
     load_or_create_identity,
     save_credentials,
 )
+from echo2.wire.by_name import message_of
 from echo2.wire.coordinator import FINISHED, STOPPED, leaving_reason
-from echo2.wire.gen.echo2.v1 import coordinator_pb2
+from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
+from echo2.wire.rollout import group_to_message
 
+LEAVE_S = 1.0  # a farewell is one message; without it the coordinator waits out its own limit
 STOP_GRACE_S = 0.5  # for a call that is being answered; report streams never end by themselves
 LOOK_S = 0.25  # four looks a second cost nothing and delay an end by as little
 QUIET_S = 3.0
@@ -65,6 +71,7 @@ HEARD_S = 120.0
 """A finished learner waits so long for a coordinator that must learn of it: until then workers cost money."""
 REMIND_FIRST_S, REMIND_EVERY_S = 3.0, 30.0
 """A wait for rollouts is reported after 3 s, 9 s, 27 s, and then every 30 s."""
+NodeFactory = Callable[[Credentials, LearnerOptions, NodeCalls], SeedNode]
 _log = logging.getLogger("echo2.learner")
 
 
@@ -88,7 +95,7 @@ class LearnerDaemon:
     def __init__(
         self,
         options: LearnerOptions,
-        make_broadcaster: BroadcasterFactory = SeedNode,
+        make_broadcaster: NodeFactory = SeedNode,
         make_prepared: Callable[[LearnerOptions, RunFolder], Prepared] = prepare,
         make_learner: type[Learner] | None = None,
     ) -> None:
@@ -123,7 +130,7 @@ class LearnerDaemon:
             self._starting = "the model and what was recorded to be trained again"
             loading = in_trainer(trainer, lambda: self._make_prepared(self.options, folder))
             prepared = await under_way(_log, "loading the model, restoring what the run has recorded", loading)
-            session = LearnerSession(ControlSession(credentials, self._waits, Backoff(here().rng)))
+            session: ControlSession[pb.LearnerMessage] = ControlSession(credentials, self._waits, Backoff(here().rng))
             self.learner = self._make_learner(
                 self.options, prepared, credentials, trainer, session, self._stopped, self._make_broadcaster
             )
@@ -176,16 +183,16 @@ class Learner:
         prepared: Prepared,
         credentials: Credentials,
         trainer: ThreadPoolExecutor,
-        session: LearnerSession,
+        session: ControlSession[pb.LearnerMessage],
         stopped: asyncio.Event,
-        make_broadcaster: BroadcasterFactory,
+        make_broadcaster: NodeFactory,
     ) -> None:
         self.options, self._prepared, self._credentials, self._trainer = options, prepared, credentials, trainer
         self.session, self._stopped = session, stopped
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ending: tuple[str, float] | None = None  # what it waits for after training, and since when
         self.pool = self.Pool(
-            prepared.groups, prepared.journal, prepared.history, prepared.prompts, prepared.evaluations, session, self
+            prepared.groups, prepared.journal, prepared.history, prepared.prompts, prepared.evaluations, self, self
         )
         self.agents = (
             Agents(options.config, options.folder, self.pool, self.fail) if options.config.agent.is_on else None
@@ -239,7 +246,7 @@ class Learner:
 
     async def _work(self) -> RunSummary:
         begin = asyncio.get_running_loop().create_task
-        talking, training = begin(self.session.run(self)), begin(self.loop.run())
+        talking, training = begin(self.talk()), begin(self.loop.run())
         beside = (self._remind(), self._report_deliveries(), keep_renewed(self._credentials, self._save))
         tasks = (training, talking, *map(begin, beside))
         reason = STOPPED
@@ -265,7 +272,8 @@ class Learner:
             raise
         finally:
             self.begin_wait("the coordinator to be told that the learner leaves")
-            await self.session.leave(reason)
+            leaving = pb.LearnerLeaving(reason=reason)
+            await self.session.leave(pb.LearnerMessage(leaving=leaving), LEAVE_S)  # after all queued messages
             await cancel_all(tasks)
 
     async def _close(self) -> None:
@@ -364,18 +372,102 @@ class Learner:
 
     # ---- while training runs
 
-    def hello(self) -> coordinator_pb2.LearnerHello:
-        return hello_of(self.options, self.loop, self.address, self.chunk_address, self.relay_address)
+    async def talk(self) -> None:
+        """Keeps the stream to the coordinator open until it is refused or cancelled. What is sent while there is none is dropped:
+        the next hello, which carries every open group, makes up for it."""
+        await self.session.run(
+            Party(
+                dial=lambda channel: coordinator_pb2_grpc.CoordinatorStub(channel).LearnerSession(),
+                hello=lambda: pb.LearnerMessage(hello=self.hello()),
+                beat=lambda: pb.LearnerMessage(report=self.report()),
+                on_welcome=self.on_welcome,
+                on_order=self.on_order,
+                find=self.find_coordinator,
+            )
+        )
 
-    def report(self) -> coordinator_pb2.LearnerReport:
-        return report_of(self.loop, self.waits_for)
+    def tell(self, **message: Any) -> None:
+        """Sends the coordinator a message by its name among those of `LearnerMessage`."""
+        self.session.send(pb.LearnerMessage(**message))
 
-    def on_welcome(self, welcome: coordinator_pb2.LearnerWelcome) -> None:
+    def hello(self) -> pb.LearnerHello:
+        """The first message of a stream: the learner's identity, its progress, and every group that still needs a worker."""
+        loop, config = self.loop, self.options.config
+        model = loop.p.model
+        return pb.LearnerHello(
+            protocol_version=PROTOCOL_VERSION,
+            run_id=config.run.name,
+            address=self.address,
+            chunk_address=self.chunk_address,
+            relay_address=self.relay_address,
+            model_name=self.options.trainer.model_path.rstrip("/").rpartition("/")[2],
+            model_config_json=model.config_json(),
+            model_digest=model.digest(),
+            staleness_bound=config.staleness.bound,
+            rollouts_per_step=config.learner.rollouts_per_step,
+            rollouts_per_group=config.learner.rollouts_per_prompt,
+            step=self.pool.groups.next_step,
+            newest_version=loop.publisher.newest_version,
+            open_groups=[group_to_message(spec) for spec, _ in self.pool.lacking()],
+            full_snapshot_bytes=model.snapshot_bytes,
+            link=pb.Link(
+                uplink_bytes_per_s=config.learner.emulated_link.uplink_bytes_per_s or config.learner.uplink_limit,
+                downlink_bytes_per_s=config.learner.emulated_link.downlink_bytes_per_s,
+                rtt_s=config.learner.emulated_link.rtt_s,
+            ),
+            step_limit=config.learner.steps,
+            kappa_is_fixed=config.staleness.kappa > 0,
+            kappa=config.staleness.kappa,
+            longest_sequence_tokens=loop.p.prompts.context_tokens,
+        )
+
+    def report(self) -> pb.LearnerReport:
+        """The state of the run after its last step."""
+        loop, pool, publisher, waits_for = self.loop, self.pool, self.publisher, self.waits_for
+        row = loop.last_row
+        groups, rewards = pool.groups, pool.evaluations.rewards
+        counts, ledger = groups.counts, groups.ledger
+        histogram = ledger.histogram()
+        return pb.LearnerReport(
+            step=loop.step,
+            newest_version=publisher.newest_version,
+            train_s=number_in(row, "step_s"),
+            wait_s=number_in(row, "phase/wait_s"),
+            reward_mean=number_in(row, "reward/mean"),
+            buffered_rollouts=groups.buffered_rollouts,
+            open_rollouts=groups.open_rollouts,
+            trained_rollouts=counts.trained,
+            trained_tokens=counts.trained_tokens,
+            dropped_stale_rollouts=counts.dropped_stale,
+            duplicate_rollouts=counts.duplicate,
+            refused_rollouts=counts.refused,
+            over_stale_tokens_trained=ledger.over_stale_tokens(),
+            lag_histogram=[histogram.get(lag, 0) for lag in range(max(histogram, default=-1) + 1)],
+            utilisation=loop.utilisation.window,
+            sent_chunk_bytes=publisher.broadcaster.sent_bytes,
+            waits_for=waits_for[0],
+            waits_since_s=waits_for[1],
+            is_finished=loop.is_exported,  # a local run ends its learner then
+            eval_reward=rewards[max(rewards)] if rewards else -1.0,
+            evaluation_rollouts=pool.evaluations.rollouts_per_step,
+            idle_s=loop.idle_s,
+            fingerprint=f"{publisher.newest_fingerprint:016x}",
+            rewards_due=pool.rewards_due,
+            prompts_exhausted=pool.exhausted is not None,
+            audit_s=loop.auditor.counts.s_per_step,
+            reward_s=pool.rewards.seconds_each,
+            reward_processes=pool.prompts.world.reward_processes,
+            lengths=loop.recent.lengths(),
+            discarded_rollouts=counts.dropped_equal_rewards + counts.dropped_reward_failed,
+            equal_reward_steps=loop.equal_reward_steps,
+        )
+
+    def on_welcome(self, welcome: pb.LearnerWelcome) -> None:
         self._broadcaster.hold_pipe_place(
             self._credentials.coordinator_peer_id, welcome.relay_address, self._ingest.own
         )
 
-    def on_order(self, order: coordinator_pb2.LearnerOrder) -> None:
+    def on_order(self, order: pb.LearnerOrder) -> None:
         match order.WhichOneof("kind"):
             case "plan":
                 self._prepared.schedule.planned_kappa = order.plan.kappa or None
@@ -386,11 +478,11 @@ class Learner:
             case "banned":
                 self._on_ban(PeerId(order.banned.peer_id), order.banned)
             case "wanted":
-                self.session.tell(shown=answer(self.loop.recent, self._prepared.prompts.tokenizer, order.wanted))
+                self.tell(shown=answer(self.loop.recent, self._prepared.prompts.tokenizer, order.wanted))
             case _:
                 pass  # from a newer release
 
-    def _on_ban(self, peer_id: PeerId, order: coordinator_pb2.WorkerBanned) -> None:
+    def _on_ban(self, peer_id: PeerId, order: pb.WorkerBanned) -> None:
         """Nothing is accepted from a worker that the coordinator bars or this learner accuses, until the coordinator takes it back;
         then it starts with a clean slate."""
         self._broadcaster.bar(peer_id, is_lifted=not order.is_banned)
@@ -427,7 +519,7 @@ class Learner:
                 reminded_s = waited_s
                 _log.info("waiting for %.0f s for %s", waited_s, what)
                 lacking = self.pool.lacking()
-                self.session.offer([spec for spec, _ in lacking], [tokens for _, tokens in lacking])
+                self.offer([spec for spec, _ in lacking], [tokens for _, tokens in lacking])
 
     async def _report_deliveries(self) -> None:
         """Reports what workers have delivered, every `NEWS_S` while the coordinator is connected."""
@@ -435,10 +527,21 @@ class Learner:
             if self.session.is_connected:
                 tallies = self.pool.groups.workers.take_deliveries(monotonic())
                 if tallies is not None:
-                    self.session.delivered(tallies)
+                    told = [message_of(tally, pb.WorkerDelivered, peer_id=tally.worker_id) for tally in tallies]
+                    self.tell(delivered=pb.WorkersDelivered(workers=told))
             await asyncio.sleep(NEWS_S)
 
     # ---- for the parts
+
+    def offer(self, specs: Sequence[GroupSpec], held_tokens: Sequence[int] = ()) -> None:
+        """Offers groups. `held_tokens`: in a reminder, the tokens of each group received so far."""
+        self.tell(offer=pb.OfferGroups(groups=map(group_to_message, specs), held_tokens=held_tokens))
+
+    def close(self, group_ids: Sequence[GroupId], reason: str) -> None:
+        self.tell(close=pb.CloseGroups(group_ids=group_ids, reason=reason))
+
+    def accuse(self, peer_id: PeerId, reason: str, *, is_certain: bool) -> None:
+        self.tell(accused=pb.WorkerAccused(peer_id=peer_id, reason=reason, is_certain=is_certain))
 
     def on_answer(self, group: TrainGroup) -> None:
         """Answers of evaluations are audited like rollouts for training."""
@@ -448,7 +551,7 @@ class Learner:
         self.loop.write_evaluation(row)
 
     def _on_step(self) -> None:
-        self.session.tell(report=self.report())
+        self.tell(report=self.report())
 
     def on_version(self, version: Version) -> None:
         self.pool.on_published(version)
@@ -457,7 +560,8 @@ class Learner:
         self.publisher.replace_lost(what)
 
     def on_artifact(self, artifact: PublishedArtifact) -> None:
-        self.session.published(artifact)
+        parent, has_parent = artifact.parent or 0, artifact.parent is not None
+        self.tell(published=message_of(artifact, pb.VersionPublished, parent=parent, has_parent=has_parent))
 
     def _numbers_now(self) -> Mapping[str, float]:
         """Numbers for Prometheus, which calls this from its own thread."""

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from echo2.learner.publishing.publisher import VersionPublisher
     from echo2.learner.publishing.schedule import PublicationSchedule
     from echo2.learner.rollouts.pool import RolloutPool
-    from echo2.learner.training.loss import LossMetrics
     from echo2.learner.training.trainer import StepResult
 
 Row = Mapping[str, object]
@@ -134,26 +133,6 @@ def lag_fields(batch: Batch) -> dict[str, object]:
     }
 
 
-def loss_fields(metrics: LossMetrics | None) -> dict[str, float]:
-    if metrics is None:
-        return {}
-    return {
-        "loss": metrics.loss,
-        "policy/entropy": metrics.entropy,
-        "ratio/mean": metrics.ratio_mean,
-        "ratio/max": metrics.ratio_max,
-        "ratio/ess": metrics.ratio_ess,
-        "ratio/rollout_ess": metrics.rollout_ratio_ess,
-        "clip_fraction": metrics.clip_low_fraction + metrics.clip_high_fraction,
-        "clip_fraction/low": metrics.clip_low_fraction,
-        "clip_fraction/high": metrics.clip_high_fraction,
-        "correction/weight_mean": metrics.correction_weight_mean,
-        "correction/altered_fraction": metrics.correction_altered_fraction,
-        "kl": metrics.kl_behaviour,
-        "kl/reference": metrics.kl_reference,
-    }
-
-
 def time_fields(result: StepResult, times: StepTimes, facts: RunFacts) -> dict[str, float]:
     busy_s = times.busy_s(result)
     fields = {f"phase/{name}_s": seconds for name, seconds in result.phases_s.items()}
@@ -247,7 +226,7 @@ def step_row(batch: Batch, result: StepResult, times: StepTimes, facts: RunFacts
         "step": result.step,
         "unix_s": unix_now(),
         **reward_fields(batch),
-        **loss_fields(result.metrics),
+        **(result.metrics or {}),
         **optimiser_fields(result),
         "is_skipped": result.is_skipped,
         "rollouts": batch.rollout_count,
@@ -269,7 +248,7 @@ def supervised_row(batch: Batch, result: StepResult, step_s: float) -> dict[str,
     return {
         "step": result.step,
         "unix_s": unix_now(),
-        "loss": result.metrics.loss if result.metrics is not None else 0.0,
+        "loss": (result.metrics or {}).get("loss", 0.0),
         **optimiser_fields(result),
         "is_skipped": result.is_skipped,
         "supervised/conversations": batch.rollout_count,

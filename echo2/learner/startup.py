@@ -1,7 +1,10 @@
 """Restores a learner from its run folder to exactly its previous state.
 
-Guarantees: the last checkpoint is loaded and every batch recorded since is trained on again, in order (replay).
-Leaves to others: sockets and the fleet (learner).
+Guarantees: the last checkpoint is loaded, and every batch recorded since is trained on again, once and in order. If each version
+gets the fingerprint with which it was published, the learner is back in its previous state. If one does not (a GPU that sums in
+another order, other threads, another machine), nothing is lost: published versions stay as they are, the last of them is rebuilt
+bit for bit from the chunk store, and the retrained weights are published as the next version, with a delta from that one.
+Leaves to others: records (journal), sending (publisher), sockets and the fleet (learner).
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from echo2.base.errors import ConfigError, StateError
+from echo2.base.errors import ConfigError, EchoError, FingerprintMismatch, StateError
 from echo2.base.ids import RunId, Step, Version
 from echo2.base.rng import derived_seed
+from echo2.base.units import format_seconds
 from echo2.broadcast.store import LeftVersions
+from echo2.learner.metrics import RunFacts, StepTimes, step_row, task_fields
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions, chunk_folder
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back_groups
-from echo2.learner.publishing.replay import StandingVersion, replay
 from echo2.learner.publishing.schedule import PublicationSchedule
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
 from echo2.learner.rollouts.conversations import Conversations
@@ -36,12 +40,17 @@ from echo2.learner.training.ranks import Ranks, check_agreement, local_device, p
 from echo2.learner.training.team import PublishedModel, StepCounter, Team, TrainingSide
 from echo2.learner.training.trainer import Trainer
 from echo2.learner.training.trials import choose_attention, refuse_wrong_rows
+from echo2.outside import monotonic
 from echo2.outside.allocator import give_back, map_large
 from echo2.staleness.ledger import Ledger
+from echo2.weights import HostWeights
 from echo2.weights.fingerprint import key_of_run
 
 MAPS_FROM_PARAMETERS = 10_000_000
 """From this many parameters on, large blocks are mapped separately; in a smaller model, freed memory is not worth new pages."""
+TOLD_EVERY_S = 10.0  # a person who waits sees that it goes on
+Standing = tuple[Version, Mapping[str, Tensor]]
+"""A version with its weights, a snapshot from the team."""
 _log = logging.getLogger("echo2.learner")
 
 
@@ -68,9 +77,8 @@ class Prepared:
     schedule: PublicationSchedule
     published: Mapping[str, Tensor]
     fingerprint_key: int
-    trained_again: int
     checkpoint_step: Step | None
-    cut_off: tuple[Version, Mapping[str, Tensor]] | None = None
+    cut_off: Standing | None = None
     base: Mapping[str, Tensor] | None = None
     rows_again: tuple[Mapping[str, object], ...] = ()
     conversations: Conversations | None = None
@@ -151,7 +159,6 @@ def prepare_with(
         schedule=PublicationSchedule(bound, config.staleness.kappa or None, options.limits.keyframe_chain_max),
         published=base,
         fingerprint_key=key_of_run(config.run.name),
-        trained_again=0,
         checkpoint_step=None,
         conversations=conversations,
     )
@@ -213,18 +220,97 @@ def _resume(prepared: Prepared, options: LearnerOptions, checkpoint: Checkpoint 
     while conversations is not None and prepared.history.drawn and prepared.trainer.step_count < conversations.steps:
         # Of a checkpoint before the warm start's last, which was damaged.
         prepared.team.step(conversations.batch(prepared.trainer.step_count))
-    left = LeftVersions(chunk_folder(options), RunId(options.config.run.name))
-    replayed = replay(StandingVersion(prepared.schedule.newest, prepared.published), prepared, left)
-    prepared.published, prepared.schedule.newest = replayed.newest.weights, replayed.newest.version
-    prepared.cut_off = (replayed.before.version, replayed.before.weights) if replayed.before is not None else None
-    prepared.trained_again, prepared.rows_again = replayed.batches, replayed.rows
+    _train_again(prepared, LeftVersions(chunk_folder(options), RunId(options.config.run.name)))
     _log.info(
         "resumed at step %d: checkpoint of step %s, %d recorded batches trained on again, %d rollouts kept",
-        prepared.trainer.step_count,
-        "none" if checkpoint is None else checkpoint.step,
-        prepared.trained_again,
+        prepared.trainer.step_count, "none" if checkpoint is None else checkpoint.step, len(prepared.rows_again),
         prepared.groups.buffered_rollouts,
+    )  # fmt: skip
+
+
+def _train_again(prepared: Prepared, left: LeftVersions) -> None:
+    """Trains on all recorded batches. Raises `FingerprintMismatch` if a version comes out different and the last published one
+    cannot be rebuilt."""
+    team, history, groups = prepared.team, prepared.history, prepared.groups
+    # Workers may hold a sealed version even if the kill came before its record was written.
+    published = {version: known or left.fingerprint_of(version) for version, known in history.published.items()}
+    exact: Standing = prepared.schedule.newest, prepared.published
+    begun: Standing | None = None  # was being published when the learner was killed; no worker has it
+    difference: tuple[Version, str] | None = None  # the first version that came out different, and its fingerprint
+    rows: list[Mapping[str, object]] = []
+    if (step := Version(prepared.trainer.step_count)) > exact[0] and step in published:
+        # The supervised warm start is on disk before its version is published: the checkpoint has the version's masters.
+        made = step, team.snapshot()
+        exact, begun = (made, None) if published[step] else (exact, made)
+    last, began_s, told_s = max(history.drawn, default=Step(0)), monotonic(), float("-inf")
+    while (batch := history.next_batch(groups)) is not None:
+        if monotonic() - told_s >= TOLD_EVERY_S:
+            told_s, left_count = monotonic(), last + 1 - batch.step
+            about = f", about {format_seconds((told_s - began_s) / len(rows) * left_count)}" if rows else ""
+            _log.info("trained again on %d recorded batches, %d are left%s", len(rows), left_count, about)
+        version = Version(batch.step + 1)
+        row = step_row(batch, team.step(batch, version in published), StepTimes(), RunFacts())
+        rows.append(
+            {**row, **task_fields(batch, prepared.prompts.task_of)}
+        )  # the kill may have come before it was written
+        if version not in published or difference is not None:
+            continue
+        made = version, team.snapshot()
+        if not published[version]:
+            begun = made
+            continue
+        found = f"{team.coder.fingerprint(*made, prepared.fingerprint_key):016x}"
+        if found != published[version]:
+            difference = version, found
+        else:
+            exact, begun = made, None
+            team.coder.forget_before(version)
+    newest, before = (begun, exact) if begun is not None else (exact, None)
+    if difference is not None:
+        newest, before = _go_on_from_published(exact, published, difference, prepared, left)
+        leaves = f"the next version, with a delta from version {newest[0]}"
+        if before is not None:
+            leaves = f"version {newest[0]}, with a delta from version {before[0]}"
+        _log.warning(
+            "training on the recorded batches again gave version %d the fingerprint %s, it was published with %s: this device, "
+            "its threads or the trainer's options do not give the same bits. No batch is lost and none counts twice: %d were "
+            "trained on again, published versions stay as they are, and what came out leaves %s %s",
+            *difference, published[difference[0]], len(rows), "with" if before is None else "as", leaves,
+        )  # fmt: skip
+    groups.take_closures()  # discard them: the hello tells the coordinator what is open
+    groups.drop_stale()
+    prepared.schedule.newest, prepared.published = newest
+    prepared.cut_off, prepared.rows_again = before, tuple(rows)
+
+
+def _go_on_from_published(
+    exact: Standing, published: Mapping[Version, str], difference: tuple[Version, str], prepared: Prepared,
+    left: LeftVersions,
+) -> tuple[Standing, Standing | None]:  # fmt: skip
+    """Rebuilds the last published version; returns the newest version from now on, and the parent for its delta, if one is due."""
+    team, groups = prepared.team, prepared.groups
+    last = max(version for version, fingerprint in published.items() if fingerprint)
+    host = HostWeights.from_tensors(team.whole(exact[1], exact[0]), exact[0], prepared.fingerprint_key)
+    try:
+        applied = left.bring(host, last, published[last])
+    except EchoError as error:
+        raise FingerprintMismatch(
+            f"version {difference[0]}: expected the fingerprint {published[difference[0]]} with which it was published, got "
+            f"{difference[1]} after training on the recorded batches again; to go on from version {last}, which workers "
+            f"hold, its weights are needed, and they are not in the chunk store: {error}"
+        ) from None
+    _log.info(
+        "version %d, the last published, is rebuilt from %s", last, ", ".join(map(str, applied)) or "the checkpoint"
     )
+    tensors = host.tensors()
+    rebuilt = last, team.hold(last, {name: tensors[name] for name in exact[1]})
+    team.coder.forget_before(last)
+    step = Version(team.trainer.step_count)
+    if step == last:
+        return rebuilt, None
+    if step > groups.published[-1]:
+        groups.publish(step)
+    return (step, team.snapshot()), rebuilt
 
 
 def follow(options: LearnerOptions, ranks: Ranks) -> None:

@@ -91,14 +91,14 @@ SHELL_FILES |= {
     f"echo2/learner/{name}.py"
     for name in (
         "auditor", "driven", "learner", "loop", "metrics", "options", "own_trainer", "recent", "run_folder", "runtime", "serve",
-        "session", "startup",
+        "startup",
         *(f"rollouts/{shell}" for shell in (
             "agents", "conversations", "evaluation", "ingest", "journal", "pool", "prompts", "request_pool",
         )),
         "training/adapter", "training/examples", "training/loading", "training/model", "training/optimiser", "training/packing",
         "training/ranks", "training/scoring", "training/shards", "training/team", "training/token_scores", "training/trainer",
         "training/trials", "training/unit_attention",
-        "publishing/checkpoint", "publishing/publisher", "publishing/replay", "publishing/seed",
+        "publishing/checkpoint", "publishing/publisher", "publishing/seed",
     )
 }  # fmt: skip
 SHELL_FILES |= {

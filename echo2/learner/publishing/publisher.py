@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -19,15 +19,13 @@ from typing import Protocol
 from torch import Tensor
 
 from echo2.base.errors import EchoError
-from echo2.base.ids import PeerId, Version
+from echo2.base.ids import Version
 from echo2.base.units import format_bytes
-from echo2.broadcast.node import NodeCalls
-from echo2.learner.options import LearnerOptions
 from echo2.learner.publishing.schedule import BaseSchedule, Merge, MergeSchedule, PublicationSchedule, SettingChoice
+from echo2.learner.publishing.seed import SeedNode
 from echo2.learner.rollouts.journal import Journal, VersionPublished
 from echo2.outside import monotonic
 from echo2.outside.under_way import far_text, under_way
-from echo2.trust.tls import Credentials
 from echo2.weights import (
     CodecSetting,
     DeltaHeader,
@@ -38,7 +36,6 @@ from echo2.weights import (
     encode_keyframe,
     fingerprint,
 )
-from echo2.wire.gen.echo2.v1 import broadcast_pb2
 
 
 class VersionCoder(Protocol):
@@ -84,71 +81,6 @@ class LocalCoder:
         pass
 
 
-class Broadcaster(Protocol):
-    """The learner's side of the broadcast: takes an artifact's frames as they are encoded and sends them to the fleet."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Chunk bytes that this machine has sent."""
-        ...
-
-    async def publish(
-        self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
-    ) -> int:
-        """Encodes the frames in a thread; returns the artifact's size in bytes once it is sealed.
-
-        Workers that need a keyframe fetch it; a delta is pushed to all. If an earlier process of this run already sealed the
-        artifact, an implementation may keep that one and encode no frames.
-        """
-        ...
-
-    def frames(self, version: Version, parent: Version) -> Iterator[bytes] | None:
-        """The frames of a delta as it was published; None if it is no longer stored."""
-        ...
-
-    async def publish_merged(
-        self, version: Version, parent: Version, frames: Iterator[bytes], fingerprint: str, full_snapshot_bytes: int
-    ) -> int:
-        """Offers a merged delta, which workers fetch if they need it; encodes the frames in a thread. Returns its size in bytes."""
-        ...
-
-    @property
-    def spread_bytes_per_s(self) -> float:
-        """Bytes per second at which an artifact reaches all workers; 0 while unknown."""
-        ...
-
-    def listen(self) -> int:
-        """Takes a port for the broadcast, the one after the learner's if that is configured, and returns it."""
-        ...
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    async def serve_relay(self, listen_host: str, port: int) -> int:
-        """Starts a relay for workers behind NATs; returns its port."""
-        ...
-
-    def hold_pipe_place(self, relay: PeerId, relay_address: str, own: tuple[str, int]) -> None:
-        """Keeps a reservation at the relay at `relay_address`, so that workers that cannot dial this learner reach it through the
-        relay's byte pipes. `own`: host and port at which this machine itself can dial the learner's server."""
-        ...
-
-    def apply_plan(self, plan: broadcast_pb2.BroadcastPlan) -> None: ...
-
-    def bar(self, peer_id: PeerId, *, is_lifted: bool) -> None:
-        """Stops exchanging chunks with a banned worker; `is_lifted` allows it again."""
-        ...
-
-    def is_needed(self) -> bool:
-        """Whether a connected worker is still fetching or lacks the newest version."""
-        ...
-
-
-BroadcasterFactory = Callable[[Credentials, LearnerOptions, NodeCalls], Broadcaster]
-"""Makes the broadcast node."""
-
-
 _log = logging.getLogger("echo2.learner")
 
 
@@ -189,7 +121,7 @@ class VersionPublisher:
 
     def __init__(
         self,
-        broadcaster: Broadcaster,
+        broadcaster: SeedNode,
         journal: Journal,
         schedule: PublicationSchedule,
         port: PublisherPort,

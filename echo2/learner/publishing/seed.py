@@ -22,7 +22,7 @@ from echo2.wire.gen.echo2.v1 import broadcast_pb2
 
 
 class SeedNode:
-    """A `Broadcaster` on a real broadcast node."""
+    """The learner's side of the broadcast: takes an artifact's frames as they are encoded and sends them to the fleet."""
 
     def __init__(self, credentials: Credentials, options: LearnerOptions, calls: NodeCalls) -> None:
         self.node = BroadcastNode(
@@ -41,21 +41,22 @@ class SeedNode:
     async def publish(
         self, version: Version, parent: Version | None, encoding: Encoding, full_snapshot_bytes: int
     ) -> int:
+        """Encodes the frames in a thread; returns the artifact's size in bytes once it is sealed. A delta is pushed to all, a
+        keyframe is fetched. If an earlier process of this run already sealed the artifact, no frames are encoded."""
         done = await self.node.publish(
-            ArtifactId(version, parent),
-            encoding,
-            lambda: f"{encoding.fingerprint:016x}",
-            full_snapshot_bytes,
+            ArtifactId(version, parent), encoding, lambda: f"{encoding.fingerprint:016x}", full_snapshot_bytes,
             is_pushed=parent is not None,
-        )
+        )  # fmt: skip
         return done.total_bytes
 
     def frames(self, version: Version, parent: Version) -> Iterator[bytes] | None:
+        """The frames of a delta as it was published; None if it is no longer stored."""
         return self.node.library.blocks_of(ArtifactId(version, parent))
 
     async def publish_merged(
         self, version: Version, parent: Version, frames: Iterator[bytes], fingerprint: str, full_snapshot_bytes: int
     ) -> int:
+        """Offers a merged delta, which workers fetch if they need it; returns its size in bytes."""
         artifact = ArtifactId(version, parent)
         done = await self.node.publish(artifact, frames, lambda: fingerprint, full_snapshot_bytes, is_pushed=False)
         return done.total_bytes
@@ -67,9 +68,12 @@ class SeedNode:
         await self.node.start()
 
     async def serve_relay(self, listen_host: str, port: int) -> int:
+        """Starts a relay for workers behind NATs; returns its port."""
         return await self.node.nat.serve(HostOptions(listen_host, port))
 
     def hold_pipe_place(self, relay: PeerId, relay_address: str, own: tuple[str, int]) -> None:
+        """Keeps a reservation at the relay, so that workers that cannot dial this learner reach it through the relay's byte pipes.
+        `own`: host and port at which this machine itself can dial the learner's server."""
         self.node.nat.hold_pipe_place(relay, relay_address)
         self.node.serves_grpc_at(own)
 
@@ -80,6 +84,7 @@ class SeedNode:
         self.node.set_plan(plan_from_message(plan))
 
     def bar(self, peer_id: PeerId, *, is_lifted: bool) -> None:
+        """Stops exchanging chunks with a banned worker; `is_lifted` allows it again."""
         self.node.bans.name(peer_id, is_lifted=is_lifted)
         self.node.drop_banned()
 

@@ -385,61 +385,39 @@ def _divided(loss_T: Tensor, segments: Segments, divisor: Divisor, totals: Batch
 # ---- metrics
 
 SUM_NAMES = (
-    "tokens", "rollouts", "loss", "ratio", "ratio_sq", "clipped_low", "clipped_high", "weight", "weight_sq", "altered",
+    "tokens", "rollouts", "loss", "ratio", "ratio_sq", "clipped_low", "clipped_high", "weight", "altered",
     "kl_behaviour", "kl_reference", "entropy", "sampled_nll", "rollout_ratio", "rollout_ratio_sq",
 )  # fmt: skip  # the elements of `PolicyLoss.sums_M`, in order: sums over tokens, unless the name says rollout
 
 
-@dataclass(frozen=True, slots=True)
-class LossMetrics:
-    """Metrics of one batch. Ratios are current over behaviour.
+def loss_metrics(sums_M: Tensor, ratio_max: float) -> dict[str, float]:
+    """The metrics of one batch under their names in its row, from sums added up over micro-batches and ranks. Ratios are current
+    over behaviour.
 
-    `ratio_ess`, `rollout_ratio_ess`: effective sample size (Kong 1992) as a fraction, by token and by rollout (1: on policy).
-    `entropy`, nats per token: of the model's distributions if given, else estimated as minus log p of the sampled tokens.
+    `ratio/ess`, `ratio/rollout_ess`: effective sample size (Kong 1992) as a fraction, by token and by rollout (1: on policy).
+    `policy/entropy`, nats per token: of the model's distributions if given, else estimated as minus log p of the sampled tokens.
     """
-
-    token_count: int
-    rollout_count: int
-    loss: float
-    ratio_mean: float
-    ratio_max: float
-    ratio_ess: float
-    rollout_ratio_ess: float
-    clip_low_fraction: float
-    clip_high_fraction: float
-    correction_weight_mean: float
-    correction_ess: float
-    correction_altered_fraction: float
-    kl_behaviour: float
-    kl_reference: float
-    entropy: float
-
-
-def loss_metrics(sums_M: Tensor, ratio_max: float) -> LossMetrics:
-    """Computes the metrics from sums added up over micro-batches and ranks."""
     sums = dict(zip(SUM_NAMES, sums_M.tolist(), strict=True))
     tokens, rollouts = max(sums["tokens"], 1.0), max(sums["rollouts"], 1.0)
 
     def ess(name: str, count: float) -> float:
         return sums[name] ** 2 / (count * sums[f"{name}_sq"]) if sums[f"{name}_sq"] > 0 else 1.0
 
-    return LossMetrics(
-        token_count=round(sums["tokens"]),
-        rollout_count=round(sums["rollouts"]),
-        loss=sums["loss"],
-        ratio_mean=sums["ratio"] / tokens,
-        ratio_max=ratio_max,
-        ratio_ess=ess("ratio", tokens),
-        rollout_ratio_ess=ess("rollout_ratio", rollouts),
-        clip_low_fraction=sums["clipped_low"] / tokens,
-        clip_high_fraction=sums["clipped_high"] / tokens,
-        correction_weight_mean=sums["weight"] / tokens,
-        correction_ess=ess("weight", tokens),
-        correction_altered_fraction=sums["altered"] / tokens,
-        kl_behaviour=sums["kl_behaviour"] / tokens,
-        kl_reference=sums["kl_reference"] / tokens,
-        entropy=(sums["entropy"] if sums["entropy"] > 0 else sums["sampled_nll"]) / tokens,
-    )
+    return {
+        "loss": sums["loss"],
+        "policy/entropy": (sums["entropy"] if sums["entropy"] > 0 else sums["sampled_nll"]) / tokens,
+        "ratio/mean": sums["ratio"] / tokens,
+        "ratio/max": ratio_max,
+        "ratio/ess": ess("ratio", tokens),
+        "ratio/rollout_ess": ess("rollout_ratio", rollouts),
+        "clip_fraction": sums["clipped_low"] / tokens + sums["clipped_high"] / tokens,
+        "clip_fraction/low": sums["clipped_low"] / tokens,
+        "clip_fraction/high": sums["clipped_high"] / tokens,
+        "correction/weight_mean": sums["weight"] / tokens,
+        "correction/altered_fraction": sums["altered"] / tokens,
+        "kl": sums["kl_behaviour"] / tokens,
+        "kl/reference": sums["kl_reference"] / tokens,
+    }
 
 
 def _metric_sums(tokens: PackedTokens, given: Mapping[str, Tensor], moved_T: Tensor, loss: Tensor) -> Tensor:
@@ -452,7 +430,6 @@ def _metric_sums(tokens: PackedTokens, given: Mapping[str, Tensor], moved_T: Ten
         "tokens": torch.ones_like(ratio_T),
         "ratio": ratio_T,
         "ratio_sq": ratio_T.square(),
-        "weight_sq": given["weight"].square(),
         "kl_behaviour": ratio_T - 1.0 - moved_T,
         "sampled_nll": -tokens.logprobs_T.detach(),
         "entropy": torch.zeros_like(ratio_T) if tokens.entropy_T is None else tokens.entropy_T,

@@ -40,6 +40,9 @@ class Ranks:
     count = 1
     replicas = 1
     """Copies of the weights. Each is sharded over `shards` consecutive ranks; the first copy starts at rank 0."""
+    writers: dist.ProcessGroup | None = None
+    encoders: dist.ProcessGroup | None = None
+    """Gloo groups of several processes, separate from training's: for writing checkpoints, for the sections of a version."""
 
     @property
     def shards(self) -> int:
@@ -64,16 +67,6 @@ class Ranks:
 
     def mesh(self, device_type: str) -> DeviceMesh | None:
         """Device mesh of all ranks: one dimension, or (replica, shard) with several copies; None for a single process."""
-        return None
-
-    @property
-    def writers(self) -> dist.ProcessGroup | None:
-        """Process group for writing checkpoints, separate from training's; None for a single process."""
-        return None
-
-    @property
-    def encoders(self) -> dist.ProcessGroup | None:
-        """Gloo process group for collecting the sections of a version, separate from training's; None for a single process."""
         return None
 
     def meet(self) -> None:
@@ -109,8 +102,8 @@ class DistributedRanks(Ranks):
         idle = timedelta(seconds=IDLE_TIMEOUT_S)
         self._commands: Any = dist.new_group(backend="gloo", timeout=idle)
         self._sums: Any = dist.new_group(backend="gloo")
-        self._writers: Any = dist.new_group(backend="gloo")
-        self._encoders: Any = dist.new_group(backend="gloo", timeout=idle)
+        self.writers = dist.new_group(backend="gloo")
+        self.encoders = dist.new_group(backend="gloo", timeout=idle)
         self._meshes: dict[str, DeviceMesh] = {}
 
     def sum(self, values: Tensor) -> Tensor:
@@ -132,27 +125,17 @@ class DistributedRanks(Ranks):
             )
         return self._meshes[device_type]
 
-    @property
-    def writers(self) -> dist.ProcessGroup | None:
-        group: dist.ProcessGroup = self._writers
-        return group
-
-    @property
-    def encoders(self) -> dist.ProcessGroup | None:
-        group: dist.ProcessGroup = self._encoders
-        return group
-
     def meet(self) -> None:
         self.sum(torch.zeros(1))
 
     def gather(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
         text = _as_tensor(json.dumps(said).encode())
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.count)]
-        dist.all_gather(sizes, torch.tensor([text.numel()]), group=self._writers)
+        dist.all_gather(sizes, torch.tensor([text.numel()]), group=self.writers)
         padded = torch.zeros(int(torch.stack(sizes).max()), dtype=torch.uint8)
         padded[: text.numel()] = text
         found = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(found, padded, group=self._writers)
+        dist.all_gather(found, padded, group=self.writers)
         return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(found, sizes, strict=True)]
 
     def tell(self, head: Mapping[str, Any], payload: bytes = b"") -> None:

@@ -35,7 +35,6 @@ from echo2.learner.training.loss import (
     SUM_NAMES,
     BatchTotals,
     LossConfig,
-    LossMetrics,
     PackedTokens,
     PolicyLoss,
     Segments,
@@ -91,7 +90,7 @@ class StepResult:
 
     step: int  # steps completed, this one included
     phases_s: dict[str, float]
-    metrics: LossMetrics | None  # from this project's own loss
+    metrics: Mapping[str, float] | None  # of this project's own loss, by their names in the row
     grad_norm: float | None
     lr: float | None
     is_skipped: bool
@@ -466,14 +465,14 @@ class Trainer:
         how = SUPERVISED if self.is_supervised else self.options.loss
         return policy_loss(tokens, how, totals), left_out_R.cpu()
 
-    def _update(self, metrics: LossMetrics) -> tuple[float, float]:
+    def _update(self, metrics: Mapping[str, float]) -> tuple[float, float]:
         """Makes the update of this gradient. Returns the gradient norm and the learning rate used, 0 if it was skipped."""
         lr = self._lr(metrics)
-        grad_norm, is_made = self._applied(self.options.grad_clip, math.isfinite(metrics.loss), lr=lr)
+        grad_norm, is_made = self._applied(self.options.grad_clip, math.isfinite(metrics["loss"]), lr=lr)
         if is_made:
             self.nonfinite_in_a_row = 0
             return grad_norm, lr
-        self._count_nonfinite(metrics.loss, grad_norm)
+        self._count_nonfinite(metrics["loss"], grad_norm)
         return grad_norm, 0.0
 
     def _applied(self, grad_clip: float, is_finite: bool, **settings: Any) -> tuple[float, bool]:
@@ -502,7 +501,7 @@ class Trainer:
         self.optimiser.zero_grad(set_to_none=True)
         self.model.round_to_policy()
 
-    def _lr(self, metrics: LossMetrics) -> float:
+    def _lr(self, metrics: Mapping[str, float]) -> float:
         o = self.options
         if self.is_supervised:
             return learning_rate(
@@ -510,8 +509,8 @@ class Trainer:
             )
         step, steps = self.step_count - o.supervised_steps, self.total_steps - o.supervised_steps
         lr = learning_rate(step, o.lr, o.warmup_steps, steps, o.schedule)
-        if o.advantage == "vcpo" and math.isfinite(metrics.rollout_ratio_ess):
-            lr *= learning_rate_scale(min(1.0, max(0.0, metrics.rollout_ratio_ess)), LR_SCALE_MIN)
+        if o.advantage == "vcpo" and math.isfinite(effective := metrics["ratio/rollout_ess"]):
+            lr *= learning_rate_scale(min(1.0, max(0.0, effective)), LR_SCALE_MIN)
         return lr
 
     def _count_nonfinite(self, loss: float, grad_norm: float) -> None:

@@ -83,7 +83,7 @@ def test_the_models_turns_are_trained_on_and_nothing_else(model_path: Path, tmp_
         expected = float(trainer.model.hf_model(torch.tensor([ids]), labels=torch.tensor([labels])).loss)
     assert trainer.cross_entropy(alone) == pytest.approx(expected, rel=1e-5)
     result = trainer.step(alone)
-    assert result.metrics is not None and result.metrics.loss == pytest.approx(expected, rel=1e-5)
+    assert result.metrics is not None and result.metrics["loss"] == pytest.approx(expected, rel=1e-5)
     assert trainer.cross_entropy(alone) < expected
 
 

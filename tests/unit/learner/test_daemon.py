@@ -299,7 +299,7 @@ def test_only_a_finished_learner_says_that_the_run_is_finished_and_a_stopped_one
     assert not summary.is_finished and summary.steps == 3 and summary.export_folder is None
     assert run.coordinator.left_for == ["stopped"]
     again = prepared_from(options)
-    assert again.trained_again == 0 and again.trainer.step_count == 3
+    assert not again.rows_again and again.trainer.step_count == 3
     again.prompts.close()
     assert export_run(tmp_path / "run", tmp_path / "out", str(model_path)) == 3
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)

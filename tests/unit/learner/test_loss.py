@@ -146,8 +146,8 @@ def test_the_asymmetric_clip_stops_the_gradient_only_on_the_side_that_would_go_f
     torch.testing.assert_close(gradient_of(tokens, LossConfig()), torch.tensor([0.0, 0.0, 1.5, -0.5, -1.25]) / 5)
     result = policy_loss(tokens, LossConfig(), totals_of(tokens))
     metrics = loss_metrics(result.sums_M, float(result.ratio_max))
-    assert metrics.clip_high_fraction == metrics.clip_low_fraction == pytest.approx(1 / 5)
-    assert metrics.ratio_max == pytest.approx(1.5, rel=1e-5)
+    assert metrics["clip_fraction/high"] == metrics["clip_fraction/low"] == pytest.approx(1 / 5)
+    assert metrics["ratio/max"] == pytest.approx(1.5, rel=1e-5)
 
 
 def test_every_divisor_is_what_it_says() -> None:
@@ -190,10 +190,9 @@ def test_metrics_read_the_effective_sample_and_the_entropy() -> None:
     tokens = replace(batch(7, spread=0.0), entropy_T=torch.full((sum(LENGTHS),), 1.25))
     result = policy_loss(tokens, LossConfig(), totals_of(tokens))
     metrics = loss_metrics(result.sums_M, float(result.ratio_max))
-    assert metrics.ratio_ess == metrics.rollout_ratio_ess == pytest.approx(1.0)
-    assert metrics.kl_behaviour == pytest.approx(0.0, abs=1e-6)
-    assert metrics.entropy == pytest.approx(1.25)
-    assert metrics.token_count == int(tokens.mask_T.sum())
+    assert metrics["ratio/ess"] == metrics["ratio/rollout_ess"] == pytest.approx(1.0)
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["policy/entropy"] == pytest.approx(1.25)
 
 
 # ---- what vcpo takes from the ratios

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ def test_two_ranks_train_and_publish_as_one_process_on_the_same_path(two: Two, t
     for step in range(STEPS):
         result = one.step(two_ranks.batch(step))
         assert result.metrics is not None
-        for name, value in {**asdict(result.metrics), "grad_norm": result.grad_norm}.items():
+        for name, value in {**result.metrics, "grad_norm": result.grad_norm}.items():
             assert found["steps"][step][name] == pytest.approx(value, **near), (step, name)
     for name, tensor in one.snapshot().items():
         assert found["whole"][name].dtype == tensor.dtype

@@ -267,7 +267,7 @@ def test_on_the_same_device_the_store_is_not_asked(
     kill: Kill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And the log says how far training again is."""
-    monkeypatch.setattr("echo2.learner.publishing.replay.TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr("echo2.learner.startup.TOLD_EVERY_S", 0.0)
     crashed, _ = kill(tmp_path, 5, kappa=2)
     shutil.rmtree(chunk_folder(crashed))
     with caplog.at_level("INFO", "echo2.learner"):

@@ -8,19 +8,21 @@ import random
 from echo2.base.ids import PeerId
 from echo2.control.session import ControlSession
 from echo2.control.waits import Backoff, Waits
-from echo2.learner.session import LearnerSession
+from echo2.learner.learner import Learner
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Identity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.learner.fleet import RUN, Coordinator, issue, new_authority
 
 
-class Learner:
-    """What the session needs of one. Its coordinator has moved."""
+class Moved(Learner):
+    """One with nothing but its stream. Its coordinator has moved."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
         self.credentials = issue(coordinator.authority, Identity.generate(), Role.LEARNER, "127.0.0.1:1")
+        backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
+        self.session = ControlSession(self.credentials, Waits(SteadyClock()), backoff)
 
     def hello(self) -> pb.LearnerHello:
         return pb.LearnerHello(run_id=RUN, protocol_version=1)
@@ -40,15 +42,13 @@ def test_a_coordinator_that_moved_is_looked_for_and_told_of_a_step_and_an_accusa
     async def scene() -> None:
         coordinator = Coordinator(new_authority())
         await coordinator.start()
-        learner = Learner(coordinator)
-        backoff = Backoff(random.Random(1), first_s=0.02, longest_s=0.1)
-        session = LearnerSession(ControlSession(learner.credentials, Waits(SteadyClock()), backoff))
-        task = asyncio.create_task(session.run(learner))
+        learner = Moved(coordinator)
+        task = asyncio.create_task(learner.talk())
         async with asyncio.timeout(30):
-            while not session.is_connected:
+            while not learner.session.is_connected:
                 await asyncio.sleep(0.02)
-            session.accuse(PeerId("w"), "it lies", is_certain=True)
-            session.tell(report=pb.LearnerReport(step=7))
+            learner.accuse(PeerId("w"), "it lies", is_certain=True)
+            learner.tell(report=pb.LearnerReport(step=7))
             while 7 not in [report.step for report in coordinator.reports]:
                 await asyncio.sleep(0.02)
         assert len(coordinator.hellos) == 1

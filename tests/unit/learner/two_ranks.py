@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def scored(team: Team) -> tuple[list[float], float]:
     numbers = [number for each in found for one in each for number in one.exact.logprobs.tolist()]
     result = team.step(batch(STEPS + 1)).metrics
     assert result is not None
-    return numbers, result.loss
+    return numbers, result["loss"]
 
 
 def watch_loading() -> list[int]:
@@ -168,14 +168,14 @@ def lead(team: Team, ranks: DistributedRanks, folder: Path, loaded_elements: lis
     numbers, behind = ([], 0.0) if team.model.adapter else scored(team)
     team.stop()
     return {
-        "steps": [{**asdict(result.metrics), "grad_norm": result.grad_norm} for result in results if result.metrics],
+        "steps": [{**result.metrics, "grad_norm": result.grad_norm} for result in results if result.metrics],
         "whole": policy,
         "dtypes": {str(parameter.dtype) for parameter in team.model.parameters},
         "met": meetings,
         "microbatches": [len(part.own) for step in range(STEPS) for part in team.trainer._parts(batch(step))],
         "held": is_held and all(isinstance(tensor, DTensor) for tensor in rows.values()),
-        "again": again.metrics.loss if again.metrics else None,
-        "repeated": repeated.metrics.loss if repeated.metrics else None,
+        "again": again.metrics["loss"] if again.metrics else None,
+        "repeated": repeated.metrics["loss"] if repeated.metrics else None,
         "scored": numbers,
         "behind": behind,
         "loaded_elements": loaded_elements,
