@@ -84,13 +84,13 @@ def processes_of(machine_id: str) -> list[list[str]]:
 
 
 def echo2(folder: Path, *words: str) -> str:
-    """What a command says; no line is wider than the terminal."""
+    """What a command says; no line is wider than the terminal, but for a path that alone is."""
     done = subprocess.run(
         [sys.executable, "-m", "echo2.cli.main", *words], env={**environment_of(folder), "COLUMNS": "80"}, cwd=folder,
         capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if len(line) > 80 and str(folder) not in line] == []
+    assert [line for line in done.stdout.splitlines() if len(line) > 80 and len(line.split()) > 1] == []
     return " ".join(done.stdout.split())
 
 
