@@ -108,7 +108,7 @@ class LeaseBook:
         wanted = {spec.group_id for spec in groups}
         for group_id in [group_id for group_id in self.groups if group_id not in wanted]:
             yield from self._close(group_id, "the learner does not list it")
-        yield from self._offer(groups, now)
+        yield from self._offer(groups, now, is_restart=True)
         for group_id in wanted:
             self.groups[group_id].confirmed = None  # a restarted learner has lost the tokens of unfinished rollouts
         yield from self._match(now)
@@ -125,14 +125,14 @@ class LeaseBook:
             yield from self._take_back_all(worker_id, now)
         yield from self._match(now)
 
-    def _offer(self, groups: Iterable[GroupSpec], now: float) -> Iterator[Action]:
+    def _offer(self, groups: Iterable[GroupSpec], now: float, *, is_restart: bool = False) -> Iterator[Action]:
         for spec in groups:
             known = self.groups.get(spec.group_id)
             if known is not None:
                 if known.spec.consume_step != spec.consume_step:  # those before it are gone, or it is another learner
                     yield from self._take_turn(known, spec)
                 if known.phase is GroupPhase.PRODUCED:  # offered again, so the learner lacks some of it
-                    if (maker := known.made_by) is not None:
+                    if (maker := known.made_by) is not None and not is_restart:
                         known.avoid[maker] = now + self.rules.lease_timeout_s
                         self.records.give_up(UNFINISHED, maker, known, known.since, now)
                     yield from self._requeue(known, now)
@@ -300,7 +300,7 @@ class LeaseBook:
         self.requests.on_loss(worker_id)
         for lease in self.leases_of(worker_id):
             yield Note("lease", f"group {lease.group_id} leaves {worker_id} ({reason}) after {lease.tokens} tokens")
-            yield from self._take_back(lease, now, self.rules.lease_timeout_s, LOST)
+            yield from self._take_back(lease, now, 0.0, LOST)  # back before another took it, it may have it
         yield from self._match(now)
 
     def _take_back_all(self, worker_id: PeerId, now: float) -> Iterator[Action]:

@@ -113,6 +113,21 @@ def test_a_group_of_which_the_learner_hears_nothing_leaves_a_worker_that_only_te
     assert not one.records.is_barred(A, [A], later), "there is nobody else"
 
 
+def test_the_only_worker_has_all_its_groups_again_as_soon_as_it_or_the_learner_is_back() -> None:
+    """Otherwise all of them would wait a lease's timeout for somebody else."""
+    one = book(spec("g"), spec("h"))
+    assert len(ready(one, A, free=8)) == 2
+    one.lose(10.0, A, "gone")
+    one.reconnect(11.0, A, ())
+    held = ready(one, A, free=8, now=12.0)
+    assert {grant.group.group_id for grant in held} == {"g", "h"}
+    for grant in held:
+        ends(one, grant, now=13.0)
+    assert grants(one.request(14.0, A, 8, Version(0))) == [], "they are finished, it says"
+    again = grants(one.sync(15.0, (spec("g"), spec("h"))))
+    assert {grant.group.group_id for grant in again} == {"g", "h"}, "the learner lost them when it was restarted"
+
+
 @pytest.mark.parametrize("came_back", ["learner", "coordinator"])
 def test_no_worker_is_to_blame_for_what_a_restart_lost(came_back: str) -> None:
     """A learner that came back holds no tokens of unfinished rollouts; what a worker said meanwhile may wait."""
