@@ -30,9 +30,10 @@ import math
 import random
 import statistics
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -123,11 +124,23 @@ class Evidence:
     uniforms: Column
 
 
-class ScoreUnderVersion(Protocol):
-    """Scores tokens under the published `versions` (ascending) that it keeps."""
+class Scorer(Protocol):
+    """Scores tokens under the published `versions` (ascending) that it keeps. `is_of_trainer`: it uses the model that trains, so
+    call it only on the trainer's thread; else it needs its own thread. `keep` may be called from a different thread."""
+
+    @property
+    def is_of_trainer(self) -> bool: ...
 
     @property
     def versions(self) -> list[Version]: ...
+
+    def keep(self, version: Version, tensors: Mapping[str, Any]) -> None:
+        """Keeps a version. `tensors`: its published weights, as in a snapshot; never changed in place."""
+        ...
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Context in which all scoring takes place; versions kept at its start stay until its end."""
+        ...
 
     def score(
         self, version: Version, asked: Sequence[tuple[Passage, Piece]], cached: int | None = None
@@ -194,7 +207,7 @@ def pieces_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habi
     return tuple(pieces)
 
 
-def examine(passages: Sequence[Passage], scorer: ScoreUnderVersion) -> list[list[Evidence]]:
+def examine(passages: Sequence[Passage], scorer: Scorer) -> list[list[Evidence]]:
     """Scores the passages within a turn of `scorer`; returns, for each, the evidence of the pieces whose version it keeps.
 
     Pieces that continue no cache are scored version by version, so each version is loaded once. A chain of pieces that share a

@@ -15,7 +15,6 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +31,7 @@ from echo2.learner.audit import (
     Habits,
     KindNoise,
     Passage,
-    ScoreUnderVersion,
+    Scorer,
     examine,
     passage_of,
 )
@@ -65,22 +64,6 @@ class AuditCounts:
     @property
     def s_per_step(self) -> float:
         return self.s / max(1, self.steps)
-
-
-class Scorer(ScoreUnderVersion, Protocol):
-    """`is_of_trainer`: it uses the model that trains, so call it only on the trainer's thread; else it needs its own thread. `keep`
-    may be called from a different thread."""
-
-    @property
-    def is_of_trainer(self) -> bool: ...
-
-    def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """Keeps a version. `tensors`: its published weights, as in a snapshot; never changed in place."""
-        ...
-
-    def turn(self) -> AbstractContextManager[None]:
-        """Context in which all scoring takes place; versions kept at its start stay until its end."""
-        ...
 
 
 class Workers(Protocol):

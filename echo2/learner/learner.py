@@ -456,7 +456,7 @@ class Learner:
             prompts_exhausted=pool.exhausted is not None,
             audit_s=loop.auditor.counts.s_per_step,
             reward_s=pool.rewards.seconds_each,
-            reward_processes=pool.prompts.world.reward_processes,
+            reward_processes=pool.prompts.reward_processes,
             lengths=loop.recent.lengths(),
             discarded_rollouts=counts.dropped_equal_rewards + counts.dropped_reward_failed,
             equal_reward_steps=loop.equal_reward_steps,

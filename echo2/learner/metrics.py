@@ -136,12 +136,7 @@ def lag_fields(batch: Batch) -> dict[str, object]:
 def time_fields(result: StepResult, times: StepTimes, facts: RunFacts) -> dict[str, float]:
     busy_s = times.busy_s(result)
     fields = {f"phase/{name}_s": seconds for name, seconds in result.phases_s.items()}
-    fields |= {
-        "phase/wait_s": times.wait_s,
-        "phase/diff_s": times.diff_s,
-        "phase/publish_wait_s": times.publish_wait_s,
-        "phase/checkpoint_s": times.checkpoint_s,
-        "phase/audit_wait_s": times.audit_wait_s,
+    fields |= {f"phase/{name}": seconds for name, seconds in asdict(times).items()} | {
         "step_s": busy_s,
         "tokens_per_s": result.sampled_tokens / busy_s if busy_s > 0 else 0.0,
         "positions_per_s": result.positions / busy_s if busy_s > 0 else 0.0,

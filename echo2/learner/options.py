@@ -41,7 +41,6 @@ class TrainerOptions:
     updates_per_batch: int = 1  # optimiser updates per step, each on its share of the groups
     trains_on_truncated: bool = True  # whether to train on completions cut off at the length limit
     nonfinite_steps_max: int = 5
-    with_entropy: bool = True
     lora_rank: int = 0  # 0: train and publish all weights; else only a low-rank adapter
     lora_alpha: int = 0  # 0: twice the rank
     replicas: int = 1  # copies of the weights; each is sharded over its share of the ranks

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from echo2.base.ids import Step, Version
 from echo2.base.rng import derived_rng
-from echo2.learner.auditor import Scorer
+from echo2.learner.audit import Scorer
 from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, state_of
 from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
 from echo2.learner.rollouts.groups import Batch

@@ -129,11 +129,11 @@ class BaseSchedule:
 
     at: Version | None = field(default_factory=lambda: Version(0))
 
-    def step(self, merges: Sequence[Merge], reach: int = BASE_REACH) -> Merge | None:
+    def step(self, merges: Sequence[Merge]) -> Merge | None:
         """The delta from version 0 that is due with these `merges` (shortest first), as a merge of two halves, or None."""
-        if self.at is None or len(merges) < reach.bit_length() - 1:
+        if self.at is None or len(merges) < BASE_REACH.bit_length() - 1:
             return None
-        merge = merges[reach.bit_length() - 2]
+        merge = merges[BASE_REACH.bit_length() - 2]
         if merge.parent != self.at:
             return None
         return Merge(Version(0), self.at, merge.version)

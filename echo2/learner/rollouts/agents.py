@@ -102,7 +102,7 @@ class Agents:
         if is_evaluation:
             instance, world = self._pool.evaluations.problem(draw.cursor)
         else:
-            instance = prompts.world.instance(prompts.split.train_index(draw.cursor))
+            instance = prompts.instance(prompts.split.train_index(draw.cursor))
         self._problems[spec.group_id] = instance.index, world
         description = _description(instance)
         if world is None and prompts.is_mixed:

@@ -258,7 +258,7 @@ class RolloutPool:
         else:
             _log.warning("no reward for rollout %d of %s: %s", at.index, at.root, scored.message)
             if too_many := self.failures.on_failure(scored.message, sender):
-                text = f"task {self.prompts.world.name}: {too_many}{remedy(self.failures.message)}"
+                text = f"task {self.prompts.name}: {too_many}{remedy(self.failures.message)}"
                 self._watcher.fail(TaskError(text))
         group, value = self.groups.groups.get(at.root), None if reward is None else reward.value
         if group is None:

@@ -149,40 +149,6 @@ async def _result(future: Future[_T]) -> _T:
     return future.result() if future.done() else await asyncio.wrap_future(future)
 
 
-class MixedWorld:
-    """The tasks and environments of a mixture as one world: an index encodes the task and its instance (tasks/split). `names`:
-    the run's names for them, in the same order."""
-
-    name = "mixture"
-
-    def __init__(self, names: Sequence[str], worlds: Sequence[PromptWorld]) -> None:
-        self.names, self.worlds = tuple(names), tuple(worlds)
-        self.reward_processes = sum(world.reward_processes for world in worlds)
-
-    @property
-    def size(self) -> int | None:
-        sizes = [world.size for world in self.worlds]
-        return None if None in sizes else sum(size for size in sizes if size is not None)
-
-    def instance(self, index: int) -> TaskInstance:
-        world, own_index = self._of(index)
-        return replace(world.instance(own_index), index=index)
-
-    async def answer(
-        self, index: int, turns: Sequence[Sequence[int]], room_tokens: int, sender: str = ""
-    ) -> TurnAnswer:
-        world, own_index = self._of(index)
-        return await world.answer(own_index, turns, room_tokens, sender)
-
-    def close(self) -> None:
-        for world in self.worlds:
-            world.close()
-
-    def _of(self, index: int) -> tuple[PromptWorld, int]:
-        own_index, task = divmod(index, len(self.worlds))
-        return self.worlds[task], own_index
-
-
 # ---- rewards that can be computed
 
 
@@ -239,8 +205,9 @@ class PromptSource:
 
 
 class Prompts:
-    """The run's prompts and rewards, with the model's tokenizer. `context_tokens`: longest sequence of the run. `secret`: without
-    it, a seed cannot be known before its lease. `began`: when the run began, for templates that ask for the date."""
+    """The run's prompts and rewards, of one task or of a mixture, with the model's tokenizer. `context_tokens`: longest sequence of
+    the run. `secret`: without it, a seed cannot be known before its lease. `began`: when the run began, for templates that ask for
+    the date."""
 
     def __init__(
         self,
@@ -275,22 +242,28 @@ class Prompts:
         self._unjudgeable = options.left_out
         self._model, self._prompt_tokens_max = model, config.sampling.max_prompt_tokens
         self._containment = _containment(options)
-        self.world = self._own_world(config) if source is None else source.world
-        self.split = _split_of(self.world, config)
+        # An index encodes the task and its instance (tasks/split).
+        given = map(self.make_world, _task_specs(config)) if source is None else (source.world,)
+        self.worlds = tuple(given)
+        self.is_mixed = source is None and bool(config.task.mixture)
+        self.names = tuple(config.task.mixture) if self.is_mixed else (self.worlds[0].name,)
+        self.name = "mixture" if self.is_mixed else self.names[0]
+        self.reward_processes = sum(world.reward_processes for world in self.worlds)
+        splits = (
+            TaskSplit(world.size, held_out, config.run.seed, config.task.epochs or None)
+            for world, held_out in zip(self.worlds, config.task.held_out.values(), strict=True)
+        )
+        weights = tuple(entry.weight for entry in config.task.mixture.values()) or (1.0,)
+        self.split = MixedSplit(tuple(splits), weights)
 
     def make_world(self, spec: TaskSpec) -> PromptWorld:
         """Makes the world of the task or environment that `spec` describes, with the run's tokenizer."""
         make = EnvironmentWorld if is_environment(spec) else TaskWorld
         return make(spec, self.chat, self._containment)
 
-    def _own_world(self, config: RunConfig) -> PromptWorld:
-        worlds = [self.make_world(spec) for spec in _task_specs(config)]
-        return MixedWorld(list(config.task.mixture), worlds) if config.task.mixture else worlds[0]
-
     def content(self) -> dict[str, object]:
         """What prompts are made of, as digests: a run's data, its tokenizer with the template."""
-        worlds = self.world.worlds if isinstance(self.world, MixedWorld) else (self.world,)
-        data = [str(getattr(getattr(world, "task", None), "content", "")) for world in worlds]
+        data = [str(getattr(getattr(world, "task", None), "content", "")) for world in self.worlds]
         vocabulary = sorted(getattr(self.tokenizer, "get_vocab", dict)().items())
         told = json.dumps([vocabulary, getattr(self.tokenizer, "chat_template", None)])
         return {"data": data, "tokenizer": hashlib.sha256(told.encode()).hexdigest()}
@@ -307,7 +280,7 @@ class Prompts:
             if index in self._unjudgeable:
                 candidate = self.split.upcoming(candidate + 1)
                 continue
-            if (tokens := len(self._encoded(self.world.instance(index)))) <= self._prompt_tokens_max:
+            if (tokens := len(self._encoded(self.instance(index)))) <= self._prompt_tokens_max:
                 return candidate
             _log.warning(
                 "prompt %d of task %s passed over: %d tokens, above sampling.max_prompt_tokens of %d",
@@ -319,7 +292,7 @@ class Prompts:
     def exhaustion(self) -> TaskError:
         """The error for a run whose prompts are exhausted."""
         return TaskError(
-            f"data set exhausted: task {self.world.name} has {self.split.train_count} training prompts, which were drawn "
+            f"data set exhausted: task {self.name} has {self.split.train_count} training prompts, which were drawn "
             f"{self.split.epochs_max} times over (task.epochs); expected prompts for every step, found no more"
         )
 
@@ -327,7 +300,7 @@ class Prompts:
         """Draws prompt number `cursor` of the run."""
         if self.is_driven:  # the agent decides what to ask the model
             return self.seeded(Draw(cursor, 0, DRIVEN_PROMPT, self.sampling))
-        prompt = self.tokens_of(self.world.instance(self.split.train_index(cursor)))
+        prompt = self.tokens_of(self.instance(self.split.train_index(cursor)))
         return self.seeded(Draw(cursor, 0, prompt, self.sampling))
 
     def seeded(self, draw: Draw) -> Draw:
@@ -388,21 +361,22 @@ class Prompts:
         sender: str = "",
         world: PromptWorld | None = None,
     ) -> TurnAnswer:
-        """Answers a finished turn of instance `index` of the run's own world, or of `world`."""
+        """Answers a finished turn of instance `index` of the run's own tasks, or of `world`."""
         room_tokens = self.context_tokens - context_tokens - self.sampling.max_new_tokens
-        return await (world or self.world).answer(index, turns, room_tokens, sender)
+        if world is None:
+            index, task = divmod(index, len(self.worlds))
+            world = self.worlds[task]
+        return await world.answer(index, turns, room_tokens, sender)
 
-    # ---- mixtures
+    # ---- tasks
 
-    @property
-    def is_mixed(self) -> bool:
-        return isinstance(self.world, MixedWorld)
+    def instance(self, index: int) -> TaskInstance:
+        own_index, task = divmod(index, len(self.worlds))
+        return replace(self.worlds[task].instance(own_index), index=index)
 
     def name_of(self, index: int) -> str:
         """Name of an instance's task; in a mixture, the run's name for one of several."""
-        if not isinstance(self.world, MixedWorld):
-            return self.world.name
-        return self.world.names[index % len(self.world.names)]
+        return self.names[index % len(self.names)]
 
     def task_of(self, cursor: int) -> str:
         """Name of the task of prompt `cursor` in a mixture; empty for a single task."""
@@ -411,23 +385,15 @@ class Prompts:
     @property
     def held_out_counts(self) -> tuple[tuple[str, int], ...]:
         """Held-out instances per task, with the task's name in the mixture; a single task has an empty name."""
-        names = self.world.names if isinstance(self.world, MixedWorld) else ("",)
+        names = self.names if self.is_mixed else ("",)
         return tuple((name, one.held_out_count) for name, one in zip(names, self.split.splits, strict=True))
 
     def held_out(self, position: int) -> TaskInstance:
-        return self.world.instance(self.split.held_out_index(position))
+        return self.instance(self.split.held_out_index(position))
 
     def close(self) -> None:
-        self.world.close()
-
-
-def _split_of(world: PromptWorld, config: RunConfig) -> MixedSplit:
-    worlds = world.worlds if isinstance(world, MixedWorld) else [world]
-    splits = tuple(
-        TaskSplit(one.size, held_out, config.run.seed, config.task.epochs or None)
-        for one, held_out in zip(worlds, config.task.held_out.values(), strict=True)
-    )
-    return MixedSplit(splits, tuple(entry.weight for entry in config.task.mixture.values()) or (1.0,))
+        for world in self.worlds:
+            world.close()
 
 
 def load_tokenizer(path: str) -> Any:

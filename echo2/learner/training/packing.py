@@ -200,14 +200,9 @@ class UnitTree:
 
 def dense_mask(tree: UnitTree) -> Tensor:
     """Returns a bool mask of shape (B, W, W), True where attention is allowed."""
-    unit_BW, part_BW = tree.unit_BW, tree.part_BW
-    width = unit_BW.shape[1]
-    same_unit = unit_BW[:, :, None] == unit_BW[:, None, :]
-    visible_part = (part_BW[:, None, :] == 0) | (part_BW[:, :, None] == part_BW[:, None, :])
-    seen = same_unit & visible_part & torch.ones(width, width, dtype=torch.bool, device=unit_BW.device).tril()
-    if tree.places_BW is None:
-        return seen
-    return seen & (tree.places_BW[:, :, None] - tree.places_BW[:, None, :] < tree.window)
+    rows, width = tree.unit_BW.shape
+    at = torch.arange(max(rows, width), device=tree.unit_BW.device)
+    return tree.visible(at[:rows, None, None], at[None, :width, None], at[None, None, :width])
 
 
 def block_mask(tree: UnitTree) -> BlockMask:

@@ -437,7 +437,7 @@ class Trainer:
         """Loss of a micro-batch, and per rollout the number of tokens left out because their reported numbers are too far off."""
         device = self.model.device
         inputs = micro.inputs.to(device)
-        logprobs_T, entropy_T = self.model.policy(inputs, self.options.with_entropy)
+        logprobs_T, entropy_T = self.model.policy(inputs, with_entropy=True)
         sequence_T = micro.sequence_T.to(device)
         # What nobody sampled counts as sampled by this policy.
         behaviour_T = logprobs_T.detach() if self.is_supervised else micro.behaviour_T.to(device)

@@ -79,7 +79,7 @@ class Journal:
 class Prompts:
     """The run's prompts; each answer is given by the test. `due`: what waits for it."""
 
-    world = SimpleNamespace(name="stage")
+    name = "stage"
 
     def __init__(self, count: int) -> None:
         self.split = SimpleNamespace(has=lambda cursor: cursor < count)

@@ -162,7 +162,7 @@ def test_prompts_come_by_weight_and_are_answered_by_their_own_task(tmp_path: Pat
     seen = Counter[str]()
     for cursor in range(12):
         name = prompts.task_of(cursor)
-        instance = prompts.world.instance(prompts.split.train_index(cursor))
+        instance = prompts.instance(prompts.split.train_index(cursor))
         task = alone[name]
         own = task.sample(TaskSplit(task.size, 0, prompts.seed).train_index(seen[name]))
         seen[name] += 1

@@ -50,7 +50,7 @@ def test_overlong_completions_lose_reward_in_training_only(
             prompts_for(options)
         return
     prompts = prompts_for(options)
-    instance = prompts.world.instance(prompts.split.train_index(0))
+    instance = prompts.instance(prompts.split.train_index(0))
     token_ids = prompts.tokenizer.encode(instance.answer)
     assert len(token_ids) == 3, "one over the four tokens before the limit of six begin"
     assert reward_of(prompts, token_ids) == pytest.approx(expected)

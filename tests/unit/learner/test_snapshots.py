@@ -14,8 +14,7 @@ from echo2.base.errors import StateError
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rng import rollout_seed, uniforms
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
-from echo2.learner.audit import Bets, Evidence, Habits, KindNoise, Passage, examine, passage_of
-from echo2.learner.auditor import Scorer
+from echo2.learner.audit import Bets, Evidence, Habits, KindNoise, Passage, Scorer, examine, passage_of
 from echo2.learner.options import TrainerOptions
 from echo2.learner.rollouts.groups import SentTokens, TrainGroup
 from echo2.learner.training.adapter import AdapterOptions
