@@ -268,7 +268,7 @@ def audit() -> list[Row]:
 
     rows = []
     for name, config in examples():
-        question, _ = question_of(config, {}, built_in_catalogue(), 0.0)
+        question, _ = question_of(config, {}, built_in_catalogue())
         prompt = config.sampling.max_prompt_tokens / 2
         own_s = audit_s_per_step(config, prompt, question.tokens.mean, question.learner.train_s)
         if own_s is None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from benchmarks.fleet_model.lengths import LengthDistribution
 from benchmarks.fleet_model.scenario import ColocatedCluster, FleetScenario, PriceChange, WorkerTruth
 from echo2.base.errors import ConfigError
-from echo2.cli.plan import Fields, offer_of, size_of
+from echo2.cli.plan import Fields, offer_of
 from echo2.cli.sizing import DEFAULT_BILLIONS
+from echo2.coordinator.money.market import built_in_models
 from echo2.cost_model.machines import GpuType, gpu_of, train_s_prior
 from echo2.cost_model.question import PlanQuestion, PoolOffer, TokenCounts
-from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence
+from echo2.cost_model.sizing import ModelSize, RunLengths, longest_sequence, size_by_billions
 from echo2.cost_model.snapshot import BROADCAST_EFFICIENCY, DownloadMode, LearnerEstimate, PlanConfig
 
 DELTA_SHARE = 0.01
@@ -24,9 +25,10 @@ PROMPT_TOKENS = 1024  # a run's default prompt limit, added to the longest compl
 def scenario_of(tables: Mapping[str, object], name: str, catalogue: Mapping[str, GpuType]) -> FleetScenario:
     """Parses and checks a scenario file's tables. Raises `ConfigError`."""
     top = Fields(name, {k: v for k, v in tables.items() if not isinstance(v, dict | list)})
-    size = size_of(top.number("model_billions", DEFAULT_BILLIONS))
-    if size is None:
+    billions = top.number("model_billions", DEFAULT_BILLIONS)
+    if not billions > 0:
         raise ConfigError(f"{name}: model_billions: expected a number above 0")
+    size = size_by_billions(built_in_models(), billions)
     lengths = _lengths(Fields(f"{name}: lengths", tables.get("lengths", {})))
     worker_tables = tables.get("worker")
     if not isinstance(worker_tables, list) or not worker_tables:

@@ -91,13 +91,17 @@ def learner_options(config: RunConfig, link: str, folder: Path, metrics_port: in
 
 
 def check_start(config: RunConfig, *, trains: bool) -> None:
-    """Raises ConfigError for what can be told before torch is imported: no model, or, if the learner trains itself, a single
-    rollout for a prompt: every advantage compares rollouts of one prompt, so all would be 0."""
+    """Raises ConfigError for what can be told before torch is imported: no model, or, if the learner trains itself, no such task or
+    a single rollout for a prompt: every advantage compares rollouts of one prompt, so all would be 0."""
+    from echo2.cli.sizing import turns_max
+
     path = config.model.path
     if not path:
         raise ConfigError("model.path: expected a model folder or hub id, got nothing")
     if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").is_file():
         raise ConfigError(f"model.path {path}: expected a folder with config.json, found none from {Path.cwd()}")
+    if trains:
+        turns_max(config)
     if trains and config.learner.rollouts_per_prompt < 2 and not config.learner.teacher:
         raise ConfigError(
             f"learner.rollouts_per_prompt: expected 2 or more, because learner.advantage {config.learner.advantage} compares the "

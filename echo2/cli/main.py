@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import TypeAlias
 
 import echo2
-from echo2.base.errors import EchoError, ResourceError
+from echo2.base.errors import EchoError, ResourceError, StateError
 from echo2.cli.options import Parser, add_config_arguments, check_options, make_importable, require_extra, with_values
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
 
@@ -202,9 +202,11 @@ def _add_export(commands: Commands) -> None:
 
 def export(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 export`; returns the exit code."""
+    inner = own.run / "learner"
+    if not (inner if inner.is_dir() else own.run).joinpath("checkpoints").is_dir():
+        raise StateError(f"{own.run}: expected a run's folder (RUNS/NAME) with checkpoints, found none")
     from echo2.learner.startup import export_run  # imports torch
 
-    inner = own.run / "learner"
     step = export_run(inner if inner.is_dir() else own.run, own.target, own.model)
     print(f"{own.target}: the policy after step {step}")
     return 0
@@ -258,22 +260,20 @@ def _add_token(commands: Commands) -> None:
     token.add_argument("--label", default="", help="a note for the list of tokens")
 
 
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help=CONFIG)
+    parser.add_argument("--preset", help="local, lan or wan")
+    parser.add_argument(
+        "--billions", type=float, metavar="N", help="the model's parameters, if its config.json is not here"
+    )
+    parser.add_argument("--catalogue", type=Path, metavar="GPUS.toml", help="data sheets instead of the built-in ones")
+
+
 def _add_plan(commands: Commands) -> None:
     text = "how many of which machines a run needs, what they cost and what limits it"
     parser = add_command(commands, "plan", "plan:run_plan", text, takes_overrides=True)
-    parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help=CONFIG)
-    parser.add_argument("--preset", help="local, lan or wan")
+    _add_model_arguments(parser)
     parser.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="machines on offer, learner and lengths")
-    parser.add_argument(
-        "--catalogue", type=Path, metavar="GPUS.toml", help="priors by GPU instead of the built-in ones"
-    )
-    parser.add_argument(
-        "--billions",
-        type=float,
-        default=0.0,
-        metavar="N",
-        help="parameters of the model, where its config.json is not here",
-    )
     parser.add_argument(
         "--what-if",
         action="append",
@@ -288,8 +288,7 @@ def _add_plan(commands: Commands) -> None:
 def _add_offers(commands: Commands) -> None:
     text = "what can be rented, by what a million useful tokens of this run would cost on it"
     parser = add_command(commands, "offers", "offers:run_offers", text, takes_overrides=True)
-    parser.add_argument("files", nargs="*", type=Path, metavar="RUN.toml", help=CONFIG)
-    parser.add_argument("--preset", help="local, lan or wan")
+    _add_model_arguments(parser)
     parser.add_argument("--provider", action="append", default=[], help="only of this one; may be repeated")
     parser.add_argument("--gpu", action="append", default=[], help="only this kind, such as RTX4090; may be repeated")
     parser.add_argument("--region", default="", help="only regions whose name holds this")
@@ -301,7 +300,6 @@ def _add_offers(commands: Commands) -> None:
         "--sort", choices=["price", "speed", "tokens"], default="tokens", help="by USD per token, by price or by speed"
     )
     parser.add_argument("--rows", type=int, help="so many lines, 0: all (default: the best of each kind of GPU)")
-    parser.add_argument("--catalogue", type=Path, metavar="GPUS.toml", help="data sheets instead of the built-in ones")
     fetching = parser.add_mutually_exclusive_group()
     fetching.add_argument("--refresh", action="store_true", help="fetch prices now, or fail")
     fetching.add_argument("--offline", action="store_true", help="open no connection")

@@ -14,7 +14,7 @@ from echo2.base.errors import ConfigError
 from echo2.base.units import format_duration, parse_duration_s
 from echo2.cli.options import make_importable
 from echo2.cli.plan import load_catalogue, question_of
-from echo2.cli.sizing import lengths_of, model_of
+from echo2.cli.sizing import lengths_of
 from echo2.config.load import load_config, parse_overrides
 from echo2.coordinator.money.market import Catalogue, keep, kept_file, newest, recorded
 from echo2.cost_model.machines import GpuType
@@ -28,7 +28,8 @@ def run_offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
     make_importable(own.files)
     config = load_config(own.files, own.preset, parse_overrides(rest))
     gpus = load_catalogue(own.catalogue)
-    size, origin = model_of(config.model.path)
+    question, origin = question_of(config, {}, gpus, own.billions)
+    size = question.model
     found = _found(own, gpus)
     if own.record is not None:
         keep(found, own.record)
@@ -37,8 +38,7 @@ def run_offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
         tuple(one.lower() for one in own.provider), tuple(one.lower() for one in own.gpu), own.region, spot,
         own.usd_per_hour_max,
     )  # fmt: skip
-    in_cache = question_of(config, {}, gpus)[0].tokens_in_cache
-    rows = ranked(found.offers, size, lengths_of(config), gpus, in_cache, wish)
+    rows = ranked(found.offers, size, lengths_of(config), gpus, question.tokens_in_cache, wish)
     if not rows:
         raise ConfigError(f"offers: expected one that passes the filters, none of {len(found.offers)} does")
     rows.sort(key=lambda one: (bool(one.refusal), SORTS[own.sort](one)))

@@ -101,8 +101,11 @@ OPERATOR_FOLDER = Path("~/.config/echo2/operator")  # one identity for all runs 
 def operator_at(run: str) -> OperatorClient:
     """The user's connection to a run. `run`: its folder, an operator's link, or @FILE with one."""
     link = Path(run) / "links" / "operator.link"
-    if Path(run).is_dir() and not link.is_file():
-        raise ConfigError(f"{run}: expected a run's folder with links/operator.link, found none; a link does as well")
+    if not link.is_file() and not run.startswith(("@", "echo2:")):
+        raise ConfigError(
+            f"{run}: expected a run's folder (RUNS/NAME) with links/operator.link, an operator's link or @FILE with one, found "
+            f"{'a folder without' if Path(run).is_dir() else 'no such folder'}"
+        )
     return OperatorClient(link_text(f"@{link}" if link.is_file() else run), OPERATOR_FOLDER.expanduser())
 
 

@@ -186,13 +186,13 @@ def offer_of(table: object, index: int, catalogue: Mapping[str, GpuType], gpus: 
 
 
 def question_of(
-    config: RunConfig, fleet: Mapping[str, object], catalogue: Mapping[str, GpuType], billions: float = 0.0
+    config: RunConfig, fleet: Mapping[str, object], catalogue: Mapping[str, GpuType], billions: float | None = None
 ) -> tuple[PlanQuestion, str]:
     """Combines the run's config and the fleet file into one question, with priors for numbers that neither gives; also returns the
-    source of the model's size. `billions` 0: take the size from the fleet file or the model's config."""
+    source of the model's size. `billions`: parameters of the model, if neither the fleet file nor the model's config says them."""
     model = Fields("model", fleet.get("model", {}))
-    told = size_of(billions or model.number("billions", 0.0))
-    size, origin = (told, "as given") if told is not None else model_of(config.model.path)
+    own = model.number("billions", 0.0) if "billions" in model.table else None
+    size, origin = size_of(own if billions is None else billions, config)
     lengths = Fields("lengths", fleet.get("lengths", {}))
     longest = float(config.sampling.max_new_tokens)
     tokens = TokenCounts(
@@ -231,9 +231,13 @@ def question_of(
     ), origin
 
 
-def size_of(billions: float) -> ModelSize | None:
-    """Returns the size of a model with `billions` parameters; None for 0."""
-    return size_by_billions(built_in_models(), billions) if billions > 0 else None
+def size_of(billions: float | None, config: RunConfig) -> tuple[ModelSize, str]:
+    """Returns the size of a model of `billions` parameters, or of the config's if it is None, and the source of it."""
+    if billions is None:
+        return model_of(config.model.path)
+    if not billions > 0:
+        raise ConfigError(f"billions: expected a number above 0, got {billions:g}")
+    return size_by_billions(built_in_models(), billions), "as given"
 
 
 def _learner(

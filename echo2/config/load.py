@@ -142,7 +142,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: expected TOML, got a syntax error: {error}") from None
+        hint = "; a text stands in quotes" if "Invalid value" in str(error) else ""
+        raise ConfigError(f"{path}: expected TOML, got a syntax error: {error}{hint}") from None
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:

@@ -29,21 +29,19 @@ def make_task(spec: TaskSpec) -> Task:
     """Makes the task that `spec` describes. Raises `ConfigError` for an unknown name or argument."""
     if is_environment(spec):
         raise ConfigError(f"task {spec.name}: expected a task of one completion, got an environment of several turns")
-    return cast(Task, _made("task", spec, _BUILT_IN, _TASK_MEMBERS))
+    return cast(Task, _made(spec, _BUILT_IN, _TASK_MEMBERS))
 
 
 def make_environment_source(spec: TaskSpec) -> EnvironmentSource:
     """Makes the source of environments that `spec` describes. Raises `ConfigError` for an unknown name or argument."""
-    return cast(EnvironmentSource, _made("environment", spec, _BUILT_IN_ENVIRONMENTS, _SOURCE_MEMBERS))
+    if not is_environment(spec):
+        raise ConfigError(f"task {spec.name}: expected an environment of several turns, got a task of one completion")
+    return cast(EnvironmentSource, _made(spec, _BUILT_IN_ENVIRONMENTS, _SOURCE_MEMBERS))
 
 
-def _made(kind: str, spec: TaskSpec, built_in: Mapping[str, Callable[..., object]], members: Sequence[str]) -> object:
+def _made(spec: TaskSpec, built_in: Mapping[str, Callable[..., object]], members: Sequence[str]) -> object:
     if is_users_own(spec):
         return _users_own(spec, members)
-    if spec.name not in built_in:
-        raise ConfigError(
-            f"{kind}: expected one of {', '.join(built_in)} or a class of yours as module:Class, got {spec.name!r}"
-        )
     maker = built_in[spec.name]
     parameters = inspect.signature(maker).parameters
     known = [name for name in parameters if name != "seed"]
@@ -59,9 +57,14 @@ def _made(kind: str, spec: TaskSpec, built_in: Mapping[str, Callable[..., object
 
 
 def is_environment(spec: TaskSpec) -> bool:
-    """Whether `spec` names environments (several turns) and not a task (one completion)."""
+    """Whether `spec` names environments (several turns) and not a task (one completion). `ConfigError` if it names none."""
     if is_users_own(spec):
         return hasattr(imported(spec.name, "task.name"), "open")
+    names = (*_BUILT_IN, *_BUILT_IN_ENVIRONMENTS)
+    if spec.name not in names:
+        raise ConfigError(
+            f"task.name: expected one of {', '.join(names)} or a class of yours as module:Class, got {spec.name!r}"
+        )
     return spec.name in _BUILT_IN_ENVIRONMENTS
 
 
