@@ -242,7 +242,6 @@ class LearnerSection(Section):
     warmup_steps: Whole = opt(0, "Steps in which the rate rises from 0.")
     schedule: Literal["constant", "linear", "cosine"] = opt("constant", "Learning rate after the warm-up.")
     weight_decay: float = opt(0.0, "Decoupled weight decay.", ge=0)
-    grad_clip: Positive = opt(1.0, "Largest global gradient norm.")
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "vcpo"] = opt(
         "grpo", "Baseline and scale of group advantages (docs/algorithms.md)."
     )
@@ -258,7 +257,6 @@ class LearnerSection(Section):
         "behaviour", "Correction for stale samples (docs/algorithms.md)."
     )
     clip: tuple[Positive, Positive] = opt((0.2, 0.28), "Clips the ratio to 1 - the first .. 1 + the second.")
-    is_cap: Positive = opt(2.0, "Cap of the truncated corrections.")
     kl_coefficient: float = opt(0.0, "Weight of the k3 KL penalty to the base model.", ge=0)
     teacher: str = opt(
         "", "Model whose log-probabilities of the sampled tokens are the advantage (docs/algorithms.md)."
@@ -266,9 +264,6 @@ class LearnerSection(Section):
     train_on_truncated: bool = opt(True, "Trains on truncated completions; they count in the baseline anyway.")
     overlong_buffer_tokens: Whole = opt(0, "Reward falls within this many tokens of the limit; 0: off.")
     drop_equal_groups: bool = opt(False, "Dynamic sampling: replaces groups with equal rewards, up to a limit.")
-    prune_hopeless: bool = opt(
-        False, "Stops rollouts that repeat themselves or have long had low confidence; scored as is."
-    )
     gradient_checkpointing: bool | Literal["auto", "selective"] = opt(
         "auto", "Less memory, more time; selective: half; auto: by the model."
     )
@@ -334,7 +329,6 @@ class CoordinatorSection(Section):
     port: Port = opt(8419, "Control streams (mutual TLS).")
     dashboard_port: Port = opt(8420, "Dashboard and /metrics.")
     dashboard_host: str = opt("", "Empty: the coordinator's.")
-    relay_port: Port = opt(8423, "libp2p relay for workers behind NAT.")
     usd_per_hour_cap: float = opt(math.inf, "The pool's largest cost.", ge=0, allow_inf_nan=True)
     usd_budget: float = opt(math.inf, "Once spent, all workers go to standby.", ge=0, allow_inf_nan=True)
     planner_mode: Literal["advise", "approve", "auto"] = opt(
@@ -347,6 +341,11 @@ class CoordinatorSection(Section):
     def is_local(self) -> bool:
         """Whether the whole run is on this machine."""
         return is_loopback(self.host)
+
+    @property
+    def relay_port(self) -> int:
+        """libp2p relay for workers behind NAT: beside the run's other ports; any free one where that is any free one."""
+        return self.port + 4 if 0 < self.port < 65_532 else 0
 
     @property
     def heartbeat_interval(self) -> float:
@@ -394,8 +393,7 @@ class WorkerSection(Section):
         0.0, "This machine's price.", ge=0, lt=1e6, why="no machine costs a million an hour"
     )
     is_spot: bool = opt(False, "The machine may be preempted.")
-    provider: str = opt("", "For the dashboard; empty: detected.", max_length=64)
-    region: str = opt("", "For the dashboard; empty: detected.", max_length=64)
+    place: str = opt("", "PROVIDER or PROVIDER/REGION, where traffic is free; empty: detected.", max_length=128)
     draft_tokens: Whole = opt(
         0, "Tokens that vLLM drafts ahead; learner and workers need the same run file.",
         le=16, why="longer drafts are rejected more often than they help",

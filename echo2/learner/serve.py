@@ -282,7 +282,7 @@ def served_options(options: LearnerOptions, *, trains: bool = False) -> LearnerO
             f"agent.harness: expected none, since prompts come with the requests of a trainer, got {config.agent.harness}"
         )
     task = type(config.task)(eval_prompts=0)
-    learner = config.learner.model_copy(update={"prune_hopeless": False, "drop_equal_groups": False})
+    learner = config.learner.model_copy(update={"drop_equal_groups": False})
     changed: dict[str, object] = {"task": task, "learner": learner, "agent": AgentSection()}
     if trains:
         changed["sampling"] = config.sampling.model_copy(update={"temperature": 1.0})

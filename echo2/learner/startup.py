@@ -140,7 +140,6 @@ def prepare_with(
         config.learner.rollouts_per_prompt,
         model.vocabulary_size,
         drops_equal_rewards=config.learner.drop_equal_groups,
-        prunes=config.learner.prune_hopeless,
         is_driven=config.agent.is_on,
     )
     store = CheckpointStore(folder.path / "checkpoints", options.limits)

@@ -138,13 +138,15 @@ class MachinePlace:
     region: str = ""
 
 
-def place_of(declared: MachinePlace, environment: Mapping[str, str]) -> MachinePlace:
-    """The declared provider and region; what was not declared is filled in from the variables of RunPod, Vast.ai or SkyPilot.
+def place_of(declared: str, environment: Mapping[str, str]) -> MachinePlace:
+    """The declared PROVIDER/REGION; what was not declared is filled in from the variables of RunPod, Vast.ai or SkyPilot.
 
     Each is printable and at most `CHARS_MAX` characters; empty: not known.
     """
-    provider = region = ""
-    if "RUNPOD_POD_ID" in environment:
+    provider, _, region = declared.partition("/")
+    if provider:
+        pass
+    elif "RUNPOD_POD_ID" in environment:
         provider, region = "runpod", environment.get("RUNPOD_DC_ID", "")
     elif "VAST_CONTAINERLABEL" in environment:
         provider = "vast.ai"
@@ -153,8 +155,7 @@ def place_of(declared: MachinePlace, environment: Mapping[str, str]) -> MachineP
             cluster = json.loads(environment.get("SKYPILOT_CLUSTER_INFO", "{}"))
             if isinstance(cluster, dict):
                 provider, region = str(cluster.get("cloud") or "").lower(), str(cluster.get("region") or "")
-    texts = declared.provider or provider, declared.region or region
-    return MachinePlace(*("".join(c for c in text[:CHARS_MAX] if c.isprintable()) for text in texts))
+    return MachinePlace(*("".join(c for c in text[:CHARS_MAX] if c.isprintable()) for text in (provider, region)))
 
 
 POLL_S = 2.0  # clouds give 30 s of notice or more

@@ -42,7 +42,6 @@ from echo2.worker.heartbeat import LogTail, WorkerStatus, dialled_port, listen_h
 from echo2.worker.links import CoordinatorCommands, CoordinatorLink, join
 from echo2.worker.machine import (
     Hardware,
-    MachinePlace,
     chosen_engine,
     findings,
     place_of,
@@ -128,7 +127,7 @@ class WorkerDaemon:
         section = self.options.config.worker
         engine, price = chosen_engine(section.engine, machine), price_of(section.price_usd_per_hour, os.environ)
         _log.info("this machine: %s; engine: %s", machine.describe(), engine)
-        place = place_of(MachinePlace(section.provider, section.region), os.environ)
+        place = place_of(section.place, os.environ)
         return Hardware(machine, engine, price, place, self._engines.memory_bytes)
 
     async def _answer(self, command: str) -> CommandAnswer:

@@ -34,7 +34,6 @@ host = "{host}"
 enrol_port = 0
 port = 0
 dashboard_port = 0
-relay_port = 0
 """
 
 

@@ -78,7 +78,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
     metrics, gateway = choose_ports((0, 0))
     config = config.replace(
         "[coordinator]",
-        f'[coordinator]\nhost = "0.0.0.0"\nadvertise = "{host}"\ndashboard_host = "127.0.0.1"\nrelay_port = 0',
+        f'[coordinator]\nhost = "0.0.0.0"\nadvertise = "{host}"\ndashboard_host = "127.0.0.1"',
     )
     config += f'[agent]\nharness = "tests.redteam.one_call:play"\nlisten = "127.0.0.1:{gateway}"\nturns = 1\n'
     with Cluster(folder, config, workers=1) as cluster:

@@ -12,7 +12,6 @@ Sources. Dynamic sampling: Yu et al. (DAPO), arXiv 2503.14476. Pruning: the idea
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -64,24 +63,16 @@ DROPPED_MAX_RATIO = 2
 """For one step at most so many times its groups are dropped for equal rewards; more would let a solved task stop the run."""
 
 
-LOOP_TOKENS, PERIOD_MAX = 256, 32
-"""A rollout repeats itself if its last tokens are one phrase of a bounded length, so eight times or more."""
-UNLIKELY_TOKENS, UNLIKELY_NATS = 256, -4.0
-"""A rollout is lost if the mean log-probability of its last tokens is lower."""
-
-
 @dataclass(frozen=True, slots=True)
 class GroupRules:
     """S (`staleness_bound`), R (`rollouts_per_step`), n (`rollouts_per_group`) and the rules for groups. `drops_equal_rewards`:
-    replaces groups with equal rewards, which give no gradient. `prunes`: gives up on hopeless rollouts while they are sampled, for
-    less generation time and a little bias. `is_driven`: prompts come from agents, call by call."""
+    replaces groups with equal rewards, which give no gradient. `is_driven`: prompts come from agents, call by call."""
 
     staleness_bound: int
     rollouts_per_step: int
     rollouts_per_group: int
     vocabulary_size: int
     drops_equal_rewards: bool = False
-    prunes: bool = False
     is_driven: bool = False
 
     @property
@@ -122,7 +113,6 @@ class Counts:
     dropped_quarantined: int = 0
     dropped_equal_rewards: int = 0
     dropped_reward_failed: int = 0
-    pruned: int = 0
     trained: int = 0
     trained_tokens: int = 0
 
@@ -359,12 +349,6 @@ class OpenGroups:
                 f"{self.next_step - self.rules.staleness_bound} or newer"
             )
             return self._answer(segment, Verdict.STALE, text)
-        if not grown.is_finished and group.is_training and self._is_pruned(grown, group):
-            # It is admitted as it is, which tells its worker to stop, and scored like one cut off by the length limit: dropping it
-            # would hide failures from the baseline.
-            grown = replace(grown, finish_reason=FinishReason.LENGTH)
-            group.pruned += 1
-            self.counts.pruned += 1
         group.rollouts[segment.index] = grown
         group.senders[segment.index] = extended_senders(senders, sender, len(grown.token_ids) - held_tokens)
         if len(grown.token_ids) > held_tokens:
@@ -374,12 +358,6 @@ class OpenGroups:
         self.workers.on_admission(group.senders[segment.index], sender)
         self.counts.admitted += group.is_training
         return self._answer(segment, Verdict.ADMITTED)
-
-    def _is_pruned(self, rollout: Rollout, group: Group) -> bool:
-        """Whether to give up on a rollout; a group keeps at least half of them."""
-        numbers = group.spec.sampling.trained_logprobs(rollout.logprobs, rollout.raw_logprobs)
-        is_allowed = self.rules.prunes and 2 * (group.pruned + 1) <= len(group.rollouts)
-        return is_allowed and is_hopeless(rollout.token_ids, numbers)
 
     # ---- rewards
 
@@ -526,14 +504,6 @@ class OpenGroups:
         """Returns the groups closed since the last call."""
         taken, self.closures = self.closures, []
         return taken
-
-
-def is_hopeless(token_ids: Sequence[int], logprobs: Sequence[float]) -> bool:
-    """Whether a rollout in progress repeats itself word for word, or is lost in unlikely tokens."""
-    tail, recent = token_ids[-LOOP_TOKENS:], logprobs[-UNLIKELY_TOKENS:]
-    if len(tail) == LOOP_TOKENS and any(tail[period:] == tail[:-period] for period in range(1, PERIOD_MAX + 1)):
-        return True
-    return len(recent) == UNLIKELY_TOKENS and statistics.fmean(recent) < UNLIKELY_NATS
 
 
 # ---- what no honest worker sends, whatever its engine's numerical noise

@@ -224,8 +224,8 @@ class Group:
     """A prompt's rollouts and rewards.
 
     `rollouts`: one entry per index, empty at first. `rewards`: by index, once known; None if scoring failed. `senders`: by index,
-    which worker reported which tokens. `pruned`: number of rollouts given up as hopeless. `seats_open`: number of agents' episodes
-    that have not ended; in a group of agents each rollout is one chain of calls and has no tokens.
+    which worker reported which tokens. `seats_open`: number of agents' episodes that have not ended; in a group of agents each
+    rollout is one chain of calls and has no tokens.
     """
 
     spec: GroupSpec
@@ -234,7 +234,6 @@ class Group:
     rewards: dict[int, float | None] = field(default_factory=dict)
     lease_attempt: int = 0
     senders: dict[int, tuple[SentTokens, ...]] = field(default_factory=dict)
-    pruned: int = 0
     seats_open: int = 0
 
     @classmethod

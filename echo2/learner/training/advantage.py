@@ -1,6 +1,6 @@
 """Group-relative advantages: how much better a rollout did than its siblings on the same prompt.
 
-Guarantees: groups may be ragged (rollouts lost, pruned or refused); a group with equal rewards, or with a single rollout,
+Guarantees: groups may be ragged (rollouts lost or refused); a group with equal rewards, or with a single rollout,
 gets advantage zero and never NaN; the arithmetic is in float64, the results are float32.
 
 Shapes: R rollouts of the batch, G groups. docs/algorithms.md has the formulas and their sources.

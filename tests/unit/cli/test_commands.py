@@ -146,7 +146,7 @@ def test_rewards_that_cannot_work_end_the_learner_before_it_joins_or_loads_anyth
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    arguments = ["join", "echo2://nobody", "--folder", str(folder), "--model.path", str(tmp_path / "no-model")]
+    arguments = ["join", "echo2://nobody", "--folder", str(folder), "--model.path", "nobody/no-model"]
     assert learner.main([*arguments, "--task.name", "tests.unit.tasks.naughty:Always"]) == TaskError.exit_code
     assert "naughty:Always: expected a reward for a sample" in (said := capsys.readouterr().err), said
     assert not folder.exists()
@@ -234,7 +234,7 @@ def test_echo2_serve_puts_the_gateway_in_the_learners_place(tmp_path: Path, monk
 
     monkeypatch.setattr(LocalRun, "run", seen)
     file = tmp_path / "run.toml"
-    file.write_text(f'[run]\nname = "served"\nfolder = "{tmp_path}"\n[model]\npath = "/models/base"\n')
+    file.write_text(f'[run]\nname = "served"\nfolder = "{tmp_path}"\n[model]\npath = "models/base"\n')
     assert main.main(["serve", str(file), "--workers", "1", "--trains"]) == 0
     assert [command[: 3 if "serve" in command else 2] for command in started] == [
         ["echo-coordinator", "--config"], ["echo-learner", "serve", "--trains"], ["echo-worker", "join"]

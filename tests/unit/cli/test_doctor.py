@@ -29,7 +29,7 @@ def link_to(port: int) -> str:
 
 def on_ports(enrol_port: int = 0) -> list[str]:
     """Other ports than the default ones, on which something may run here."""
-    return [f"--coordinator.{name}=0" for name in ("port", "dashboard_port", "relay_port")] + [
+    return [f"--coordinator.{name}=0" for name in ("port", "dashboard_port")] + [
         f"--coordinator.enrol_port={enrol_port}"
     ]
 

@@ -68,7 +68,7 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
         ("learner.gradient_checkpointing", "3", r"expected true or false or one of auto, selective, got 3"),
         ("learner", "3", r"learner: expected a section of options, got 3"),
         ("lerner.lr", "3", r"lerner: no such option \(did you mean \[learner\]\?\)"),
-        ("worker.region", '"' + "x" * 65 + '"', r"worker\.region: expected a string of at most 64 characters, got"),
+        ("worker.place", '"' + "x" * 129 + '"', r"worker\.place: expected a string of at most 128 characters, got"),
         ("worker.slots", "5000", r"worker\.slots: expected a whole number from 0 to 4096, got 5000 \(no engine"),
         ("learner.correction", "masked", r"learner\.correction: expected"),
         ("learner.updates_per_batch", "99", "whole groups"),

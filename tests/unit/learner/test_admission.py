@@ -14,18 +14,13 @@ from echo2.base.ids import GroupId, Step, Version
 from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, Verdict, VersionSpan
 from echo2.learner.rollouts.admission import (
     DROPPED_MAX_RATIO,
-    LOOP_TOKENS,
-    PERIOD_MAX,
-    UNLIKELY_NATS,
-    UNLIKELY_TOKENS,
     GroupRules,
     OpenGroups,
-    is_hopeless,
     problem_of_end,
     problem_of_segment,
 )
 from echo2.staleness.ledger import Ledger
-from tests.unit.learner.stage import SAMPLING, STOP, draw, piece
+from tests.unit.learner.stage import STOP, draw, piece
 
 
 def new_groups(bound: int = 2, per_step: int = 4, per_group: int = 2, **options: Any) -> OpenGroups:
@@ -159,37 +154,6 @@ def test_a_step_drops_a_bounded_number_of_groups_without_contrast_and_then_train
     assert [(closure.reason, closure.retry) for closure in groups.take_closures()] == [("no contrast", None)] * 2
     assert groups.draw_batch() is not None
     assert filled(groups, 3, rewards=(1.0, 1.0)) not in groups.groups, "the next step may drop again"
-
-
-@given(
-    phrase=st.lists(st.integers(0, 50), min_size=1, max_size=PERIOD_MAX),
-    before=st.lists(st.integers(0, 50), max_size=10),
-    unlikely=st.integers(UNLIKELY_TOKENS - 3, UNLIKELY_TOKENS + 3),
-)
-def test_a_rollout_that_repeats_itself_or_is_lost_in_unlikely_tokens_is_hopeless(
-    phrase: list[int], before: list[int], unlikely: int
-) -> None:
-    loop = [*before, *(phrase * LOOP_TOKENS)]
-    assert is_hopeless(loop, [0.0] * len(loop)), "whatever came before"
-    assert not is_hopeless(range(LOOP_TOKENS), [-1.0] * LOOP_TOKENS)
-    assert not is_hopeless(loop[: LOOP_TOKENS - 1], [0.0] * (LOOP_TOKENS - 1))
-    low = [UNLIKELY_NATS - 1] * unlikely
-    assert is_hopeless(range(unlikely), low) == (unlikely >= UNLIKELY_TOKENS)
-    assert not is_hopeless(range(2 * unlikely), low + [-1.0] * unlikely), "it found its way"
-
-
-def test_a_hopeless_rollout_is_admitted_as_it_stands_and_half_of_a_group_is_let_be() -> None:
-    groups = new_groups(per_step=2, per_group=2, prunes=True)
-    group_id = groups.open_group(replace(draw(0), sampling=replace(SAMPLING, max_new_tokens=999))).group_id
-    assert verdict(groups, group_id, 0, [7, 8] * (LOOP_TOKENS // 2 - 1), attempt=1) is Verdict.HELD
-    pruned = groups.receive(piece(group_id, 0, [7, 8], offset=LOOP_TOKENS - 2), 1)
-    assert pruned.verdict is Verdict.ADMITTED and pruned.held_tokens == LOOP_TOKENS
-    assert groups.groups[group_id].rollouts[0].finish_reason is FinishReason.LENGTH
-    assert verdict(groups, group_id, 0, [7], LOOP_TOKENS, attempt=1) is Verdict.DUPLICATE
-    assert verdict(groups, group_id, 1, [7, 8] * (LOOP_TOKENS // 2), attempt=1) is Verdict.HELD, (
-        "the other half is let be"
-    )
-    assert groups.counts.pruned == 1 and groups.counts.admitted == 1
 
 
 # ---- what no honest worker sends

@@ -176,10 +176,8 @@ SKY = {"SKYPILOT_CLUSTER_INFO": json.dumps({"cluster_name": "a", "cloud": "GCP",
 def test_a_machine_knows_its_provider_and_region_from_its_environment(
     environment: dict[str, str], expected: MachinePlace
 ) -> None:
-    assert place_of(MachinePlace(), environment) == expected
-    assert place_of(MachinePlace("own", "cellar"), environment) == MachinePlace("own", "cellar"), (
-        "what is declared counts"
-    )
+    assert place_of("", environment) == expected
+    assert place_of("own/cellar", environment) == MachinePlace("own", "cellar"), "what is declared counts"
 
 
 class Metadata(BaseHTTPRequestHandler):
