@@ -38,8 +38,7 @@ from pathlib import Path
 
 from benchmarks.coordinator_load import Ledger, Shape, run_load
 from echo2.base.ids import RunId
-from echo2.coordinator.persistence import StateSnapshot
-from echo2.coordinator.store import SqlStore
+from echo2.coordinator.store import SqlStore, StateSnapshot
 
 RESULTS = Path(__file__).parent / "results" / "coordinator.json"
 RUN = RunId("bench")

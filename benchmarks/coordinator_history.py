@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from echo2.base.ids import PeerId
 from echo2.coordinator.leases.lease import GroupPhase
-from echo2.coordinator.persistence import StateSnapshot
+from echo2.coordinator.store import StateSnapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ use do so by spinning. The engine's tests took four times as long.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import os
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from echo2.cli.demo.model import warm_once
+from tests.patience import WAIT_S
 
 settings.register_profile("echo2", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("echo2")
@@ -38,6 +41,21 @@ def _log_as_before() -> Iterator[None]:
     yield
     log.handlers[:], log.propagate, logging.lastResort = handlers, is_passed_on, last
     log.setLevel(level)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine gets an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+
+    async def whole() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(whole())
+    return True
 
 
 @pytest.hookimpl(optionalhook=True)  # vLLM's environment has no pytest-xdist

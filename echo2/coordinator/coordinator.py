@@ -25,8 +25,6 @@ from typing import IO
 from echo2.base.errors import ConfigError, DiskFull, EchoError, PortBusy, StateError
 from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId, RunId
-from echo2.coordinator.commands import Commands
-from echo2.coordinator.ending import until_settled
 from echo2.coordinator.fleet.enrolment import EnrolmentService, RenewalService
 from echo2.coordinator.fleet.probe import ProbeService
 from echo2.coordinator.fleet.tokens import token_hash
@@ -35,7 +33,7 @@ from echo2.coordinator.hub import Hub
 from echo2.coordinator.learner import LearnerReachability
 from echo2.coordinator.leases.long_tail import is_quiet, moves, pace_of
 from echo2.coordinator.money.offers import MakeProvider, Renting, load_offers, make_provider
-from echo2.coordinator.operator import OperatorService
+from echo2.coordinator.operator import Commands, OperatorService
 from echo2.coordinator.options import CoordinatorOptions
 from echo2.coordinator.planning.service import Planning
 from echo2.coordinator.store import SqlStore
@@ -51,6 +49,7 @@ from echo2.trust.ports import SERVICES
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc, enrolment_pb2_grpc, probe_pb2_grpc
 
 TICK_S = 0.5  # a tenth of the heartbeat interval: a silent worker is noticed about when it is due
+SETTLED_LOOK_S = 1.0  # a second more of a process that costs nothing
 CHECKPOINT_S = 2.0  # what a power cut may lose
 STOP_GRACE_S = 2.0  # for calls under way; nodes come back to the next process
 LINK_LIFETIME_S = 30 * 86_400.0  # longer than most runs; the same command makes a new link
@@ -264,7 +263,8 @@ class CoordinatorDaemon:
     async def _end_with_the_run(self, hub: Hub) -> None:
         """With `exit_when_finished`, stops the coordinator once the run has finished and everything is released."""
         if self.options.exit_when_finished:
-            await until_settled(hub)
+            while not hub.ending.is_settled:
+                await asyncio.sleep(SETTLED_LOOK_S)
             _log.info("%s; nothing costs money any more: the coordinator ends", hub.ending.text)
             self._stop.set()
 

@@ -14,17 +14,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from echo2.base.clock import Clock
-from echo2.base.errors import EchoError, MalformedMessage, NotAllowed
+from echo2.base.errors import Dismissed, EchoError, MalformedMessage, NotAllowed
 from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.plan import BroadcastPlan
 from echo2.broadcast.reachability import MetAddresses
-from echo2.coordinator.ending import RunEnding
 from echo2.coordinator.fleet.members import (
     ON_TRIAL,
     Activation,
@@ -35,19 +34,20 @@ from echo2.coordinator.fleet.members import (
     OperatorSetting,
 )
 from echo2.coordinator.fleet.tokens import TokenBook
-from echo2.coordinator.learner import LearnerSide, restore_board
+from echo2.coordinator.learner import LearnerStream, restore_board
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.book import LeaseBook
+from echo2.coordinator.leases.lease import Lease, OpenGroup
 from echo2.coordinator.leases.requests import LeaseRules
 from echo2.coordinator.money.costs import Money, meter
 from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.persistence import LoggedEvent, PaidAction, StateSnapshot
-from echo2.coordinator.plan_process import PlanProcess
 from echo2.coordinator.planning.board import LearnerBoard
 from echo2.coordinator.planning.corrections import Corrections
 from echo2.coordinator.planning.parts import PlanParts
+from echo2.coordinator.planning.pool_plan import PlanProcess
+from echo2.coordinator.run_end import RunEnding
 from echo2.coordinator.sessions import StreamSession
-from echo2.coordinator.store import SqlStore, StateWriter
+from echo2.coordinator.store import LoggedEvent, PaidAction, SqlStore, StateSnapshot, StateWriter
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.snapshot import is_spent
 from echo2.outside.guard import PeerLines
@@ -117,7 +117,7 @@ class Hub:
         self._save_error: EchoError | None = None
         self._ticks = 0
         self.ending = RunEnding(self, saved.meta)
-        self.learner = LearnerSide(self, saved.meta)
+        self.learner = LearnerStream(self, saved.meta)
         self._restore(saved)
 
     def _restore(self, saved: StateSnapshot) -> None:
@@ -160,10 +160,9 @@ class Hub:
         """Carries out the lease book's actions."""
         for action in actions:
             match action:
-                case le.SaveGroup(group_id):
-                    self.state.save("groups", group_id, self.book.groups.get(group_id))
-                case le.SaveLease(lease_id):
-                    self.state.save("leases", lease_id, self.book.leases.get(lease_id))
+                case le.Save(kind, key):
+                    rows: Mapping[Any, OpenGroup | Lease] = self.book.groups if kind == "groups" else self.book.leases
+                    self.state.save(kind, key, rows.get(key))
                 case le.Note(kind, text):
                     self.note(kind, text)
                 case le.Grant():
@@ -229,6 +228,27 @@ class Hub:
         if PREEMPTION_WORD in reason:
             self.journal_worker("preempted", member, reason)
         self.review(member)
+
+    def dismiss(self, peer_id: PeerId, reason: str, why: Dismissed | None = None) -> None:
+        """Dismisses a worker: its process then exits. It may join again."""
+        session = self.workers.get(peer_id)
+        self.part_with(peer_id, reason)
+        if session is not None:
+            session.refuse(why or Dismissed(reason))
+
+    def drain(self, peer_id: PeerId, reason: str) -> None:
+        """Gives the worker no more leases, and recalls those that it holds now, with all their tokens."""
+        if not self.membership.members[peer_id].activation.is_barred:
+            self.set_worker(peer_id, OperatorSetting.DRAINING, reason)
+        for lease in self.book.leases_of(peer_id):
+            self.handle(self.book.recall, lease.lease_id, reason)
+
+    def preempt(self, peer_id: PeerId, notice: str) -> None:
+        """Handles a preemption notice that came from a provider or the operator, not from the worker itself."""
+        member = self.membership.members[peer_id]
+        self.note("worker", f"{member.name} will lose its machine: {notice}")
+        self.journal_worker("preemption notice", member, notice)
+        self.drain(peer_id, f"preemption: {notice}")
 
     def allow(self, member: Member) -> None:
         """Tells the lease book whether the worker may be given leases now."""

@@ -24,9 +24,9 @@ from echo2.broadcast.nat.pipes import pipe_address
 from echo2.broadcast.nat.reach import shows_certificate
 from echo2.coordinator.fleet.members import Activation, Member
 from echo2.coordinator.leases import lease as le
-from echo2.coordinator.persistence import CurvePoint
 from echo2.coordinator.planning.board import LearnerBoard, Totals
-from echo2.coordinator.sessions import StreamSession, check_hello, expect_hello
+from echo2.coordinator.sessions import StreamSession, check_hello
+from echo2.coordinator.store import CurvePoint
 from echo2.outside import monotonic
 from echo2.trust.identity import Role
 from echo2.wire import coordinator as wire
@@ -36,9 +36,6 @@ from echo2.wire.rollout import group_from_message, group_id_from_wire
 
 if TYPE_CHECKING:
     from echo2.coordinator.hub import Hub
-
-LearnerStream = StreamSession[pb.LearnerOrder]
-
 
 ASKED_MAX = 8  # each answer may carry a whole rollout
 ANSWER_S = 10.0  # a busy learner answers between two messages
@@ -93,14 +90,14 @@ class RolloutQuestions:
             del self._open[request]
 
 
-class LearnerSide:
+class LearnerStream:
     """The learner's session and its messages. `session`: None while the learner is away."""
 
     role = Role.LEARNER
 
     def __init__(self, hub: Hub, meta: Mapping[str, str]) -> None:
         self._hub = hub
-        self.session: LearnerStream | None = None
+        self.session: StreamSession[pb.LearnerOrder] | None = None
         self.is_back = asyncio.Event()
         self.rollouts = RolloutQuestions(self.send)
         self._model_digest = meta.get("model_digest", "")
@@ -125,10 +122,12 @@ class LearnerSide:
         if self.session is not None:
             self.session.end()
 
-    async def on_hello(self, peer_id: PeerId, first: pb.LearnerMessage, session: LearnerStream) -> None:
+    async def on_hello(
+        self, peer_id: PeerId, first: pb.LearnerMessage, session: StreamSession[pb.LearnerOrder]
+    ) -> None:
         """Starts the learner's session. Raises VersionMismatch or NotAllowed, before anything has changed, if it is refused."""
         hub, whose = self._hub, f"learner {peer_id}"
-        expect_hello(first, whose)
+        check_hello(first, hub.options.run_id, whose)
         groups = tuple(map(group_from_message, first.hello.open_groups))
         first.hello.ClearField("open_groups")
         hello = pb.LearnerHello()
@@ -138,7 +137,6 @@ class LearnerSide:
                 f"batch of {whose}: expected 1 <= rollouts_per_group <= rollouts_per_step, got "
                 f"{hello.rollouts_per_group} and {hello.rollouts_per_step}"
             )
-        check_hello(hub.options.run_id, whose, hello.protocol_version, hello.run_id)
         if hello.staleness_bound != hub.learner_bound:
             raise VersionMismatch(
                 f"{whose}: expected staleness bound S = {hub.learner_bound} as the coordinator "
@@ -199,7 +197,7 @@ class LearnerSide:
             case other:
                 raise MalformedMessage(f"{whose}: expected a message of a known kind after its hello, got {other}")
 
-    def on_end(self, peer_id: PeerId, session: LearnerStream) -> None:
+    def on_end(self, peer_id: PeerId, session: StreamSession[pb.LearnerOrder]) -> None:
         """The learner's stream ended; ignored if a newer one has replaced it."""
         if self.session is not session:
             return

@@ -1,10 +1,9 @@
-"""What the operator can do: one table of actions by name, for the page (`POST /api/NAME`) and for `echo2 ctl` (Operator/Act), and
-the service that the `echo2` commands call with an operator's certificate.
+"""What the operator can do and see: one implementation behind the page (`POST /api/NAME`), `echo2 ctl` and `echo2 status`.
 
-An action takes the JSON object of its request and returns the JSON object of its answer, None for an empty one. Guarantees: an
-action is carried out whole or refused with an error that says what was expected; what it changes is saved and in the event log
-before it returns. A caller with another role gets PERMISSION_DENIED; a wrong argument gets INVALID_ARGUMENT with the reason. Leaves
-to others: who may act on the page (web/access).
+An action of `ACTIONS` takes the JSON object of its request and returns the JSON object of its answer, None for an empty one.
+Guarantees: an action is carried out whole or refused with an error that says what was expected; what it changes is saved and in the
+event log before it returns. A gRPC caller with another role gets PERMISSION_DENIED; a wrong argument gets INVALID_ARGUMENT with the
+reason. Leaves to others: who may act on the page (web/access).
 """
 
 from __future__ import annotations
@@ -12,57 +11,273 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import shlex
+from base64 import urlsafe_b64encode
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 
-from echo2.base.errors import EchoError, MalformedMessage, NotAllowed, TrustError
-from echo2.coordinator.commands import Commands
-from echo2.coordinator.web.state import advice_value, command_of, machine_value
-from echo2.trust.identity import Role
+from echo2.base.errors import EchoError, MalformedMessage, NotAllowed, RunFinished, TrustError
+from echo2.base.ids import PeerId
+from echo2.coordinator.fleet.members import Activation, Liveness, Member, OperatorSetting
+from echo2.coordinator.fleet.tokens import LABEL_CHARS_MAX, Token
+from echo2.coordinator.hub import Hub
+from echo2.coordinator.leases.waits import slowest, waits
+from echo2.coordinator.money.providers.machine_setup import join_command
+from echo2.coordinator.money.provisioner import Provisioner
+from echo2.coordinator.money.provisioning import MachineOffer, Provider
+from echo2.coordinator.planning.advice import LONG_S_MIN, LearnerFacts, RunAdvice, RunNow, advise, idle_text
+from echo2.coordinator.planning.input import is_measured, plan_config
+from echo2.coordinator.web.state import EVENTS_SHOWN, advice_value, command_of, machine_value
+from echo2.cost_model.snapshot import is_spent
+from echo2.outside import here
+from echo2.trust.identity import JoinLink, Role
 from echo2.trust.tls import peer_of
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import coordinator_pb2_grpc
 
-Body = dict[str, Any]
-Action = Callable[[Body], Body | Awaitable[Body | None] | None]
+LINE_CHARS_MAX = 300  # a line or two in the log
+TEXT_CHARS_MAX = 1000  # no reason, name or id is longer
 PEERS_AT_ONCE = 1000  # what fits in the body of a request (web/access)
 MACHINES_QUOTED_MAX = 1000  # as many as an offer may have
+SILENT_BEATS = 3  # as many as make a worker suspect
+SETTLING_S = 5.0  # until the next plan
+IDLE_S = 30.0
+"""A worker on standby for less than this may just be between two plans."""
+MACHINE_TOKEN_S = 30 * 86_400.0
+"""Lifetime of a machine's token: long enough for the machine to be preempted and come back; it is revoked when the machine ends."""
+Body = dict[str, Any]
 
 
-class Actions:
-    def __init__(self, commands: Commands) -> None:
-        self._commands = commands
-        self.table: Mapping[str, Action] = {
-            "workers/state": self._set_workers, "workers/dismiss": lambda body: {"count": commands.dismiss_idle()},
-            "workers/release": self._release_workers, "tokens": self._create_token,
-            "tokens/revoke": lambda body: commands.revoke_token(_text(body, "token_id")),
-            "plan/apply": self._apply_plan, "machines": self._rent, "machines/release": self._release,
-            "machines/command": self._machine_command, "machines/notice": self._notice, "machines/approve": self._approve,
-            "run/settings": self._change_settings, "run/pause": lambda body: commands.pause(_reason(body)),
-            "run/resume": lambda body: commands.resume(), "run/stop": lambda body: commands.stop_run(_reason(body)),
-            "run/advice": lambda body: advice_value(commands.advice()),
-        }  # fmt: skip
+class Commands:
+    """The actions as methods; `_act_*` read a request. `enrol_host`, `enrol_port`: the address in join links."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        enrol_host: str,
+        enrol_port: int,
+        offers: Sequence[MachineOffer],
+        providers: Mapping[str, Provider],
+    ) -> None:
+        self.hub, self._enrol_host, self._enrol_port = hub, enrol_host, enrol_port
+        self.provisioner = Provisioner(hub, offers, providers, self._machine_link)
+
+    def _machine_link(self, label: str) -> tuple[Token, str]:
+        return self.create_token(Role.WORKER.value, label[:LABEL_CHARS_MAX], MACHINE_TOKEN_S, 1)
+
+    def join_link(self, secret: str) -> str:
+        return str(JoinLink(self._enrol_host, self._enrol_port, self.hub.identity.peer_id, secret))
+
+    def join_command(self, role: str, join_link: str) -> str:
+        """The shell command with which a node joins, or an operator connects remotely."""
+        match Role(role):
+            case Role.WORKER:
+                return join_command(join_link, self.hub.config.model.path)
+            case Role.LEARNER:
+                return shlex.join(["echo-learner", "join", join_link])
+            case _:
+                return shlex.join(["echo2", "status", join_link])
+
+    def create_token(self, role: str, label: str, lifetime_s: float, use_limit: int) -> tuple[Token, str]:
+        """Makes a token. Returns it with its join link, which cannot be shown again."""
+        secret = urlsafe_b64encode(here().rng.randbytes(32)).rstrip(b"=").decode()
+        token = self.hub.tokens.create(secret, role, label, lifetime_s, use_limit, self.hub.clock.now())
+        self.hub.state.save("tokens", token.token_id, token)
+        self.hub.state.require_sync()
+        self.hub.note("token", f"{token.token_id} ({label or role}) made for the role {role}")
+        self.hub.flush_now()
+        return token, self.join_link(secret)
+
+    def revoke_token(self, token_id: str) -> None:
+        token = self.hub.tokens.revoke(token_id)
+        self.hub.state.save("tokens", token.token_id, token)
+        self.hub.state.require_sync()
+        self.hub.note("token", f"{token.token_id} ({token.label or token.role}) revoked")
+        self.hub.flush_now()
+
+    def idle_workers(self) -> list[Member]:
+        """Workers that have been on standby for `IDLE_S` and are on no rented machine: what they cost buys nothing."""
+        hub, now = self.hub, self.hub.clock.now()
+        rented = hub.money.rented_workers()
+        return [
+            member
+            for member in hub.membership.living()
+            if member.last_activation is Activation.STANDBY and member.peer_id not in rented
+            and not member.is_newcomer and now - member.activation_since >= IDLE_S
+        ]  # fmt: skip
+
+    def dismiss_idle(self) -> int:
+        """Dismisses the idle workers: their processes exit with code 0. Returns how many."""
+        idle = self.idle_workers()
+        for member in idle:
+            self.hub.dismiss(member.peer_id, "the operator sends it home: the run does not need it")
+        self.hub.flush_now()
+        return len(idle)
+
+    # ---- the run
+
+    def change_settings(self, numbers: Mapping[str, float], prices: Mapping[str, float]) -> dict[str, Any]:
+        """Changes budget, cap, staleness bound and the prices of offers, without a restart. Returns the settings that hold now."""
+        hub = self.hub
+        if unknown := sorted(set(prices) - (offers := {one.name for one in hub.money.offers})):
+            raise MalformedMessage(f"prices: expected offers of {sorted(offers)}, got {unknown[0][:60]!r}")
+        hub.change_settings({**hub.settings, **numbers, "prices": {**hub.settings.get("prices", {}), **prices}})
+        told = ", ".join(f"{name} = {value:g}" for name, value in {**numbers, **prices}.items())
+        hub.note("operator", f"changes {told}")
+        hub.state.require_sync()
+        hub.flush_now()
+        plain = {name: None if value == math.inf else value for name, value in hub.settings.items()}
+        return {**plain, "staleness_bound": hub.config.staleness.bound}
+
+    def pause(self, reason: str) -> None:
+        """Puts all workers on standby until `resume`: they end what they hold and get no more."""
+        self.hub.pause(f"paused by the operator{f': {reason}' if reason else ''}")
+
+    def resume(self) -> None:
+        """Lets a paused or a stopped run go on."""
+        self.hub.pause("")
+        self.hub.ending.resume()
+        self.hub.flush_now()
+
+    def stop_run(self, reason: str) -> None:
+        """Ends the run: workers are dismissed, machines are released, and the learner is told that it is over."""
+        cause = f"stopped by the operator{f': {reason}' if reason else ''}"
+        self.hub.ending.finish_run(cause, is_stopped=True)
+        if self.hub.learner.session is not None:
+            self.hub.learner.session.refuse(RunFinished(self.hub.ending.text))
+        self.hub.flush_now()
+
+    # ---- looking
+
+    def advice(self) -> RunAdvice:
+        """What stops or limits the run, and what to do, as things are now."""
+        hub, money = self.hub, self.hub.money.sums()
+        section, plan, advice, now = hub.config.coordinator, hub.plan, self.provisioner.advice, hub.clock.now()
+        members, idle, finish = list(hub.membership.living()), self.idle_workers(), hub.ending.finish
+        active = {one.peer_id for one in members if one.last_activation is Activation.ACTIVE}
+        # A worker that was put on standby a moment ago may be back at once: a change of the plan is no state to report.
+        settling = {one.peer_id for one in members if now - one.activation_since < SETTLING_S}
+        wishes = [f"Rent {one.count} x {one.offer} (+${one.usd_per_hour:.2f}/h)" for one in advice.rent]
+        wishes += [f"Release {one.machine_id} (-${one.usd_per_hour:.2f}/h)" for one in advice.release]
+        return advise(
+            RunNow(
+                finished=hub.ending.text, is_cut_short=finish is not None and bool(finish.cause), paused=hub.paused,
+                open_machines=sum(one.is_open for one in hub.money.machines.values()), learner=self._learner_facts(),
+                plan=plan, plan_waits_for=hub.plan_waits_for, target=plan_config(hub.config, hub.board).target_utilisation,
+                alive=sum(one.last_liveness is Liveness.ALIVE for one in members), active=len(active | settling),
+                idle=idle_text(members), workers=len(members), usd_budget=section.usd_budget,
+                is_budget_spent=is_spent(money.usd_chosen, section.usd_budget), usd_per_hour=money.usd_per_hour, spare=len(idle),
+                spare_usd_per_hour=sum(one.hello.price_usd_per_hour for one in idle if not one.asks_too_much),
+                surplus=len(active - set(plan.pool)) if plan is not None and plan.is_feasible else 0, wishes="; ".join(wishes),
+                may_act=section.planner_mode == "auto", corrected=hub.corrections.reason,
+                unmeasured=sum(one.peer_id in active and not is_measured(one) for one in members),
+            )
+        )  # fmt: skip
+
+    def _learner_facts(self) -> LearnerFacts | None:
+        hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
+        hello, report, limit = board.hello, board.report, hub.config.sampling.max_new_tokens
+        if hello is None:
+            return None
+        return LearnerFacts(
+            is_there=board.is_connected, left_because=hub.learner.left_because, silent_s=now - board.heard_at,
+            silent_s_max=self._silent_s_max, step=int(report.step),
+            step_limit=hello.step_limit, step_s=board.train_s + report.wait_s, train_s=board.train_s,
+            utilisation=report.utilisation, waits_for=report.waits_for,
+            waits_s=report.waits_since_s + now - board.heard_at if report.waits_for else 0.0, rewards_due=report.rewards_due,
+            open_leases=len(hub.book.leases), rollouts_per_step=hello.rollouts_per_step,
+            prompts_exhausted=report.prompts_exhausted, equal_reward_steps=report.equal_reward_steps,
+            reward=report.reward_mean, tokens_max=limit,
+            cut_share=sum(mean == limit for mean in report.lengths) / max(1, len(report.lengths)),
+        )  # fmt: skip
+
+    @property
+    def _silent_s_max(self) -> float:
+        """Of the learner: beyond it something is wrong, not merely busy."""
+        return max(LONG_S_MIN, SILENT_BEATS * self.hub.config.coordinator.heartbeat_interval)
+
+    def _name_of(self, peer_id: PeerId) -> str:
+        member = self.hub.membership.members.get(peer_id)
+        return f"worker {member.name}" if member else peer_id
+
+    def waits(self) -> list[tuple[str, float]]:
+        """All waits in the run, longest first: what waits, in words, and since when in unix seconds."""
+        hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
+        if hub.ending.finish is not None:
+            return []
+        found = waits(hub.book, now, self._name_of)
+        if not board.is_connected:
+            since = board.changed_at or hub.started_at
+            found.append(("the coordinator waits for the learner to connect", since))
+        elif now - board.heard_at > self._silent_s_max:
+            text = "nothing is heard of the learner, whose stream stands: its process or its network hangs"
+            found.append((text, board.heard_at))
+        elif board.report.waits_for:
+            on = slowest(hub.book, now, self._name_of) or f"{len(hub.book.leases)} leases out"
+            text = f"the learner waits for {board.report.waits_for}: {on}, {hub.book.queued} groups queued"
+            found.append((text, board.heard_at - board.report.waits_since_s))
+        if hub.plan_waits_for:
+            found.append((f"the planner waits for {hub.plan_waits_for}", hub.started_at))
+        for member in hub.membership.living():
+            if member.heartbeat.waits_for:
+                text = f"worker {member.name} waits for {member.heartbeat.waits_for}"
+                found.append((text, member.heartbeat_at - member.heartbeat.waits_since_s))
+        newest = board.newest
+        if newest is not None and newest.waiting and now - newest.published_at > 2 * newest.predicted_s + 1:
+            names = ", ".join(hub.membership.members[peer].name for peer in sorted(newest.waiting)[:5])
+            text = f"version {newest.published.version} is not live yet on {len(newest.waiting)} workers: {names}"
+            found.append((text, newest.published_at))
+        return sorted(found, key=lambda wait: wait[1])
+
+    def status(self) -> pb.RunStatus:
+        """The run's whole status, for the command line."""
+        hub, board, now = self.hub, self.hub.board, self.hub.clock.now()
+        members, money = hub.membership.members.values(), hub.money.sums()
+        events = list(hub.state.events)[-EVENTS_SHOWN:]
+        status = pb.RunStatus(
+            run_id=hub.options.run_id, unix_s=now, learner_is_connected=board.is_connected, plan=hub.plan_update,
+            plan_terms=hub.plan.term_lines() if hub.plan else (), open_leases=len(hub.book.leases),
+            queued_groups=hub.book.queued, usd_spent=money.usd_spent, usd_useful=money.usd_useful,
+            usd_per_hour=money.usd_per_hour, usd_useful_per_hour=money.usd_useful_per_hour, finished=hub.ending.text,
+            artifact_bytes_published=board.totals.artifact_bytes,
+            full_bytes_published=board.totals.full_bytes, measured_utilisation=board.report.utilisation,
+            learner=board.report, learner_hello=board.hello,
+            events=[pb.Event(unix_s=event.unix_s, kind=event.kind, text=event.text) for event in events],
+            workers=[self._worker(member, now) for member in members],
+            waits=[pb.Wait(what=what, since_unix_s=since) for what, since in self.waits()],
+        )  # fmt: skip
+        if board.newest_complete is not None and board.newest_complete.complete_s is not None:
+            status.measured_broadcast_s = board.newest_complete.complete_s
+        return status
+
+    def _worker(self, member: Member, now: float) -> pb.WorkerStatus:
+        return pb.WorkerStatus(
+            peer_id=member.peer_id, name=member.name, state=member.last_liveness.value,
+            activation=member.activation.value, hello=member.hello, heartbeat=member.heartbeat,
+            heartbeat_age_s=max(0.0, now - member.heard_at),
+            leases=len(self.hub.book.leases_of(member.peer_id)), usd_spent=member.usd_spent,
+        )  # fmt: skip
+
+    # ---- requests as JSON
 
     async def act(self, name: str, body_json: bytes) -> Body:
         """Carries out an action. MalformedMessage for an unknown one or a body that is no JSON object."""
-        action = self.table.get(name)
+        action = ACTIONS.get(name)
         if action is None:
-            raise MalformedMessage(f"action: expected one of {', '.join(self.table)}, got {name[:60]!r}")
+            raise MalformedMessage(f"action: expected one of {', '.join(ACTIONS)}, got {name[:60]!r}")
         try:
             body = json.loads(body_json or b"{}")
         except ValueError:
             body = None
         if not isinstance(body, dict):
             raise MalformedMessage(f"{name}: expected a JSON object, got something else")
-        answer = action(body)
+        answer = action(self, body)
         return (await answer if inspect.isawaitable(answer) else answer) or {}
 
-    # ---- the run
-
-    def _change_settings(self, body: Body) -> Body:
+    def _act_change_settings(self, body: Body) -> Body:
         """Changes what is named: `usd_budget`, `usd_per_hour_cap` (null: none), `staleness_bound`, `prices` of offers by name."""
         unknown = sorted(set(body) - {"usd_budget", "usd_per_hour_cap", "staleness_bound", "prices"})
         if unknown or not body:
@@ -77,30 +292,43 @@ class Actions:
             name: math.inf if value is None and name in limits else _number(body, name)
             for name, value in body.items() if name != "prices"
         }  # fmt: skip
-        return self._commands.change_settings(numbers, {name: _number(prices, name) for name in prices})
+        return self.change_settings(numbers, {name: _number(prices, name) for name in prices})
 
-    def _apply_plan(self, body: Body) -> None:
-        hub = self._commands.hub
+    def _act_apply_plan(self, body: Body) -> None:
+        hub = self.hub
         if hub.plan is None:
             raise MalformedMessage("plan: expected one to apply, there is none yet")
         hub.note("plan", "applied by the operator")
         hub.adopt_plan(hub.plan, [*hub.plan.pool, *hub.plan.drain], is_acted_on=True)
         hub.flush_now()
 
-    # ---- workers and tokens
-
-    def _set_workers(self, body: Body) -> Body:
-        chosen = self._peers(body)
-        for peer_id in chosen:
-            self._commands.set_worker(peer_id, _text(body, "activation"), _text(body, "reason", ""))
+    def _act_set_workers(self, body: Body) -> Body:
+        try:
+            setting = OperatorSetting(name := _text(body, "activation"))
+        except ValueError:
+            known = ", ".join(one.value for one in OperatorSetting)
+            raise MalformedMessage(f"worker state: expected one of {known}, got {name[:40]!r}") from None
+        reason, chosen = _reason(body), self._chosen(body)
+        for member in chosen:
+            self.hub.set_worker(member.peer_id, setting, reason)
         return {"count": len(chosen)}
 
-    async def _release_workers(self, body: Body) -> Body:
-        reason = _reason(body, "released by the operator")
-        return {"count": await self._commands.release_workers(self._peers(body), reason)}
+    async def _act_release_workers(self, body: Body) -> Body:
+        """Releases the rented machines of the chosen workers and dismisses the workers on other machines."""
+        reason, money = _reason(body, "released by the operator"), self.hub.money
+        machines = (machine for machine in money.machines.values() if machine.is_open)
+        rented = {one.peer_id: machine.machine_id for machine in machines for one in money.workers_of(machine)}
+        living = [member for member in self._chosen(body) if member.last_liveness is not Liveness.GONE]
+        for member in living:
+            if member.peer_id not in rented:
+                self.hub.dismiss(member.peer_id, reason)
+        self.hub.flush_now()
+        for machine_id in dict.fromkeys(rented[one.peer_id] for one in living if one.peer_id in rented):
+            await self.provisioner.release(machine_id, reason)
+        return {"count": len(living)}
 
-    def _peers(self, body: Body) -> list[str]:
-        """Peer ids from `peer_ids`, else the single `peer_id`; a worker's name stands for its id if no other has it."""
+    def _chosen(self, body: Body) -> list[Member]:
+        """The workers of `peer_ids`, else of the single `peer_id`; a worker's name stands for its id if no other has it."""
         chosen = body["peer_ids"] if "peer_ids" in body else [_text(body, "peer_id")]
         if (
             not isinstance(chosen, list)
@@ -108,59 +336,75 @@ class Actions:
             or not all(isinstance(one, str) for one in chosen)
         ):
             raise MalformedMessage(f"peer_ids: expected a list of up to {PEERS_AT_ONCE} peer ids")
-        members = self._commands.hub.membership.members
-        named: dict[str, list[str]] = {}
+        members = self.hub.membership.members
+        known: dict[str, list[Member]] = {}
         for member in members.values():
-            named.setdefault(member.name, []).append(member.peer_id)
-        found = (named[one][0] if one not in members and len(named.get(one, ())) == 1 else one for one in chosen)
-        return list(dict.fromkeys(found))
+            known.setdefault(member.name, []).append(member)
+        known |= {peer_id: [member] for peer_id, member in members.items()}
+        for one in chosen:
+            if len(known.get(one, ())) != 1:
+                raise MalformedMessage(f"worker: expected one of this run, got {one[:80]!r}")
+        return list({known[one][0].peer_id: known[one][0] for one in chosen}.values())
 
-    def _create_token(self, body: Body) -> Body:
+    def _act_create_token(self, body: Body) -> Body:
         lifetime_s, uses = _number(body, "lifetime_s"), int(_number(body, "use_limit", 0))
-        token, link = self._commands.create_token(_text(body, "role"), _text(body, "label", ""), lifetime_s, uses)
-        command = self._commands.join_command(token.role, link)
+        token, link = self.create_token(_text(body, "role"), _text(body, "label", ""), lifetime_s, uses)
+        command = self.join_command(token.role, link)
         return {"token_id": token.token_id, "join_link": link, "command": command}
 
-    # ---- machines
-
-    async def _rent(self, body: Body) -> Body:
+    async def _act_rent(self, body: Body) -> Body:
         offer, label = _text(body, "offer"), _text(body, "label", "")
         reason = _text(body, "reason", "") or "the operator's word"
         if body.get("dry_run") is True:
             count = _number(body, "count", 1)
             if not 1 <= count <= MACHINES_QUOTED_MAX or count != int(count):
                 raise MalformedMessage(f"count: expected 1 to {MACHINES_QUOTED_MAX} machines, got {count:g}")
-            return {"quote": self._commands.provisioner.quote(offer, int(count))}
-        machine = await self._commands.provisioner.rent(offer, _line(label, "label"), _line(reason, "reason"))
-        return {**machine_value(machine, self._commands), "command": command_of(machine)}
+            return {"quote": self.provisioner.quote(offer, int(count))}
+        machine = await self.provisioner.rent(offer, _line(label, "label"), _line(reason, "reason"))
+        return {**machine_value(machine, self), "command": command_of(machine)}
 
-    def _machine_command(self, body: Body) -> Body:
-        machine = self._commands.provisioner.machines.get(_text(body, "machine_id"))
+    def _act_machine_command(self, body: Body) -> Body:
+        machine = self.provisioner.machines.get(_text(body, "machine_id"))
         if machine is None:
             raise MalformedMessage("machine_id: expected one of this run's machines")
         return {"command": command_of(machine)}
 
-    async def _release(self, body: Body) -> None:
-        await self._commands.provisioner.release(_text(body, "machine_id"), _reason(body, "the operator's word"))
+    async def _act_release(self, body: Body) -> None:
+        await self.provisioner.release(_text(body, "machine_id"), _reason(body, "the operator's word"))
 
-    def _notice(self, body: Body) -> None:
+    def _act_notice(self, body: Body) -> None:
         notice = _text(body, "notice", "") or "a preemption notice"
-        self._commands.provisioner.preempted(_text(body, "whom"), _line(notice, "notice"))
+        self.provisioner.preempted(_text(body, "whom"), _line(notice, "notice"))
 
-    async def _approve(self, body: Body) -> Body:
-        return {"count": await self._commands.provisioner.carry_out("approved by the operator")}
+    async def _act_approve(self, body: Body) -> Body:
+        return {"count": await self.provisioner.carry_out("approved by the operator")}
+
+
+ACTIONS: Mapping[str, Callable[[Commands, Body], Body | Awaitable[Body | None] | None]] = {
+    "workers/state": Commands._act_set_workers,
+    "workers/dismiss": lambda commands, body: {"count": commands.dismiss_idle()},
+    "workers/release": Commands._act_release_workers, "tokens": Commands._act_create_token,
+    "tokens/revoke": lambda commands, body: commands.revoke_token(_text(body, "token_id")),
+    "plan/apply": Commands._act_apply_plan, "machines": Commands._act_rent, "machines/release": Commands._act_release,
+    "machines/command": Commands._act_machine_command, "machines/notice": Commands._act_notice,
+    "machines/approve": Commands._act_approve, "run/settings": Commands._act_change_settings,
+    "run/pause": lambda commands, body: commands.pause(_reason(body)), "run/resume": lambda commands, body: commands.resume(),
+    "run/stop": lambda commands, body: commands.stop_run(_reason(body)),
+    "run/advice": lambda commands, body: advice_value(commands.advice()),
+}  # fmt: skip
+"""What the page and `echo2 ctl` can ask for, by name."""
 
 
 def _text(body: Body, name: str, default: str | None = None) -> str:
     value = body.get(name, default)
-    if not isinstance(value, str) or len(value) > 1000:
-        raise MalformedMessage(f"{name}: expected a text of up to 1000 characters")
+    if not isinstance(value, str) or len(value) > TEXT_CHARS_MAX:
+        raise MalformedMessage(f"{name}: expected a text of up to {TEXT_CHARS_MAX} characters")
     return value
 
 
 def _line(text: str, whose: str) -> str:
-    if len(text) > 300 or not text.isprintable():
-        raise MalformedMessage(f"{whose}: expected up to 300 printable characters")
+    if len(text) > LINE_CHARS_MAX or not text.isprintable():
+        raise MalformedMessage(f"{whose}: expected up to {LINE_CHARS_MAX} printable characters")
     return text
 
 
@@ -177,7 +421,7 @@ def _number(body: Body, name: str, default: float | None = None) -> float:
 
 class OperatorService(coordinator_pb2_grpc.OperatorServicer):
     def __init__(self, commands: Commands) -> None:
-        self._commands, self._actions = commands, Actions(commands)
+        self._commands = commands
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.RunStatus:
         async with _for_operators(context):
@@ -187,7 +431,7 @@ class OperatorService(coordinator_pb2_grpc.OperatorServicer):
 
     async def Act(self, request: pb.ActRequest, context: Any) -> pb.ActReply:
         async with _for_operators(context):
-            answer = await self._actions.act(request.name, request.body_json)
+            answer = await self._commands.act(request.name, request.body_json)
         return pb.ActReply(answer_json=json.dumps(answer).encode())
 
 

@@ -23,21 +23,17 @@ def refusal_of(error: EchoError) -> pb.Refusal:
     return pb.Refusal(code=type(error).__name__, message=str(error)[:2000])
 
 
-def expect_hello(first: Any, whose: str) -> None:
-    """MalformedMessage unless a stream's first message is a hello."""
+def check_hello(first: Any, run_id: RunId, whose: str) -> None:
+    """MalformedMessage unless a stream's first message is a hello; VersionMismatch for another protocol or another run."""
     if first.WhichOneof("kind") != "hello":
         raise MalformedMessage(f"{whose}: expected a hello as the first message, got {first.WhichOneof('kind')}")
-
-
-def check_hello(run_id: RunId, whose: str, protocol_version: int, theirs: str) -> None:
-    """VersionMismatch for another protocol or another run."""
-    if protocol_version != PROTOCOL_VERSION:
+    if first.hello.protocol_version != PROTOCOL_VERSION:
         raise VersionMismatch(
-            f"{whose}: expected protocol version {PROTOCOL_VERSION}, got {protocol_version}: use one release of "
+            f"{whose}: expected protocol version {PROTOCOL_VERSION}, got {first.hello.protocol_version}: use one release of "
             "echo2 everywhere"
         )
-    if theirs != run_id:
-        raise VersionMismatch(f"{whose}: expected run {run_id!r}, got {theirs!r}")
+    if first.hello.run_id != run_id:
+        raise VersionMismatch(f"{whose}: expected run {run_id!r}, got {first.hello.run_id!r}")
 
 
 class StreamSession(Generic[Order]):

@@ -13,18 +13,13 @@ is removed while it is open is written back by the next `checkpoint`.
 from __future__ import annotations
 
 import dataclasses
-import errno
-import json
-import logging
-import os
 import sqlite3
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import pydantic
 import pydantic_core
@@ -36,22 +31,12 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from echo2.base.errors import DiskFull, EchoError, StateError
-from echo2.base.ids import RunId
+from echo2.base.ids import PeerId, RunId
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.fleet.tokens import Token, TokenBook
+from echo2.coordinator.last_transaction import LastTransactionFile
 from echo2.coordinator.leases.lease import Lease, OpenGroup
 from echo2.coordinator.money.provisioning import RentedMachine
-from echo2.coordinator.persistence import (
-    SAMPLES_MAX,
-    CurvePoint,
-    LoggedEvent,
-    PaidAction,
-    Row,
-    RowKind,
-    StateChanges,
-    StateSnapshot,
-    TokenPeer,
-)
 from echo2.outside import here
 
 SCHEMA_VERSION = 7  # of the tables and of what their JSON holds
@@ -60,12 +45,9 @@ LOG_PAGES_MAX = 16_384  # 64 MiB: such a log is folded in by `write` itself, in 
 EVENTS_LOADED = 5_000  # as many as the page and the status can ever show
 # Transactions between two deletions of old log lines: each deletion scans the log, which may grow by this many lines in between.
 PRUNE_EVERY_FLUSHES = 2_000
-MARK_BYTES = 256  # room for two numbers of 20 digits and two ids of up to 64 characters
 # What opening a database may raise. ValueError, because SQLite reads part of it on connect, and damaged text fails to decode.
 _DRIVER_ERRORS = (SQLAlchemyError, sqlite3.Error, ValueError)
 _DAMAGE_WORDS = ("malformed", "not a database", "decode")  # in SQLite's own messages
-_log = logging.getLogger("echo2.coordinator")
-
 _metadata = sa.MetaData()
 _serial = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 _meta = sa.Table(
@@ -81,6 +63,101 @@ _lines = sa.Table(
     sa.Column("id", _serial, primary_key=True, autoincrement=True), sa.Column("kind", sa.Text, nullable=False),
     sa.Column("json", sa.Text, nullable=False),
 )  # fmt: skip
+
+
+# ---- what is saved, and the changes to it
+
+# Samples of the run's curves in memory and in the store: a step a minute for three days.
+SAMPLES_MAX = 4_000
+
+RowKind = Literal["groups", "leases", "members", "tokens", "token_peers", "machines", "meta"]
+LogKind = Literal["events", "samples", "paid"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedEvent:
+    """One line of the event log."""
+
+    unix_s: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One point of the run's curves. `eval_reward` None: not evaluated yet; `reward_mean` None: no step since the learner
+    started."""
+
+    unix_s: float
+    step: int
+    reward_mean: float | None
+    eval_reward: float | None
+    utilisation: float
+    predicted_utilisation: float
+    usd_spent: float
+    usd_per_hour: float
+
+    @property
+    def measures(self) -> tuple[object, ...]:
+        return self.step, self.reward_mean, self.eval_reward, self.utilisation
+
+
+@dataclass(frozen=True, slots=True)
+class PaidAction:
+    """An action that costs or saves money and was done or requested, with its reason. `usd_per_hour`: the price at stake;
+    `usd_spent`: what it has cost."""
+
+    unix_s: float
+    action: str
+    whom: str
+    reason: str
+    usd_per_hour: float
+    usd_spent: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPeer:
+    """A peer that used a token: a row of its own, so that an enrolment does not rewrite all earlier ones. `silent_since`: None once
+    it has said hello, or where none is expected."""
+
+    token_id: str
+    peer_id: PeerId
+    silent_since: float | None = None
+
+
+Row = OpenGroup | Lease | Member | Token | TokenPeer | RentedMachine | str
+LogLine = LoggedEvent | CurvePoint | PaidAction
+
+
+@dataclass(slots=True)
+class StateChanges:
+    """What to write in one transaction. `rows`: by kind and key; None deletes. `must_last`: it must survive a power cut too,
+    because no node would report it again (a ban, a revoked token, a machine that costs money)."""
+
+    rows: dict[tuple[RowKind, str], Row | None] = field(default_factory=dict)
+    log: list[tuple[LogKind, LogLine]] = field(default_factory=list)
+    must_last: bool = False
+
+    def is_empty(self) -> bool:
+        return not (self.rows or self.log)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSnapshot:
+    """Everything that was written. Of events, samples and paid actions only the newest, oldest first."""
+
+    groups: tuple[OpenGroup, ...] = ()
+    leases: tuple[Lease, ...] = ()
+    members: tuple[Member, ...] = ()
+    tokens: tuple[Token, ...] = ()
+    machines: tuple[RentedMachine, ...] = ()
+    events: tuple[LoggedEvent, ...] = ()
+    samples: tuple[CurvePoint, ...] = ()
+    paid: tuple[PaidAction, ...] = ()
+    meta: dict[str, str] = field(default_factory=dict)
+
+
+# ---- as rows
 
 
 def _read_as(hint: Any) -> Any:
@@ -159,7 +236,7 @@ class SqlStore:
         self._upsert = upsert.on_conflict_do_update(
             index_elements=[_rows.c.kind, _rows.c.key], set_={"json": upsert.excluded.json, "sum": upsert.excluded.sum}
         )
-        self._mark = StoreMark(mark_path, self._where) if mark_path is not None else None
+        self._mark = LastTransactionFile(mark_path, self._where) if mark_path is not None else None
         try:
             if self._mark is not None and self._file is not None:
                 self._mark.check_is_there(self._file)
@@ -488,145 +565,3 @@ class StateWriter:
         self._flushes += 1
         if self._flushes % PRUNE_EVERY_FLUSHES == 0:
             self.store.prune(self._events_max, SAMPLES_MAX)
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """The content of the mark's file. `written`: number of committed transactions; `safe`: how many of these are synced to disk;
-    `boot`: the machine's boot id, which tells a kill from a power cut; `is_closed`: the database was closed cleanly."""
-
-    store_id: str
-    written: int
-    safe: int
-    boot: str
-    is_closed: bool
-
-
-class StoreMark:
-    """A small file beside the database with the number of its last transaction. After a kill every transaction must be there; after
-    a power cut those since the last checkpoint (`safe`) may be missing. The file is rewritten in place, `MARK_BYTES` in one write:
-    a kill leaves the old or the new content. Once open, thread-safe. `where`: the database, for messages."""
-
-    def __init__(self, path: Path, where: str) -> None:
-        self._path, self._where = path, where
-        self._lock = threading.Lock()
-        self._file: int | None = None
-        self._mark = _read_mark(path)
-
-    def check_is_there(self, database: Path) -> None:
-        """StateError if there is a mark but no database. Call it before SQLite creates an empty one."""
-        if self._mark is not None and not (database.exists() and database.stat().st_size):
-            raise self._lost("the database that was there", "none")
-
-    def check(self, store_id: str, written: int) -> None:
-        """Compares the mark with the database's `store_id` (empty if it has none) and `written`; StateError if data is missing."""
-        mark = self._mark
-        if mark is None:
-            return
-        if store_id != mark.store_id:
-            raise self._lost(f"database {mark.store_id}", f"database {store_id}" if store_id else "an empty one")
-        may_lack_the_end = not mark.is_closed and mark.boot != _boot()
-        if written < (mark.safe if may_lack_the_end else mark.written):
-            raise self._lost(f"all of {mark.written} changes", f"the first {written}")
-        if written < mark.written:
-            _log.warning(
-                "%s: the machine went down and the last %d changes of %d with it; learner and workers tell them again",
-                self._where, mark.written - written, mark.written,
-            )  # fmt: skip
-
-    def open(self, written: int, store_id: str) -> str:
-        """Opens the file and writes a mark for the database as it is. Returns the database's id: a new one if `store_id` is
-        empty."""
-        safe = min(written, self._mark.safe) if self._mark is not None else 0
-        mark = Mark(store_id or f"{here().rng.getrandbits(64):016x}", written, safe, _boot(), is_closed=False)
-        self._create()
-        self._write(mark, is_synced=True)
-        return mark.store_id
-
-    def note(self, written: int, *, is_safe: bool) -> None:
-        """Call it after each commit."""
-        with self._lock:
-            mark = self._now()
-            self._write(replace(mark, written=written, safe=written if is_safe else mark.safe), is_synced=False)
-
-    def note_safe(self, safe: int) -> None:
-        """Call it after the database has synced everything up to `safe`."""
-        with self._lock:
-            if safe > self._now().safe:
-                self._write(replace(self._now(), safe=safe), is_synced=True)
-
-    def write_back(self) -> str:
-        """Makes the file again if it was removed; returns that in words."""
-        with self._lock:
-            if self._file is None or self._path.exists():
-                return ""
-            os.close(self._file)
-            self._create()
-            self._write(self._now(), is_synced=True)
-        return f"{self._path} was removed while the coordinator ran; it was written again"
-
-    def close(self) -> None:
-        """Call it after the database was closed cleanly."""
-        with self._lock:
-            if self._file is None:
-                return
-            self._write(replace(self._now(), safe=self._now().written, is_closed=True), is_synced=True)
-            os.close(self._file)
-            self._file = None
-
-    def _now(self) -> Mark:
-        assert self._mark is not None, "open comes first"
-        return self._mark
-
-    def _create(self) -> None:
-        try:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise self._error(error) from None
-
-    def _write(self, mark: Mark, *, is_synced: bool) -> None:
-        assert self._file is not None, "open comes first"
-        self._mark = mark
-        text = json.dumps(dataclasses.asdict(mark)).encode()
-        data = _checksum(text) + b" " + text
-        assert len(data) < MARK_BYTES, "ids and numbers are short"
-        try:
-            here().files.write_at(self._file, [data.ljust(MARK_BYTES - 1) + b"\n"], 0)
-            if is_synced:
-                here().files.sync(self._file)
-        except OSError as error:
-            raise self._error(error) from None
-
-    def _lost(self, expected: str, came: str) -> StateError:
-        return StateError(
-            f"{self._where}: expected {expected}, found {came}; bans, revoked tokens and money spent may be missing. "
-            f"Restore a backup of the database (docs/runbook.md). To go on with what is there, remove {self._path}"
-        )
-
-    def _error(self, error: OSError) -> DiskFull | StateError:
-        kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StateError
-        return kind(f"{self._path}: expected to write it, got: {error.strerror}")
-
-
-def _read_mark(path: Path) -> Mark | None:
-    if not path.exists():
-        return None
-    try:
-        data = path.read_bytes()
-        checksum, text = data[:8], data[9:].rstrip()
-        if checksum != _checksum(text):
-            raise ValueError("its checksum differs")
-        return Mark(**json.loads(text))
-    except (OSError, ValueError, TypeError) as error:
-        raise StateError(
-            f"{path}: expected the coordinator's mark of its database, found it damaged ({error}). If the database beside "
-            "it is whole, remove the mark; else restore both from a backup"
-        ) from None
-
-
-def _checksum(text: bytes) -> bytes:
-    return b"%08x" % zlib.crc32(text)
-
-
-def _boot() -> str:
-    return "".join(filter(str.isalnum, here().files.boot_id()))[:64]

@@ -26,7 +26,7 @@ from echo2.coordinator.fleet.tokens import RateLimiter
 from echo2.coordinator.hub import WORKERS_MAX, Hub, WorkerSession
 from echo2.coordinator.leases import lease as le
 from echo2.coordinator.leases.waits import bar_text
-from echo2.coordinator.sessions import Order, StreamSession, check_hello, expect_hello, refusal_of
+from echo2.coordinator.sessions import Order, StreamSession, check_hello, refusal_of
 from echo2.outside import monotonic
 from echo2.outside.ending import cancel_all
 from echo2.outside.guard import FairShare, FairShares, Refusals, handling
@@ -77,7 +77,7 @@ class WorkerStream:
         self._bar_text = ""
 
     async def on_hello(self, peer_id: PeerId, first: pb.WorkerMessage, session: WorkerSession) -> None:
-        expect_hello(first, f"worker {peer_id}")
+        check_hello(first, self._hub.options.run_id, f"worker {first.hello.name or peer_id}")
         held = await self._held_leases(peer_id, first.hello.held_tickets)
         first.hello.ClearField("held_tickets")
         hello = pb.WorkerHello()
@@ -89,7 +89,6 @@ class WorkerStream:
         self, peer_id: PeerId, hello: pb.WorkerHello, held: tuple[le.HeldLease, ...], session: WorkerSession
     ) -> None:
         hub, section = self._hub, self._hub.config.coordinator
-        check_hello(hub.options.run_id, f"worker {hello.name or peer_id}", hello.protocol_version, hello.run_id)
         hub.learner.check_model(peer_id, hello)
         if hello.quantisation and hub.config.worker.quantisation == "none":
             raise ConfigError(

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from echo2.base.errors import ConfigError, ResourceError
-from echo2.cost_model.machines import MEMORY_TOLERANCE, GpuType, Roofline
-from echo2.cost_model.sizing import FILL, ModelSize, RunLengths, gpu_fit, spread_speed
+from echo2.cost_model.machines import MEMORY_TOLERANCE, GpuType, worker_prior
+from echo2.cost_model.sizing import ModelSize, RunLengths
 from echo2.cost_model.snapshot import JOIN_S, SPOT_HAZARD_PER_HOUR
 
 GPUS_MAX = 16  # of the largest machine that a provider in the catalogue offers
@@ -150,12 +150,10 @@ def _rate(
 ) -> tuple[int, float] | str:
     """Sequences and tokens/s of a whole machine, or what would fit if the model does not."""
     try:
-        fit = gpu_fit(size, [gpu.memory_bytes] * gpu_count, run)
+        prior = worker_prior(gpu, size, run, tokens_each, gpu_count)
     except ResourceError as error:
         return str(error).rpartition("what would fit: ")[2] or str(error)
-    engine = Roofline(gpu, size, spread_speed(fit.tensor_parallel), run.quantisation)
-    tokens_per_s = engine.tokens_per_s(fit.sequences, tokens_each or fit.sequence_tokens / FILL)
-    return fit.engine_count * fit.sequences, fit.engine_count * tokens_per_s
+    return prior.slots, prior.tokens_per_s
 
 
 SORTS: Mapping[str, Callable[[Ranked], float]] = {

@@ -19,7 +19,7 @@ from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import Verdict
 from echo2.coordinator.fleet.record import COMPLETE
 from echo2.coordinator.leases.lease import Lease
-from echo2.coordinator.persistence import StateChanges
+from echo2.coordinator.store import StateChanges
 from echo2.learner.rollouts.admission import OpenGroups
 from echo2.learner.rollouts.groups import Batch, evaluated_version
 from echo2.learner.rollouts.journal import GroupDropped, Record

@@ -30,8 +30,7 @@ from echo2.config.run import LearnerSection, RunConfig, RunSection, StalenessSec
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.money.offers import make_provider
 from echo2.coordinator.options import CoordinatorOptions, timed_section
-from echo2.coordinator.persistence import StateChanges
-from echo2.coordinator.store import SqlStore
+from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.learner.learner import LearnerDaemon
 from echo2.learner.options import LearnerLimits, LearnerOptions, TrainerOptions
 from echo2.learner.publishing.seed import SeedNode

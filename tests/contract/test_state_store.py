@@ -24,8 +24,7 @@ from echo2.coordinator.fleet.members import Liveness, Member, OperatorSetting
 from echo2.coordinator.fleet.tokens import Token
 from echo2.coordinator.leases.lease import GroupPhase, Lease, OpenGroup
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
-from echo2.coordinator.persistence import CurvePoint, LoggedEvent, PaidAction, Row, StateChanges, TokenPeer
-from echo2.coordinator.store import SqlStore
+from echo2.coordinator.store import CurvePoint, LoggedEvent, PaidAction, Row, SqlStore, StateChanges, TokenPeer
 from echo2.outside import files
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2

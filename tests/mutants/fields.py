@@ -30,8 +30,12 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
     "learner/rollouts/ingest.py": ("tests/unit/learner/test_ingest.py",),
     "learner/recent.py": ("tests/unit/learner/test_recent.py",),
     "learner/": ("tests/unit/learner/test_session.py",),
-    "coordinator/commands.py": ("tests/unit/coordinator/test_web.py", "tests/unit/cli/test_operator.py"),
-    "coordinator/operator.py": ("tests/unit/coordinator/test_daemon.py", "tests/unit/coordinator/test_actions.py"),
+    "coordinator/operator.py": (
+        "tests/unit/coordinator/test_web.py",
+        "tests/unit/cli/test_operator.py",
+        "tests/unit/coordinator/test_daemon.py",
+        "tests/unit/coordinator/test_actions.py",
+    ),
     "coordinator/hub.py": ("tests/unit/coordinator/test_daemon.py", "tests/redteam/test_bans.py"),
     "coordinator/learner.py": (
         "tests/unit/coordinator/test_learner_reachability.py",

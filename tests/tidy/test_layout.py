@@ -104,7 +104,7 @@ SHELL_FILES |= {
 SHELL_FILES |= {
     f"echo2/coordinator/{name}.py"
     for name in (
-        "commands", "coordinator", "ending", "hub", "learner", "operator", "plan_process",
+        "coordinator", "hub", "last_transaction", "learner", "operator", "run_end",
         "sessions", "store", "streams", "fleet/enrolment", "fleet/probe", "fleet/wheel", "money/market",
         "money/costs", "money/offers", "money/provisioner", "money/providers/command", "money/providers/fetch_wheel",
         "money/providers/local", "money/providers/machine_setup", "money/providers/skypilot",

@@ -8,6 +8,8 @@ others: what a request must contain (identity), which tokens exist (tokens).
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import unquote
 
@@ -65,10 +67,15 @@ class Callers:
             )
         return host, now
 
-    async def refuse(self, context: Any, error: EchoError) -> None:
-        """Logs the refusal and aborts the call with the status and message of `error`."""
-        self._refusals.warn("%s for %s refused: %s: %s", self._what, context.peer(), type(error).__name__, error)
-        await context.abort(_STATUS.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), str(error)[:2000])
+    @asynccontextmanager
+    async def answered(self, context: Any) -> AsyncIterator[None]:
+        """If the block raises an error of echo2, logs the refusal and aborts the call with the error's status and message."""
+        try:
+            yield
+        except EchoError as error:
+            self._refusals.warn("%s for %s refused: %s: %s", self._what, context.peer(), type(error).__name__, error)
+            await context.abort(_STATUS.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), str(error)[:2000])
+            raise
 
 
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
@@ -79,11 +86,8 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         self._callers = Callers(hub, "enrolment")
 
     async def Enrol(self, request: enrolment_pb2.EnrolRequest, context: Any) -> enrolment_pb2.EnrolReply:
-        try:
+        async with self._callers.answered(context):
             certificate = self._enrol(request, *self._callers.admit(context))
-        except EchoError as error:
-            await self._callers.refuse(context, error)
-            raise
         return enrolment_pb2.EnrolReply(
             certificate_pem=certificate.pem,
             authority_pem=self._authority.certificate_pem,
@@ -120,12 +124,9 @@ class RenewalService(enrolment_pb2_grpc.RenewalServicer):
         self._hub, self._authority, self._callers = hub, authority, Callers(hub, "renewal")
 
     async def Renew(self, request: enrolment_pb2.RenewRequest, context: Any) -> enrolment_pb2.RenewReply:
-        try:
+        async with self._callers.answered(context):
             _, now = self._callers.admit(context)
             certificate = self._renew(request, peer_of(context), now)
-        except EchoError as error:
-            await self._callers.refuse(context, error)
-            raise
         return enrolment_pb2.RenewReply(certificate_pem=certificate.pem)
 
     def _renew(self, request: enrolment_pb2.RenewRequest, caller: PeerIdentity, now: float) -> NodeCertificate:

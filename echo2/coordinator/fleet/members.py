@@ -23,12 +23,12 @@ from echo2.base.errors import LimitExceeded, NotAllowed
 from echo2.base.ids import PeerId, Version
 from echo2.broadcast.reachability import Access
 from echo2.coordinator.fleet.record import WorkerRecord, WorkerRecords
-from echo2.coordinator.money.provisioning import NO_LIMIT, ROUNDING, PriceLimit
 from echo2.cost_model.estimates import Estimate, RobustEstimator
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 TRIAL_S = 60.0  # long enough for a first rollout of a few thousand tokens
 TRIAL_DOUBLINGS_MAX = 6  # an hour between two trials of who brings nothing
+ROUNDING = 1 + 1e-6  # prices cross the wire as floats
 ON_TRIAL = "on trial, until the learner has had rollouts of it"  # the reason that the page shows
 
 
@@ -62,6 +62,20 @@ class Activation(enum.Enum):
     def is_barred(self) -> bool:
         """Whether the learner must not train on what the worker makes."""
         return self in (Activation.QUARANTINED, Activation.BANNED)
+
+
+@dataclass(frozen=True, slots=True)
+class PriceLimit:
+    """A limit in USD per hour. `what`: where it comes from, in words."""
+
+    usd_per_hour: float = math.inf
+    what: str = "any price"
+
+    def is_exceeded_by(self, usd_per_hour: float) -> bool:
+        return usd_per_hour > self.usd_per_hour * ROUNDING
+
+
+NO_LIMIT = PriceLimit()  # until one is set (costs)
 
 
 WINDOW = 7  # heartbeats: a median of these ignores three outliers

@@ -13,7 +13,7 @@ import os
 from collections.abc import AsyncIterator
 from typing import Any
 
-from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, VersionMismatch
+from echo2.base.errors import LimitExceeded, MalformedMessage, VersionMismatch
 from echo2.broadcast.reachability import BLOCK_BYTES, DIAL_BACK_S, NONCE_BYTES, TRANSFER_S, TURN_S, Throughput
 from echo2.coordinator.fleet.enrolment import TOKEN_CHARS_MAX, Callers, caller_address
 from echo2.coordinator.fleet.tokens import Token
@@ -36,7 +36,7 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
         self._waiting = 0
 
     async def Reach(self, request: pb.ReachRequest, context: Any) -> pb.ReachReply:
-        try:
+        async with self._callers.answered(context):
             if request.protocol_version != PROTOCOL_VERSION:
                 raise VersionMismatch(
                     f"probe: expected protocol version {PROTOCOL_VERSION}, got {request.protocol_version}: use one "
@@ -45,9 +45,6 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
             token = self._token(request.token, context)
             if request.port > 65_535 or (request.port and len(request.nonce) != NONCE_BYTES):
                 raise MalformedMessage(f"probe: expected a port and a nonce of {NONCE_BYTES} bytes")
-        except EchoError as error:
-            await self._callers.refuse(context, error)
-            raise
         host, port = caller_address(context)
         failure = await _dial_back(host, request.port, request.nonce) if request.port else "it does not listen"
         return pb.ReachReply(
@@ -62,20 +59,17 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
         )
 
     async def Download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.ProbeBlock]:
-        try:
+        async with self._callers.answered(context):
             self._token(request.token, context)
             async with self._turn():
                 sent, block = Throughput(), pb.ProbeBlock(data=os.urandom(BLOCK_BYTES))
                 while not sent.is_enough(monotonic()):
                     yield block
                     sent.add(BLOCK_BYTES, monotonic())
-        except EchoError as error:
-            await self._callers.refuse(context, error)
-            raise
 
     async def Upload(self, request_iterator: AsyncIterator[pb.UploadBlock], context: Any) -> pb.UploadReply:
         received = Throughput()
-        try:
+        async with self._callers.answered(context):
             first = await anext(aiter(request_iterator), pb.UploadBlock())
             self._token(first.token, context)
             async with self._turn():
@@ -85,9 +79,6 @@ class ProbeService(probe_pb2_grpc.ProbeServicer):
                             received.add(len(block.data), monotonic())
                             if received.is_enough(monotonic()):
                                 break
-        except EchoError as error:
-            await self._callers.refuse(context, error)
-            raise
         return pb.UploadReply(received_bytes=received.total_bytes, bytes_per_s=received.bytes_per_s)
 
     def _token(self, secret: str, context: Any) -> Token:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import echo2
-from echo2.base.errors import ConfigError, EchoError
+from echo2.base.errors import ConfigError
 from echo2.coordinator.fleet.enrolment import TOKEN_CHARS_MAX, Callers
 from echo2.coordinator.hub import Hub
 from echo2.wire.gen.echo2.v1 import enrolment_pb2, enrolment_pb2_grpc
@@ -90,13 +90,10 @@ class SetupService(enrolment_pb2_grpc.SetupServicer):
     async def FetchWheel(
         self, request: enrolment_pb2.WheelRequest, context: Any
     ) -> AsyncIterator[enrolment_pb2.WheelBlock]:
-        try:
+        async with self._callers.answered(context):
             host, now = self._callers.admit(context)
             token = self._hub.tokens.look_up(request.token[:TOKEN_CHARS_MAX], host, now)
             wheel = await asyncio.to_thread(running_wheel)
-        except EchoError as error:
-            await self._callers.refuse(context, error)
-            raise
         _log.info("%s fetches %s with token %s", host, wheel.name, token.token_id)
         for at in range(0, len(wheel.data), BLOCK_BYTES):
             yield enrolment_pb2.WheelBlock(data=wheel.data[at : at + BLOCK_BYTES])

@@ -14,7 +14,7 @@ has at most one lease, and each lease of a group has a higher attempt number tha
 worker from the present one; a worker never gets a group that its version does not allow (queue); a lease without progress for
 `lease_timeout_s` goes to another worker as a continuation, and so does one whose claimed progress does not reach the learner; how
 much a worker may hold depends on what it has delivered and failed (fleet/record); a group that the learner does not list is not
-leased; every change that must outlive the process is saved (Save*) before its consequences are sent, in the order of the actions.
+leased; every change that must outlive the process is saved (`Save`) before its consequences are sent, in the order of the actions.
 Leaves to others: which workers are alive or active (membership, planner), signing, sending and saving (runtime), exactly-once
 training (learner: attempts, and one result per rollout). `lease_waits` reports why groups wait.
 """
@@ -31,10 +31,9 @@ from echo2.base.ids import GroupId, LeaseId, PeerId, Version, warm_groups
 from echo2.base.rollout import EndReason, GroupSpec
 from echo2.coordinator.fleet.record import EXPIRED, HANDED_BACK, LOST, MISSING, REFUSED, UNFINISHED, WorkerRecords
 from echo2.coordinator.leases import lease as le
-from echo2.coordinator.leases.evaluations import Evaluators
 from echo2.coordinator.leases.lease import Action, GroupPhase, Lease, Note, OpenGroup, P, WorkerDelivery
 from echo2.coordinator.leases.queue import ExpectedLength, LeaseQueue
-from echo2.coordinator.leases.requests import LeaseRequests, LeaseRules, Ranking
+from echo2.coordinator.leases.requests import Evaluators, LeaseRequests, LeaseRules, Ranking
 from echo2.staleness.rule import may_begin
 
 WARM_WAIT_S = 1.0
@@ -144,7 +143,7 @@ class LeaseBook:
             self.groups[spec.group_id] = opened
             self.offered_at = now
             self._queue.add(opened)
-            yield le.SaveGroup(spec.group_id)
+            yield le.Save("groups", spec.group_id)
 
     def _prefer_warm(self, opened: OpenGroup, now: float) -> None:
         """A later turn waits a while for the worker that sampled the previous turn and has it in its KV cache."""
@@ -182,7 +181,7 @@ class LeaseBook:
         group.spec = spec
         if is_queued:
             self._queue.add(group)
-        yield le.SaveGroup(spec.group_id)
+        yield le.Save("groups", spec.group_id)
 
     def _close(self, group_id: GroupId, reason: str) -> Iterator[Action]:
         group = self.groups.pop(group_id, None)
@@ -194,7 +193,7 @@ class LeaseBook:
         lease = self.leases.get(group.lease_id) if group.lease_id else None
         if lease is not None:
             yield from self._drop_lease(lease)
-        yield le.SaveGroup(group_id)
+        yield le.Save("groups", group_id)
         if lease is not None:
             self.counts.revoked += 1
             yield le.Revoke(lease.worker_id, lease.lease_id, f"group closed: {reason}")
@@ -280,7 +279,7 @@ class LeaseBook:
                 group.phase, group.lease_id, group.since = GroupPhase.PRODUCED, None, now
                 group.made_by = lease.worker_id
                 yield from self._drop_lease(lease, is_finished=True)
-                yield le.SaveGroup(group.spec.group_id)
+                yield le.Save("groups", group.spec.group_id)
             case EndReason.HANDED_BACK:
                 self.counts.handed_back += 1
                 yield Note("lease", f"{lease.worker_id} hands back group {lease.group_id}: {message}")
@@ -325,7 +324,7 @@ class LeaseBook:
             group = self.groups[lease.group_id]
             group.preferred, group.moves = to, group.moves + 1
             self.counts.moved += 1
-        yield le.SaveLease(lease_id)
+        yield le.Save("leases", lease_id)
         yield le.Revoke(lease.worker_id, lease_id, reason)
 
     @_from_outside
@@ -425,14 +424,14 @@ class LeaseBook:
         self._evaluators.on_grant(lease, group.spec)
         self.counts.granted += 1
         self.counts.continued += is_continuation
-        yield le.SaveGroup(group.spec.group_id)
-        yield le.SaveLease(lease_id)
+        yield le.Save("groups", group.spec.group_id)
+        yield le.Save("leases", lease_id)
         yield le.Grant(worker_id, lease_id, attempt, deadline, group.spec, is_continuation, is_held)
 
     def _renew(self, lease: Lease, now: float) -> Iterator[Action]:
         lease.deadline = now + self.rules.lease_timeout_s
         group = self.groups[lease.group_id]
-        yield le.SaveLease(lease.lease_id)
+        yield le.Save("leases", lease.lease_id)
         yield le.Grant(
             lease.worker_id, lease.lease_id, lease.attempt, lease.deadline, group.spec, lease.attempt > 1,
             is_renewal=True,
@@ -446,7 +445,7 @@ class LeaseBook:
         held.discard(lease.lease_id)
         if not held:
             del self._of_worker[lease.worker_id]
-        yield le.SaveLease(lease.lease_id)
+        yield le.Save("leases", lease.lease_id)
 
     def _take_back(self, lease: Lease, now: float, avoid_s: float, way: str = "") -> Iterator[Action]:
         """Ends the lease and requeues its group, which avoids this worker for `avoid_s`. `way`: how the worker gave it up; empty:
@@ -463,7 +462,7 @@ class LeaseBook:
     def _requeue(self, group: OpenGroup, now: float) -> Iterator[Action]:
         group.phase, group.lease_id, group.since = GroupPhase.QUEUED, None, now
         self._queue.add(group)
-        yield le.SaveGroup(group.spec.group_id)
+        yield le.Save("groups", group.spec.group_id)
 
     def set_staleness_bound(self, bound: int) -> None:
         """From now on groups go to workers by this bound."""

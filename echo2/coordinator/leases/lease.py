@@ -6,7 +6,7 @@ import enum
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, Literal, ParamSpec
 
 from echo2.base.ids import GroupId, LeaseId, PeerId, Version
 from echo2.base.rollout import GroupSpec
@@ -164,17 +164,11 @@ class Revoke:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveGroup:
-    """The group changed or is gone: save that before anything is sent."""
+class Save:
+    """The group or the lease with this id changed or is gone: save that before anything is sent."""
 
-    group_id: GroupId
-
-
-@dataclass(frozen=True, slots=True)
-class SaveLease:
-    """The lease changed or is over."""
-
-    lease_id: LeaseId
+    kind: Literal["groups", "leases"]
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +179,7 @@ class Note:
     text: str
 
 
-Action = Grant | Revoke | SaveGroup | SaveLease | Note
+Action = Grant | Revoke | Save | Note
 
 P = ParamSpec("P")
 BookMethod = Callable[Concatenate[float, P], list[Action]]

@@ -6,6 +6,13 @@ useful share is what workers cost while they are active or draining. A worker on
 charged separately: the machine costs its offer's price from the rental to its end. The cap and the budget bound only what the
 run has chosen: rented machines, and workers while they work. Standby prices do not count towards them, so a standby worker
 cannot push others out of the pool by declaring a high price.
+
+A worker declares its own price, and the budget is spent at that price, so the price is a claim that needs a limit
+(`Money.limit_of`). A worker on a machine that this run rented may ask at most the machine's price; any other at most the price of
+the most expensive offer of its GPU or, if none is offered, `TYPICAL_TIMES` the GPU's typical price. No worker may ask more than
+the cap of the whole pool, or a price that would spend the budget in `BUDGET_HOURS`. A worker that asks more stays on standby until
+the operator activates it, which approves that price and none above it.
+
 Guarantees: no interval is charged twice or backwards; after a restart of the coordinator, the gap is charged if the worker comes
 back within its grace period and not charged if it turns out to be gone. Leaves to others: persistence, prices (each worker
 declares its own).
@@ -20,12 +27,25 @@ from dataclasses import dataclass, replace
 from echo2.base.clock import Clock
 from echo2.base.ids import PeerId
 from echo2.config.run import CoordinatorSection
-from echo2.coordinator.fleet.members import Activation, Liveness, Member, Membership, OperatorSetting
+from echo2.coordinator.fleet.members import (
+    ROUNDING,
+    Activation,
+    Liveness,
+    Member,
+    Membership,
+    OperatorSetting,
+    PriceLimit,
+)
 from echo2.coordinator.fleet.tokens import TokenBook
 from echo2.coordinator.money.market import built_in_catalogue
-from echo2.coordinator.money.provisioning import ROUNDING, MachineOffer, PriceLimit, RentedMachine, price_limit
-from echo2.coordinator.money.renting import kind_text
+from echo2.coordinator.money.provisioning import MachineOffer, RentedMachine, kind_text
+from echo2.cost_model.machines import CPU, kind_of_name
 from echo2.cost_model.snapshot import is_spent
+
+BUDGET_HOURS = 1.0  # a run that lasts less is no run
+# Providers' prices of one kind of GPU differ by a factor of about four; beyond ten a price is a mistake or a try.
+TYPICAL_TIMES = 10.0
+GPUS_MAX = 8  # of the largest machine that a claim is believed for
 
 
 def is_there(member: Member) -> bool:
@@ -142,12 +162,20 @@ class Money:
         return member.usd_spent + member.usd_standby
 
     def limit_of(self, member: Member, section: CoordinatorSection) -> PriceLimit:
-        """The highest price that this worker may ask without the operator's approval."""
+        """The lowest limit that applies to this worker's price; the module's docstring gives the rule."""
         machines = (machine for machine in self.machines.values() if machine.is_open)
         own = next((machine for machine in machines if member.peer_id in self._joined_from(machine)), None)
-        kinds = built_in_catalogue()
-        gpu = kind_text(member.hello.gpu, kinds)
-        return price_limit(own, self.offers, gpu, section.usd_per_hour_cap, section.usd_budget, kinds)
+        gpu = kind_text(member.hello.gpu, built_in_catalogue())
+        offered = [one.usd_per_hour for one in self.offers if gpu and one.gpu == gpu and one.usd_per_hour > 0]
+        if own is not None:
+            limit = PriceLimit(own.usd_per_hour, "its machine's price")
+        elif offered:
+            limit = PriceLimit(max(offered), f"the dearest offer of {gpu}")
+        else:
+            limit = _typical_limit(gpu)
+        cap = PriceLimit(section.usd_per_hour_cap, "the whole pool's cap")
+        spends = PriceLimit(section.usd_budget / BUDGET_HOURS, "what spends the budget in an hour")
+        return min(limit, cap, spends, key=lambda one: one.usd_per_hour)
 
     def reprice(self, prices: Mapping[str, float]) -> None:
         """Takes the operator's prices of offers, by name. ConfigError, before any change, for one out of range."""
@@ -189,3 +217,14 @@ def _turn(member: Member) -> tuple[bool, bool, float, str]:
     is_chosen = member.setting is OperatorSetting.ACTIVE
     cost = member.hello.price_usd_per_hour / max(member.record.delivered_per_s or 0.0, 1e-9)
     return not is_chosen, member.is_on_trial, cost, member.peer_id
+
+
+def _typical_limit(gpu: str) -> PriceLimit:
+    """For a GPU that the catalogue does not know: what the dearest machine of the catalogue typically costs."""
+    kinds = built_in_catalogue()
+    kind, count = kind_of_name(gpu, kinds)
+    if kind in ("", CPU):
+        dearest = max(one.usd_per_hour for one in kinds.values())
+        return PriceLimit(GPUS_MAX * dearest, f"the typical price of {GPUS_MAX} of the dearest GPUs")
+    typical = min(count, GPUS_MAX) * kinds[kind].usd_per_hour
+    return PriceLimit(TYPICAL_TIMES * typical, f"{TYPICAL_TIMES:g} times the typical price of {gpu}")

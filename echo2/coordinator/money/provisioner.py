@@ -5,7 +5,7 @@ the coordinator knowing: after a restart, requested machines are looked up at th
 are released. A machine that a provider lists and the journal does not know is adopted and reported; one that the journal has as
 gone is released. Each paid action is journalled with its reason and its cost. A preemption notice, from a provider or by hand,
 recalls the leases of the machine's workers at once. Waits `LOOK_S` between looks at the providers. Leaves to others: what to rent
-or release (renting), whether the operator lets the planner act (coordinator.planner_mode).
+or release (provisioning), whether the operator lets the planner act (coordinator.planner_mode).
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ from dataclasses import replace
 
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.ids import PeerId
-from echo2.coordinator.ending import preempted, send_home
 from echo2.coordinator.fleet.tokens import Token
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.money.market import built_in_catalogue
 from echo2.coordinator.money.provisioning import (
+    NO_BOUND,
+    Budget,
+    FleetAdvice,
     MachineOffer,
     MachineState,
     ObservedMachine,
     Provider,
     RentedMachine,
+    advise,
+    kind_text,
     machine_prefix,
+    rates_by_gpu,
 )
-from echo2.coordinator.money.renting import NO_BOUND, Budget, FleetAdvice, advise, kind_text, rates_by_gpu
-from echo2.coordinator.persistence import PaidAction
+from echo2.coordinator.store import PaidAction
 from echo2.outside import here
 
 LOOK_S = 5.0  # preemption notices come half a minute ahead
@@ -127,7 +131,7 @@ class Provisioner:
         machine.state = MachineState.RELEASING
         self._journal(machine, "release", reason)
         for worker in self._hub.money.workers_of(machine):
-            send_home(self._hub, worker.peer_id, f"its machine is given back: {reason}")
+            self._hub.drain(worker.peer_id, f"its machine is given back: {reason}")
         await self._in_time(machine, self._release(machine, reason))
 
     async def _release(self, machine: RentedMachine, reason: str) -> None:
@@ -154,7 +158,7 @@ class Provisioner:
         if machine is not None:
             self._on_notice(machine, notice)
         elif PeerId(whom) in self._hub.membership.members:
-            preempted(self._hub, PeerId(whom), notice)
+            self._hub.preempt(PeerId(whom), notice)
             self._hub.flush_now()
         else:
             raise MalformedMessage(f"preemption notice: expected a machine or a worker of this run, got {whom[:80]!r}")
@@ -292,7 +296,7 @@ class Provisioner:
             return
         machine.state, machine.notice = MachineState.ENDING, notice
         for worker in self._hub.money.workers_of(machine):
-            preempted(self._hub, worker.peer_id, notice)
+            self._hub.preempt(worker.peer_id, notice)
         self._journal(machine, "preemption notice", notice)
 
     def _think(self) -> None:

@@ -1,17 +1,14 @@
-"""Renting and releasing machines: offers, rented machines, and one protocol for all providers.
+"""Machines: offers, those that are rented, one protocol for all providers, and what to rent or give back.
 
 Guarantees of a `Provider`: `rent` makes the machine with the given id or raises. It is idempotent: a second call with the same id
 makes no second machine, so a caller that died in between may ask again. `release` ends the machine, at once or at the latest after
 the provider's stated grace period; releasing a machine that does not exist is no error. `observe` lists the machines that exist
-now, including those that an earlier process rented. Leaves to others: whether to rent (renting, the operator), the journal and
-state that outlives the process (provisioner).
+now, including those that an earlier process rented.
 
-Also here: the highest price that a worker may ask without the operator's approval (`price_limit`). A worker declares its own
-price, and the budget is spent at that price, so the price is a claim that needs a limit. A worker on a machine that this run
-rented may ask at most the machine's price; any other at most the price of the most expensive offer of its GPU or, if none is
-offered, `TYPICAL_TIMES` the GPU's typical price. No worker may ask more than the cap of the whole pool, or a price that would
-spend the budget in `BUDGET_HOURS`. A worker that asks more stays on standby until the operator activates it, which approves that
-price and none above it.
+Guarantees of `advise`: never beyond the offers' limits, the price cap or the budget; machines that are still starting count as
+present; while the speed of an offer's machines is not known, it rents one to measure it. A machine is given back when all its
+workers have been on standby for `IDLE_RELEASE_S`, when no worker joined from it within `JOIN_S_MAX`, or when the budget is spent.
+Leaves to others: acting on it, the journal (provisioner), which workers are active (cost_model).
 """
 
 from __future__ import annotations
@@ -19,13 +16,17 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Protocol
 
 from echo2.base.errors import ConfigError
 from echo2.base.ids import RunId
-from echo2.cost_model.machines import CPU, GpuType, kind_of_name
+from echo2.coordinator.fleet.members import Activation, Liveness, Member
+from echo2.cost_model.machines import kind_of_name
+from echo2.cost_model.plan import Limit, Plan
+from echo2.cost_model.snapshot import is_spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,55 +149,211 @@ class Provider(Protocol):
         ...
 
 
-BUDGET_HOURS = 1.0  # a run that lasts less is no run
-ROUNDING = 1 + 1e-6  # prices cross the wire as floats
-# Providers' prices of one kind of GPU differ by a factor of about four; beyond ten a price is a mistake or a try.
-TYPICAL_TIMES = 10.0
-GPUS_MAX = 8  # of the largest machine that a claim is believed for
+# ---- what to rent or give back
+
+
+IDLE_RELEASE_S = 600.0  # longer than a rental takes: else machines come and go
+JOIN_S_MAX = 1800.0  # a slow boot, a large image and a model
+RENT_AT_ONCE = 4
+"""Most machines rented at once: the rate of these is measured before more are rented on a guess."""
+NO_BOUND = "set coordinator.usd_per_hour_cap or coordinator.usd_budget: nothing that costs money is rented without one"
+BUDGET_HOURS_LEFT = 1.0
+"""A machine is rented only if the budget lasts at least so many hours with it."""
 
 
 @dataclass(frozen=True, slots=True)
-class PriceLimit:
-    """A limit in USD per hour. `what`: where it comes from, in words."""
+class RentProposal:
+    """Rent `count` machines of an offer."""
 
-    usd_per_hour: float = math.inf
-    what: str = "any price"
-
-    def is_exceeded_by(self, usd_per_hour: float) -> bool:
-        return usd_per_hour > self.usd_per_hour * ROUNDING
-
-
-NO_LIMIT = PriceLimit()  # until the fleet sets one
+    offer: str
+    count: int
+    usd_per_hour: float
+    reason: str
+    is_automatic: bool
 
 
-def price_limit(
-    machine: RentedMachine | None,
-    offers: Sequence[MachineOffer],
-    gpu: str,
-    usd_per_hour_cap: float,
-    usd_budget: float,
-    kinds: Mapping[str, GpuType],
-) -> PriceLimit:
-    """The lowest limit that applies. `machine`: the worker's machine if this run rented it. `usd_per_hour_cap`, `usd_budget`:
-    infinite means none. `kinds`: the catalogue of GPUs."""
-    limits = []
-    offered = [offer.usd_per_hour for offer in offers if gpu and offer.gpu == gpu and offer.usd_per_hour > 0]
-    if machine is not None:
-        limits.append(PriceLimit(machine.usd_per_hour, "its machine's price"))
-    elif offered:
-        limits.append(PriceLimit(max(offered), f"the dearest offer of {gpu}"))
-    else:
-        limits.append(_typical_limit(gpu, kinds))
-    limits.append(PriceLimit(usd_per_hour_cap, "the whole pool's cap"))
-    limits.append(PriceLimit(usd_budget / BUDGET_HOURS, "what spends the budget in an hour"))
-    return min(limits, key=lambda limit: limit.usd_per_hour)
+@dataclass(frozen=True, slots=True)
+class ReleaseProposal:
+    """Give a machine back."""
+
+    machine_id: str
+    usd_per_hour: float
+    reason: str
 
 
-def _typical_limit(gpu: str, kinds: Mapping[str, GpuType]) -> PriceLimit:
-    """For a GPU that the catalogue does not know: what the dearest machine of the catalogue typically costs."""
+@dataclass(frozen=True, slots=True)
+class FleetAdvice:
+    """`reason`: why no change is proposed, if none is."""
+
+    rent: tuple[RentProposal, ...] = ()
+    release: tuple[ReleaseProposal, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What may be spent. An infinite cap or budget means none; with neither, only free machines are rented. `usd_per_hour`: price
+    of the workers that work and of the rented machines, including those still starting."""
+
+    usd_per_hour: float
+    usd_spent: float
+    usd_per_hour_cap: float = math.inf
+    usd_budget: float = math.inf
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether there is a cap or a budget: without either, nothing that costs money is rented."""
+        return self.usd_per_hour_cap < math.inf or self.usd_budget < math.inf
+
+    @property
+    def is_spent(self) -> bool:
+        return is_spent(self.usd_spent, self.usd_budget)
+
+    def affordable(self, usd_per_hour: float, hours_least: float = 0.0) -> int:
+        """How many more machines may be rented at this price each, for at least so many hours; at most `RENT_AT_ONCE`."""
+        if usd_per_hour <= 0:
+            return 0 if self.is_spent else RENT_AT_ONCE
+        if not self.is_bounded:
+            return 0
+        left = self.usd_budget - self.usd_spent
+        room = min(self.usd_per_hour_cap, left / BUDGET_HOURS_LEFT) - self.usd_per_hour
+        if hours_least > BUDGET_HOURS_LEFT:  # what is billed in any case; the others can be released before
+            room = min(room, left / hours_least)
+        return int(max(0.0, min(room / usd_per_hour + 1e-9, float(RENT_AT_ONCE))))
+
+
+def kind_text(gpu: str, kinds: Collection[str]) -> str:
+    """One name for all spellings of a kind: `2 x NVIDIA L4` becomes `2 x L4`. A name that the catalogue does not know stays as it
+    is."""
     kind, count = kind_of_name(gpu, kinds)
-    if kind in ("", CPU):
-        dearest = max(one.usd_per_hour for one in kinds.values())
-        return PriceLimit(GPUS_MAX * dearest, f"the typical price of {GPUS_MAX} of the dearest GPUs")
-    typical = min(count, GPUS_MAX) * kinds[kind].usd_per_hour
-    return PriceLimit(TYPICAL_TIMES * typical, f"{TYPICAL_TIMES:g} times the typical price of {gpu}")
+    return gpu if not kind else kind if count == 1 else f"{count} x {kind}"
+
+
+def rates_by_gpu(members: Iterable[Member], kinds: Collection[str]) -> dict[str, float]:
+    """Median rollouts per second of measured workers, by `kind_text`; the empty name stands for all workers together. A rate counts
+    only as far as the worker's deliveries support it."""
+    found: dict[str, list[float]] = {}
+    for member in members:
+        rate = member.record.believed_per_s(member.heartbeat.rollouts_per_s)
+        if rate > 0 and member.last_liveness is Liveness.ALIVE:
+            for gpu in {kind_text(member.hello.gpu, kinds), ""}:
+                found.setdefault(gpu, []).append(rate)
+    return {gpu: median(rates) for gpu, rates in found.items()}
+
+
+def rate_of(offer: MachineOffer, rates: Mapping[str, float]) -> float:
+    """Rollouts per second of one machine of the offer, whose GPU must be spelt as in `rates`; 0 if not known."""
+    return offer.rollouts_per_s or (rates.get(offer.gpu, 0.0) if offer.gpu else rates.get("", 0.0))
+
+
+def shortage_rollouts_per_s(plan: Plan | None) -> float:
+    """Rollouts per second that the pool lacks to keep the learner busy, by the plan's throughput term; none if too few rewards are
+    computed for them anyway."""
+    if plan is None or plan.binding is Limit.REWARDS:
+        return 0.0
+    return sum(
+        max(0.0, term.limit - term.value)
+        for term in plan.terms
+        if term.limit_kind is Limit.THROUGHPUT and not term.is_met
+    )
+
+
+def advise(
+    plan: Plan | None,
+    offers: Sequence[MachineOffer],
+    machines: Sequence[RentedMachine],
+    workers: Mapping[str, Sequence[Member]],
+    rates: Mapping[str, float],
+    budget: Budget,
+    now: float,
+) -> FleetAdvice:
+    """What to rent or release now. `workers`: those that joined from each machine, by its id. Releases go before rents, never
+    both at once."""
+    hours_least = {offer.name: offer.hours_least for offer in offers}
+    release = tuple(_releases(machines, workers, budget, hours_least, now))
+    if release:
+        return FleetAdvice(release=release)
+    if plan is None:
+        return FleetAdvice(reason="there is no plan yet: rents follow measurements")
+    shortage = shortage_rollouts_per_s(plan)
+    if shortage <= 0:
+        return FleetAdvice(reason="the pool makes what the learner needs")
+    if budget.is_spent:
+        return FleetAdvice(reason=f"the budget of {budget.usd_budget:g} USD is spent")
+    by_name = {offer.name: offer for offer in offers}
+    coming = sum(
+        rate_of(by_name[machine.offer], rates)
+        for machine in machines
+        if machine.is_open and machine.offer in by_name and not _is_measured(workers.get(machine.machine_id, ()))
+    )
+    if coming >= shortage > 0:
+        return FleetAdvice(reason=f"machines on their way will make the {shortage:.3g} rollouts/s that are missing")
+    return _rents(shortage - coming, offers, machines, rates, budget)
+
+
+def _rents(
+    shortage: float,
+    offers: Sequence[MachineOffer],
+    machines: Sequence[RentedMachine],
+    rates: Mapping[str, float],
+    budget: Budget,
+) -> FleetAdvice:
+    """Rents from the offer with the lowest price per rollout that has room; only one machine if its rate is not known."""
+    best: tuple[float, str, RentProposal] | None = None
+    why_not = "there is no offer with room"
+    for offer in offers:
+        room = offer.machines_max - sum(m.offer == offer.name and m.is_open for m in machines)
+        if room <= 0:
+            continue
+        rate = rate_of(offer, rates)
+        needed = max(1, math.ceil(shortage / rate - 1e-9)) if rate > 0 else 1
+        count = min(room, budget.affordable(offer.usd_per_hour, offer.hours_least), needed)
+        if count <= 0:
+            more = f"{offer.usd_per_hour:g} USD/h more for {offer.name}"
+            why_not = f"{more} would go beyond the cap or the budget" if budget.is_bounded else NO_BOUND
+            continue
+        speed = f"of about {rate:.3g} rollouts/s each" if rate > 0 else "of a rate that nobody has measured yet"
+        text = f"the pool lacks {shortage:.3g} rollouts/s: {count} {speed} at {offer.usd_per_hour:g} USD/h"
+        rental = RentProposal(offer.name, count, count * offer.usd_per_hour, text, offer.is_automatic)
+        key = (offer.usd_per_hour / rate if rate > 0 else offer.usd_per_hour * 1e3, offer.name)
+        if best is None or key < best[:2]:
+            best = (*key, rental)
+    return FleetAdvice(rent=(best[2],)) if best is not None else FleetAdvice(reason=why_not)
+
+
+def _is_measured(workers: Sequence[Member]) -> bool:
+    return any(worker.heartbeat.rollouts_per_s > 0 for worker in workers)
+
+
+def _releases(
+    machines: Sequence[RentedMachine],
+    workers: Mapping[str, Sequence[Member]],
+    budget: Budget,
+    hours_least: Mapping[str, float],
+    now: float,
+) -> Iterable[ReleaseProposal]:
+    for machine in sorted(machines, key=lambda one: (-one.usd_per_hour, one.machine_id)):
+        if machine.state not in (MachineState.STARTING, MachineState.RUNNING) or machine.usd_per_hour <= 0:
+            continue
+        if now - machine.rented_at < 3600 * hours_least.get(machine.offer, 0.0):
+            continue  # it is billed until then, so it may as well work
+        joined = workers.get(machine.machine_id, ())
+        reason = ""
+        if budget.is_spent:
+            reason = f"the budget of {budget.usd_budget:g} USD is spent"
+        elif not joined and now - machine.rented_at >= JOIN_S_MAX:
+            reason = f"no worker has joined from it in {(now - machine.rented_at) / 60:.0f} min"
+        elif joined and all(_idle_s(worker, now) >= IDLE_RELEASE_S for worker in joined):
+            least = min(_idle_s(worker, now) for worker in joined)
+            reason = f"its workers have stood by for {least / 60:.0f} min"
+        if reason:
+            yield ReleaseProposal(machine.machine_id, machine.usd_per_hour, reason)
+
+
+def _idle_s(worker: Member, now: float) -> float:
+    """Seconds that the worker has been on standby, barred or gone; 0 while it works."""
+    if worker.last_liveness is Liveness.GONE:
+        return now - worker.heard_at
+    activation = worker.last_activation
+    is_idle = activation is not None and (activation is Activation.STANDBY or activation.is_barred)
+    return now - worker.activation_since if is_idle else 0.0

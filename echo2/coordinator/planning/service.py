@@ -2,7 +2,7 @@
 
 Waits for `hub.plan_needed` (at most `plan_interval_s`) and `hub.broadcast_needed`; a burst of changes is planned once. Guarantees:
 streams are served while a plan is made, and each planner makes one plan at a time. Leaves to others: what a good plan is
-(cost_model, broadcast), where it is made (plan_process), carrying it out (hub).
+(cost_model, broadcast), where it is made (pool_plan), carrying it out (hub).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Guarantees: `/api/stream` sends a change within about `STREAM_S`, and only the s
 changes, it sends the time every `KEEPALIVE_S`. What has changed is computed once for all open pages, and a worker's row only when
 its data has changed, so that thousands of workers cost little however many pages are open. A viewer who opens the page gets a
 stream, however many another one holds. JSON is valid (no infinities or NaN); a CSV cell that a spreadsheet would take for a
-formula gets an apostrophe in front. Actions go through `Actions`, like everything that changes state. A busy port raises an error
+formula gets an apostrophe in front. Actions go through `ACTIONS`, like everything that changes state. A busy port raises an error
 that names it before anything else of the page starts. Leaves to others: access control (access), what is shown (state), carrying
 out (operator, planner), signals (the process).
 """
@@ -35,8 +35,7 @@ from starlette.staticfiles import StaticFiles
 from echo2.base.errors import EchoError, MalformedMessage, PortBusy, Unreachable
 from echo2.base.hosts import is_loopback, joined
 from echo2.base.ids import PeerId
-from echo2.coordinator.commands import Commands
-from echo2.coordinator.operator import Actions
+from echo2.coordinator.operator import ACTIONS, Commands
 from echo2.coordinator.planning.advice import WhatIf
 from echo2.coordinator.planning.input import plan_config
 from echo2.coordinator.planning.pool_plan import make_plan
@@ -78,10 +77,9 @@ class Web:
     def __init__(self, commands: Commands, csrf: str, stopping: asyncio.Event) -> None:
         self._commands, self._csrf, self._stopping = commands, csrf, stopping
         self._view = StateView(commands)
-        self._feed = Feed(self._view)
+        self._changed = ChangedValues(self._view)
         self._streams = OpenStreams()
         self._planning = asyncio.Lock()  # one what-if at a time: the planner's process has its own work
-        self._actions = Actions(commands)
 
     def application(self) -> Starlette:
         view = self._view
@@ -98,7 +96,7 @@ class Web:
             Route("/api/workers.csv", self._workers_csv), Route("/api/series.csv", self._series_csv),
             Route("/api/stream", self._stream), Route("/metrics", self._metrics), Mount("/static", StaticFiles(directory=STATIC)),
             *(Route(path, _answering(value)) for path, value in values.items()),
-            *(Route(f"/api/{name}", self._acting(name), methods=["POST"]) for name in self._actions.table),
+            *(Route(f"/api/{name}", self._acting(name), methods=["POST"]) for name in ACTIONS),
         ]  # fmt: skip
         return Starlette(routes=routes, exception_handlers={EchoError: _echo_error, BodyRefused: body_refused})
 
@@ -192,8 +190,8 @@ class Web:
         seen, samples, quiet_s = 0, (-1, -1), 0.0
         with self._streams.opened(request.client.host if request.client is not None else "") as has_to_end:
             while not (self._stopping.is_set() or has_to_end.is_set() or await request.is_disconnected()):
-                message = self._feed.changes_since(seen)
-                seen = self._feed.serial
+                message = self._changed.changes_since(seen)
+                seen = self._changed.serial
                 latest = len(self._commands.hub.state.samples), int(self._commands.hub.board.report.step)
                 if latest != samples:
                     samples = latest
@@ -208,7 +206,7 @@ class Web:
 
     def _acting(self, name: str) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            return JSONResponse(await self._actions.act(name, await request.body()))
+            return JSONResponse(await self._commands.act(name, await request.body()))
 
         return endpoint
 
@@ -280,7 +278,7 @@ class OpenStreams:
         oldest.set()
 
 
-class Feed:
+class ChangedValues:
     """The newest JSON text of each section and row. `serial`: number of the newest refresh; each page remembers the one that it has
     seen."""
 

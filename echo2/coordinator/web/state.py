@@ -1,6 +1,6 @@
 """What the page shows, as JSON values: the run's sections, one row per worker, the curves, a plan and the advice.
 
-Guarantees: valid JSON (no infinities or NaN). Leaves to others: finding what has changed (feed), sending it (app).
+Guarantees: valid JSON (no infinities or NaN). Leaves to others: finding what has changed, sending it (page).
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from heapq import nsmallest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echo2.base.ids import PeerId
-from echo2.coordinator.commands import Commands
 from echo2.coordinator.fleet.members import Liveness, Member
 from echo2.coordinator.leases.lease import GroupPhase
 from echo2.coordinator.leases.waits import why_no_lease
@@ -23,6 +22,9 @@ from echo2.coordinator.planning.input import plan_config
 from echo2.cost_model.estimates import Estimate
 from echo2.cost_model.plan import Plan
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+
+if TYPE_CHECKING:
+    from echo2.coordinator.operator import Commands
 
 
 def finite(value: float | None, digits: int = 6) -> float | None:

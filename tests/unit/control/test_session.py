@@ -94,114 +94,92 @@ class Bench:
         await self.coordinator.stop()
 
 
-def test_beats_follow_the_welcome_however_much_else_is_said() -> None:
+async def test_beats_follow_the_welcome_however_much_else_is_said() -> None:
     """A learner that says something every interval still reports."""
+    async with Bench(welcome()) as bench:
+        await bench.until(lambda: bench.session.is_connected)
+        assert bench.waits.longest() == ("", 0.0)
 
-    async def scene() -> None:
-        async with Bench(welcome()) as bench:
-            await bench.until(lambda: bench.session.is_connected)
-            assert bench.waits.longest() == ("", 0.0)
+        def says_and_has_heard_three() -> bool:
+            bench.session.send(Message(close=coordinator_pb2.CloseGroups(group_ids=["g"])))
+            return len(bench.coordinator.reports) >= 3
 
-            def says_and_has_heard_three() -> bool:
-                bench.session.send(Message(close=coordinator_pb2.CloseGroups(group_ids=["g"])))
-                return len(bench.coordinator.reports) >= 3
-
-            await bench.until(says_and_has_heard_three)
-
-    asyncio.run(scene())
+        await bench.until(says_and_has_heard_three)
 
 
-def test_a_refusal_that_passes_is_tried_again_and_one_that_does_not_ends_the_session() -> None:
-    async def scene() -> None:
-        async with Bench(refusal(LimitExceeded), welcome(interval_s=1e9), welcome(), refusal(StateError)) as bench:
-            bench.coordinator.ends = True
-            with pytest.raises(StateError, match="why"):
-                await asyncio.wait_for(bench.task, WAIT_S)
-            assert len(bench.coordinator.hellos) == 4
-            assert bench.lost == 1, "of the streams only one was welcome, by an interval within its bounds"
-
-    asyncio.run(scene())
-
-
-def test_streams_that_end_right_after_their_welcome_are_opened_ever_more_seldom() -> None:
-    async def scene() -> None:
-        async with Bench(*[welcome() for _ in range(40)]) as bench:
-            bench.coordinator.ends, bench.backoff.longest_s = True, 60.0
-            await bench.until(lambda: bench.backoff.failures >= 4)
-            assert bench.lost >= 4 and bench.waits.longest()[0].startswith("a connection to the coordinator")
-
-    asyncio.run(scene())
-
-
-def test_a_stream_that_takes_nothing_is_given_up() -> None:
-    async def scene() -> None:
-        async with Bench(welcome(), welcome()) as bench:
-            await bench.until(lambda: bench.session.is_connected)
-            for _ in range(OUTBOX_MESSAGES_MAX + 1):
-                bench.session.send(Message())
-            await bench.until(lambda: bench.lost == 1)
-            await bench.until(lambda: bench.session.is_connected)
-
-    asyncio.run(scene())
-
-
-def test_a_good_bye_is_said_behind_all_else() -> None:
-    async def scene() -> None:
-        async with Bench(welcome()) as bench:
-            await bench.until(lambda: bench.session.is_connected)
-            for index in range(100):
-                bench.session.send(Message(close=coordinator_pb2.CloseGroups(group_ids=[f"g{index}"])))
-            bench.coordinator.reading_s, begun = 0.005, time.monotonic()
-            await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 20.0)
-            assert len(bench.coordinator.closed) == 100, "it was read, not only written"
-            assert time.monotonic() - begun < 15, "and it is over as soon as it was read"
+async def test_a_refusal_that_passes_is_tried_again_and_one_that_does_not_ends_the_session() -> None:
+    async with Bench(refusal(LimitExceeded), welcome(interval_s=1e9), welcome(), refusal(StateError)) as bench:
+        bench.coordinator.ends = True
+        with pytest.raises(StateError, match="why"):
             await asyncio.wait_for(bench.task, WAIT_S)
-            assert bench.lost == 1, "and no other stream was opened"
-
-    asyncio.run(scene())
-
-
-def test_a_coordinator_that_does_not_hear_the_good_bye_holds_nobody() -> None:
-    async def scene() -> None:
-        async with Bench(welcome()) as bench:
-            await bench.until(lambda: bench.session.is_connected)
-            bench.coordinator.reading_s = 3600.0
-            async with asyncio.timeout(WAIT_S):
-                await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 0.2)
-
-    asyncio.run(scene())
+        assert len(bench.coordinator.hellos) == 4
+        assert bench.lost == 1, "of the streams only one was welcome, by an interval within its bounds"
 
 
-def test_what_is_said_while_the_stream_is_being_opened_is_heard_behind_the_hello() -> None:
+async def test_streams_that_end_right_after_their_welcome_are_opened_ever_more_seldom() -> None:
+    async with Bench(*[welcome() for _ in range(40)]) as bench:
+        bench.coordinator.ends, bench.backoff.first_s, bench.backoff.longest_s = (
+            True,
+            0.2,
+            60.0,
+        )  # longer than a stream lasts
+        await bench.until(lambda: bench.backoff.failures >= 4)
+        assert bench.lost >= 4 and bench.waits.longest()[0].startswith("a connection to the coordinator")
+
+
+async def test_a_stream_that_takes_nothing_is_given_up() -> None:
+    async with Bench(welcome(), welcome()) as bench:
+        await bench.until(lambda: bench.session.is_connected)
+        for _ in range(OUTBOX_MESSAGES_MAX + 1):
+            bench.session.send(Message())
+        await bench.until(lambda: bench.lost == 1)
+        await bench.until(lambda: bench.session.is_connected)
+
+
+async def test_a_good_bye_is_said_behind_all_else() -> None:
+    async with Bench(welcome()) as bench:
+        await bench.until(lambda: bench.session.is_connected)
+        for index in range(100):
+            bench.session.send(Message(close=coordinator_pb2.CloseGroups(group_ids=[f"g{index}"])))
+        bench.coordinator.reading_s, begun = 0.005, time.monotonic()
+        await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 20.0)
+        assert len(bench.coordinator.closed) == 100, "it was read, not only written"
+        assert time.monotonic() - begun < 15, "and it is over as soon as it was read"
+        await asyncio.wait_for(bench.task, WAIT_S)
+        assert bench.lost == 1, "and no other stream was opened"
+
+
+async def test_a_coordinator_that_does_not_hear_the_good_bye_holds_nobody() -> None:
+    async with Bench(welcome()) as bench:
+        await bench.until(lambda: bench.session.is_connected)
+        bench.coordinator.reading_s = 3600.0
+        async with asyncio.timeout(WAIT_S):
+            await bench.session.leave(Message(leaving=coordinator_pb2.LearnerLeaving(reason="done")), 0.2)
+
+
+async def test_what_is_said_while_the_stream_is_being_opened_is_heard_behind_the_hello() -> None:
     """The hello was made before, so it does not hold it."""
-
-    async def scene() -> None:
-        async with Bench(welcome()) as bench:
-            close = Message(close=coordinator_pb2.CloseGroups(group_ids=["g"]))
-            bench.greets = lambda: bench.session.send(close)
-            await bench.until(lambda: bench.session.is_connected)
-            await bench.until(lambda: bench.coordinator.closed)
-
-    asyncio.run(scene())
+    async with Bench(welcome()) as bench:
+        close = Message(close=coordinator_pb2.CloseGroups(group_ids=["g"]))
+        bench.greets = lambda: bench.session.send(close)
+        await bench.until(lambda: bench.session.is_connected)
+        await bench.until(lambda: bench.coordinator.closed)
 
 
-def test_an_enrolment_ends_with_the_start_that_waits_for_it() -> None:
-    async def scene() -> None:
-        for is_stopped in (False, True):
-            stopped, begun, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+async def test_an_enrolment_ends_with_the_start_that_waits_for_it() -> None:
+    for is_stopped in (False, True):
+        stopped, begun, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-            async def enrol(begun: asyncio.Event = begun, ended: asyncio.Event = ended) -> Any:
-                try:
-                    begun.set()
-                    await asyncio.Event().wait()
-                finally:
-                    ended.set()
+        async def enrol(begun: asyncio.Event = begun, ended: asyncio.Event = ended) -> Any:
+            try:
+                begun.set()
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
 
-            starting = asyncio.create_task(unless(stopped, asyncio.create_task(enrol())))
-            await begun.wait()
-            stopped.set() if is_stopped else starting.cancel()
-            (result,) = await asyncio.gather(starting, return_exceptions=True)
-            assert ended.is_set() and (result is None if is_stopped else isinstance(result, asyncio.CancelledError))
-            assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody waits for the stop any more"
-
-    asyncio.run(scene())
+        starting = asyncio.create_task(unless(stopped, asyncio.create_task(enrol())))
+        await begun.wait()
+        stopped.set() if is_stopped else starting.cancel()
+        (result,) = await asyncio.gather(starting, return_exceptions=True)
+        assert ended.is_set() and (result is None if is_stopped else isinstance(result, asyncio.CancelledError))
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody waits for the stop any more"

@@ -5,90 +5,79 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from echo2.coordinator.ending import preempted
 from echo2.coordinator.fleet.members import Liveness, OperatorSetting
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.unit.coordinator.test_daemon import Node, group, options, play, running
+from tests.unit.coordinator.test_daemon import Node, group, options, running
 
 TEXT = "audit: its log-probabilities are 0.08 nats off, 0.05 are allowed"
 PATIENT = {"suspect_after": 30.0, "gone_after": 60.0, "lease_timeout": 60.0}
 
 
-def test_an_accused_worker_is_set_aside_until_the_operator_releases_it_and_one_surely_guilty_is_banned(
+async def test_an_accused_worker_is_set_aside_until_the_operator_releases_it_and_one_surely_guilty_is_banned(
     tmp_path: Path,
 ) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path, **PATIENT)) as daemon:
-            hub, learner = daemon.hub, await Node.join(daemon, Role.LEARNER)
-            worker = await Node.join(daemon, Role.WORKER)
-            peer_id = worker.credentials.peer_id
-            assert hub is not None
-            await learner.hello(open_groups=[group("g1")])
-            await worker.hello()
-            await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            assert (await worker.until("lease_grant")).ticket.attempt == 1
-            await learner.say(accused=pb.WorkerAccused(peer_id=peer_id, reason=TEXT))
-            told = await worker.until("activation")
-            assert not told.is_active and told.reason == TEXT, "it may stay, and is told why it gets nothing"
-            barred = await learner.until("banned")
-            assert (barred.peer_id, barred.reason, barred.is_lifted) == (peer_id, TEXT, False)
-            assert not hub.book.leases, "its lease is free for another"
-            assert any(event.kind == "audit" and TEXT in event.text for event in hub.state.events), "with the evidence"
-            preempted(hub, peer_id, "in two minutes")
-            assert hub.membership.members[peer_id].setting is OperatorSetting.QUARANTINED, "a notice does not free it"
+    async with running(options(tmp_path, **PATIENT)) as daemon:
+        hub, learner = daemon.hub, await Node.join(daemon, Role.LEARNER)
+        worker = await Node.join(daemon, Role.WORKER)
+        peer_id = worker.credentials.peer_id
+        await learner.hello(open_groups=[group("g1")])
+        await worker.hello()
+        await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        assert (await worker.until("lease_grant")).ticket.attempt == 1
+        await learner.say(accused=pb.WorkerAccused(peer_id=peer_id, reason=TEXT))
+        told = await worker.until("activation")
+        assert not told.is_active and told.reason == TEXT, "it may stay, and is told why it gets nothing"
+        barred = await learner.until("banned")
+        assert (barred.peer_id, barred.reason, barred.is_lifted) == (peer_id, TEXT, False)
+        assert not hub.book.leases, "its lease is free for another"
+        assert any(event.kind == "audit" and TEXT in event.text for event in hub.state.events), "with the evidence"
+        hub.preempt(peer_id, "in two minutes")
+        assert hub.membership.members[peer_id].setting is OperatorSetting.QUARANTINED, "a notice does not free it"
 
-            await learner.close()
-            learner = await Node.join(daemon, Role.LEARNER, learner.credentials.identity)
-            await learner.hello(open_groups=[group("g1"), group("g2")])
-            assert (await learner.until("banned")).peer_id == peer_id, "a learner that comes back is told again"
+        await learner.close()
+        learner = await Node.join(daemon, Role.LEARNER, learner.credentials.identity)
+        await learner.hello(open_groups=[group("g1"), group("g2")])
+        assert (await learner.until("banned")).peer_id == peer_id, "a learner that comes back is told again"
 
-            hub.set_worker(peer_id, OperatorSetting.AUTOMATIC, "its card is that way")
-            lifted = await learner.until("banned")
-            assert lifted.peer_id == peer_id and lifted.is_lifted
-            await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            grant = await worker.until("lease_grant")
-            assert grant.group.group_id in ("g1", "g2"), "there is nobody else"
+        hub.set_worker(peer_id, OperatorSetting.AUTOMATIC, "its card is that way")
+        lifted = await learner.until("banned")
+        assert lifted.peer_id == peer_id and lifted.is_lifted
+        await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        grant = await worker.until("lease_grant")
+        assert grant.group.group_id in ("g1", "g2"), "there is nobody else"
 
-            for is_certain in (True, False):
-                await learner.say(accused=pb.WorkerAccused(peer_id=peer_id, reason=TEXT, is_certain=is_certain))
-            refusal = await worker.until("refusal")
-            assert refusal.code == "NotAllowed" and TEXT in refusal.message
-            assert (await learner.until("banned")).is_banned
-            await learner.say(report=pb.LearnerReport(step=1))
-            while hub.board.report.step < 1:  # what it says after the accusations
-                await asyncio.sleep(0.02)
-            assert hub.membership.members[peer_id].setting is OperatorSetting.BANNED, "a lesser finding softens no ban"
-            for node in (learner, worker):
-                await node.close()
-
-    play(scene)
+        for is_certain in (True, False):
+            await learner.say(accused=pb.WorkerAccused(peer_id=peer_id, reason=TEXT, is_certain=is_certain))
+        refusal = await worker.until("refusal")
+        assert refusal.code == "NotAllowed" and TEXT in refusal.message
+        assert (await learner.until("banned")).is_banned
+        await learner.say(report=pb.LearnerReport(step=1))
+        while hub.board.report.step < 1:  # what it says after the accusations
+            await asyncio.sleep(0.02)
+        assert hub.membership.members[peer_id].setting is OperatorSetting.BANNED, "a lesser finding softens no ban"
 
 
-def test_groups_of_a_worker_that_says_good_bye_or_will_lose_its_machine_go_to_another_at_once(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path, **PATIENT)) as daemon:
-            hub, learner = daemon.hub, await Node.join(daemon, Role.LEARNER)
-            first, second = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
-            assert hub is not None
-            await learner.hello(open_groups=[group("g1")])
-            await first.hello()
-            await first.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            await first.until("lease_grant")
-            await first.say(leaving=pb.WorkerLeaving(reason="preemption notice"))
-            await second.hello()
-            await second.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            grant = await second.until("lease_grant")
-            assert grant.is_continuation, "though nobody has missed the first one yet"
-            assert hub.membership.members[first.credentials.peer_id].last_liveness is Liveness.GONE
-            assert any("leaves: preemption notice" in event.text for event in hub.state.events)
-            assert [paid.action for paid in hub.state.paid].count("preempted") == 1
+async def test_groups_of_a_worker_that_says_good_bye_or_will_lose_its_machine_go_to_another_at_once(
+    tmp_path: Path,
+) -> None:
+    async with running(options(tmp_path, **PATIENT)) as daemon:
+        hub, learner = daemon.hub, await Node.join(daemon, Role.LEARNER)
+        first, second = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
+        await learner.hello(open_groups=[group("g1")])
+        await first.hello()
+        await first.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        await first.until("lease_grant")
+        await first.say(leaving=pb.WorkerLeaving(reason="preemption notice"))
+        await second.hello()
+        await second.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        grant = await second.until("lease_grant")
+        assert grant.is_continuation, "though nobody has missed the first one yet"
+        assert hub.membership.members[first.credentials.peer_id].last_liveness is Liveness.GONE
+        assert any("leaves: preemption notice" in event.text for event in hub.state.events)
+        assert [paid.action for paid in hub.state.paid].count("preempted") == 1
 
-            preempted(hub, second.credentials.peer_id, "the cloud says so")
-            revoked = await second.until("lease_revoke")
-            assert (revoked.lease_id, revoked.reason) == (grant.ticket.lease_id, "preemption: the cloud says so")
-            assert hub.book.leases[revoked.lease_id].is_recalled
-            for node in (learner, first, second):
-                await node.close()
-
-    play(scene)
+        hub.preempt(second.credentials.peer_id, "the cloud says so")
+        revoked = await second.until("lease_revoke")
+        assert (revoked.lease_id, revoked.reason) == (grant.ticket.lease_id, "preemption: the cloud says so")
+        assert hub.book.leases[revoked.lease_id].is_recalled

@@ -1,234 +1,152 @@
-"""The money meter: who is on the bill from when to when, what of it bought work, and what cap and budget bound."""
+"""The money meter against a second bill, kept by the second: who costs what from when to when, and what of it bought work."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo2.base.ids import PeerId
-from echo2.coordinator.fleet.members import Activation, Liveness, LivenessRule, Member, Membership, OperatorSetting
+from echo2.coordinator.fleet.members import (
+    Activation,
+    Liveness,
+    LivenessRule,
+    Membership,
+    OperatorSetting,
+    PriceLimit,
+)
 from echo2.coordinator.fleet.record import WorkerRecords
 from echo2.coordinator.money.costs import FleetCosts, meter, sums
-from echo2.coordinator.money.provisioning import MachineState, PriceLimit, RentedMachine
+from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
-A, B, C = (PeerId(name) for name in "abc")
-RULE = LivenessRule(suspect_after_s=3.0, gone_after_s=9.0)
-DEAR = PriceLimit(1.0, "the dearest offer")
-
-
-def hello(name: str, usd_per_s: float) -> pb.WorkerHello:
-    return pb.WorkerHello(name=name, price_usd_per_hour=3600.0 * usd_per_s)
+OWN, RENTED, DEAR = (PeerId(name) for name in ("own", "rented", "dear"))
+USD_PER_S = {OWN: 1.0, RENTED: 3.0, DEAR: 4.0}
+MACHINE_USD_PER_S = 2.0
+LIMIT = PriceLimit(3600.0, "the dearest offer")
+SETTINGS = {one.value: one for one in OperatorSetting}
 
 
 class Bill:
-    """A fleet and its meter, which is read as the coordinator reads it: once it was judged who lives."""
+    """A fleet with its meter, and what each second of it should cost. A worker is charged for a second in which it is there: at
+    once while its stream stands; of a broken stream once it is back, and not at all if it turns out to be gone. One whose price
+    nobody has agreed to is charged only while it works."""
 
     def __init__(self) -> None:
-        self.fleet, self.now = Membership(RULE, 8, WorkerRecords(60.0)), 0.0
-        self.machines: list[RentedMachine] = []
-        self.on: dict[PeerId, str] = {}
+        self.fleet, self.now = Membership(LivenessRule(3.0, 9.0), 8, WorkerRecords(60.0)), 0.0
+        self.machine = RentedMachine("m", "gpu", "cloud", "", MachineState.RUNNING, 3600 * MACHINE_USD_PER_S, 0.0)
+        self.open_s, self.is_rented = 0.0, True
+        self.due_s = dict.fromkeys(USD_PER_S, 0.0)
+        self.worked, self.stood_by = dict.fromkeys(USD_PER_S, 0.0), dict.fromkeys(USD_PER_S, 0.0)
+        self.heard = set(USD_PER_S)
 
-    def come(self, peer_id: PeerId = A, usd_per_s: float = 1.0, limit: PriceLimit | None = None) -> Member:
-        member = self.fleet.on_hello(peer_id, hello(peer_id, usd_per_s), self.now)
-        member.price_limit = limit or member.price_limit
-        self._judge(member)
-        return member
+    def happens(self, what: str, peer_id: PeerId) -> None:
+        members = self.fleet.members
+        if what == "come" and (peer_id not in members or members[peer_id].setting is not OperatorSetting.BANNED):
+            price = 3600.0 * USD_PER_S[peer_id]
+            member = self.fleet.on_hello(peer_id, pb.WorkerHello(name=peer_id, price_usd_per_hour=price), self.now)
+            member.price_limit = LIMIT if peer_id == DEAR else member.price_limit
+            self.heard.add(peer_id)
+        elif what == "end the machine" and self.is_rented:
+            self.machine.state, self.machine.ended_at, self.is_rented = MachineState.GONE, self.now, False
+        elif what == "restart":  # the coordinator is away for so long, and nobody was charged for it yet
+            self.passes(100.0)
+            before, self.fleet = self.fleet, Membership(LivenessRule(3.0, 9.0), 8, WorkerRecords(60.0))
+            self.fleet.restore(list(before.members.values()), self.now)
+        elif peer_id in members:
+            match what:
+                case "cut":
+                    self.fleet.on_disconnect(peer_id, self.now)
+                case "leave":
+                    self.fleet.on_leave(peer_id, self.now)
+                case "fall silent":
+                    self.heard.discard(peer_id)
+                case "automatic" | "active" | "standby" | "draining" | "quarantined" | "banned":
+                    self.fleet.set(peer_id, SETTINGS[what], "", self.now)
+        if what != "restart":
+            self.judge()
 
-    def set(self, peer_id: PeerId, setting: OperatorSetting) -> None:
-        self.fleet.set(peer_id, setting, "", self.now)
-        self._judge(self.fleet.members[peer_id])
-
-    def leave(self, peer_id: PeerId) -> None:
-        self.fleet.on_leave(peer_id, self.now)
-        self._judge(self.fleet.members[peer_id])
-
-    def _judge(self, member: Member) -> None:
-        """At once, as the coordinator does with whoever has changed."""
-        self.fleet.change_of(member, self.now)
-        meter([member], self.now)
-
-    def rent(self, name: str, usd_per_s: float, *workers: PeerId) -> RentedMachine:
-        price = 3600.0 * usd_per_s
-        machine = RentedMachine(name, "gpu", "cloud", "", MachineState.RUNNING, price, self.now)
-        self.machines.append(machine)
-        self.on |= dict.fromkeys(workers, name)
-        return machine
-
-    def after(self, seconds: float, *heard: PeerId) -> FleetCosts:
-        """The bill then; only those named have said anything meanwhile."""
+    def passes(self, seconds: float) -> None:
         self.now += seconds
-        for peer_id in heard:
-            self.fleet.members[peer_id].heard_at = self.now
-        for member in self.fleet.members.values():
-            self.fleet.change_of(member, self.now)
-        return self.costs()
+        self.open_s += seconds * self.is_rented
+        for peer_id, member in self.fleet.members.items():
+            self.due_s[peer_id] += seconds * (member.last_liveness is not Liveness.GONE)
 
-    def costs(self) -> FleetCosts:
+    def judge(self) -> None:
+        for peer_id, member in self.fleet.members.items():
+            self.fleet.change_of(member, self.now)
+            if member.last_liveness is Liveness.SUSPECT and member.cut_at is not None:
+                continue
+            due_s, self.due_s[peer_id] = self.due_s[peer_id], 0.0
+            if member.last_liveness is not Liveness.GONE:
+                works = member.last_activation in (Activation.ACTIVE, Activation.DRAINING)
+                if works or peer_id != DEAR or member.price_approved:
+                    (self.worked if works else self.stood_by)[peer_id] += due_s * USD_PER_S[peer_id]
+        meter(self.fleet.members.values(), self.now)
+
+    def second(self) -> None:
+        self.passes(1.0)
+        for peer_id in self.heard & set(self.fleet.members):
+            self.fleet.members[peer_id].heard_at = self.now
+        self.judge()
+
+    def metered(self, standby_before: float = 0.0) -> FleetCosts:
         members = self.fleet.members.values()
         meter(members, self.now)
-        standby = sum(member.usd_standby for member in members if member.peer_id not in self.on)
-        return sums(members, self.machines, self.on, self.now, standby)
+        standby = sum(member.usd_standby for member in members if member.peer_id != RENTED)
+        return sums(members, [self.machine], {RENTED: "m"}, self.now, standby + standby_before)
 
-    def restart(self, after_s: float) -> None:
-        """The coordinator is away for so long; nobody was charged for it yet."""
-        self.now += after_s
-        before, self.fleet = self.fleet, Membership(RULE, 8, WorkerRecords(60.0))
-        self.fleet.restore(list(before.members.values()), self.now)
-
-
-def costs(spent: tuple[float, float, float], per_s: tuple[float, float, float]) -> FleetCosts:
-    """The bill, of which useful, of which chosen: so far, and a second."""
-    hourly = [3600.0 * one for one in per_s]
-    return FleetCosts(spent[0], hourly[0], spent[1], hourly[1], spent[2], hourly[2])
-
-
-def test_a_worker_is_on_the_bill_from_its_first_word_until_it_is_gone() -> None:
-    bill = Bill()
-    bill.now = 100.0
-    bill.come()
-    assert bill.costs() == costs((0, 0, 0), (1, 1, 1))
-    assert bill.after(2, A) == costs((2, 2, 2), (1, 1, 1))
-    bill.leave(A)
-    assert bill.after(50) == costs((2, 2, 2), (0, 0, 0))
-    bill.come()
-    assert bill.after(1, A) == costs((3, 3, 3), (1, 1, 1)), "and again from when it comes back"
+    def expected(self) -> tuple[float, ...]:
+        """As `FleetCosts`: what was spent, of which useful, of which chosen, each with what it is an hour."""
+        rent, own = self.open_s * MACHINE_USD_PER_S, self.worked[OWN] + self.worked[DEAR]
+        living = {peer: one for peer, one in self.fleet.members.items() if one.last_liveness is not Liveness.GONE}
+        works = {p for p, one in living.items() if one.last_activation in (Activation.ACTIVE, Activation.DRAINING)}
+        there = works | {peer for peer, one in living.items() if peer != DEAR or one.price_approved}
+        rent_h = 3600 * MACHINE_USD_PER_S * self.is_rented
+        works_h, there_h = (3600 * sum(USD_PER_S[one] for one in peers - {RENTED}) for peers in (works, there))
+        return (
+            own + self.stood_by[OWN] + self.stood_by[DEAR] + rent, there_h + rent_h,
+            own + min(rent, self.worked[RENTED]), works_h + rent_h * (RENTED in works),
+            own + rent, works_h + rent_h,
+        )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("setting", "is_useful"),
+WHAT = [*SETTINGS, "come", "come", "cut", "leave", "fall silent", "end the machine", "restart"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(WHAT), st.sampled_from(sorted(USD_PER_S)), st.integers(0, 12)), max_size=30))
+@example(
     [
-        (OperatorSetting.AUTOMATIC, True),
-        (OperatorSetting.ACTIVE, True),
-        (OperatorSetting.DRAINING, True),
-        (OperatorSetting.STANDBY, False),
-        (OperatorSetting.QUARANTINED, False),
-        (OperatorSetting.BANNED, False),
-    ],
+        ("active", DEAR, 4),
+        ("standby", DEAR, 4),
+        ("restart", OWN, 2),
+        ("come", OWN, 9),
+        ("cut", OWN, 2),
+        ("come", OWN, 1),
+    ]
 )
-def test_what_buys_work_is_what_a_worker_costs_while_it_is_active_or_draining(
-    setting: OperatorSetting, is_useful: bool
-) -> None:
+@example([("end the machine", RENTED, 3), ("leave", RENTED, 3), ("come", RENTED, 3), ("draining", OWN, 3)])
+def test_the_bill_is_what_each_second_costs(steps: list[tuple[str, PeerId, int]]) -> None:
     bill = Bill()
-    bill.come()
-    bill.set(A, setting)
-    found = bill.after(2, A)
-    work = 2 if is_useful else 0
-    assert (found.usd_spent, found.usd_useful, found.usd_chosen) == (2, work, work)
-
-
-def test_a_price_that_nobody_agreed_to_costs_nothing_until_the_operator_does() -> None:
-    """A claim is no debt: anybody may name one."""
-    bill = Bill()
-    member = bill.come(A, usd_per_s=1.0, limit=DEAR)
-    assert member.asks_too_much and member.activation is Activation.STANDBY
-    assert bill.after(2, A) == costs((0, 0, 0), (0, 0, 0))
-    bill.set(A, OperatorSetting.STANDBY)
-    assert bill.after(2, A) == costs((0, 0, 0), (0, 0, 0)), "to let it stand by is not to agree"
-    bill.set(A, OperatorSetting.ACTIVE)
-    assert bill.after(2, A) == costs((2, 2, 2), (1, 1, 1)), "from then on, and not before, though it is above the limit"
-    bill.set(A, OperatorSetting.STANDBY)
-    assert bill.after(2, A) == costs((4, 2, 2), (1, 0, 0)), "the price is agreed to, so standing by costs it"
-
-
-def test_a_worker_that_is_away_is_charged_once_it_is_back_and_not_if_it_turns_out_to_be_gone() -> None:
-    bill = Bill()
-    bill.come()
-    bill.after(1, A)
-    bill.fleet.on_disconnect(A, bill.now)
-    assert bill.after(2).usd_spent == 1, "nothing is decided yet"
-    bill.come()
-    assert bill.costs().usd_spent == 3, "it is back"
-    bill.fleet.on_disconnect(A, bill.now)
-    assert bill.after(12) == costs((3, 3, 3), (0, 0, 0))
-    bill.come()
-    assert bill.costs().usd_spent == 3, "and not when it comes again, either"
-
-
-@pytest.mark.parametrize("is_back", [True, False])
-def test_the_gap_of_a_restart_is_charged_to_who_comes_back_within_its_grace_and_never_to_who_is_gone(
-    is_back: bool,
-) -> None:
-    bill = Bill()
-    bill.come(A)
-    bill.come(B)
-    bill.after(2, A, B)
-    bill.restart(after_s=100)
-    assert bill.costs().usd_spent == 2 * 2
-    bill.come(B)
-    assert bill.costs().usd_spent == 2 + 102
-    assert bill.after(8, B).usd_spent == 2 + 110, "A has its grace still, and its meter stands"
-    if is_back:
-        bill.come(A)
-        assert bill.costs().usd_spent == 110 + 110
-    assert bill.after(8, B).usd_spent == (118 + 118 if is_back else 2 + 118)
+    for peer_id in USD_PER_S:
+        bill.happens("come", peer_id)
+    for what, peer_id, seconds in steps:
+        bill.happens(what, peer_id)
+        for _ in range(seconds):
+            bill.second()
+        found = bill.metered()
+        assert found == bill.metered(), "asking costs nothing"
+        assert tuple(getattr(found, name) for name in FleetCosts.__slots__) == pytest.approx(bill.expected())
+    earlier = bill.metered(standby_before=100.0)
+    assert earlier.usd_spent == pytest.approx(bill.metered().usd_spent + 100), "standby of an earlier process"
+    assert earlier.usd_chosen == bill.metered().usd_chosen, "which neither cap nor budget bounds"
 
 
 def test_a_clock_that_is_set_back_gives_nothing_back_and_charges_no_second_again() -> None:
     bill = Bill()
-    bill.come()
-    bill.after(2, A)
+    bill.happens("come", OWN)
+    bill.second()
+    bill.second()
     for now, spent in ((1.0, 2), (2.0, 2), (3.0, 3)):
         meter(bill.fleet.members.values(), now)
-        assert bill.fleet.members[A].usd_spent == spent
-
-
-def test_a_rented_machine_costs_its_own_price_from_the_rent_to_its_end_whatever_its_workers_declare() -> None:
-    bill = Bill()
-    machine = bill.rent("m", 2.0, A)
-    assert bill.after(2) == costs((4, 0, 4), (2, 0, 2)), "nobody has come yet"
-    bill.come(A, usd_per_s=1.0)
-    assert bill.after(2, A) == costs((8, 2, 8), (2, 2, 2)), (
-        "its worker has worked for that, and costs nothing beside it"
-    )
-    bill.set(A, OperatorSetting.STANDBY)
-    assert bill.after(2, A) == costs((12, 2, 12), (2, 0, 2)), "chosen as long as it is rented"
-    machine.state, machine.ended_at = MachineState.GONE, bill.now
-    bill.leave(A)
-    assert bill.after(50) == costs((12, 2, 12), (0, 0, 0))
-
-
-def test_the_bill_is_of_own_workers_and_machines_together() -> None:
-    bill = Bill()
-    bill.rent("m", 2.0, B)
-    bill.come(A, usd_per_s=1.0)
-    bill.come(B, usd_per_s=9.0)  # no more of a machine is useful than it costs
-    bill.come(C, usd_per_s=4.0)
-    bill.set(C, OperatorSetting.STANDBY)
-    assert bill.after(2, A, B, C) == costs((6 + 8, 6, 6), (3 + 4, 3, 3))
-    members = bill.fleet.members.values()
-    earlier = sums(members, bill.machines, bill.on, bill.now, standby_usd=100.0)
-    assert (earlier.usd_spent, earlier.usd_chosen) == (6 + 100, 6), "standby of an earlier process is on the bill alone"
-
-
-EVENTS: Mapping[str, OperatorSetting | None] = {
-    "tick": None, "beat": None, "cut": None, "come": None, "leave": None,
-    "work": OperatorSetting.ACTIVE, "stand by": OperatorSetting.STANDBY,
-}  # fmt: skip
-
-
-@given(steps=st.lists(st.tuples(st.floats(0, 20), st.sampled_from(sorted(EVENTS))), max_size=30))
-def test_no_second_is_charged_twice_and_none_of_a_gone_worker(steps: list[tuple[float, str]]) -> None:
-    bill = Bill()
-    member = bill.come()
-    for pause_s, what in steps:
-        before, was_gone = bill.costs(), member.last_liveness is Liveness.GONE
-        is_heard = what == "beat" and member.cut_at is None and not was_gone
-        found = bill.after(pause_s, *([A] if is_heard else []))
-        assert found == bill.costs(), "asking costs nothing"
-        assert before.usd_spent <= found.usd_spent <= bill.now + 1e-6  # one dollar a second
-        assert found.usd_useful <= found.usd_spent + 1e-6 and found.usd_chosen == found.usd_useful
-        if was_gone or member.last_liveness is Liveness.GONE:
-            assert found.usd_spent == before.usd_spent
-        match what:
-            case "cut":
-                bill.fleet.on_disconnect(A, bill.now)
-            case "come":
-                bill.come()
-            case "leave":
-                bill.leave(A)
-        if (setting := EVENTS[what]) is not None:
-            bill.set(A, setting)
+        assert bill.fleet.members[OWN].usd_spent == spent

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -19,9 +19,9 @@ from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError, TrustE
 from echo2.base.ids import RunId
 from echo2.broadcast.plan import can_connect
 from echo2.config.run import RunConfig
-from echo2.coordinator.commands import Commands
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.operator import Commands
 from echo2.coordinator.options import CoordinatorOptions, timed_section
 from echo2.coordinator.store import SqlStore
 from echo2.coordinator.web.state import StateView
@@ -66,8 +66,8 @@ def options(
 
 
 @asynccontextmanager
-async def running(chosen: CoordinatorOptions) -> AsyncIterator[CoordinatorDaemon]:
-    daemon = CoordinatorDaemon(chosen)
+async def running(chosen: CoordinatorOptions, **more: Any) -> AsyncIterator[CoordinatorDaemon]:
+    daemon = CoordinatorDaemon(chosen, **more)
     task = asyncio.create_task(daemon.run())
     started = asyncio.create_task(daemon.started.wait())
     await asyncio.wait((task, started), timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -77,14 +77,19 @@ async def running(chosen: CoordinatorOptions) -> AsyncIterator[CoordinatorDaemon
     try:
         yield daemon
     finally:
+        while Node.open:
+            await Node.open.pop().close()
         daemon.stop()
         await asyncio.wait_for(task, WAIT_S)
 
 
 class Node:
-    """A worker or learner that says what the test wants said."""
+    """A worker or learner that says what the test wants said. `running` closes those that are `open`."""
+
+    open: ClassVar[list[Node]] = []
 
     def __init__(self, credentials: tls.Credentials) -> None:
+        Node.open.append(self)
         self.credentials = credentials
         self.channel = tls.open_channel(credentials.coordinator_address, credentials.coordinator_peer_id, credentials)
         self.call: Any = None
@@ -145,7 +150,7 @@ def play(scene: Callable[[], Any], within_s: float = 60.0) -> None:
     asyncio.run(asyncio.wait_for(scene(), within_s))
 
 
-def test_a_group_travels_to_a_worker_with_a_ticket_that_the_learner_can_check_and_goes_on_where_that_is_lost(
+async def test_a_group_travels_to_a_worker_with_a_ticket_that_the_learner_can_check_and_goes_on_where_that_is_lost(
     tmp_path: Path,
 ) -> None:
     async def beat(node: Node) -> None:
@@ -153,120 +158,101 @@ def test_a_group_travels_to_a_worker_with_a_ticket_that_the_learner_can_check_an
             await node.say(heartbeat=pb.Heartbeat())
             await asyncio.sleep(0.2)
 
-    async def scene() -> None:
-        async with running(options(tmp_path, quantisation="fp8")) as daemon:
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-            assert (await learner.hello()).WhichOneof("kind") == "welcome"
-            welcome = (await worker.hello(engine="vllm", quantisation="fp8")).welcome
-            assert (welcome.learner.address, welcome.relay_address) == ("127.0.0.1:9", ""), "no relay on loopback"
-            activation = await worker.until("activation")
-            assert activation.is_active and activation.reason
-            nodes = [learner.credentials.peer_id, worker.credentials.peer_id]
-            while [node.peer_id for node in (await worker.until("broadcast_plan")).nodes] != nodes:
-                pass  # the plan from before its hello
-            await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            await learner.say(offer=pb.OfferGroups(groups=[group("g1"), group("g2")]))
-            grant = await worker.until("lease_grant")
-            assert grant.group == group("g1") and not grant.is_continuation
-            ticket = verify_ticket(
-                grant.ticket, RUN, learner.credentials.coordinator_peer_id, worker.credentials.peer_id
-            )
-            assert (ticket.group_id, ticket.attempt) == ("g1", 1)
-            await learner.say(close=pb.CloseGroups(group_ids=["g1"], reason="stale"))
-            assert (await worker.until("lease_revoke")).lease_id == ticket.lease_id
-            await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            assert (await worker.until("lease_grant")).group.group_id == "g2"
-            await worker.close()
-            other = await Node.join(daemon, Role.WORKER)
-            await other.hello()
-            beats = asyncio.create_task(beat(other))
-            await other.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            grant = await other.until("lease_grant")
-            assert (grant.group.group_id, grant.ticket.attempt, grant.is_continuation) == ("g2", 2, True)
-            beats.cancel()
-            for node in (learner, other):
-                await node.close()
-
-    play(scene)
+    async with running(options(tmp_path, quantisation="fp8")) as daemon:
+        learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+        assert (await learner.hello()).WhichOneof("kind") == "welcome"
+        welcome = (await worker.hello(engine="vllm", quantisation="fp8")).welcome
+        assert (welcome.learner.address, welcome.relay_address) == ("127.0.0.1:9", ""), "no relay on loopback"
+        activation = await worker.until("activation")
+        assert activation.is_active and activation.reason
+        nodes = [learner.credentials.peer_id, worker.credentials.peer_id]
+        while [node.peer_id for node in (await worker.until("broadcast_plan")).nodes] != nodes:
+            pass  # the plan from before its hello
+        await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        await learner.say(offer=pb.OfferGroups(groups=[group("g1"), group("g2")]))
+        grant = await worker.until("lease_grant")
+        assert grant.group == group("g1") and not grant.is_continuation
+        ticket = verify_ticket(grant.ticket, RUN, learner.credentials.coordinator_peer_id, worker.credentials.peer_id)
+        assert (ticket.group_id, ticket.attempt) == ("g1", 1)
+        await learner.say(close=pb.CloseGroups(group_ids=["g1"], reason="stale"))
+        assert (await worker.until("lease_revoke")).lease_id == ticket.lease_id
+        await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        assert (await worker.until("lease_grant")).group.group_id == "g2"
+        await worker.close()
+        other = await Node.join(daemon, Role.WORKER)
+        await other.hello()
+        beats = asyncio.create_task(beat(other))
+        await other.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        grant = await other.until("lease_grant")
+        assert (grant.group.group_id, grant.ticket.attempt, grant.is_continuation) == ("g2", 2, True)
+        beats.cancel()
 
 
-def test_a_restarted_coordinator_knows_its_leases_members_and_tokens_and_listens_where_it_did(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-            await learner.hello(open_groups=[group("g1"), group("g2")])
-            await worker.hello()
-            await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            ticket = (await worker.until("lease_grant")).ticket
-            await worker.close()
-            await learner.close()
-            links, address = daemon.links, daemon.services_address
-        async with running(options(tmp_path)) as daemon:
-            assert (daemon.links, daemon.services_address) == (links, address)
-            worker = Node(worker.credentials)
-            await worker.hello(held_tickets=[ticket])
-            renewed = await worker.until("lease_grant")
-            assert (renewed.ticket.lease_id, renewed.ticket.attempt) == (ticket.lease_id, 1)
-            assert renewed.ticket.deadline_unix_s > ticket.deadline_unix_s
-            await worker.close()
-
-    play(scene)
+async def test_a_restarted_coordinator_knows_its_leases_members_and_tokens_and_listens_where_it_did(
+    tmp_path: Path,
+) -> None:
+    async with running(options(tmp_path)) as daemon:
+        learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+        await learner.hello(open_groups=[group("g1"), group("g2")])
+        await worker.hello()
+        await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        ticket = (await worker.until("lease_grant")).ticket
+        await worker.close()
+        await learner.close()
+        links, address = daemon.links, daemon.services_address
+    async with running(options(tmp_path)) as daemon:
+        assert (daemon.links, daemon.services_address) == (links, address)
+        worker = Node(worker.credentials)
+        await worker.hello(held_tickets=[ticket])
+        renewed = await worker.until("lease_grant")
+        assert (renewed.ticket.lease_id, renewed.ticket.attempt) == (ticket.lease_id, 1)
+        assert renewed.ticket.deadline_unix_s > ticket.deadline_unix_s
 
 
-def test_a_certificate_is_renewed_without_a_token_for_the_key_that_was_asked_for_and_no_banned_worker(
+async def test_a_certificate_is_renewed_without_a_token_for_the_key_that_was_asked_for_and_no_banned_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     issue = RunAuthority.issue
-
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            worker = await Node.join(daemon, Role.WORKER)
-            await worker.hello()
-            before = worker.credentials.certificate
-            await renew(worker.credentials)
-            after = worker.credentials.certificate
-            assert after.pem != before.pem and after.spki_der != before.spki_der
-            assert (after.peer_id, after.role) == (before.peer_id, Role.WORKER)
-            await worker.close()
-            worker = Node(worker.credentials)
-            assert (await worker.hello()).WhichOneof("kind") == "welcome"
-            others = certificate_request(worker.credentials.identity, TlsKey.generate())
-            with monkeypatch.context() as patched:
-                patched.setattr(RunAuthority, "issue", lambda self, der, *more, **by: issue(self, others, *more, **by))
-                with pytest.raises(TrustError, match="expected one for the key that we sent"):
-                    await renew(worker.credentials)
-            assert daemon.hub is not None
-            daemon.hub.membership.set(after.peer_id, OperatorSetting.BANNED, "the test says so", 0.0)
-            with pytest.raises(NotAllowed, match="banned: the test says so"):
+    async with running(options(tmp_path)) as daemon:
+        worker = await Node.join(daemon, Role.WORKER)
+        await worker.hello()
+        before = worker.credentials.certificate
+        await renew(worker.credentials)
+        after = worker.credentials.certificate
+        assert after.pem != before.pem and after.spki_der != before.spki_der
+        assert (after.peer_id, after.role) == (before.peer_id, Role.WORKER)
+        await worker.close()
+        worker = Node(worker.credentials)
+        assert (await worker.hello()).WhichOneof("kind") == "welcome"
+        others = certificate_request(worker.credentials.identity, TlsKey.generate())
+        with monkeypatch.context() as patched:
+            patched.setattr(RunAuthority, "issue", lambda self, der, *more, **by: issue(self, others, *more, **by))
+            with pytest.raises(TrustError, match="expected one for the key that we sent"):
                 await renew(worker.credentials)
-            assert worker.credentials.certificate.pem == after.pem
-            await worker.close()
-
-    play(scene)
-
-
-def test_a_barred_worker_is_told_why_it_gets_no_lease_in_the_words_that_the_operator_reads(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            barred, other = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
-            for worker in (barred, other):
-                await worker.hello()
-            await barred.until("activation")
-            assert daemon.hub is not None
-            peer_id = barred.credentials.peer_id
-            daemon.hub.book.records.bar(peer_id, "it claims too much", 30.0, daemon.hub.clock.now())
-            for _ in range(2):
-                await barred.say(heartbeat=pb.Heartbeat())
-            text = (await barred.until("activation")).reason
-            row = StateView(Commands(daemon.hub, "127.0.0.1", 1, [], {})).worker(daemon.hub.membership.members[peer_id])
-            assert text == row["no_lease"] == "given no leases for 30 s: it claims too much"
-            for worker in (barred, other):
-                await worker.close()
-
-    play(scene)
+        daemon.hub.membership.set(after.peer_id, OperatorSetting.BANNED, "the test says so", 0.0)
+        with pytest.raises(NotAllowed, match="banned: the test says so"):
+            await renew(worker.credentials)
+        assert worker.credentials.certificate.pem == after.pem
 
 
-def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their_links(tmp_path: Path) -> None:
+async def test_a_barred_worker_is_told_why_it_gets_no_lease_in_the_words_that_the_operator_reads(
+    tmp_path: Path,
+) -> None:
+    async with running(options(tmp_path)) as daemon:
+        barred, other = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
+        for worker in (barred, other):
+            await worker.hello()
+        await barred.until("activation")
+        peer_id = barred.credentials.peer_id
+        daemon.hub.book.records.bar(peer_id, "it claims too much", 30.0, daemon.hub.clock.now())
+        for _ in range(2):
+            await barred.say(heartbeat=pb.Heartbeat())
+        text = (await barred.until("activation")).reason
+        row = StateView(Commands(daemon.hub, "127.0.0.1", 1, [], {})).worker(daemon.hub.membership.members[peer_id])
+        assert text == row["no_lease"] == "given no leases for 30 s: it claims too much"
+
+
+async def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their_links(tmp_path: Path) -> None:
     """As told in heartbeats: first places at a relay, then a hole between the two."""
     relay = Identity.generate().peer_id
 
@@ -275,46 +261,40 @@ def test_the_plan_says_how_hidden_workers_are_met_and_the_page_shows_their_links
         link = pb.PeerLink(peer_id=other.credentials.peer_id, kind=kind, reason="said by the test")
         return pb.Heartbeat(reach=pb.Reach(access=access), links=pb.LinkTable(links=[link]))
 
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            learner = await Node.join(daemon, Role.LEARNER)
-            await learner.hello(
-                relay_address="198.51.100.1:8423",
-                longest_sequence_tokens=2560,
-                full_snapshot_bytes=99,
-            )
-            left, right = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
-            for worker in (left, right):
-                welcome = (await worker.hello(addresses=["192.168.1.2:7"])).welcome
-                assert welcome.learner.relay_address == "198.51.100.1:8423"
-                assert (welcome.learner.longest_sequence_tokens, welcome.learner.full_snapshot_bytes) == (2560, 99)
-            for kind in ("relayed", "hole-punched"):
-                await left.say(heartbeat=told(left, "203.0.113.1", right, kind))
-                await right.say(heartbeat=told(right, "203.0.113.2", left, kind))
-                is_met = kind == "hole-punched"
-                while True:
-                    plan = plan_from_message(await left.until("broadcast_plan"))
-                    nodes = {node.peer_id: node for node in plan.nodes}
-                    mine, theirs = nodes.get(left.credentials.peer_id), nodes.get(right.credentials.peer_id)
-                    if (
-                        mine
-                        and theirs
-                        and not mine.addresses
-                        and not theirs.addresses
-                        and theirs.access.relays == (relay,)
-                        and bool(theirs.access.met) == is_met
-                    ):
-                        break
-                assert right.credentials.peer_id in plan.neighbours(left.credentials.peer_id)
-                assert can_connect(mine, theirs) == is_met
-            assert daemon.hub is not None
-            row = StateView(Commands(daemon.hub, "127.0.0.1", 1, [], {})).workers()[left.credentials.peer_id]
-            assert row["links"] == [{"peer": "w", "kind": "hole-punched", "reason": "said by the test"}]
-            assert (row["can_be_dialled"], row["relays"]) == (False, 1)
-            for node in (learner, left, right):
-                await node.close()
-
-    play(scene)
+    async with running(options(tmp_path)) as daemon:
+        learner = await Node.join(daemon, Role.LEARNER)
+        await learner.hello(
+            relay_address="198.51.100.1:8423",
+            longest_sequence_tokens=2560,
+            full_snapshot_bytes=99,
+        )
+        left, right = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
+        for worker in (left, right):
+            welcome = (await worker.hello(addresses=["192.168.1.2:7"])).welcome
+            assert welcome.learner.relay_address == "198.51.100.1:8423"
+            assert (welcome.learner.longest_sequence_tokens, welcome.learner.full_snapshot_bytes) == (2560, 99)
+        for kind in ("relayed", "hole-punched"):
+            await left.say(heartbeat=told(left, "203.0.113.1", right, kind))
+            await right.say(heartbeat=told(right, "203.0.113.2", left, kind))
+            is_met = kind == "hole-punched"
+            while True:
+                plan = plan_from_message(await left.until("broadcast_plan"))
+                nodes = {node.peer_id: node for node in plan.nodes}
+                mine, theirs = nodes.get(left.credentials.peer_id), nodes.get(right.credentials.peer_id)
+                if (
+                    mine
+                    and theirs
+                    and not mine.addresses
+                    and not theirs.addresses
+                    and theirs.access.relays == (relay,)
+                    and bool(theirs.access.met) == is_met
+                ):
+                    break
+            assert right.credentials.peer_id in plan.neighbours(left.credentials.peer_id)
+            assert can_connect(mine, theirs) == is_met
+        row = StateView(Commands(daemon.hub, "127.0.0.1", 1, [], {})).workers()[left.credentials.peer_id]
+        assert row["links"] == [{"peer": "w", "kind": "hole-punched", "reason": "said by the test"}]
+        assert (row["can_be_dialled"], row["relays"]) == (False, 1)
 
 
 async def refused(node: Node, opened: Callable[[], Any], said: Message) -> str:
@@ -330,7 +310,7 @@ async def refused(node: Node, opened: Callable[[], Any], said: Message) -> str:
     raise AssertionError("no refusal came in eight streams")
 
 
-def test_refusals_name_what_was_expected_what_came_and_whose_and_change_nothing(tmp_path: Path) -> None:
+async def test_refusals_name_what_was_expected_what_came_and_whose_and_change_nothing(tmp_path: Path) -> None:
     """A stream is open to its own role alone: a worker that could speak as the learner would close groups and end the run."""
 
     async def refusal_of(node: Node, code: str, **fields: object) -> str:
@@ -338,115 +318,97 @@ def test_refusals_name_what_was_expected_what_came_and_whose_and_change_nothing(
         assert refusal.code == code
         return str(refusal.message)
 
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            hub, link = daemon.hub, JoinLink.parse(daemon.links["worker"])
-            assert hub is not None
-            with pytest.raises(BadToken, match="expected one of this run"):
-                await enrol(replace(link, token="x" * 43), Identity.generate(), Role.WORKER)
-            with pytest.raises(NotAllowed, match="it is for the role worker"):
-                await enrol(link, Identity.generate(), Role.LEARNER)
-            worker, learner = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.LEARNER)
-            stub, hello = coordinator_pb2_grpc.CoordinatorStub, {"protocol_version": 1, "run_id": RUN}
-            said = pb.LearnerMessage(hello=pb.LearnerHello(**hello))
-            found = await refused(worker, stub(worker.channel).LearnerSession, said)
-            assert "expected the role learner, its certificate says worker" in found
-            found = await refused(
-                learner, stub(learner.channel).WorkerSession, pb.WorkerMessage(hello=pb.WorkerHello(**hello))
-            )
-            assert "expected the role worker, its certificate says learner" in found
-            assert not hub.workers and hub.learner.session is None
-            text = await refusal_of(worker, "VersionMismatch", protocol_version=7)
-            assert "expected protocol version 1, got 7" in text
-            assert "got 'other'" in await refusal_of(worker, "VersionMismatch", run_id="other")
-            text = await refusal_of(worker, "ConfigError", quantisation="fp8")
-            assert "it generates by fp8" in text and "worker.quantisation in its own file" in text
-            await learner.hello()
-            await learner.close()
-            learner = Node(learner.credentials)
-            text = await refusal_of(learner, "VersionMismatch", model_digest="e" * 64)
-            assert "dddd" in text and "eeee" in text
-            assert "S = 4" in await refusal_of(learner, "VersionMismatch", staleness_bound=6)
-            await refusal_of(worker, "VersionMismatch", model_digest="e" * 64)
-            assert not hub.membership.members
-            await worker.hello()
-            hub.set_worker(worker.credentials.peer_id, OperatorSetting.BANNED, "sent garbage")
-            assert (await worker.until("refusal")).code == "NotAllowed"
-            assert "sent garbage" in await refusal_of(worker, "NotAllowed")
-            with pytest.raises(NotAllowed, match="banned"):
-                await enrol(link, worker.credentials.identity, Role.WORKER)
-            for node in (learner, worker):
-                await node.close()
-
-    play(scene)
+    async with running(options(tmp_path)) as daemon:
+        hub, link = daemon.hub, JoinLink.parse(daemon.links["worker"])
+        with pytest.raises(BadToken, match="expected one of this run"):
+            await enrol(replace(link, token="x" * 43), Identity.generate(), Role.WORKER)
+        with pytest.raises(NotAllowed, match="it is for the role worker"):
+            await enrol(link, Identity.generate(), Role.LEARNER)
+        worker, learner = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.LEARNER)
+        stub, hello = coordinator_pb2_grpc.CoordinatorStub, {"protocol_version": 1, "run_id": RUN}
+        said = pb.LearnerMessage(hello=pb.LearnerHello(**hello))
+        found = await refused(worker, stub(worker.channel).LearnerSession, said)
+        assert "expected the role learner, its certificate says worker" in found
+        found = await refused(
+            learner, stub(learner.channel).WorkerSession, pb.WorkerMessage(hello=pb.WorkerHello(**hello))
+        )
+        assert "expected the role worker, its certificate says learner" in found
+        assert not hub.workers and hub.learner.session is None
+        text = await refusal_of(worker, "VersionMismatch", protocol_version=7)
+        assert "expected protocol version 1, got 7" in text
+        assert "got 'other'" in await refusal_of(worker, "VersionMismatch", run_id="other")
+        text = await refusal_of(worker, "ConfigError", quantisation="fp8")
+        assert "it generates by fp8" in text and "worker.quantisation in its own file" in text
+        await learner.hello()
+        await learner.close()
+        learner = Node(learner.credentials)
+        text = await refusal_of(learner, "VersionMismatch", model_digest="e" * 64)
+        assert "dddd" in text and "eeee" in text
+        assert "S = 4" in await refusal_of(learner, "VersionMismatch", staleness_bound=6)
+        await refusal_of(worker, "VersionMismatch", model_digest="e" * 64)
+        assert not hub.membership.members
+        await worker.hello()
+        hub.set_worker(worker.credentials.peer_id, OperatorSetting.BANNED, "sent garbage")
+        assert (await worker.until("refusal")).code == "NotAllowed"
+        assert "sent garbage" in await refusal_of(worker, "NotAllowed")
+        with pytest.raises(NotAllowed, match="banned"):
+            await enrol(link, worker.credentials.identity, Role.WORKER)
 
 
-def test_a_start_that_cannot_go_on_names_the_port_or_the_folder_in_one_line_and_writes_nothing(
+async def test_a_start_that_cannot_go_on_names_the_port_or_the_folder_in_one_line_and_writes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path / "a")) as daemon:
-            port = int(daemon.services_address.rpartition(":")[2])
-            for name in ("port", "enrol_port", "dashboard_port"):
-                folder = tmp_path / name
-                with pytest.raises(PortBusy, match=str(port)) as raised:
-                    await CoordinatorDaemon(options(folder, **{name: port})).run()
-                await asyncio.sleep(0)  # what the start left for the loop to do
-                assert "\n" not in str(raised.value)
-                store = SqlStore(f"sqlite:///{folder / 'coordinator' / 'state.sqlite'}", RUN)
-                assert not store.load().meta and not store.load().events
-                store.close()
-            with pytest.raises(StateError, match="runs a coordinator in it"):
-                await CoordinatorDaemon(options(tmp_path / "a")).run()
-        with pytest.raises(StateError, match="'a-run'"):
-            await CoordinatorDaemon(options(tmp_path / "a", run_id="b-run")).run()
-        assert not [line for line in caplog.records if line.levelname == "ERROR"]
-
-    play(scene)
+    async with running(options(tmp_path / "a")) as daemon:
+        port = int(daemon.services_address.rpartition(":")[2])
+        for name in ("port", "enrol_port", "dashboard_port"):
+            folder = tmp_path / name
+            with pytest.raises(PortBusy, match=str(port)) as raised:
+                await CoordinatorDaemon(options(folder, **{name: port})).run()
+            await asyncio.sleep(0)  # what the start left for the loop to do
+            assert "\n" not in str(raised.value)
+            store = SqlStore(f"sqlite:///{folder / 'coordinator' / 'state.sqlite'}", RUN)
+            assert not store.load().meta and not store.load().events
+            store.close()
+        with pytest.raises(StateError, match="runs a coordinator in it"):
+            await CoordinatorDaemon(options(tmp_path / "a")).run()
+    with pytest.raises(StateError, match="'a-run'"):
+        await CoordinatorDaemon(options(tmp_path / "a", run_id="b-run")).run()
+    assert not [line for line in caplog.records if line.levelname == "ERROR"]
 
 
-def test_when_a_loop_fails_its_error_ends_the_daemon_and_nothing_goes_on(tmp_path: Path) -> None:
+async def test_when_a_loop_fails_its_error_ends_the_daemon_and_nothing_goes_on(tmp_path: Path) -> None:
     def fails() -> None:
         raise RuntimeError("a bug")
 
-    async def scene() -> None:
-        daemon = CoordinatorDaemon(options(tmp_path), garbage=lambda: nullcontext(fails))
-        with pytest.raises(RuntimeError, match="a bug"):
-            await daemon.run()
-        assert daemon.started.is_set()
-        assert not [task for task in asyncio.all_tasks() if "_Acceptor" in repr(task.get_coro())]
-
-    play(scene)
+    daemon = CoordinatorDaemon(options(tmp_path), garbage=lambda: nullcontext(fails))
+    with pytest.raises(RuntimeError, match="a bug"):
+        await daemon.run()
+    assert daemon.started.is_set()
+    assert not [task for task in asyncio.all_tasks() if "_Acceptor" in repr(task.get_coro())]
 
 
-def test_operator_makes_limits_and_revokes_tokens(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            operator = await Node.join(daemon, Role.OPERATOR)
-            stub = coordinator_pb2_grpc.OperatorStub(operator.channel)
-            body = {"role": "worker", "lifetime_s": 60, "use_limit": 1, "label": "one"}
-            reply = await stub.Act(pb.ActRequest(name="tokens", body_json=json.dumps(body).encode()))
-            made = json.loads(reply.answer_json)
-            link = JoinLink.parse(made["join_link"])
-            first = Identity.generate()
+async def test_operator_makes_limits_and_revokes_tokens(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        operator = await Node.join(daemon, Role.OPERATOR)
+        stub = coordinator_pb2_grpc.OperatorStub(operator.channel)
+        body = {"role": "worker", "lifetime_s": 60, "use_limit": 1, "label": "one"}
+        reply = await stub.Act(pb.ActRequest(name="tokens", body_json=json.dumps(body).encode()))
+        made = json.loads(reply.answer_json)
+        link = JoinLink.parse(made["join_link"])
+        first = Identity.generate()
+        await enrol(link, first, Role.WORKER)
+        await enrol(link, first, Role.WORKER)
+        with pytest.raises(BadToken, match="used 1 of 1 times"):
+            await enrol(link, Identity.generate(), Role.WORKER)
+        daemon.hub.tokens.revoke(made["token_id"])
+        with pytest.raises(BadToken, match="revoked"):
             await enrol(link, first, Role.WORKER)
-            await enrol(link, first, Role.WORKER)
-            with pytest.raises(BadToken, match="used 1 of 1 times"):
-                await enrol(link, Identity.generate(), Role.WORKER)
-            assert daemon.hub is not None
-            daemon.hub.tokens.revoke(made["token_id"])
-            with pytest.raises(BadToken, match="revoked"):
-                await enrol(link, first, Role.WORKER)
-            kept = daemon.hub.tokens.tokens[made["token_id"]]
-            assert kept.is_revoked and len(kept.peers) == 1
-            status = await stub.GetStatus(pb.GetStatusRequest())
-            assert "the coordinator waits for the learner to connect" in [wait.what for wait in status.waits]
-            worker = await Node.join(daemon, Role.WORKER)
-            with pytest.raises(grpc.aio.AioRpcError, match="expected the role operator"):
-                await coordinator_pb2_grpc.OperatorStub(worker.channel).GetStatus(pb.GetStatusRequest())
-            for node in (operator, worker):
-                await node.close()
-        for path in (tmp_path / "links").iterdir():
-            assert path.stat().st_mode & 0o077 == 0
-
-    play(scene)
+        kept = daemon.hub.tokens.tokens[made["token_id"]]
+        assert kept.is_revoked and len(kept.peers) == 1
+        status = await stub.GetStatus(pb.GetStatusRequest())
+        assert "the coordinator waits for the learner to connect" in [wait.what for wait in status.waits]
+        worker = await Node.join(daemon, Role.WORKER)
+        with pytest.raises(grpc.aio.AioRpcError, match="expected the role operator"):
+            await coordinator_pb2_grpc.OperatorStub(worker.channel).GetStatus(pb.GetStatusRequest())
+    for path in (tmp_path / "links").iterdir():
+        assert path.stat().st_mode & 0o077 == 0

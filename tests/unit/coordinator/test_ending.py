@@ -10,13 +10,13 @@ import pytest
 from echo2.base.errors import RunFinished, Unreachable
 from echo2.base.ids import PeerId
 from echo2.control.session import refusal_error
-from echo2.coordinator.commands import Commands
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.coordinator.operator import Commands
 from echo2.coordinator.web.state import StateView
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.unit.coordinator.test_daemon import RUN, WAIT_S, Node, options, play, running
+from tests.unit.coordinator.test_daemon import RUN, WAIT_S, Node, options, running
 from tests.unit.coordinator.test_provisioner import OFFER, Cloud, Scene
 
 DONE = f"run {RUN} is finished after 20 steps; no work is left for workers"
@@ -33,147 +33,118 @@ async def finish(daemon: CoordinatorDaemon, learner: Node, reason: str = "finish
     await learner.say(report=pb.LearnerReport(step=20, is_finished=True, train_s=1.0, reward_mean=0.75, eval_reward=-1))
     await learner.say(leaving=pb.LearnerLeaving(reason=reason))
     await learner.call.done_writing()
-    assert daemon.hub is not None
     while daemon.hub.learner.session is not None:
         await asyncio.sleep(0.02)
 
 
-def test_workers_are_sent_home_with_the_reason_and_later_ones_are_refused_also_after_a_restart(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path, steps=20)) as daemon:
-            hub = daemon.hub
-            assert hub is not None
-            worker, learner = await Node.join(daemon, Role.WORKER), await learner_of(daemon)
-            await worker.hello()
-            await finish(daemon, learner, "stopped")
-            again = Node(learner.credentials)
-            await again.hello(step_limit=20)
-            await again.close()  # neither of these ends anything
-            late = await Node.join(daemon, Role.WORKER)
-            assert (await late.hello(name="late")).WhichOneof("kind") == "welcome" and hub.ending.finish is None
-            await late.close()
-            learner = Node(learner.credentials)
-            await learner.hello(step_limit=20)
-            await finish(daemon, learner)
-            told = await worker.until("refusal")
-            assert (told.code, told.message) == ("RunFinished", DONE)
-            assert isinstance(refusal_error(told), RunFinished) and str(refusal_error(told)) == DONE
-            before = hub.money.sums()
-            assert before.usd_per_hour == 0
-            other = await Node.join(daemon, Role.WORKER)
-            assert (await other.hello(name="other")).refusal.message == DONE
-            assert hub.money.sums() == before and "other" not in str(hub.membership.members)
-            for node in (worker, learner):
-                await node.close()
-        async with running(options(tmp_path, steps=20)) as daemon:  # a coordinator that was started again
-            other = Node(other.credentials)
-            assert (await other.hello(name="other")).refusal.message == DONE
-            assert daemon.hub is not None
-            view = StateView(Commands(daemon.hub, "h", 1, [], {})).sections()
-            assert view["learner"]["reward"] == 0.75 and view["learner"]["is_finished"] and not view["waits"]
-            assert view["run"]["finished"] == f"run {RUN} is finished after 20 steps"
-        async with running(options(tmp_path, steps=40)) as daemon:  # and one that was started for more steps
-            other = Node(other.credentials)
-            assert (await other.hello(name="other")).WhichOneof("kind") == "welcome", "before its learner comes"
-            await other.close()
-
-    play(scene)
-
-
-def test_a_learner_with_more_steps_opens_the_run_again_and_one_of_another_model_does_not(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            learner, worker = await learner_of(daemon), await Node.join(daemon, Role.WORKER)
-            await finish(daemon, learner)
-            assert daemon.hub is not None
-            again, foreign = Node(learner.credentials), Node(learner.credentials)
-            await again.hello(step=20, step_limit=20)  # the same command: nothing is left to do
-            assert (await foreign.hello(step=0, step_limit=40, model_digest="e" * 64)).refusal.code == "VersionMismatch"
-            assert daemon.hub.ending.finish is not None
-            assert (await worker.hello()).WhichOneof("kind") == "refusal"
-            await again.hello(step=20, step_limit=40)
-            assert (await worker.hello()).WhichOneof("kind") == "welcome"
-            for node in (learner, again, foreign, worker):
-                await node.close()
-
-    play(scene)
-
-
-def test_a_coordinator_ends_with_its_run_where_it_is_told_to(tmp_path: Path) -> None:
-    async def scene() -> None:
-        daemon = CoordinatorDaemon(options(tmp_path, exit_when_finished=True))
-        task = asyncio.create_task(daemon.run())
-        await asyncio.wait_for(daemon.started.wait(), WAIT_S)
-        learner = await learner_of(daemon)
-        assert not task.done()
+async def test_workers_are_sent_home_with_the_reason_and_later_ones_are_refused_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    async with running(options(tmp_path, steps=20)) as daemon:
+        hub = daemon.hub
+        worker, learner = await Node.join(daemon, Role.WORKER), await learner_of(daemon)
+        await worker.hello()
+        await finish(daemon, learner, "stopped")
+        again = Node(learner.credentials)
+        await again.hello(step_limit=20)
+        await again.close()  # neither of these ends anything
+        late = await Node.join(daemon, Role.WORKER)
+        assert (await late.hello(name="late")).WhichOneof("kind") == "welcome" and hub.ending.finish is None
+        await late.close()
+        learner = Node(learner.credentials)
+        await learner.hello(step_limit=20)
         await finish(daemon, learner)
-        await asyncio.wait_for(task, WAIT_S)
-        await learner.close()
+        told = await worker.until("refusal")
+        assert (told.code, told.message) == ("RunFinished", DONE)
+        assert isinstance(refusal_error(told), RunFinished) and str(refusal_error(told)) == DONE
+        before = hub.money.sums()
+        assert before.usd_per_hour == 0
+        other = await Node.join(daemon, Role.WORKER)
+        assert (await other.hello(name="other")).refusal.message == DONE
+        assert hub.money.sums() == before and "other" not in str(hub.membership.members)
+    async with running(options(tmp_path, steps=20)) as daemon:  # a coordinator that was started again
+        other = Node(other.credentials)
+        assert (await other.hello(name="other")).refusal.message == DONE
+        view = StateView(Commands(daemon.hub, "h", 1, [], {})).sections()
+        assert view["learner"]["reward"] == 0.75 and view["learner"]["is_finished"] and not view["waits"]
+        assert view["run"]["finished"] == f"run {RUN} is finished after 20 steps"
+    async with running(options(tmp_path, steps=40)) as daemon:  # and one that was started for more steps
+        other = Node(other.credentials)
+        assert (await other.hello(name="other")).WhichOneof("kind") == "welcome", "before its learner comes"
 
-    play(scene)
+
+async def test_a_learner_with_more_steps_opens_the_run_again_and_one_of_another_model_does_not(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        learner, worker = await learner_of(daemon), await Node.join(daemon, Role.WORKER)
+        await finish(daemon, learner)
+        again, foreign = Node(learner.credentials), Node(learner.credentials)
+        await again.hello(step=20, step_limit=20)  # the same command: nothing is left to do
+        assert (await foreign.hello(step=0, step_limit=40, model_digest="e" * 64)).refusal.code == "VersionMismatch"
+        assert daemon.hub.ending.finish is not None
+        assert (await worker.hello()).WhichOneof("kind") == "refusal"
+        await again.hello(step=20, step_limit=40)
+        assert (await worker.hello()).WhichOneof("kind") == "welcome"
+
+
+async def test_a_coordinator_ends_with_its_run_where_it_is_told_to(tmp_path: Path) -> None:
+    daemon = CoordinatorDaemon(options(tmp_path, exit_when_finished=True))
+    task = asyncio.create_task(daemon.run())
+    await asyncio.wait_for(daemon.started.wait(), WAIT_S)
+    learner = await learner_of(daemon)
+    assert not task.done()
+    await finish(daemon, learner)
+    await asyncio.wait_for(task, WAIT_S)
 
 
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])
-def test_rented_machines_are_given_back_whatever_the_planner_may_do_and_as_soon_as_the_provider_answers(
+async def test_rented_machines_are_given_back_whatever_the_planner_may_do_and_as_soon_as_the_provider_answers(
     tmp_path: Path, mode: str
 ) -> None:
-    async def scene() -> None:
-        run = Scene(tmp_path, Cloud(), planner_mode=mode)
-        for _ in range(2):
-            await run.provisioner.rent(OFFER.name, "", "because")
-        run.hub.ending.finish_run()
-        run.cloud.problem = Unreachable("the cloud is away")
-        await run.provisioner._act()
-        assert run.cloud.there and not run.hub.ending.is_settled
-        run.cloud.problem = None
-        await run.look(5.0)
-        assert run.cloud.there == {} and run.hub.money.sums().usd_per_hour == 0
-        assert run.hub.ending.is_settled
-        with pytest.raises(RunFinished, match="is finished"):
-            await run.provisioner.rent(OFFER.name, "", "more")
-
-    play(scene)
+    run = Scene(tmp_path, Cloud(), planner_mode=mode)
+    for _ in range(2):
+        await run.provisioner.rent(OFFER.name, "", "because")
+    run.hub.ending.finish_run()
+    run.cloud.problem = Unreachable("the cloud is away")
+    await run.provisioner._act()
+    assert run.cloud.there and not run.hub.ending.is_settled
+    run.cloud.problem = None
+    await run.look(5.0)
+    assert run.cloud.there == {} and run.hub.money.sums().usd_per_hour == 0
+    assert run.hub.ending.is_settled
+    with pytest.raises(RunFinished, match="is finished"):
+        await run.provisioner.rent(OFFER.name, "", "more")
 
 
-def test_idle_workers_are_sent_home_by_one_button(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            assert daemon.hub is not None
-            idle, busy = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
-            await idle.hello(name="idle")
-            await busy.hello(name="busy")
-            commands = Commands(daemon.hub, "h", 1, [], {})
-            daemon.hub.set_worker(idle.credentials.peer_id, OperatorSetting.STANDBY, "too many")
-            assert commands.dismiss_idle() == 0, "it may be between two plans"
-            daemon.hub.membership.members[idle.credentials.peer_id].activation_since -= 60
-            assert [member.name for member in commands.idle_workers()] == ["idle"]
-            assert commands.dismiss_idle() == 1
-            assert (await idle.until("refusal")).code == "Dismissed"
-            assert daemon.hub.money.sums().usd_per_hour == 1.0
-            assert (await idle.hello(name="idle")).WhichOneof("kind") == "welcome", "it may come again"
-            for node in (idle, busy):
-                await node.close()
-
-    play(scene)
+async def test_idle_workers_are_sent_home_by_one_button(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        idle, busy = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
+        await idle.hello(name="idle")
+        await busy.hello(name="busy")
+        commands = Commands(daemon.hub, "h", 1, [], {})
+        daemon.hub.set_worker(idle.credentials.peer_id, OperatorSetting.STANDBY, "too many")
+        assert commands.dismiss_idle() == 0, "it may be between two plans"
+        daemon.hub.membership.members[idle.credentials.peer_id].activation_since -= 60
+        assert [member.name for member in commands.idle_workers()] == ["idle"]
+        assert commands.dismiss_idle() == 1
+        assert (await idle.until("refusal")).code == "Dismissed"
+        assert daemon.hub.money.sums().usd_per_hour == 1.0
+        assert (await idle.hello(name="idle")).WhichOneof("kind") == "welcome", "it may come again"
 
 
-def test_the_bill_counts_machines_on_standby_and_shows_the_useful_share_beside_it(tmp_path: Path) -> None:
-    async def scene() -> None:
-        run = Scene(tmp_path, Cloud())
-        names = [PeerId("works"), PeerId("idles")]
+async def test_the_bill_counts_machines_on_standby_and_shows_the_useful_share_beside_it(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    names = [PeerId("works"), PeerId("idles")]
+    for name in names:
+        hello = pb.WorkerHello(name=name, price_usd_per_hour=2.0)
+        run.hub.review(run.hub.membership.on_hello(name, hello, run.clock.now()))
+    run.hub.set_worker(PeerId("idles"), OperatorSetting.STANDBY, "too many")
+    for _ in range(360):
+        run.clock.time += 10.0
         for name in names:
-            hello = pb.WorkerHello(name=name, price_usd_per_hour=2.0)
-            run.hub.review(run.hub.membership.on_hello(name, hello, run.clock.now()))
-        run.hub.set_worker(PeerId("idles"), OperatorSetting.STANDBY, "too many")
-        for _ in range(360):
-            run.clock.time += 10.0
-            for name in names:
-                run.hub.membership.members[name].heard_at = run.clock.now()
-            sums = run.hub.money.sums()
-        assert (sums.usd_per_hour, sums.usd_useful_per_hour) == (4.0, 2.0)
-        run.hub.close()
-        run.begin()
-        for bill in (sums, run.hub.money.sums(), run.commands.status()):
-            assert (bill.usd_spent, bill.usd_useful) == (pytest.approx(4.0), pytest.approx(2.0))
-
-    play(scene)
+            run.hub.membership.members[name].heard_at = run.clock.now()
+        sums = run.hub.money.sums()
+    assert (sums.usd_per_hour, sums.usd_useful_per_hour) == (4.0, 2.0)
+    run.hub.close()
+    run.begin()
+    for bill in (sums, run.hub.money.sums(), run.commands.status()):
+        assert (bill.usd_spent, bill.usd_useful) == (pytest.approx(4.0), pytest.approx(2.0))

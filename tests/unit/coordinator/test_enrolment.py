@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from echo2.coordinator.commands import Commands
 from echo2.coordinator.fleet.enrolment import ENROLMENTS_BURST, EnrolmentService, RenewalService
 from echo2.coordinator.fleet.wheel import SetupService
+from echo2.coordinator.operator import Commands
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, RunAuthority, TlsKey, certificate_request
 from echo2.trust.tls import PROTOCOL_VERSION
 from echo2.wire.gen.echo2.v1 import enrolment_pb2 as pb
-from tests.unit.coordinator.test_daemon import RUN, options, play, running
+from tests.unit.coordinator.test_daemon import RUN, options, running
 
 
 class Refused(Exception):
@@ -33,54 +33,46 @@ class Context:
         raise Refused(text)
 
 
-def test_a_reply_names_the_run_its_authority_and_the_certificates_end_and_tokens_are_kept_before_it_leaves(
+async def test_a_reply_names_the_run_its_authority_and_the_certificates_end_and_tokens_are_kept_before_it_leaves(
     tmp_path: Path,
 ) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            assert daemon.hub is not None
-            authority, me = RunAuthority.create(Identity.generate(), RUN, time.time()), Identity.generate()
-            reply = await EnrolmentService(daemon.hub, authority, "h:1").Enrol(
-                pb.EnrolRequest(
-                    protocol_version=PROTOCOL_VERSION, token=JoinLink.parse(daemon.links["worker"]).token, role="worker",
-                    certificate_request_der=certificate_request(me, TlsKey.generate()),
-                ),
-                Context(),
-            )  # fmt: skip
-            certificate = NodeCertificate.parse(reply.certificate_pem, "the certificate")
-            assert certificate.peer_id == me.peer_id
-            assert reply.certificate_expires_unix_s == certificate.not_after_unix_s > time.time()
-            assert reply.coordinator_peer_id == authority.identity.peer_id
-            assert (reply.run_id, reply.coordinator_address) == (RUN, "h:1")
-            kept = daemon.hub.state.store.load().tokens
-            assert any(me.peer_id in token.peers for token in kept), "its use is on the disk as the certificate leaves"
-            commands = Commands(daemon.hub, "h", 1, [], {})
-            token, _ = commands.create_token("worker", "one", 60.0, 1)
-            commands.revoke_token(token.token_id)  # stays revoked though the coordinator is killed at once
-            assert [one.is_revoked for one in daemon.hub.state.store.load().tokens if one.label == "one"] == [True]
-
-    play(scene)
+    async with running(options(tmp_path)) as daemon:
+        authority, me = RunAuthority.create(Identity.generate(), RUN, time.time()), Identity.generate()
+        reply = await EnrolmentService(daemon.hub, authority, "h:1").Enrol(
+            pb.EnrolRequest(
+                protocol_version=PROTOCOL_VERSION, token=JoinLink.parse(daemon.links["worker"]).token, role="worker",
+                certificate_request_der=certificate_request(me, TlsKey.generate()),
+            ),
+            Context(),
+        )  # fmt: skip
+        certificate = NodeCertificate.parse(reply.certificate_pem, "the certificate")
+        assert certificate.peer_id == me.peer_id
+        assert reply.certificate_expires_unix_s == certificate.not_after_unix_s > time.time()
+        assert reply.coordinator_peer_id == authority.identity.peer_id
+        assert (reply.run_id, reply.coordinator_address) == (RUN, "h:1")
+        kept = daemon.hub.state.store.load().tokens
+        assert any(me.peer_id in token.peers for token in kept), "its use is on the disk as the certificate leaves"
+        commands = Commands(daemon.hub, "h", 1, [], {})
+        token, _ = commands.create_token("worker", "one", 60.0, 1)
+        commands.revoke_token(token.token_id)  # stays revoked though the coordinator is killed at once
+        assert [one.is_revoked for one in daemon.hub.state.store.load().tokens if one.label == "one"] == [True]
 
 
-def test_a_host_that_calls_too_often_is_refused_before_its_call_is_looked_at(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            hub = daemon.hub
-            assert hub is not None
-            hub.clock = SimpleNamespace(now=lambda: 1e9)  # nothing is forgiven meanwhile
-            authority = RunAuthority.create(Identity.generate(), RUN, time.time())
-            enrolment, renewal = EnrolmentService(hub, authority, "h:1"), RenewalService(hub, authority)
-            wheel = SetupService(hub)
-            calls: dict[str, Callable[[], Awaitable[object]]] = {
-                "enrolment": lambda: enrolment.Enrol(pb.EnrolRequest(), Context()),
-                "renewal": lambda: renewal.Renew(pb.RenewRequest(), Context()),
-                "wheel": lambda: anext(wheel.FetchWheel(pb.WheelRequest(token="x"), Context())),
-            }
-            for what, call in calls.items():
-                for _ in range(ENROLMENTS_BURST):
-                    with pytest.raises(Refused, match="^(?!.*too many tries)"):
-                        await call()
-                with pytest.raises(Refused, match=f"{what} from 127.0.0.1: too many tries"):
+async def test_a_host_that_calls_too_often_is_refused_before_its_call_is_looked_at(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        hub = daemon.hub
+        hub.clock = SimpleNamespace(now=lambda: 1e9)  # nothing is forgiven meanwhile
+        authority = RunAuthority.create(Identity.generate(), RUN, time.time())
+        enrolment, renewal = EnrolmentService(hub, authority, "h:1"), RenewalService(hub, authority)
+        wheel = SetupService(hub)
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "enrolment": lambda: enrolment.Enrol(pb.EnrolRequest(), Context()),
+            "renewal": lambda: renewal.Renew(pb.RenewRequest(), Context()),
+            "wheel": lambda: anext(wheel.FetchWheel(pb.WheelRequest(token="x"), Context())),
+        }
+        for what, call in calls.items():
+            for _ in range(ENROLMENTS_BURST):
+                with pytest.raises(Refused, match="^(?!.*too many tries)"):
                     await call()
-
-    play(scene)
+            with pytest.raises(Refused, match=f"{what} from 127.0.0.1: too many tries"):
+                await call()

@@ -11,7 +11,7 @@ from echo2.base.ids import GroupId, LeaseId, PeerId
 from echo2.base.rollout import GroupSpec, SamplingParams
 from echo2.coordinator.fleet.members import Member
 from echo2.coordinator.leases.lease import GroupPhase, Lease, OpenGroup
-from echo2.coordinator.persistence import StateSnapshot
+from echo2.coordinator.store import StateSnapshot
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 A, B = PeerId("a"), PeerId("b")

@@ -13,7 +13,7 @@ from echo2.base.ids import PeerId
 from echo2.trust.identity import JoinLink, Role
 from echo2.worker.heartbeat import listen_host
 from echo2.worker.options import WorkerOptions
-from tests.unit.coordinator.test_daemon import Node, options, play, running
+from tests.unit.coordinator.test_daemon import Node, options, running
 
 
 def has_ipv6() -> bool:
@@ -27,20 +27,17 @@ def has_ipv6() -> bool:
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
 @pytest.mark.parametrize("host", ["[::1]", "::"])
-def test_a_worker_joins_a_coordinator_on_an_ipv6_address(tmp_path: Path, host: str) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path / "first", host=host)) as daemon:
-            link = JoinLink.parse(daemon.links[Role.WORKER.value])
-            host_told = "127.0.0.1" if host == "::" else "::1"  # `::` takes both, and every machine has the former
-            assert link.host == host_told and f"echo2://{joined(host_told, link.port)}/" in str(link)
-            node = await Node.join(daemon, Role.WORKER)
-            await node.hello()
-            await node.close()
-            with pytest.raises(PortBusy, match=r"\[::1?\]:"):
-                async with running(options(tmp_path / "second", host=host, enrol_port=link.port)):
-                    pass
-
-    play(scene)
+async def test_a_worker_joins_a_coordinator_on_an_ipv6_address(tmp_path: Path, host: str) -> None:
+    async with running(options(tmp_path / "first", host=host)) as daemon:
+        link = JoinLink.parse(daemon.links[Role.WORKER.value])
+        host_told = "127.0.0.1" if host == "::" else "::1"  # `::` takes both, and every machine has the former
+        assert link.host == host_told and f"echo2://{joined(host_told, link.port)}/" in str(link)
+        node = await Node.join(daemon, Role.WORKER)
+        await node.hello()
+        await node.close()
+        with pytest.raises(PortBusy, match=r"\[::1?\]:"):
+            async with running(options(tmp_path / "second", host=host, enrol_port=link.port)):
+                pass
 
 
 def test_hosts_are_joined_with_brackets_once_and_a_worker_listens_where_a_coordinator_on_its_machine_does(

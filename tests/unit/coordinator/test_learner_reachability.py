@@ -15,7 +15,7 @@ from echo2.coordinator import learner as learner_door
 from echo2.coordinator.coordinator import CoordinatorDaemon
 from echo2.trust.identity import Role
 from echo2.wire.broadcast import plan_from_message
-from tests.unit.coordinator.test_daemon import Node, options, play, running
+from tests.unit.coordinator.test_daemon import Node, options, running
 
 AT, CHUNKS, PIPES = "198.51.100.7:8421", "198.51.100.7:8422", "203.0.113.9:8424"
 
@@ -46,14 +46,12 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
 async def relaying(folder: Path, *, has_place: bool = True) -> AsyncIterator[CoordinatorDaemon]:
     """As if it listened elsewhere than on the loopback."""
     async with running(options(folder)) as daemon:
-        assert daemon.hub is not None
         daemon.hub.relay_address = "203.0.113.9:8423"
         daemon.hub.relay = SimpleNamespace(is_piped=lambda peer: has_place, close=lambda: asyncio.sleep(0))  # type: ignore[assignment]
         yield daemon
 
 
 def complaints(daemon: CoordinatorDaemon) -> list[str]:
-    assert daemon.hub is not None
     return [event.text for event in daemon.hub.state.events if "does not answer" in event.text]
 
 
@@ -68,58 +66,45 @@ async def dialled(worker: Node, wanted: tuple[str, ...]) -> None:
         pass
 
 
-def test_a_learner_that_does_not_answer_is_reached_by_pipes_and_directly_once_it_does(
+async def test_a_learner_that_does_not_answer_is_reached_by_pipes_and_directly_once_it_does(
     tmp_path: Path, answers: Answers
 ) -> None:
-    async def scene() -> None:
-        async with relaying(tmp_path) as daemon:
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-            welcome = (await learner.hello(address=AT, chunk_address=CHUNKS)).welcome
-            assert welcome.relay_address == "203.0.113.9:8423"
-            came = await worker.hello()
-            if came.welcome.learner.address != PIPES:
-                await learner_told(worker, PIPES)
-            assert answers.asked[0] == ("198.51.100.7", 8421, learner.credentials.peer_id)
-            await dialled(worker, (PIPES,))  # all workers are hidden
-            await worker.hello(addresses=["127.0.0.1:7777"])
-            await dialled(worker, ())  # the learner dials it
-            assert any("byte pipes" in text and AT in text for text in complaints(daemon))
-            answers.is_there = True
-            await learner_told(worker, AT)
-            await dialled(worker, (CHUNKS,))
-            for node in (learner, worker):
-                await node.close()
-
-    play(scene)
+    async with relaying(tmp_path) as daemon:
+        learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+        welcome = (await learner.hello(address=AT, chunk_address=CHUNKS)).welcome
+        assert welcome.relay_address == "203.0.113.9:8423"
+        came = await worker.hello()
+        if came.welcome.learner.address != PIPES:
+            await learner_told(worker, PIPES)
+        assert answers.asked[0] == ("198.51.100.7", 8421, learner.credentials.peer_id)
+        await dialled(worker, (PIPES,))  # all workers are hidden
+        await worker.hello(addresses=["127.0.0.1:7777"])
+        await dialled(worker, ())  # the learner dials it
+        assert any("byte pipes" in text and AT in text for text in complaints(daemon))
+        answers.is_there = True
+        await learner_told(worker, AT)
+        await dialled(worker, (CHUNKS,))
 
 
-def test_a_learner_without_a_place_is_left_where_it_says_and_the_operator_is_told_once(
+async def test_a_learner_without_a_place_is_left_where_it_says_and_the_operator_is_told_once(
     tmp_path: Path, answers: Answers
 ) -> None:
-    async def scene() -> None:
-        async with relaying(tmp_path, has_place=False) as daemon:
-            learner = await Node.join(daemon, Role.LEARNER)
-            await learner.hello(address=AT, chunk_address=CHUNKS)
-            while len(answers.asked) < 3:
-                await asyncio.sleep(0.02)
-            (text,) = complaints(daemon)
-            assert "learner.advertise" in text and daemon.hub is not None and daemon.hub.board.address == AT
-            await learner.close()
-
-    play(scene)
+    async with relaying(tmp_path, has_place=False) as daemon:
+        learner = await Node.join(daemon, Role.LEARNER)
+        await learner.hello(address=AT, chunk_address=CHUNKS)
+        while len(answers.asked) < 3:
+            await asyncio.sleep(0.02)
+        (text,) = complaints(daemon)
+        assert "learner.advertise" in text and daemon.hub is not None and daemon.hub.board.address == AT
 
 
-def test_one_dial_that_fails_moves_nobody(tmp_path: Path, answers: Answers) -> None:
-    async def scene() -> None:
-        async with relaying(tmp_path) as daemon:
-            learner, answers.is_there = await Node.join(daemon, Role.LEARNER), True
-            await learner.hello(address=AT, chunk_address=CHUNKS)
-            for fails in (False, True, False):
-                asked, answers.is_there = len(answers.asked), not fails
-                while len(answers.asked) == asked:
-                    await asyncio.sleep(0.001)
-            await asyncio.sleep(0.2)
-            assert daemon.hub is not None and not daemon.hub.board.pipe_address and not complaints(daemon)
-            await learner.close()
-
-    play(scene)
+async def test_one_dial_that_fails_moves_nobody(tmp_path: Path, answers: Answers) -> None:
+    async with relaying(tmp_path) as daemon:
+        learner, answers.is_there = await Node.join(daemon, Role.LEARNER), True
+        await learner.hello(address=AT, chunk_address=CHUNKS)
+        for fails in (False, True, False):
+            asked, answers.is_there = len(answers.asked), not fails
+            while len(answers.asked) == asked:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.2)
+        assert daemon.hub is not None and not daemon.hub.board.pipe_address and not complaints(daemon)

@@ -65,9 +65,9 @@ def test_the_most_urgent_group_goes_first_and_a_worker_that_is_too_old_for_it_is
     assert [grant.group.group_id for grant in ready(one, A, version=0, free=8)] == ["soon"]
     assert "it takes version 1 or newer" in waits(one, 0.0)[0][0]
     moved = one.offer(0.5, (spec("late", 4),))
-    assert le.SaveGroup(GroupId("late")) in moved, "a new turn"
+    assert le.Save("groups", "late") in moved, "a new turn"
     assert [(grant.group.group_id, grant.group.consume_step) for grant in grants(moved)] == [("late", 4)]
-    assert one.offer(0.6, (spec("late", 5),)) == [le.SaveGroup(GroupId("late"))], "it stays leased"
+    assert one.offer(0.6, (spec("late", 5),)) == [le.Save("groups", "late")], "it stays leased"
     granted = grants(one.request(1.0, A, 8, Version(5)))
     assert [grant.group.group_id for grant in granted] == ["next"]
 

@@ -14,13 +14,11 @@ from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import Activation, Member
 from echo2.coordinator.hub import BUDGET_TICKS, Hub
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
-from echo2.coordinator.operator import Actions
 from echo2.coordinator.planning.board import LearnerBoard
 from echo2.coordinator.planning.corrections import RATIO_LEAST, Corrections
 from echo2.coordinator.planning.service import snapshot_of
 from echo2.cost_model.plan import Limit, Plan, Term
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.unit.coordinator.test_daemon import play
 from tests.unit.coordinator.test_planner_input import beat, board
 from tests.unit.coordinator.test_provisioner import Cloud, Scene
 
@@ -60,91 +58,80 @@ def working_usd(hub: Hub) -> float:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_plan_spends_beyond_the_cap_and_none_at_all_beyond_the_budget(tmp_path: Path, seed: int) -> None:
+async def test_no_plan_spends_beyond_the_cap_and_none_at_all_beyond_the_budget(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
-
-    async def scene() -> None:
-        prices = (round(draw.uniform(0.1, 3.0), 2) for _ in range(12))
-        fleet = Fleet(tmp_path, *prices, usd_per_hour_cap=5.0, usd_budget=8.0)
-        hub, sent = fleet.hub, []
-        hub.learner.send = lambda order: bool(sent.append(order)) or True  # type: ignore[method-assign]
-        for member in hub.membership.members.values():
-            member.is_wanted = False
-            hub.membership.change_of(member, fleet.clock.now())
-        for turn in range(30):
-            fleet.passes(draw.uniform(1, 1800))
-            before = len(sent)
-            known = draw.sample(fleet.everybody, draw.randrange(13))  # the others came since the plan was begun
-            hub.adopt_plan(plan(draw.sample(known, draw.randrange(len(known) + 1)), 100 + turn), known, True)
-            assert working_usd(hub) <= 5.0 + 1e-6
-            if hub.money.sums().usd_chosen >= 8.0:
-                assert not {one.peer_id for one in working(hub)} & set(known)
-            assert any(order.WhichOneof("kind") == "plan" for order in sent[before:]), "the learner is told of each"
-        assert hub.money.sums().usd_chosen >= 8.0, "the budget is reached"
-        hub.change_settings({"usd_per_hour_cap": 0.3, "usd_budget": 1e6})
-        hub.adopt_plan(plan(fleet.everybody), fleet.everybody, is_acted_on=True)
-        assert working_usd(hub) <= 0.3
-
-    play(scene)
+    prices = (round(draw.uniform(0.1, 3.0), 2) for _ in range(12))
+    fleet = Fleet(tmp_path, *prices, usd_per_hour_cap=5.0, usd_budget=8.0)
+    hub, sent = fleet.hub, []
+    hub.learner.send = lambda order: bool(sent.append(order)) or True  # type: ignore[method-assign]
+    for member in hub.membership.members.values():
+        member.is_wanted = False
+        hub.membership.change_of(member, fleet.clock.now())
+    for turn in range(30):
+        fleet.passes(draw.uniform(1, 1800))
+        before = len(sent)
+        known = draw.sample(fleet.everybody, draw.randrange(13))  # the others came since the plan was begun
+        hub.adopt_plan(plan(draw.sample(known, draw.randrange(len(known) + 1)), 100 + turn), known, True)
+        assert working_usd(hub) <= 5.0 + 1e-6
+        if hub.money.sums().usd_chosen >= 8.0:
+            assert not {one.peer_id for one in working(hub)} & set(known)
+        assert any(order.WhichOneof("kind") == "plan" for order in sent[before:]), "the learner is told of each"
+    assert hub.money.sums().usd_chosen >= 8.0, "the budget is reached"
+    hub.change_settings({"usd_per_hour_cap": 0.3, "usd_budget": 1e6})
+    hub.adopt_plan(plan(fleet.everybody), fleet.everybody, is_acted_on=True)
+    assert working_usd(hub) <= 0.3
 
 
-def test_a_plan_that_is_only_advised_is_acted_on_when_the_operator_applies_it(tmp_path: Path) -> None:
-    async def scene() -> None:
-        fleet = Fleet(tmp_path, 1.0, 1.0, planner_mode="advise")
-        drain, stay = fleet.everybody
-        advised = replace(plan([stay]), drain=(drain,))
-        fleet.hub.adopt_plan(advised, fleet.everybody, is_acted_on=False)
-        assert len(working(fleet.hub)) == 2
-        await Actions(fleet.commands).act("plan/apply", b"{}")
-        assert [one.peer_id for one in working(fleet.hub)] == [stay]
-
-    play(scene)
+async def test_a_plan_that_is_only_advised_is_acted_on_when_the_operator_applies_it(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1.0, 1.0, planner_mode="advise")
+    drain, stay = fleet.everybody
+    advised = replace(plan([stay]), drain=(drain,))
+    fleet.hub.adopt_plan(advised, fleet.everybody, is_acted_on=False)
+    assert len(working(fleet.hub)) == 2
+    await fleet.commands.act("plan/apply", b"{}")
+    assert [one.peer_id for one in working(fleet.hub)] == [stay]
 
 
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])
 @pytest.mark.parametrize("has_plan", [True, False])
-def test_a_spent_budget_stops_all_spending_in_any_mode_and_is_said(tmp_path: Path, mode: str, has_plan: bool) -> None:
-    async def scene() -> None:
-        fleet = Fleet(tmp_path, 1.0, 1.0, 1.0, 1.0, usd_per_hour_cap=math.inf, usd_budget=8.0, planner_mode=mode)
-        hub = fleet.hub
-        if has_plan:
-            hub.adopt_plan(plan(fleet.everybody), fleet.everybody, is_acted_on=True)
-        for _ in range(40):
-            fleet.passes(360, BUDGET_TICKS)
-            assert working_usd(hub) == (4.0 if hub.money.sums().usd_chosen < 8.0 else 0.0)
-        assert 8.0 <= hub.money.sums().usd_chosen <= 8.0 + 0.4 + 1e-9, "what one step of the clock costs"
-        assert "budget of 8 USD is spent" in hub.membership.members[fleet.everybody[0]].activation_reason
-        hub.board.on_hello(PeerId("learner"), board(10.0).hello, "", fleet.clock.now())
-        assert any("budget" in step.text and "spent" in step.text for step in fleet.commands.advice().steps)
-        fleet.commands.change_settings({"usd_budget": 20.0}, {})
-        fleet.passes(0.0, BUDGET_TICKS)
-        assert working_usd(hub) == (0.0 if has_plan else 4.0), "a plan says who works, before the first one all do"
-
-    play(scene)
-
-
-def test_a_rented_machine_is_paid_once_and_leaves_the_rest_of_the_cap_to_others(tmp_path: Path) -> None:
-    async def scene() -> None:
-        fleet = Fleet(tmp_path, 2.0, 1.0, 0.5, usd_per_hour_cap=3.0)
-        hub = fleet.hub
-        for member in hub.membership.members.values():
-            member.is_wanted = False
-            hub.membership.change_of(member, fleet.clock.now())
-        token = hub.tokens.create("secret" * 8, "worker", "", 3600.0, 0, fleet.clock.now())
-        token.peers.add(PeerId("w0"))
-        hub.money.machines["m"] = RentedMachine(
-            "m", "gpu", "cloud", "", MachineState.RUNNING, 2.0, fleet.clock.now() - 3600.0, token_id=token.token_id
-        )
+async def test_a_spent_budget_stops_all_spending_in_any_mode_and_is_said(
+    tmp_path: Path, mode: str, has_plan: bool
+) -> None:
+    fleet = Fleet(tmp_path, 1.0, 1.0, 1.0, 1.0, usd_per_hour_cap=math.inf, usd_budget=8.0, planner_mode=mode)
+    hub = fleet.hub
+    if has_plan:
         hub.adopt_plan(plan(fleet.everybody), fleet.everybody, is_acted_on=True)
-        names = [one.peer_id for one in working(hub)]
-        assert "w0" in names and len(names) == 2, "2 USD/h for the machine, 1 for one of the others"
-        fleet.clock.time += 3600.0
-        hub.board = board(10.0)
-        hub.membership.on_heartbeat(PeerId("w0"), beat(), None, fleet.clock.now())
-        snapshot = await snapshot_of(hub)
-        assert snapshot is not None and snapshot.spent_usd == pytest.approx(4.5), "two hours of 2 and one of 0.5"
+    for _ in range(40):
+        fleet.passes(360, BUDGET_TICKS)
+        assert working_usd(hub) == (4.0 if hub.money.sums().usd_chosen < 8.0 else 0.0)
+    assert 8.0 <= hub.money.sums().usd_chosen <= 8.0 + 0.4 + 1e-9, "what one step of the clock costs"
+    assert "budget of 8 USD is spent" in hub.membership.members[fleet.everybody[0]].activation_reason
+    hub.board.on_hello(PeerId("learner"), board(10.0).hello, "", fleet.clock.now())
+    assert any("budget" in step.text and "spent" in step.text for step in fleet.commands.advice().steps)
+    fleet.commands.change_settings({"usd_budget": 20.0}, {})
+    fleet.passes(0.0, BUDGET_TICKS)
+    assert working_usd(hub) == (0.0 if has_plan else 4.0), "a plan says who works, before the first one all do"
 
-    play(scene)
+
+async def test_a_rented_machine_is_paid_once_and_leaves_the_rest_of_the_cap_to_others(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 2.0, 1.0, 0.5, usd_per_hour_cap=3.0)
+    hub = fleet.hub
+    for member in hub.membership.members.values():
+        member.is_wanted = False
+        hub.membership.change_of(member, fleet.clock.now())
+    token = hub.tokens.create("secret" * 8, "worker", "", 3600.0, 0, fleet.clock.now())
+    token.peers.add(PeerId("w0"))
+    hub.money.machines["m"] = RentedMachine(
+        "m", "gpu", "cloud", "", MachineState.RUNNING, 2.0, fleet.clock.now() - 3600.0, token_id=token.token_id
+    )
+    hub.adopt_plan(plan(fleet.everybody), fleet.everybody, is_acted_on=True)
+    names = [one.peer_id for one in working(hub)]
+    assert "w0" in names and len(names) == 2, "2 USD/h for the machine, 1 for one of the others"
+    fleet.clock.time += 3600.0
+    hub.board = board(10.0)
+    hub.membership.on_heartbeat(PeerId("w0"), beat(), None, fleet.clock.now())
+    snapshot = await snapshot_of(hub)
+    assert snapshot is not None and snapshot.spent_usd == pytest.approx(4.5), "two hours of 2 and one of 0.5"
 
 
 def test_what_the_model_leaves_out_is_learned_within_ten_steps_and_bounded_and_rewards_that_are_due_are_not_it() -> (

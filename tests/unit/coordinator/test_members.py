@@ -19,16 +19,20 @@ from echo2.coordinator.fleet.members import (
     Member,
     Membership,
     OperatorSetting,
+    PriceLimit,
     try_newcomers,
 )
 from echo2.coordinator.fleet.record import WorkerRecords
+from echo2.coordinator.fleet.tokens import TokenBook
 from echo2.coordinator.leases.lease import WorkerDelivery
-from echo2.coordinator.money.market import built_in_catalogue
-from echo2.coordinator.money.provisioning import NO_LIMIT, MachineOffer, MachineState, RentedMachine, price_limit
+from echo2.coordinator.money.costs import Money
+from echo2.coordinator.money.provisioning import MachineOffer, MachineState, RentedMachine
+from echo2.coordinator.options import timed_section
 from echo2.coordinator.planning.input import believed_rate
 from echo2.cost_model.plan import Plan
 from echo2.cost_model.planner import plan as plan_of
 from echo2.cost_model.snapshot import PlanConfig
+from echo2.outside import SteadyClock
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_planner_input import beat, board, fleet_snapshot
 
@@ -202,10 +206,26 @@ def test_a_trial_needs_weights_room_under_the_cap_and_no_pause() -> None:
 
 # ---- prices
 
-OFFERS = [
+OFFERS = (
     MachineOffer("big", "manual", gpu="H100", usd_per_hour=2.0),
     MachineOffer("spot", "manual", gpu="H100", usd_per_hour=1.2),
-]
+)
+
+
+def limit_of(
+    member: Member, fleet: Membership, machine: float | None = None, cap: float = NONE, budget: float = NONE
+) -> PriceLimit:
+    """Where these offers are made, and the worker is on a machine rented at that price."""
+    tokens = TokenBook(1)
+    money = Money(fleet, tokens, SteadyClock())
+    money.offers = OFFERS
+    if machine is not None:
+        token = tokens.create("s" * 43, "worker", "", 60.0, 0, 0.0)
+        token.peers.add(member.peer_id)
+        money.machines["m"] = RentedMachine(
+            "m", "big", "manual", "", MachineState.RUNNING, machine, 0.0, token_id=token.token_id
+        )
+    return money.limit_of(member, timed_section(usd_per_hour_cap=cap, usd_budget=budget))
 
 
 @pytest.mark.parametrize(
@@ -219,8 +239,10 @@ OFFERS = [
 def test_a_price_is_bounded_by_its_machine_the_offers_the_cap_and_the_budget(
     machine: float | None, gpu: str, cap: float, budget: float, expected: float
 ) -> None:
-    rented = None if machine is None else RentedMachine("m", "big", "manual", "", MachineState.RUNNING, machine, 0.0)
-    limit = price_limit(rented, OFFERS, gpu, cap, budget, built_in_catalogue())
+    fleet = membership()
+    member = join(fleet)
+    member.hello.gpu = gpu
+    limit = limit_of(member, fleet, machine, cap, budget)
     assert limit.usd_per_hour == pytest.approx(expected) and limit.what
     assert limit.is_exceeded_by(expected * 1.01 + 0.01) and not limit.is_exceeded_by(expected)
 
@@ -240,8 +262,8 @@ def test_what_a_heartbeat_leaves_out_stays_as_it_was_but_links_end_with_their_se
 def test_a_price_above_the_limit_waits_and_the_operator_approves_that_price_alone() -> None:
     fleet = membership()
     member = join(fleet, price=6.0)
-    assert not member.asks_too_much and member.price_limit is NO_LIMIT
-    member.price_limit = price_limit(None, [], "", 5.0, NONE, built_in_catalogue())
+    assert not member.asks_too_much
+    member.price_limit = limit_of(member, fleet, cap=5.0)
     assert member.activation is Activation.STANDBY and "the operator may activate it" in member.activation_reason
     fleet.set(A, OperatorSetting.ACTIVE, "agreed", 0.0)
     assert member.activation is Activation.ACTIVE

@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.coordinator.plan_process import FLEET_MIN, PlanProcess
-from echo2.coordinator.planning.pool_plan import make_plan
+from echo2.coordinator.planning.pool_plan import FLEET_MIN, PlanProcess, make_plan
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 from tests.unit.cost_model.fleets import learner, worker
 
@@ -76,24 +75,21 @@ def test_work_of_a_process_that_dies_or_cannot_be_started_is_done_here_and_the_n
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.05])
-def test_closing_ends_work_under_way_and_a_process_that_is_being_started(after_s: float) -> None:
-    async def closed() -> None:
-        process, begun = PlanProcess(), time.monotonic()
-        task = asyncio.create_task(process.run(FLEET_MIN, time.sleep, 60.0))
-        await asyncio.sleep(after_s)
-        process.close()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert time.monotonic() - begun < 10
-
-    asyncio.run(closed())
+async def test_closing_ends_work_under_way_and_a_process_that_is_being_started(after_s: float) -> None:
+    process, begun = PlanProcess(), time.monotonic()
+    task = asyncio.create_task(process.run(FLEET_MIN, time.sleep, 60.0))
+    await asyncio.sleep(after_s)
+    process.close()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert time.monotonic() - begun < 10
     while any("spawn_main" in " ".join(child.cmdline()) for child in psutil.Process().children()):
         pass
 
 
 def test_the_process_ends_with_one_that_is_killed() -> None:
     script = (
-        "import asyncio, os\nfrom echo2.coordinator.plan_process import PlanProcess\n"
+        "import asyncio, os\nfrom echo2.coordinator.planning.pool_plan import PlanProcess\n"
         "async def main():\n    print(await PlanProcess().run(100, os.getpid), flush=True)\n    await asyncio.sleep(60)\n"
         "asyncio.run(main())"
     )

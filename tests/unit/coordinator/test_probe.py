@@ -22,79 +22,71 @@ from echo2.coordinator.fleet.enrolment import caller_address, caller_host
 from echo2.trust.identity import Identity, JoinLink
 from echo2.wire.gen.echo2.v1 import probe_pb2 as pb
 from echo2.wire.gen.echo2.v1 import probe_pb2_grpc
-from tests.unit.coordinator.test_daemon import options, play, running
+from tests.unit.coordinator.test_daemon import options, running
 from tests.unit.coordinator.test_rpc_fuzz import enrolment_channel, fingerprint
 
 
-def test_reach_clock_and_rates_are_found_with_a_token_that_may_be_used_up_and_nothing_is_joined(
+async def test_reach_clock_and_rates_are_found_with_a_token_that_may_be_used_up_and_nothing_is_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reachability, "TRANSFER_BYTES", 4 << 20)
-
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            link, hub, before = JoinLink.parse(daemon.links["worker"]), daemon.hub, fingerprint(daemon)
-            assert hub is not None
-            found = await look_at_own_link(link, {}, 5)
-            assert found.seen.local == found.seen.observed, "on loopback both ends see the same"
-            assert found.seen.dialled_port == found.tried_port > 0 and not found.failure
-            assert (found.role, found.token_problem, found.rate_problem) == ("worker", "", "")
-            assert abs(found.skew_s) < 1
-            assert found.uplink_bytes_per_s > 1e6 and found.downlink_bytes_per_s > 1e6
-            learners = JoinLink.parse(daemon.links["learner"])
-            with socket.create_server(("0.0.0.0", 0)) as busy:
-                port = busy.getsockname()[1]
-                with pytest.raises(PortBusy, match=f"port {port}"):
-                    await look_at_own_link(learners, {"learner": port}, 5)
-            reach = await look_at_own_link(learners, {"learner": port, "worker": 1}, 5)
-            assert reach.seen.dialled_port == port, "of the role"
-            with pytest.raises(BadToken, match="does not know"):
-                await look_at_own_link(replace(link, token="x" * 43), {}, 5)
-            with pytest.raises(TrustError, match="expected the peer"):
-                await look_at_own_link(replace(link, peer_id=Identity.generate().peer_id), {}, 5)
-            assert fingerprint(daemon) == before
-            token = hub.tokens.redeem(link.token, "worker", Identity.generate().peer_id, hub.clock.now())
-            token.use_limit = 1
-            hub.clock = SimpleNamespace(now=lambda: time.time() + 3600.0)  # later: it has called often
-            token.expires_at += 7200.0
-            assert "used 1 of 1 times" in (await look_at_own_link(link, {}, 5)).token_problem
-            token.is_revoked = True
-            with pytest.raises(BadToken, match="revoked"):
-                await look_at_own_link(link, {}, 5)
-
-    play(scene)
+    async with running(options(tmp_path)) as daemon:
+        link, hub, before = JoinLink.parse(daemon.links["worker"]), daemon.hub, fingerprint(daemon)
+        found = await look_at_own_link(link, {}, 5)
+        assert found.seen.local == found.seen.observed, "on loopback both ends see the same"
+        assert found.seen.dialled_port == found.tried_port > 0 and not found.failure
+        assert (found.role, found.token_problem, found.rate_problem) == ("worker", "", "")
+        assert abs(found.skew_s) < 1
+        assert found.uplink_bytes_per_s > 1e6 and found.downlink_bytes_per_s > 1e6
+        learners = JoinLink.parse(daemon.links["learner"])
+        with socket.create_server(("0.0.0.0", 0)) as busy:
+            port = busy.getsockname()[1]
+            with pytest.raises(PortBusy, match=f"port {port}"):
+                await look_at_own_link(learners, {"learner": port}, 5)
+        reach = await look_at_own_link(learners, {"learner": port, "worker": 1}, 5)
+        assert reach.seen.dialled_port == port, "of the role"
+        with pytest.raises(BadToken, match="does not know"):
+            await look_at_own_link(replace(link, token="x" * 43), {}, 5)
+        with pytest.raises(TrustError, match="expected the peer"):
+            await look_at_own_link(replace(link, peer_id=Identity.generate().peer_id), {}, 5)
+        assert fingerprint(daemon) == before
+        token = hub.tokens.redeem(link.token, "worker", Identity.generate().peer_id, hub.clock.now())
+        token.use_limit = 1
+        hub.clock = SimpleNamespace(now=lambda: time.time() + 3600.0)  # later: it has called often
+        token.expires_at += 7200.0
+        assert "used 1 of 1 times" in (await look_at_own_link(link, {}, 5)).token_problem
+        token.is_revoked = True
+        with pytest.raises(BadToken, match="revoked"):
+            await look_at_own_link(link, {}, 5)
 
 
-def test_only_the_callers_own_address_is_dialled_and_the_nonce_is_read(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            link = JoinLink.parse(daemon.links["worker"])
-            async with await enrolment_channel(link) as channel:
-                stub = probe_pb2_grpc.ProbeStub(channel)
+async def test_only_the_callers_own_address_is_dialled_and_the_nonce_is_read(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        link = JoinLink.parse(daemon.links["worker"])
+        async with await enrolment_channel(link) as channel:
+            stub = probe_pb2_grpc.ProbeStub(channel)
 
-                async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                    writer.write(b"HTTP/1.1 400 No")
-                    writer.close()
+            async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                writer.write(b"HTTP/1.1 400 No")
+                writer.close()
 
-                async with await asyncio.start_server(other, "127.0.0.1", 0) as server:
-                    port = server.sockets[0].getsockname()[1]
-                    request = pb.ReachRequest(protocol_version=1, token=link.token, port=port, nonce=b"n" * 16)
-                    reply = await stub.Reach(request)
-                assert (reply.is_dialled, reply.host) == (False, "127.0.0.1")
-                assert "something else answers" in reply.failure
+            async with await asyncio.start_server(other, "127.0.0.1", 0) as server:
+                port = server.sockets[0].getsockname()[1]
+                request = pb.ReachRequest(protocol_version=1, token=link.token, port=port, nonce=b"n" * 16)
                 reply = await stub.Reach(request)
-                assert "refused" in reply.failure
-                for spoilt in ({"port": 99_999}, {"nonce": b"short"}, {"protocol_version": 9}, {"token": "x" * 9000}):
-                    request = pb.ReachRequest(protocol_version=1, token=link.token, port=port, nonce=b"n" * 16)
-                    for name, value in spoilt.items():
-                        setattr(request, name, value)
-                    with pytest.raises(grpc.aio.AioRpcError, match="expected"):
-                        await stub.Reach(request)
+            assert (reply.is_dialled, reply.host) == (False, "127.0.0.1")
+            assert "something else answers" in reply.failure
+            reply = await stub.Reach(request)
+            assert "refused" in reply.failure
+            for spoilt in ({"port": 99_999}, {"nonce": b"short"}, {"protocol_version": 9}, {"token": "x" * 9000}):
+                request = pb.ReachRequest(protocol_version=1, token=link.token, port=port, nonce=b"n" * 16)
+                for name, value in spoilt.items():
+                    setattr(request, name, value)
+                with pytest.raises(grpc.aio.AioRpcError, match="expected"):
+                    await stub.Reach(request)
 
-    play(scene)
 
-
-def test_transfers_take_turns_are_bounded_and_survive_a_machine_that_stalls(
+async def test_transfers_take_turns_are_bounded_and_survive_a_machine_that_stalls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "TRANSFER_S", 0.2)
@@ -106,27 +98,24 @@ def test_transfers_take_turns_are_bounded_and_survive_a_machine_that_stalls(
         yield pb.UploadBlock(data=b"x" * 1000)
         await asyncio.Event().wait()
 
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            link = JoinLink.parse(daemon.links["worker"])
-            async with await enrolment_channel(link) as channel:
-                stub = probe_pb2_grpc.ProbeStub(channel)
-                first = asyncio.ensure_future(_reply(stub.Upload(stalling(link.token))))
-                await asyncio.sleep(0.05)
-                second = await _reply(stub.Upload(stalling(link.token)))
-                assert "other machines were measured" in str(second)
-                reply = await asyncio.wait_for(first, 5)
-                assert isinstance(reply, pb.UploadReply) and reply.received_bytes == 1000
-                sent = sum([len(b.data) async for b in stub.Download(pb.DownloadRequest(token=link.token))])
-                assert 0 < sent <= reachability.TRANSFER_BYTES
-                with pytest.raises(grpc.aio.AioRpcError, match="does not know"):
-                    async for _ in stub.Download(pb.DownloadRequest(token="x" * 43)):
-                        pass
-                assert isinstance(await _reply(stub.Upload(stalling("x" * 43))), grpc.aio.AioRpcError)
-                answers = [await _reply(stub.Reach(pb.ReachRequest(protocol_version=1))) for _ in range(4)]
-                assert "too many" in str(answers[-1]), "who asks too often is refused"
-
-    play(scene)
+    async with running(options(tmp_path)) as daemon:
+        link = JoinLink.parse(daemon.links["worker"])
+        async with await enrolment_channel(link) as channel:
+            stub = probe_pb2_grpc.ProbeStub(channel)
+            first = asyncio.ensure_future(_reply(stub.Upload(stalling(link.token))))
+            await asyncio.sleep(0.05)
+            second = await _reply(stub.Upload(stalling(link.token)))
+            assert "other machines were measured" in str(second)
+            reply = await asyncio.wait_for(first, 5)
+            assert isinstance(reply, pb.UploadReply) and reply.received_bytes == 1000
+            sent = sum([len(b.data) async for b in stub.Download(pb.DownloadRequest(token=link.token))])
+            assert 0 < sent <= reachability.TRANSFER_BYTES
+            with pytest.raises(grpc.aio.AioRpcError, match="does not know"):
+                async for _ in stub.Download(pb.DownloadRequest(token="x" * 43)):
+                    pass
+            assert isinstance(await _reply(stub.Upload(stalling("x" * 43))), grpc.aio.AioRpcError)
+            answers = [await _reply(stub.Reach(pb.ReachRequest(protocol_version=1))) for _ in range(4)]
+            assert "too many" in str(answers[-1]), "who asks too often is refused"
 
 
 async def _reply(call: grpc.aio.UnaryUnaryCall) -> object:
@@ -136,24 +125,20 @@ async def _reply(call: grpc.aio.UnaryUnaryCall) -> object:
         return error
 
 
-def test_no_more_than_a_few_wait_for_their_turn(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            assert daemon.hub is not None
-            service = probe.ProbeService(daemon.hub)
+async def test_no_more_than_a_few_wait_for_their_turn(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        service = probe.ProbeService(daemon.hub)
+        async with service._turn():
+            waiting = [asyncio.create_task(service._turn().__aenter__()) for _ in range(probe.WAITING_MAX)]
+            await asyncio.sleep(0)
+            with pytest.raises(LimitExceeded, match="at most"):
+                await service._turn().__aenter__()
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        async with asyncio.timeout(1):
             async with service._turn():
-                waiting = [asyncio.create_task(service._turn().__aenter__()) for _ in range(probe.WAITING_MAX)]
-                await asyncio.sleep(0)
-                with pytest.raises(LimitExceeded, match="at most"):
-                    await service._turn().__aenter__()
-                for task in waiting:
-                    task.cancel()
-                await asyncio.gather(*waiting, return_exceptions=True)
-            async with asyncio.timeout(1):
-                async with service._turn():
-                    pass
-
-    play(scene)
+                pass
 
 
 @pytest.mark.parametrize(

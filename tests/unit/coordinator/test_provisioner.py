@@ -14,15 +14,21 @@ import pytest
 from echo2.base.errors import LimitExceeded, MalformedMessage, ResourceError, Unreachable
 from echo2.base.ids import GroupId, PeerId, Version
 from echo2.base.rollout import GroupSpec, SamplingParams
-from echo2.coordinator.commands import Commands
 from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.hub import Hub
 from echo2.coordinator.money.provisioner import Provisioner
-from echo2.coordinator.money.provisioning import MachineOffer, MachineState, ObservedMachine, RentedMachine
-from echo2.coordinator.money.renting import FleetAdvice, ReleaseProposal, RentProposal
+from echo2.coordinator.money.provisioning import (
+    FleetAdvice,
+    MachineOffer,
+    MachineState,
+    ObservedMachine,
+    ReleaseProposal,
+    RentedMachine,
+    RentProposal,
+)
+from echo2.coordinator.operator import Commands
 from echo2.coordinator.options import CoordinatorOptions
-from echo2.coordinator.persistence import StateChanges
-from echo2.coordinator.store import SqlStore
+from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.trust.identity import Identity
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.coordinator.test_daemon import RUN, options
@@ -106,7 +112,7 @@ class Scene:
         return [(one.action, round(one.usd_spent, 4)) for one in self.hub.state.paid]
 
 
-def test_what_costs_money_or_bars_somebody_outlives_a_power_cut(
+async def test_what_costs_money_or_bars_somebody_outlives_a_power_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[StateChanges] = []
@@ -117,38 +123,35 @@ def test_what_costs_money_or_bars_somebody_outlives_a_power_cut(
     write = SqlStore.write
     monkeypatch.setattr(SqlStore, "write", lambda self, changes: (written.append(changes), write(self, changes)))
 
-    async def scene() -> None:
-        one = Scene(tmp_path, Cloud())
-        one.cloud.answers.clear()
-        renting = asyncio.create_task(one.commands.provisioner.rent("gpu", "", "a test"))
-        await asyncio.sleep(0.05)
-        assert not one.cloud.there, "the provider has not been asked to the end"
-        asked = [changes for changes in written if kinds(changes) & {"machines", "tokens"}]
-        assert asked and all(changes.must_last for changes in asked)
-        one.cloud.answers.set()
-        machine = await renting
-        worker = one.join(machine)
+    one = Scene(tmp_path, Cloud())
+    one.cloud.answers.clear()
+    renting = asyncio.create_task(one.commands.provisioner.rent("gpu", "", "a test"))
+    await asyncio.sleep(0.05)
+    assert not one.cloud.there, "the provider has not been asked to the end"
+    asked = [changes for changes in written if kinds(changes) & {"machines", "tokens"}]
+    assert asked and all(changes.must_last for changes in asked)
+    one.cloud.answers.set()
+    machine = await renting
+    worker = one.join(machine)
+    written.clear()
+    one.hub.set_worker(worker, OperatorSetting.BANNED, "it lies")
+    assert any(changes.must_last and "members" in kinds(changes) for changes in written)
+    token, _ = one.commands.create_token("worker", "", 60.0, 1)
+    written.clear()
+    one.commands.revoke_token(token.token_id)
+    assert written[0].must_last
+    for key, act in (
+        ("settings", lambda: one.commands.change_settings({"usd_budget": 50.0}, {})),
+        ("paused", lambda: one.commands.pause("the power is out")),
+        ("finished", lambda: one.commands.stop_run("enough")),
+        ("finished", one.commands.resume),
+    ):
         written.clear()
-        one.commands.set_worker(worker, OperatorSetting.BANNED.value, "it lies")
-        assert any(changes.must_last and "members" in kinds(changes) for changes in written)
-        token, _ = one.commands.create_token("worker", "", 60.0, 1)
-        written.clear()
-        one.commands.revoke_token(token.token_id)
-        assert written[0].must_last
-        for key, act in (
-            ("settings", lambda: one.commands.change_settings({"usd_budget": 50.0}, {})),
-            ("paused", lambda: one.commands.pause("the power is out")),
-            ("finished", lambda: one.commands.stop_run("enough")),
-            ("finished", one.commands.resume),
-        ):
-            written.clear()
-            act()
-            assert any(changes.must_last and ("meta", key) in changes.rows for changes in written), key
-
-    asyncio.run(scene())
+        act()
+        assert any(changes.must_last and ("meta", key) in changes.rows for changes in written), key
 
 
-def test_a_lease_that_ends_in_the_turn_of_its_grant_is_told_to_nobody(tmp_path: Path) -> None:
+async def test_a_lease_that_ends_in_the_turn_of_its_grant_is_told_to_nobody(tmp_path: Path) -> None:
     """After a pause of the coordinator's, a group's offer and its end are heard together."""
 
     class Listening:
@@ -158,23 +161,20 @@ def test_a_lease_that_ends_in_the_turn_of_its_grant_is_told_to_nobody(tmp_path: 
         def send(self, order: Any) -> None:
             self.heard.append(order.WhichOneof("kind"))
 
-    async def scene() -> None:
-        one, session = Scene(tmp_path, Cloud()), Listening()
-        worker = one.join(await one.commands.provisioner.rent("gpu", "", "a test"))
-        one.hub.workers[worker] = cast(Any, session)
-        group = GroupSpec(GroupId("g"), (1,), 1, SamplingParams(max_new_tokens=8), 0)
-        one.hub.handle(one.hub.book.request, worker, 1, Version(0))
-        one.hub.handle(one.hub.book.offer, (group,))
-        assert one.hub.book.leases
-        one.hub.handle(one.hub.book.close, (GroupId("g"),), "complete")
-        await asyncio.sleep(0.01)
-        assert "lease_grant" not in session.heard
-        one.hub.handle(one.hub.book.request, worker, 1, Version(0))
-        one.hub.handle(one.hub.book.offer, (replace(group, group_id=GroupId("h")),))
-        await asyncio.sleep(0.01)
-        assert session.heard.count("lease_grant") == 1
-
-    asyncio.run(scene())
+    one, session = Scene(tmp_path, Cloud()), Listening()
+    worker = one.join(await one.commands.provisioner.rent("gpu", "", "a test"))
+    one.hub.workers[worker] = cast(Any, session)
+    group = GroupSpec(GroupId("g"), (1,), 1, SamplingParams(max_new_tokens=8), 0)
+    one.hub.handle(one.hub.book.request, worker, 1, Version(0))
+    one.hub.handle(one.hub.book.offer, (group,))
+    assert one.hub.book.leases
+    one.hub.handle(one.hub.book.close, (GroupId("g"),), "complete")
+    await asyncio.sleep(0.01)
+    assert "lease_grant" not in session.heard
+    one.hub.handle(one.hub.book.request, worker, 1, Version(0))
+    one.hub.handle(one.hub.book.offer, (replace(group, group_id=GroupId("h")),))
+    await asyncio.sleep(0.01)
+    assert session.heard.count("lease_grant") == 1
 
 
 def play(scene: Callable[[], Any]) -> None:
@@ -189,252 +189,221 @@ class Forgetful(Cloud):
         raise Unreachable("no answer")
 
 
-def test_a_machine_that_was_made_though_its_answer_was_lost_is_given_back(tmp_path: Path) -> None:
-    async def scene() -> None:
-        run = Scene(tmp_path, Forgetful())
-        with pytest.raises(Unreachable):
-            await run.provisioner.rent("gpu", "", "because")
-        (machine,) = run.provisioner.machines.values()
-        assert not machine.is_open and len(run.cloud.there) == 1
-        await run.look(5)
-        assert not machine.is_open and run.cloud.there == {}
-        assert [action for action, _ in run.journal()] == ["rent", "rent failed", "release", "released"]
-
-    play(scene)
+async def test_a_machine_that_was_made_though_its_answer_was_lost_is_given_back(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Forgetful())
+    with pytest.raises(Unreachable):
+        await run.provisioner.rent("gpu", "", "because")
+    (machine,) = run.provisioner.machines.values()
+    assert not machine.is_open and len(run.cloud.there) == 1
+    await run.look(5)
+    assert not machine.is_open and run.cloud.there == {}
+    assert [action for action, _ in run.journal()] == ["rent", "rent failed", "release", "released"]
 
 
-def test_each_paid_action_is_journalled_with_reason_and_cost(tmp_path: Path) -> None:
-    async def scene() -> None:
-        run = Scene(tmp_path, Cloud())
-        machine = await run.provisioner.rent("gpu", "", "because")
-        assert (machine.state, machine.machine_id[:12]) == (MachineState.STARTING, "e-a-run-gpu-")
-        await run.look(1800)
-        assert machine.state is MachineState.RUNNING
-        assert run.hub.money.sums().usd_spent == pytest.approx(1.0)
-        run.join(machine)
-        assert run.hub.money.sums().usd_per_hour == 2.0, "its worker's price is not charged beside it"
-        await run.provisioner.release(machine.machine_id, "enough")
-        await run.provisioner.release(machine.machine_id, "again")
-        run.clock.time += 1800
-        assert run.hub.money.sums().usd_spent == pytest.approx(1.0)
-        assert run.journal() == [("rent", 0.0), ("release", 1.0), ("released", 1.0)]
-        assert [one.reason for one in run.hub.state.paid] == ["because", "enough", "enough"]
-        assert run.hub.tokens.tokens[machine.token_id].is_revoked
-        assert run.cloud.there == {}
-        with pytest.raises(MalformedMessage, match="expected one of gpu"):
-            await run.provisioner.rent("tpu", "", "")
-        with pytest.raises(MalformedMessage, match="expected one of this run"):
-            await run.provisioner.release("m", "")
-
-    play(scene)
+async def test_each_paid_action_is_journalled_with_reason_and_cost(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    machine = await run.provisioner.rent("gpu", "", "because")
+    assert (machine.state, machine.machine_id[:12]) == (MachineState.STARTING, "e-a-run-gpu-")
+    await run.look(1800)
+    assert machine.state is MachineState.RUNNING
+    assert run.hub.money.sums().usd_spent == pytest.approx(1.0)
+    run.join(machine)
+    assert run.hub.money.sums().usd_per_hour == 2.0, "its worker's price is not charged beside it"
+    await run.provisioner.release(machine.machine_id, "enough")
+    await run.provisioner.release(machine.machine_id, "again")
+    run.clock.time += 1800
+    assert run.hub.money.sums().usd_spent == pytest.approx(1.0)
+    assert run.journal() == [("rent", 0.0), ("release", 1.0), ("released", 1.0)]
+    assert [one.reason for one in run.hub.state.paid] == ["because", "enough", "enough"]
+    assert run.hub.tokens.tokens[machine.token_id].is_revoked
+    assert run.cloud.there == {}
+    with pytest.raises(MalformedMessage, match="expected one of gpu"):
+        await run.provisioner.rent("tpu", "", "")
+    with pytest.raises(MalformedMessage, match="expected one of this run"):
+        await run.provisioner.release("m", "")
 
 
-def test_a_machine_wanted_at_the_moment_of_a_kill_is_found_or_forgotten_and_never_lost(tmp_path: Path) -> None:
-    async def scene() -> None:
-        run = Scene(tmp_path, Cloud())
-        run.cloud.answers.clear()
-        wishes = [asyncio.create_task(run.provisioner.rent("gpu", label, "because")) for label in ("a", "b")]
-        while len(run.provisioner.machines) < 2 or len(run.journal()) < 2:
-            await asyncio.sleep(0)
-        asked, never = sorted(run.provisioner.machines)
-        for wish in wishes:  # the process is killed: the cloud has got one of the two requests
-            wish.cancel()
-        run.cloud.there[asked] = ObservedMachine(MachineState.STARTING)
-        run.begin()
-        assert {one.state for one in run.provisioner.machines.values()} == {MachineState.WANTED}
-        await run.look(10)
-        assert run.provisioner.machines[asked].state is MachineState.STARTING
-        assert run.provisioner.machines[never].state is MachineState.GONE
-        assert run.journal()[-1][0] == "rent undone"
-        run.cloud.problem = Unreachable("the cloud is away")
-        with pytest.raises(Unreachable):
-            await run.provisioner.release(asked, "enough")
-        run.begin()  # killed while it was being released
-        run.cloud.problem = None
-        await run.look(10)
-        assert run.provisioner.machines[asked].state is MachineState.GONE
-        assert run.cloud.there == {}
-
-    play(scene)
+async def test_a_machine_wanted_at_the_moment_of_a_kill_is_found_or_forgotten_and_never_lost(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    run.cloud.answers.clear()
+    wishes = [asyncio.create_task(run.provisioner.rent("gpu", label, "because")) for label in ("a", "b")]
+    while len(run.provisioner.machines) < 2 or len(run.journal()) < 2:
+        await asyncio.sleep(0)
+    asked, never = sorted(run.provisioner.machines)
+    for wish in wishes:  # the process is killed: the cloud has got one of the two requests
+        wish.cancel()
+    run.cloud.there[asked] = ObservedMachine(MachineState.STARTING)
+    run.begin()
+    assert {one.state for one in run.provisioner.machines.values()} == {MachineState.WANTED}
+    await run.look(10)
+    assert run.provisioner.machines[asked].state is MachineState.STARTING
+    assert run.provisioner.machines[never].state is MachineState.GONE
+    assert run.journal()[-1][0] == "rent undone"
+    run.cloud.problem = Unreachable("the cloud is away")
+    with pytest.raises(Unreachable):
+        await run.provisioner.release(asked, "enough")
+    run.begin()  # killed while it was being released
+    run.cloud.problem = None
+    await run.look(10)
+    assert run.provisioner.machines[asked].state is MachineState.GONE
+    assert run.cloud.there == {}
 
 
-def test_what_takes_long_goes_on_and_what_fails_owes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        monkeypatch.setattr("echo2.coordinator.money.provisioner.ANSWER_S", 0.01)
-        run = Scene(tmp_path, Cloud())
-        run.cloud.answers.clear()
-        machine = await run.provisioner.rent("gpu", "", "because")
-        assert machine.state is MachineState.WANTED
-        await run.look(120)
-        assert machine.state is MachineState.WANTED, "its provider is still being asked"
-        with pytest.raises(LimitExceeded, match="still busy"):
-            await run.provisioner.release(machine.machine_id, "")
-        run.cloud.answers.set()
-        while machine.state is MachineState.WANTED:
-            await asyncio.sleep(0)
-        run.cloud.problem = ResourceError("no H100 in any zone")
-        with pytest.raises(ResourceError):
-            await run.provisioner.rent("gpu", "", "because")
-        assert run.journal()[-1] == ("rent failed", 0.0)
-        assert run.hub.state.paid[-1].reason == "no H100 in any zone"
-
-    play(scene)
-
-
-def test_a_rent_that_failed_late_owes_nothing_for_the_time_that_it_was_asked_for(tmp_path: Path) -> None:
-    async def scene() -> None:
-        run = Scene(tmp_path, Cloud())
-        run.cloud.answers.clear()
-        renting = asyncio.create_task(run.provisioner.rent("gpu", "", "because"))
-        while not run.journal():
-            await asyncio.sleep(0)
-        run.clock.time += 1800
-        assert run.hub.money.sums().usd_spent == pytest.approx(1.0), "until it is known, it may be running"
-        run.cloud.problem = ResourceError("no H100 in any zone")
-        run.cloud.answers.set()
-        with pytest.raises(ResourceError):
-            await renting
-        assert run.hub.money.sums().usd_spent == 0
-        assert run.journal() == [("rent", 0.0), ("rent failed", 0.0)]
-        run.clock.time += 1800
-        run.begin()  # and so it is kept
-        assert run.hub.money.sums().usd_spent == 0
-
-    play(scene)
+async def test_what_takes_long_goes_on_and_what_fails_owes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo2.coordinator.money.provisioner.ANSWER_S", 0.01)
+    run = Scene(tmp_path, Cloud())
+    run.cloud.answers.clear()
+    machine = await run.provisioner.rent("gpu", "", "because")
+    assert machine.state is MachineState.WANTED
+    await run.look(120)
+    assert machine.state is MachineState.WANTED, "its provider is still being asked"
+    with pytest.raises(LimitExceeded, match="still busy"):
+        await run.provisioner.release(machine.machine_id, "")
+    run.cloud.answers.set()
+    while machine.state is MachineState.WANTED:
+        await asyncio.sleep(0)
+    run.cloud.problem = ResourceError("no H100 in any zone")
+    with pytest.raises(ResourceError):
+        await run.provisioner.rent("gpu", "", "because")
+    assert run.journal()[-1] == ("rent failed", 0.0)
+    assert run.hub.state.paid[-1].reason == "no H100 in any zone"
 
 
-def test_a_preemption_notice_takes_the_leases_off_its_workers_at_once(tmp_path: Path) -> None:
-    async def scene() -> None:
-        run = Scene(tmp_path, Cloud())
-        machine = await run.provisioner.rent("gpu", "", "because")
-        peer = run.join(machine, leases=2)
-        assert len(run.hub.book.leases_of(peer)) == 2
-        run.cloud.there[machine.machine_id] = ObservedMachine(MachineState.ENDING, "spot price rose")
-        await run.look(3600)
-        member = run.hub.membership.members[peer]
-        assert (machine.state, member.setting) == (MachineState.ENDING, OperatorSetting.DRAINING)
-        assert all(lease.is_recalled for lease in run.hub.book.leases_of(peer))
-        del run.cloud.there[machine.machine_id]
-        await run.look()
-        assert machine.state is MachineState.GONE
-        assert [action for action, _ in run.journal()] == [
-            "rent", "preemption notice", "preemption notice", "preempted",
-        ]  # fmt: skip
-        by_hand = await run.provisioner.rent("gpu", "", "because")
-        run.provisioner.preempted(by_hand.machine_id, "the owner said so")
-        assert by_hand.state is MachineState.ENDING
-        run.provisioner.preempted(peer, "again")
-        with pytest.raises(MalformedMessage, match="a machine or a worker"):
-            run.provisioner.preempted("nobody", "")
-
-    play(scene)
+async def test_a_rent_that_failed_late_owes_nothing_for_the_time_that_it_was_asked_for(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    run.cloud.answers.clear()
+    renting = asyncio.create_task(run.provisioner.rent("gpu", "", "because"))
+    while not run.journal():
+        await asyncio.sleep(0)
+    run.clock.time += 1800
+    assert run.hub.money.sums().usd_spent == pytest.approx(1.0), "until it is known, it may be running"
+    run.cloud.problem = ResourceError("no H100 in any zone")
+    run.cloud.answers.set()
+    with pytest.raises(ResourceError):
+        await renting
+    assert run.hub.money.sums().usd_spent == 0
+    assert run.journal() == [("rent", 0.0), ("rent failed", 0.0)]
+    run.clock.time += 1800
+    run.begin()  # and so it is kept
+    assert run.hub.money.sums().usd_spent == 0
 
 
-def test_machines_lost_or_unknown_are_told(tmp_path: Path) -> None:
-    async def scene() -> None:
-        run = Scene(tmp_path, Cloud())
-        machine = await run.provisioner.rent("gpu", "", "because")
-        run.cloud.there = {"e-a-run-gpu-stranger": ObservedMachine(MachineState.RUNNING)}
-        await run.look(5)
-        assert machine.state is MachineState.STARTING, "a provider may be slow to list what it has made"
-        await run.look(60)
-        assert machine.state is MachineState.GONE
-        assert [action for action, _ in run.journal()] == ["rent", "found", "lost"]
-        run.cloud.problem = Unreachable("the cloud is away")
-        await run.look()
-        assert run.provisioner.problems == {"gpu": "the cloud is away"}
-        assert "the cloud is away" in run.hub.state.events[-1].text
+async def test_a_preemption_notice_takes_the_leases_off_its_workers_at_once(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    machine = await run.provisioner.rent("gpu", "", "because")
+    peer = run.join(machine, leases=2)
+    assert len(run.hub.book.leases_of(peer)) == 2
+    run.cloud.there[machine.machine_id] = ObservedMachine(MachineState.ENDING, "spot price rose")
+    await run.look(3600)
+    member = run.hub.membership.members[peer]
+    assert (machine.state, member.setting) == (MachineState.ENDING, OperatorSetting.DRAINING)
+    assert all(lease.is_recalled for lease in run.hub.book.leases_of(peer))
+    del run.cloud.there[machine.machine_id]
+    await run.look()
+    assert machine.state is MachineState.GONE
+    assert [action for action, _ in run.journal()] == [
+        "rent", "preemption notice", "preemption notice", "preempted",
+    ]  # fmt: skip
+    by_hand = await run.provisioner.rent("gpu", "", "because")
+    run.provisioner.preempted(by_hand.machine_id, "the owner said so")
+    assert by_hand.state is MachineState.ENDING
+    run.provisioner.preempted(peer, "again")
+    with pytest.raises(MalformedMessage, match="a machine or a worker"):
+        run.provisioner.preempted("nobody", "")
 
-    play(scene)
+
+async def test_machines_lost_or_unknown_are_told(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    machine = await run.provisioner.rent("gpu", "", "because")
+    run.cloud.there = {"e-a-run-gpu-stranger": ObservedMachine(MachineState.RUNNING)}
+    await run.look(5)
+    assert machine.state is MachineState.STARTING, "a provider may be slow to list what it has made"
+    await run.look(60)
+    assert machine.state is MachineState.GONE
+    assert [action for action, _ in run.journal()] == ["rent", "found", "lost"]
+    run.cloud.problem = Unreachable("the cloud is away")
+    await run.look()
+    assert run.provisioner.problems == {"gpu": "the cloud is away"}
+    assert "the cloud is away" in run.hub.state.events[-1].text
 
 
-def test_advice_waits_for_the_operators_word_or_is_carried_out(tmp_path: Path) -> None:
-    async def scene() -> None:
-        run = Scene(tmp_path, Cloud())
-        wish = RentProposal("gpu", 2, 4.0, "the pool lacks 3 rollouts/s", is_automatic=True)
-        run.provisioner.advice = FleetAdvice(rent=(wish,))
-        assert await run.provisioner.carry_out("approved by the operator") == 2
-        assert await run.provisioner.carry_out("approved by the operator") == 0, "once"
-        assert run.hub.state.paid[0].reason == "approved by the operator: the pool lacks 3 rollouts/s"
-        by_hand = RentProposal("gpu", 1, 2.0, "why", is_automatic=False)
-        run.provisioner.advice = FleetAdvice(rent=(by_hand,))
-        assert await run.provisioner.carry_out("the planner", only_automatic=True) == 0
-        first = next(iter(run.provisioner.machines))
-        run.provisioner.advice = FleetAdvice(release=(ReleaseProposal(first, 2.0, "idle"),))
-        assert await run.provisioner.carry_out("the planner", only_automatic=True) == 1
-        assert run.provisioner.machines[first].state is MachineState.GONE
-
-    play(scene)
+async def test_advice_waits_for_the_operators_word_or_is_carried_out(tmp_path: Path) -> None:
+    run = Scene(tmp_path, Cloud())
+    wish = RentProposal("gpu", 2, 4.0, "the pool lacks 3 rollouts/s", is_automatic=True)
+    run.provisioner.advice = FleetAdvice(rent=(wish,))
+    assert await run.provisioner.carry_out("approved by the operator") == 2
+    assert await run.provisioner.carry_out("approved by the operator") == 0, "once"
+    assert run.hub.state.paid[0].reason == "approved by the operator: the pool lacks 3 rollouts/s"
+    by_hand = RentProposal("gpu", 1, 2.0, "why", is_automatic=False)
+    run.provisioner.advice = FleetAdvice(rent=(by_hand,))
+    assert await run.provisioner.carry_out("the planner", only_automatic=True) == 0
+    first = next(iter(run.provisioner.machines))
+    run.provisioner.advice = FleetAdvice(release=(ReleaseProposal(first, 2.0, "idle"),))
+    assert await run.provisioner.carry_out("the planner", only_automatic=True) == 1
+    assert run.provisioner.machines[first].state is MachineState.GONE
 
 
 @pytest.mark.parametrize("mode", ["advise", "approve", "auto"])
-def test_once_the_budget_is_spent_machines_are_given_back_in_every_mode(
+async def test_once_the_budget_is_spent_machines_are_given_back_in_every_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    async def scene() -> None:
-        monkeypatch.setattr("echo2.coordinator.money.provisioner.LOOK_S", 0.0)
-        run = Scene(tmp_path, Cloud(), usd_budget=4.0, planner_mode=mode)
-        machine = await run.provisioner.rent("gpu", "", "because")
-        run.clock.time += 3600
-        loop = asyncio.create_task(run.provisioner.run())
-        for _ in range(100):
+    monkeypatch.setattr("echo2.coordinator.money.provisioner.LOOK_S", 0.0)
+    run = Scene(tmp_path, Cloud(), usd_budget=4.0, planner_mode=mode)
+    machine = await run.provisioner.rent("gpu", "", "because")
+    run.clock.time += 3600
+    loop = asyncio.create_task(run.provisioner.run())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert machine.is_open == (mode != "auto"), "no worker joined from it: it is proposed to give it back"
+    run.clock.time += 3600
+    async with asyncio.timeout(10):
+        while machine.is_open:
             await asyncio.sleep(0)
-        assert machine.is_open == (mode != "auto"), "no worker joined from it: it is proposed to give it back"
-        run.clock.time += 3600
-        async with asyncio.timeout(10):
-            while machine.is_open:
-                await asyncio.sleep(0)
-        assert run.cloud.there == {} and [action for action, _ in run.journal()] == ["rent", "release", "released"]
-        loop.cancel()
-
-    play(scene)
+    assert run.cloud.there == {} and [action for action, _ in run.journal()] == ["rent", "release", "released"]
+    loop.cancel()
 
 
-def test_a_provider_that_breaks_is_told_and_does_not_end_the_loop(
+async def test_a_provider_that_breaks_is_told_and_does_not_end_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene() -> None:
-        monkeypatch.setattr("echo2.coordinator.money.provisioner.LOOK_S", 0.0)
-        run = Scene(tmp_path, Cloud())
-        run.cloud.problem = RuntimeError("a bug in a cloud's library")
-        loop = asyncio.create_task(run.provisioner.run())
-        while "machines" not in run.provisioner.problems:
-            await asyncio.sleep(0)
-        run.cloud.problem = None
-        machine = await run.provisioner.rent("gpu", "", "because")
-        while machine.state is not MachineState.RUNNING:
-            await asyncio.sleep(0)
-        assert not loop.done()
-        loop.cancel()
-
-    play(scene)
+    monkeypatch.setattr("echo2.coordinator.money.provisioner.LOOK_S", 0.0)
+    run = Scene(tmp_path, Cloud())
+    run.cloud.problem = RuntimeError("a bug in a cloud's library")
+    loop = asyncio.create_task(run.provisioner.run())
+    while "machines" not in run.provisioner.problems:
+        await asyncio.sleep(0)
+    run.cloud.problem = None
+    machine = await run.provisioner.rent("gpu", "", "because")
+    while machine.state is not MachineState.RUNNING:
+        await asyncio.sleep(0)
+    assert not loop.done()
+    loop.cancel()
 
 
-def test_offers_cap_and_budget_bound_every_rent_and_a_quote_says_what_it_would_cost(
+async def test_offers_cap_and_budget_bound_every_rent_and_a_quote_says_what_it_would_cost(
     tmp_path: Path,
 ) -> None:
-    async def scene() -> None:
-        for name in ("unbounded", "bounded", "capped"):
-            (tmp_path / name).mkdir()
-        unbounded = Scene(tmp_path / "unbounded", Cloud(), usd_per_hour_cap=math.inf)
-        with pytest.raises(LimitExceeded, match="set coordinator.usd_per_hour_cap or coordinator.usd_budget"):
-            unbounded.provisioner.quote("gpu")
-        with pytest.raises(LimitExceeded, match="nothing that costs money is rented without one"):
-            await unbounded.provisioner.rent("gpu", "", "a test")
-        bounded = Scene(tmp_path / "bounded", Cloud(), usd_per_hour_cap=math.inf, usd_budget=20.0)
-        await bounded.provisioner.rent("gpu", "", "a test")
-        told = bounded.provisioner.quote("gpu")
-        assert (told["usd_per_hour"], told["usd_per_hour_after"], told["usd_budget"]) == (2.0, 4.0, 20.0)
-        assert told["budget_hours_after"] == pytest.approx(5.0, abs=0.1)
-        most = bounded.provisioner.offers["gpu"].machines_max
-        assert bounded.provisioner.quote("gpu", most - 1)["usd_per_hour"] == 2.0 * (most - 1)
-        with pytest.raises(LimitExceeded, match=f"{most} machines at most, {most - 1} of them are left"):
-            bounded.provisioner.quote("gpu", most)
-        assert len(bounded.provisioner.machines) == 1, "a quote rents nothing"
-        assert not unbounded.provisioner.machines
-        capped = Scene(tmp_path / "capped", Cloud(), usd_per_hour_cap=3.0)
+    for name in ("unbounded", "bounded", "capped"):
+        (tmp_path / name).mkdir()
+    unbounded = Scene(tmp_path / "unbounded", Cloud(), usd_per_hour_cap=math.inf)
+    with pytest.raises(LimitExceeded, match="set coordinator.usd_per_hour_cap or coordinator.usd_budget"):
+        unbounded.provisioner.quote("gpu")
+    with pytest.raises(LimitExceeded, match="nothing that costs money is rented without one"):
+        await unbounded.provisioner.rent("gpu", "", "a test")
+    bounded = Scene(tmp_path / "bounded", Cloud(), usd_per_hour_cap=math.inf, usd_budget=20.0)
+    await bounded.provisioner.rent("gpu", "", "a test")
+    told = bounded.provisioner.quote("gpu")
+    assert (told["usd_per_hour"], told["usd_per_hour_after"], told["usd_budget"]) == (2.0, 4.0, 20.0)
+    assert told["budget_hours_after"] == pytest.approx(5.0, abs=0.1)
+    most = bounded.provisioner.offers["gpu"].machines_max
+    assert bounded.provisioner.quote("gpu", most - 1)["usd_per_hour"] == 2.0 * (most - 1)
+    with pytest.raises(LimitExceeded, match=f"{most} machines at most, {most - 1} of them are left"):
+        bounded.provisioner.quote("gpu", most)
+    assert len(bounded.provisioner.machines) == 1, "a quote rents nothing"
+    assert not unbounded.provisioner.machines
+    capped = Scene(tmp_path / "capped", Cloud(), usd_per_hour_cap=3.0)
+    await capped.provisioner.rent("gpu", "", "because")
+    with pytest.raises(LimitExceeded, match="beyond the cap"):
         await capped.provisioner.rent("gpu", "", "because")
-        with pytest.raises(LimitExceeded, match="beyond the cap"):
-            await capped.provisioner.rent("gpu", "", "because")
-
-    play(scene)

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 from echo2.base.ids import PeerId
 from echo2.coordinator.fleet.members import Activation, Liveness, Member
-from echo2.coordinator.money.provisioning import MachineOffer, MachineState, RentedMachine
-from echo2.coordinator.money.renting import (
+from echo2.coordinator.money.provisioning import (
     IDLE_RELEASE_S,
     JOIN_S_MAX,
     RENT_AT_ONCE,
     Budget,
     FleetAdvice,
+    MachineOffer,
+    MachineState,
+    RentedMachine,
     advise,
     rates_by_gpu,
     shortage_rollouts_per_s,

@@ -17,7 +17,7 @@ from echo2.trust.enrolment import fetch_certificate
 from echo2.trust.identity import Identity, JoinLink, NodeCertificate, Role, TlsKey, certificate_request
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import enrolment_pb2
-from tests.unit.coordinator.test_daemon import Node, group, options, play, running
+from tests.unit.coordinator.test_daemon import Node, group, options, running
 
 METHODS = ("WorkerSession", "LearnerSession")
 TRIES = 60
@@ -26,7 +26,6 @@ TRIES = 60
 def fingerprint(daemon: CoordinatorDaemon) -> str:
     """All that must not change."""
     hub = daemon.hub
-    assert hub is not None
     groups = sorted((g.spec.group_id, g.phase.value, g.attempts) for g in hub.book.groups.values())
     members = sorted((m.peer_id, m.setting.value, m.hello.name) for m in hub.membership.members.values())
     tokens = sorted((t.token_id, t.is_revoked, len(t.peers)) for t in hub.tokens.tokens.values())
@@ -61,39 +60,34 @@ def mutated(good: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_malformed_oversized_and_unordered_messages_change_nothing(tmp_path: Path) -> None:
-    async def scene() -> None:
-        rng = random.Random(20)
-        async with running(options(tmp_path)) as daemon:
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-            operator = await Node.join(daemon, Role.OPERATOR)
-            await learner.hello(open_groups=[group("g1"), group("g2")])
-            await asyncio.sleep(0)
-            before = fingerprint(daemon)
-            # A valid first message would be a join, which is a change: so each stream begins with something else.
-            seeds = [
-                pb.WorkerMessage(lease_request=pb.LeaseRequest(free_rollouts=8)).SerializeToString(),
-                pb.WorkerMessage(hello=pb.WorkerHello(protocol_version=9, name="x" * 900)).SerializeToString(),
-                pb.WorkerMessage(heartbeat=pb.Heartbeat(rollouts_per_s=float("nan"))).SerializeToString(),
-                pb.LearnerMessage(offer=pb.OfferGroups(groups=[group("bad")])).SerializeToString(),
-                pb.LearnerMessage(close=pb.CloseGroups(group_ids=["g1"])).SerializeToString(),
-                pb.LearnerMessage(hello=pb.LearnerHello(rollouts_per_group=5)).SerializeToString(),
-            ]
-            for index in range(TRIES):
-                node = (worker, operator)[index % 2]
-                messages = [mutated(rng.choice(seeds), rng) for _ in range(rng.randint(1, 4))]
-                await asyncio.wait_for(raw_stream(node, rng.choice(METHODS), messages), 10)
-            for seed in seeds:
-                for method in METHODS:
-                    await asyncio.wait_for(raw_stream(worker, method, [seed, seed]), 10)
-            huge = pb.WorkerMessage(leaving=pb.WorkerLeaving(reason="x" * (17 << 20))).SerializeToString()
-            await asyncio.wait_for(raw_stream(worker, "WorkerSession", [huge]), 20)
-            assert fingerprint(daemon) == before
-            await _joined_worker_that_goes_astray(daemon, worker)
-            for node in (learner, worker, operator):
-                await node.close()
-
-    play(scene)
+async def test_malformed_oversized_and_unordered_messages_change_nothing(tmp_path: Path) -> None:
+    rng = random.Random(20)
+    async with running(options(tmp_path)) as daemon:
+        learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+        operator = await Node.join(daemon, Role.OPERATOR)
+        await learner.hello(open_groups=[group("g1"), group("g2")])
+        await asyncio.sleep(0)
+        before = fingerprint(daemon)
+        # A valid first message would be a join, which is a change: so each stream begins with something else.
+        seeds = [
+            pb.WorkerMessage(lease_request=pb.LeaseRequest(free_rollouts=8)).SerializeToString(),
+            pb.WorkerMessage(hello=pb.WorkerHello(protocol_version=9, name="x" * 900)).SerializeToString(),
+            pb.WorkerMessage(heartbeat=pb.Heartbeat(rollouts_per_s=float("nan"))).SerializeToString(),
+            pb.LearnerMessage(offer=pb.OfferGroups(groups=[group("bad")])).SerializeToString(),
+            pb.LearnerMessage(close=pb.CloseGroups(group_ids=["g1"])).SerializeToString(),
+            pb.LearnerMessage(hello=pb.LearnerHello(rollouts_per_group=5)).SerializeToString(),
+        ]
+        for index in range(TRIES):
+            node = (worker, operator)[index % 2]
+            messages = [mutated(rng.choice(seeds), rng) for _ in range(rng.randint(1, 4))]
+            await asyncio.wait_for(raw_stream(node, rng.choice(METHODS), messages), 10)
+        for seed in seeds:
+            for method in METHODS:
+                await asyncio.wait_for(raw_stream(worker, method, [seed, seed]), 10)
+        huge = pb.WorkerMessage(leaving=pb.WorkerLeaving(reason="x" * (17 << 20))).SerializeToString()
+        await asyncio.wait_for(raw_stream(worker, "WorkerSession", [huge]), 20)
+        assert fingerprint(daemon) == before
+        await _joined_worker_that_goes_astray(daemon, worker)
 
 
 async def _joined_worker_that_goes_astray(daemon: CoordinatorDaemon, worker: Node) -> None:
@@ -122,7 +116,6 @@ async def _joined_worker_that_goes_astray(daemon: CoordinatorDaemon, worker: Nod
     await worker.say(lease_progress=pb.LeaseProgress(lease_id="l-of-another", tokens=5))
     assert (await worker.until("lease_revoke")).lease_id == "l-of-another"
     assert fingerprint(daemon) == before
-    await worker.close()
 
 
 def act(name: str, **body: object) -> bytes:
@@ -141,34 +134,28 @@ async def raw_call(channel: grpc.aio.Channel, path: str, data: bytes) -> str:
         return str(error.code().name)
 
 
-def test_operator_calls_of_others_and_malformed_ones_change_nothing(tmp_path: Path) -> None:
-    async def scene() -> None:
-        rng = random.Random(21)
-        async with running(options(tmp_path)) as daemon:
-            worker, operator = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.OPERATOR)
-            before = fingerprint(daemon)
-            assert daemon.hub is not None
-            good = act("tokens", role="worker", lifetime_s=60, label="x")
-            for _ in range(TRIES):  # a worker's certificate, whatever it says: replayed, mutated, on any method
-                path = f"/echo2.v1.Operator/{rng.choice(UNARY)}"
-                data = good if rng.random() < 0.3 else mutated(good, rng)
-                refused = ("PERMISSION_DENIED", "INVALID_ARGUMENT")  # the last: it is no message
-                assert await raw_call(worker.channel, path, data) in refused
-            for wrong in (
-                {"role": "king"}, {"lifetime_s": float("nan")}, {"lifetime_s": -1}, {"label": "x" * 5000},
-                {"use_limit": 1 << 30}, {"use_limit": "many"},
-            ):  # fmt: skip
-                data = act("tokens", **({"role": "worker", "lifetime_s": 60} | wrong))
-                assert await raw_call(operator.channel, "/echo2.v1.Operator/Act", data) == "INVALID_ARGUMENT", wrong
-            huge = b"\x0a" + b"\xff\xff\xff\x07" + b"x" * (5 << 20)
-            assert await raw_call(operator.channel, "/echo2.v1.Operator/Act", huge) != "OK"
-            assert await raw_call(operator.channel, "/echo2.v1.Operator/Reboot", b"") == "UNIMPLEMENTED"
-            assert fingerprint(daemon) == before
-            assert await raw_call(operator.channel, "/echo2.v1.Operator/GetStatus", b"") == "OK"
-            for node in (worker, operator):
-                await node.close()
-
-    play(scene)
+async def test_operator_calls_of_others_and_malformed_ones_change_nothing(tmp_path: Path) -> None:
+    rng = random.Random(21)
+    async with running(options(tmp_path)) as daemon:
+        worker, operator = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.OPERATOR)
+        before = fingerprint(daemon)
+        good = act("tokens", role="worker", lifetime_s=60, label="x")
+        for _ in range(TRIES):  # a worker's certificate, whatever it says: replayed, mutated, on any method
+            path = f"/echo2.v1.Operator/{rng.choice(UNARY)}"
+            data = good if rng.random() < 0.3 else mutated(good, rng)
+            refused = ("PERMISSION_DENIED", "INVALID_ARGUMENT")  # the last: it is no message
+            assert await raw_call(worker.channel, path, data) in refused
+        for wrong in (
+            {"role": "king"}, {"lifetime_s": float("nan")}, {"lifetime_s": -1}, {"label": "x" * 5000},
+            {"use_limit": 1 << 30}, {"use_limit": "many"},
+        ):  # fmt: skip
+            data = act("tokens", **({"role": "worker", "lifetime_s": 60} | wrong))
+            assert await raw_call(operator.channel, "/echo2.v1.Operator/Act", data) == "INVALID_ARGUMENT", wrong
+        huge = b"\x0a" + b"\xff\xff\xff\x07" + b"x" * (5 << 20)
+        assert await raw_call(operator.channel, "/echo2.v1.Operator/Act", huge) != "OK"
+        assert await raw_call(operator.channel, "/echo2.v1.Operator/Reboot", b"") == "UNIMPLEMENTED"
+        assert fingerprint(daemon) == before
+        assert await raw_call(operator.channel, "/echo2.v1.Operator/GetStatus", b"") == "OK"
 
 
 async def enrolment_channel(link: JoinLink) -> grpc.aio.Channel:
@@ -177,41 +164,38 @@ async def enrolment_channel(link: JoinLink) -> grpc.aio.Channel:
     return tls.open_enrolment_channel(link, shown.pem)
 
 
-def test_enrolment_of_whatever_comes_admits_nobody(tmp_path: Path) -> None:
-    async def scene() -> None:
-        rng = random.Random(22)
-        async with running(options(tmp_path)) as daemon:
-            link = JoinLink.parse(daemon.links["worker"])
-            request = enrolment_pb2.EnrolRequest(
-                protocol_version=1, token=link.token, role="worker",
-                certificate_request_der=certificate_request(Identity.generate(), TlsKey.generate()),
-            )  # fmt: skip
-            before = fingerprint(daemon)
-            bad = []
-            for change in (
-                {"token": "x" * 43}, {"token": "x" * 9000}, {"role": "king"}, {"role": "learner"},
-                {"protocol_version": 9}, {"certificate_request_der": b""}, {"certificate_request_der": b"x" * 20_000},
-            ):  # fmt: skip
-                spoilt = enrolment_pb2.EnrolRequest()
-                spoilt.CopyFrom(request)
-                for name, value in change.items():
-                    setattr(spoilt, name, value)
-                bad.append(spoilt.SerializeToString())
-            der = request.certificate_request_der
-            for _ in range(20):  # no certificate request with a flipped bit is vouched for by its identity
-                spoilt = enrolment_pb2.EnrolRequest()
-                spoilt.CopyFrom(request)
-                at = rng.randrange(len(der))
-                spoilt.certificate_request_der = der[:at] + bytes([der[at] ^ 1 << rng.randrange(8)]) + der[at + 1 :]
-                bad.append(spoilt.SerializeToString())
-            channel = await enrolment_channel(link)
-            async with channel:
-                statuses = [await raw_call(channel, "/echo2.v1.Enrolment/Enrol", data) for data in bad]
-                assert "OK" not in statuses, statuses
-                assert fingerprint(daemon) == before
-                for _ in range(40):
-                    statuses.append(await raw_call(channel, "/echo2.v1.Enrolment/Enrol", bad[0]))
-                assert "RESOURCE_EXHAUSTED" in statuses, "who tries too often is slowed down"
+async def test_enrolment_of_whatever_comes_admits_nobody(tmp_path: Path) -> None:
+    rng = random.Random(22)
+    async with running(options(tmp_path)) as daemon:
+        link = JoinLink.parse(daemon.links["worker"])
+        request = enrolment_pb2.EnrolRequest(
+            protocol_version=1, token=link.token, role="worker",
+            certificate_request_der=certificate_request(Identity.generate(), TlsKey.generate()),
+        )  # fmt: skip
+        before = fingerprint(daemon)
+        bad = []
+        for change in (
+            {"token": "x" * 43}, {"token": "x" * 9000}, {"role": "king"}, {"role": "learner"},
+            {"protocol_version": 9}, {"certificate_request_der": b""}, {"certificate_request_der": b"x" * 20_000},
+        ):  # fmt: skip
+            spoilt = enrolment_pb2.EnrolRequest()
+            spoilt.CopyFrom(request)
+            for name, value in change.items():
+                setattr(spoilt, name, value)
+            bad.append(spoilt.SerializeToString())
+        der = request.certificate_request_der
+        for _ in range(20):  # no certificate request with a flipped bit is vouched for by its identity
+            spoilt = enrolment_pb2.EnrolRequest()
+            spoilt.CopyFrom(request)
+            at = rng.randrange(len(der))
+            spoilt.certificate_request_der = der[:at] + bytes([der[at] ^ 1 << rng.randrange(8)]) + der[at + 1 :]
+            bad.append(spoilt.SerializeToString())
+        channel = await enrolment_channel(link)
+        async with channel:
+            statuses = [await raw_call(channel, "/echo2.v1.Enrolment/Enrol", data) for data in bad]
+            assert "OK" not in statuses, statuses
             assert fingerprint(daemon) == before
-
-    play(scene)
+            for _ in range(40):
+                statuses.append(await raw_call(channel, "/echo2.v1.Enrolment/Enrol", bad[0]))
+            assert "RESOURCE_EXHAUSTED" in statuses, "who tries too often is slowed down"
+        assert fingerprint(daemon) == before

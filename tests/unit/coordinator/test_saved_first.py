@@ -9,13 +9,11 @@ import grpc.aio
 import pytest
 
 from echo2.base.errors import DiskFull
-from echo2.coordinator.commands import Commands
-from echo2.coordinator.coordinator import CoordinatorDaemon
-from echo2.coordinator.persistence import StateChanges
-from echo2.coordinator.store import SqlStore
+from echo2.coordinator.operator import Commands
+from echo2.coordinator.store import SqlStore, StateChanges
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.unit.coordinator.test_daemon import Node, group, options, play
+from tests.unit.coordinator.test_daemon import Node, group, options, running
 
 WORKERS, GROUPS = 3, 6
 
@@ -31,17 +29,13 @@ class Disk(SqlStore):
         super().write(changes)
 
 
-async def started(folder: Path) -> tuple[CoordinatorDaemon, asyncio.Task[None]]:
-    daemon = CoordinatorDaemon(options(folder, suspect_after=30.0, gone_after=60.0), open_store=Disk)
-    task = asyncio.create_task(daemon.run())
-    await daemon.started.wait()
-    return daemon, task
+PATIENT = {"suspect_after": 30.0, "gone_after": 60.0}
 
 
-def test_every_lease_that_a_worker_hears_of_is_in_the_store_with_a_higher_attempt_than_before(tmp_path: Path) -> None:
-    async def scene() -> None:
-        daemon, task = await started(tmp_path)
-        assert daemon.hub is not None
+async def test_every_lease_that_a_worker_hears_of_is_in_the_store_with_a_higher_attempt_than_before(
+    tmp_path: Path,
+) -> None:
+    async with running(options(tmp_path, **PATIENT)) as daemon:
         store, attempts = daemon.hub.state.store, dict.fromkeys((f"g{number}" for number in range(GROUPS)), 0)
         learner = await Node.join(daemon, Role.LEARNER)
         await learner.hello(open_groups=[group(name) for name in attempts])
@@ -51,7 +45,7 @@ def test_every_lease_that_a_worker_hears_of_is_in_the_store_with_a_higher_attemp
 
         async def work(worker: Node) -> None:
             """Hands back each first attempt and finishes each second one, until cancelled."""
-            while True:
+            while min(attempts.values()) < 2:
                 await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
                 ticket = (await worker.until("lease_grant")).ticket
                 saved = {lease.lease_id: lease for lease in store.load().leases}[ticket.lease_id]
@@ -60,8 +54,6 @@ def test_every_lease_that_a_worker_hears_of_is_in_the_store_with_a_higher_attemp
                 attempts[ticket.group_id] = ticket.attempt
                 reason = pb.LeaseEnded.REASON_HANDED_BACK if ticket.attempt == 1 else pb.LeaseEnded.REASON_FINISHED
                 await worker.say(lease_ended=pb.LeaseEnded(lease_id=ticket.lease_id, reason=reason))
-                if min(attempts.values()) == 2:
-                    return
 
         tasks = [asyncio.create_task(work(worker)) for worker in workers]
         (first, *_), others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -69,44 +61,29 @@ def test_every_lease_that_a_worker_hears_of_is_in_the_store_with_a_higher_attemp
         for other in others:
             other.cancel()
         await asyncio.wait(tasks)
-        for node in (learner, *workers):
-            await node.close()
-        daemon.stop()
-        await task
-
-    play(scene)
 
 
-def test_when_the_state_cannot_be_saved_nothing_is_told_nothing_later_is_saved_and_the_process_ends(
+async def test_when_the_state_cannot_be_saved_nothing_is_told_nothing_later_is_saved_and_the_process_ends(
     tmp_path: Path,
 ) -> None:
-    async def scene() -> None:
-        daemon, task = await started(tmp_path)
-        assert daemon.hub is not None
-        learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-        await learner.hello()
-        await worker.hello()
-        await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-        store, commands = daemon.hub.state.store, Commands(daemon.hub, "h", 1, [], {})
-        assert isinstance(store, Disk)
-        while not daemon.hub.book.requests.wanting:
-            await asyncio.sleep(0.01)
-        store.is_full = True
-        await learner.say(offer=pb.OfferGroups(groups=[group("g1")]))
-        while not daemon.hub.book.groups:
-            await asyncio.sleep(0.01)
-        with pytest.raises(DiskFull):
-            commands.create_token(Role.WORKER.value, "first", 60.0, 1)
-        store.is_full = False
-        with pytest.raises(DiskFull):
-            commands.create_token(Role.WORKER.value, "second", 60.0, 1)
-        with pytest.raises(DiskFull):
-            await task
-        with pytest.raises((AssertionError, grpc.aio.AioRpcError)):  # the stream has ended
-            await worker.until("lease_grant")
-        saved = store.load()
-        assert not saved.leases and not {"first", "second"} & {token.label for token in saved.tokens}
-        for node in (learner, worker):
-            await node.close()
-
-    play(scene)
+    with pytest.raises(DiskFull):
+        async with running(options(tmp_path, **PATIENT), open_store=Disk) as daemon:
+            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+            await learner.hello()
+            await worker.hello()
+            await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+            store, commands = daemon.hub.state.store, Commands(daemon.hub, "h", 1, [], {})
+            while not daemon.hub.book.requests.wanting:
+                await asyncio.sleep(0.01)
+            store.is_full = True
+            await learner.say(offer=pb.OfferGroups(groups=[group("g1")]))
+            while not daemon.hub.book.groups:
+                await asyncio.sleep(0.01)
+            for label in ("first", "second"):
+                with pytest.raises(DiskFull):
+                    commands.create_token(Role.WORKER.value, label, 60.0, 1)
+                store.is_full = False
+            with pytest.raises((AssertionError, grpc.aio.AioRpcError)):  # the stream has ended
+                await worker.until("lease_grant")
+            saved = store.load()
+            assert not saved.leases and not {"first", "second"} & {token.label for token in saved.tokens}

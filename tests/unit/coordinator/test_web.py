@@ -25,7 +25,7 @@ from echo2.coordinator.web.metrics import METRICS, WORKER_METRICS
 from echo2.coordinator.web.page import STREAMS_MAX, STREAMS_PER_CLIENT, OpenStreams, Web
 from echo2.trust.identity import Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.unit.coordinator.test_daemon import Node, options, play, running
+from tests.unit.coordinator.test_daemon import Node, options, running
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "coordinator.md"
 METRICS_PAGE = DOCS.parent / "reference" / "metrics.md"
@@ -51,105 +51,93 @@ async def status_of(daemon: CoordinatorDaemon, head: str) -> int:
     return int(answer.split()[1]) if answer else 0
 
 
-def test_actions_need_our_header_our_origin_and_our_host_and_say_what_they_expect(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with page(tmp_path, model_path="org/base") as (daemon, web):
-            good, wish = await acting(web), {"role": "worker", "lifetime_s": 60}
-            for headers, status in (({}, 403), (good | {"origin": "http://evil.example"}, 403), (good, 200)):
-                made = await web.post("/api/tokens", json=wish, headers=headers)
-                assert made.status_code == status
-            link = made.json()["join_link"]
-            assert shlex.split(made.json()["command"]) == ["echo-worker", "join", link, "--model.path", "org/base"]
-            state = (await web.get("/api/state")).json()
-            assert made.json()["token_id"] in [token["id"] for token in state["tokens"]]
-            assert link.partition("token=")[2] not in str(state)
-            wrong: list[tuple[str, object]] = [
-                ("tokens", body)
-                for body in ({}, {"role": "king", "lifetime_s": 1}, {"role": "worker", "lifetime_s": "x"}, [1], "no")
-            ]
-            for body in ({"peer_ids": "x"}, {"peer_ids": ["nobody"]}, {"peer_ids": [1]}, {"peer_ids": ["x"] * 1001}):
-                wrong.append(("workers/release", body))
-            wrong.append(("workers/state", {"peer_id": "x", "activation": "fly"}))
-            for action, body in wrong:
-                answer = await web.post(f"/api/{action}", json=body, headers=good)
-                assert (answer.status_code, "expected" in answer.json()["error"]) == (400, True)
-            assert "automatic, active, standby, draining, quarantined, banned" in answer.json()["error"]
-            unknown = await web.get("/api/what-if")  # no error: browsers would tell of it on their console
-            assert (unknown.status_code, unknown.json()["is_known"]) == (200, False)
-            for number in ("nan", "inf", "x"):
-                refused = await web.get("/api/what-if", params={"fleet_size": number})
-                assert (refused.status_code, "fleet_size: expected" in refused.json()["error"]) == (400, True)
-            assert "default-src 'self'" in (await web.get("/")).headers["content-security-policy"]
-            port = urlsplit(daemon.dashboard_url).port
-            for path in ("/api/state", "/healthz"):
-                for host in ("localhost", f"127.0.0.1:{port}", "LocalHost:9", f"[::1]:{port}"):
-                    assert await status_of(daemon, f"GET {path} HTTP/1.1\r\nhost: {host}") == 200
-                for host in (
-                    "evil.example", f"a{{b.evil.example:{port}", "evil.example:x", "", " ", "localhost:", "localhost.evil.example",
-                    "x@localhost", "localhost/healthz", "localhost:80:80", "[::1", "::1", "127.0.0.1\t.evil.example",
-                    "localhost:99999999",
-                ):  # fmt: skip
-                    assert await status_of(daemon, f"GET {path} HTTP/1.1\r\nhost: {host}") in (400, 421), host
-                for second in ("evil.example", "localhost"):
-                    head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nhost: {second}"
-                    assert await status_of(daemon, head) == 400
-                assert await status_of(daemon, f"GET {path} HTTP/1.0") == 400
-
-    play(scene)
+async def test_actions_need_our_header_our_origin_and_our_host_and_say_what_they_expect(tmp_path: Path) -> None:
+    async with page(tmp_path, model_path="org/base") as (daemon, web):
+        good, wish = await acting(web), {"role": "worker", "lifetime_s": 60}
+        for headers, status in (({}, 403), (good | {"origin": "http://evil.example"}, 403), (good, 200)):
+            made = await web.post("/api/tokens", json=wish, headers=headers)
+            assert made.status_code == status
+        link = made.json()["join_link"]
+        assert shlex.split(made.json()["command"]) == ["echo-worker", "join", link, "--model.path", "org/base"]
+        state = (await web.get("/api/state")).json()
+        assert made.json()["token_id"] in [token["id"] for token in state["tokens"]]
+        assert link.partition("token=")[2] not in str(state)
+        wrong: list[tuple[str, object]] = [
+            ("tokens", body)
+            for body in ({}, {"role": "king", "lifetime_s": 1}, {"role": "worker", "lifetime_s": "x"}, [1], "no")
+        ]
+        for body in ({"peer_ids": "x"}, {"peer_ids": ["nobody"]}, {"peer_ids": [1]}, {"peer_ids": ["x"] * 1001}):
+            wrong.append(("workers/release", body))
+        wrong.append(("workers/state", {"peer_id": "x", "activation": "fly"}))
+        for action, body in wrong:
+            answer = await web.post(f"/api/{action}", json=body, headers=good)
+            assert (answer.status_code, "expected" in answer.json()["error"]) == (400, True)
+        assert "automatic, active, standby, draining, quarantined, banned" in answer.json()["error"]
+        unknown = await web.get("/api/what-if")  # no error: browsers would tell of it on their console
+        assert (unknown.status_code, unknown.json()["is_known"]) == (200, False)
+        for number in ("nan", "inf", "x"):
+            refused = await web.get("/api/what-if", params={"fleet_size": number})
+            assert (refused.status_code, "fleet_size: expected" in refused.json()["error"]) == (400, True)
+        assert "default-src 'self'" in (await web.get("/")).headers["content-security-policy"]
+        port = urlsplit(daemon.dashboard_url).port
+        for path in ("/api/state", "/healthz"):
+            for host in ("localhost", f"127.0.0.1:{port}", "LocalHost:9", f"[::1]:{port}"):
+                assert await status_of(daemon, f"GET {path} HTTP/1.1\r\nhost: {host}") == 200
+            for host in (
+                "evil.example", f"a{{b.evil.example:{port}", "evil.example:x", "", " ", "localhost:", "localhost.evil.example",
+                "x@localhost", "localhost/healthz", "localhost:80:80", "[::1", "::1", "127.0.0.1\t.evil.example",
+                "localhost:99999999",
+            ):  # fmt: skip
+                assert await status_of(daemon, f"GET {path} HTTP/1.1\r\nhost: {host}") in (400, 421), host
+            for second in ("evil.example", "localhost"):
+                head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nhost: {second}"
+                assert await status_of(daemon, head) == 400
+            assert await status_of(daemon, f"GET {path} HTTP/1.0") == 400
 
 
-def test_several_workers_are_drained_and_released_at_once(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with page(tmp_path) as (daemon, web):
-            workers = [await Node.join(daemon, Role.WORKER) for _ in range(3)]
-            for worker in workers:
-                await worker.hello()
-            good, ids = await acting(web), [worker.credentials.peer_id for worker in workers]
-            body: dict[str, object] = {"peer_ids": ids[:2], "activation": "draining"}
-            assert (await web.post("/api/workers/state", json=body, headers=good)).json() == {"count": 2}
-            rows = (await web.get("/api/state")).json()["workers"]
-            assert [rows[peer]["activation"] == "draining" for peer in ids] == [True, True, False]
-            for count in (2, 0):
-                answer = await web.post("/api/workers/release", json={"peer_ids": ids[1:]}, headers=good)
-                assert answer.json() == {"count": count}
-            for worker in workers[1:]:
-                refusal = await worker.until("refusal")
-                assert (refusal.code, refusal.message) == ("Dismissed", "released by the operator")
-            for worker in workers:
-                await worker.close()
-
-    play(scene)
+async def test_several_workers_are_drained_and_released_at_once(tmp_path: Path) -> None:
+    async with page(tmp_path) as (daemon, web):
+        workers = [await Node.join(daemon, Role.WORKER) for _ in range(3)]
+        for worker in workers:
+            await worker.hello()
+        good, ids = await acting(web), [worker.credentials.peer_id for worker in workers]
+        body: dict[str, object] = {"peer_ids": ids[:2], "activation": "draining"}
+        assert (await web.post("/api/workers/state", json=body, headers=good)).json() == {"count": 2}
+        rows = (await web.get("/api/state")).json()["workers"]
+        assert [rows[peer]["activation"] == "draining" for peer in ids] == [True, True, False]
+        for count in (2, 0):
+            answer = await web.post("/api/workers/release", json={"peer_ids": ids[1:]}, headers=good)
+            assert answer.json() == {"count": count}
+        for worker in workers[1:]:
+            refusal = await worker.until("refusal")
+            assert (refusal.code, refusal.message) == ("Dismissed", "released by the operator")
 
 
-def test_the_stream_sends_all_at_first_and_then_what_has_changed_though_another_program_holds_sixty(
+async def test_the_stream_sends_all_at_first_and_then_what_has_changed_though_another_program_holds_sixty(
     tmp_path: Path,
 ) -> None:
-    async def scene() -> None:
-        async with page(tmp_path) as (daemon, web):
-            where, worker = urlsplit(daemon.dashboard_url), await Node.join(daemon, Role.WORKER)
-            await worker.hello(name="berlin")
-            held = [await asyncio.open_connection(where.hostname, where.port) for _ in range(60)]
-            for _, writer in held:
-                writer.write(b"GET /api/stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            await asyncio.gather(*(reader.readline() for reader, _ in held[-16:]))
-            assert (await web.get("/")).status_code == 200
-            async with web.stream("GET", "/api/stream") as stream:
-                messages = (json.loads(line[6:]) async for line in stream.aiter_lines() if line.startswith("data: "))
-                first = await anext(messages)
-                whole = (await web.get("/api/state")).json()
-                assert set(first) == set(whole) | {"now", "samples_changed"}
-                assert first["workers"][worker.credentials.peer_id]["name"] == "berlin"
-                body = {"peer_id": worker.credentials.peer_id, "activation": "standby", "reason": "later"}
-                await web.post("/api/workers/state", json=body, headers=await acting(web))
-                while "workers" not in (message := await anext(messages)):
-                    assert "tokens" not in message, "what has not changed is not sent"
-                assert message["workers"][worker.credentials.peer_id]["activation"] == "standby"
-                assert "tokens" not in message
-            for _, writer in held:
-                writer.close()
-            await worker.close()
-
-    play(scene)
+    async with page(tmp_path) as (daemon, web):
+        where, worker = urlsplit(daemon.dashboard_url), await Node.join(daemon, Role.WORKER)
+        await worker.hello(name="berlin")
+        held = [await asyncio.open_connection(where.hostname, where.port) for _ in range(60)]
+        for _, writer in held:
+            writer.write(b"GET /api/stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await asyncio.gather(*(reader.readline() for reader, _ in held[-16:]))
+        assert (await web.get("/")).status_code == 200
+        async with web.stream("GET", "/api/stream") as stream:
+            messages = (json.loads(line[6:]) async for line in stream.aiter_lines() if line.startswith("data: "))
+            first = await anext(messages)
+            whole = (await web.get("/api/state")).json()
+            assert set(first) == set(whole) | {"now", "samples_changed"}
+            assert first["workers"][worker.credentials.peer_id]["name"] == "berlin"
+            body = {"peer_id": worker.credentials.peer_id, "activation": "standby", "reason": "later"}
+            await web.post("/api/workers/state", json=body, headers=await acting(web))
+            while "workers" not in (message := await anext(messages)):
+                assert "tokens" not in message, "what has not changed is not sent"
+            assert message["workers"][worker.credentials.peer_id]["activation"] == "standby"
+            assert "tokens" not in message
+        for _, writer in held:
+            writer.close()
 
 
 def test_a_client_with_many_streams_loses_its_oldest_and_nobody_else_one() -> None:
@@ -165,38 +153,32 @@ def test_a_client_with_many_streams_loses_its_oldest_and_nobody_else_one() -> No
         assert not ended[-1][1].is_set()
 
 
-def test_off_loopback_the_page_takes_the_token() -> None:
-    async def scene() -> None:
-        async def app(scope: object, receive: object, send: object) -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
-            await send({"type": "http.response.body", "body": b"in"})  # type: ignore[operator]
+async def test_off_loopback_the_page_takes_the_token() -> None:
+    async def app(scope: object, receive: object, send: object) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": b"in"})  # type: ignore[operator]
 
-        guarded = WebGuard(app, "secret-token", frozenset(), "csrf")  # type: ignore[arg-type]
-        transport = httpx.ASGITransport(app=guarded)  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=transport, base_url="https://10.0.0.1") as web:
-            assert (await web.get("/")).status_code == 401
-            assert (await web.get("/healthz")).status_code == 200
-            assert (await web.get("/?token=wrong")).status_code == 401
-            assert (await web.get("/", headers={"authorization": "Bearer secret-token"})).status_code == 200
-            welcome = await web.get("/?token=secret-token")
-            assert (welcome.status_code, welcome.headers["location"]) == (303, "/")
-            cookie = welcome.headers["set-cookie"]
-            assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "Secure"))
-            assert (await web.get("/")).status_code == 200
-
-    asyncio.run(scene())
+    guarded = WebGuard(app, "secret-token", frozenset(), "csrf")  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=guarded)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="https://10.0.0.1") as web:
+        assert (await web.get("/")).status_code == 401
+        assert (await web.get("/healthz")).status_code == 200
+        assert (await web.get("/?token=wrong")).status_code == 401
+        assert (await web.get("/", headers={"authorization": "Bearer secret-token"})).status_code == 200
+        welcome = await web.get("/?token=secret-token")
+        assert (welcome.status_code, welcome.headers["location"]) == (303, "/")
+        cookie = welcome.headers["set-cookie"]
+        assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "Secure"))
+        assert (await web.get("/")).status_code == 200
 
 
-def test_every_route_and_every_metric_is_in_the_docs(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with page(tmp_path) as (_, web):
-            said = (await web.get("/metrics")).text
-            assert (await web.get("/readyz")).json()["status"] == "ready"
-        shown = set(re.findall(r"^# HELP (\S+)", said, re.MULTILINE))
-        assert shown == set(METRICS) | set(WORKER_METRICS)
-        assert not [name for name in shown if f"`{name}" not in METRICS_PAGE.read_text()]
-
-    play(scene)
+async def test_every_route_and_every_metric_is_in_the_docs(tmp_path: Path) -> None:
+    async with page(tmp_path) as (_, web):
+        said = (await web.get("/metrics")).text
+        assert (await web.get("/readyz")).json()["status"] == "ready"
+    shown = set(re.findall(r"^# HELP (\S+)", said, re.MULTILINE))
+    assert shown == set(METRICS) | set(WORKER_METRICS)
+    assert not [name for name in shown if f"`{name}" not in METRICS_PAGE.read_text()]
     web = Web(None, "", None)  # type: ignore[arg-type]  # routes alone are asked for
     routes = {route.path for route in web.application().routes if isinstance(route, Route)}
     assert not [path for path in routes - {"/", "/favicon.ico"} if f"`{path}`" not in DOCS.read_text()]
@@ -214,7 +196,7 @@ async def until(web: httpx.AsyncClient, is_it: Callable[[dict[str, Any]], bool])
     raise AssertionError(state["advice"])
 
 
-def test_the_page_says_why_no_worker_works_what_the_learner_waits_for_and_what_ended_it(tmp_path: Path) -> None:
+async def test_the_page_says_why_no_worker_works_what_the_learner_waits_for_and_what_ended_it(tmp_path: Path) -> None:
     due = "rollouts: 0 of 4 groups complete, 0 begun by workers, 0 not begun, 193 rewards due"
 
     def says(text: str, kind: str) -> Callable[[dict[str, Any]], bool]:
@@ -222,204 +204,172 @@ def test_the_page_says_why_no_worker_works_what_the_learner_waits_for_and_what_e
             (text in state["advice"]["steps"][0]["text"], state["advice"]["steps"][0]["kind"]) == (True, kind)
         )
 
-    async def scene() -> None:
-        patient = {"usd_budget": 0.5, "suspect_after": 60.0, "gone_after": 90.0, "heartbeat_interval": 20.0}
-        async with page(tmp_path, **patient) as (daemon, web):
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-            await learner.hello(step_limit=100)
-            await learner.say(leaving=pb.LearnerLeaving(reason="disk full: checkpoints"))
-            await learner.call.done_writing()
-            await until(web, lambda state: state["advice"]["steps"][0]["text"].endswith("disk full: checkpoints"))
-            await learner.hello(step_limit=100)
-            await worker.hello(price_usd_per_hour=2.0)
-            await until(web, says("1 on standby: it asks 2 USD/h, what spends the budget in an hour is 0.5", "bad"))
-            body = {"peer_id": worker.credentials.peer_id, "activation": "active", "reason": "it is worth it"}
-            await web.post("/api/workers/state", json=body, headers=await acting(web))
-            await until(web, says("Nothing to do: the first step is on its way", "info"))
-            report = pb.LearnerReport(
-                step=3, train_s=1.0, utilisation=0.4, waits_for=due, waits_since_s=40.0, eval_reward=-1, rewards_due=193
-            )
-            await learner.say(report=report)
-            await until(web, says("193 rewards are due, and the learner has waited 4", "bad"))
-            lengths = [300, 1024, 1024, 1024]  # the limit, which no config here sets, and means of fewer tokens
-            await learner.say(report=pb.LearnerReport(step=6, train_s=1.0, equal_reward_steps=3, lengths=lengths))
-            await until(
-                web, says("75% of the completions were cut at 1024 tokens: raise sampling.max_new_tokens", "bad")
-            )
-            assert daemon.hub is not None
-            await learner.say(report=report)
-            await until(web, says("193 rewards are due", "bad"))
-            daemon.hub.board.heard_at -= 61.0
-            waits = (await web.get("/api/state")).json()["waits"]
-            assert any("nothing is heard of the learner, whose stream stands" in wait["what"] for wait in waits)
-            await learner.say(leaving=pb.LearnerLeaving(reason="finished: data set exhausted: task sort"))
-            await until(web, says("Run a-run ended at step 3: data set exhausted: task sort", "bad"))
-            for node in (learner, worker):
-                await node.close()
-
-    play(scene)
+    patient = {"usd_budget": 0.5, "suspect_after": 60.0, "gone_after": 90.0, "heartbeat_interval": 20.0}
+    async with page(tmp_path, **patient) as (daemon, web):
+        learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+        await learner.hello(step_limit=100)
+        await learner.say(leaving=pb.LearnerLeaving(reason="disk full: checkpoints"))
+        await learner.call.done_writing()
+        await until(web, lambda state: state["advice"]["steps"][0]["text"].endswith("disk full: checkpoints"))
+        await learner.hello(step_limit=100)
+        await worker.hello(price_usd_per_hour=2.0)
+        await until(web, says("1 on standby: it asks 2 USD/h, what spends the budget in an hour is 0.5", "bad"))
+        body = {"peer_id": worker.credentials.peer_id, "activation": "active", "reason": "it is worth it"}
+        await web.post("/api/workers/state", json=body, headers=await acting(web))
+        await until(web, says("Nothing to do: the first step is on its way", "info"))
+        report = pb.LearnerReport(
+            step=3, train_s=1.0, utilisation=0.4, waits_for=due, waits_since_s=40.0, eval_reward=-1, rewards_due=193
+        )
+        await learner.say(report=report)
+        await until(web, says("193 rewards are due, and the learner has waited 4", "bad"))
+        lengths = [300, 1024, 1024, 1024]  # the limit, which no config here sets, and means of fewer tokens
+        await learner.say(report=pb.LearnerReport(step=6, train_s=1.0, equal_reward_steps=3, lengths=lengths))
+        await until(web, says("75% of the completions were cut at 1024 tokens: raise sampling.max_new_tokens", "bad"))
+        await learner.say(report=report)
+        await until(web, says("193 rewards are due", "bad"))
+        daemon.hub.board.heard_at -= 61.0
+        waits = (await web.get("/api/state")).json()["waits"]
+        assert any("nothing is heard of the learner, whose stream stands" in wait["what"] for wait in waits)
+        await learner.say(leaving=pb.LearnerLeaving(reason="finished: data set exhausted: task sort"))
+        await until(web, says("Run a-run ended at step 3: data set exhausted: task sort", "bad"))
 
 
-def test_the_curves_end_with_the_last_steps_own_reward_and_its_evaluation_over_a_restart(tmp_path: Path) -> None:
+async def test_the_curves_end_with_the_last_steps_own_reward_and_its_evaluation_over_a_restart(tmp_path: Path) -> None:
     """A report may be made after a step and before its row is written: it has the new step and the old row's numbers. A reward that
     nobody has measured is no point."""
-
-    async def scene() -> None:
-        for _ in range(2):
-            async with page(tmp_path) as (daemon, web):
-                learner = await Node.join(daemon, Role.LEARNER)
-                await learner.hello(step_limit=8, step=6)
-                await learner.say(report=pb.LearnerReport(step=6))
-                for step, reward, evaluated in ((7, 0.6, -1.0), (8, 0.6, -1.0), (8, 0.9, -1.0), (8, 0.9, 0.75)):
-                    report = pb.LearnerReport(step=step, train_s=1.0, reward_mean=reward, eval_reward=evaluated)
-                    await learner.say(report=report)
-                wanted: list[list[float | None]] = [[6, 7, 8], [None, 0.6, 0.9], [0.75]]
-                while True:  # after the restart the old curve is there before the reports that come again
-                    series = (await web.get("/api/series")).json()
-                    if [series["step"][-3:], series["reward"][-3:], series["eval"][-1:]] == wanted:
-                        break
-                    await asyncio.sleep(0.05)
-                await learner.close()
-
-    play(scene)
-
-
-def test_a_million_useful_tokens_cost_the_bill_over_the_tokens_trained_on(tmp_path: Path) -> None:
-    async def scene() -> None:
+    for _ in range(2):
         async with page(tmp_path) as (daemon, web):
             learner = await Node.join(daemon, Role.LEARNER)
-            await learner.hello()
-            workers = [await Node.join(daemon, Role.WORKER) for _ in range(2)]
-            for worker in workers:
-                await worker.hello(price_usd_per_hour=3600.0)
-                assert daemon.hub is not None
-                daemon.hub.set_worker(worker.credentials.peer_id, OperatorSetting.ACTIVE, "its price is agreed")
-                await worker.say(heartbeat=pb.Heartbeat(tokens_per_s=1e6, rollouts_per_s=1e3))
-            ids = [worker.credentials.peer_id for worker in workers]
-            told = [
-                pb.WorkerDelivered(peer_id=one, admitted_rollouts=n) for one, n in zip(ids, (3.0, 1.0), strict=True)
-            ]
-            await learner.say(delivered=pb.WorkersDelivered(workers=told))
-            await learner.say(report=pb.LearnerReport(step=1, train_s=1.0, trained_tokens=2000, eval_reward=-1))
+            await learner.hello(step_limit=8, step=6)
+            await learner.say(report=pb.LearnerReport(step=6))
+            for step, reward, evaluated in ((7, 0.6, -1.0), (8, 0.6, -1.0), (8, 0.9, -1.0), (8, 0.9, 0.75)):
+                report = pb.LearnerReport(step=step, train_s=1.0, reward_mean=reward, eval_reward=evaluated)
+                await learner.say(report=report)
+            wanted: list[list[float | None]] = [[6, 7, 8], [None, 0.6, 0.9], [0.75]]
+            while True:  # after the restart the old curve is there before the reports that come again
+                series = (await web.get("/api/series")).json()
+                if [series["step"][-3:], series["reward"][-3:], series["eval"][-1:]] == wanted:
+                    break
+                await asyncio.sleep(0.05)
 
-            def have_both_worked(state: dict[str, Any]) -> bool:
-                """For about as long: the second came later, on a busy machine by seconds."""
-                first, second = (state["workers"][one] for one in ids)
-                return second["usd_per_mtok"] is not None and second["usd_spent"] > 0.5 * first["usd_spent"]
 
-            state = await until(web, have_both_worked)
-            money, rows = state["money"], [state["workers"][one] for one in ids]
-            assert money["spent"] > 0
-            assert abs(money["per_mtok"] - 1e6 * money["spent"] / 2000) < 0.1
-            parts = [row["usd_per_mtok"] * 2000 * share for row, share in zip(rows, (0.75, 0.25), strict=True)]
-            assert abs(sum(parts) / 1e6 - money["spent"]) < 0.01 * money["spent"], "their bills are the whole bill"
-            assert rows[1]["usd_per_mtok"] > rows[0]["usd_per_mtok"], "it did a third of the work"
-            for node in (learner, *workers):
-                await node.close()
+async def test_a_million_useful_tokens_cost_the_bill_over_the_tokens_trained_on(tmp_path: Path) -> None:
+    async with page(tmp_path) as (daemon, web):
+        learner = await Node.join(daemon, Role.LEARNER)
+        await learner.hello()
+        workers = [await Node.join(daemon, Role.WORKER) for _ in range(2)]
+        for worker in workers:
+            await worker.hello(price_usd_per_hour=3600.0)
+            daemon.hub.set_worker(worker.credentials.peer_id, OperatorSetting.ACTIVE, "its price is agreed")
+            await worker.say(heartbeat=pb.Heartbeat(tokens_per_s=1e6, rollouts_per_s=1e3))
+        ids = [worker.credentials.peer_id for worker in workers]
+        told = [pb.WorkerDelivered(peer_id=one, admitted_rollouts=n) for one, n in zip(ids, (3.0, 1.0), strict=True)]
+        await learner.say(delivered=pb.WorkersDelivered(workers=told))
+        await learner.say(report=pb.LearnerReport(step=1, train_s=1.0, trained_tokens=2000, eval_reward=-1))
 
-    play(scene)
+        def have_both_worked(state: dict[str, Any]) -> bool:
+            """For about as long: the second came later, on a busy machine by seconds."""
+            first, second = (state["workers"][one] for one in ids)
+            return second["usd_per_mtok"] is not None and second["usd_spent"] > 0.5 * first["usd_spent"]
+
+        state = await until(web, have_both_worked)
+        money, rows = state["money"], [state["workers"][one] for one in ids]
+        assert money["spent"] > 0
+        assert abs(money["per_mtok"] - 1e6 * money["spent"] / 2000) < 0.1
+        parts = [row["usd_per_mtok"] * 2000 * share for row, share in zip(rows, (0.75, 0.25), strict=True)]
+        assert abs(sum(parts) / 1e6 - money["spent"]) < 0.01 * money["spent"], "their bills are the whole bill"
+        assert rows[1]["usd_per_mtok"] > rows[0]["usd_per_mtok"], "it did a third of the work"
 
 
 HOSTILE = "=HYPERLINK(<script>)"
 
 
-def test_a_workers_own_warnings_and_place_are_shown_kept_over_its_restart_and_exported_as_no_formula(
+async def test_a_workers_own_warnings_and_place_are_shown_kept_over_its_restart_and_exported_as_no_formula(
     tmp_path: Path,
 ) -> None:
-    async def scene() -> None:
-        async with page(tmp_path) as (daemon, web):
-            worker = await Node.join(daemon, Role.WORKER)
-            await worker.hello(name=HOSTILE, provider="runpod", region="EU-NL-1")
-            lines = [pb.LogLine(unix_s=5, text=HOSTILE), pb.LogLine(unix_s=6, is_error=True, text="the engine failed")]
-            lines.append(pb.LogLine(unix_s=7, text="trying again"))
-            await worker.say(heartbeat=pb.Heartbeat(log=pb.LogTail(lines=lines)))
-            await worker.say(heartbeat=pb.Heartbeat(tokens_per_s=3.0))  # says nothing of its log: as before
-            peer_id = worker.credentials.peer_id
-            row = (await until(web, lambda state: state["workers"][peer_id]["tokens_per_s"] == 3.0))["workers"][peer_id]
-            assert (row["said"], row["said_error"], row["said_at"]) == ("the engine failed", True, 6)
-            assert (row["provider"], row["region"]) == ("runpod", "EU-NL-1")
-            await worker.hello(name=HOSTILE)
-            near = (await web.get("/api/worker", params={"peer_id": peer_id})).json()
-            assert [line["text"] for line in near["log"]] == ["trying again", "the engine failed", HOSTILE]
-            assert (await web.get("/api/worker", params={"peer_id": "nobody"})).status_code == 400
-            table = await web.get("/api/workers.csv")
-            assert "attachment" in table.headers["content-disposition"]
-            head, cells = table.text.splitlines()
-            assert head.startswith("name,peer_id,state,activation,gpu,engine,provider,region")
-            assert cells.startswith(f"'{HOSTILE},{peer_id},alive,")
-            assert (await web.get("/api/series.csv")).text.startswith("at,step,reward")
-            flood = pb.LogTail(lines=[pb.LogLine(text="x")] * 21)
-            await worker.say(heartbeat=pb.Heartbeat(log=flood))
-            assert "number of lines" in (await worker.until("refusal")).message
-            await worker.close()
-
-    play(scene)
+    async with page(tmp_path) as (daemon, web):
+        worker = await Node.join(daemon, Role.WORKER)
+        await worker.hello(name=HOSTILE, provider="runpod", region="EU-NL-1")
+        lines = [pb.LogLine(unix_s=5, text=HOSTILE), pb.LogLine(unix_s=6, is_error=True, text="the engine failed")]
+        lines.append(pb.LogLine(unix_s=7, text="trying again"))
+        await worker.say(heartbeat=pb.Heartbeat(log=pb.LogTail(lines=lines)))
+        await worker.say(heartbeat=pb.Heartbeat(tokens_per_s=3.0))  # says nothing of its log: as before
+        peer_id = worker.credentials.peer_id
+        row = (await until(web, lambda state: state["workers"][peer_id]["tokens_per_s"] == 3.0))["workers"][peer_id]
+        assert (row["said"], row["said_error"], row["said_at"]) == ("the engine failed", True, 6)
+        assert (row["provider"], row["region"]) == ("runpod", "EU-NL-1")
+        await worker.hello(name=HOSTILE)
+        near = (await web.get("/api/worker", params={"peer_id": peer_id})).json()
+        assert [line["text"] for line in near["log"]] == ["trying again", "the engine failed", HOSTILE]
+        assert (await web.get("/api/worker", params={"peer_id": "nobody"})).status_code == 400
+        table = await web.get("/api/workers.csv")
+        assert "attachment" in table.headers["content-disposition"]
+        head, cells = table.text.splitlines()
+        assert head.startswith("name,peer_id,state,activation,gpu,engine,provider,region")
+        assert cells.startswith(f"'{HOSTILE},{peer_id},alive,")
+        assert (await web.get("/api/series.csv")).text.startswith("at,step,reward")
+        flood = pb.LogTail(lines=[pb.LogLine(text="x")] * 21)
+        await worker.say(heartbeat=pb.Heartbeat(log=flood))
+        assert "number of lines" in (await worker.until("refusal")).message
 
 
-def test_rollouts_are_asked_of_the_learner_and_shown_token_by_token(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with page(tmp_path) as (daemon, web):
-            assert "not connected" in (await web.get("/api/rollouts")).json()["problem"]
-            learner = await Node.join(daemon, Role.LEARNER)
-            await learner.hello()
-            one = pb.RolloutSummary(
-                rollout_id="g1/0",
-                step=4,
-                reward=0.5,
-                token_count=2,
-                completion="<b>",
-                peer_ids=["x" * 20],
-                turn_count=2,
-            )
+async def test_rollouts_are_asked_of_the_learner_and_shown_token_by_token(tmp_path: Path) -> None:
+    async with page(tmp_path) as (daemon, web):
+        assert "not connected" in (await web.get("/api/rollouts")).json()["problem"]
+        learner = await Node.join(daemon, Role.LEARNER)
+        await learner.hello()
+        one = pb.RolloutSummary(
+            rollout_id="g1/0",
+            step=4,
+            reward=0.5,
+            token_count=2,
+            completion="<b>",
+            peer_ids=["x" * 20],
+            turn_count=2,
+        )
 
-            async def asked(path: str, **answer: object) -> tuple[httpx.Response, object]:
-                asking = asyncio.create_task(web.get(path))
-                wanted = await learner.until("wanted")
-                await learner.say(shown=pb.RolloutsShown(request=wanted.request + 1))  # to no question: dropped
-                await learner.say(shown=pb.RolloutsShown(request=wanted.request, **answer))  # type: ignore[arg-type]
-                return await asking, wanted
+        async def asked(path: str, **answer: object) -> tuple[httpx.Response, object]:
+            asking = asyncio.create_task(web.get(path))
+            wanted = await learner.until("wanted")
+            await learner.say(shown=pb.RolloutsShown(request=wanted.request + 1))  # to no question: dropped
+            await learner.say(shown=pb.RolloutsShown(request=wanted.request, **answer))  # type: ignore[arg-type]
+            return await asking, wanted
 
-            found, _ = await asked("/api/rollouts", rollouts=[one])
-            assert found.json()["rollouts"][0] | {"workers": []} == {
-                "id": "g1/0", "step": 4, "reward": 0.5, "token_count": 2, "oldest_version": 0, "newest_version": 0,
-                "finish_reason": "", "workers": [], "completion": "<b>", "turns": 2,
-            }  # fmt: skip
-            assert (await web.get("/api/rollouts")).json() == found.json(), "the list of a moment ago"
-            tokens = [pb.TokenShown(token_id=5, text="x", logprob=-0.25, version=3, peer=peer) for peer in (0, 1)]
-            said = [pb.TurnShown(turn=2, position=1, text="<i>")]
-            found, wanted = await asked(
-                "/api/rollout?id=g1/0&offset=1", rollouts=[one], tokens=tokens, prompt="p", turns=said
-            )
-            assert (wanted.rollout_id, wanted.offset) == ("g1/0", 1)  # type: ignore[attr-defined]
-            first, other = found.json()["tokens"]
-            assert first == {"id": 5, "text": "x", "logprob": -0.25, "version": 3, "worker": "x" * 8}
-            assert other["worker"] == "", "of a worker that the summary does not name"
-            assert found.json()["said"] == [{"turn": 2, "position": 1, "text": "<i>"}]
-            found, _ = await asked("/api/rollout?id=g9/0")
-            assert "still keeps" in found.json()["error"]
-            for query in ("id=g1/0&offset=-1", "id=g1/0&offset=x", "id=", "id=" + "x" * 200):
-                assert (await web.get(f"/api/rollout?{query}")).status_code == 400
-            await learner.close()
-
-    play(scene)
+        found, _ = await asked("/api/rollouts", rollouts=[one])
+        assert found.json()["rollouts"][0] | {"workers": []} == {
+            "id": "g1/0", "step": 4, "reward": 0.5, "token_count": 2, "oldest_version": 0, "newest_version": 0,
+            "finish_reason": "", "workers": [], "completion": "<b>", "turns": 2,
+        }  # fmt: skip
+        assert (await web.get("/api/rollouts")).json() == found.json(), "the list of a moment ago"
+        tokens = [pb.TokenShown(token_id=5, text="x", logprob=-0.25, version=3, peer=peer) for peer in (0, 1)]
+        said = [pb.TurnShown(turn=2, position=1, text="<i>")]
+        found, wanted = await asked(
+            "/api/rollout?id=g1/0&offset=1", rollouts=[one], tokens=tokens, prompt="p", turns=said
+        )
+        assert (wanted.rollout_id, wanted.offset) == ("g1/0", 1)  # type: ignore[attr-defined]
+        first, other = found.json()["tokens"]
+        assert first == {"id": 5, "text": "x", "logprob": -0.25, "version": 3, "worker": "x" * 8}
+        assert other["worker"] == "", "of a worker that the summary does not name"
+        assert found.json()["said"] == [{"turn": 2, "position": 1, "text": "<i>"}]
+        found, _ = await asked("/api/rollout?id=g9/0")
+        assert "still keeps" in found.json()["error"]
+        for query in ("id=g1/0&offset=-1", "id=g1/0&offset=x", "id=", "id=" + "x" * 200):
+            assert (await web.get(f"/api/rollout?{query}")).status_code == 400
 
 
-def test_questions_that_the_learner_leaves_open_are_bounded_and_an_answer_makes_room() -> None:
-    async def scene() -> None:
-        sent: list[pb.LearnerOrder] = []
-        desk = RolloutQuestions(lambda order: bool(sent.append(order)) or True)
-        asking = [asyncio.create_task(desk.tokens("g1/0", at)) for at in range(8)]
-        await asyncio.sleep(0)
-        with pytest.raises(LimitExceeded, match="at most 8 questions"):
-            await desk.tokens("g1/0", 8)
-        assert len(sent) == 8, "the learner is not asked what is refused"
-        desk.on_answer(pb.RolloutsShown(request=sent[0].wanted.request))
-        await asking[0]
-        asking.append(asyncio.create_task(desk.tokens("g1/0", 9)))
-        await asyncio.sleep(0)
-        assert len(sent) == 9
-        for one in asking:
-            one.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
-
-    asyncio.run(scene())
+async def test_questions_that_the_learner_leaves_open_are_bounded_and_an_answer_makes_room() -> None:
+    sent: list[pb.LearnerOrder] = []
+    desk = RolloutQuestions(lambda order: bool(sent.append(order)) or True)
+    asking = [asyncio.create_task(desk.tokens("g1/0", at)) for at in range(8)]
+    await asyncio.sleep(0)
+    with pytest.raises(LimitExceeded, match="at most 8 questions"):
+        await desk.tokens("g1/0", 8)
+    assert len(sent) == 8, "the learner is not asked what is refused"
+    desk.on_answer(pb.RolloutsShown(request=sent[0].wanted.request))
+    await asking[0]
+    asking.append(asyncio.create_task(desk.tokens("g1/0", 9)))
+    await asyncio.sleep(0)
+    assert len(sent) == 9
+    for one in asking:
+        one.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)

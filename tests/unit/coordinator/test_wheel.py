@@ -14,11 +14,11 @@ import pytest
 from cryptography.exceptions import InvalidSignature
 
 from echo2.base.errors import ConfigError
-from echo2.coordinator.commands import Commands
 from echo2.coordinator.fleet import wheel
 from echo2.coordinator.money.providers import fetch_wheel
+from echo2.coordinator.operator import Commands
 from echo2.trust.identity import Identity, JoinLink
-from tests.unit.coordinator.test_daemon import options, play, running
+from tests.unit.coordinator.test_daemon import options, running
 
 PACKAGE = Path(wheel.__file__).parents[2]
 
@@ -50,25 +50,21 @@ def test_without_an_installation_there_is_none_and_it_says_what_else_to_do(monke
         wheel.running_wheel()
 
 
-def test_a_holder_of_a_token_gets_the_wheel_and_does_not_use_the_token_up(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            assert daemon.hub is not None
-            link = JoinLink.parse(daemon.links["worker"])
-            token, _ = Commands(daemon.hub, "h", 1, [], {}).create_token("worker", "one", 60.0, 1)
-            before = {one: set(kept.peers) for one, kept in daemon.hub.tokens.tokens.items()}
-            assert await asyncio.to_thread(fetch_wheel.fetched, str(link)) == wheel.running_wheel().data
-            assert {one: set(kept.peers) for one, kept in daemon.hub.tokens.tokens.items()} == before
-            assert token.token_id in before
-            stranger = JoinLink(link.host, link.port, link.peer_id, "x" * 43)
-            with pytest.raises(grpc.RpcError) as refused:
-                await asyncio.to_thread(fetch_wheel.fetched, str(stranger))
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            other = JoinLink(link.host, link.port, Identity.generate().peer_id, link.token)
-            with pytest.raises(InvalidSignature):  # before the token is shown
-                await asyncio.to_thread(fetch_wheel.fetched, str(other))
-
-    play(scene)
+async def test_a_holder_of_a_token_gets_the_wheel_and_does_not_use_the_token_up(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        link = JoinLink.parse(daemon.links["worker"])
+        token, _ = Commands(daemon.hub, "h", 1, [], {}).create_token("worker", "one", 60.0, 1)
+        before = {one: set(kept.peers) for one, kept in daemon.hub.tokens.tokens.items()}
+        assert await asyncio.to_thread(fetch_wheel.fetched, str(link)) == wheel.running_wheel().data
+        assert {one: set(kept.peers) for one, kept in daemon.hub.tokens.tokens.items()} == before
+        assert token.token_id in before
+        stranger = JoinLink(link.host, link.port, link.peer_id, "x" * 43)
+        with pytest.raises(grpc.RpcError) as refused:
+            await asyncio.to_thread(fetch_wheel.fetched, str(stranger))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        other = JoinLink(link.host, link.port, Identity.generate().peer_id, link.token)
+        with pytest.raises(InvalidSignature):  # before the token is shown
+            await asyncio.to_thread(fetch_wheel.fetched, str(other))
 
 
 def test_another_wheel_than_the_pinned_one_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from echo2.coordinator.money import renting
+from echo2.coordinator.money import provisioning
 from echo2.sim.scenario import STORM_S, Fault, PlannedFault, Scenario
 from echo2.sim.storm import Storm
 from echo2.sim.world import World
 
 
 def test_what_a_pool_lacks_is_rented_and_what_stands_by_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renting, "IDLE_RELEASE_S", 60.0)
+    monkeypatch.setattr(provisioning, "IDLE_RELEASE_S", 60.0)
     world = World(replace(Scenario.of(3), offers_max=2), workers=1)
 
     def slow_down() -> None:

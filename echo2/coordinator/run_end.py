@@ -9,15 +9,12 @@ process itself (daemon).
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from echo2.base.errors import Dismissed, RunFinished
-from echo2.base.ids import PeerId
-from echo2.coordinator.fleet.members import OperatorSetting
+from echo2.base.errors import RunFinished
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:
@@ -100,7 +97,7 @@ class RunEnding:
         hub.note("run", f"{self.text}: workers are sent home, rented machines are given back")
         hub.handle(hub.book.sync, ())
         for member in list(hub.membership.living()):
-            dismiss(hub, member.peer_id, "the run is finished", self._refusal)
+            hub.dismiss(member.peer_id, "the run is finished", self._refusal)
         hub.state.meta("usd_standby", f"{hub.money.standby_usd():.6f}")
         hub.flush_now()
 
@@ -109,33 +106,3 @@ class RunEnding:
         """Whether the run is finished, no worker is connected and no machine is rented."""
         is_idle = not self._hub.workers and not any(one.is_open for one in self._hub.money.machines.values())
         return self.finish is not None and is_idle
-
-
-def dismiss(hub: Hub, peer_id: PeerId, reason: str, why: Dismissed | None = None) -> None:
-    """Dismisses a worker: its process then exits. It may join again."""
-    session = hub.workers.get(peer_id)
-    hub.part_with(peer_id, reason)
-    if session is not None:
-        session.refuse(why or Dismissed(reason))
-
-
-async def until_settled(hub: Hub, look_s: float = 1.0) -> None:
-    """Waits until the run is finished, every worker has gone and every rented machine is released."""
-    while not hub.ending.is_settled:
-        await asyncio.sleep(look_s)
-
-
-def send_home(hub: Hub, peer_id: PeerId, reason: str) -> None:
-    """Drains the worker and recalls its leases now, with all their tokens."""
-    if not hub.membership.members[peer_id].activation.is_barred:
-        hub.set_worker(peer_id, OperatorSetting.DRAINING, reason)
-    for lease in hub.book.leases_of(peer_id):
-        hub.handle(hub.book.recall, lease.lease_id, reason)
-
-
-def preempted(hub: Hub, peer_id: PeerId, notice: str) -> None:
-    """Handles a preemption notice that came from a provider or the operator, not from the worker itself."""
-    member = hub.membership.members[peer_id]
-    hub.note("worker", f"{member.name} will lose its machine: {notice}")
-    hub.journal_worker("preemption notice", member, notice)
-    send_home(hub, peer_id, f"preemption: {notice}")
