@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.message import Message
 
 from echo2.base.errors import MalformedMessage
+from echo2.base.ids import RunId
 from echo2.wire import broadcast as bw
 from echo2.wire import coordinator as cw
 from echo2.wire import rollout as rw
@@ -39,6 +40,9 @@ ROUND_TRIPS: dict[type[Message], Convert] = {
     broadcast_pb2.ArtifactHeader: through(bw.header_from, through(bw.header_to_bytes, framed("header"))),
     broadcast_pb2.ArtifactSeal: through(bw.seal_from, through(bw.seal_to_bytes, framed("seal"))),
     broadcast_pb2.ChunkFrame: through(bw.chunk_from, through(bw.chunk_to_bytes, framed("chunk"))),
+    broadcast_pb2.PeerHello: lambda m: framed("hello")(
+        bw.hello(m.protocol_version, RunId(m.run_id), is_further=m.is_further)
+    ),
     broadcast_pb2.HaveMap: through(bw.have_from, lambda said: framed("have")(bw.have_to_bytes(*said))),
     broadcast_pb2.ChunkRequest: through(bw.indices_from, lambda said: framed("request")(bw.request_to_bytes(*said))),
     broadcast_pb2.ChunkCancel: through(bw.indices_from, lambda said: framed("cancel")(bw.cancel_to_bytes(*said))),

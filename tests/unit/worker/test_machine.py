@@ -49,17 +49,15 @@ BARE = WorkerMachine(gpus=(), cores=2, memory_bytes=8 << 30, free_disk_bytes=10 
 WITH_GPUS = replace(BARE, gpus=parse_gpus("NVIDIA H200, 143771, 570.1\nNVIDIA H200, 143771, 570.1\n"), has_vllm=True)
 
 
-def test_gpus_are_read_and_broken_lines_skipped() -> None:
+def test_gpus_are_read_broken_lines_skipped_and_vllm_chosen_where_there_is_a_gpu_and_vllm() -> None:
     assert parse_gpus("NVIDIA L4, 23034, 550.54\n[Unknown Error]\n") == (LocalGpu("NVIDIA L4", 23034 << 20, "550.54"),)
-    assert WITH_GPUS.gpu_text == "2 x NVIDIA H200"
-    assert BARE.gpu_text == "cpu"
-
-
-def test_vllm_is_chosen_where_there_is_a_gpu_and_vllm() -> None:
-    assert chosen_engine("auto", BARE) == "embedded"
-    assert chosen_engine("auto", WITH_GPUS) == "vllm"
-    assert chosen_engine("auto", replace(WITH_GPUS, has_vllm=False)) == "embedded"
-    assert chosen_engine("embedded", WITH_GPUS) == "embedded"
+    assert (WITH_GPUS.gpu_text, BARE.gpu_text) == ("2 x NVIDIA H200", "cpu")
+    without = replace(WITH_GPUS, has_vllm=False)
+    for choice, machine, expected in (
+        ("auto", BARE, "embedded"), ("auto", WITH_GPUS, "vllm"), ("auto", without, "embedded"),
+        ("embedded", WITH_GPUS, "embedded"),
+    ):  # fmt: skip
+        assert chosen_engine(choice, machine) == expected
     with pytest.raises(ConfigError, match="expected vLLM to be installed"):
         chosen_engine("vllm", BARE)
 
@@ -145,17 +143,13 @@ def test_findings_say_what_is_bad_with_what_was_expected() -> None:
         assert not bad.is_good and text in bad.line()
 
 
-def test_a_flag_beats_the_environment() -> None:
-    environment = {PRICE_VARIABLE: "0.31"}
-    assert price_of(0.5, environment) == 0.5
-    assert price_of(0.0, environment) == 0.31
-    assert price_of(0.0, {}) == price_of(0.0, {PRICE_VARIABLE: ""}) == 0.0
-
-
-@pytest.mark.parametrize("text", ["cheap", "-1", "nan", "1e9"])
-def test_what_is_no_price_is_refused_with_its_source(text: str) -> None:
-    with pytest.raises(ConfigError, match=PRICE_VARIABLE):
-        price_of(0.0, {PRICE_VARIABLE: text})
+def test_a_price_is_the_flags_then_the_environments_and_what_is_none_is_refused_with_its_source() -> None:
+    for flag, environment, expected in ((0.5, "0.31", 0.5), (0.0, "0.31", 0.31), (0.0, "", 0.0)):
+        assert price_of(flag, {PRICE_VARIABLE: environment}) == expected
+    assert price_of(0.0, {}) == 0.0
+    for text in ("cheap", "-1", "nan", "1e9"):
+        with pytest.raises(ConfigError, match=PRICE_VARIABLE):
+            price_of(0.0, {PRICE_VARIABLE: text})
 
 
 SKY = {"SKYPILOT_CLUSTER_INFO": json.dumps({"cluster_name": "a", "cloud": "GCP", "region": "us-central1", "zone": "b"})}
