@@ -8,8 +8,9 @@ side does not read or the link has a backlog. Leaves to others: handshakes (memo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -26,35 +27,22 @@ EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 _AS_IS: Callable[[bytes], bytes] = lambda data: data  # noqa: E731
 
 
-class Half:
-    """One direction of a call, with the bytes that the receiver has not read yet."""
-
-    def __init__(self) -> None:
-        self.unread_bytes = 0
-        self.room = asyncio.Event()
-        self.room.set()
-
-    def took(self, size: int) -> None:
-        self.unread_bytes += size
-        if self.unread_bytes >= WINDOW_BYTES:
-            self.room.clear()
-
-    def read(self, size: int) -> None:
-        self.unread_bytes -= size
-        if self.unread_bytes < WINDOW_BYTES:
-            self.room.set()
-
-
 class CallStream:
-    """One side of one call. Frames: (number, kind, payload); kinds: open, message, half, end, reset."""
+    """One side of one call, and `other`, the other one. Frames: (number, kind, payload); kinds: open, message, half, end, reset."""
 
-    def __init__(self, link: Link, number: int, method: str, mine: Half, theirs: Half) -> None:
-        self.link, self.number, self.method, self.mine, self.theirs = link, number, method, mine, theirs
+    def __init__(self, link: Link, number: int, method: str, other: CallStream | None = None) -> None:
+        self.link, self.number, self.method, self.other = link, number, method, other
+        self.unread_bytes = 0  # of what was sent here
         self.inbox: deque[bytes] = deque()
         self.is_half_closed = False
-        self.changed = asyncio.Event()
+        self.changed, self.room = asyncio.Event(), asyncio.Event()
+        self.room.set()
         self.ended: tuple[grpc.StatusCode, str] | None = None
         self.on_end: Callable[[grpc.StatusCode, str], None] = lambda code, details: None
+        link.streams[number] = self
+
+    def tell(self, kind: str, payload: Any = None, size: int = 10) -> None:
+        self.link.end.send((self.number, kind, payload), size)
 
     def arrive(self, kind: str, payload: Any) -> None:
         match kind:
@@ -73,27 +61,30 @@ class CallStream:
             self.ended = (code, details)
             self.link.streams.pop(self.number, None)
             self.changed.set()
-            self.mine.room.set()
+            self.room.set()
             self.on_end(code, details)
 
     async def send(self, data: bytes) -> None:
         """Sends a message once there is room. Returns without sending if the call ends."""
+        end = self.link.end
         while self.ended is None:
-            behind_s = self.link.behind_s
+            behind_s = end.wire.wires.backlog_s(end)
             if behind_s > LINK_BACKLOG_S:
                 # A shorter sleep could be lost to rounding, and virtual time would stand still.
                 await asyncio.sleep(max(1e-4, behind_s - LINK_BACKLOG_S))
-            elif not self.mine.room.is_set():
-                await self.mine.room.wait()
+            elif not self.room.is_set():
+                await self.room.wait()
             else:
                 break
         if self.ended is None:
-            for said in self.link.said(self.method, data):
-                self.mine.took(len(said))
-                self.link.send(self.number, "message", said, len(said))
+            message_filter = end.process.machine.message_filter  # of a machine that is dishonest
+            for said in (data,) if message_filter is None else message_filter.says(self.method, end.side, data):
+                self._account(len(said))
+                self.tell("message", said, len(said))
 
     async def receive(self) -> bytes | None:
-        """The next message; None once no more will come (see `ended`)."""
+        """The next message that the daemon is to hear; None once no more will come (see `ended`)."""
+        end = self.link.end
         while True:
             while not self.inbox:
                 if self.is_half_closed or self.ended is not None:
@@ -101,61 +92,41 @@ class CallStream:
                 self.changed.clear()
                 await self.changed.wait()
             data = self.inbox.popleft()
-            self.theirs.read(len(data))
-            if self.link.is_heard(self.method, data):
+            assert self.other is not None, "it has said something"
+            self.other._account(-len(data))
+            message_filter = end.process.machine.message_filter
+            if message_filter is None or message_filter.hears(self.method, end.side, data):
                 return data
+
+    def _account(self, size: int) -> None:
+        self.unread_bytes += size
+        (self.room.set if self.unread_bytes < WINDOW_BYTES else self.room.clear)()
 
 
 class Link:
-    """One side of a wire, with its calls."""
+    """One side of a wire, with its calls. `on_open`: of a server."""
 
     def __init__(
-        self, end: End, on_open: Callable[[CallStream, str], None] | None, on_closed: Callable[[str], None]
+        self, end: End, on_open: Callable[[CallStream], None] | None, on_closed: Callable[[str], None]
     ) -> None:
-        self._end, self._on_open, self._on_closed = end, on_open, on_closed
+        self.end, self._on_open, self._on_closed = end, on_open, on_closed
         self.streams: dict[int, CallStream] = {}
-        self._next = 0
-        end.on_frame = self._frame
-        end.on_closed = self._closed
-
-    @property
-    def is_open(self) -> bool:
-        return self._end.is_open
-
-    @property
-    def behind_s(self) -> float:
-        return self._end.wire.wires.backlog_s(self._end)
+        self._count = 0
+        end.on_frame, end.on_closed = self._frame, self._closed
 
     def open(self, method: str) -> CallStream:
-        self._next += 1
-        there, back = Half(), Half()
-        stream = self.streams[self._next] = CallStream(self, self._next, method, there, back)
-        self.send(self._next, "open", (method, there, back), len(method) + 60)
+        self._count += 1
+        stream = CallStream(self, self._count, method)
+        stream.tell("open", (method, stream), len(method) + 60)
         return stream
-
-    def send(self, number: int, kind: str, payload: Any, size: int = 10) -> None:
-        self._end.send((number, kind, payload), size)
-
-    def said(self, method: str, data: bytes) -> Sequence[bytes]:
-        """The messages to send instead of `data`; an honest machine sends just `data`."""
-        message_filter = self._end.process.machine.message_filter
-        return (data,) if message_filter is None else message_filter.says(method, self._end.side, data)
-
-    def is_heard(self, method: str, data: bytes) -> bool:
-        """Whether the daemon receives an arrived message."""
-        message_filter = self._end.process.machine.message_filter
-        return message_filter is None or message_filter.hears(method, self._end.side, data)
-
-    def close(self, reason: str = "closed") -> None:
-        self._end.close(reason)
 
     def _frame(self, frame: Any) -> None:
         number, kind, payload = frame
         if kind == "open":
             assert self._on_open is not None, "only a server is called"
-            method, there, back = payload
-            stream = self.streams[number] = CallStream(self, number, method, back, there)
-            self._on_open(stream, method)
+            method, caller = payload
+            caller.other = stream = CallStream(self, number, method, caller)
+            self._on_open(stream)
         elif (known := self.streams.get(number)) is not None:
             known.arrive(kind, payload)
 
@@ -163,9 +134,6 @@ class Link:
         for stream in list(self.streams.values()):
             stream.finish(grpc.StatusCode.UNAVAILABLE, reason)
         self._on_closed(reason)
-
-
-# ---- the caller's side
 
 
 class MemoryCall:
@@ -195,9 +163,10 @@ class MemoryCall:
             self._stream = link.open(method)
             self._stream.on_end = self._end
 
-    async def _opened(self) -> None:
+    async def _opened(self) -> CallStream | None:
         if not self._opening.done():
             await asyncio.wait((self._opening,))
+        return self._stream
 
     def _end(self, code: grpc.StatusCode, details: str) -> None:
         if not self.done():
@@ -208,7 +177,7 @@ class MemoryCall:
 
     def _reset(self, code: grpc.StatusCode, details: str) -> None:
         if self._stream is not None:
-            self._stream.link.send(self._stream.number, "reset", None)
+            self._stream.tell("reset")
             self._stream.finish(code, details)
         else:
             self._opening.cancel()
@@ -238,21 +207,21 @@ class MemoryCall:
 
     async def write(self, message: Any) -> None:
         if self.done() or self._said_all:
-            raise asyncio.InvalidStateError("RPC already finished.")
-        await self._opened()
-        if self._stream is not None and not self.done():
-            await self._stream.send(self._encode(message))
+            raise _finished()
+        stream = await self._opened()
+        if stream is not None and not self.done():
+            await stream.send(self._encode(message))
         self._check()
 
     async def done_writing(self) -> None:
-        await self._opened()
-        if self._stream is not None and not self.done() and not self._said_all:
+        stream = await self._opened()
+        if stream is not None and not self.done() and not self._said_all:
             self._said_all = True
-            self._stream.link.send(self._stream.number, "half", None)
+            stream.tell("half")
 
     async def read(self) -> Any:
-        await self._opened()
-        data = await self._stream.receive() if self._stream is not None else None
+        stream = await self._opened()
+        data = await stream.receive() if stream is not None else None
         if data is not None:
             return self._decode(data)
         await asyncio.shield(self._over)
@@ -282,15 +251,13 @@ class MemoryCall:
         """Writes all messages of an async iterator, or one message, then half-closes."""
 
         async def work() -> None:
-            try:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader gets the error
                 if hasattr(messages, "__aiter__"):
                     async for message in messages:
                         await self.write(message)
                 else:
                     await self.write(messages)
                 await self.done_writing()
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                pass  # the reader gets the error
 
         self._saying = self._loop.create_task(work())
 
@@ -299,7 +266,8 @@ def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details, debug_error_string="")
 
 
-# ---- the servicer's side
+def _finished() -> asyncio.InvalidStateError:
+    return asyncio.InvalidStateError("RPC already finished.")
 
 
 class Aborted(grpc.aio.AbortError):
@@ -307,11 +275,10 @@ class Aborted(grpc.aio.AbortError):
 
 
 class MemoryContext:
-    """The servicer context of a call."""
+    """The servicer context of a call; `serve` runs the servicer's method."""
 
-    def __init__(self, stream: CallStream, encode: Any, decode: Any, peer: str, certificate_pem: bytes | None) -> None:
-        self._stream, self._encode, self._decode = stream, encode or _AS_IS, decode or _AS_IS
-        self._peer, self._certificate_pem = peer, certificate_pem
+    def __init__(self, stream: CallStream, handler: Any, peer: str, certificate_pem: bytes | None) -> None:
+        self._stream, self._handler, self._peer, self._certificate_pem = stream, handler, peer, certificate_pem
 
     def peer(self) -> str:
         return self._peer
@@ -324,49 +291,49 @@ class MemoryContext:
 
     async def read(self) -> Any:
         data = await self._stream.receive()
-        return EOF if data is None else self._decode(data)
+        return EOF if data is None else (self._handler.request_deserializer or _AS_IS)(data)
 
     async def write(self, message: Any) -> None:
-        if self._stream.ended is not None:
-            raise asyncio.InvalidStateError("RPC already finished.")
-        await self._stream.send(self._encode(message))
+        if self.done():
+            raise _finished()
+        await self._stream.send((self._handler.response_serializer or _AS_IS)(message))
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
-        self.end(code, details)
+        self._end(code, details)
         raise Aborted("Locally aborted.")
 
-    def end(self, code: grpc.StatusCode, details: str) -> None:
-        if self._stream.ended is None:
-            self._stream.link.send(self._stream.number, "end", (code, details), 20 + len(details))
+    def _end(self, code: grpc.StatusCode, details: str) -> None:
+        if not self.done():
+            self._stream.tell("end", (code, details), 20 + len(details))
             self._stream.finish(code, details)
 
-    async def requests(self) -> AsyncIterator[Any]:
+    async def _requests(self) -> AsyncIterator[Any]:
         while (message := await self.read()) is not EOF:
             yield message
 
-
-async def serve_call(handler: Any, context: MemoryContext, told: Callable[[BaseException], None]) -> None:
-    """Runs a servicer's method of any of the four kinds, coroutine or generator. Reports an unexpected error to `told`."""
-    try:
-        request: Any = context.requests() if handler.request_streaming else await context.read()
-        if request is EOF:
-            return
-        serve = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        answer = serve(request, context)
-        if hasattr(answer, "__aiter__"):
-            async for message in answer:
-                await context.write(message)
-        else:
-            reply = await answer
-            if not handler.response_streaming:
-                await context.write(reply)
-        context.end(grpc.StatusCode.OK, "")
-    except Aborted:
-        pass
-    except asyncio.CancelledError:
-        context.end(grpc.StatusCode.CANCELLED, "cancelled")
-        raise
-    except Exception as error:  # noqa: BLE001  (as in gRPC: the caller gets the error, the server continues)
-        if not context.done():
-            told(error)
-        context.end(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")
+    async def serve(self, told: Callable[[BaseException], None]) -> None:
+        """The method may be of any of the four kinds, coroutine or generator. Reports an unexpected error to `told`."""
+        handler = self._handler
+        try:
+            request: Any = self._requests() if handler.request_streaming else await self.read()
+            if request is EOF:
+                return
+            method = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+            answer = method(request, self)
+            if hasattr(answer, "__aiter__"):
+                async for message in answer:
+                    await self.write(message)
+            else:
+                reply = await answer
+                if not handler.response_streaming:
+                    await self.write(reply)
+            self._end(grpc.StatusCode.OK, "")
+        except Aborted:
+            pass
+        except asyncio.CancelledError:
+            self._end(grpc.StatusCode.CANCELLED, "cancelled")
+            raise
+        except Exception as error:  # noqa: BLE001  (as in gRPC: the caller gets the error, the server continues)
+            if not self.done():
+                told(error)
+            self._end(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")

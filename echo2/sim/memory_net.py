@@ -30,7 +30,6 @@ from echo2.sim.memory_grpc import (
     MemoryCall,
     MemoryContext,
     rpc_error,
-    serve_call,
 )
 from echo2.sim.process import PEERS
 from echo2.trust.identity import NodeCertificate, dns_name_of
@@ -102,13 +101,9 @@ class MemoryStream:
         self._look_at_backlog()
 
     def _say(self, frame: bytes) -> None:
-        machine, wires = self._end.process.machine, self._end.wire.wires
-        is_honest = machine.message_filter is None or frame == STILL_HERE
-        for said in (
-            (frame,)
-            if is_honest or machine.message_filter is None
-            else machine.message_filter.says(PEERS, self._end.side, frame)
-        ):
+        message_filter, wires = self._end.process.machine.message_filter, self._end.wire.wires
+        is_honest = message_filter is None or frame == STILL_HERE
+        for said in (frame,) if is_honest else message_filter.says(PEERS, self._end.side, frame):  # type: ignore[union-attr]
             self._in_flight += len(said)
             self._end.send((said, self), len(said) * (wires.chunk_scale if _is_chunk(said) else 1))
 
@@ -331,7 +326,7 @@ class MemoryServer:
         if self._calls:
             await asyncio.wait(list(self._calls))
         for link in list(self._links):
-            link.close("the server stops")
+            link.end.close("the server stops")
 
     def accept(self, end: End, shown: Shown) -> None:
         """Accepts a wire after its handshake. Its calls run in this process's context."""
@@ -342,20 +337,16 @@ class MemoryServer:
             end.close("not serving")
             return
 
-        def opened(stream: CallStream, method: str) -> None:
-            self._called(stream, method, peer, pem)
-
-        link = Link(end, opened, lambda reason: self._links.pop(link, None))
+        link = Link(end, lambda stream: self._called(stream, peer, pem), lambda reason: self._links.pop(link, None))
         self._links[link] = None
 
-    def _called(self, stream: CallStream, method: str, peer: str, pem: bytes | None) -> None:
-        handler = self._registered.get(method)
+    def _called(self, stream: CallStream, peer: str, pem: bytes | None) -> None:
+        handler = self._registered.get(stream.method)
         if handler is None:
-            stream.link.send(stream.number, "end", (grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
+            stream.tell("end", (grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
             return
-        context = MemoryContext(stream, handler.response_serializer, handler.request_deserializer, peer, pem)
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(serve_call(handler, context, self._told))
+        serving = MemoryContext(stream, handler, peer, pem).serve(self._told)
+        task = asyncio.get_running_loop().create_task(serving)
         self._calls[task] = None
         task.add_done_callback(lambda _: self._calls.pop(task, None))
 
@@ -439,7 +430,7 @@ class MemoryChannel:
         channel is closed."""
         while True:
             state = self._connecting_state()
-            if state is grpc.ChannelConnectivity.READY and self._link is not None and self._link.is_open:
+            if state is grpc.ChannelConnectivity.READY and self._link is not None and self._link.end.is_open:
                 return self._link
             if state is grpc.ChannelConnectivity.READY:
                 self._lost("closed")
@@ -456,7 +447,7 @@ class MemoryChannel:
         if self._connecting is not None:
             self._connecting.cancel()
         if self._link is not None:
-            self._link.close()
+            self._link.end.close()
             self._link = None
         self._set(grpc.ChannelConnectivity.SHUTDOWN)
 
@@ -468,23 +459,17 @@ class MemoryChannel:
 
     # ---- calls
 
-    def _callable(self, method: str, encode: Any, decode: Any, is_streaming: bool) -> Any:
+    def _callable(
+        self, is_streaming: bool, method: str, request_serializer: Any = None, response_deserializer: Any = None,
+        **_: Any,
+    ) -> Any:  # fmt: skip
         def call(request: Any = None, *, timeout: float | None = None, **_: Any) -> MemoryCall:
-            made = MemoryCall(self, method, encode, decode, timeout)
+            made = MemoryCall(self, method, request_serializer, response_deserializer, timeout)
             if not is_streaming or request is not None:
                 made.say(request)
             return made
 
         return call
 
-    def unary_unary(
-        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
-    ) -> Any:
-        return self._callable(method, request_serializer, response_deserializer, False)
-
-    def stream_stream(
-        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
-    ) -> Any:
-        return self._callable(method, request_serializer, response_deserializer, True)
-
-    unary_stream, stream_unary = unary_unary, stream_stream
+    unary_unary = unary_stream = functools.partialmethod(_callable, False)
+    stream_unary = stream_stream = functools.partialmethod(_callable, True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from echo2.base.errors import MalformedMessage
@@ -35,6 +35,16 @@ class Number:
     high: float
     low: float = 0
 
+    def check(self, name: str, value: float, whose: str) -> None:
+        if not self.low <= value <= self.high:
+            raise MalformedMessage(f"{name} of {whose}: expected {self.low:.16g} to {self.high:.16g}, got {value}")
+
+    def check_all(self, name: str, values: Sequence[float], whose: str) -> None:
+        self.check(name, min(values), whose)
+        self.check(name, max(values), whose)
+        if math.isnan(sum(values)):  # which `min` and `max` may miss
+            raise MalformedMessage(f"{name} of {whose}: expected finite numbers, got one that is none")
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -43,10 +53,20 @@ class Text:
     chars_max: int
     is_printable: bool = True
 
+    def check(self, name: str, value: str, whose: str) -> None:
+        if len(value) > self.chars_max or (self.is_printable and not value.isprintable()):
+            kind = "printable characters" if self.is_printable else "characters"
+            raise MalformedMessage(
+                f"{name} of {whose}: expected up to {self.chars_max} {kind}, got {len(value)}: {value[:40]!r}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Data:
     bytes_max: int
+
+    def check(self, name: str, value: bytes, whose: str) -> None:
+        _check_size(len(value), f"bytes of {name}", whose, self.bytes_max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +75,18 @@ class Listed:
 
     count_max: int
     each: Number | Text | Data | None = None
+
+    def check(self, name: str, values: Sequence[Any], whose: str) -> None:
+        _check_size(len(values), f"number of {name}", whose, self.count_max)
+        match self.each:
+            case None:
+                for value in values:
+                    check(value, whose)
+            case Number():
+                self.each.check_all(name, values, whose)
+            case each:
+                for value in values:
+                    each.check(name, value, whose)
 
 
 Bound = Number | Text | Data | Listed
@@ -155,69 +187,23 @@ def needs_bound(field: FieldDescriptor) -> bool:
 
 
 def _rule(field: FieldDescriptor, bound: Bound | None) -> _Rule:
-    name = field.name
     assert bound is not None or not needs_bound(field), f"{field.full_name}: expected a bound in proto/, got none"
-    match bound:
-        case Listed(count_max, each):
-            return lambda values, whose: _check_list(values, name, whose, count_max, each)
-        case Number(high, low):
-            return lambda value, whose: _check_number(value, name, whose, low, high)
-        case Text():
-            return lambda value, whose: _check_text(value, name, whose, bound)
-        case Data(bytes_max):
-            return lambda value, whose: _check_size(len(value), f"bytes of {name}", whose, bytes_max)
+    if bound is not None:
+        return functools.partial(bound.check, field.name)
     if field.enum_type is not None:
-        known = _values_of(field.enum_type)
-        return lambda value, whose: _check_known(value, name, whose, known)
+        known = frozenset(value.number for value in field.enum_type.values)
+        return functools.partial(_check_known, field.name, known)
     return check if field.message_type is not None else lambda value, whose: None
 
 
-def _values_of(kind: EnumDescriptor) -> frozenset[int]:
-    return frozenset(value.number for value in kind.values)
-
-
-def _check_list(
-    values: Sequence[Any], name: str, whose: str, count_max: int, each: Number | Text | Data | None
-) -> None:
-    _check_size(len(values), f"number of {name}", whose, count_max)
-    match each:
-        case None:
-            for value in values:
-                check(value, whose)
-        case Number(high, low):
-            _check_number(min(values), name, whose, low, high)
-            _check_number(max(values), name, whose, low, high)
-            if math.isnan(sum(values)):  # which `min` and `max` may miss
-                raise MalformedMessage(f"{name} of {whose}: expected finite numbers, got one that is none")
-        case Text():
-            for value in values:
-                _check_text(value, name, whose, each)
-        case Data(bytes_max):
-            for value in values:
-                _check_size(len(value), f"bytes of {name}", whose, bytes_max)
-
-
-def _check_number(value: float, name: str, whose: str, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise MalformedMessage(f"{name} of {whose}: expected {low:.16g} to {high:.16g}, got {value}")
-
-
-def _check_text(value: str, name: str, whose: str, bound: Text) -> None:
-    if len(value) > bound.chars_max or (bound.is_printable and not value.isprintable()):
-        kind = "printable characters" if bound.is_printable else "characters"
-        raise MalformedMessage(
-            f"{name} of {whose}: expected up to {bound.chars_max} {kind}, got {len(value)}: {value[:40]!r}"
-        )
+def _check_known(name: str, known: frozenset[int], value: int, whose: str) -> None:
+    if value not in known:
+        raise MalformedMessage(f"{name} of {whose}: expected a known one, got {value}")
 
 
 def _check_size(size: int, what: str, whose: str, size_max: int) -> None:
     if size > size_max:
         raise MalformedMessage(f"{what} of {whose}: expected up to {size_max}, got {size}")
-
-
-def _check_known(value: int, name: str, whose: str, known: frozenset[int]) -> None:
-    if value not in known:
-        raise MalformedMessage(f"{name} of {whose}: expected a known one, got {value}")
 
 
 M = TypeVar("M", bound=Message)
