@@ -351,7 +351,7 @@ def write_corpus() -> None:
 def _messages(kind: type[Message]) -> list[bytes]:
     """One message of each alternative that it has, every field set to what a reader takes."""
     from tests.contract.test_golden import filled
-    from tests.unit.wire.test_fields import sensible
+    from tests.unit.wire.test_messages import sensible
 
     alternatives = [field.name for field in kind.DESCRIPTOR.oneofs[0].fields] if kind.DESCRIPTOR.oneofs else [""]
     return [sensible(filled(kind.DESCRIPTOR, one)).SerializeToString() for one in alternatives]
@@ -436,7 +436,7 @@ def _journal_inputs() -> Iterator[bytes]:
         SegmentBegan,
         VersionPublished,
     )
-    from tests.unit.wire.test_rollout import GROUP, SEGMENT
+    from tests.unit.wire.test_messages import GROUP, SEGMENT
 
     rollout = rw.rollout_from_message(rw.segment_to_message(replace(SEGMENT, offset=0)))
     draw = Draw(7, 0, GROUP.prompt_token_ids, GROUP.sampling)

@@ -2,7 +2,7 @@
 
 Guarantees: plain fields with the same name are copied, lists as tuples; the caller passes fields that hold messages or enums,
 and those that need a check. If a core type has a field without counterpart and default, its constructor raises.
-Leaves to others: bounds (bounds, rollout); that no field is forgotten (tests/unit/wire/test_fields).
+Leaves to others: bounds (bounds, rollout); that no field is forgotten (tests/unit/wire/test_messages).
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ WORLD = ("tests/unit/sim/test_said.py",)
 MODULES = (broadcast_pb2, coordinator_pb2, ingest_pb2, journal_pb2, rollout_pb2)
 NOT_PLAIN = {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_ENUM}
 TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most special first
-    "wire/rollout.py": ("tests/unit/wire/test_fields.py", "tests/unit/wire/test_rollout.py"),
-    "wire/": ("tests/unit/wire/test_fields.py", "tests/unit/wire/test_rollout.py", "tests/unit/wire/test_broadcast.py"),
+    "wire/rollout.py": ("tests/unit/wire/test_messages.py",),
+    "wire/": ("tests/unit/wire/test_messages.py",),
     "learner/rollouts/journal.py": ("tests/unit/learner/test_journal.py",),
     "learner/rollouts/ingest.py": ("tests/unit/learner/test_ingest.py",),
     "learner/recent.py": ("tests/unit/learner/test_recent.py",),

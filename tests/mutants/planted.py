@@ -28,7 +28,7 @@ _PIPE_RELAY, _PIPES = "broadcast/nat/pipes.py", ("tests/redteam/test_pipes.py",)
 _UNIT = "tests/unit/"
 _AUDIT, _AUDITOR = "learner/audit.py", "learner/auditor.py"
 _AUDITED = (_UNIT + "learner/test_audit.py",)
-_W = (_UNIT + "wire/test_fields.py",)
+_W = (_UNIT + "wire/test_messages.py",)
 _WF = (_UNIT + "sim/test_said.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -134,9 +134,9 @@ MUTANTS: tuple[Mutant, ...] = (
            (_UNIT + "coordinator/test_tokens.py",)),
     Mutant("a ticket's signature is not looked at", "wire/rollout.py",
            "        verify_signature(coordinator_peer_id, _signed_bytes(message), message.signature)", "        pass",
-           (_UNIT + "wire/test_rollout.py",)),
+           (_UNIT + "wire/test_messages.py",)),
     Mutant("another worker's ticket is taken", "wire/rollout.py", "if message.worker_peer_id != worker_peer_id:",
-           "if False:", (_UNIT + "wire/test_rollout.py",)),
+           "if False:", (_UNIT + "wire/test_messages.py",)),
     Mutant("a barred worker's rollouts are taken", _LEARNER, "            self.pool.barred[peer_id] = order.reason\n",
            "            pass\n",
            (_UNIT + "learner/test_daemon.py::test_learner_and_coordinator_hear_of_groups_versions_reports_plans_and_bars",)),
@@ -268,7 +268,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "            token = next(iter(self._hub.tokens.tokens.values()))\n", (_UNIT + "coordinator/test_wheel.py",)),
     Mutant("GetPartialsReply loses rollouts", "learner/rollouts/ingest.py",
            "                reply.rollouts.append(rollout_to_message(told))\n", "                pass\n", (_UNIT + "learner/test_ingest.py",)),
-    Mutant("ChunkFrame loses signature", "wire/broadcast.py", "    if chunk.signature:\n", "    if False:\n", (_UNIT + "wire/test_broadcast.py",)),
+    Mutant("ChunkFrame loses signature", "wire/broadcast.py", "    if chunk.signature:\n", "    if False:\n", (_UNIT + "wire/test_messages.py",)),
     Mutant("TurnShown loses text", "learner/recent.py", "position=position, text=text)", "position=position)",
            (_UNIT + "learner/test_recent.py",)),
     Mutant("TokenShown loses version", "learner/recent.py", "logprob=logprob, version=version, peer=peer)", "logprob=logprob, peer=peer)",
@@ -292,7 +292,7 @@ MUTANTS: tuple[Mutant, ...] = (
            "    if replicas < 1 or count % replicas:\n", "    if False:\n",
            (_UNIT + "learner/test_ranks.py::test_copies_that_cannot_be_spread_evenly_over_the_ranks_are_refused",)),
     Mutant("a verdict loses its count of held tokens", "wire/rollout.py", "verdict=_VERDICT_TO_WIRE[verdict.verdict], message=text)", "verdict=_VERDICT_TO_WIRE[verdict.verdict], message=text, held_tokens=0)",
-           (_UNIT + "wire/test_rollout.py",)),
+           (_UNIT + "wire/test_messages.py",)),
     # agents, mixtures, streams
     Mutant("a task of a mixture is drawn at others' positions", "tasks/split.py",
            "cycle * self._counts[task] + self._ranks[slot]", "cycle * len(self._places) + self._ranks[slot]", (_UNIT + "tasks/test_split.py",)),

@@ -66,11 +66,16 @@ class Surroundings:
     ended: dict[LeaseId, tuple[EndReason, str]] = field(default_factory=dict)
     ended_at: dict[LeaseId, float] = field(default_factory=dict)
     requests: list[int] = field(default_factory=list)
+    wanted: int = 0  # by the coordinator's reckoning
     admitted_at: list[float] = field(default_factory=list)
     drained: int | None = None
     wake: float = 0.0
     held: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finished: set[tuple[str, int]] = field(default_factory=set)
+    settled: set[tuple[str, int]] = field(default_factory=set)
+    exact: set[str] = field(
+        default_factory=set
+    )  # groups of which it samples a token under the next version before it stops
     verdicts: dict[str, Verdict] = field(default_factory=dict)  # on all of a group, whatever is reported
 
     def __post_init__(self) -> None:
@@ -89,7 +94,11 @@ class Surroundings:
         return self.refusal
 
     def abort(self, request_id: str) -> None:
-        if self.running.pop(request_id, None) is not None:
+        request = self.running.pop(request_id, None)
+        if request is not None:
+            if request.prefix_key in self.exact:
+                late = Version(self.version + 1)
+                self.chunks.append(TokenChunk(request_id, (7,), (-0.5,), (-0.5,), late, FinishReason.UNFINISHED))
             self.chunks.append(TokenChunk(request_id, (), (), (), Version(0), FinishReason.ABORTED))
 
     def report(self, lease_id: LeaseId, segments: tuple[RolloutSegment, ...]) -> None:
@@ -112,6 +121,7 @@ class Surroundings:
 
     def request_leases(self, free_rollouts: int, version: Version) -> None:
         self.requests.append(free_rollouts)
+        self.wanted = free_rollouts
 
     def admit_version(self) -> None:
         self.admitted_at.append(self.time)
@@ -136,6 +146,7 @@ class Surroundings:
     def grant(
         self, lease_id: LeaseId, spec: GroupSpec, deadline: float = 1e6, *, is_continuation: bool = False
     ) -> None:
+        self.wanted = max(0, self.wanted - spec.rollout_count)
         self.leases.grant(lease_id, spec, deadline, is_continuation=is_continuation)
 
     def step(self, request_id: str, *tokens: int) -> None:
@@ -165,6 +176,7 @@ class Surroundings:
     def judge(self, lease_id: LeaseId, *, is_lost: bool = False) -> None:
         verdicts = [self._judged(segment) for segment in self.reports.pop(lease_id)]
         if not is_lost:
+            self.settled |= {(v.group_id, v.index) for v in verdicts if v.verdict not in (Verdict.HELD, Verdict.RESEND)}
             self.leases.on_verdicts(lease_id, verdicts)
 
     def _judged(self, segment: RolloutSegment) -> SegmentVerdict:
@@ -212,7 +224,8 @@ class LeaseRules(RuleBasedStateMachine):
         self.learner_since: float | None = 0.0
         self.waits_since: float | None = None
         self.exact: dict[LeaseId, float] = {}
-        self.is_leaving, self.is_up = False, True
+        self.is_leaving, self.is_up, self.is_swapping = False, True, False
+        self.drains_until = math.inf
         self.judged: set[LeaseId] = set()
 
     @rule(
@@ -235,6 +248,7 @@ class LeaseRules(RuleBasedStateMachine):
         self.it.grant(lease_id, spec, deadline, is_continuation=kind == "continued")
         if is_taken and version is not None:
             self.exact[lease_id] = self.it.time
+            self.it.exact.add(spec.group_id)
         elif not is_taken:
             assert self.it.ended[lease_id][0] is EndReason.HANDED_BACK, "given back at once"
             self.why[lease_id].add(self.it.ended[lease_id][1])
@@ -289,7 +303,7 @@ class LeaseRules(RuleBasedStateMachine):
     @rule(is_here=st.booleans())
     def coordinator(self, is_here: bool) -> None:
         self.is_up = is_here
-        self.it.requests.clear()
+        self.it.wanted = 0
         if is_here:
             self.it.leases.on_coordinator(1.0)
         else:
@@ -303,14 +317,26 @@ class LeaseRules(RuleBasedStateMachine):
             self.why[lease_id].add("the group is closed")
             self.it.verdicts[self.specs[lease_id].group_id] = what
         else:
+            is_fetching = lease_id in self.it.fetching
             self.why[lease_id].add(what)
             (self.it.leases.revoke if what == "revoked" else self.it.leases.refuse)(lease_id, what)
+            assert lease_id in self.it.ended or not is_fetching, "nothing is waited for"
 
-    @precondition(lambda self: self.waits_since is None)
+    @precondition(lambda self: self.waits_since is None and not self.is_swapping)
     @rule()
     def a_version_arrives(self) -> None:
         self.waits_since = self.it.time
         self.it.leases.on_version_arrived()
+
+    @precondition(lambda self: self.is_swapping)
+    @rule()
+    def it_goes_live(self) -> None:
+        self.is_swapping = False
+        self.it.version += 1
+        for why in self.why.values():
+            why.add(f"version {self.it.version} is live now")
+        self.it.leases.on_version_live(Version(self.it.version), SLOTS)
+        assert not [name for name in self.exact if f"{name}/0" in self.it.running], "none is sampled under another"
 
     @precondition(lambda self: not self.is_leaving)
     @rule(kind=st.sampled_from(["", "", "", "drain", "finish up"]))
@@ -319,6 +345,7 @@ class LeaseRules(RuleBasedStateMachine):
         if kind == "drain":
             for why in self.why.values():
                 why |= {"preempted", "the drain ran out of time"}
+            self.drains_until = self.it.time + LIMITS.drain_s
             self.it.leases.drain(LIMITS.drain_s, "preempted")
         elif kind:
             self.it.leases.finish_up()
@@ -353,11 +380,7 @@ class LeaseRules(RuleBasedStateMachine):
             return
         at = self.it.admitted_at.pop()
         assert at >= latest or self.is_free(at)
-        self.waits_since = None
-        self.it.version += 1
-        for why in self.why.values():
-            why.add(f"version {self.it.version} is live now")
-        self.it.leases.on_version_live(Version(self.it.version), SLOTS)
+        self.waits_since, self.is_swapping = None, True
 
     @invariant()
     def the_learner_holds_a_prefix_of_what_was_sampled(self) -> None:
@@ -370,9 +393,14 @@ class LeaseRules(RuleBasedStateMachine):
     def an_ended_lease_leaves_nothing_in_the_engine_and_what_ended_it_is_said(self) -> None:
         """A lease that is handed back has all its tokens at the learner; no more is requested than fits, nothing while leaving."""
         it = self.it
-        assert {LeaseId(name.rpartition("/")[0]) for name in it.running} <= set(it.leases.lease_ids)
+        for request_id in it.running:
+            name, _, index = request_id.rpartition("/")
+            lease_id = LeaseId(name)
+            assert lease_id in it.leases.lease_ids and it.time <= self.deadlines[lease_id]
+            assert (self.specs[lease_id].group_id, int(index)) not in it.settled
+        assert it.time < self.drains_until or it.drained is not None
         assert all(0 <= count <= SLOTS + SLOTS + 3 for count in it.requests), "slots, cover and a group"
-        assert not (self.is_leaving and self.is_up and it.requests) or it.requests[-1] == 0
+        assert not (self.is_leaving and self.is_up and it.wanted)
         for lease_id, (reason, message) in it.ended.items():
             if lease_id not in self.judged:
                 self.judged.add(lease_id)
@@ -390,6 +418,7 @@ class LeaseRules(RuleBasedStateMachine):
         it = self.it
         it.leases.on_coordinator(1.0)
         self.learner(True)
+        latest = it.time + 30.0 + VERDICT_GRACE_S
         for _ in range(200):
             while it.fetching:
                 self.answer_fetch(is_refused=False)
@@ -401,7 +430,7 @@ class LeaseRules(RuleBasedStateMachine):
             if not it.leases.lease_ids:
                 break
             it.at(max(it.time, it.wake))
-        assert not it.leases.lease_ids and set(it.ended) == set(self.specs)
+        assert not it.leases.lease_ids and set(it.ended) == set(self.specs) and it.time <= latest
         assert (it.drained is not None) == self.is_leaving
         for lease_id, (reason, _) in it.ended.items():
             group_id = self.specs[lease_id].group_id
@@ -412,7 +441,7 @@ class LeaseRules(RuleBasedStateMachine):
 
 
 TestLeases = LeaseRules.TestCase
-TestLeases.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLeases.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 def test_a_finished_rollout_is_reported_at_once_a_growing_one_every_interval_and_the_group_ends_its_lease() -> None:
@@ -451,6 +480,30 @@ def test_a_worker_killed_at_any_moment_costs_at_most_one_report_interval_of_toke
         sampled_at.append(until)
         safe = sum(at <= until - it.leases.report_interval_s for at in sampled_at)
         assert sum(map(len, it.held.values())) >= safe, "held by the learner, so another worker goes on behind them"
+
+
+def test_a_closed_group_is_stopped_and_a_stale_rollout_alone() -> None:
+    it, l2 = Surroundings().begin(), LeaseId("l2")
+    for lease_id, name in ((L1, "g1"), (l2, "g2")):
+        it.grant(lease_id, group(name))
+    it.leases.on_verdicts(L1, [SegmentVerdict(GroupId("g1"), 0, Verdict.CLOSED, 0)])
+    assert set(it.running) == {"l2/0", "l2/1"}
+    it.leases.on_verdicts(l2, [SegmentVerdict(GroupId("g2"), 0, Verdict.STALE, 0)])
+    assert set(it.running) == {"l2/1"} and it.leases.lease_ids == (l2,)
+
+
+def test_what_holds_a_version_up_too_long_is_handed_back_without_a_token_of_another_version() -> None:
+    it = Surroundings().begin()
+    it.exact.add("e1")
+    it.grant(L1, group("e1", 1, version=3))
+    it.sample("l1/0", 5)
+    it.leases.on_version_arrived()
+    it.at(HOLD_S_MAX - 1)
+    it.judge(L1)
+    assert not it.admitted_at
+    it.at(HOLD_S_MAX)
+    assert it.admitted_at and it.held[("e1", 0)] == [5]
+    assert it.ended[L1][0] is EndReason.HANDED_BACK
 
 
 def test_a_drain_without_a_learner_ends_in_time_and_counts_what_is_lost() -> None:
