@@ -238,9 +238,10 @@ class Prompts:
         self.stop_strings = StopStrings(self.tokenizer)
         self.sampling = _sampling_of(config, stops, self.stop_strings)
         self.seed, self.secret, self.is_driven = config.run.seed, secret, config.agent.is_on
+        self._path, self._model_tokens = path, model.context_tokens
         self.context_tokens = min(options.longest_tokens, model.context_tokens)
         self._unjudgeable = options.left_out
-        self._model, self._prompt_tokens_max = model, config.sampling.max_prompt_tokens
+        self._prompt_tokens_max = config.sampling.max_prompt_tokens
         self._containment = _containment(options)
         # An index encodes the task and its instance (tasks/split).
         given = map(self.make_world, _task_specs(config)) if source is None else (source.world,)
@@ -324,7 +325,12 @@ class Prompts:
                 f"{name}: expected at most {self._prompt_tokens_max} tokens, got {len(ids)}; a larger "
                 "sampling.max_prompt_tokens has workers keep room for it"
             )
-        self._model.check_length(len(ids) + self.sampling.max_new_tokens)
+        if (longest := len(ids) + self.sampling.max_new_tokens) > self._model_tokens:
+            raise ConfigError(
+                f"model {self._path}: expected prompt and completion within its context of {self._model_tokens} tokens, got up to "
+                f"{longest}: lower sampling.max_new_tokens or sampling.max_prompt_tokens, or state the longer context in its "
+                "config.json as its model card says (rope_scaling, max_position_embeddings)"
+            )
         return tuple(ids)
 
     def _encoded(self, instance: TaskInstance) -> list[int]:

@@ -305,12 +305,7 @@ def prompts_for(
     options: LearnerOptions, vocabulary_size: int = 100, stop_token_ids: tuple[int, ...] = (1,), **given: Any
 ) -> Prompts:
     """The run's prompts, for a model of which nothing else matters."""
-    model: Any = SimpleNamespace(
-        vocabulary_size=vocabulary_size,
-        stop_token_ids=stop_token_ids,
-        context_tokens=256,
-        check_length=lambda tokens: None,
-    )
+    model: Any = SimpleNamespace(vocabulary_size=vocabulary_size, stop_token_ids=stop_token_ids, context_tokens=256)
     return Prompts(options, model, **given)
 
 
