@@ -29,10 +29,9 @@ from echo2.base.errors import EchoError, PortBusy, ResourceError
 from echo2.base.units import format_bytes
 from echo2.broadcast.nat.probing import OwnLink, look_at_own_link
 from echo2.broadcast.reachability import LinkKind, own_reach
-from echo2.cli.options import MODULES, link_text, make_importable
+from echo2.cli.options import MODULES, config_of, link_text
 from echo2.cli.process import wrapped
 from echo2.cli.sizing import LearnerMachine, guessed_model_of, learner_line, lengths_of, shortages
-from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import ModelSize, worker_fit
 from echo2.trust.enrolment import check_coordinator
@@ -65,8 +64,7 @@ ADVICE = {
 
 def run_doctor(own: argparse.Namespace, rest: Sequence[str]) -> int:
     """`echo2 doctor`: prints the findings; raises ResourceError, after all of them, if any is bad."""
-    make_importable(own.config)
-    config = load_config(own.config, own.preset, parse_overrides(rest))
+    config = config_of(own.config, own.preset, rest)
     folder = own.folder or Path.cwd()
     has_task = bool(own.config) or any(word.startswith("--task.") for word in rest)
     found = list(_findings(folder, link_text(own.link) if own.link else "", config, has_task))
