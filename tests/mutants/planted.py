@@ -257,7 +257,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a report brings rollouts of groups that are not its ticket's", "learner/rollouts/ingest.py",
            "[segment for segment in segments if segment.group_id == ticket.group_id]", "list(segments)", (_UNIT + "learner/test_ingest.py",)),
     Mutant("a relay serves workers that are banned", "coordinator/coordinator.py", "is_barred=hub.membership.banned.__contains__,", "is_barred=lambda peer_id: False,",
-           (_UNIT + "coordinator/test_relaying.py",)),
+           (_UNIT + "coordinator/test_learner_reachability.py",)),
     # records, and messages that are not made by keywords
     Mutant("WheelRequest loses token", "coordinator/money/providers/fetch_wheel.py", "StringValue(value=token)", "StringValue()",
            (_UNIT + "coordinator/test_wheel.py",)),
