@@ -25,6 +25,7 @@ from echo2.base.rollout import SamplingParams
 from echo2.config.run import RunConfig
 from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.groups import Draw
+from echo2.learner.training.model_files import naming
 from echo2.learner.training.team import PublishedModel
 from echo2.tasks.chat_format import ChatFormat, ChatOptions
 from echo2.tasks.registry import is_environment, make_environment_source, make_task
@@ -406,10 +407,8 @@ def load_tokenizer(path: str) -> Any:
     """Loads the tokenizer in a model's folder; raises `ConfigError` if there is none."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path}: expected a tokenizer beside the model: {error}") from None
+    with naming(path, "expected a tokenizer beside the model"):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def _stops(model_stops: Sequence[int], chat: ChatFormat) -> tuple[int, ...]:
