@@ -43,6 +43,7 @@ from echo2.weights import ContainerDecoder, DeltaHeader, Encoding, FrameReader, 
 from echo2.weights.container import HeaderFrame
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, coordinator_pb2_grpc, ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import Ticket, group_from_message, segment_to_message, sign_ticket, verdicts_from_message
+from tests.patience import WAIT_S
 
 RUN = RunId("test-run")
 
@@ -345,7 +346,7 @@ class Run:
             self.workers.append(worker)
             tasks.append(asyncio.get_running_loop().create_task(worker.run()))
         try:
-            return await asyncio.wait_for(running, 60)
+            return await asyncio.wait_for(running, WAIT_S)
         finally:
             for task in tasks:
                 task.cancel()
