@@ -51,7 +51,7 @@ class InstantFleet:
     def __init__(self) -> None:
         run = SamplingParams(max_new_tokens=SAMPLED)
         prompts: Any = SimpleNamespace(
-            sampling=run, context_tokens=PROMPT + SAMPLED, vocabulary_size=VOCABULARY, secret_seed=hash,
+            sampling=run, context_tokens=PROMPT + SAMPLED, vocabulary_size=VOCABULARY, secret_seed=lambda name: hash(name) & 0xFFFF,
             stop_strings=SimpleNamespace(pieces_of=lambda texts: ((), ())),
         )  # fmt: skip
         nothing: Any = SimpleNamespace(

@@ -63,7 +63,7 @@ class AdamStep:
 
     def __post_init__(self) -> None:
         is_sound = 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.epsilon >= 0 and math.isfinite(self.lr)
-        if not is_sound or self.lr < 0 or not math.isfinite(self.weight_decay):
+        if not is_sound or self.lr < 0 or not 0 <= self.weight_decay < math.inf:
             raise ConfigError(
                 f"adam_params: expected betas from 0 to below 1, the rest finite and 0 or more, got {self}"
             )

@@ -60,8 +60,10 @@ class SamplingParams:
             raise MalformedMessage(f"temperature: expected 0 to 100, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise MalformedMessage(f"top_p: expected above 0 and at most 1, got {self.top_p}")
-        if self.top_k < 0:
-            raise MalformedMessage(f"top_k: expected 0 (off) or more, got {self.top_k}")
+        if not 0 <= self.top_k < 1 << 32:
+            raise MalformedMessage(f"top_k: expected 0 (off) to {(1 << 32) - 1}, got {self.top_k}")
+        if not 0 <= self.seed < 1 << 64:
+            raise MalformedMessage(f"seed: expected 0 to {(1 << 64) - 1}, got {self.seed}")
         if not 1 <= self.max_new_tokens <= 1 << 20:
             raise MalformedMessage(f"max_new_tokens: expected 1 to {1 << 20}, got {self.max_new_tokens}")
 

@@ -1,9 +1,9 @@
 """Tinker's API: a client trains this run's model step by step, and samples from the versions that it publishes.
 
 Guarantees: requests and answers are the SDK's own types; what is not done here is refused by name, at the first request that asks
-for it; one client trains at a time; a sampler answers with its version or a newer one, never an older one, at most S newer, and the
-header `x-echo2-versions` of the answer says which sampled. An operation answers at once with an id, and the client polls for its
-result. Leaves to others: the order of operations (operations), steps and sampling (`Driven`), keys and body limits (access).
+for it; one client trains at a time; a sampler samples by its version or a newer one, at most S newer (`x-echo2-versions` of the
+answer), and scores by its version alone. An operation answers at once with an id, and the client polls for its result. Leaves to
+others: the order of operations (operations), steps and sampling (`Driven`), keys and body limits (access).
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class Driven(Protocol):
     @property
     def terms(self) -> Terms: ...
 
+    @property
+    def newest_version(self) -> int: ...
+
     def generate(self, request: TokenRequest) -> TokenAnswer:
         """Begins to sample. Raises CallRefused, at once or by the answer."""
         ...
@@ -95,8 +98,8 @@ class Driven(Protocol):
 
     async def save(self, name: str, *, overwrites: bool) -> None: ...
 
-    async def publish_trained(self) -> int:
-        """Sends the weights as they are to the fleet; returns their version."""
+    async def publish_trained(self, *, is_named: bool) -> int:
+        """Sends the weights as they are to the fleet; returns their version. `is_named`: it is scored by at any time."""
         ...
 
     async def prompt_logprobs(self, version: int, token_ids: Sequence[int]) -> np.ndarray:
@@ -216,6 +219,10 @@ class TinkerApi:
         model_id, current = f"{session_id}:train:{number}", self._client
         if current is not None and current.model_id == model_id:
             return current
+        if f"{model_id}:0" in self.operations:  # whose results a second of this name would be given
+            raise CallRefused(
+                400, "training_client_replaced", "expected a new model_seq_id, for a later client took its place"
+            )
         is_other = current is not None and current.session_id != session_id
         if current and is_other and monotonic() - self._sessions.get(current.session_id, -SILENT_S) < SILENT_S:
             raise CallRefused(
@@ -351,7 +358,7 @@ class TinkerApi:
     def _publish(self, asked: types.SaveWeightsForSamplerRequest) -> BaseModel:
         async def run(client: TrainingClient) -> object:
             name = _name(asked.path) if asked.path is not None else ""
-            version = await self._driven.publish_trained()
+            version = await self._driven.publish_trained(is_named=bool(name))
             path = _path(client.model_id, _SAMPLER, f"{name}@{version}") if name else None
             session_id = None if name else f"{client.session_id}:sample:{asked.sampling_session_seq_id}@{version}"
             return SaveWeightsForSamplerResponseInternal(path=path, sampling_session_id=session_id)
@@ -388,6 +395,7 @@ class TinkerApi:
         return _json(get_sampler_response.GetSamplerResponse(sampler_id=name, base_model=self._driven.terms.model))
 
     def _sample(self, asked: types.SampleRequest) -> BaseModel:
+        _check_sample(asked)
         version = self._version_of(asked.model_path, asked.base_model, asked.sampling_session_id)
         request_id = f"{asked.sampling_session_id or next(self._numbers)}:{asked.seq_id}"
         future = types.UntypedAPIFuture(
@@ -395,11 +403,16 @@ class TinkerApi:
         )
         if request_id in self.operations:
             return future
-        _check_sample(asked)
-        token_ids = _tokens(asked.prompt)
+        token_ids = _tokens(asked.prompt, self._driven.terms)
         # A scoring of the prompt needs no worker: the SDK ignores the one token that it has to ask for.
         is_scoring = bool(asked.prompt_logprobs) and asked.sampling_params.max_tokens == 1
-        answers = [] if is_scoring else [self._driven.generate(one) for one in _requests(asked, token_ids, version)]
+        oldest = self._driven.newest_version - self._driven.terms.staleness_bound
+        if not is_scoring and version < oldest:
+            raise _refused(
+                f"sampler: expected one of version {oldest} or newer, which workers may hold, got version {version}; it gives "
+                "log-probabilities of prompts alone"
+            )
+        answers: list[TokenAnswer] = []
 
         async def work() -> object:
             try:
@@ -410,7 +423,14 @@ class TinkerApi:
                 for answer in answers:
                     self._driven.leave(answer)
 
-        self.operations.begin(request_id, work)
+        try:
+            for one in () if is_scoring else _requests(asked, token_ids, version):
+                answers.append(self._driven.generate(one))
+            self.operations.begin(request_id, work)
+        except CallRefused:
+            for answer in answers:
+                self._driven.leave(answer)
+            raise
         return future
 
     # ---- results
@@ -491,10 +511,17 @@ def _name(name: str | None) -> str:
     return name
 
 
-def _tokens(prompt: types.ModelInput) -> tuple[int, ...]:
+def _tokens(prompt: types.ModelInput, terms: Terms) -> tuple[int, ...]:
     if not all(isinstance(chunk, types.EncodedTextChunk) for chunk in prompt.chunks):
         raise _refused("prompt: expected tokens alone; images and sound are not sampled from here")
-    return tuple(token for chunk in prompt.chunks for token in cast(types.EncodedTextChunk, chunk).tokens)
+    token_ids = tuple(token for chunk in prompt.chunks for token in cast(types.EncodedTextChunk, chunk).tokens)
+    if not 1 <= len(token_ids) <= terms.context_tokens:
+        raise _refused(f"prompt: expected 1 to {terms.context_tokens} tokens, got {len(token_ids)}")
+    if not 0 <= min(token_ids) <= max(token_ids) < terms.vocabulary_size:
+        raise _refused(
+            f"prompt: expected token ids from 0 to below {terms.vocabulary_size}, got {min(token_ids)} to {max(token_ids)!r:.40}"
+        )
+    return token_ids
 
 
 def _loss_of(asked: proto.ForwardBackwardRequest) -> ClientLoss:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from starlette.routing import Route
 from torch import Tensor
 
@@ -37,12 +38,13 @@ from echo2.learner.training.adapter import without_adapter
 from echo2.learner.training.loading import load_whole
 from echo2.learner.training.model import Policy, PolicyModel
 from echo2.learner.training.ranks import Ranks
-from echo2.learner.training.scoring import TrainerScorer
+from echo2.learner.training.scoring import TrainerScorer, rows_by_name
 from echo2.learner.training.team import Team
 from echo2.learner.training.trainer import Trainer
 
 _SAVED = re.compile(r"[0-9a-f]{8,64}:train:[0-9]{1,9}/[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")  # as gateway/tinker names them
 _ONE_KEPT = LearnerLimits(checkpoints_kept=1)  # a name stands for the last state saved under it
+_ALL_KEPT = LearnerLimits(checkpoints_kept=1 << 30)  # until the operator removes them
 _LOSS_OF_SCORES = ClientLoss("cross_entropy")  # its forward pass gives log-probabilities alone
 
 
@@ -57,6 +59,7 @@ class DrivenTeam(Team):
         self._versions_max = options.config.staleness.bound + 1
         self._scores: TrainerScorer | None = None
         self._base: PolicyModel | None = None  # loaded when it is first asked for
+        self._named: tuple[int, Mapping[str, Tensor]] = (0, {})  # the named version that was scored last
         # A fresh adapter cannot be read from the model's folder.
         self._adapter = None
         if self.model.adapter is not None:
@@ -128,13 +131,22 @@ class DrivenTeam(Team):
         store.begin(checkpoint)
         return store, checkpoint
 
+    def take_named(self, version: Version) -> tuple[CheckpointStore, Checkpoint]:
+        """Takes the newest version, as it trains now, for as long as a client may score by it."""
+        store, step = CheckpointStore(self._saved / "versions", _ALL_KEPT), Step(version)
+        checkpoint = Checkpoint(step, {}, self.snapshot(), version, state_of({"journal_from": 0}, step, version))
+        store.begin(checkpoint)
+        return store, checkpoint
+
     def _store(self, saved: str) -> CheckpointStore:
         if not _SAVED.fullmatch(saved):
             raise ConfigError(f"path: expected CLIENT/weights/NAME, got {saved!r:.120}")
         return CheckpointStore(self._saved / saved, _ONE_KEPT)
 
     def scored(self, version: Version, token_ids: Sequence[int]) -> np.ndarray:
-        """Log-probabilities of all tokens but the first under a version, or the oldest kept that is newer; 0: the base."""
+        """Log-probabilities of all tokens but the first under a version: the base (0), one of the newest, or one with a name."""
+        if len(token_ids) == 1:
+            return np.zeros(0, np.float32)
         ids = np.array(token_ids, np.int64)
         example = Example(ids[:-1], ids[1:, None], {"weights": np.zeros((len(ids) - 1, 1), np.float32)})
         if version == self.trainer.step_count and not self.is_changed:
@@ -149,11 +161,25 @@ class DrivenTeam(Team):
             return self._forward(example, self._base.policy)
         assert self._scores is not None, "the newest version is kept"
         with self._scores.turn():
-            kept = [held for held in self._scores.versions if held >= version]
-            if not kept:
-                raise ConfigError(f"expected a version up to {self.trainer.step_count}, the newest, got {version}")
-            self._scores.kept.load(kept[0])
+            if version in self._scores.versions:
+                self._scores.kept.load(version)
+            else:
+                self._load_named(version)
             return self._forward(example, self.model.policy)
+
+    def _load_named(self, version: Version) -> None:
+        if self._named[0] != version:
+            store = CheckpointStore(self._saved / "versions", _ALL_KEPT)
+            if Step(version) not in store.steps():
+                raise ConfigError(
+                    f"sampler: expected one with a name, one of the newest {self._versions_max} versions or the base, whose "
+                    f"weights are kept, got version {version} of {self.trainer.step_count}"
+                )
+            self._named = version, store.load(Step(version), None).published
+        rows = rows_by_name(self.model.hf_model)
+        with torch.no_grad():
+            for name, tensor in self._named[1].items():
+                rows[name].copy_(tensor)
 
     def _forward(self, example: Example, policy: Policy) -> np.ndarray:
         logprobs, _ = self.trainer.forward_backward([example], _LOSS_OF_SCORES, is_trained=False, policy=policy)
@@ -213,7 +239,7 @@ class DrivenLoop(ServingLoop):
         store, checkpoint = await self._in_trainer(lambda: self.team.take_to_save(saved, overwrites=overwrites))
         await asyncio.to_thread(store.save, checkpoint)
 
-    async def publish_trained(self) -> int:
+    async def publish_trained(self, *, is_named: bool) -> int:
         """Sends the weights as they are to the fleet, unless it has them; returns their version."""
         async with self._publishing:
             if self.team.is_changed:
@@ -221,6 +247,9 @@ class DrivenLoop(ServingLoop):
                 version = Version(self.team.trainer.step_count + 1)
                 await self.hand_in(HandedIn(version, weights, False, asyncio.get_running_loop().create_future()))
                 self.team.is_changed = False  # the client's next operation waits for this one
+            if is_named and self.newest_version:
+                store, checkpoint = await self._in_trainer(lambda: self.team.take_named(Version(self.newest_version)))
+                await asyncio.to_thread(store.save, checkpoint)
             return self.newest_version
 
     async def publish(self, version: int, folder: str, is_last: bool) -> None:

@@ -45,6 +45,7 @@ def client_of(cluster: Cluster, model: Path, what: str) -> dict[str, Any]:
 
 def test_the_stock_sdk_teaches_reinforces_saves_and_goes_on_after_a_kill(tmp_path: Path, base_model: Path) -> None:
     config = small_run(tmp_path, base_model).replace("[model]", '[model]\nweights_dtype = "float32"')
+    config += "[staleness]\nbound = 1\n"
     with Cluster(tmp_path, config) as cluster:
         cluster.commands["learner"][1:2] = ["serve", "--trains"]
         cluster.start_all()
@@ -56,6 +57,10 @@ def test_the_stock_sdk_teaches_reinforces_saves_and_goes_on_after_a_kill(tmp_pat
         assert "one training client a run" in taken and "the run's model.path, got 'Qwen/Qwen3-8B'" in foreign
         assert "loss_fn: expected one of cross_entropy" in loss and "no step is made" in step and "loss_fn" in step
         assert "images and sound are not trained on" in image
+        teacher = first["teacher"]
+        assert teacher["after"] == teacher["before"] != teacher["newest"], "a name stands for one version's weights"
+        sampled, scored = teacher["gone"]
+        assert "which workers may hold" in sampled and "expected one with a name" in scored
 
         cluster.kill("learner")
         cluster.start("learner")

@@ -55,16 +55,36 @@ def reinforced(client: Any, steps: int) -> list[float]:
     return rewards
 
 
+def told(ask: Any) -> str:
+    """Why it is refused."""
+    try:
+        ask().result()
+    except Exception as error:  # noqa: BLE001 - the SDK's many
+        return str(error)
+    return "done"
+
+
+def teacher(client: Any) -> dict[str, Any]:
+    """What a sampler with a name answers before and after three more versions, and what the first of these after the others."""
+    sequence, params = types.ModelInput.from_ints(SEQUENCE), types.SamplingParams(max_tokens=1)
+    path = client.save_weights_for_sampler("teacher").result().path
+    named = client.create_sampling_client(path).result()
+    before = named.compute_logprobs(sequence).result()[1:]
+    later = []
+    for _ in range(3):
+        supervised(client, 1)
+        later.append(client.save_weights_and_get_sampling_client().result())
+    return {
+        "before": before, "after": named.compute_logprobs(sequence).result()[1:],
+        "newest": later[-1].compute_logprobs(sequence).result()[1:],
+        "gone": [
+            told(lambda: named.sample(sequence, 1, params)), told(lambda: later[0].compute_logprobs(sequence))
+        ],
+    }  # fmt: skip
+
+
 def refusals(service: Any, client: Any, model: str, url: str, key: str) -> list[str]:
     """What it is told when it asks for what is not done."""
-
-    def told(ask: Any) -> str:
-        try:
-            ask().result()
-        except Exception as error:  # noqa: BLE001 - the SDK's many
-            return str(error)
-        return "done"
-
     example = types.Datum(
         model_input=types.ModelInput.from_ints(PROMPT[:-1]), loss_fn_inputs={"target_tokens": PROMPT[1:]}
     )
@@ -91,9 +111,9 @@ def main(url: str, key: str, model: str, what: str) -> dict[str, Any]:
         assert scores[0] is None
         base = service.create_sampling_client(base_model=model).result()
         of_base = base.compute_logprobs(types.ModelInput.from_ints(SEQUENCE)).result()
-        told = refusals(service, client, model, url, key)
         return {
-            "losses": losses, "saved": saved, "scored": -sum(scores[1:]), "base": -sum(of_base[1:]), "refusals": told
+            "losses": losses, "saved": saved, "scored": -sum(scores[1:]), "base": -sum(of_base[1:]),
+            "teacher": teacher(client), "refusals": refusals(service, client, model, url, key),
         }  # fmt: skip
     client = service.create_training_client_from_state_with_optimizer(what).result()
     again = supervised(client, 1)

@@ -130,11 +130,12 @@ class RequestPool(RolloutPool):
         if room < 1:
             text = f"token_ids: expected at most {self.prompts.context_tokens - 1} tokens, got {len(request.token_ids)}"
             raise CallRefused(400, "context_length_exceeded", text)
-        if max((*request.token_ids, *request.stop_token_ids)) >= self.prompts.vocabulary_size:
+        token_ids = (*request.token_ids, *request.stop_token_ids)
+        if not 0 <= min(token_ids) <= max(token_ids) < self.prompts.vocabulary_size:
             raise CallRefused(
                 400, "invalid_request_error",
-                f"token_ids: expected ids below {self.prompts.vocabulary_size}, got "
-                f"{max((*request.token_ids, *request.stop_token_ids))!r:.40}",
+                f"token_ids: expected ids from 0 to below {self.prompts.vocabulary_size}, got {min(token_ids)!r:.40} to "
+                f"{max(token_ids)!r:.40}",
             )  # fmt: skip
         if request.max_tokens is not None and request.max_tokens > run.max_new_tokens:
             text = (

@@ -20,6 +20,9 @@ from tinker.proto.response_conv import deserialize_proto_response
 
 from echo2.base.examples import AdamStep, ClientLoss, Example
 from echo2.gateway.app import error_answer
+from echo2.gateway.episodes import CallRefused
+from echo2.gateway.generate import TokenAnswer, TokenRequest
+from echo2.gateway.requests import CHOICES_MAX
 from echo2.gateway.tinker import Terms, TinkerApi
 
 Post = Callable[..., Awaitable[httpx.Response]]
@@ -29,6 +32,8 @@ class Recorder:
     """The trainer's port: `told` has the calls, in order. Log-probabilities are minus the targets."""
 
     terms = Terms("tiny", context_tokens=8, vocabulary_size=50, lora_rank=4, staleness_bound=2)
+
+    newest_version = 7
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -49,6 +54,16 @@ class Recorder:
 
     async def forget_gradients(self) -> None:
         self.told.append("forgotten")
+
+    def generate(self, request: TokenRequest) -> TokenAnswer:
+        """Two requests at a time."""
+        if len(self.told) == 2:
+            raise CallRefused(429, "busy", "too many", 1.0)
+        self.told.append("asked")
+        return TokenAnswer(request, [], lambda rollout: (), asyncio.get_running_loop().create_future())
+
+    def leave(self, answer: TokenAnswer) -> None:
+        self.told.append("left")
 
 
 def played(script: Callable[[Post, Recorder], Awaitable[None]]) -> None:
@@ -90,6 +105,10 @@ def passed(
     return bytes(forward_backward_request_to_proto(request).SerializeToString())
 
 
+def tokens(ids: list[int]) -> dict[str, Any]:
+    return {"chunks": [{"type": "encoded_text", "tokens": ids}]}
+
+
 def datum(tokens: list[int], **inputs: Any) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
 
@@ -118,6 +137,45 @@ def test_chunks_in_any_order_reach_the_trainer_in_order_and_come_back_with_their
             -8,
         ]
         assert (second.loss_fn_outputs[0]["logprobs"].to_numpy() == -wide.numpy()).all()
+
+    played(script)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"num_samples": 2**40}, "num_samples: expected 1 to"),
+        ({"sampling_session_id": "a:sample:1@4"}, "version 5 or newer, which workers may hold, got version 4"),
+        ({"prompt": {"chunks": []}}, "expected 1 to 8 tokens, got 0"),
+        ({"prompt": tokens([5] * 9), "prompt_logprobs": True}, "expected 1 to 8 tokens, got 9"),
+        ({"prompt": tokens([-1])}, "from 0 to below 50, got -1"),
+        ({"prompt": tokens([5, 50]), "prompt_logprobs": True}, "from 0 to below 50, got 5 to 50"),
+        ({"num_samples": 3 * CHOICES_MAX}, "too many"),
+    ],
+)
+def test_a_sampling_that_cannot_be_is_refused_before_anything_is_made(changed: dict[str, Any], told: str) -> None:
+    asked = {
+        "num_samples": 1,
+        "prompt": tokens([5]),
+        "sampling_params": {"max_tokens": 4},
+        "sampling_session_id": "a@7",
+    }
+
+    async def script(post: Post, driven: Recorder) -> None:
+        answer = await post("asample", {**asked, **changed})
+        assert answer.status_code in (400, 429) and told in answer.json()["error"]["message"]
+        assert driven.told == ["asked", "asked", "left", "left"][: 4 * (answer.status_code == 429)]
+
+    played(script)
+
+
+def test_a_training_client_whose_place_was_taken_is_not_made_again_under_its_number() -> None:
+    async def script(post: Post, driven: Recorder) -> None:
+        first = await model_of(post)
+        asked = {"session_id": first.split(":")[0], "base_model": "tiny", "lora_config": {"rank": 4}}
+        assert (await post("create_model", {**asked, "model_seq_id": 1})).status_code == 200
+        again = await post("create_model", {**asked, "model_seq_id": 0})
+        assert again.status_code == 400 and "a new model_seq_id" in again.json()["error"]["message"]
 
     played(script)
 

@@ -154,7 +154,7 @@ def test_what_waits_is_offered_by_priority_and_too_much_is_refused(door: Door, m
     ("asked", "told"),
     [
         ({"token_ids": tuple(range(2, 18))}, "expected at most 15 tokens, got 16"),
-        ({"token_ids": (50,)}, "expected ids below 50, got 50"),
+        ({"token_ids": (50,)}, "expected ids from 0 to below 50, got 50"),
         ({"max_tokens": 9}, "expected at most 8, for which workers keep room"),
     ],
 )
@@ -162,3 +162,14 @@ def test_a_request_that_the_run_has_no_room_for_says_so(door: Door, asked: dict[
     with pytest.raises(CallRefused, match=told) as refused:
         door.ask(**asked)
     assert refused.value.status == 400 and not door.offered
+
+
+@pytest.mark.parametrize(
+    "asked", [{"seed": -1}, {"seed": 1 << 64}, {"top_k": 1 << 32}, {"token_ids": (-1,)}, {"stop_token_ids": (-1,)}]
+)
+def test_numbers_that_no_message_holds_are_refused_before_anything_is_offered(
+    door: Door, asked: dict[str, Any]
+) -> None:
+    with pytest.raises(CallRefused) as refused:
+        door.ask(**asked)
+    assert refused.value.status == 400 and not door.offered and not door.pool.rollouts_asked
