@@ -155,7 +155,7 @@ class SimWorker:
         rng = random.Random(self.index)
         up = 12.5e6 * rng.uniform(0.4, 4)
         return pb.WorkerHello(
-            protocol_version=1, name=self.name, run_id=self.credentials.run_id, slot_count=GROUP_SIZE, gpu=self.gpu,
+            protocol_version=2, name=self.name, run_id=self.credentials.run_id, slot_count=GROUP_SIZE, gpu=self.gpu,
             engine="simulated", provider=("vast", "runpod", "own")[self.index % 3], price_usd_per_hour=self.price,
             is_spot=self.index % 3 == 0, addresses=[f"10.0.{self.index // 250}.{self.index % 250}:7000"],
             link=pb.Link(uplink_bytes_per_s=up, downlink_bytes_per_s=4 * up, rtt_s=rng.uniform(0.01, 0.12)),
@@ -273,7 +273,7 @@ class SimLearner:
     async def _talk(self, channel: grpc.aio.Channel) -> None:
         self._call, self._writing = coordinator_pb2_grpc.CoordinatorStub(channel).LearnerSession(), asyncio.Lock()
         hello = pb.LearnerHello(
-            protocol_version=1, run_id=self.credentials.run_id, address="10.1.0.1:7000",
+            protocol_version=2, run_id=self.credentials.run_id, address="10.1.0.1:7000",
             model_name="Qwen3-8B (simulated)",
             model_digest="5" * 64, staleness_bound=4, rollouts_per_step=24 * GROUP_SIZE, rollouts_per_group=GROUP_SIZE,
             step=self.ledger.step, newest_version=self.ledger.version,

@@ -14,7 +14,7 @@ import numpy as np
 
 from echo2.base.ids import Version
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Of the containers that versions travel in. If you raise it, raise PROTOCOL_VERSION too (trust/tls), so that a worker that cannot
 read it is refused at once."""
 

@@ -53,7 +53,7 @@ from echo2.trust.identity import (
 )
 from echo2.trust.ports import DOORS, ENROLMENT, KEEPALIVE, STREAM_WINDOW_BYTES, PortLimits, remote_of
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of all messages, and of the delta containers within them."""
 IDENTITY_BYTES, CHECK_BYTES = 32, 8  # an ed25519 seed (RFC 8032); 8 bytes of its hash find any cut or flip of the file
 # Useless under another identity, so a missing key beside them is damage.

@@ -7,14 +7,16 @@ are checked before anything is allocated.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from echo2.base.errors import DeltaFormatError
 from echo2.weights import classes
 from echo2.weights.bits import (
+    COUNT,
     I64,
     U8,
     U32,
@@ -23,6 +25,10 @@ from echo2.weights.bits import (
     Coder,
     Int,
     Reader,
+    as_words,
+    count_marks,
+    is_even,
+    pair_parts,
     plane_parts,
     read_bit_set,
     read_values,
@@ -32,10 +38,11 @@ from echo2.weights.bits import (
 from echo2.weights.classes import CLASS_COUNT
 from echo2.weights.container import CodecSetting, Method
 from echo2.weights.elements import Bits, Block, ElementType
-from echo2.weights.fingerprint import MODULUS, coefficients
+from echo2.weights.fingerprint import MODULUS, coefficients, sum_bits
 from echo2.weights.jit import LISTED, compiled
 from echo2.weights.marks import (
     Finds,
+    larger_max,
     list_steps,
     mark_steps,
     move_marks,
@@ -69,19 +76,16 @@ class Changes:
         return self.changed.marked
 
     @classmethod
-    def found(cls, old: Sequence[Bits], new: Sequence[Bits], finds: Finds) -> Changes:
-        """Finds the changes of a block's segments, using the memory of `finds`."""
-        at, memory = np.zeros(3, np.int64), finds.restart()
+    def found(cls, block: Block, old: Sequence[Bits], new: Sequence[Bits], finds: Finds) -> Changes | None:
+        """Finds the changes of a block's segments, using the memory of `finds`; None if `are_most`."""
+        at, size = np.zeros(3, np.int64), block.element_count
+        memory = finds.restart(size)
         for before, after in zip(old, new, strict=True):
             survey(before, after, at, memory)
-        size, count, found = (int(n) for n in at)
-        room = finds.larger[:found], finds.places[:found], finds.excess[:found]
-        if found > finds.larger.size:
-            room = np.empty(found, np.uint32), np.empty(found, np.uint32), np.empty(found, finds.excess.dtype)
-            at, memory = np.zeros(3, np.int64), finds.restart(room)
-            for before, after in zip(old, new, strict=True):
-                survey(before, after, at, memory)
-        larger, places, excess = room
+        _, count, found = (int(n) for n in at)
+        if are_most(size, count, found):
+            return None
+        larger, places, excess = finds.larger[:found], finds.places[:found], finds.excess[:found]
         return cls(
             BitSet.of_marks(finds.changed, size, count), finds.signs, BitSet.of_places(larger, count), excess,
             (larger, places),
@@ -153,16 +157,17 @@ class Changes:
         list_steps((self.signs, self.larger.listed(), self.excess), out)
         return out
 
-    def signs_bytes(self) -> bytes:
-        """The signs, one bit per change."""
-        return self.signs.view(np.uint8)[: -(-self.count // 8)].tobytes()
+    def head(self, class_count: int, class_base: int, coder: Coder | None) -> list[bytes]:
+        """What a payload begins with: its head, and the signs, one bit per change."""
+        signs = self.signs.view(np.uint8)[: -(-self.count // 8)]
+        is_noise = is_even(int(count_marks(self.signs, self.count)), self.count)
+        return [HEAD.pack(class_count, class_base, self.count), *plane_parts(signs, None if is_noise else coder)]
 
     def payload(self, is_coded: bool = True) -> bytes:
         """The payload without exponent classes; `is_coded` False: also without entropy coding."""
         coder = Coder() if is_coded else None
-        parts = [HEAD.pack(PLAIN_CLASS_COUNT, 0, self.count), self.signs_bytes()]
-        parts += run_parts(self.changed, self.larger, self.excess, coder)
-        return b"".join(parts)
+        parts = self.head(PLAIN_CLASS_COUNT, 0, coder)
+        return b"".join(parts + run_parts(self.changed, self.larger, self.excess, coder))
 
 
 def run_parts(changed: BitSet, larger: BitSet, excess: Bits, coder: Coder | None) -> list[bytes]:
@@ -189,7 +194,7 @@ def read_head(reader: Reader, element_count: int) -> tuple[int, int, int, U64]:
     class_count, base, count = reader.fields(HEAD, "a block's head")
     if not 1 <= count <= element_count:
         raise DeltaFormatError(f"expected 1 to {element_count} changes, it claims {count}")
-    return class_count, base, count, reader.words(-(-count // 8), "signs")
+    return class_count, base, count, as_words(reader.plane(-(-count // 8), "signs"))
 
 
 def read_plain(
@@ -207,8 +212,12 @@ def read_plain(
     return Changes(changed, signs, larger, excess)
 
 
-_SMALL_BYTES = 96  # the heads of an almost empty block's runs
-WHOLE_SHARE = 0.6  # if changes take more than this share of a block, whole elements are sent
+MOST = 0.4
+"""Share of a block's elements that changed from which on every step is sent: a Huffman code of steps is then as short as marks,
+signs and magnitudes apart, and several times as fast."""
+_STEPS_HEAD = struct.Struct("<BB")  # class count, class base
+_CLASSES_GAIN = 0.97  # sorting by class takes half as long as the rest, and must gain more than this
+_WHOLE_MORE = 1.02  # whole elements may take so much more, because they are decoded without the old ones
 
 Run = tuple[BitSet, BitSet, Bits]
 """One class: which of its elements changed, which of these by more than one, and the latter's magnitudes minus one."""
@@ -228,30 +237,129 @@ def uses_classes(element: ElementType, setting: CodecSetting) -> bool:
     return setting is CodecSetting.DENSE and element.exponent_bits > 0
 
 
+def are_most(block_elements: int, count: int, larger: int) -> bool:
+    """Whether so many elements of a block changed, or so many by more than one, that every step is sent."""
+    return count > MOST * block_elements or larger > larger_max(block_elements)
+
+
 def encode_block(
     block: Block, old: list[Bits], new: list[Bits], setting: CodecSetting, key: int, finds: Finds
 ) -> EncodedBlock:
     """Encodes a block of a delta; `old` and `new` hold the bits of its segments."""
-    changes = Changes.found(old, new, finds)
-
-    def sparse() -> bytes:
-        is_dense = uses_classes(block.element, setting)
-        return _dense_payload(block, old, changes, finds.changed) if is_dense else changes.payload()
-
-    return coded_block(block, changes.count, sparse, changes.settle(block, key), lambda: new)
-
-
-def coded_block(
-    block: Block, count: int, sparse: Callable[[], bytes], step: int, whole: Callable[[], list[Bits]]
-) -> EncodedBlock:  # fmt: skip
-    """The encoded block: the sparse payload for `count` changes, or whole elements if that is shorter."""
-    if not count:
+    changes = Changes.found(block, old, new, finds)
+    if changes is None:
+        return encode_most(block, old, new, setting, key)
+    if not changes.count:
         return EncodedBlock(Method.UNCHANGED, b"", 0)
-    payload = sparse()
-    # Whole elements decode without the old ones; a hardly shorter sparse payload is not worth reading those.
-    if len(payload) > WHOLE_SHARE * block.raw_bytes + _SMALL_BYTES:
-        return EncodedBlock(*encode_whole(whole(), block.element), step)
-    return EncodedBlock(Method.SPARSE, payload, step)
+    is_dense = uses_classes(block.element, setting)
+    payload = _dense_payload(block, old, changes, finds.changed) if is_dense else changes.payload()
+    return EncodedBlock(Method.SPARSE, payload, changes.settle(block, key))
+
+
+def encode_most(block: Block, old: list[Bits], new: list[Bits], setting: CodecSetting, key: int) -> EncodedBlock:
+    """Encodes a block most of which changed: every element's step, or the new elements if a sample of these takes fewer bits."""
+    element, step = block.element, whole_step(block, new, old, key)
+    largest = max(range(len(old)), key=lambda i: old[i].size)
+    before, after = [classes.sample_of(old[largest])], [classes.sample_of(new[largest])]
+    sorted_steps = [_steps_between(before, after)]
+    base = _class_base(before, element) if uses_classes(element, setting) else None
+    bits = _sample_bits(sorted_steps, False)
+    if base is not None:
+        by_class = _sample_bits(_steps_by_class(element, before, after, base), False)
+        base, bits = (base, by_class) if by_class < _CLASSES_GAIN * bits else (None, bits)
+    if _sample_bits(after, _is_rotated(element)) < _WHOLE_MORE * bits:
+        return EncodedBlock(*encode_whole(new, element), step)
+    return EncodedBlock(Method.STEPS, steps_payload(element, old, new, base), step)
+
+
+def whole_step(block: Block, new: list[Bits], old: list[Bits], key: int) -> int:
+    """What a block adds to the fingerprint if its segments' bits go from `old` to `new`."""
+    step = 0
+    for segment, before, after in zip(block.segments, old, new, strict=True):
+        name = segment.spec.name
+        step += sum_bits(name, after, key, segment.start) - sum_bits(name, before, key, segment.start)
+    return step % MODULUS
+
+
+def _sample_bits(samples: Sequence[Bits], is_rotated: bool) -> float:
+    """How many bits these take."""
+    bits = 0.0
+    for sample in samples:
+        planes = np.empty((sample.itemsize, sample.size), np.uint8)
+        _split(sample, is_rotated, planes)
+        bits += sample.size * sum(_entropy_bits(plane) for plane in planes)
+    return bits
+
+
+def _steps_between(
+    old: list[Bits], new: list[Bits], octave: classes.Octave = classes.NO_OCTAVE, at: I64 | None = None
+) -> Bits:
+    """All steps, from the places `at` of each class on."""
+    steps: Bits = np.empty(sum(part.size for part in old), old[0].dtype)
+    places = np.zeros(1, np.int64) if at is None else at
+    for before, after in zip(old, new, strict=True):
+        classes.sort_steps(before, after, octave, places, steps)
+    return steps
+
+
+def _steps_by_class(element: ElementType, old: list[Bits], new: list[Bits], base: int) -> list[Bits]:
+    """All steps of each class."""
+    octave = octave_of(element, base)
+    ends = _class_sizes(old, octave).cumsum()
+    return np.split(_steps_between(old, new, octave, np.concatenate([[0], ends[:-1]])), ends[:-1])
+
+
+def steps_payload(element: ElementType, old: list[Bits], new: list[Bits], base: int | None) -> bytes:
+    """Encodes the steps of all elements, by exponent class if there is a class base."""
+    runs = [_steps_between(old, new)] if base is None else _steps_by_class(element, old, new, base)
+    parts, coder = [_STEPS_HEAD.pack(len(runs), base or 0)], Coder()
+    for run in runs:
+        parts += _step_parts(run, coder)
+    return b"".join(parts)
+
+
+def _step_parts(steps: Bits, coder: Coder) -> list[bytes]:
+    """Encodes the steps of one class; if few of its elements moved, which ones did, and only these steps."""
+    count = int(np.count_nonzero(steps))
+    parts = [COUNT.pack(count)]
+    if 2 * count < steps.size:
+        moved, values = np.empty(-(-steps.size // 8), np.uint8), np.empty(count + 1, steps.dtype)
+        classes.gather_steps(steps, moved, values)
+        parts += plane_parts(moved, coder)
+        steps = values[:count]
+    return parts + _value_planes(steps, False, coder)
+
+
+def decode_steps(payload: memoryview, element: ElementType, old: list[Bits], new: Bits) -> None:
+    """Fills `new` from a payload of method STEPS and the old bits."""
+    reader = Reader(payload)
+    class_count, base = reader.fields(_STEPS_HEAD, "a block's head")
+    octave = _octave_claimed(class_count, base, element)
+    sizes = np.array([new.size]) if octave is None else _class_sizes(old, octave)
+    steps = np.empty(new.size, new.dtype)
+    starts = np.concatenate([[0], sizes.cumsum()])
+    for begin, end in pairwise(starts.tolist()):
+        _read_steps(reader, element, steps[begin:end])
+    reader.end()
+    at, places = 0, starts[:-1].copy()
+    for part in old:
+        classes.add_steps(part, octave or classes.NO_OCTAVE, places, steps, new[at : at + part.size])
+        at += part.size
+
+
+def _read_steps(reader: Reader, element: ElementType, steps: Bits) -> None:
+    (count,) = reader.fields(COUNT, "steps")
+    if count > steps.size:
+        raise DeltaFormatError(f"expected at most {steps.size} steps, it claims {count}")
+    if 2 * count >= steps.size:
+        _read_planes(reader, element, False, steps)
+        return
+    moved = as_words(reader.plane(-(-steps.size // 8), "steps"))
+    if int(count_marks(moved, steps.size)) != count:
+        raise DeltaFormatError(f"expected {count} steps of {steps.size}, its marks are others")
+    values = np.zeros(count + 1, steps.dtype)
+    _read_planes(reader, element, False, values[:count])
+    classes.spread_steps(moved, values, steps)
 
 
 def octave_of(element: ElementType, class_base: int) -> classes.Octave:
@@ -264,9 +372,7 @@ def octave_of(element: ElementType, class_base: int) -> classes.Octave:
 def _dense_payload(block: Block, old: list[Bits], changes: Changes, changed: U64) -> bytes:
     """Encodes the changes by exponent class; `changed` holds their marks."""
     element = block.element
-    # Sample one tensor: in a block of several small ones, the largest gains most.
-    sample = max(old, key=lambda part: part.size)
-    class_base = classes.choose_class_base(classes.sample_of(sample), element.exponent_shift, element.exponent_bits)
+    class_base = _class_base(old, element)
     octave = octave_of(element, class_base)
     sizes = _class_sizes(old, octave)
     starts = _word_starts(sizes)
@@ -290,6 +396,12 @@ def _dense_payload(block: Block, old: list[Bits], changes: Changes, changed: U64
     return dense_payload(changes, class_base, map(run, range(CLASS_COUNT)))
 
 
+def _class_base(old: list[Bits], element: ElementType) -> int:
+    # Sample one tensor: in a block of several small ones, the largest gains most.
+    sample = classes.sample_of(max(old, key=lambda part: part.size))
+    return classes.choose_class_base(sample, element.exponent_shift, element.exponent_bits)
+
+
 def _class_sizes(old: list[Bits], octave: classes.Octave) -> I64:
     """The number of elements in each class."""
     sizes = np.zeros(CLASS_COUNT, np.int64)
@@ -305,8 +417,8 @@ def _word_starts(sizes: I64) -> I64:
 
 def dense_payload(changes: Changes, class_base: int, runs: Iterable[Run]) -> bytes:
     """Builds a payload by exponent class from every class's run."""
-    parts = [HEAD.pack(CLASS_COUNT, class_base, changes.count), changes.signs_bytes()]
     coder = Coder()
+    parts = changes.head(CLASS_COUNT, class_base, coder)
     for run in runs:
         parts += run_parts(*run, coder)
     return b"".join(parts)
@@ -315,14 +427,16 @@ def dense_payload(changes: Changes, class_base: int, runs: Iterable[Run]) -> byt
 def encode_whole(new: list[Bits], element: ElementType) -> tuple[Method, bytes]:
     """Encodes whole elements, as planes or raw, whichever is shorter."""
     whole = new[0] if len(new) == 1 else np.concatenate(new)
-    payload = encode_planes(whole, element)
+    payload = b"".join(_value_planes(whole, _is_rotated(element), Coder()))
     return (Method.PLANES, payload) if len(payload) < whole.nbytes else (Method.RAW, whole.tobytes())
 
 
 def decode_whole(method: Method, payload: memoryview, element: ElementType, out: Bits) -> None:
     """Fills `out` from a payload of method RAW or PLANES."""
     if method is Method.PLANES:
-        decode_planes(payload, element, out)
+        reader = Reader(payload)
+        _read_planes(reader, element, _is_rotated(element), out)
+        reader.end()
         return
     if len(payload) != out.nbytes:
         raise DeltaFormatError(f"expected {out.nbytes} raw bytes, got {len(payload)}")
@@ -344,15 +458,23 @@ def decode_sparse(
     element = block.element
     reader = Reader(payload)
     class_count, base, count, signs = read_head(reader, block.element_count)
-    if class_count != CLASS_COUNT or not element.exponent_bits or base >> element.exponent_bits:
-        raise DeltaFormatError(f"expected 1 or {CLASS_COUNT} classes of {element.name}, got {class_count} from {base}")
-    octave = octave_of(element, base)
+    octave = _octave_claimed(class_count, base, element)
+    assert octave is not None, "a payload without classes is plain"
     sizes = _class_sizes(old, octave)
     runs = [read_run(reader, int(size), element) for size in sizes]
     reader.end()
     if sum(changed.marked for changed, _, _ in runs) != count:
         raise DeltaFormatError(f"expected {count} changes, its classes' marks are others")
     return _joined(runs, block, old, octave, signs)
+
+
+def _octave_claimed(class_count: int, base: int, element: ElementType) -> classes.Octave | None:
+    """A payload's classes; None if it has none."""
+    if (class_count, base) == (PLAIN_CLASS_COUNT, 0):
+        return None
+    if class_count != CLASS_COUNT or not element.exponent_bits or base >> element.exponent_bits:
+        raise DeltaFormatError(f"expected 1 or {CLASS_COUNT} classes of {element.name}, got {class_count} from {base}")
+    return octave_of(element, base)
 
 
 def _joined(runs: list[Run], block: Block, old: list[Bits], octave: classes.Octave, signs: U64) -> Changes:
@@ -380,33 +502,37 @@ def _spread(sets: list[BitSet]) -> tuple[U64, I64]:
 
 
 PART_ELEMENTS = 1 << 18  # a part's planes stay in a core's cache
-_SAMPLE_BYTES = 1 << 14  # its entropy is near that of a whole plane
+_SAMPLE_BYTES = 1 << 12  # its entropy is near that of a whole plane
 _ENTROPY_WORTH_CODING = 7.7  # of 8 bits a byte: a Huffman code saves under 4 % beyond it
+_ENTROPY_WORTH_PAIRING = (0.5, 3.5)  # long matches are shorter below it, and beyond it there are more than 16 values
 
 
 @compiled
-def _split(bits: Bits, rotate: bool, width: int, planes: U8) -> None:
+def _split(bits: Bits, rotate: bool, planes: U8) -> None:
     """`planes[j]` = byte j (from the lowest) of every element, rotated left by one if asked."""
-    top = np.uint64(8 * width - 1)
-    for i in range(bits.size):
-        word = np.uint64(bits[i])
-        if rotate:
-            word = (word << np.uint64(1)) | (word >> top)
-        for j in range(width):
-            planes[j, i] = np.uint8((word >> np.uint64(8 * j)) & np.uint64(255))
+    top = np.uint64(8 * bits.itemsize - 1)
+    for j in range(bits.itemsize):
+        plane, shift = planes[j], np.uint64(8 * j)
+        for i in range(bits.size):
+            word = np.uint64(bits[i])
+            if rotate:
+                word = (word << np.uint64(1)) | (word >> top)
+            plane[i] = word >> shift
 
 
 @compiled
-def _join(planes: U8, rotate: bool, width: int, bits: Bits) -> None:
+def _join(planes: U8, rotate: bool, bits: Bits) -> None:
     """The inverse of `_split`."""
-    top = np.uint64(8 * width - 1)
+    top = np.uint64(8 * bits.itemsize - 1)
     for i in range(bits.size):
-        word = np.uint64(0)
-        for j in range(width):
-            word |= np.uint64(planes[j, i]) << np.uint64(8 * j)
-        if rotate:
-            word = (word >> np.uint64(1)) | ((word & np.uint64(1)) << top)
-        bits[i] = word
+        bits[i] = planes[0, i]
+    for j in range(1, bits.itemsize):
+        for i in range(bits.size):
+            bits[i] |= np.uint64(planes[j, i]) << np.uint64(8 * j)
+    if rotate:
+        for i in range(bits.size):
+            word = np.uint64(bits[i])
+            bits[i] = (word >> np.uint64(1)) | ((word & np.uint64(1)) << top)
 
 
 def _is_rotated(element: ElementType) -> bool:
@@ -419,25 +545,25 @@ def _entropy_bits(sample: U8) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
-def encode_planes(bits: Bits, element: ElementType) -> bytes:
-    """Encodes a run of elements."""
+def _value_planes(bits: Bits, is_rotated: bool, coder: Coder) -> list[bytes]:
+    """Encodes numbers."""
     out: list[bytes] = []
-    coder = Coder()
     for start in range(0, bits.size, PART_ELEMENTS):
         part = bits[start : start + PART_ELEMENTS]
-        planes = np.empty((element.bytes, part.size), np.uint8)
-        _split(part, _is_rotated(element), element.bytes, planes)
+        planes = np.empty((bits.itemsize, part.size), np.uint8)
+        _split(part, is_rotated, planes)
         for plane in planes:
-            is_noise = _entropy_bits(plane[:_SAMPLE_BYTES]) >= _ENTROPY_WORTH_CODING
-            out += plane_parts(plane, None if is_noise else coder)
-    return b"".join(out)
+            entropy = _entropy_bits(plane[:_SAMPLE_BYTES])
+            if _ENTROPY_WORTH_PAIRING[0] < entropy < _ENTROPY_WORTH_PAIRING[1]:
+                out += pair_parts(plane, coder)
+            else:
+                out += plane_parts(plane, None if entropy >= _ENTROPY_WORTH_CODING else coder)
+    return out
 
 
-def decode_planes(payload: memoryview, element: ElementType, bits: Bits) -> None:
-    """Fills `bits` from a payload; DeltaFormatError unless the payload fills it exactly."""
-    reader = Reader(payload)
+def _read_planes(reader: Reader, element: ElementType, is_rotated: bool, bits: Bits) -> None:
+    """Fills `bits` with numbers that `_value_planes` encoded."""
     for start in range(0, bits.size, PART_ELEMENTS):
         part = bits[start : start + PART_ELEMENTS]
         planes = np.stack([reader.plane(part.size, "a plane") for _ in range(element.bytes)])
-        _join(planes, _is_rotated(element), element.bytes, part)
-    reader.end()
+        _join(planes, is_rotated, part)

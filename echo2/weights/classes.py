@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numba.cpython.unsafe.numbers import trailing_zeros
 
-from echo2.weights.bits import I64, U8, U32, U64, Int, below, bits_at, put
+from echo2.weights.bits import I64, U8, U32, U64, Int, below, bit_at, bits_at, put
 from echo2.weights.elements import Bits
 from echo2.weights.jit import LANES, compiled, count_ones, deposit, extract, inlined, octaves
 
@@ -30,6 +30,7 @@ _0 = np.uint64(0)
 _1 = np.uint64(1)
 _7 = np.uint64(7)
 Octave = tuple[np.uint64, np.uint64, np.uint64, U64]
+NO_OCTAVE: Octave = (_0, _0, _0, np.zeros(0, np.uint64))  # where there is a single class
 Sample = TypeVar("Sample", Bits, torch.Tensor)
 
 
@@ -51,9 +52,9 @@ def choose_class_base(sample: Bits, exponent_shift: int, exponent_bits: int) -> 
 
 
 @inlined
-def class_of(exponent: np.uint64, base: np.uint64) -> np.int64:
+def class_of(exponent: np.uint64, base: np.uint64) -> np.uint64:
     """The class of an exponent."""
-    return np.int64(0) if exponent <= base else np.int64(min(exponent - base, _7))
+    return min(max(exponent, base) - base, _7)
 
 
 @inlined
@@ -124,6 +125,72 @@ def sort_marks(
             for c in range(CLASS_COUNT):
                 at[c] += np.int64(count_ones(work[c]))
     cursor[0], cursor[1] = rank, found
+
+
+@compiled
+def sort_steps(old: Bits, new: Bits, octave: Octave, at: I64, steps: Bits) -> None:
+    """Sorts the steps of all elements of a segment by class, as numbers 0, -1, 1, -2, ... -> 0, 1, 2, 3, ...; `at` = the place of
+    each class's next one. A single place: without classes."""
+    shift, mask, lowest, _ = octave
+    top = np.uint64(8 * old.itemsize - 1)
+    if at.size == 1:
+        run = steps[at[0] : at[0] + old.size]  # indices that begin at 0 let the compiler vectorise
+        for i in range(old.size):
+            step = np.uint64(new[i]) - np.uint64(old[i])
+            run[i] = (step << _1) ^ (_0 - ((step >> top) & _1))
+        at[0] += old.size
+        return
+    for i in range(old.size):
+        before = np.uint64(old[i])
+        step = np.uint64(new[i]) - before
+        mine = class_of((before >> shift) & mask, lowest)
+        place = np.uint64(at[mine])
+        at[mine] = place + _1
+        steps[place] = (step << _1) ^ (_0 - ((step >> top) & _1))
+
+
+@compiled
+def add_steps(old: Bits, octave: Octave, at: I64, steps: Bits, new: Bits) -> None:
+    """The inverse, for one segment: writes the old elements plus their steps."""
+    shift, mask, lowest, _ = octave
+    if at.size == 1:
+        run = steps[at[0] : at[0] + old.size]
+        for i in range(old.size):
+            step = np.uint64(run[i])
+            new[i] = np.uint64(old[i]) + ((step >> _1) ^ (_0 - (step & _1)))
+        at[0] += old.size
+        return
+    for i in range(old.size):
+        before = np.uint64(old[i])
+        mine = class_of((before >> shift) & mask, lowest)
+        place = np.uint64(at[mine])
+        at[mine] = place + _1
+        step = np.uint64(steps[place])
+        new[i] = before + ((step >> _1) ^ (_0 - (step & _1)))
+
+
+@compiled
+def gather_steps(steps: Bits, moved: U8, values: Bits) -> None:
+    """Lists the steps that are not 0, and marks their places. `values` must have room for one more."""
+    count = np.uint64(0)
+    for i in range(moved.size):
+        byte = _0
+        for at in range(8 * i, min(8 * i + 8, steps.size)):
+            is_moved = np.uint64(steps[np.uint64(at)] != 0)
+            values[count] = steps[np.uint64(at)]
+            byte |= is_moved << np.uint64(at & 7)
+            count += is_moved
+        moved[i] = byte
+
+
+@compiled
+def spread_steps(moved: U64, values: Bits, steps: Bits) -> None:
+    """The inverse; `values` has one more, of any value."""
+    count = np.uint64(0)
+    for i in range(steps.size):
+        is_moved = bit_at(moved, np.uint64(i))
+        steps[i] = np.uint64(values[count]) * is_moved
+        count += is_moved
 
 
 @compiled

@@ -2,7 +2,7 @@
 
 Steps of consecutive versions add up modulo 2^width, so positions and steps suffice; the deltas must have setting `FAST`,
 whose code does not depend on the weights. The merged container is byte for byte the one that direct encoding would have
-made, except for blocks that would travel as whole elements.
+made, except for blocks most of which changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import numpy as np
 
 from echo2.base.errors import DeltaFormatError
 from echo2.weights.bits import I64, U32
-from echo2.weights.block import Changes, decode_whole, encode_whole, read_plain
+from echo2.weights.block import (
+    Changes,
+    are_most,
+    decode_steps,
+    decode_whole,
+    encode_whole,
+    read_plain,
+    steps_payload,
+)
 from echo2.weights.container import (
     BlockFrame,
     CodecSetting,
@@ -28,7 +36,7 @@ from echo2.weights.container import (
     encode_header_of,
     parse_frame,
 )  # fmt: skip
-from echo2.weights.elements import TYPE_BY_CODE, Bits
+from echo2.weights.elements import TYPE_BY_CODE, Bits, ElementType
 
 COMPOSED_MAX = 1 << 12  # deltas between two keyframes are far fewer
 
@@ -79,29 +87,46 @@ def _merged(first: Listed, second: Listed) -> Listed:
 
 
 def _composed_block(frames: Sequence[BlockFrame]) -> tuple[Method, bytes]:
-    """Merges one block of all deltas. A whole block replaces everything before it."""
+    """Merges one block of all deltas. A whole block replaces everything before it; `base` is what the changes are added to: these
+    whole elements, or the sum of all steps so far."""
     element, count = TYPE_BY_CODE[frames[0].element_code], frames[0].element_count
-    whole: Bits | None = None
+    base, is_whole = None, False
     changes: Listed = np.empty(0, np.uint32), np.empty(0, np.int64)
     moved = [frame for frame in frames if frame.method is not Method.UNCHANGED]
     if len(moved) == 1:
         return moved[0].method, bytes(moved[0].payload)
     for frame in moved:
-        if frame.method is not Method.SPARSE:
-            whole = np.empty(count, element.bits_dtype)
-            decode_whole(frame.method, frame.payload, element, whole)
+        if frame.method in (Method.RAW, Method.PLANES):
+            base, is_whole = np.empty(count, element.bits_dtype), True
+            decode_whole(frame.method, frame.payload, element, base)
+            continue
+        if frame.method is Method.STEPS:
+            base = _summed(changes, count, element) if base is None else base
+            decode_steps(frame.payload, element, [base], base)
             continue
         these = read_plain(frame.payload, element, count)
-        positions, moves = these.positions(), these.steps()
-        if whole is not None:
-            whole[positions] += moves.view(np.uint64).astype(element.bits_dtype)
+        if base is None:
+            changes = _merged(changes, (these.positions(), these.steps()))
         else:
-            changes = _merged(changes, (positions, moves))
-    if whole is not None:
-        return encode_whole([whole], element)
-    if not changes[0].size:
-        return Method.UNCHANGED, b""
-    return Method.SPARSE, Changes.of_steps(*changes, count, element).payload()
+            _add((these.positions(), these.steps()), base)
+    if is_whole and base is not None:
+        return encode_whole([base], element)
+    if base is None and not are_most(count, changes[0].size, int(np.count_nonzero(np.abs(changes[1]) != 1))):
+        sparse = Changes.of_steps(*changes, count, element)
+        return (Method.SPARSE, sparse.payload()) if sparse.count else (Method.UNCHANGED, b"")
+    base = _summed(changes, count, element) if base is None else base
+    return Method.STEPS, steps_payload(element, [np.zeros_like(base)], [base], None)
+
+
+def _summed(changes: Listed, count: int, element: ElementType) -> Bits:
+    """The steps of all elements of a block."""
+    steps = np.zeros(count, element.bits_dtype)
+    _add(changes, steps)
+    return steps
+
+
+def _add(changes: Listed, to: Bits) -> None:
+    to[changes[0]] += changes[1].view(np.uint64).astype(to.dtype)
 
 
 def compose(*deltas: Iterable[bytes]) -> Iterator[bytes]:

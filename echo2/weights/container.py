@@ -55,6 +55,7 @@ class Method(enum.Enum):
     RAW = 1
     PLANES = 2
     SPARSE = 3
+    STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)

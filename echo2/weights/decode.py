@@ -3,7 +3,7 @@
 Guarantees: a frame is decoded as soon as it and the header have arrived; every error names the version, the block and
 its tensor; the base does not change before `HostWeights.commit`; `finish` returns nothing whose fingerprint
 differs. Feeding a frame twice is harmless. Memory: a staged block is kept in the code without classes, about a byte per
-change, and decoded again when it is applied or taken back; beyond `DecodeLimits.staging_share` of the weights,
+change, or as all steps, and decoded again when it is applied or taken back; beyond `DecodeLimits.staging_share` of the weights,
 staged blocks go to the caller's spill, if there is one; its bytes are read back unchanged, or `StateError`.
 
 `feed` may be called from several threads, for different frames, once the header has been fed.
@@ -23,7 +23,7 @@ from echo2.base.errors import DeltaFormatError, FingerprintMismatch, LimitExceed
 from echo2.base.ids import Version
 from echo2.base.staged import TensorUpdate
 from echo2.weights.bits import I64, U32
-from echo2.weights.block import Changes, decode_sparse, decode_whole, is_plain, read_plain
+from echo2.weights.block import Changes, decode_sparse, decode_steps, decode_whole, is_plain, read_plain, whole_step
 from echo2.weights.container import BlockFrame, DeltaHeader, EndFrame, HeaderFrame, Method, TensorTable, parse_frame
 from echo2.weights.elements import Bits, Block, Segment, TensorSpec, blocks_of
 from echo2.weights.fingerprint import MODULUS, sum_bits, whole_fingerprint
@@ -85,22 +85,24 @@ class DecodeLimits:
 
 @dataclass(slots=True)
 class _StagedBlock:
-    """A block ready to be applied: its payload holds changes without classes, or whole elements.
-
-    `before`: the bits that whole elements replaced, while they are applied but not yet committed.
-    """
+    """A block ready to be applied: its payload holds changes without classes, or the steps of all elements, to be added."""
 
     block: Block
-    method: Method
+    is_sparse: bool
     payload: Kept
-    before: Kept | None = None
     is_in_place: bool = False
 
     def changes(self) -> Changes:
         return read_plain(memoryview(self.payload()), self.block.element, self.block.element_count)
 
-    def whole(self) -> Bits:
-        return _whole_bits(self.block, self.method, memoryview(self.payload()))
+    def steps(self) -> list[Bits]:
+        """All steps, of each segment."""
+        return _cut(np.frombuffer(self.payload(), self.block.element.bits_dtype), self.block)
+
+
+def _cut(bits: Bits, block: Block) -> list[Bits]:
+    """A block's bits by segment."""
+    return [bits[segment.base : segment.base + segment.count] for segment in block.segments]
 
 
 def _parts(positions: U32, block: Block) -> list[slice]:
@@ -110,19 +112,13 @@ def _parts(positions: U32, block: Block) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(borders)]
 
 
-def _whole_bits(block: Block, method: Method, payload: memoryview) -> Bits:
+def _whole_bits(block: Block, method: Method, payload: memoryview, old: list[Bits]) -> Bits:
     bits = np.empty(block.element_count, block.element.bits_dtype)
-    decode_whole(method, payload, block.element, bits)
+    if method is Method.STEPS:
+        decode_steps(payload, block.element, old, bits)
+    else:
+        decode_whole(method, payload, block.element, bits)
     return bits
-
-
-def _whole_step(block: Block, bits: Bits, old: list[Bits], key: int) -> int:
-    """The contribution of whole elements to the fingerprint."""
-    step = 0
-    for segment, before in zip(block.segments, old, strict=True):
-        name, after = segment.spec.name, bits[segment.base : segment.base + segment.count]
-        step += sum_bits(name, after, key, segment.start) - sum_bits(name, before, key, segment.start)
-    return step % MODULUS
 
 
 def _moved(held: Bits, steps: I64) -> Bits | None:
@@ -138,11 +134,11 @@ class StagedDelta:
     """A verified version in host memory; implements `StagedVersion`. `updates` works before and after the commit."""
 
     def __init__(
-        self, header: DeltaHeader, table: TensorTable, fingerprint: int, base: HostWeights, staging: Staging,
+        self, header: DeltaHeader, table: TensorTable, fingerprint: int, base: HostWeights,
         blocks: Mapping[int, _StagedBlock], whole: dict[str, Bits] | None,
     ) -> None:  # fmt: skip
         self.header, self.table, self.fingerprint, self.whole = header, table, fingerprint, whole
-        self._host, self._staging, self._blocks = base, staging, dict(sorted(blocks.items()))
+        self._host, self._blocks = base, dict(sorted(blocks.items()))
         self._is_committed = False
 
     @property
@@ -163,10 +159,9 @@ class StagedDelta:
 
     def _block_updates(self, staged: _StagedBlock) -> Iterator[TensorUpdate]:
         block, live = staged.block, self._live(staged.block)
-        if staged.method is not Method.SPARSE:
-            bits = None if self._is_committed else staged.whole()
-            for segment, held in zip(block.segments, live, strict=True):
-                values = held.copy() if bits is None else bits[segment.base : segment.base + segment.count]
+        if not staged.is_sparse:
+            for segment, held, steps_here in zip(block.segments, live, staged.steps(), strict=True):
+                values = held.copy() if self._is_committed else held + steps_here
                 yield _update(segment, np.arange(segment.start, segment.start + segment.count), values)
             return
         changes = staged.changes()
@@ -202,8 +197,11 @@ class StagedDelta:
         """Applies a block's changes; a second call takes them back, even after an error."""
         staged = self._blocks[part]
         block, held = staged.block, live.segments(staged.block)
-        if staged.method is not Method.SPARSE:
-            self._exchange_whole(staged, held)
+        if not staged.is_sparse:
+            move = np.subtract if staged.is_in_place else np.add
+            for target, steps in zip(held, staged.steps(), strict=True):
+                move(target, steps, out=target)
+            staged.is_in_place = not staged.is_in_place
             return
         changes = staged.changes()
         wrapped = changes.move(block, held, staged.is_in_place)
@@ -213,23 +211,9 @@ class StagedDelta:
             raise self._wrapped(block)
         staged.is_in_place = not staged.is_in_place
 
-    def _exchange_whole(self, staged: _StagedBlock, held: list[Bits]) -> None:
-        block = staged.block
-        if staged.before is None:
-            bits = staged.whole()
-            staged.before = self._staging.keep(b"".join(part.tobytes() for part in held))
-        else:
-            bits = np.frombuffer(staged.before(), block.element.bits_dtype)
-            staged.before = None
-        for segment, target in zip(block.segments, held, strict=True):
-            target[:] = bits[segment.base : segment.base + segment.count]
-        staged.is_in_place = not staged.is_in_place
-
     def committed(self, host: HostWeights) -> None:
         """The host holds this version now."""
         self._host, self._is_committed = host, True
-        for staged in self._blocks.values():
-            staged.before = None
 
 
 def _update(segment: Segment, indices: I64, bits: Bits) -> TensorUpdate:
@@ -373,9 +357,13 @@ class ContainerDecoder:
             self._steps[block.index] = changes.settle(block, key)
             kept = self._staging.keep(self._plain_payload(frame.payload, changes, plain))
         else:
-            self._steps[block.index] = _whole_step(block, _whole_bits(block, frame.method, frame.payload), old, key)
-            kept = self._staging.keep(bytes(frame.payload))
-        self._staged[block.index] = _StagedBlock(block, frame.method, kept)
+            bits = _whole_bits(block, frame.method, frame.payload, old)
+            new = _cut(bits, block)
+            self._steps[block.index] = whole_step(block, new, old, key)
+            for after, before in zip(new, old, strict=True):
+                np.subtract(after, before, out=after)
+            kept = self._staging.keep(bits.tobytes())
+        self._staged[block.index] = _StagedBlock(block, frame.method is Method.SPARSE, kept)
 
     def _plain_payload(self, payload: memoryview, changes: Changes, plain: list[bytes | memoryview]) -> bytes:
         """The code without classes, which does not depend on the old weights; also without entropy coding, if
@@ -391,7 +379,7 @@ class ContainerDecoder:
         assert self._head is not None, "blocks wait for the header"
         if frame.method not in (Method.RAW, Method.PLANES):
             raise DeltaFormatError(f"expected whole elements in a keyframe, got method {frame.method.name}")
-        bits, step = _whole_bits(block, frame.method, frame.payload), 0
+        bits, step = _whole_bits(block, frame.method, frame.payload, []), 0
         for segment in block.segments:
             part = bits[segment.base : segment.base + segment.count]
             _tensor_bits(whole, segment.spec)[segment.start : segment.start + segment.count] = part
@@ -425,9 +413,7 @@ class ContainerDecoder:
                 raise FingerprintMismatch(
                     f"{header.describe()}: expected fingerprint {claimed:016x} after applying it, got {fingerprint:016x}"
                 )
-        return StagedDelta(
-            header, self._table, fingerprint, self._base, self._staging, self._staged, self._whole
-        )  # fmt: skip
+        return StagedDelta(header, self._table, fingerprint, self._base, self._staged, self._whole)
 
 
 def _tensor_bits(whole: dict[str, Bits], spec: TensorSpec) -> Bits:

@@ -17,9 +17,9 @@ from echo2.base.errors import DeltaFormatError
 from echo2.base.staged import TensorUpdate
 from echo2.weights import classes
 from echo2.weights.bits import I64, U32
-from echo2.weights.block import Changes, EncodedBlock, Run, coded_block, dense_payload, uses_classes
+from echo2.weights.block import Changes, EncodedBlock, Run, are_most, dense_payload, encode_most, uses_classes
 from echo2.weights.classes import CLASS_COUNT
-from echo2.weights.container import CodecSetting
+from echo2.weights.container import CodecSetting, Method
 from echo2.weights.elements import Bits, Block, ElementType, Segment, flat_bits, flat_tensor
 from echo2.weights.fingerprint import MODULUS, sum_steps
 
@@ -101,14 +101,16 @@ def encode_block_on_device(
     steps = np.concatenate([part.steps for part in found])
     changes = Changes.of_steps(np.concatenate([p.positions for p in found]), steps, block.element_count, element)
 
-    def sparse() -> bytes:
-        if class_base is None:
-            return changes.payload()
-        return dense_payload(changes, class_base, _runs(found, steps, element))
-
-    return coded_block(
-        block, changes.count, sparse, step % MODULUS, lambda: [_host_bits(part, element) for part in new]
-    )  # fmt: skip
+    if not changes.count:
+        return EncodedBlock(Method.UNCHANGED, b"", 0)
+    if are_most(block.element_count, changes.count, changes.larger.marked):
+        before, after = ([_host_bits(part, element) for part in parts] for parts in (old, new))
+        return encode_most(block, before, after, setting, key)
+    if class_base is None:
+        payload = changes.payload()
+    else:
+        payload = dense_payload(changes, class_base, _runs(found, steps, element))
+    return EncodedBlock(Method.SPARSE, payload, step % MODULUS)
 
 
 def apply_updates(weights: dict[str, torch.Tensor], updates: Iterable[TensorUpdate]) -> None:

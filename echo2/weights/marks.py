@@ -40,30 +40,35 @@ _63 = np.uint64(63)
 _ROW = np.uint64(ROW_SHIFT)  # typed for the kernels
 _COLUMN = np.uint64(ROW_MASK)  # as above
 _LAST_WHOLE = ROW_ELEMENTS - LANES  # from here on 64 elements reach into the next row
-_LARGER_SHARE = 8  # nearly all changes are of one unit; a second pass finds the rest
-
+_LARGER_SHARE = 8  # nearly all changes are of one unit, or every step is sent
 
 Found = tuple[U64, U64, U32, U32, Bits, U64]
 
 
+def larger_max(block_elements: int) -> int:
+    """How many changes of a block may be larger than one unit if they are to be listed."""
+    return block_elements // _LARGER_SHARE + LANES
+
+
 class Finds:
     """One thread's working memory for the changes of blocks of the given one's type, and of at most its size: two bits per
-    element, and room for larger changes of one in `_LARGER_SHARE` elements (if there are more, a second pass finds them)."""
+    element, and room for `larger_max` larger changes."""
 
     def __init__(self, block: Block) -> None:
         self.size = size = block.element_count
         self.changed, self.signs = (np.empty(word_count(size), np.uint64) for _ in range(2))
-        self.larger, self.places = (np.empty(size // _LARGER_SHARE + LANES, np.uint32) for _ in range(2))
+        self.larger, self.places = (np.empty(larger_max(size), np.uint32) for _ in range(2))
         self.excess: Bits = np.empty(self.larger.size, block.element.bits_dtype)
         self._work = np.zeros(4, np.uint64)
 
     def fits(self, block: Block) -> bool:
         return self.size >= block.element_count and self.excess.dtype == block.element.bits_dtype
 
-    def restart(self, room: tuple[U32, U32, Bits] | None = None) -> Found:
-        """Resets the memory for another block, as `survey` takes it; `room` replaces the room for larger changes."""
+    def restart(self, block_elements: int) -> Found:
+        """Resets the memory for another block, as `survey` takes it."""
         self.changed[0] = self.signs[0] = 0
-        return self.changed, self.signs, *(room or (self.larger, self.places, self.excess)), self._work
+        room = slice(larger_max(block_elements))
+        return self.changed, self.signs, self.larger[room], self.places[room], self.excess[room], self._work
 
 
 @inlined
@@ -98,7 +103,7 @@ def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
     """Finds which elements of a segment changed, which of these went down, which changed by more than one, and by how much more.
 
     `at` = number of elements, changes and larger changes so far; `finds` = changed, signs; ranks among the changes, places and
-    excess of as many larger changes as there is room for; working memory.
+    excess of as many larger changes as there is room for; working memory. Ends early if there are more.
     """
     changed, signs, larger, places, excess, out = finds
     bits, rank, found = at[0], at[1], at[2]
@@ -112,12 +117,13 @@ def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
         while lanes:
             bit = lanes & (_0 - lanes)
             lanes ^= bit
-            # Counted even without room: the caller then allocates enough and calls again.
-            if found < excess.size:
-                lane = np.int64(trailing_zeros(bit))
-                larger[found] = rank + np.int64(count_ones(word & (bit - _1)))
-                places[found] = bits + lane
-                excess[found] = _excess_of(old, new, start + lane)
+            if found >= excess.size:
+                at[2] = found + 1
+                return
+            lane = np.int64(trailing_zeros(bit))
+            larger[found] = rank + np.int64(count_ones(word & (bit - _1)))
+            places[found] = bits + lane
+            excess[found] = _excess_of(old, new, start + lane)
             found += 1
         # Signs are kept only for changed elements: `extract` closes the gaps between their bits.
         bits = put(changed, bits, word, min(left, LANES))

@@ -103,14 +103,14 @@ class Node:
     async def hello(self, **fields: Any) -> Any:
         stub = coordinator_pb2_grpc.CoordinatorStub(self.channel)
         if self.credentials.role is Role.WORKER:
-            base = {"protocol_version": 1, "run_id": RUN, "name": "w", "slot_count": 16, "price_usd_per_hour": 1.0}
+            base = {"protocol_version": 2, "run_id": RUN, "name": "w", "slot_count": 16, "price_usd_per_hour": 1.0}
             async with self._writing:  # what else it says waits for the hello of the new stream
                 self.call = stub.WorkerSession()
                 await self.call.write(pb.WorkerMessage(hello=pb.WorkerHello(**{**base, **fields})))
         else:
             self.call = stub.LearnerSession()
             base = {
-                "protocol_version": 1, "run_id": RUN, "address": "127.0.0.1:9", "model_name": "tiny",
+                "protocol_version": 2, "run_id": RUN, "address": "127.0.0.1:9", "model_name": "tiny",
                 "model_digest": "d" * 64, "staleness_bound": 4, "rollouts_per_step": 16, "rollouts_per_group": 8,
             }  # fmt: skip
             await self.call.write(pb.LearnerMessage(hello=pb.LearnerHello(**{**base, **fields})))
@@ -325,7 +325,7 @@ async def test_refusals_name_what_was_expected_what_came_and_whose_and_change_no
         with pytest.raises(NotAllowed, match="it is for the role worker"):
             await enrol(link, Identity.generate(), Role.LEARNER)
         worker, learner = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.LEARNER)
-        stub, hello = coordinator_pb2_grpc.CoordinatorStub, {"protocol_version": 1, "run_id": RUN}
+        stub, hello = coordinator_pb2_grpc.CoordinatorStub, {"protocol_version": 2, "run_id": RUN}
         said = pb.LearnerMessage(hello=pb.LearnerHello(**hello))
         found = await refused(worker, stub(worker.channel).LearnerSession, said)
         assert "expected the role learner, its certificate says worker" in found

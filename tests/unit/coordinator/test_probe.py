@@ -72,14 +72,14 @@ async def test_only_the_callers_own_address_is_dialled_and_the_nonce_is_read(tmp
 
             async with await asyncio.start_server(other, "127.0.0.1", 0) as server:
                 port = server.sockets[0].getsockname()[1]
-                request = pb.ReachRequest(protocol_version=1, token=link.token, port=port, nonce=b"n" * 16)
+                request = pb.ReachRequest(protocol_version=2, token=link.token, port=port, nonce=b"n" * 16)
                 reply = await stub.Reach(request)
             assert (reply.is_dialled, reply.host) == (False, "127.0.0.1")
             assert "something else answers" in reply.failure
             reply = await stub.Reach(request)
             assert "refused" in reply.failure
             for spoilt in ({"port": 99_999}, {"nonce": b"short"}, {"protocol_version": 9}, {"token": "x" * 9000}):
-                request = pb.ReachRequest(protocol_version=1, token=link.token, port=port, nonce=b"n" * 16)
+                request = pb.ReachRequest(protocol_version=2, token=link.token, port=port, nonce=b"n" * 16)
                 for name, value in spoilt.items():
                     setattr(request, name, value)
                 with pytest.raises(grpc.aio.AioRpcError, match="expected"):
@@ -114,7 +114,7 @@ async def test_transfers_take_turns_are_bounded_and_survive_a_machine_that_stall
                 async for _ in stub.Download(pb.DownloadRequest(token="x" * 43)):
                     pass
             assert isinstance(await _reply(stub.Upload(stalling("x" * 43))), grpc.aio.AioRpcError)
-            answers = [await _reply(stub.Reach(pb.ReachRequest(protocol_version=1))) for _ in range(4)]
+            answers = [await _reply(stub.Reach(pb.ReachRequest(protocol_version=2))) for _ in range(4)]
             assert "too many" in str(answers[-1]), "who asks too often is refused"
 
 

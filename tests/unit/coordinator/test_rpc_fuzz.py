@@ -93,7 +93,7 @@ async def test_malformed_oversized_and_unordered_messages_change_nothing(tmp_pat
 async def _joined_worker_that_goes_astray(daemon: CoordinatorDaemon, worker: Node) -> None:
     """After a good hello, each bad message ends the stream with a refusal that names the trouble."""
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"hello": pb.WorkerHello(protocol_version=1, run_id="a-run")}, "after its hello"),
+        ({"hello": pb.WorkerHello(protocol_version=2, run_id="a-run")}, "after its hello"),
         ({"heartbeat": pb.Heartbeat(tokens_per_s=float("inf"))}, "tokens_per_s"),
         ({"lease_request": pb.LeaseRequest(free_rollouts=1 << 30)}, "free_rollouts"),
         ({"lease_ended": pb.LeaseEnded(lease_id="l-1")}, "reason of the end"),
@@ -169,7 +169,7 @@ async def test_enrolment_of_whatever_comes_admits_nobody(tmp_path: Path) -> None
     async with running(options(tmp_path)) as daemon:
         link = JoinLink.parse(daemon.links["worker"])
         request = enrolment_pb2.EnrolRequest(
-            protocol_version=1, token=link.token, role="worker",
+            protocol_version=2, token=link.token, role="worker",
             certificate_request_der=certificate_request(Identity.generate(), TlsKey.generate()),
         )  # fmt: skip
         before = fingerprint(daemon)

@@ -25,7 +25,7 @@ class Moved(Learner):
         self.session = ControlSession(self.credentials, Waits(SteadyClock()), backoff)
 
     def hello(self) -> pb.LearnerHello:
-        return pb.LearnerHello(run_id=RUN, protocol_version=1)
+        return pb.LearnerHello(run_id=RUN, protocol_version=2)
 
     def report(self) -> pb.LearnerReport:
         return pb.LearnerReport()

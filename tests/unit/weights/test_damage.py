@@ -142,7 +142,7 @@ def test_a_keyframe_that_claims_terabytes_is_refused_before_allocating() -> None
 
 
 def head(class_count: int, base: int, count: int) -> bytes:
-    return struct.pack("<BBI", class_count, base, count) + bytes(-(-count // 8))
+    return struct.pack("<BBI", class_count, base, count) + plane(0, bytes(-(-count // 8)))
 
 
 def run(form: int, shift: int, marked: int, body: bytes) -> bytes:
@@ -231,7 +231,7 @@ def test_a_frame_that_claims_too_much_or_is_of_another_format_is_refused_while_i
     other = bytearray(encode_end(1, 0, 0))
     other[4] = 9
     other[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(other[:-8])))
-    with pytest.raises(DeltaFormatError, match="format version 3, got 9"):
+    with pytest.raises(DeltaFormatError, match="format version 4, got 9"):
         parse_frame(bytes(other))
 
 

@@ -36,10 +36,13 @@ def versions() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     moved[mixed % 37 == 0] += 1
     moved[mixed % 41 == 0] -= 3
     moved[5] = 0x7FC1
-    old = {"a.weight": torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(50, 60), "b": torch.arange(5)}
+    old = {
+        "a.weight": torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(50, 60),
+        "b": torch.arange(200),
+    }
     new = {
         "a.weight": torch.from_numpy(moved.view(np.int16)).view(torch.bfloat16).reshape(50, 60),
-        "b": torch.arange(5) * 2,
+        "b": torch.arange(200) + torch.arange(200) % 3,
     }
     old["tied"], new["tied"] = old["a.weight"], new["a.weight"]
     return old, new
@@ -70,4 +73,4 @@ def test_golden_containers_decode(name: str) -> None:
 
 def test_a_new_container_format_is_a_new_protocol() -> None:
     """So a worker of the release before is told at its first message, not by containers that it cannot read."""
-    assert (PROTOCOL_VERSION, FORMAT_VERSION) == (1, 3), "raise both, and write both here"
+    assert (PROTOCOL_VERSION, FORMAT_VERSION) == (2, 4), "raise both, and write both here"

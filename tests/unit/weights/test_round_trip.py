@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ from echo2.weights import (
     fingerprint,
     join_frames,
 )  # fmt: skip
+from echo2.weights.elements import bits_of
 from tests.unit.weights.models import (
     ALL_TYPES,
     KEY,
@@ -245,3 +247,29 @@ def test_a_wrong_parent_is_refused_on_both_sides() -> None:
     waiting = ContainerDecoder(host, DecodeLimits(pending_bytes_max=20))
     with pytest.raises(LimitExceeded, match="header within 20 bytes"):
         waiting.feed(frames[1])
+
+
+@pytest.mark.parametrize("setting", CodecSetting)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("scene", "of_xor"), [("decayed", 0.9), ("first step", 0.9), ("a third anew", 0.85), ("anew", 1.03)]
+)
+def test_where_much_moves_a_delta_stays_near_the_shortest_form(
+    setting: CodecSetting, dtype: torch.dtype, scene: str, of_xor: float
+) -> None:
+    """Beside XOR, bytes together, zstd, and never longer than a keyframe by more than 1 %."""
+    generator = torch.Generator().manual_seed(1)
+    values, other = (torch.randn(300_000, generator=generator) * 0.02 for _ in range(2))
+    moved = {
+        "decayed": values * 0.99, "first step": values + 1e-4 * other.sign(), "anew": other,
+        "a third anew": torch.where(torch.rand(300_000, generator=generator) < 0.3, other, values),
+    }[scene]  # fmt: skip
+    old, new = {"w": values.to(dtype)}, {"w": moved.to(dtype)}
+    host = HostWeights.from_tensors(old, Version(0), KEY)
+    frames = list(encode_delta(old, new, delta_header(host, 1), setting))
+    flips = (bits_of(old["w"]) ^ bits_of(new["w"])).view(np.uint8).reshape(300_000, -1).T.tobytes()
+    size = sum(map(len, frames))
+    assert size < of_xor * len(zstandard.ZstdCompressor(level=1).compress(flips))
+    assert size < 1.01 * sum(map(len, encode_keyframe(new, DeltaHeader(target_version=Version(1)))))
+    host.commit(decoded(host, frames))
+    assert holds(host, new)
