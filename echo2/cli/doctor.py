@@ -25,14 +25,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echo2.base.errors import EchoError, PortBusy, ResourceError
+from echo2.base.errors import ConfigError, EchoError, PortBusy, ResourceError
 from echo2.base.units import format_bytes
 from echo2.broadcast.nat.probing import OwnLink, look_at_own_link
 from echo2.broadcast.reachability import LinkKind, own_reach
-from echo2.cli.options import MODULES, link_text, make_importable
+from echo2.cli.options import MODULES, config_of, link_text
 from echo2.cli.process import wrapped
 from echo2.cli.sizing import LearnerMachine, guessed_model_of, learner_line, lengths_of, shortages
-from echo2.config.load import load_config, parse_overrides
 from echo2.config.run import RunConfig
 from echo2.cost_model.sizing import ModelSize, worker_fit
 from echo2.trust.enrolment import check_coordinator
@@ -40,6 +39,7 @@ from echo2.trust.identity import JoinLink, Role
 from echo2.worker.machine import Finding, clock_finding, disk_finding, gpu_finding, memory_finding
 
 if TYPE_CHECKING:
+    from echo2.tasks.task import Prompt
     from echo2.worker.machine import WorkerMachine
 
 TIMEOUT_S = 5.0  # for nvidia-smi or a connection: what takes longer is broken for a person who waits
@@ -65,8 +65,7 @@ ADVICE = {
 
 def run_doctor(own: argparse.Namespace, rest: Sequence[str]) -> int:
     """`echo2 doctor`: prints the findings; raises ResourceError, after all of them, if any is bad."""
-    make_importable(own.config)
-    config = load_config(own.config, own.preset, parse_overrides(rest))
+    config = config_of(own.config, own.preset, rest)
     folder = own.folder or Path.cwd()
     has_task = bool(own.config) or any(word.startswith("--task.") for word in rest)
     found = list(_findings(folder, link_text(own.link) if own.link else "", config, has_task))
@@ -118,15 +117,21 @@ def _findings(folder: Path, link: str, config: RunConfig, has_task: bool) -> Ite
 
 def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Finding]:
     """Checks how the run's model fits this machine, as a worker and as its learner."""
+    from echo2.learner.training.model_files import checked_path
     from echo2.worker.machine import chosen_engine
 
     path = config.model.path
-    size, origin = guessed_model_of(path)
-    is_guess = origin.startswith("a guess")
-    if is_guess and path.startswith((".", "/", "~")):
-        text = f"{path}: expected a model's folder with config.json, found none"
-        yield Finding("model", text, False, "name the folder that holds config.json, or a hub id")
+    try:
+        checked_path(path)
+        size, origin = guessed_model_of(path)
+    except ConfigError as error:
+        yield Finding("model", str(error), False, "name the folder that holds config.json, or a hub id")
         return
+    try:
+        checked_path(path, has_weights=True)
+    except ConfigError as error:
+        yield Finding("weights", str(error), None, "only the learner's machine needs them")
+    is_guess = origin.startswith("a guess")
     lengths = lengths_of(config)
     shape = f"{size.billions:.3g} billion parameters ({origin}), sequences of up to {lengths.of(size)} tokens"
     fetch = f"fetch its shape first: hf download {path} config.json" if is_guess else ""
@@ -142,7 +147,7 @@ def model_findings(machine: WorkerMachine, config: RunConfig) -> Iterator[Findin
 
 
 def task_findings(config: RunConfig) -> Iterator[Finding]:
-    """Reads the data and draws the first prompt of each task, as the learner will."""
+    """Reads the data and draws the first prompt of each task, as the learner will, in the model's tokens if it is in a folder."""
     from echo2.tasks.registry import is_environment, make_environment_source, make_task
     from echo2.tasks.task import TaskSpec
 
@@ -155,6 +160,7 @@ def task_findings(config: RunConfig) -> Iterator[Finding]:
                 continue
             task = make_task(spec)
             first = task.sample(0)
+            tokens = _tokens_of(first.prompt, config)
         except EchoError as error:
             yield Finding("task", f"{name}: {error}", False)
         except Exception as error:  # noqa: BLE001 - a user's own code
@@ -163,7 +169,26 @@ def task_findings(config: RunConfig) -> Iterator[Finding]:
             count = f"{task.size} prompts" if task.size is not None else "prompts without end"
             prompt = textwrap.shorten(str(first.prompt), SHOWN_LETTERS, placeholder=" …")
             answer = textwrap.shorten(first.answer, SHOWN_LETTERS, placeholder=" …")
-            yield Finding("task", f"{name}: {count}; the first is {prompt!r}, its answer {answer!r}")
+            yield Finding("task", f"{name}: {count}; the first{tokens} is {prompt!r}, its answer {answer!r}")
+
+
+def _tokens_of(prompt: Prompt, config: RunConfig) -> str:
+    """The prompt's length, in words, if the model's tokenizer is in a folder here."""
+    if not Path(config.model.path).expanduser().is_dir() or importlib.util.find_spec("transformers") is None:
+        return ""
+    from echo2.learner.rollouts.prompts import load_tokenizer
+    from echo2.tasks.chat_format import ChatFormat, ChatOptions
+
+    how = ChatOptions(config.task.system_prompt, config.task.template_args, config.task.plain_prompts)
+    count, limit = (
+        len(ChatFormat(load_tokenizer(config.model.path), how).prompt(prompt)),
+        config.sampling.max_prompt_tokens,
+    )
+    if count > limit:
+        raise ConfigError(
+            f"the first prompt: expected at most sampling.max_prompt_tokens = {limit} tokens, got {count}"
+        )
+    return f" of {count} tokens"
 
 
 def learner_finding(machine: WorkerMachine, config: RunConfig, size: ModelSize) -> Finding:

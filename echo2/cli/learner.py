@@ -21,6 +21,7 @@ from echo2.cli.options import (
 )
 from echo2.cli.process import Daemon, die_with_parent, ended_by_interrupt, report_error, run_daemon, set_up_logging
 from echo2.config.run import RunConfig
+from echo2.learner.training.model_files import checked_path
 from echo2.outside.net import EVERY_ADDRESS
 
 if TYPE_CHECKING:
@@ -91,15 +92,14 @@ def learner_options(config: RunConfig, link: str, folder: Path, metrics_port: in
 
 
 def check_start(config: RunConfig, *, trains: bool) -> None:
-    """Raises ConfigError for what can be told before torch is imported: no model, or, if the learner trains itself, no such task or
-    a single rollout for a prompt: every advantage compares rollouts of one prompt, so all would be 0."""
+    """Raises ConfigError for what can be told before torch is imported: no model or damaged files; if the learner trains itself, no
+    such task or a single rollout for a prompt: every advantage compares rollouts of one prompt, so all would be 0."""
     from echo2.cli.sizing import turns_max
 
     path = config.model.path
     if not path:
         raise ConfigError("model.path: expected a model folder or hub id, got nothing")
-    if path.startswith((".", "/", "~")) and not (Path(path).expanduser() / "config.json").is_file():
-        raise ConfigError(f"model.path {path}: expected a folder with config.json, found none from {Path.cwd()}")
+    checked_path(path, has_weights=True)
     if trains:
         turns_max(config)
     if trains and config.learner.rollouts_per_prompt < 2 and not config.learner.teacher:

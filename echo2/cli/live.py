@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -52,7 +53,6 @@ class LiveRun:
         self.has_seen_the_end = False
         self._began, self._printed_at = time.monotonic(), -math.inf
         self._moved = LastMove(self._began)
-        self._offsets: dict[str, int] = {}
 
     async def run(self, workers: Sequence[str]) -> None:
         """Starts coordinator, learner and `workers`; returns at the end of the run, with all processes stopped.
@@ -94,29 +94,12 @@ class LiveRun:
                 self.state.status = await operator.status()
             if self.state.status and not self.state.status.finished and workers[-1] not in self.children.processes:
                 await self._start(workers)
-            self._read_metrics()
+            self.state.read(self.run_folder)
             self._show(live)
             self.has_seen_the_end = self.state.status is not None and self._is_over(self.state.status)
             if self.has_seen_the_end or not self.children.is_running("learner"):
                 return
             await asyncio.sleep(LOOK_EVERY_S)
-
-    def _read_metrics(self) -> None:
-        """Reads new complete lines of metrics.jsonl and evaluations.jsonl."""
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
-            path = self.run_folder / "learner" / name
-            if not path.exists():
-                continue
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(name, 0))
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._offsets[name] = self._offsets.get(name, 0) + len(whole)
-            for row in map(json.loads, whole.splitlines()):
-                if "reward/mean" in row:
-                    self.state.rewards.append(float(row["reward/mean"]))
-                if "eval/reward" in row:
-                    self.state.evaluations.append((int(row["step"]), float(row["eval/reward"])))
 
     def _show(self, live: Live | None) -> None:
         now = time.monotonic()
@@ -207,6 +190,24 @@ class ScreenState:
     rewards: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     status: coordinator_pb2.RunStatus | None = None
+    _offsets: dict[str, int] = field(default_factory=dict)
+
+    def read(self, run_folder: Path) -> None:
+        """Reads new complete lines of metrics.jsonl and evaluations.jsonl."""
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            path = run_folder / "learner" / name
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(name, 0))
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._offsets[name] = self._offsets.get(name, 0) + len(whole)
+            for row in map(json.loads, whole.splitlines()):
+                if "reward/mean" in row:
+                    self.rewards.append(float(row["reward/mean"]))
+                if "eval/reward" in row:
+                    self.evaluations.append((int(row["step"]), float(row["eval/reward"])))
 
 
 @dataclass(frozen=True, slots=True)

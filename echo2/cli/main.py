@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import echo2
 from echo2.base.errors import EchoError, ResourceError, StateError
-from echo2.cli.options import Parser, add_config_arguments, check_options, make_importable, require_extra, with_values
+from echo2.cli.options import Parser, add_config_arguments, check_options, config_of, require_extra, with_values
 from echo2.cli.process import FORCED_EXIT_CODE, report_error
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -95,12 +95,10 @@ def _add_config(commands: Commands) -> None:
 def show_config(own: argparse.Namespace, rest: Sequence[str]) -> int:
     """`echo2 config show`; returns the exit code."""
     from echo2.cli.sizing import resolved
-    from echo2.config.load import load_config, parse_overrides, to_toml  # imports pydantic, as slow as all the rest
+    from echo2.config.load import to_toml  # imports pydantic, as slow as all the rest
     from echo2.tasks.built_in import trusted_text
 
-    make_importable(own.files)
-    config = load_config(own.files, own.preset, parse_overrides(rest))
-
+    config = config_of(own.files, own.preset, rest)
     notes = {name: f"here: {found.value} ({found.why})" for name, found in resolved(config).items()}
     print(to_toml(config, with_descriptions=not own.plain, notes={} if own.plain else notes))
     if config.task.trusted_rewards:

@@ -12,10 +12,9 @@ from typing import Any
 
 from echo2.base.errors import ConfigError
 from echo2.base.units import format_duration, parse_duration_s
-from echo2.cli.options import make_importable
+from echo2.cli.options import config_of
 from echo2.cli.plan import load_catalogue, question_of
 from echo2.cli.sizing import lengths_of
-from echo2.config.load import load_config, parse_overrides
 from echo2.coordinator.money.market import Catalogue, keep, kept_file, newest, recorded
 from echo2.cost_model.machines import GpuType
 from echo2.cost_model.market import SORTS, OfferFilter, Ranked, ranked
@@ -25,8 +24,7 @@ from echo2.outside import unix_now
 def run_offers(own: argparse.Namespace, rest: Sequence[str]) -> int:
     """`echo2 offers`; returns the exit code."""
     logging.basicConfig(format="echo2: %(message)s", level=logging.WARNING)
-    make_importable(own.files)
-    config = load_config(own.files, own.preset, parse_overrides(rest))
+    config = config_of(own.files, own.preset, rest)
     gpus = load_catalogue(own.catalogue)
     question, origin = question_of(config, {}, gpus, own.billions)
     size = question.model

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -22,7 +22,7 @@ from rich.console import Console
 from echo2.base.errors import ConfigError, MalformedMessage, Unreachable
 from echo2.base.units import parse_duration_s
 from echo2.cli.options import link_text
-from echo2.cli.processes import holders_of
+from echo2.cli.processes import held_by_hand, holders_of
 from echo2.trust.enrolment import enrol, find_coordinator
 from echo2.trust.identity import JoinLink, Role
 from echo2.trust.tls import error_of, load_credentials, load_or_create_identity, open_channel, save_credentials
@@ -109,50 +109,43 @@ def operator_at(run: str) -> OperatorClient:
     return OperatorClient(link_text(f"@{link}" if link.is_file() else run), OPERATOR_FOLDER.expanduser())
 
 
+def answered(run: str, ask: Callable[[OperatorClient], Awaitable[_Answer]]) -> _Answer:
+    """What the run's coordinator answers; `run` as for `operator_at`."""
+
+    async def asked() -> _Answer:
+        async with operator_at(run) as operator:
+            return await ask(operator)
+
+    return asyncio.run(asked())
+
+
 def show_status(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 status`; returns the exit code."""
     from echo2.cli.live import ScreenState, draw, phase_of  # which asks by OperatorClient itself
-    from echo2.cli.report import SUMMARY, is_reported, read_report, rows_of, write_report
+    from echo2.cli.report import SUMMARY, is_reported, read_report, write_report
 
     folder = Path(own.run)
     if is_reported(folder):
         print((folder / SUMMARY).read_text() if own.json else read_report(folder).text)
         return 0
-
-    async def ask() -> coordinator_pb2.RunStatus:
-        async with operator_at(own.run) as operator:
-            return await operator.status()
-
-    try:
-        status = asyncio.run(ask())
-    except Unreachable as error:
-        if (folder / "run.lock").is_file() and not holders_of(folder):
-            raise Unreachable(
-                f"{folder}: no process of the run is at work; the same `echo2 run` goes on ({error})"
-            ) from None
-        raise
+    if (folder / "run.lock").is_file() and not (holders_of(folder) or dict(held_by_hand(folder))):
+        raise Unreachable(f"{folder}: no process of the run is at work; the same `echo2 run` goes on")
+    status = answered(own.run, OperatorClient.status)
     if own.json:
         print(json_format.MessageToJson(status, preserving_proto_field_name=True))
     elif status.finished and (folder / "learner" / "metrics.jsonl").is_file():
         print(write_report(folder, status).text)
     else:
         state = ScreenState(title=f"run {status.run_id}", phase=phase_of(status), status=status)
-        rows = rows_of(folder / "learner" / "metrics.jsonl")
-        state.rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-        rows = rows_of(folder / "learner" / "evaluations.jsonl")
-        state.evaluations = [(row["step"], row["eval/reward"]) for row in rows]
+        state.read(folder)
         Console().print(draw(state))
     return 0
 
 
 def make_link(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 link`: prints a new join link, which cannot be shown again; returns the exit code."""
-
-    async def ask() -> str:
-        async with operator_at(own.run) as operator:
-            return await operator.create_link(own.role, parse_duration_s(own.lifetime), own.uses, own.label)
-
-    print(asyncio.run(ask()))
+    lifetime_s = parse_duration_s(own.lifetime)
+    print(answered(own.run, lambda operator: operator.create_link(own.role, lifetime_s, own.uses, own.label)))
     return 0
 
 
@@ -168,12 +161,7 @@ worker NAME drain|standby|active|automatic|quarantine|ban [REASON] | do ACTION J
 def control(own: argparse.Namespace, _: Sequence[str]) -> int:
     """`echo2 ctl`: carries out one command; returns the exit code."""
     name, body = request_of(own.words)
-
-    async def ask() -> dict[str, Any]:
-        async with operator_at(own.run) as operator:
-            return await operator.act(name, body)
-
-    answer = asyncio.run(ask())
+    answer = answered(own.run, lambda operator: operator.act(name, body))
     print(
         "\n".join(advice_lines(answer)) if name == "run/advice" else json.dumps(answer, indent=2) if answer else "done"
     )

@@ -113,12 +113,17 @@ def make_importable(files: Sequence[Path]) -> None:
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, RunConfig]:
     """Returns the command's own arguments and the resolved config."""
-    from echo2.config.load import load_config, parse_overrides  # imports pydantic, as slow as all the rest
-
     own, rest = parser.parse_known_args(with_values(arguments))
     check_options(rest, parser)
-    make_importable(own.config)
-    return own, load_config(own.config, own.preset, parse_overrides(rest))
+    return own, config_of(own.config, own.preset, rest)
+
+
+def config_of(files: Sequence[Path], preset: str | None, rest: Sequence[str]) -> RunConfig:
+    """Returns the resolved config of run files and overrides, and makes the users' modules beside the files importable."""
+    from echo2.config.load import load_config, parse_overrides  # imports pydantic, as slow as all the rest
+
+    make_importable(files)
+    return load_config(files, preset, parse_overrides(rest))
 
 
 def check_options(rest: Sequence[str], parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from echo2.base.errors import ConfigError
 from echo2.base.units import parse_bytes, parse_duration_s, parse_rate_bytes_per_s
-from echo2.cli.options import make_importable
+from echo2.cli.options import config_of
 from echo2.cli.sizing import (
     LEARNER_GPU,
     MEAN_SHARE,
@@ -24,7 +24,7 @@ from echo2.cli.sizing import (
     model_of,
     shortages,
 )
-from echo2.config.load import load_config, parse_overrides, read_toml
+from echo2.config.load import read_toml
 from echo2.config.run import RunConfig
 from echo2.coordinator.money.market import built_in_catalogue, built_in_models
 from echo2.cost_model.machines import CPU, GpuType, gpu_of, parse_catalogue, train_s_prior
@@ -44,8 +44,7 @@ DELTA_SHARE = 0.01  # bytes of a step's delta per byte of bf16 weights; 0.7 % to
 
 def run_plan(own: argparse.Namespace, rest: Sequence[str]) -> int:
     """`echo2 plan`; returns the exit code."""
-    make_importable(own.files)
-    config = load_config(own.files, own.preset, parse_overrides(rest))
+    config = config_of(own.files, own.preset, rest)
     catalogue = load_catalogue(own.catalogue)
     fleet = read_toml(own.fleet) if own.fleet else {}
     question, origin = question_of(config, fleet, catalogue, own.billions)

@@ -204,7 +204,7 @@ class RunLock:
             if STARTER in holders or time.monotonic() > until:
                 raise self._refusal({STARTER: holders[STARTER]} if STARTER in holders else holders)
             time.sleep(LOOK_S)
-        if by_hand := dict(_held_by_hand(folder)):
+        if by_hand := dict(held_by_hand(folder)):
             raise self._refusal(by_hand)
         os.ftruncate(self.descriptor, 0)
         self.note(STARTER, os.getpid())
@@ -244,7 +244,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _held_by_hand(folder: Path) -> Iterator[tuple[str, int]]:
+def held_by_hand(folder: Path) -> Iterator[tuple[str, int]]:
     for name, place in _BY_HAND.items():
         path = folder / place
         if not path.is_file():

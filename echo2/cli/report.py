@@ -15,6 +15,7 @@ from typing import Any
 from echo2.base.errors import StateError
 from echo2.base.units import format_bytes, format_seconds
 from echo2.cli.process import wrapped
+from echo2.coordinator.planning.advice import EQUAL_REWARD_STEPS_MAX
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
 SAMPLES_SHOWN = 3  # before and after fit on one screen
@@ -176,7 +177,7 @@ def _problems(status: coordinator_pb2.RunStatus) -> list[str]:
     if learner.step < (steps := status.learner_hello.step_limit):
         why = f": {status.finished}" if status.finished else ""
         problems.append(f"expected {steps} steps, got {learner.step}{why}")
-    if learner.equal_reward_steps and not learner.reward_mean:
+    if learner.equal_reward_steps >= EQUAL_REWARD_STEPS_MAX and not learner.reward_mean:
         problems.append(
             f"expected rewards above 0, the last {learner.equal_reward_steps} steps had none: nothing was learned"
         )

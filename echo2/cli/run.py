@@ -22,10 +22,10 @@ from rich.console import Console
 from echo2.base.errors import ConfigError, EchoError, StateError
 from echo2.cli.learner import check_start
 from echo2.cli.live import LiveRun
-from echo2.cli.options import make_importable
+from echo2.cli.options import config_of
 from echo2.cli.processes import ChildFailed, Children, RunLock, stop_on_signals
 from echo2.cli.report import RunReport, write_report
-from echo2.config.load import load_config, parse_overrides, to_toml
+from echo2.config.load import to_toml
 from echo2.config.run import RunConfig
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 
@@ -115,8 +115,7 @@ def final_version() -> Callable[[coordinator_pb2.RunStatus], bool]:
 
 def run_here(own: argparse.Namespace, rest: Sequence[str]) -> int:
     """`echo2 run`, and `echo2 serve`; returns the exit code."""
-    make_importable([own.file])
-    config = load_config([own.file], own.preset, parse_overrides(rest))
+    config = config_of([own.file], own.preset, rest)
     least = 0 if own.is_served else 1
     if not least <= own.workers <= WORKERS_MAX:
         raise ConfigError(f"--workers: expected {least} to {WORKERS_MAX}, got {own.workers}")

@@ -84,13 +84,6 @@ class DeclaredModel:
         """FLOPs of forward and backward pass, assuming that all parameters are trained."""
         return 6.0 * self.parameter_count
 
-    def check_length(self, tokens: int) -> None:
-        limit = self.context_tokens
-        if tokens > limit:
-            raise ConfigError(
-                f"model {self.path}: expected prompt and completion within its context of {limit} tokens, got up to {tokens}"
-            )
-
     def config_json(self) -> bytes:
         return config_json_of(self.config, self.size)
 

@@ -56,9 +56,6 @@ class TinyModel:
     stop_token_ids = (STOP_TOKEN,)
     config: Any = None
 
-    def check_length(self, tokens: int) -> None:
-        pass
-
     def config_json(self) -> bytes:
         return json.dumps(CONFIG, sort_keys=True).encode()
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 
 from echo2.base.errors import TaskError
@@ -120,13 +121,12 @@ def _split_words(relative: Path) -> set[str]:
 
 
 def _rows_of(file: Path) -> Iterator[Row]:
-    match file.suffix:
-        case ".jsonl":
-            return _json_lines(file)
-        case ".json":
-            return _json_array(file)
-        case _:
-            return _columnar_rows(file)
+    with file.open("rb") as stream:
+        if stream.read(1 << 10).startswith(b"version https://git-lfs."):
+            raise TaskError(
+                f"data file {file}: expected its content, got the pointer that Git LFS leaves in its place; `git lfs pull`"
+            )
+    return _json_rows(file) if file.suffix in (".jsonl", ".json") else _columnar_rows(file)
 
 
 def _json_lines(file: Path) -> Iterator[Row]:
@@ -138,27 +138,25 @@ def _json_lines(file: Path) -> Iterator[Row]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise TaskError(f"{file.name} line {number}: expected a JSON object, got {error}") from error
             if not isinstance(row, dict):
                 raise TaskError(f"{file.name} line {number}: expected a JSON object, got {type(row).__name__}")
             yield row
 
 
-def _json_array(file: Path) -> Iterator[Row]:
-    """The rows of an array; of JSON lines too, which some name .json."""
+def _json_rows(file: Path) -> Iterator[Row]:
+    """The rows of JSON lines or of one array, whatever the file is called."""
     with file.open("rb") as stream:
-        if stream.read(1 << 10).lstrip()[:1] == b"{":
+        if stream.read(1 << 10).lstrip()[:1] != b"[":
             yield from _json_lines(file)
             return
     if file.stat().st_size > ARRAY_BYTES_MAX:
         raise TaskError(f"{file.name}: expected an array of at most {ARRAY_BYTES_MAX} bytes; write it as JSON lines")
     try:
         rows = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TaskError(f"{file.name}: expected a JSON array of objects, got {error}") from error
-    if not isinstance(rows, list):
-        raise TaskError(f"{file.name}: expected a JSON array of objects, got {type(rows).__name__}")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise TaskError(f"{file.name} row {number}: expected a JSON object, got {type(row).__name__}")
@@ -167,16 +165,19 @@ def _json_array(file: Path) -> Iterator[Row]:
 
 def _columnar_rows(file: Path) -> Iterator[Row]:
     try:
-        from pyarrow import ipc, parquet
+        from pyarrow import ArrowException, ipc, parquet
     except ImportError as error:
         raise TaskError(f"{file}: the package pyarrow is not installed ({error})") from error
-    if file.suffix == ".parquet":
-        for batch in parquet.ParquetFile(file).iter_batches():
-            yield from batch.to_pylist()
-        return
-    with ipc.open_stream(str(file)) as reader:
-        for batch in reader:
-            yield from batch.to_pylist()
+    try:
+        if file.suffix == ".parquet":
+            for batch in parquet.ParquetFile(file).iter_batches():
+                yield from batch.to_pylist()
+            return
+        with ipc.open_stream(str(file)) as reader:
+            for batch in reader:
+                yield from batch.to_pylist()
+    except (ArrowException, OSError) as error:
+        raise TaskError(f"data file {file}: expected whole {file.suffix[1:]}, got something else ({error})") from error
 
 
 def _math_row(row: Row, where: str, choice: ColumnChoice) -> MathRow:
@@ -193,7 +194,7 @@ def _cell(row: Row, chosen: str, usual: tuple[str, ...], argument: str, where: s
         value: object = row
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None and value not in ("", []):
+        if value is not None and value != [] and not (isinstance(value, str) and not value.strip()):
             return value
     raise TaskError(
         f"{where}: expected a column {' or '.join(names)} with something in it, got {', '.join(map(str, row)) or 'none'}; "
@@ -204,7 +205,9 @@ def _cell(row: Row, chosen: str, usual: tuple[str, ...], argument: str, where: s
 def _answer(value: object, where: str) -> str:
     if isinstance(value, list) and len(value) == 1:
         return _answer(value[0], where)
-    if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
+    if isinstance(value, str):
+        return _text(value, where)
+    if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
         return str(value)
     raise TaskError(
         f"{where}: expected one answer as text or number, got {str(value)[:80]!r}; write several as one text, such as $3, -3$"
@@ -213,26 +216,41 @@ def _answer(value: object, where: str) -> str:
 
 def _prompt(value: object, where: str) -> Prompt:
     if isinstance(value, str):
-        return value
+        return _text(value, where)
     if isinstance(value, list):
         messages = [
-            ChatMessage(str(m["role"]), _content(m["content"], where))
+            ChatMessage(m["role"], _content(m["content"], where))
             for m in value
-            if isinstance(m, Mapping) and "role" in m and "content" in m
+            if isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m
         ]
+        if messages and messages[-1].role == "assistant":
+            raise TaskError(
+                f"{where}: expected a prompt that the model answers, got one that ends with the assistant's message"
+            )
         if messages and len(messages) == len(value):
             return tuple(messages)
     raise TaskError(f"{where}: expected a prompt as text or as a list of {{role, content}}, got {str(value)[:80]!r}")
 
 
+def _text(value: str, where: str) -> str:
+    """The text, unless no tokenizer could read it, or it is a chat that was written as text."""
+    if value.startswith('[{"role"') or (
+        not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value)
+    ):
+        raise TaskError(
+            f"{where}: expected text of whole characters, or a chat as a list instead of text, got {value[:80]!r}"
+        )
+    return value
+
+
 def _content(value: object, where: str) -> str:
     """A message's text, whole or in parts."""
     if isinstance(value, str):
-        return value
+        return _text(value, where)
     parts = value if isinstance(value, list) else []
     texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
     if texts and len(texts) == len(parts):
-        return "".join(texts)
+        return _text("".join(texts), where)
     raise TaskError(f"{where}: expected a message's content as text, or as parts of type text, got {str(value)[:80]!r}")
 
 

@@ -50,7 +50,7 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
         "tests/unit/coordinator/test_daemon.py",
     ),
     "coordinator/fleet/wheel.py": ("tests/unit/coordinator/test_wheel.py",),
-    "coordinator/": ("tests/unit/coordinator/test_services.py", "tests/unit/coordinator/test_daemon.py"),
+    "coordinator/": ("tests/unit/coordinator/test_daemon.py",),
     "broadcast/nat/probing.py": ("tests/unit/coordinator/test_probe.py",),
     "trust/": ("tests/unit/coordinator/test_daemon.py",),
     "worker/": ("tests/unit/worker/test_reports.py",),

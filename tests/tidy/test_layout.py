@@ -95,9 +95,9 @@ SHELL_FILES |= {
         *(f"rollouts/{shell}" for shell in (
             "agents", "conversations", "evaluation", "ingest", "journal", "pool", "prompts", "request_pool",
         )),
-        "training/adapter", "training/examples", "training/loading", "training/model", "training/optimiser", "training/packing",
-        "training/ranks", "training/scoring", "training/shards", "training/team", "training/token_scores", "training/trainer",
-        "training/trials", "training/unit_attention",
+        "training/adapter", "training/examples", "training/loading", "training/model", "training/model_files", "training/optimiser",
+        "training/packing", "training/ranks", "training/scoring", "training/shards", "training/team", "training/token_scores",
+        "training/trainer", "training/trials", "training/unit_attention",
         "publishing/checkpoint", "publishing/publisher", "publishing/seed",
     )
 }  # fmt: skip

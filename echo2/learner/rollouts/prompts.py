@@ -25,6 +25,7 @@ from echo2.base.rollout import SamplingParams
 from echo2.config.run import RunConfig
 from echo2.learner.options import LearnerOptions
 from echo2.learner.rollouts.groups import Draw
+from echo2.learner.training.model_files import naming
 from echo2.learner.training.team import PublishedModel
 from echo2.tasks.chat_format import ChatFormat, ChatOptions
 from echo2.tasks.registry import is_environment, make_environment_source, make_task
@@ -238,9 +239,10 @@ class Prompts:
         self.stop_strings = StopStrings(self.tokenizer)
         self.sampling = _sampling_of(config, stops, self.stop_strings)
         self.seed, self.secret, self.is_driven = config.run.seed, secret, config.agent.is_on
+        self._path, self._model_tokens = path, model.context_tokens
         self.context_tokens = min(options.longest_tokens, model.context_tokens)
         self._unjudgeable = options.left_out
-        self._model, self._prompt_tokens_max = model, config.sampling.max_prompt_tokens
+        self._prompt_tokens_max = config.sampling.max_prompt_tokens
         self._containment = _containment(options)
         # An index encodes the task and its instance (tasks/split).
         given = map(self.make_world, _task_specs(config)) if source is None else (source.world,)
@@ -324,7 +326,12 @@ class Prompts:
                 f"{name}: expected at most {self._prompt_tokens_max} tokens, got {len(ids)}; a larger "
                 "sampling.max_prompt_tokens has workers keep room for it"
             )
-        self._model.check_length(len(ids) + self.sampling.max_new_tokens)
+        if (longest := len(ids) + self.sampling.max_new_tokens) > self._model_tokens:
+            raise ConfigError(
+                f"model {self._path}: expected prompt and completion within its context of {self._model_tokens} tokens, got up to "
+                f"{longest}: lower sampling.max_new_tokens or sampling.max_prompt_tokens, or state the longer context in its "
+                "config.json as its model card says (rope_scaling, max_position_embeddings)"
+            )
         return tuple(ids)
 
     def _encoded(self, instance: TaskInstance) -> list[int]:
@@ -400,10 +407,8 @@ def load_tokenizer(path: str) -> Any:
     """Loads the tokenizer in a model's folder; raises `ConfigError` if there is none."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path}: expected a tokenizer beside the model: {error}") from None
+    with naming(path, "expected a tokenizer beside the model"):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def _stops(model_stops: Sequence[int], chat: ChatFormat) -> tuple[int, ...]:

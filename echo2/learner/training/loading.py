@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,9 @@ from torch import Tensor, nn
 
 from echo2.base.errors import ConfigError
 from echo2.cost_model.sizing import SIZE_KEY, ModelSize
+from echo2.learner.training.model_files import INDEX, ONE_FILE, checked_path, naming
 
 _log = logging.getLogger("echo2.learner")
-_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_FETCHED, _POINTER = (".safetensors", ".bin", ".json", ".model"), b"version https://git-lfs."
 
 
 def load_whole(path: str, dtype: torch.dtype) -> Any:
@@ -34,9 +32,18 @@ def load_whole(path: str, dtype: torch.dtype) -> Any:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    with _naming(path):
+    with naming(path):
         model, told = AutoModelForCausalLM.from_pretrained(
-            _checked(path), config=read_config(path), dtype=dtype, output_loading_info=True
+            checked_path(path, has_weights=True),
+            config=read_config(path),
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    if odd := sorted(told["mismatched_keys"]):
+        raise ConfigError(
+            f"model {path}: expected the shapes that config.json says, {len(odd)} tensors differ, first {odd[0][0]}: "
+            f"{tuple(odd[0][1])} in its files, {tuple(odd[0][2])} in the model: another model's config.json?"
         )
     if missing := sorted(told["missing_keys"]):
         raise ConfigError(
@@ -48,6 +55,8 @@ def load_whole(path: str, dtype: torch.dtype) -> Any:
             "model %s: its files hold %d tensors that a %s does not have, first %s: neither trained nor written back",
             path, len(unexpected), type(model).__name__, unexpected[0],
         )  # fmt: skip
+    if odd := next((name for name, p in model.named_parameters() if not p.detach().isfinite().all()), ""):
+        raise ConfigError(f"model {path}: expected finite weights, {odd} holds NaN or infinity: damaged files?")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and model.config.tie_word_embeddings and head.weight is not embedding.weight:
         _log.warning(
@@ -65,12 +74,21 @@ def read_config(path: str) -> Any:
     """
     from transformers import AutoConfig
 
-    with _naming(path):
-        config = AutoConfig.from_pretrained(_checked(path))
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type", rope.get("type")) == "yarn":
-        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        config.max_position_embeddings = max(config.max_position_embeddings, int(original * rope["factor"]))
+    with naming(path):
+        # A model's own code is never run, nor does anything ask on the terminal whether it may be.
+        config = AutoConfig.from_pretrained(checked_path(path), trust_remote_code=False)
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind == "yarn":
+            original, factor = (
+                rope.get("original_max_position_embeddings") or config.max_position_embeddings,
+                rope["factor"],
+            )
+            if not isinstance(factor, int | float):
+                raise ValueError(f"rope_scaling: expected a number as its factor, got {factor!r}")
+            config.max_position_embeddings = max(config.max_position_embeddings, int(original * factor))
+        if kind in (None, "default") and "factor" in rope:
+            raise ValueError(f"rope_scaling: expected a type beside the factor {rope['factor']}, found none")
     return config
 
 
@@ -79,7 +97,7 @@ def read_generation_config(path: str) -> Any:
     from transformers import GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(_checked(path))
+        return GenerationConfig.from_pretrained(checked_path(path))
     except OSError:
         return None
 
@@ -87,48 +105,6 @@ def read_generation_config(path: str) -> Any:
 def read_ends(path: str) -> tuple[int, ...]:
     """Tokens that end a completion, by the generation config and the model's config."""
     return stop_tokens_of(read_generation_config(path), read_config(path))
-
-
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path}: cannot be loaded as a causal LM: {error}") from None
-
-
-def _checked(path: str) -> str:
-    """The folder of a model, whose files are checked, or its hub id."""
-    local = Path(path).expanduser()
-    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not (local / "config.json").is_file():
-        raise ConfigError(f"model {path}: expected a Hugging Face folder with config.json, found none")
-    if not local.is_dir():
-        return path
-    _check_files(local)
-    return str(local)
-
-
-def _check_files(folder: Path) -> None:
-    """Raises `ConfigError`, naming the file, for one that a download has left unfinished."""
-    from safetensors import SafetensorError, safe_open
-
-    for file in sorted(folder.iterdir()):
-        if file.suffix not in _FETCHED or not file.is_file():
-            continue
-        with file.open("rb") as content:
-            if content.read(len(_POINTER)) == _POINTER:
-                raise ConfigError(
-                    f"model file {file}: expected its content, got the pointer that Git LFS leaves in its place; run "
-                    "`git lfs pull` in that folder, or download the model again"
-                )
-        if file.suffix == ".safetensors":
-            try:
-                with safe_open(file, framework="pt"):
-                    pass
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(
-                    f"model file {file}: expected whole safetensors, got something else ({error}); download it again"
-                ) from None
 
 
 class Skeleton:
@@ -174,8 +150,8 @@ def skeleton_of(path: str, dtype: torch.dtype, device: torch.device) -> Skeleton
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    local = Path(_checked(path))
-    with _naming(path):
+    local = Path(checked_path(path, has_weights=True))
+    with naming(path):
         if not local.is_dir():
             from huggingface_hub import snapshot_download
 
@@ -200,13 +176,13 @@ def _files_of(folder: Path) -> dict[str, Path]:
     """The file of each tensor, by name; empty without safetensors files."""
     from safetensors import safe_open
 
-    if (folder / _INDEX).is_file():
-        listed = json.loads((folder / _INDEX).read_text())["weight_map"]
+    if (folder / INDEX).is_file():
+        listed = json.loads((folder / INDEX).read_text())["weight_map"]
         return {str(name): folder / str(file) for name, file in listed.items()}
-    if not (folder / _ONE_FILE).is_file():
+    if not (folder / ONE_FILE).is_file():
         return {}
-    with safe_open(folder / _ONE_FILE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / _ONE_FILE)
+    with safe_open(folder / ONE_FILE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / ONE_FILE)
 
 
 def _odd(wanted: Iterable[tuple[str, tuple[int, ...]]], files: dict[str, Path], buffers: list[str]) -> str:
@@ -214,7 +190,7 @@ def _odd(wanted: Iterable[tuple[str, tuple[int, ...]]], files: dict[str, Path], 
     from safetensors import safe_open
 
     if not files:
-        return f"it has no {_ONE_FILE}"
+        return f"it has no {ONE_FILE}"
     if buffers:
         return f"it keeps the buffer {buffers[0]}"
     for name, shape in wanted:
@@ -321,4 +297,8 @@ def stop_tokens_of(generation_config: Any, config: Any) -> tuple[int, ...]:
     found: dict[int, None] = {}
     for ends in (getattr(generation_config, "eos_token_id", None), getattr(config, "eos_token_id", None)):
         found |= dict.fromkeys(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    return tuple(map(int, found))
+    if odd := [end for end in found if not isinstance(end, int)]:
+        raise ConfigError(
+            f"eos_token_id: expected token ids in the model's config and generation config, got {odd[0]!r}"
+        )
+    return tuple(found)

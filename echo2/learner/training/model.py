@@ -336,15 +336,6 @@ class PolicyModel:
     def context_tokens(self) -> int:
         return self.size.context_tokens
 
-    def check_length(self, tokens: int) -> None:
-        """Raises `ConfigError` for sequences longer than the model's context."""
-        if tokens > self.context_tokens:
-            raise ConfigError(
-                f"model {self.path}: expected prompt and completion within its context of {self.context_tokens} "
-                f"tokens, got up to {tokens}: lower sampling.max_new_tokens or sampling.max_prompt_tokens, or state the longer "
-                "context in its config.json as its model card says (rope_scaling, max_position_embeddings)"
-            )
-
     def enable_gradient_checkpointing(self, *, is_selective: bool = False) -> None:
         """Recomputes layers in the backward pass: they keep only their inputs or, if `is_selective`, expensive results as well."""
         how: dict[str, Any] = {"use_reentrant": False}

@@ -51,7 +51,7 @@ NOWHERE = ["--folder", "/proc/nope"]
         (coordinator, NOWHERE, 8, "/proc/nope"),
         (learner, ["join", "LINK", "--learner.lrr", "1"], 2, "no such option \\(did you mean learner.lr\\?\\)"),
         (learner, ["join", LINK, *NOWHERE, "--model.path", "x"], 6, "/proc/nope"),
-        (learner, ["join", LINK, "--model.path", "./no"], 2, "model.path ./no: expected a folder with config.json, found none"),
+        (learner, ["join", LINK, "--model.path", "./no"], 2, "model ./no: expected a folder with config.json, found none"),
         (learner, ["join", LINK, "--model.path", "x", "--task.name", "maths"], 2, "expected one of sort_digits, .*got 'maths'"),
         (main, ["status", "runs/no"], 2, "runs/no: expected a run's folder .* found no such folder"),
         (main, ["plan", "--billions", "-4"], 2, "billions: expected a number above 0, got -4"),

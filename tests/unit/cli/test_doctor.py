@@ -12,6 +12,7 @@ from echo2.cli import doctor
 from echo2.cli.main import main
 from echo2.contain import box
 from echo2.trust.identity import Identity
+from tests.unit.learner.tiny import make_tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +106,23 @@ def test_a_machine_that_can_contain_nothing_is_bad_for_tasks_that_need_it(
         assert not finding["is_good"] and "found no bwrap" in str(finding["found"])
     finally:
         box.bubblewrap.cache_clear()
+
+
+def test_a_model_or_a_prompt_that_no_learner_could_use_is_bad_and_ends_a_run_before_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file = make_tiny_model(tmp_path / "model"), tmp_path / "run.toml"
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"question": "1+1", "answer": "2"}))
+    task = f'name = "math"\nargs = {{ path = "{data}" }}'
+    file.write_text(f'[run]\nfolder = "{tmp_path}/runs"\n[model]\npath = "{model}"\n[task]\n{task}\n')
+    doctor = ["doctor", "--config", str(file), "--folder", str(tmp_path), "--json", *on_ports()]
+    assert main(doctor) == 0 and "of 3 tokens" in str(rows(capsys)["task"]["found"])
+    assert main([*doctor, "--sampling.max_prompt_tokens=2"]) == 6
+    assert "expected at most sampling.max_prompt_tokens = 2 tokens, got 3" in str(rows(capsys)["task"]["found"])
+    (model / "model.safetensors").unlink()
+    assert main(doctor) == 0 and rows(capsys)["weights"]["is_good"] is None, "a worker's machine does not need them"
+    (model / "model.safetensors").write_bytes(b"half")
+    assert main(doctor) == 6 and "model.safetensors" in str(rows(capsys)["model"]["found"])
+    assert main(["run", str(file)]) == 2 and "model.safetensors" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from echo2.base.errors import Unreachable
 from echo2.cli.main import main
 from echo2.cli.report import is_reported, write_report
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
@@ -72,3 +73,17 @@ def test_status_of_a_finished_run_shows_its_report_until_it_trains_on(
 
 def test_steps_that_are_missing_are_a_problem(finished: Path) -> None:
     assert write_report(finished, status_of(3)).problems == ("expected 4 steps, got 3",)
+
+
+def test_a_last_step_without_a_reward_is_life_and_three_are_a_problem(finished: Path) -> None:
+    status = status_of(4)
+    status.learner.equal_reward_steps = 1
+    assert not write_report(finished, status).problems
+    status.learner.equal_reward_steps = 3
+    assert "the last 3 steps had none" in write_report(finished, status).problems[0]
+
+
+def test_status_of_a_run_at_rest_says_so_and_asks_nobody(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (finished / "run.lock").write_text("echo2 999999999\n")
+    assert main(["status", str(finished)]) == Unreachable.exit_code
+    assert "no process of the run is at work; the same `echo2 run` goes on" in capsys.readouterr().err

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import resource
+import socket
+import sys
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import grpc
@@ -16,22 +22,28 @@ import pytest
 from google.protobuf.message import Message
 
 from echo2.base.errors import BadToken, NotAllowed, PortBusy, StateError, TrustError
-from echo2.base.ids import RunId
+from echo2.base.hosts import joined
+from echo2.base.ids import PeerId, RunId
 from echo2.broadcast.plan import can_connect
 from echo2.config.run import RunConfig
-from echo2.coordinator.coordinator import CoordinatorDaemon
+from echo2.coordinator.coordinator import SWITCH_S, CoordinatorDaemon, collected_garbage
 from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.coordinator.operator import Commands
 from echo2.coordinator.options import CoordinatorOptions, timed_section
+from echo2.coordinator.sessions import StreamSession
 from echo2.coordinator.store import SqlStore
+from echo2.coordinator.streams import CoordinatorService
 from echo2.coordinator.web.state import StateView
+from echo2.outside.guard import FairShare
 from echo2.trust import tls
 from echo2.trust.enrolment import enrol, renew
-from echo2.trust.identity import Identity, JoinLink, Role, RunAuthority, TlsKey, certificate_request
+from echo2.trust.identity import Identity, JoinLink, PeerIdentity, Role, RunAuthority, TlsKey, certificate_request
 from echo2.wire.broadcast import plan_from_message
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2_grpc, rollout_pb2
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.rollout import verify_ticket
+from echo2.worker.heartbeat import listen_host
+from echo2.worker.options import WorkerOptions
 
 RUN = RunId("a-run")
 WAIT_S = 10.0
@@ -412,3 +424,93 @@ async def test_operator_makes_limits_and_revokes_tokens(tmp_path: Path) -> None:
             await coordinator_pb2_grpc.OperatorStub(worker.channel).GetStatus(pb.GetStatusRequest())
     for path in (tmp_path / "links").iterdir():
         assert path.stat().st_mode & 0o077 == 0
+
+
+async def test_a_stream_that_another_has_replaced_is_not_heard_any_more(tmp_path: Path) -> None:
+    """An old offer, read behind a newer hello, would put a group on the queue that the learner has closed."""
+    heard: list[str] = []
+    async with running(options(tmp_path)) as daemon:
+        session: StreamSession[pb.LearnerOrder] = StreamSession(PeerId("learner"), 8, lambda refusal: pb.LearnerOrder())
+        left = ["in time", "out of date"]
+
+        async def read() -> pb.LearnerMessage | None:
+            reason = left.pop(0) if left else None
+            if reason == "out of date":
+                session.end()
+            return pb.LearnerMessage(close=pb.CloseGroups(group_ids=["g"], reason=reason)) if reason else None
+
+        def on_message(peer_id: PeerId, message: pb.LearnerMessage) -> None:
+            heard.append(message.close.reason)
+
+        stream: Any = SimpleNamespace(read=read, share=FairShare())
+        node: Any = SimpleNamespace(role=Role.LEARNER, on_message=on_message)
+        await CoordinatorService(daemon.hub)._read(stream, node, PeerIdentity(PeerId("learner"), Role.LEARNER), session)
+        await asyncio.sleep(0)
+    assert heard == ["in time"]
+
+
+@dataclass(eq=False)
+class Knot:
+    """Garbage that only the collector finds."""
+
+    other: list[Knot] = field(default_factory=list)
+
+
+def knot() -> Knot:
+    made = Knot()
+    made.other.append(made)
+    return made
+
+
+def test_young_garbage_goes_at_the_next_tick_older_when_the_process_has_grown_and_all_is_as_before_on_leaving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, peak = sys.getswitchinterval(), SimpleNamespace(ru_maxrss=1000)
+    monkeypatch.setattr(resource, "getrusage", lambda _: peak)
+    with collected_garbage() as tick:
+        young, old = weakref.ref(knot()), knot()
+        assert not gc.isenabled() and sys.getswitchinterval() == SWITCH_S and young() is not None
+        tick()
+        assert young() is None and gc.get_freeze_count() > 0
+        seen = weakref.ref(old)
+        del old
+        tick()
+        assert seen() is not None, "it was set aside, and the process has not grown"
+        peak.ru_maxrss = 1251
+        tick()
+        assert seen() is None
+    assert gc.isenabled() and gc.get_freeze_count() == 0 and sys.getswitchinterval() == before
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+@pytest.mark.parametrize("host", ["[::1]", "::"])
+async def test_a_worker_joins_a_coordinator_on_an_ipv6_address(tmp_path: Path, host: str) -> None:
+    async with running(options(tmp_path / "first", host=host)) as daemon:
+        link = JoinLink.parse(daemon.links[Role.WORKER.value])
+        host_told = "127.0.0.1" if host == "::" else "::1"  # `::` takes both, and every machine has the former
+        assert link.host == host_told and f"echo2://{joined(host_told, link.port)}/" in str(link)
+        node = await Node.join(daemon, Role.WORKER)
+        await node.hello()
+        await node.close()
+        with pytest.raises(PortBusy, match=r"\[::1?\]:"):
+            async with running(options(tmp_path / "second", host=host, enrol_port=link.port)):
+                pass
+
+
+def test_hosts_are_joined_with_brackets_once_and_a_worker_listens_where_a_coordinator_on_its_machine_does(
+    tmp_path: Path,
+) -> None:
+    assert joined("::1", 7) == joined("[::1]", 7) == "[::1]:7"
+    assert joined("10.0.0.1", 7) == "10.0.0.1:7" and joined("host.example", 7) == "host.example:7"
+    hosts = {"::1": "::1", "127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "2001:db8::1": "::"}
+    for host, own in hosts.items():
+        assert listen_host(WorkerOptions("", tmp_path), JoinLink(host, 8418, PeerId("p"), "t")) == own

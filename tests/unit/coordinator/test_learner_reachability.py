@@ -1,4 +1,5 @@
-"""A learner that does not answer where it says is reached through the coordinator's byte pipes, and directly again once it does."""
+"""A learner that does not answer where it says is reached through the coordinator's byte pipes, and directly again once it does;
+the coordinator's relay is told whom it is not to serve."""
 
 from __future__ import annotations
 
@@ -7,12 +8,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from echo2.base.ids import PeerId
+from echo2.broadcast.nat import reach
+from echo2.broadcast.nat.reach import HostOptions
 from echo2.coordinator import learner as learner_door
 from echo2.coordinator.coordinator import CoordinatorDaemon
+from echo2.coordinator.fleet.members import OperatorSetting
 from echo2.trust.identity import Role
 from echo2.wire.broadcast import plan_from_message
 from tests.unit.coordinator.test_daemon import Node, options, running
@@ -108,3 +113,37 @@ async def test_one_dial_that_fails_moves_nobody(tmp_path: Path, answers: Answers
                 await asyncio.sleep(0.001)
         await asyncio.sleep(0.2)
         assert daemon.hub is not None and not daemon.hub.board.pipe_address and not complaints(daemon)
+
+
+async def test_the_relay_serves_who_is_not_banned_and_says_where_it_met_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[HostOptions] = []
+
+    class Relaying:
+        def __init__(self, own: Any) -> None: ...
+
+        async def serve(self, options: HostOptions) -> int:
+            served.append(options)
+            return 7
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(reach, "Nat", Relaying)
+
+    async with running(options(tmp_path, advertise="192.0.2.9")) as daemon:
+        hub = daemon.hub
+        assert hub is not None and hub.relay_address == "192.0.2.9:7"
+        link = daemon.links["worker"].replace("192.0.2.9", "127.0.0.1")
+        daemon.links["worker"] = link
+        worker = await Node.join(daemon, Role.WORKER)
+        worker.credentials.coordinator_address = daemon.services_address.replace("192.0.2.9", "127.0.0.1")
+        worker = Node(worker.credentials)
+        await worker.hello()
+        peer_id, (settings,) = worker.credentials.peer_id, served
+        assert not settings.is_barred(peer_id) and not settings.is_barred(PeerId("another"))
+        hub.set_worker(peer_id, OperatorSetting.BANNED, "it lies")
+        assert settings.is_barred(peer_id)
+        settings.proven(peer_id, "198.51.100.7:1")
+        while not hub.proven.of(peer_id, hub.clock.now()):
+            await worker.read()

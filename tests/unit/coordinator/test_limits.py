@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
-from echo2.base.ids import PeerId
+from echo2.base.ids import PeerId, Version
+from echo2.broadcast.trees import weighted_plan
 from echo2.coordinator.fleet.members import Activation, Member
 from echo2.coordinator.hub import BUDGET_TICKS, Hub
 from echo2.coordinator.money.provisioning import MachineState, RentedMachine
 from echo2.coordinator.planning.board import LearnerBoard
 from echo2.coordinator.planning.corrections import RATIO_LEAST, Corrections
+from echo2.coordinator.planning.input import broadcast_nodes, needs_of
 from echo2.coordinator.planning.service import snapshot_of
 from echo2.cost_model.plan import Limit, Plan, Term
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.unit.coordinator.test_planner_input import beat, board
+from tests.unit.coordinator.test_planner_input import beat, board, fleet, link
 from tests.unit.coordinator.test_provisioner import Cloud, Scene
 
 
@@ -153,3 +155,25 @@ def test_what_the_model_leaves_out_is_learned_within_ten_steps_and_bounded_and_r
     trains(made, range(101, 141), 10.0, 0.1)
     assert made.rate_ratio == RATIO_LEAST
     assert corrected(rewards_due=64).rate_ratio == 1.0
+
+
+async def test_a_version_is_expected_and_complete_when_all_that_are_not_late_hold_it(tmp_path: Path) -> None:
+    hub = Scene(tmp_path, Cloud()).hub
+    hub.board, hub.membership = board(10.0), fleet("A100", "A100", "A100", "A100")
+    members = hub.membership.members
+    for member in members.values():
+        member.measures.observe(beat())
+    slow = members[PeerId("w2")]
+    slow.hello.link.CopyFrom(link(1e5))
+    nodes = broadcast_nodes(hub.board, list(members.values()))
+    needs = replace(needs_of(nodes, members, None), share=0.7, weights=(2.0, 2.0, 1.9, 2.0))
+    hub.adopt_broadcast_plan(weighted_plan(nodes, needs, 1, 10**6))
+    assert hub.broadcast_plan is not None and hub.broadcast_plan.late == {slow.peer_id}
+    assert hub.learner.predicted_broadcast_s(10**7) == pytest.approx(10 * hub.broadcast_plan.predicted_needed_s)
+    assert 5 * hub.learner.predicted_broadcast_s(10**6) < hub.broadcast_plan.predicted_all_s
+    hub.learner.on_publish(pb.VersionPublished(version=1, has_parent=True, artifact_bytes=10**6))
+    for name in ("w0", "w1", "w3"):
+        assert hub.board.newest_complete is None
+        hub.board.on_live(PeerId(name), Version(1), hub.clock.now() + 2.0)
+    complete = hub.board.newest_complete
+    assert complete is not None and complete.complete_s == pytest.approx(2.0)

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from echo2.base.errors import ConfigError
-from echo2.coordinator.planning.pool_plan import FLEET_MIN, PlanProcess, make_plan
+from echo2.coordinator.planning.pool_plan import FLEET_MIN, PlanProcess, make_plan, quiet_solver
 from echo2.cost_model.snapshot import FleetSnapshot, PlanConfig
 from tests.unit.cost_model.fleets import learner, worker
 
@@ -104,3 +105,24 @@ def test_close_before_the_first_work() -> None:
     process = PlanProcess()
     process.close()
     assert run(process, math.gcd, 12, 18, fleet=1) == 6
+
+
+def test_what_is_written_below_python_goes_to_standard_error_in_whatever_order_threads_leave(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    first_in, second_in = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with quiet_solver():
+            first_in.set()
+            second_in.wait(10)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert first_in.wait(10)
+    with quiet_solver():
+        second_in.set()
+        thread.join(10)
+        os.write(1, b"solver\n")
+    os.write(1, b"answer\n")
+    assert capfd.readouterr() == ("answer\n", "solver\n")

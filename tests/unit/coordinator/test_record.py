@@ -403,16 +403,3 @@ def test_an_honest_worker_that_fails_one_lease_in_a_hundred_exceeds_the_bound_le
 
     assert excess(0.01) < 1e-6
     assert excess(0.2) > 0.1, "one that chooses a fifth is beyond it at once"
-
-
-def test_a_lease_that_is_handed_back_goes_on_with_the_same_seed() -> None:
-    """So giving up gains no new sample: whoever goes on draws by the numbers that the first would have drawn by."""
-    run = Run(A, B)
-    (offered,) = run.offer()
-    found = []
-    for worker, tokens in ((A, 0), (B, 3), (A, 9), (B, 0)):
-        (grant,) = run.asks(worker, ROOM)
-        found.append((grant.group.sampling.seed, grant.attempt))
-        run.tell(run.one.on_progress, worker, grant.lease_id, 0, tokens)
-        run.ends(grant)
-    assert found == [(offered.sampling.seed, attempt) for attempt in (1, 2, 3, 4)]

@@ -105,6 +105,10 @@ async def test_several_workers_are_drained_and_released_at_once(tmp_path: Path) 
         assert (await web.post("/api/workers/state", json=body, headers=good)).json() == {"count": 2}
         rows = (await web.get("/api/state")).json()["workers"]
         assert [rows[peer]["activation"] == "draining" for peer in ids] == [True, True, False]
+        body = {"peer_ids": [*ids, "nobody"], "activation": "banned"}
+        refused = await web.post("/api/workers/state", json=body, headers=good)
+        assert (refused.status_code, "nobody" in refused.json()["error"]) == (400, True)
+        assert not daemon.hub.membership.banned, "it is refused whole"
         for count in (2, 0):
             answer = await web.post("/api/workers/release", json={"peer_ids": ids[1:]}, headers=good)
             assert answer.json() == {"count": count}

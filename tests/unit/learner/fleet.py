@@ -43,6 +43,7 @@ from echo2.weights import ContainerDecoder, DeltaHeader, Encoding, FrameReader, 
 from echo2.weights.container import HeaderFrame
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, coordinator_pb2_grpc, ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import Ticket, group_from_message, segment_to_message, sign_ticket, verdicts_from_message
+from tests.patience import WAIT_S
 
 RUN = RunId("test-run")
 
@@ -305,12 +306,7 @@ def prompts_for(
     options: LearnerOptions, vocabulary_size: int = 100, stop_token_ids: tuple[int, ...] = (1,), **given: Any
 ) -> Prompts:
     """The run's prompts, for a model of which nothing else matters."""
-    model: Any = SimpleNamespace(
-        vocabulary_size=vocabulary_size,
-        stop_token_ids=stop_token_ids,
-        context_tokens=256,
-        check_length=lambda tokens: None,
-    )
+    model: Any = SimpleNamespace(vocabulary_size=vocabulary_size, stop_token_ids=stop_token_ids, context_tokens=256)
     return Prompts(options, model, **given)
 
 
@@ -350,7 +346,7 @@ class Run:
             self.workers.append(worker)
             tasks.append(asyncio.get_running_loop().create_task(worker.run()))
         try:
-            return await asyncio.wait_for(running, 60)
+            return await asyncio.wait_for(running, WAIT_S)
         finally:
             for task in tasks:
                 task.cancel()

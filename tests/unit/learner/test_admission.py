@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.base.ids import GroupId, Step, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, RolloutSegment, SamplingParams, Verdict, VersionSpan
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, Verdict, VersionSpan
 from echo2.learner.rollouts.admission import (
     DROPPED_MAX_RATIO,
     GroupRules,
@@ -59,25 +58,6 @@ def test_the_cap_is_between_one_batch_and_as_many_as_stay_fresh(
     assert rules.cap_groups(None) == min(2, bound + 1) * groups, "without a plan: one sampled, one in the buffer"
 
 
-def test_a_batch_has_complete_groups_alone_those_first_that_grow_stale_first_and_each_once() -> None:
-    groups = new_groups()
-    groups.publish(Version(1))
-    newer, older = filled(groups, 0, version=1), groups.open_group(draw(1)).group_id
-    assert verdict(groups, older, 0, [9, STOP]) is Verdict.ADMITTED
-    assert groups.draw_batch() is None
-    assert verdict(groups, older, 1, [9, STOP]) is Verdict.ADMITTED
-    for index in range(2):
-        groups.reward(older, index, float(index))
-    batch = groups.draw_batch()
-    assert batch is not None and [group.spec.group_id for group in batch.groups] == [older, newer]
-    assert [closure.group_id for closure in groups.take_closures()] == [older, newer]
-    assert groups.groups == {} and groups.next_step == 1
-    assert (
-        verdict(groups, older, 0, [9, STOP]) is Verdict.DUPLICATE and verdict(groups, older, 0, [9]) is Verdict.CLOSED
-    )
-    assert groups.draw_batch() is None
-
-
 def test_groups_behind_a_closed_one_move_up_to_an_earlier_step() -> None:
     """Else they wait for a version that comes only with the step that waits for them."""
     groups = new_groups(per_step=2)  # one group a step
@@ -110,32 +90,6 @@ def test_what_is_too_old_is_dropped_at_admission_or_out_of_the_buffer_and_its_pr
     assert again.group_id != late and again.prompt_token_ids == (5, 6, 7) and again.sampling == draw(0).sampling
 
 
-def test_different_tokens_for_held_positions_are_refused_but_a_new_beginning_is_taken() -> None:
-    groups = new_groups()
-    group_id = groups.open_group(draw(0)).group_id
-    groups.receive(piece(group_id, 0, [3, 4, 5]), 0)
-    assert verdict(groups, group_id, 0, [9], 1) is Verdict.REFUSED
-    assert verdict(groups, group_id, 0, [8, 9]) is Verdict.HELD
-    assert groups.groups[group_id].rollouts[0].token_ids == (8, 9)
-
-
-@given(cuts=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=20), seed=st.integers(0, 99))
-def test_segments_in_any_overlap_give_the_rollout_as_it_was_sampled(cuts: list[tuple[int, int]], seed: int) -> None:
-    rng = random.Random(seed)
-    tokens = [rng.randrange(2, 50) for _ in range(7)] + [STOP]
-    groups = new_groups()
-    group_id = groups.open_group(draw(0)).group_id
-    for low, high in [*map(sorted, cuts), (0, 8)]:
-        before = len(groups.groups[group_id].rollouts[0].token_ids)
-        answer = groups.receive(piece(group_id, 0, tokens[low:high], offset=low), 0)
-        assert (answer.verdict is Verdict.RESEND) == (low > before), "a gap is answered with the count held"
-        assert answer.held_tokens == max(before, high if low <= before else 0)
-        assert list(groups.groups[group_id].rollouts[0].token_ids) == tokens[: answer.held_tokens]
-    for again in (tokens, [8, 8, STOP]):
-        assert verdict(groups, group_id, 0, again) is Verdict.DUPLICATE
-    assert list(groups.groups[group_id].rollouts[0].token_ids) == tokens
-
-
 # ---- what is not worth training on
 
 
@@ -161,22 +115,6 @@ def test_a_step_drops_a_bounded_number_of_groups_without_contrast_and_then_train
 SPEC = GroupSpec(GroupId("g"), (5, 6), 4, SamplingParams(max_new_tokens=6, stop_token_ids=(STOP,)), 0)
 FILTERED = replace(SPEC, sampling=replace(SPEC.sampling, top_p=0.9))
 COLD = replace(SPEC, sampling=replace(SPEC.sampling, temperature=0.7))
-
-
-@pytest.mark.parametrize(
-    ("segment", "text"),
-    [
-        (piece("g00000000", 2, [3]), "index"),
-        (piece("g00000000", 0, [50]), "token ids"),
-        (piece("g00000000", 0, [3], version=7), "published versions"),
-        (piece("g00000000", 0, [3] * 9), "at most 8"),
-    ],
-)
-def test_a_broken_segment_is_refused_with_its_reason(segment: RolloutSegment, text: str) -> None:
-    groups = new_groups()
-    groups.open_group(draw(0))
-    answer = groups.receive(segment, 0)
-    assert answer.verdict is Verdict.REFUSED and text in answer.message and groups.counts.refused == 1
 
 
 @pytest.mark.parametrize(

@@ -181,9 +181,12 @@ def test_a_harness_elsewhere_plays_by_a_command_over_tls_and_says_whom_it_does_n
             )
             return (await process.communicate())[0].decode()
 
-        return await asyncio.gather(run.finish(), outside(), outside(SSL_CERT_FILE=str(pem)))
+        async def one_by_one() -> tuple[str, str]:
+            return await outside(), await outside(SSL_CERT_FILE=str(pem))
 
-    summary, stranger, played = go(both())
+        return await asyncio.gather(run.finish(), one_by_one())
+
+    summary, (stranger, played) = go(both())
     assert "CERTIFICATE_VERIFY_FAILED" in stranger and "played 0 episodes" in stranger
     assert summary.is_finished and summary.trained_rollouts == 8 and "played 0" not in played, played
 

@@ -13,12 +13,10 @@ import torch
 
 from echo2.base.errors import ConfigError, StateError
 from echo2.base.ids import GroupId, Step, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, Verdict, VersionSpan
-from echo2.learner.rollouts.admission import GroupRules, OpenGroups
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.rollouts.evaluation import Evaluations
-from echo2.learner.rollouts.groups import Batch, Insertion, SentTokens, TrainGroup, TurnOf, root_of, turn_of
+from echo2.learner.rollouts.groups import Batch, Insertion, TrainGroup, turn_of
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
-from echo2.staleness.ledger import Ledger
 from echo2.tasks.registry import make_task
 from echo2.tasks.rewards import RewardFailure
 from echo2.tasks.split import TaskSplit
@@ -33,7 +31,6 @@ from tests.unit.learner.fleet import (
     prompts_for,
     rows_of,
 )
-from tests.unit.learner.stage import ALICE, BOB, STOP, draw, piece
 from tests.unit.learner.test_trainer import new_trainer
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -48,47 +45,6 @@ MIXTURE: dict[str, dict[str, Any]] = {
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def opened(bound: int = 2) -> tuple[OpenGroups, GroupId]:
-    """A group of two rollouts whose first turns are finished."""
-    groups = OpenGroups(GroupRules(bound, 2, 2, 100), Ledger(bound))
-    root = groups.open_group(draw(0)).group_id
-    for index, tokens in enumerate(([10, STOP], [STOP])):
-        groups.receive(piece(root, index, tokens), 1, ALICE)
-    return groups, root
-
-
-def test_turns_become_one_rollout_with_what_the_world_said_in_between() -> None:
-    groups, root = opened()
-    spec = groups.open_turn(TurnOf(root, 1, 0), (30, 31))
-    assert spec is not None and spec.prompt_token_ids == (5, 6, 7, STOP, 30, 31) and spec.rollout_count == 1
-    assert (root_of(spec.group_id), turn_of(spec.group_id, 0)) == (root, TurnOf(root, 1, 1))
-    assert groups.in_flight_groups == 1 and groups.open_rollouts == 1 and groups.buffered_rollouts == 1
-    assert [s.group_id for s in groups.incomplete_specs()] == [spec.group_id]
-    assert groups.receive(piece(spec.group_id, 0, [21, STOP]), 1, BOB).verdict is Verdict.ADMITTED
-    for index in range(2):
-        assert not groups.is_batch_ready
-        groups.reward(root, index, float(index))
-    batch = groups.draw_batch()
-    assert batch is not None and not groups.groups
-    (group,) = batch.groups
-    assert [r.token_ids for r in group.rollouts] == [(10, STOP), (STOP, 21, STOP)]
-    assert group.insertions == ((), (Insertion(1, (30, 31)),)) and group.tokens_of(1) == 5
-    assert group.senders == ((SentTokens(ALICE, 2),), (SentTokens(ALICE, 1), SentTokens(BOB, 2)))
-    assert groups.receive(piece(spec.group_id, 0, [21, STOP]), 1).verdict is Verdict.DUPLICATE
-
-
-def test_a_stale_turn_closes_the_whole_group() -> None:
-    groups, root = opened(bound=1)
-    spec = groups.open_turn(TurnOf(root, 0, 0), (30,))
-    assert spec is not None
-    groups.next_step = Step(2)
-    groups.publish(Version(1))
-    assert groups.receive(piece(spec.group_id, 0, [9, STOP]), 1).verdict is Verdict.STALE
-    assert not groups.groups and groups.open_turn(TurnOf(root, 1, 0), (30,)) is None
-    retries = {closure.group_id: closure.retry is not None for closure in groups.take_closures()}
-    assert retries == {root: True, spec.group_id: False}
 
 
 def test_the_worlds_tokens_are_read_and_not_trained_on(model_path: Path) -> None:

@@ -18,6 +18,7 @@ from echo2.trust.ports import LEARNER
 from echo2.trust.tls import bind_server, new_server, open_channel, server_credentials
 from echo2.wire.gen.echo2.v1 import ingest_pb2, ingest_pb2_grpc
 from echo2.wire.rollout import rollouts_from_partials, segment_to_message, verdicts_from_message
+from tests.patience import WAIT_S
 from tests.unit.learner.fleet import RUN, Coordinator, RandomWorker, issue, new_authority
 from tests.unit.learner.stage import Stage
 
@@ -39,7 +40,7 @@ def play(scene: Scene, *, requires_seeds: bool = False) -> None:
         worker = RandomWorker(coordinator, f"127.0.0.1:{port}", learner, 45)
         try:
             async with open_channel(worker.learner_address, learner.peer_id, worker.credentials) as channel:
-                await asyncio.wait_for(scene(stage, worker, ingest_pb2_grpc.IngestStub(channel)), 20)
+                await asyncio.wait_for(scene(stage, worker, ingest_pb2_grpc.IngestStub(channel)), WAIT_S)
         finally:
             await stage.pool.close()
             await server.stop(0)

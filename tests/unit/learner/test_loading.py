@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from echo2.learner.startup import export
 from echo2.learner.training.adapter import AdapterOptions
 from echo2.learner.training.loading import load_whole, read_ends, skeleton_of
 from echo2.learner.training.model import PolicyModel
+from echo2.learner.training.model_files import checked_path
 from echo2.worker.engines.embedded.live_weights import read_shape
 from tests.unit.learner.tiny import make_tiny_model
 
@@ -108,24 +110,88 @@ def test_a_context_extended_by_yarn_is_as_long_as_the_factor_says(tmp_path: Path
     (folder / "config.json").write_text(json.dumps({**config, "rope_theta": theta, "rope_scaling": yarn}))
     model = PolicyModel(str(folder), "bfloat16", CPU, 1.0)
     assert model.context_tokens == 1024
-    model.check_length(1024)
     assert read_shape(json.loads(model.config_json())).context_tokens == 1024
     changed(folder, max_position_embeddings=2048)
     assert PolicyModel(str(folder), "bfloat16", CPU, 1.0).context_tokens == 2048, "it says more already"
 
 
-def test_a_file_that_a_download_left_unfinished_is_named(tmp_path: Path) -> None:
+def written(name: str, content: bytes | str) -> Callable[[Path], object]:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def cut(count: int) -> Callable[[Path], object]:
+    return lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:count])
+
+
+def with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        save_file({**tensors, name: change(tensors[name])}, folder / WEIGHTS, {"format": "pt"})
+
+    return write
+
+
+def rope(**fields: object) -> Callable[[Path], object]:
+    return lambda folder: changed(folder, rope_parameters=None, rope_theta=1e4, rope_scaling=fields)
+
+
+WEIGHTS, UP = "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+POINTER = "version https://git-lfs.example/spec/v1\noid sha256:" + "ab" * 32 + "\nsize 1204\n"
+NO_TORCH: list[tuple[Callable[[Path], object], str]] = [
+    (written(WEIGHTS, POINTER), r"model\.safetensors: .* pointer .* `git lfs pull`"),
+    (written("tokenizer.json", POINTER), r"tokenizer\.json: .* pointer"),
+    (written(WEIGHTS, ""), r"model\.safetensors: expected whole safetensors"),
+    (written(WEIGHTS, "<!DOCTYPE html>" * 99), r"model\.safetensors: expected whole safetensors"),
+    (cut(60), r"model\.safetensors: expected whole safetensors"),
+    (cut(-100), r"model\.safetensors: expected whole safetensors, got something else \(\d+ bytes instead of \d+\)"),
+    (lambda folder: (folder / WEIGHTS).unlink(), "expected its weights, found neither"),
+    (written(WEIGHTS + ".index.json", "{}"), r"index\.json: expected a weight_map"),
+    (written(WEIGHTS + ".index.json", '{"weight_map": {"a": "1.safetensors"}}'), "1 files .* 1 are missing, first 1.safetensors"),
+    (written("config.json", '{"model_type"'), r"config\.json: expected whole json"),
+    (written("config.json", "[]"), "expected a model's config, got list"),
+    (written("generation_config.json", "{"), r"generation_config\.json: expected whole json"),
+    (written("adapter_config.json", "{}"), "found an adapter"),
+    (with_tensor(UP, lambda tensor: tensor.to(torch.int8)), r"expected weights of 16 or 32 bits, got .*up_proj\.weight as I8"),
+    (lambda folder: changed(folder, quantization_config={"quant_method": "awq"}), r"got quantised ones \(awq\)"),
+]  # fmt: skip
+BY_LOADING: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: changed(folder, intermediate_size=24), r"tensors differ, first .*: \(\d+, \d+\) in its files, \("),
+    (lambda folder: changed(folder, num_attention_heads=None), "cannot be loaded as a causal LM: .*num_attention_heads"),
+    (lambda folder: changed(folder, model_type="llama9"), "cannot be loaded as a causal LM: .*llama9"),
+    (lambda folder: changed(folder, model_type="odd", auto_map={"AutoConfig": "odd.Odd"}), "cannot be loaded .* custom code"),
+    (with_tensor(UP, lambda tensor: tensor * float("nan")), r"expected finite weights, .*up_proj\.weight holds NaN"),
+    (rope(type="yarn", factor="4"), "rope_scaling: expected a number as its factor, got '4'"),
+    (rope(type="yarn"), "cannot be loaded as a causal LM: .*factor"),
+    (rope(factor=4.0), "rope_scaling: expected a type beside the factor"),
+    (written("generation_config.json", '{"eos_token_id": "</s>"}'), "eos_token_id: expected token ids .* got '</s>'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "said"), NO_TORCH, ids=[said for _, said in NO_TORCH])
+def test_files_that_cannot_be_trained_are_named_before_anything_is_loaded(
+    tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
     folder = make_tiny_model(tmp_path / "model")
-    weights = folder / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-100])
-    with pytest.raises(ConfigError, match=r"model file .*model\.safetensors: expected whole safetensors"):
-        load_whole(str(folder), torch.float32)
-    pointer = b"version https://git-lfs.example/spec/v1\noid sha256:" + b"ab" * 32 + b"\nsize 1204\n"
-    weights.write_bytes(pointer)
-    with pytest.raises(ConfigError, match=r"model\.safetensors: .* pointer .* `git lfs pull`"):
-        load_whole(str(folder), torch.float32)
-    weights.write_bytes(whole)
-    (folder / "tokenizer.json").write_bytes(pointer)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: .* pointer"):
-        load_whole(str(folder), torch.float32)
+    assert checked_path(str(folder), has_weights=True) == str(folder)
+    damage(folder)
+    with pytest.raises(ConfigError, match=said):
+        checked_path(str(folder), has_weights=True)
+
+
+@pytest.mark.parametrize(("damage", "said"), BY_LOADING, ids=[said for _, said in BY_LOADING])
+def test_what_only_loading_shows_is_refused_with_the_models_name(
+    tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    damage(folder)
+    with pytest.raises(ConfigError, match=said):
+        _ = PolicyModel(str(folder), "float32", CPU, 1.0).stop_token_ids
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"version": "1.0"}'])
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path, content: str) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match="expected a tokenizer beside the model"):
+        load_tokenizer(str(folder))

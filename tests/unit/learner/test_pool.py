@@ -12,14 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from echo2.base.errors import DiskFull
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import Verdict
+from echo2.base.rollout import RolloutSegment, Verdict
 from echo2.learner.audit import Habits
 from echo2.learner.rollouts.admission import GroupRules
 from echo2.learner.rollouts.evaluation import QuestionSet
-from echo2.learner.rollouts.groups import evaluated_version, root_of
+from echo2.learner.rollouts.groups import evaluated_version, is_later_turn, root_of
 from echo2.learner.rollouts.journal import BatchDrawn, Finished, GroupDropped, Opened
 from echo2.learner.rollouts.workers import IMPOSSIBLE_MAX
-from tests.unit.learner.stage import ALICE, BOB, PATIENCE_S, STOP, Stage, piece
+from tests.unit.learner.stage import ALICE, BOB, PATIENCE_S, SAMPLING, STOP, Stage, piece
 
 WORKERS = (ALICE, BOB)
 USEFUL = (Verdict.HELD, Verdict.ADMITTED)
@@ -35,7 +35,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = self.stage.pool
         self.names: list[GroupId] = []
         self.attempts: dict[GroupId, int] = {}  # the newest that took over or reported, since the start
-        self.now, self.newest = 0.0, 0
+        self.sent: dict[tuple[GroupId, int], list[PeerId]] = {}  # each token's worker
+        self.now = 0.0
 
     def teardown(self) -> None:
         """Once faults stop, every open evaluation ends, and the trainer gets its batch."""
@@ -61,37 +62,91 @@ class PoolMachine(RuleBasedStateMachine):
                 opened.discard(record.group_id)
 
     @rule(
-        pick=st.integers(0, 1000), index=st.integers(0, 1), token=st.sampled_from([STOP, STOP, 2, 49, 50]),
-        attempt=st.integers(0, 2), is_exact=st.booleans(),
+        pick=st.integers(0, 1000), index=st.integers(0, 2), last=st.sampled_from([STOP, STOP, 2, 49, 50]),
+        more=st.lists(st.sampled_from([2, 3, STOP]), max_size=2), attempt=st.integers(0, 2), is_exact=st.booleans(),
+        back=st.sampled_from([0, 0, 0, 1, 2, 9, -1]),
     )  # fmt: skip
-    def report(self, pick: int, index: int, token: int, attempt: int, is_exact: bool) -> None:
-        groups = self.stage.pool.groups
-        self.names += [name for name in groups.groups if name not in self.names]
-        group_id = self.names[pick % len(self.names)]
+    def report(
+        self, pick: int, index: int, last: int, more: list[int], attempt: int, is_exact: bool, back: int
+    ) -> None:
+        """`back`: how many of the tokens that are held come once more, or other ones in their place; -1: one is missing."""
+        groups, names = self.stage.pool.groups, self.all_names()
+        group_id = names[pick % len(names)]
         group = groups.groups.get(group_id)
-        index = min(index, len(group.rollouts) - 1) if group is not None else index
-        held = group.rollouts[index] if group is not None else None
-        version = groups.published[pick % len(groups.published)]
+        held = group.rollouts[index] if group is not None and index < len(group.rollouts) else None
+        version, exact = groups.published[pick % len(groups.published)], evaluated_version(group_id)
         if held is not None and held.version_spans:
             version = max(version, held.version_spans[-1].version)
-        exact = evaluated_version(group_id)
         if is_exact and exact is not None:
             version = exact
-        offset = len(held.token_ids) if held is not None else 0
-        newest = self.attempts.get(group_id, 0)
-        (verdict,) = self.stage.report(
-            piece(group_id, index, [token], offset, version), attempt=attempt, sender=WORKERS[pick % 2]
-        )
+        tokens = held.token_ids if held is not None else ()
+        offset = max(0, len(tokens) - back)
+        again = tokens[offset:] if pick % 3 else (4,) * len(tokens[offset:])
+        segment = piece(group_id, index, [*again, *more, last], offset, version)
+        expected, grown = self.judged(segment, attempt)
+        sender = WORKERS[pick % 2]
+        (verdict,) = self.stage.report(segment, attempt=attempt, sender=sender)
+        assert verdict is expected, (segment, held)
         if verdict in USEFUL:
-            assert attempt >= newest, "an attempt that a later one has replaced adds nothing"
-            assert exact is None or version == exact, "an evaluation takes tokens of its version alone"
-        if group is not None and verdict in (*USEFUL, Verdict.DUPLICATE):
-            self.attempts[group_id] = attempt
+            assert group is not None and group.rollouts[index].token_ids == grown
+            kept = len(tokens) if grown[: len(tokens)] == tokens else 0
+            before = self.sent.get((group_id, index), [])[:kept]
+            self.sent[group_id, index] = before + [sender] * (len(grown) - kept)
         synced = [record for _, record in self.stage.journal.records[: self.stage.journal.synced]]
         if verdict is Verdict.ADMITTED:
             assert any(isinstance(r, Finished) and r.rollout.group_id == group_id for r in synced), (
                 "it is on the disk first"
             )
+
+    @rule(pick=st.integers(0, 1000), again=st.integers(0, 11))
+    def finish(self, pick: int, again: int) -> None:
+        """All of a group comes, with its later turns, and what the world has to answer."""
+        groups = dict(self.stage.pool.groups.groups)
+        root = root_of([*groups][pick % len(groups)])
+        for name, index in [
+            (n, i) for n, group in groups.items() if root_of(n) == root for i in range(len(group.rollouts))
+        ]:
+            names = self.all_names()
+            self.report(names.index(name) + again * len(names), index, STOP, [], attempt=2, is_exact=True, back=0)
+        for number in range(len(self.stage.prompts.due)):
+            self.stage.reward(number % 2)
+
+    def all_names(self) -> list[GroupId]:
+        """Of the groups so far, closed ones too."""
+        self.names += [name for name in self.stage.pool.groups.groups if name not in self.names]
+        return self.names
+
+    def judged(self, segment: RolloutSegment, attempt: int) -> tuple[Verdict, tuple[int, ...]]:
+        """The verdict by the rules in words, from what is held, and the rollout as the segment makes it."""
+        groups, name = self.stage.pool.groups, segment.group_id
+        group, exact, (span,) = groups.groups.get(name), evaluated_version(name), segment.version_spans
+        if group is None:
+            trained = {done.spec.group_id for batch in self.stage.batches for done in batch.groups}
+            return Verdict.DUPLICATE if root_of(name) in trained and segment.is_final else Verdict.CLOSED, ()
+        if attempt < self.attempts.get(name, 0):
+            return Verdict.CLOSED, ()  # one that a later one has replaced adds nothing
+        known = groups.published if exact is None else [exact]  # an evaluation takes tokens of its version alone
+        if segment.index >= len(group.rollouts) or max(segment.token_ids) >= 50 or span.version not in known:
+            return Verdict.REFUSED, ()
+        self.attempts[name] = attempt
+        held = group.rollouts[segment.index]
+        if held.is_finished:
+            return Verdict.DUPLICATE, ()
+        if segment.offset > len(held.token_ids):
+            return Verdict.RESEND, ()
+        grown = held.token_ids[: segment.offset] + segment.token_ids
+        old = [span.version for span in held.version_spans]
+        if grown[: len(held.token_ids)] != held.token_ids[: len(grown)]:
+            if segment.offset:
+                return Verdict.REFUSED, ()
+            old = []  # a worker that lost its state begins anew
+        elif len(grown) < len(held.token_ids):
+            grown = held.token_ids
+        if STOP in grown[:-1] or len(grown) > SAMPLING.max_new_tokens:
+            return Verdict.REFUSED, ()
+        if exact is None and min([*old, span.version]) < groups.next_step - self.stage.rules.staleness_bound:
+            return Verdict.STALE, ()
+        return Verdict.ADMITTED if segment.is_final else Verdict.HELD, grown
 
     @rule(pick=st.integers(0, 1000), attempt=st.integers(0, 2))
     def take_over(self, pick: int, attempt: int) -> None:
@@ -109,19 +164,45 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def trainer_is_free(self) -> None:
-        step, is_ready = self.stage.pool.groups.next_step, self.stage.pool.groups.is_batch_ready
+        groups = self.stage.pool.groups
+        step = groups.next_step
+        fresh = [group for group in groups.training if group.is_ready and not is_later_turn(group.spec.group_id)]
+        ages = {group.spec.group_id: self.oldest_of(group.spec.group_id) for group in fresh}
+        ages = {name: oldest for name, oldest in ages.items() if oldest >= step - self.stage.rules.staleness_bound}
+        expected = {(name, index): self.whole(name, index) for name in ages for index in range(2)}
         batch = self.stage.next_batch()
+        assert (batch is None) == (len(ages) < 2)
         if batch is None:
-            assert not self.stage.pool.groups.is_batch_ready or not is_ready
             return
         synced = [record for _, record in self.stage.journal.records[: self.stage.journal.synced]]
         assert BatchDrawn(step, *_drawn(synced, step)) in synced, "its composition is on the disk first"
-        assert batch.step == step and len(batch.groups) == 2
+        assert (
+            batch.step == step
+            and [group.spec.group_id for group in batch.groups] == sorted(ages, key=ages.__getitem__)[:2]
+        )
         for group in batch.groups:
             assert evaluated_version(group.spec.group_id) is None
-            for rollout in group.rollouts:
+            for place, rollout in enumerate(group.rollouts):
+                senders = [sent.peer_id for sent in group.senders[place] for _ in range(sent.token_count)]
+                assert (group.text_of(place)[0], senders) == expected[group.spec.group_id, rollout.index]
                 assert rollout.is_finished and rollout.oldest_version is not None
                 assert rollout.oldest_version >= step - self.stage.rules.staleness_bound
+
+    def oldest_of(self, root: GroupId) -> int:
+        """The version of a group's oldest token, of all turns: by it a batch takes those first that grow stale first."""
+        groups = self.stage.pool.groups.groups
+        family = [group for name, group in groups.items() if root_of(name) == root]
+        return min(s.version for group in family for rollout in group.rollouts for s in rollout.version_spans)
+
+    def whole(self, root: GroupId, index: int) -> tuple[list[int], list[PeerId]]:
+        """A rollout's turns, between them what the world said; and who sent its tokens."""
+        groups, turn = self.stage.pool.groups.groups, 1
+        text, senders = [*groups[root].rollouts[index].token_ids], [*self.sent[root, index]]
+        while (later := groups.get(GroupId(f"{root}.{index}.{turn}"))) is not None:
+            text += [7, *later.rollouts[0].token_ids]
+            senders += self.sent[later.spec.group_id, 0]
+            turn += 1
+        return text, senders
 
     @rule(is_due=st.booleans())
     def publish(self, is_due: bool) -> None:

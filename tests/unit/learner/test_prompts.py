@@ -91,6 +91,10 @@ def test_prompts_beyond_the_limit_are_passed_over_and_told_and_the_search_ends(
     with pytest.raises(ConfigError, match=r"expected at most 9 tokens, got 13; a larger sampling.max_prompt_tokens"):
         prompts.draw(5 + SKIPS_MAX)
     prompts.close()
+    prompts = prompts_for(options_for(tmp_path, model, sampling={"max_new_tokens": 256}))
+    with pytest.raises(ConfigError, match=r"within its context of 256 tokens, got up to 2\d\d"):
+        prompts.draw(0)
+    prompts.close()
 
 
 def test_a_tokenizer_of_another_model_is_refused_with_both_numbers(tmp_path: Path, model: Path) -> None:

@@ -15,7 +15,6 @@ from echo2.learner.publishing.schedule import (
     MergeSchedule,
     PublicationSchedule,
     SettingChoice,
-    parents_to_publish,
 )
 from echo2.staleness.rule import is_admissible
 from echo2.weights import CodecSetting
@@ -70,12 +69,6 @@ def test_merges_join_halves_that_left_before_and_any_lag_takes_few_pieces(lags: 
     way = plan_catch_up(versions[-1 - behind], versions[-1], list(edges.values()), WorkerLink())
     assert way is not None
     assert len(way.offers) <= 2 * math.log2(min(behind, MERGED_LAG_MAX)) + 1 + behind // MERGED_LAG_MAX
-
-
-def test_edges_are_few_and_reach_no_farther_than_asked() -> None:
-    assert [parents_to_publish(ordinal, 64) for ordinal in (0, 1, 12)] == [(), (0,), (11, 10, 8)]
-    assert parents_to_publish(64, 16) == (63, 62, 60, 56, 48)
-    assert sum(len(parents_to_publish(v, 1024)) for v in range(1, 1025)) < 2.1 * 1024
 
 
 def test_merging_begins_anew_where_the_chain_was_broken() -> None:

@@ -12,6 +12,7 @@ from echo2.learner.learner import Learner
 from echo2.outside import SteadyClock
 from echo2.trust.identity import Identity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
+from tests.patience import WAIT_S
 from tests.unit.learner.fleet import RUN, Coordinator, issue, new_authority
 
 
@@ -44,7 +45,7 @@ def test_a_coordinator_that_moved_is_looked_for_and_told_of_a_step_and_an_accusa
         await coordinator.start()
         learner = Moved(coordinator)
         task = asyncio.create_task(learner.talk())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             while not learner.session.is_connected:
                 await asyncio.sleep(0.02)
             learner.accuse(PeerId("w"), "it lies", is_certain=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from echo2.base.errors import LimitExceeded, StateError, Unreachable
 from echo2.base.ids import Version
 from echo2.learner.training.shards import HELD_VERSIONS_MAX, Ahead, HeldVersions, ShardFollower, ShardLeader
-from echo2.weights import CodecSetting, DeltaHeader, encode_delta, encode_keyframe, fingerprint, join_frames
+from echo2.weights import DeltaHeader, encode_delta, fingerprint, join_frames
 from echo2.weights.block import EncodedBlock
 from echo2.weights.container import Method
 from echo2.weights.elements import ELEMENT_TYPES, Block
@@ -56,25 +56,15 @@ def leader() -> Iterator[ShardLeader]:
     thread.join()
 
 
-def delta_header(setting: CodecSetting = CodecSetting.FAST) -> DeltaHeader:
+def delta_header() -> DeltaHeader:
     return DeltaHeader(
         target_version=Version(1), parent_version=Version(0), parent_fingerprint=fingerprint(OLD, KEY),
-        fingerprint_key=KEY, setting=setting, block_elements=BLOCK_ELEMENTS,
+        fingerprint_key=KEY, block_elements=BLOCK_ELEMENTS,
     )  # fmt: skip
 
 
 def in_two(header: DeltaHeader) -> DeltaHeader:
     return DeltaHeader(**{name: getattr(header, name) for name in header.__slots__} | {"shard_count": 2})
-
-
-@pytest.mark.parametrize("setting", list(CodecSetting))
-def test_the_bytes_are_those_of_one_process(leader: ShardLeader, setting: CodecSetting) -> None:
-    assert leader.fingerprint(Version(0), OLD, KEY) == fingerprint(OLD, KEY)
-    encoding = leader.delta(OLD, NEW, delta_header(setting))
-    whole = encode_delta(OLD, NEW, in_two(delta_header(setting)))
-    assert join_frames(encoding) == join_frames(whole)
-    assert encoding.encoded_bytes == whole.encoded_bytes and encoding.fingerprint == fingerprint(NEW, KEY)
-    assert join_frames(leader.keyframe(NEW, WHOLE)) == join_frames(encode_keyframe(NEW, in_two(WHOLE)))
 
 
 def test_an_encoding_that_nobody_draws_to_its_end_is_in_nobodys_way(leader: ShardLeader) -> None:

@@ -72,30 +72,44 @@ def test_keys_follow_from_the_randomness_that_is_handed_in(tmp_path: Path) -> No
     assert first[0].peer_id != other[0].peer_id
 
 
-def test_a_secret_is_synced_before_it_has_its_name_and_the_name_after(tmp_path: Path) -> None:
-    done: list[str] = []
+class Watched(MachineFiles):
+    """Notes what is done, in order."""
 
-    class Watched:
-        def write(self, handle: int, data: bytes | memoryview) -> int:
-            done.append("write")
-            return MACHINE.files.write(handle, data)
+    def __init__(self) -> None:
+        self.done: list[str] = []
 
-        def sync(self, handle: int) -> None:
-            done.append("sync")
+    def write(self, handle: int, data: bytes | memoryview) -> int:
+        self.done.append("write")
+        return super().write(handle, data)
 
-        def sync_path(self, path: Path) -> None:
-            done.append(f"sync {path.name}")
+    def sync(self, handle: int) -> None:
+        self.done.append("sync")
 
-        def rename(self, old: Path, new: Path) -> None:
-            done.append(f"rename to {new.name}")
-            MACHINE.files.rename(old, new)
+    def sync_path(self, path: Path) -> None:
+        self.done.append(f"sync {path.name}")
 
+    def rename(self, old: Path, new: Path) -> None:
+        self.done.append(f"rename to {new.name}")
+        super().rename(old, new)
+
+
+def test_secrets_and_checkpoints_are_synced_before_they_have_their_names_and_the_names_after(tmp_path: Path) -> None:
     machine = Machine()
-    machine.files = Watched()  # type: ignore[assignment]
+    machine.files = files = Watched()
     with entered(machine):
         write_secret(tmp_path / "keys" / "identity.key", b"x" * 32)
-    assert done == ["write", "sync", "rename to identity.key", "sync keys"]
-    assert (tmp_path / "keys" / "identity.key").read_bytes() == b"x" * 32
+        assert files.done == ["write", "sync", "rename to identity.key", "sync keys"]
+        assert (tmp_path / "keys" / "identity.key").read_bytes() == b"x" * 32
+        files.done.clear()
+        store = CheckpointStore(tmp_path / "checkpoints", LearnerLimits(free_bytes_min=1))
+        weights = {"w": torch.ones(3)}
+        checkpoint = Checkpoint(Step(1), {}, weights, Version(1), state_of({"journal_from": 0}, Step(1), Version(1)))
+        store.begin(checkpoint)
+        store.save(checkpoint)
+    named = files.done.index("rename to step-00000001")
+    names = {path.name for path in (tmp_path / "checkpoints" / "step-00000001").iterdir()}
+    assert {f"sync {name}" for name in names} <= set(files.done[:named]), "every file first"
+    assert "sync checkpoints" in files.done[named:]
 
 
 def test_a_secret_that_was_not_taken_whole_does_not_replace_the_old_one(tmp_path: Path) -> None:
@@ -109,33 +123,6 @@ def test_a_secret_that_was_not_taken_whole_does_not_replace_the_old_one(tmp_path
     with entered(machine), pytest.raises(DiskFull):
         write_secret(tmp_path / "key", b"new")
     assert (tmp_path / "key").read_bytes() == b"old"
-
-
-def test_a_checkpoint_is_synced_before_it_has_its_name_and_the_name_after(tmp_path: Path) -> None:
-    done: list[str] = []
-
-    class Watched(MachineFiles):
-        __slots__ = ()
-
-        def sync_path(self, path: Path) -> None:
-            done.append(f"sync {path.name}")
-
-        def rename(self, old: Path, new: Path) -> None:
-            done.append(f"rename to {new.name}")
-            super().rename(old, new)
-
-    machine = Machine()
-    machine.files = Watched()
-    with entered(machine):
-        store = CheckpointStore(tmp_path / "checkpoints", LearnerLimits(free_bytes_min=1))
-        weights = {"w": torch.ones(3)}
-        checkpoint = Checkpoint(Step(1), {}, weights, Version(1), state_of({"journal_from": 0}, Step(1), Version(1)))
-        store.begin(checkpoint)
-        store.save(checkpoint)
-    named = done.index("rename to step-00000001")
-    files = {path.name for path in (tmp_path / "checkpoints" / "step-00000001").iterdir()}
-    assert {f"sync {name}" for name in files} <= set(done[:named]), "every file first"
-    assert "sync checkpoints" in done[named:]
 
 
 @contextlib.contextmanager

@@ -114,7 +114,23 @@ def test_columns_that_the_user_names_come_first(tmp_path: Path) -> None:
         ('{"prompt": "x", "answer": ["$3$", "$-3$"]}\n', "row 1: expected one answer .* write several as one text"),
         ('{"prompt": "x", "answer": {"value": 1}}\n', "row 1: expected one answer"),
         ("not json\n", "x.jsonl line 1: expected a JSON object"),
-        ("[1]\n", "line 1: expected a JSON object, got list"),
+        ("[1]\n", "row 1: expected a JSON object, got int"),
+        ("[" * 100_000, "expected a JSON array of objects, got maximum recursion"),
+        ("version https://git-lfs.example/spec/v1\noid sha256:ab\n", "x.jsonl: expected its content, got the pointer"),
+        ('{"prompt": " ", "answer": "1"}\n', "row 1: expected a column prompt"),
+        ('{"prompt": "x", "answer": "  "}\n', "row 1: expected a column answer"),
+        ('{"prompt": "x", "answer": NaN}\n', "row 1: expected one answer as text or number, got 'nan'"),
+        ('{"prompt": "x", "answer": true}\n', "row 1: expected one answer as text or number, got 'True'"),
+        ('{"prompt": "\\ud83d", "answer": "1"}\n', "row 1: expected text of whole characters"),
+        ('{"prompt": "[{\\"role\\": \\"user\\"}]", "answer": "1"}\n', "row 1: .* a chat as a list instead of text"),
+        (
+            '{"prompt": [{"role": null, "content": "x"}], "answer": "1"}\n',
+            "row 1: expected a prompt as text or as a list",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "1"}], "answer": "1"}\n',
+            "row 1: .* got one that ends with the assistant's message",
+        ),
         ("\n", "expected rows, found none"),
     ],
 )
@@ -122,6 +138,16 @@ def test_what_is_wrong_with_a_file_is_said_with_its_place(tmp_path: Path, conten
     path = tmp_path / "x.jsonl"
     path.write_text(content)
     with pytest.raises(TaskError, match=message):
+        read_math_rows(path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("content", [b"", b"PAR1xxxxPAR1", b"<!DOCTYPE html>"])
+def test_a_damaged_file_of_columns_is_named(tmp_path: Path, suffix: str, content: bytes) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(TaskError, match=rf"x{suffix}: expected whole {suffix[1:]}, got something else"):
         read_math_rows(path)
 
 
@@ -137,6 +163,9 @@ def test_missing_paths_splits_and_kinds_are_said(tmp_path: Path) -> None:
 
 
 def test_an_array_and_a_lone_file_are_read_and_other_columns_named(tmp_path: Path) -> None:
+    misnamed = tmp_path / "array.jsonl"
+    misnamed.write_text(json.dumps(ROWS, indent=1))
+    assert len(read_math_rows(misnamed)) == 3
     array = tmp_path / "x.json"
     array.write_text(json.dumps([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]))
     assert [row.answer for row in read_math_rows(array)] == ["1", "2"]
@@ -146,7 +175,7 @@ def test_an_array_and_a_lone_file_are_read_and_other_columns_named(tmp_path: Pat
     with pytest.raises(TaskError, match="x.json row 1: expected a JSON object, got int"):
         read_math_rows(array)
     array.write_text("1")
-    with pytest.raises(TaskError, match="x.json: expected a JSON array of objects, got int"):
+    with pytest.raises(TaskError, match="x.json line 1: expected a JSON object, got int"):
         read_math_rows(array)
     lone = tmp_path / "set"
     lone.mkdir()

@@ -62,7 +62,6 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
     authority: RunAuthority
     held: dict[tuple[str, int], list[RolloutSegment]] = field(default_factory=dict)
     finished: dict[tuple[str, int], Rollout] = field(default_factory=dict)
-    closed: set[str] = field(default_factory=set)
     reports: list[ingest_pb2.RolloutReport] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     is_silent: bool = False
@@ -112,24 +111,18 @@ class SmallLearner(ingest_pb2_grpc.IngestServicer):
 
     def judge(self, segment: RolloutSegment, group_id: str) -> SegmentVerdict:
         key = (segment.group_id, segment.index)
-        count = sum(len(s.token_ids) for s in self.held.get(key, []))
-
-        def said(verdict: Verdict, held: int) -> SegmentVerdict:
-            return SegmentVerdict(segment.group_id, segment.index, verdict, held)
-
-        if segment.group_id != group_id:
-            return said(Verdict.REFUSED, 0)
-        if group_id in self.closed:
-            return said(Verdict.CLOSED, count)
+        count, verdict = sum(len(s.token_ids) for s in self.held.get(key, [])), Verdict.HELD
+        assert segment.group_id == group_id, "of the lease's group"
         if key in self.finished:
-            return said(Verdict.DUPLICATE, count)
-        if segment.offset != count:
-            return said(Verdict.RESEND, count)
-        self.held.setdefault(key, []).append(segment)
-        if segment.is_final:
-            self.finished[key] = self.rollout_of(key)
-            return said(Verdict.ADMITTED, segment.end)
-        return said(Verdict.HELD, segment.end)
+            verdict = Verdict.DUPLICATE
+        elif segment.offset != count:
+            verdict = Verdict.RESEND
+        else:
+            self.held.setdefault(key, []).append(segment)
+            count = segment.end
+            if segment.is_final:
+                self.finished[key], verdict = self.rollout_of(key), Verdict.ADMITTED
+        return SegmentVerdict(segment.group_id, segment.index, verdict, count)
 
     async def until(self, is_so: Any, within_s: float = 60.0) -> None:
         """Waits until `is_so(self)`, woken by reports."""
@@ -156,7 +149,7 @@ class SmallCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     requests: list[coordinator_pb2.LeaseRequest] = field(default_factory=list)
     ended: list[coordinator_pb2.LeaseEnded] = field(default_factory=list)
     leavings: list[str] = field(default_factory=list)
-    outbox: asyncio.Queue[coordinator_pb2.WorkerOrder] = field(default_factory=asyncio.Queue)
+    outbox: asyncio.Queue[coordinator_pb2.WorkerOrder | None] = field(default_factory=asyncio.Queue)  # None: its end
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     leases: int = 0
     _level: int = 0
@@ -180,15 +173,11 @@ class SmallCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 unix_s=time.time() + self.clock_ahead_s,
             )
         )  # fmt: skip
-        reading = asyncio.create_task(self._read(requests, caller.peer_id))
+        reading, outbox = asyncio.create_task(self._read(requests, caller.peer_id)), self.outbox
+        reading.add_done_callback(lambda _: outbox.put_nowait(None))
         try:
-            while not reading.done():
-                getting = asyncio.create_task(self.outbox.get())
-                await asyncio.wait([getting, reading], return_when=asyncio.FIRST_COMPLETED)
-                if getting.done():
-                    yield getting.result()
-                else:
-                    getting.cancel()
+            while (order := await outbox.get()) is not None:
+                yield order
         finally:
             reading.cancel()
 
