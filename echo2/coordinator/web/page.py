@@ -95,7 +95,7 @@ class Web:
             Route("/favicon.ico", lambda request: FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")),
             Route("/api/workers.csv", self._workers_csv), Route("/api/series.csv", self._series_csv),
             Route("/api/stream", self._stream), Route("/metrics", self._metrics), Mount("/static", StaticFiles(directory=STATIC)),
-            *(Route(path, _answering(value)) for path, value in values.items()),
+            *(Route(path, self._answering(value)) for path, value in values.items()),
             *(Route(f"/api/{name}", self._acting(name), methods=["POST"]) for name in ACTIONS),
         ]  # fmt: skip
         return Starlette(routes=routes, exception_handlers={EchoError: _echo_error, BodyRefused: body_refused})
@@ -158,15 +158,7 @@ class Web:
             if snapshot is None:
                 return plan_value(None, "what-if", "a first step and a first measured worker")
             changed, config = what_if.snapshot(snapshot), what_if.config(plan_config(hub.config, hub.board))
-            work = asyncio.create_task(hub.plan_process.run(len(snapshot.workers), make_plan, changed, config, None))
-            stopping = asyncio.create_task(self._stopping.wait())  # a plan may take longer than a clean end
-            try:
-                await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
-                if not work.done():
-                    raise Unreachable("what if: the coordinator is stopping")
-                plan = work.result()
-            finally:
-                await cancel_all((work, stopping))
+            plan = await hub.plan_process.run(len(snapshot.workers), make_plan, changed, config, None)
         return plan_value(plan, "what-if", "")
 
     async def _workers_csv(self, request: Request) -> Response:
@@ -204,19 +196,31 @@ class Web:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(has_to_end.wait(), STREAM_S)
 
+    def _answering(
+        self, value: Callable[[QueryParams], Values | Awaitable[Values]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """A plan or the learner's answer may take longer than a clean end waits."""
+
+        async def endpoint(request: Request) -> Response:
+            answer = value(request.query_params)
+            if isinstance(answer, dict):
+                return JSONResponse(answer)
+            work, stopping = asyncio.ensure_future(answer), asyncio.ensure_future(self._stopping.wait())
+            try:
+                await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    raise Unreachable("the coordinator is stopping")
+                return JSONResponse(work.result())
+            finally:
+                await cancel_all((work, stopping))
+
+        return endpoint
+
     def _acting(self, name: str) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             return JSONResponse(await self._commands.act(name, await request.body()))
 
         return endpoint
-
-
-def _answering(value: Callable[[QueryParams], Values | Awaitable[Values]]) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        answer = value(request.query_params)
-        return JSONResponse(answer if isinstance(answer, dict) else await answer)
-
-    return endpoint
 
 
 async def _echo_error(request: Request, error: Exception) -> Response:

@@ -377,3 +377,14 @@ async def test_questions_that_the_learner_leaves_open_are_bounded_and_an_answer_
     for one in asking:
         one.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def test_who_asks_for_rollouts_while_the_coordinator_stops_is_told_so(tmp_path: Path) -> None:
+    async with page(tmp_path) as (daemon, web):
+        learner = await Node.join(daemon, Role.LEARNER)
+        await learner.hello(step_limit=9)
+        asked = asyncio.create_task(web.get("/api/rollouts"))
+        await learner.until("wanted")
+        daemon.stop()
+        assert "the coordinator is stopping" in (await asked).json()["error"]
+        await learner.close()

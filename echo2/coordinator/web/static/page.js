@@ -44,7 +44,7 @@ function drawHeader() {
   setText($("model"), l.is_known ? `${l.model} · version ${l.version} · batches of ${l.rollouts_per_step} rollouts in groups of ${l.rollouts_per_group}` : "waiting for the learner to join");
   const isWell = state.advice.steps[0]?.kind === "good", waits = !isWell && state.waits.some((w) => w.what.startsWith("the learner waits") && now() - w.since > USUAL_S);
   const isSilent = state.waits.some((w) => w.what.startsWith("nothing is heard of the learner"));
-  const [text, kind] = run.finished ? ["finished", "good"] : !l.is_known ? ["waiting for the learner", "info"] : l.is_finished ? ["finishing", "good"] : !l.is_connected ? ["learner away", "bad"] : isSilent ? ["learner silent", "bad"] : waits ? ["learner waits", "warn"] : state.advice.steps[0]?.kind === "bad" ? ["stands still", "bad"] : l.step ? ["training", "good"] : ["first rollouts", "info"];
+  const [text, kind] = run.finished ? ["finished", "good"] : !l.is_known ? ["waiting for the learner", "info"] : l.is_finished ? ["finishing", "good"] : !l.is_connected ? ["learner away", "bad"] : isSilent ? ["learner silent", "bad"] : waits ? ["learner waits", "warn"] : state.advice.steps[0]?.kind === "bad" ? ["needs attention", "bad"] : l.step ? ["training", "good"] : ["first rollouts", "info"];
   setText($("status"), text); $("status").className = "pill " + kind;
 }
 function drawWaits() {
