@@ -42,13 +42,14 @@ from benchmarks.broadcast_model.scenarios import broadcast, partly_needed_fleet,
 from benchmarks.broadcast_run import Outcome, run
 from benchmarks.broadcast_scene import (
     OWN_EARLIEST_TARGET,
+    POLICER_QUEUE_S,
     Fault,
     Scene,
     fluid_s,
     make_partly_needed_scene,
     make_scene,
 )
-from benchmarks.wan.lab import missing
+from benchmarks.wan.lab import QUEUE_S, missing
 from echo2.broadcast.trees import plan
 
 RESULTS = Path(__file__).parent / "results" / "broadcast.json"
@@ -65,7 +66,7 @@ SIM_MIB = {64: 64, 256: 64, 1000: 128}  # larger fleets have longer paths: short
 START_AND_END_S = 8.0  # of a cell's processes, beside the broadcast
 HEADER = (
     "| links | workers | method | scale | MiB | slowest s | bound s | ratio | target | seed sent / optimum | dup % "
-    "| cores | cpu s / GiB | late % |"
+    "| cores | cpu s / GiB | late % | dropped |"
 )
 
 
@@ -86,6 +87,8 @@ class Cell:
     is_bbr_offered: bool = True
     is_second: bool = False
     is_ipv6: bool = False
+    swing_s: float = 0.0
+    queue_s: float = QUEUE_S
 
     def scene(self) -> Scene:
         scale = self.scale or scale_for(self.kind, self.workers)
@@ -103,6 +106,8 @@ class Cell:
             is_bbr_offered=self.is_bbr_offered,
             is_second=self.is_second,
             is_ipv6=self.is_ipv6,
+            swing_s=self.swing_s,
+            queue_s=self.queue_s,
         )
 
     @property
@@ -125,6 +130,10 @@ TABLE = (
     *(Cell("heterogeneous", 10, method, 64, natted=3, loss=0.003) for method in ("echo2", "libtorrent tuned")),
     *(Cell("homogeneous", 8, method, 64, is_seed_natted=True) for method in ("echo2", "libtorrent tuned")),
     *(Cell("homogeneous", 8, method, 64, is_ipv6=True) for method in ("echo2", "libtorrent tuned")),
+    *(Cell("thin pipe", 8, method, 64) for method in ("echo2", "libtorrent tuned")),
+    *(Cell("homogeneous", 8, method, 64, swing_s=4.0) for method in ("echo2", "libtorrent tuned")),
+    *(Cell("homogeneous", 8, method, 64, queue_s=POLICER_QUEUE_S) for method in ("echo2", "libtorrent tuned")),
+    *(Cell("satellite", 6, method, 64) for method in ("echo2", "libtorrent tuned")),
     *(Cell("small delta", 8, method, 2) for method in ("echo2", "libtorrent tuned")),
     Cell("small delta", 8, mib=2, is_second=True),
     *(Cell(kind, 8, "star", mib=8) for kind in BOTH),  # its ratio does not depend on the size, its time does
@@ -155,7 +164,7 @@ def printed(cell: Cell, scene: Scene, got: Outcome) -> str:
         f"{got.seed_sent_bytes / scene.optimum_seed_bytes():.2f} | "
         f"{100 * got.duplicate_bytes / max(1, got.sent_bytes):.2f} | "
         f"{got.cores_used:.2f}{' (saturated)' if is_saturated(got) else ''} | {got.cpu_s_per_gib(scene):.0f} | "
-        f"{100 * got.late:.2f} |"
+        f"{100 * got.late:.2f} | {got.dropped} |"
     )
 
 
@@ -190,6 +199,8 @@ def kept(cell: Cell, scene: Scene, outcomes: list[Outcome]) -> list[dict[str, An
         memory = statistics.median([got.rss_mib for got in outcomes])
         rows.append(row(f"{where}/memory", memory, "MiB, of the largest node's process", None))
         rows.append(row(f"{where}/cores used", statistics.median([got.cores_used for got in outcomes]), "cores", None))
+    dropped = statistics.median([got.dropped for got in outcomes])
+    rows.append(row(f"{where}/{cell.method}, dropped", dropped, "packets that queues had no room for", None))
     cost = statistics.median([got.cpu_s_per_gib(scene) for got in outcomes])
     rows.append(row(f"{where}/{cell.method}, CPU", cost, "CPU s per relayed GiB", None))
     return rows

@@ -106,9 +106,9 @@ def _network(scene: Scene, in_lab: bool, congestion_control: str) -> Iterator[La
         yield None
         return
     hosts = [
-        LabHost(n.name, n.up, n.down, n.region, scene.loss / 2, accepts_inbound=not n.is_natted) for n in scene.nodes
+        LabHost(n.name, n.up, n.down, n.region, scene.loss / 2, not n.is_natted, scene.queue_s) for n in scene.nodes
     ]
-    with lab(hosts, RTT_S, congestion_control, is_ipv6=scene.is_ipv6) as made:
+    with lab(hosts, RTT_S, congestion_control, is_ipv6=scene.is_ipv6, pipe_bytes_per_s=scene.pipe) as made:
         yield made
 
 
@@ -146,6 +146,7 @@ class _Processes:
     def __init__(self, folder: Path, scene: Scene, method: str, made: Lab | None) -> None:
         self._folder, self._scene, self._method, self._lab = folder, scene, method, made
         self._all: list[subprocess.Popen[str]] = []
+        self._done = threading.Event()
 
     def measure(self, limit_s: float) -> list[dict[str, Any]]:
         """One result per node; empty for a node that was killed."""
@@ -160,6 +161,8 @@ class _Processes:
             for number in reversed(nodes):  # the seed last
                 self._tell(number, "GO")
             begun_at = time.monotonic()
+            swinging = threading.Thread(target=self._swing, args=(begun_at,))
+            swinging.start()
             self._befall(begun_at)
             gone = self._scene.fault.node if self._scene.fault and self._scene.fault.kind == "dies" else None
             living = [number for number in nodes if number != gone]
@@ -168,6 +171,8 @@ class _Processes:
                 results[number] = json.loads(self._line(number))
             if not self._scene.is_second:
                 results[0]["begun_at"] = min(begun_at, results[0]["begun_at"])
+            self._done.set()
+            swinging.join()
             for number in living:
                 self._tell(number, "STOP")
             for number in living:
@@ -175,6 +180,7 @@ class _Processes:
             return results
         finally:
             watchdog.cancel()
+            self._done.set()
             self._end()
             for process in self._all:
                 _reap(process)
@@ -188,6 +194,15 @@ class _Processes:
     def _end(self) -> None:
         for process in self._all:
             process.kill()
+
+    def _swing(self, begun_at: float) -> None:
+        """Sets the uplinks that change, until all is done."""
+        while self._lab is not None and self._scene.swing_s:
+            elapsed_s = time.monotonic() - begun_at
+            for number, node in enumerate(self._scene.nodes):
+                self._lab.set_rates(number, self._scene.up_at(number, elapsed_s), node.down)
+            if self._done.wait(self._scene.swing_s - elapsed_s % self._scene.swing_s):
+                return
 
     def _befall(self, begun_at: float) -> None:
         """The scene's fault, at its time."""
@@ -227,7 +242,7 @@ class _Processes:
         with (self._folder / f"{self._scene.nodes[number].name}.log").open("a") as log:
             return subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))},
             )  # fmt: skip
 
     def _tell(self, number: int, word: str) -> None:
@@ -266,7 +281,9 @@ def _outcome(scene: Scene, method: str, results: list[dict[str, Any]], stats: di
         duplicate_bytes=sum(r["duplicates"] for r in living), pulled=sum(r["pulled"] for r in living),
         cpu_s=sum(r["cpu_s"] for r in living) / count, emulator_cpu_s=stats.get("cpu_s", 0.0),
         late=stats["late_frames"] / max(1, stats["frames"]) if stats else 0.0,
-        dropped=sum(h["up_dropped"] + h["down_dropped"] for h in stats["hosts"]) if stats else 0,
+        dropped=sum(
+            pipe[name] for pipe in (*stats["hosts"], *stats["pipes"]) for name in pipe if name.endswith("dropped")
+        ) if stats else 0,
         rss_mib=max(r["rss_mib"] for r in living),
         connections=max(r.get("connections", 0) for r in living), topology=results[0]["topology"], times=times,
     )  # fmt: skip

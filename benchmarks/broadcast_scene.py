@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from benchmarks.wan.lab import QUEUE_S
 from echo2.base.ids import PeerId
 from echo2.broadcast.plan import NodeLink
 from echo2.broadcast.trees import Needs
@@ -20,6 +21,7 @@ REGIONS = ("use", "usw", "eu")
 RTT_S = {
     ("eu", "eu"): 0.02, ("use", "use"): 0.02, ("usw", "usw"): 0.02,
     ("eu", "use"): 0.08, ("eu", "usw"): 0.10, ("use", "usw"): 0.06,
+    **{tuple(sorted(("sat", region))): 0.6 for region in ("eu", "use", "usw", "sat")},
 }  # fmt: skip
 HETEROGENEOUS_UP = (50, 200, 75, 100, 150, 50, 100, 75)
 HETEROGENEOUS_DOWN = (150, 400, 200, 200, 300, 200, 400, 150)
@@ -29,7 +31,13 @@ LINKS = {  # Mbit/s up and down: the seed's, then the workers'
     "giant relay": ((100, 200), (1000, 1000), *[(20, 100)] * 7),
     "home uplinks": ((40, 200), *[(20, 200)] * 6),
     "small delta": ((200, 400), *[(100, 200)] * 8),
+    "thin pipe": ((200, 400), *[(100, 200)] * 8),
+    "satellite": ((200, 400), *[(100, 200)] * 5, (50, 200)),
 }
+PLACES = {"thin pipe": ("use", "eu"), "satellite": (*REGIONS, "use", "usw", "sat")}  # of the workers, in turn
+PIPE_MBIT = {"thin pipe": 100}  # what the two regions share, each way
+SWINGING_UP = 0.5  # half the workers' uplinks at a time have this share of their rate, the others all of it
+POLICER_QUEUE_S = 0.010
 PAUSE_S = 3.0
 OWN_EARLIEST_TARGET = 1.25
 EARLY_SHARE = 0.9
@@ -41,7 +49,8 @@ TARGETS = {
     ("slow downlink", 6): 1.10, ("giant relay", 8): 1.08, ("home uplinks", 6): 1.08, ("small delta", 8): 1.30,
     ("small delta, the second", 8): 1.30,
     ("heterogeneous, 3 behind NAT, 0.3 % loss", 10): 1.15, ("homogeneous, the learner behind NAT", 8): 1.10,
-    ("homogeneous, IPv6", 8): 1.10,
+    ("homogeneous, IPv6", 8): 1.10, ("thin pipe", 8): 1.15, ("satellite", 6): 1.15,
+    ("homogeneous, uplinks change every 4 s", 8): 1.15, ("homogeneous, queues of 10 ms", 8): 1.15,
 }  # fmt: skip
 
 
@@ -83,6 +92,9 @@ class Scene:
     share: float = 1.0
     is_second: bool = False  # an artifact of the same size went before, PAUSE_S earlier, over the same connections
     is_ipv6: bool = False
+    pipe: float = 0.0  # bytes/s that all traffic from one region to another shares; 0: nothing does
+    swing_s: float = 0.0  # how often the workers' uplinks change twofold
+    queue_s: float = QUEUE_S  # of every link
 
     @property
     def needs(self) -> Needs:
@@ -112,6 +124,10 @@ class Scene:
             kind += ", the second"
         if self.is_ipv6:
             kind += ", IPv6"
+        if self.swing_s:
+            kind += f", uplinks change every {self.swing_s:g} s"
+        if self.queue_s < QUEUE_S:
+            kind += f", queues of {1e3 * self.queue_s:.0f} ms"
         return kind
 
     @property
@@ -121,11 +137,25 @@ class Scene:
     def bound_s(self, overhead: float) -> float:
         """The fluid bound; of the survivors from the moment when one dies."""
         size = self.size_bytes * overhead
-        whole = fluid_s(self.nodes, size)
+        whole = fluid_s(self.mean_nodes, size)
+        if self.pipe:  # every region but the seed's needs a copy
+            whole = max(whole, size / self.pipe)
         if self.fault is None or self.fault.kind != "dies":
             return whole
         left = [node for number, node in enumerate(self.nodes) if number != self.fault.node]
         return max(whole, self.fault.at * whole + (1 - self.fault.at) * fluid_s(left, size))
+
+    def up_at(self, number: int, elapsed_s: float) -> float:
+        """A node's uplink at a time after the start."""
+        node = self.nodes[number]
+        is_low = bool(self.swing_s and number) and (int(elapsed_s / self.swing_s) + number) % 2 == 0
+        return node.up * (SWINGING_UP if is_low else 1.0)
+
+    @property
+    def mean_nodes(self) -> tuple[SceneNode, ...]:
+        """With their uplinks' means over time."""
+        share = (1 + SWINGING_UP) / 2 if self.swing_s else 1.0
+        return (self.nodes[0], *(replace(node, up=node.up * share) for node in self.nodes[1:]))
 
     @property
     def path_s(self) -> float:
@@ -147,8 +177,8 @@ class Scene:
     def optimum_seed_bytes(self) -> float:
         """What the seed has to send at the bound: what the workers' uplinks cannot carry, and all of it once. If some can be done
         before the slowest, it is sending until the first is."""
-        took = fluid_s(self.nodes, self.size_bytes)
-        carried = sum(node.up for node in self.nodes[1:]) * took
+        took = self.bound_s(1.0)
+        carried = sum(node.up for node in self.mean_nodes[1:]) * took
         first_s = min(self.own_earliest_s(1.0).values())
         early = self.nodes[0].up * first_s if first_s < EARLY_SHARE * took else 0.0
         return max(self.size_bytes, self.workers * self.size_bytes - carried, early)
@@ -182,10 +212,12 @@ def make_scene(
             if kind == "homogeneous"
             else (HETEROGENEOUS_UP[i % 8], HETEROGENEOUS_DOWN[i % 8])
         )
-        region = REGIONS[i % 3]
+        places = PLACES.get(kind, REGIONS)
+        region = places[i % len(places)]
         rtt_s = RTT_S[(min(region, "use"), max(region, "use"))]
         nodes.append(SceneNode(f"w{i}", up * MBIT * scale, down * MBIT * scale, region, rtt_s, i < natted))
-    return Scene(kind, tuple(nodes), int(mib * MIB), chunk_kib << 10, loss, fault)
+    pipe = PIPE_MBIT.get(kind, 0) * MBIT * scale
+    return Scene(kind, tuple(nodes), int(mib * MIB), chunk_kib << 10, loss, fault, pipe=pipe)
 
 
 STANDBY_UP, STANDBY_DOWN = 10, 30

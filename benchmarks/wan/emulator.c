@@ -1,10 +1,12 @@
 /* The network between emulated hosts: each host is a namespace with one TUN device, and every packet passes here.
  *
- *   uplink (rate, drop-tail queue) -> path (one-way delay, random loss) -> downlink (rate, drop-tail queue)
+ *   uplink (rate, drop-tail queue) -> pipe that paths share, if any -> path (one-way delay, random loss) -> downlink
  *
  * Reads commands on stdin, answers each with one line on stdout, ends when stdin does:
  *   host NETNS_PATH IPV4 UP_BYTES_PER_S DOWN_BYTES_PER_S UP_QUEUE_BYTES DOWN_QUEUE_BYTES ACCEPTS_INBOUND
- *   path FROM TO DELAY_US LOSS_PER_MILLION        (hosts by number, in order of `host`)
+ *   pipe BYTES_PER_S QUEUE_BYTES                  (numbered from 0)
+ *   path FROM TO DELAY_US LOSS_PER_MILLION PIPE   (hosts by number, in order of `host`; PIPE -1: none)
+ *   rates HOST UP_BYTES_PER_S DOWN_BYTES_PER_S    (from now on)
  *   link HOST UP                                  (0: black-holes it both ways)
  *   stats
  * IPv6 packets go to the host whose IPv4 address ends theirs. Rates count IP bytes. Segmentation offload stays on, so
@@ -30,7 +32,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { HOSTS_MAX = 128, FRAME_MAX = 66000, READS_PER_ROUND = 64 };
+enum { HOSTS_MAX = 128, PIPES_MAX = 64, FRAME_MAX = 66000, READS_PER_ROUND = 64 };
 enum { PREFIX = sizeof(struct virtio_net_hdr) };
 static const int64_t ROUND_NS = 500000; /* one wake-up serves many packets */
 
@@ -50,12 +52,16 @@ typedef struct {
   int64_t delay_ns;
   double loss;
   int64_t clean_left; /* segments until the next loss */
+  Pipe *pipe;         /* shared with other paths, or NULL */
 } Path;
+
+typedef enum { INTO_PIPE, ON_PATH, THROUGH_DOWNLINK } Stage;
 
 typedef struct {
   int64_t at;
   uint64_t order;
-  int from, to, length, is_through_downlink;
+  int from, to, length;
+  Stage stage; /* where it is at the time `at` */
   uint8_t *bytes;
 } Frame;
 
@@ -65,6 +71,8 @@ typedef struct { int header, payload, per_segment, segments; } Shape;
 static Host hosts[HOSTS_MAX];
 static Path paths[HOSTS_MAX][HOSTS_MAX];
 static int host_count;
+static Pipe pipes[PIPES_MAX];
+static int pipe_count;
 static Frame *queue;
 static size_t queued, queue_room;
 static uint64_t next_order, lost, late_frames, frames;
@@ -197,8 +205,14 @@ static int pass(Pipe *pipe, Frame *frame) {
 }
 
 static void into_downlink(Frame frame) {
-  frame.is_through_downlink = 1;
+  frame.stage = THROUGH_DOWNLINK;
   if (pass(&hosts[frame.to].down, &frame)) enqueue(frame);
+}
+
+static void onto_path(Frame frame) {
+  frame.at += paths[frame.from][frame.to].delay_ns;
+  frame.stage = ON_PATH;
+  enqueue(frame);
 }
 
 static int64_t draw_clean(double loss) { return (int64_t)(log(1.0 - drand48()) / log(1.0 - loss)); }
@@ -237,8 +251,8 @@ static void from_host(int from, const uint8_t *bytes, int length, int64_t now) {
   if (!frame.bytes) abort();
   memcpy(frame.bytes, bytes, length);
   if (!pass(&hosts[from].up, &frame)) return;
-  frame.at += paths[from][to].delay_ns;
-  enqueue(frame);
+  if (paths[from][to].pipe) enqueue(frame); /* in the order in which frames leave their uplinks */
+  else onto_path(frame);
 }
 
 static void deliver(Frame frame, int64_t now) {
@@ -286,7 +300,18 @@ static void tell_stats(void) {
     printf("%s{\"up_bytes\":%llu,\"down_bytes\":%llu,\"up_dropped\":%llu,\"down_dropped\":%llu}", i ? "," : "",
            (unsigned long long)hosts[i].up.passed_bytes, (unsigned long long)hosts[i].down.passed_bytes,
            (unsigned long long)hosts[i].up.dropped, (unsigned long long)hosts[i].down.dropped);
+  printf("],\"pipes\":[");
+  for (int i = 0; i < pipe_count; i++)
+    printf("%s{\"bytes\":%llu,\"dropped\":%llu}", i ? "," : "", (unsigned long long)pipes[i].passed_bytes,
+           (unsigned long long)pipes[i].dropped);
   printf("]}\n");
+}
+
+/* What waits goes on at the new rate. */
+static void set_rate(Pipe *pipe, double bytes_per_s) {
+  int64_t now = now_ns();
+  if (pipe->free_at > now) pipe->free_at = now + (int64_t)((pipe->free_at - now) * pipe->bytes_per_s / bytes_per_s);
+  pipe->bytes_per_s = bytes_per_s;
 }
 
 static void command(const char *line) {
@@ -295,10 +320,17 @@ static void command(const char *line) {
   double n[5];
   if (sscanf(line, "host %255s %63s %lf %lf %lf %lf %lf", namespace, address, n, n + 1, n + 2, n + 3, n + 4) == 7) {
     is_good = add_host(namespace, address, n);
-  } else if (sscanf(line, "path %d %d %lf %lf", &first, &second, n, n + 1) == 4 && first >= 0 && second >= 0 &&
-             first < host_count && second < host_count) {
+  } else if (sscanf(line, "pipe %lf %lf", n, n + 1) == 2 && pipe_count < PIPES_MAX) {
+    pipes[pipe_count++] = (Pipe){.bytes_per_s = n[0], .queue_bytes = (int64_t)n[1]};
+    is_good = 1;
+  } else if (sscanf(line, "rates %d %lf %lf", &first, n, n + 1) == 3 && first >= 0 && first < host_count) {
+    set_rate(&hosts[first].up, n[0]);
+    set_rate(&hosts[first].down, n[1]);
+    is_good = 1;
+  } else if (sscanf(line, "path %d %d %lf %lf %lf", &first, &second, n, n + 1, n + 2) == 5 && first >= 0 &&
+             second >= 0 && first < host_count && second < host_count && n[2] < pipe_count) {
     Path *path = &paths[first][second];
-    *path = (Path){(int64_t)(n[0] * 1000), n[1] / 1e6, 0};
+    *path = (Path){(int64_t)(n[0] * 1000), n[1] / 1e6, 0, n[2] < 0 ? NULL : &pipes[(int)n[2]]};
     if (path->loss > 0) path->clean_left = draw_clean(path->loss);
     is_good = 1;
   } else if (sscanf(line, "link %d %d", &first, &second) == 2 && first >= 0 && first < host_count) {
@@ -343,8 +375,9 @@ int main(void) {
     int64_t now = now_ns();
     while (queued && queue[0].at <= now + ROUND_NS / 2) {
       Frame frame = dequeue();
-      if (frame.is_through_downlink) deliver(frame, now);
-      else off_the_path(frame);
+      if (frame.stage == THROUGH_DOWNLINK) deliver(frame, now);
+      else if (frame.stage == ON_PATH) off_the_path(frame);
+      else if (pass(paths[frame.from][frame.to].pipe, &frame)) onto_path(frame);
     }
     for (int i = 0; i < host_count; i++) watched[i] = (struct pollfd){.fd = hosts[i].tun, .events = POLLIN};
     watched[host_count] = (struct pollfd){.fd = 0, .events = POLLIN};

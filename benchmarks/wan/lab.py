@@ -29,7 +29,8 @@ QUEUE_BYTES_MIN = 16 * 1500
 
 @dataclass(frozen=True, slots=True)
 class LabHost:
-    """One host; rates count IP bytes per second. `accepts_inbound` False: nobody can open a TCP connection to it."""
+    """One host; rates count IP bytes per second. `accepts_inbound` False: nobody can open a TCP connection to it. `queue_s`: of
+    its link's drop-tail queues."""
 
     name: str
     up: float
@@ -37,6 +38,7 @@ class LabHost:
     region: str = ""
     loss: float = 0.0
     accepts_inbound: bool = True
+    queue_s: float = QUEUE_S
 
 
 def missing() -> str:
@@ -81,6 +83,10 @@ class Lab:
         """Cuts a host's link (packets vanish, nobody is told) or restores it."""
         self._do(f"link {index} {int(is_up)}")
 
+    def set_rates(self, index: int, up: float, down: float) -> None:
+        """Of a host's link, from now on; its queues keep their bytes."""
+        self._do(f"rates {index} {up} {down}")
+
     def stats(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._ask("stats"))
         return found
@@ -95,11 +101,11 @@ class Lab:
         self._emulator.stdin.flush()
         return self._emulator.stdout.readline().strip()
 
-    def _set_up(self, rtt_s: dict[tuple[str, str], float], congestion_control: str) -> None:
+    def _set_up(self, rtt_s: dict[tuple[str, str], float], congestion_control: str, pipe_bytes_per_s: float) -> None:
         for index, host in enumerate(self.hosts):
             space = self.namespace(index)
             _run("ip", "netns", "add", space)
-            queues = " ".join(str(max(QUEUE_BYTES_MIN, int(rate * QUEUE_S))) for rate in (host.up, host.down))
+            queues = " ".join(str(max(QUEUE_BYTES_MIN, int(rate * host.queue_s))) for rate in (host.up, host.down))
             self._do(
                 f"host /run/netns/{space} {self._ipv4(index)} {host.up} {host.down} {queues} "
                 f"{int(host.accepts_inbound)}"
@@ -113,12 +119,17 @@ class Lab:
                 _run("ip", "-n", space, "route", "replace", "fd87::/64", "dev", "wan0", "congctl", congestion_control)
             forget = ["sysctl", "-qw", "net.ipv4.tcp_no_metrics_save=1"]
             _run("nsenter", f"--net=/run/netns/{space}", "--", *forget)
+        pipes: dict[tuple[str, str], int] = {}
         for a, first in enumerate(self.hosts):
             for b, second in enumerate(self.hosts):
                 if a != b:
                     regions = (min(first.region, second.region), max(first.region, second.region))
                     loss = 1 - (1 - first.loss) * (1 - second.loss)
-                    self._do(f"path {a} {b} {rtt_s[regions] * 5e5} {loss * 1e6}")
+                    way = (first.region, second.region)
+                    if pipe_bytes_per_s and first.region != second.region and way not in pipes:
+                        pipes[way] = len(pipes)
+                        self._do(f"pipe {pipe_bytes_per_s} {int(pipe_bytes_per_s * QUEUE_S)}")
+                    self._do(f"path {a} {b} {rtt_s[regions] * 5e5} {loss * 1e6} {pipes.get(way, -1)}")
 
     def _tear_down(self) -> None:
         if self._emulator.stdin is not None:
@@ -137,14 +148,15 @@ def lab(
     congestion_control: str = "cubic",
     *,
     is_ipv6: bool = False,
+    pipe_bytes_per_s: float = 0.0,
 ) -> Iterator[Lab]:
     """Brings the hosts up. `rtt_s` by pair of regions, the names of a pair in alphabetical order. `is_ipv6`: their addresses
-    are of IPv6; the others work as well."""
+    are of IPv6; the others work as well. `pipe_bytes_per_s`: what all bytes from one region to another share, each way."""
     _remove_left()
     emulator = subprocess.Popen([_compiled()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     made = Lab(hosts, emulator, is_ipv6=is_ipv6)
     try:
-        made._set_up(rtt_s, congestion_control)
+        made._set_up(rtt_s, congestion_control, pipe_bytes_per_s)
         yield made
     finally:
         made._tear_down()

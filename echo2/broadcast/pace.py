@@ -26,6 +26,7 @@ PUSH_SILENCE_S = 1.0  # a tree that works brings many chunks a second
 FIRST_PUSH_S = 0.4  # a header and the first chunk travel together
 PUBLISHER_AFTER_S = 4.0  # well after peers were asked
 PUBLISHER_ALONE_AFTER_S = 0.5  # HAVE_INTERVAL_S: peers would have announced it
+FAR_AFTER_S = 8.0  # twice PUBLISHER_AFTER_S: the member of the region whose turn it was has not got it
 PULL_WINDOW_S = 0.5  # of the measured rate: several round trips
 PULL_TIMEOUT_S = 1.5  # of a peer that sends nothing; more for what is ahead in its queue
 PULL_CHUNKS_MAX = 32  # a window of 8 MiB in chunks of 256 KiB
@@ -61,7 +62,7 @@ class RelayWindow:
     """How many unacknowledged chunks the seed keeps with one tree's relays: just enough to keep their uplinks busy.
 
     Each acknowledgement carries the relay's backlog. If the backlog is less than what the relay forwards in `slack_s`
-    (or less than two chunks), the window grows; above twice that, it shrinks. So neither the relay's uplink nor its
+    (or than two chunks at each hop), the window grows; above twice that, it shrinks. So neither the relay's uplink nor its
     round trip has to be known, and a relay's queue stays near `slack_s`.
     """
 
@@ -119,7 +120,7 @@ class RelayWindow:
         if self._last_ack_at is not None and backlog:
             self._interval_s = 0.8 * self._interval_s + 0.2 * min(1.0, now - self._last_ack_at)
         self._last_ack_at = now
-        enough = max(2.0, self.slack_s / max(self._interval_s, 1e-3))
+        enough = max(2.0 * self.slack_s / RELAY_SLACK_S, self.slack_s / max(self._interval_s, 1e-3))
         if backlog < enough:
             self._window = min(self._largest, self._window + 0.5)
         elif backlog > 2 * enough:

@@ -131,6 +131,7 @@ class OpenRequest:
 class Peer:
     peer_id: PeerId
     is_late: bool = False  # by the plan: served only when nothing is queued for other peers
+    is_near: bool = True  # by the plan: in our region
     haves: dict[ArtifactKey, int] = field(default_factory=dict)
     sealed: set[ArtifactKey] = field(default_factory=set)  # it knows the seal
     knows: set[ArtifactKey] = field(default_factory=set)  # it knows the header

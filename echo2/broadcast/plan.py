@@ -8,6 +8,7 @@ docs/broadcast.md. Leaves to others: building candidate trees (trees.py), what t
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from echo2.base.ids import PeerId
 from echo2.broadcast.artifact import CHUNK_BYTES_MAX
 from echo2.broadcast.reachability import Access, LinkKind, is_relayed_neighbour, meeting
 
+BY_REGION = "by_region"  # the topology in which each chunk enters a region once
 DEGREE_MAX = 32  # a full mesh up to here; memory and messages grow with each neighbour
 UNKNOWN_UPLINK_BYTES_PER_S = 12.5e6  # 100 Mbit/s
 UNKNOWN_DOWNLINK_BYTES_PER_S = 50e6  # 400 Mbit/s
@@ -25,7 +27,7 @@ class NodeLink:
     """What is known of one node's link; 0 rates are unknown. No addresses: it cannot be dialled (it dials others), and
     `access` says how other such nodes meet it. Late: trees push it nothing and only tell it whom to pull from, which
     its neighbours answer when nobody else could be served (trees.late_of). `region`: of its provider, empty where it is
-    not known; `egress_usd_per_gib`: of what it sends to another region (trees.py). Nodes are not told of these two.
+    not known; `egress_usd_per_gib`: of what it sends to another region (trees.py), which nodes are not told.
     """
 
     peer_id: PeerId
@@ -52,6 +54,7 @@ class NodeLink:
         return self.downlink_bytes_per_s or UNKNOWN_DOWNLINK_BYTES_PER_S
 
 
+REGION_RTT_S, REGION_RTT_RATIO = 0.010, 1.3  # round trips to the seed that are further apart are of different regions
 CHUNK_S = 0.025  # a chunk may occupy the slowest uplink that forwards for this long
 CHUNK_BYTES_MIN = 16 << 10  # a smaller one costs more CPU than its time on any link
 CHUNKS_AIM = 16384  # 16 s of CPU per node and artifact
@@ -112,6 +115,7 @@ class BroadcastPlan:
     predicted_bytes: int = 0
     reason: str = ""
     egress_usd: float = 0.0  # of an artifact of `predicted_bytes`
+    others: tuple[Tree, ...] = ()  # as fast, numbered after `trees`, for where regions share no thin pipe
     _index: dict[PeerId, int] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +127,10 @@ class BroadcastPlan:
     @property
     def seed(self) -> NodeLink | None:
         return self.nodes[0] if self.nodes else None
+
+    @property
+    def all_trees(self) -> tuple[Tree, ...]:
+        return self.trees + self.others
 
     @property
     def predicted_all_s(self) -> float:
@@ -144,9 +152,15 @@ class BroadcastPlan:
         """The seed and all that are not late."""
         return tuple(node for node in self.nodes if not node.is_late)
 
+    def region_of(self, peer_id: PeerId) -> tuple[PeerId, ...]:
+        """The workers of a worker's region; itself where trees are not by region."""
+        mine = self.index_of(peer_id) if self.topology == BY_REGION else None
+        members = next((members for members in regions_of(self.nodes) if mine in members), []) if mine else []
+        return tuple(self.nodes[number].peer_id for number in members) or (peer_id,)
+
     def pushed_to(self, tree: int) -> dict[int, tuple[int, ...]]:
         """By parent: the children in a tree that are sent its chunks unasked."""
-        return pushed_children(self.nodes, self.trees[tree])
+        return pushed_children(self.nodes, self.all_trees[tree])
 
     def neighbours(self, peer_id: PeerId) -> tuple[PeerId, ...]:
         """Whom a node keeps connections to: all that it can while that is within the limit, else its tree edges."""
@@ -168,6 +182,24 @@ class BroadcastPlan:
         found = meeting(first.peer_id, first.whole_access, second.peer_id, second.whole_access)
         hidden = [node.peer_id for node in self.nodes if not node.addresses and node.access.relays]
         return found.way.kind is not LinkKind.NONE and is_relayed_neighbour(first.peer_id, second.peer_id, hidden)
+
+
+def regions_of(nodes: Sequence[NodeLink]) -> list[list[int]]:
+    """Workers by the region that their provider names or, where one names none, by their round trips to the seed; the seed's own or
+    nearest region first."""
+    workers = sorted(range(1, len(nodes)), key=lambda number: (nodes[number].rtt_s, number))
+    if all(nodes[number].region for number in workers):
+        named: dict[str, list[int]] = defaultdict(list)
+        for number in workers:
+            named[nodes[number].region].append(number)
+        return sorted(named.values(), key=lambda members: nodes[members[0]].region != nodes[0].region)
+    groups, before = [list[int]()], nodes[workers[0]].rtt_s
+    for number in workers:
+        if nodes[number].rtt_s > REGION_RTT_RATIO * before + REGION_RTT_S:
+            groups.append([])
+        groups[-1].append(number)
+        before = nodes[number].rtt_s
+    return groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@ follows its measured rate; a request that times out goes to another holder.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from echo2.base.ids import PeerId
 from echo2.broadcast import pace
 from echo2.broadcast.artifact import ArtifactKey, those_in
 from echo2.broadcast.events import Action, Have, SendHeader, SendSeal
 from echo2.broadcast.pace import (
+    FAR_AFTER_S,
     PUBLISHER_AFTER_S,
     PUBLISHER_ALONE_AFTER_S,
     PULL_AFTER_MAX_S,
@@ -40,12 +41,15 @@ def patience_s(artifact: Artifact) -> float:
     return min(PULL_AFTER_MAX_S, PULL_AFTER_S + 1.5 * artifact.push_lag_s)
 
 
+def is_pushed_to(artifact: Artifact, now: float) -> bool:
+    return now - artifact.pushed_at < PUSH_SILENCE_S
+
+
 def due_chunks(artifact: Artifact, now: float) -> list[int]:
     """Missing chunks that neighbours have offered for so long that no push is to be expected."""
     if not artifact.is_wanted or not artifact.missing_since:
         return []
-    is_pushed_to = now - artifact.pushed_at < PUSH_SILENCE_S
-    patience = patience_s(artifact) if is_pushed_to else 0.0
+    patience = patience_s(artifact) if is_pushed_to(artifact, now) else 0.0
     due: list[int] = []
     for index, since in artifact.missing_since.items():
         if now - since < patience:
@@ -66,6 +70,8 @@ def choose(
     artifact: Artifact,
     peers: Mapping[PeerId, Peer],
     publisher: PeerId | None,
+    me: PeerId,
+    region: Sequence[PeerId],
     rng: random.Random,
     now: float,
 ) -> dict[PeerId, list[int]]:
@@ -91,6 +97,10 @@ def choose(
     for index in wanted:
         others = [p for p in holders[index] if p != publisher and not peers[p].is_stuck]
         age_s = now - artifact.missing_since[index]
+        if age_s < FAR_AFTER_S and is_pushed_to(artifact, now):
+            near = [p for p in others if peers[p].is_near]
+            if near or region[index % len(region)] != me:  # one member asks afar, the others ask that one
+                holders[index] = others = near
         if not others and len(peers) > 1 and age_s < PUBLISHER_ALONE_AFTER_S:
             continue  # other peers may be about to announce it
         is_urgent = age_s > PUBLISHER_AFTER_S

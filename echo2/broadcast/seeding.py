@@ -15,9 +15,12 @@ from echo2.broadcast.artifact import ArtifactKey
 from echo2.broadcast.events import RelayAck, Route
 from echo2.broadcast.pace import RELAY_SLACK_S, RELAY_TIMEOUT_S, RELAYS_FULL_S, RelayWindow
 from echo2.broadcast.peer import Peer, Ref
-from echo2.broadcast.plan import BroadcastPlan, fluid_bound
+from echo2.broadcast.plan import BY_REGION, BroadcastPlan, fluid_bound
 
 PLANS_KEPT = 3  # chunks on their way travel by a plan before the newest
+LOOK_S = 1.5  # of sending: several windows
+PIPE_SHARE = 0.87  # of the fluid bound: trees by region bring more than that where no pipe holds them back
+POOR_SHARE = 0.5  # of it: what trees that cross a thin pipe many times bring
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,12 @@ class Child:
 
 @dataclass(slots=True)
 class RelayJob:
-    """A chunk that we relay: which children still wait for it, and the parent to acknowledge it to."""
+    """A chunk that we relay: which children still wait for it, the parent to acknowledge it to, and which children relay on."""
 
     parent: PeerId | None
     waiting: set[PeerId]
     child_count: int
+    relays: tuple[PeerId, ...]
 
 
 class Relaying:
@@ -45,6 +49,7 @@ class Relaying:
         self._plans: dict[int, BroadcastPlan] = {}
         self._children: dict[Route, tuple[Child, ...]] = {}
         self._jobs: dict[Ref, RelayJob] = {}
+        self._backlogs: dict[PeerId, int] = {}  # as children said that relay on
 
     def set_plan(self, plan: BroadcastPlan) -> None:
         self._plans[plan.epoch] = plan
@@ -60,18 +65,24 @@ class Relaying:
         plan = self._plans.get(route.epoch)
         mine = plan.index_of(self._me) if plan is not None else None
         ours: tuple[Child, ...] = ()
-        if plan is not None and mine is not None and 0 <= route.tree < len(plan.trees):
+        if plan is not None and mine is not None and 0 <= route.tree < len(plan.all_trees):
             children = plan.pushed_to(route.tree)
             ours = tuple(Child(plan.nodes[child].peer_id, child in children) for child in children.get(mine, ()))
             self._children[route] = ours
         return ours
 
-    def begin(self, ref: Ref, parent: PeerId | None, waiting: set[PeerId], has_children: bool) -> list[RelayAck]:
+    def begin(self, ref: Ref, parent: PeerId | None, waiting: set[PeerId], children: Sequence[Child]) -> list[RelayAck]:
         """Starts relaying a chunk to `waiting`, the children that still need it; with none, acknowledges at once."""
+        relays = tuple(child.peer_id for child in children if child.relays_on)
+        job = RelayJob(parent, waiting, len(waiting), relays)
         if waiting:
-            self._jobs[ref] = RelayJob(parent, waiting, len(waiting))
+            self._jobs[ref] = job
             return []
-        return self._acknowledgement(parent, ref) if has_children else []
+        return self._acknowledgement(job, ref) if children else []
+
+    def acknowledged(self, child: PeerId, backlog: int) -> None:
+        """A child that relays on has so many sends before it."""
+        self._backlogs[child] = backlog
 
     def done(self, ref: Ref, child: PeerId) -> list[RelayAck]:
         """The child has the chunk, or will not get it from us: acknowledges to the parent after the last child."""
@@ -82,7 +93,7 @@ class Relaying:
         if job.waiting:
             return []
         del self._jobs[ref]
-        return self._acknowledgement(job.parent, ref)
+        return self._acknowledgement(job, ref)
 
     def give_up(self, child: PeerId) -> list[RelayAck]:
         """Stops waiting for a child; returns the acknowledgements that this completes."""
@@ -93,13 +104,17 @@ class Relaying:
         for ref in [ref for ref in self._jobs if ref[0] == key]:
             del self._jobs[ref]
 
-    def _acknowledgement(self, parent: PeerId | None, ref: Ref) -> list[RelayAck]:
-        """The backlog is the mean of pending sends per child, so that one slow child does not hide that the others idle."""
-        if parent is None:
+    def _acknowledgement(self, done: RelayJob, ref: Ref) -> list[RelayAck]:
+        """The backlog is the mean of pending sends per child, so that one slow child does not hide that the others idle; where
+        children relay on, at least what waits for one of them and what it has before it."""
+        if done.parent is None:
             return []
-        jobs = [job for job in self._jobs.values() if job.parent == parent]
+        jobs = self._jobs.values()
         backlog = sum(len(job.waiting) for job in jobs) // max((job.child_count for job in jobs), default=1)
-        return [RelayAck(parent, *ref, backlog)]
+        for relay in done.relays:
+            waiting = sum(relay in job.waiting for job in jobs)
+            backlog = max(backlog, waiting + self._backlogs.get(relay, 0))
+        return [RelayAck(done.parent, *ref, backlog)]
 
 
 @dataclass(slots=True)
@@ -115,36 +130,47 @@ class SeedTree:
 
 
 class Seeding:
-    """Fresh chunks (published, not yet assigned) and the trees that can carry them."""
+    """Fresh chunks (published, not yet assigned) and the trees that can carry them. If these are by region and bring what uplinks
+    can, the plan's others take over, which are shorter; if those turn out to be poor, the trees by region stay."""
 
     def __init__(self) -> None:
         self.fresh: deque[Ref] = deque()
         self.waiting: dict[ArtifactKey, int] = {}  # fresh chunks per artifact, as bitmaps
         self.trees: list[SeedTree] = []
+        self._others: list[SeedTree] = []  # or, while those are in use, the trees by region
+        self._enters_once, self._is_pipe_thin = False, False  # a chunk enters each region once, by the trees in use
+        self._bound_bytes_per_s = 0.0
+        self._passed_bytes, self._busy_s, self._looked_at, self._looks = 0, 0.0, float("-inf"), 0
         self._retiring: list[SeedTree] = []
         self._relays_full_since: float | None = None
         self._sizes: dict[Ref, int] = {}
 
     @property
     def _all_trees(self) -> list[SeedTree]:
-        return [*self.trees, *self._retiring]
+        return [*self.trees, *self._others, *self._retiring]
 
     def set_plan(self, plan: BroadcastPlan, me: PeerId) -> None:
         """Fresh chunks go to the plan's trees from now on; old trees stay until their relays have acknowledged all their chunks."""
-        self._retiring = [tree for tree in [*self._retiring, *self.trees] if tree.window.outstanding]
-        self.trees = []
+        self._retiring = [tree for tree in self._all_trees if tree.window.outstanding]
+        takes_others = bool(self._others) and not self._enters_once and bool(plan.others)
+        self.trees, self._others, self._enters_once = [], [], plan.topology == BY_REGION
         if plan.seed is None or plan.seed.peer_id != me:
             return
-        for number, planned in enumerate(plan.trees):
+        self._bound_bytes_per_s = fluid_bound(plan.needed_nodes).rate_bytes_per_s
+        for number, planned in enumerate(plan.all_trees):
             children = plan.pushed_to(number)
             mine = tuple(Child(plan.nodes[child].peer_id, child in children) for child in children.get(0, ()))
             relays = frozenset(child.peer_id for child in mine if child.relays_on)
-            window = RelayWindow(RELAY_SLACK_S, self._first_window(plan, number, children))
-            self.trees.append(SeedTree(Route(plan.epoch, number), planned.weight, mine, relays, window))
+            hops = 1 + any(child in children for relay in children.get(0, ()) for child in children.get(relay, ()))
+            window = RelayWindow(hops * RELAY_SLACK_S, self._first_window(plan, number, children))
+            trees = self.trees if number < len(plan.trees) else self._others
+            trees.append(SeedTree(Route(plan.epoch, number), planned.weight, mine, relays, window))
+        if takes_others:
+            self._change_trees()
 
     def _first_window(self, plan: BroadcastPlan, number: int, children: Mapping[int, Sequence[int]]) -> float:
         """Bytes in flight that keep a tree busy from the start: its planned rate times (round trip to the relay + slack)."""
-        tree, seed = plan.trees[number], plan.nodes[0]
+        tree, seed = plan.all_trees[number], plan.nodes[0]
         lap_s = max((seed.rtt_s + plan.nodes[child].rtt_s for child in children.get(0, ())), default=0.0)
         return tree.weight * fluid_bound(plan.needed_nodes).rate_bytes_per_s * (lap_s + RELAY_SLACK_S)
 
@@ -164,8 +190,12 @@ class Seeding:
 
     def next_assignment(self, peers: Mapping[PeerId, Peer], is_idle: bool, now: float) -> tuple[Ref, SeedTree] | None:
         """The next fresh chunk and its tree; None while no tree has room. `is_idle`: nothing else is queued."""
+        while self.fresh and self._enters_once and self._is_known(self.fresh[0], peers):
+            self._pop()  # whoever lacks it finds it in its region, or pulls it
         if not self.fresh:
+            self._passed_bytes, self._busy_s, self._looked_at, self._looks = 0, 0.0, float("-inf"), 0
             return None
+        self._look(now)
         ref = self.fresh[0]
         tree = self._relayed_tree(ref, peers, now)
         if tree is not None:
@@ -174,14 +204,42 @@ class Seeding:
             tree = self._direct_tree(now)
         if tree is None:
             return None
-        self.fresh.popleft()
-        self.waiting[ref[0]] &= ~(1 << ref[1])
+        self._pop()
         relays = {relay for relay in tree.relays if relay in peers}
         size = self._sizes.get(ref, 1)
         tree.window.given(ref, size, bool(relays), now)
         if relays:
             tree.owed_by[ref] = relays
         return ref, tree
+
+    def _look(self, now: float) -> None:
+        """Measures what relays pass on while chunks wait, but for the first look; changes trees if others are better."""
+        self._busy_s += min(now - self._looked_at, RELAYS_FULL_S) if self._looked_at > 0 else 0.0
+        self._looked_at = now
+        if self._busy_s < LOOK_S or not self._others:
+            return
+        share = self._passed_bytes / self._busy_s / self._bound_bytes_per_s
+        self._passed_bytes, self._busy_s, self._looks = 0, 0.0, self._looks + 1
+        if self._looks < 2:
+            return
+        if self._enters_once and share >= PIPE_SHARE and not self._is_pipe_thin:
+            self._change_trees()
+        elif not self._enters_once and share < POOR_SHARE:
+            self._is_pipe_thin = True
+            self._change_trees()
+
+    def _change_trees(self) -> None:
+        self.trees, self._others = self._others, self.trees
+        self._enters_once, self._looks = not self._enters_once, 0
+
+    def _is_known(self, ref: Ref, peers: Mapping[PeerId, Peer]) -> bool:
+        """Whether each of the trees has a relay that holds the chunk."""
+        relaying = [tree.relays for tree in self.trees if tree.relays]
+        return all(any(relay in peers and peers[relay].has(*ref) for relay in relays) for relays in relaying)
+
+    def _pop(self) -> None:
+        key, index = self.fresh.popleft()
+        self.waiting[key] &= ~(1 << index)
 
     def _relayed_tree(self, ref: Ref, peers: Mapping[PeerId, Peer], now: float) -> SeedTree | None:
         """A planned tree with room; a spare one if the relays of all planned ones are gone."""
@@ -217,7 +275,7 @@ class Seeding:
             if direct.window.sent_bytes <= direct.weight * total_bytes:
                 return direct
         has_relays = any(tree.relays and not tree.window.is_suspended(now) for tree in self.trees)
-        if has_relays and now - self._relays_full_since < RELAYS_FULL_S:
+        if has_relays and (self._enters_once or now - self._relays_full_since < RELAYS_FULL_S):
             return None
         return direct or SeedTree(Route(0, -1), 1.0, (), frozenset(), RelayWindow(RELAY_SLACK_S))
 
@@ -232,6 +290,7 @@ class Seeding:
             owed.discard(peer)
             if not owed:
                 del tree.owed_by[ref]
+                self._passed_bytes += self._sizes.get(ref, 0)
                 tree.window.passed_on(ref, backlog, now)
 
     def lost(self, peer: PeerId, now: float) -> None:

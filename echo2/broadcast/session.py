@@ -69,6 +69,7 @@ class BroadcastSession:
         self.peers: dict[PeerId, Peer] = {}
         self.artifacts: dict[ArtifactKey, Artifact] = {}
         self.plan: BroadcastPlan | None = None
+        self._region: tuple[PeerId, ...] = (me,)  # the workers of ours, where trees are by region
         self.duplicates_bytes = 0
         self.pulled_chunks = 0
         self.governor = UplinkGovernor(uplink_bytes_per_s)
@@ -116,7 +117,7 @@ class BroadcastSession:
                 self._plan_set(event.plan)
             case PeerUp():
                 is_late = self.plan is not None and event.peer in self.plan.late
-                self.peers[event.peer] = Peer(event.peer, is_late)
+                self.peers[event.peer] = Peer(event.peer, is_late, self._is_near(event.peer))
                 self._seeding.returned(event.peer)
                 self._actions += self._gossip.greeting(self.peers[event.peer])
             case PeerDown():
@@ -146,6 +147,7 @@ class BroadcastSession:
                 queued = len(self.peers[event.peer].relay_queue) if event.peer in self.peers else 0  # backlog, too
                 backlog = max(event.backlog, queued)
                 self._seeding.acknowledged(event.peer, (event.key, event.index), backlog, now)
+                self._relaying.acknowledged(event.peer, event.backlog)
             case UplinkSeen():
                 self._uplink_seen(event, now)
             case Wanted():
@@ -164,15 +166,18 @@ class BroadcastSession:
     # ---- events
 
     def _plan_set(self, plan: BroadcastPlan) -> None:
-        self.plan, late = plan, plan.late
+        self.plan, late, self._region = plan, plan.late, plan.region_of(self.me)
         for peer in self.peers.values():
-            peer.is_late = peer.peer_id in late
+            peer.is_late, peer.is_near = peer.peer_id in late, self._is_near(peer.peer_id)
             if peer.is_late:  # it pulls what it would have been pushed as a leaf
                 for outgoing in peer.leaf_queue:
                     self._acknowledge(self._relaying.done((outgoing.key, outgoing.index), peer.peer_id))
                 peer.leaf_queue.clear()
         self._relaying.set_plan(plan)
         self._seeding.set_plan(plan, self.me)
+
+    def _is_near(self, peer: PeerId) -> bool:
+        return len(self._region) < 2 or peer in self._region
 
     def _peer_down(self, peer_id: PeerId, now: float) -> None:
         if self.peers.pop(peer_id, None) is None:
@@ -316,7 +321,7 @@ class BroadcastSession:
         for child in children:
             if child.peer_id != parent and self._queue(ref, child, route, now):
                 waiting.add(child.peer_id)
-        self._acknowledge(self._relaying.begin(ref, parent, waiting, bool(children)))
+        self._acknowledge(self._relaying.begin(ref, parent, waiting, children))
 
     def _queue(self, ref: Ref, child: Child, route: Route, now: float) -> bool:
         """Queues the chunk for a child; False if it has the chunk, is stuck, not connected, or a late leaf, which pulls."""
@@ -352,7 +357,7 @@ class BroadcastSession:
                 artifact.offered(self._offered(artifact.key), now)
             if not artifact.missing_since:
                 continue
-            chosen = pulling.choose(artifact, self.peers, publisher, self._rng, now)
+            chosen = pulling.choose(artifact, self.peers, publisher, self.me, self._region, self._rng, now)
             for peer_id, indices in chosen.items():
                 noted = pulling.note_requests(artifact, self.peers[peer_id], indices, now)
                 self._actions.append(Request(peer_id, artifact.key, noted))

@@ -8,6 +8,7 @@ its reason says why it won. Leaves to others: when a late worker is served (sess
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections import Counter, defaultdict, deque
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from echo2.broadcast.plan import (
+    BY_REGION,
     DEGREE_MAX,
     BroadcastPlan,
     NodeLink,
@@ -24,6 +26,7 @@ from echo2.broadcast.plan import (
     fluid_bound,
     is_sound,
     predict,
+    regions_of,
     suitable_chunk_bytes,
 )
 
@@ -32,6 +35,7 @@ PLAN_CHUNK_BYTES = 256 << 10  # NodeOptions.chunk_bytes
 BALANCE_ROUNDS, BALANCE_STEP = 80, 0.1  # settles within 1 % of the best peak on 32 nodes
 SEED_SPARED_SHARE = 1.1  # of what the seed must send: it may send this much, so that no uplink is completely full
 PREDICTED_WITHIN = 1.05  # by how much predictions are off: candidates nearer than this are equally fast
+BY_REGION_MIN_S = 4.0  # slow start over one more hop takes a twentieth of it
 STRONG_ROOM = 1.25  # of the uplink that strong relays need: an error of measured rates must not make it short
 WEIGHT_MIN = 2e-3  # a tree with less weight is not worth a relay window
 
@@ -222,7 +226,9 @@ def _candidates(nodes: Sequence[NodeLink], degree_max: int) -> dict[str, tuple[T
     """A full mesh if the degree limit allows it; trees by region if traffic is charged. Some may be unsound or empty."""
     made = {"star": star(nodes)}
     if len(nodes) <= degree_max + 1:
-        made |= {"multi_tree": weighted_multi_tree(nodes), "strong_relays": strong_relays(nodes)}
+        made |= {
+            "multi_tree": weighted_multi_tree(nodes), "strong_relays": strong_relays(nodes), BY_REGION: by_region(nodes),
+        }  # fmt: skip
     else:
         made["interior_disjoint_trees"] = interior_disjoint(nodes, degree_max)
     if any(node.egress_usd_per_gib for node in nodes):
@@ -251,29 +257,40 @@ def plan(
     chunk_bytes: int = PLAN_CHUNK_BYTES,
     degree_max: int = DEGREE_MAX,
     usd_per_s: float = 0.0,
+    *,
+    are_all_needed: bool = True,
 ) -> BroadcastPlan:
     """Treats all workers alike: the candidate with the least predicted time until every worker holds an artifact. Where traffic is
-    charged, the one with the least sum of traffic and time, with time worth `usd_per_s`. `nodes[0]` is the seed."""
+    charged, the one with the least sum of traffic and time, with time worth `usd_per_s`. `nodes[0]` is the seed; `are_all_needed`
+    False: late workers come below these."""
     if len(nodes) < 2:
         return BroadcastPlan(epoch, tuple(nodes), (), "none", (), artifact_bytes, "no worker to send to")
     candidates: list[TreeChoice] = []
     for name, trees in _candidates(nodes, degree_max).items():
-        if is_sound(nodes, trees) and (degree_of(trees, len(nodes)) <= degree_max or name == "star"):
+        if (
+            (are_all_needed or name != BY_REGION)
+            and is_sound(nodes, trees)
+            and (degree_of(trees, len(nodes)) <= degree_max or name == "star")
+        ):
             size = suitable_chunk_bytes(nodes, trees, chunk_bytes)
             worker_s = predict(nodes, trees, artifact_bytes, size).worker_s
             candidates.append(TreeChoice(name, trees, worker_s, egress_usd(nodes, trees, artifact_bytes)))
     in_limit = [f for f in candidates if degree_of(f.trees, len(nodes)) <= degree_max] or candidates
     chosen = _worth_its_price(in_limit, usd_per_s)
     reason = _reason(chosen, candidates, nodes, artifact_bytes)
+    others = next((c.trees for c in candidates if chosen.name == BY_REGION and c.name == "multi_tree"), ())
     return BroadcastPlan(
-        epoch, tuple(nodes), chosen.trees, chosen.name, chosen.worker_s, artifact_bytes, reason, chosen.usd
+        epoch, tuple(nodes), chosen.trees, chosen.name, chosen.worker_s, artifact_bytes, reason, chosen.usd, others
     )
 
 
 def _worth_its_price(candidates: Sequence[TreeChoice], usd_per_s: float) -> TreeChoice:
-    """The fastest candidate; where traffic is charged, the one with the least sum of traffic and time costs, if that is less by
-    more than the predictions' error. If time has no price, only those near the fastest compete."""
+    """The fastest candidate, or one as fast that enters each region once; where traffic is charged, the one with the least sum of
+    traffic and time costs, if that is less by more than the predictions' error. If time has no price, only those near the fastest
+    compete."""
     fastest = min(candidates, key=lambda candidate: candidate.all_s)
+    near_s = PREDICTED_WITHIN * fastest.all_s
+    fastest = next((c for c in candidates if c.name == BY_REGION and BY_REGION_MIN_S < c.all_s <= near_s), fastest)
     if not any(candidate.usd for candidate in candidates):
         return fastest
     near = [c for c in candidates if usd_per_s > 0 or c.all_s <= PREDICTED_WITHIN * fastest.all_s]
@@ -298,6 +315,40 @@ def _reason(chosen: TreeChoice, candidates: Sequence[TreeChoice], nodes: Sequenc
         f"{chosen.name} is predicted fastest for {whom} ({times}); "
         f"no way could be faster than {size / bound.rate_bytes_per_s:.2f} s for all, because of {bound.binding}"
     )
+
+
+def by_region(nodes: Sequence[NodeLink]) -> tuple[Tree, ...]:
+    """Trees in which each chunk enters a region once, for when regions share a pipe: seed -> a head of its own region -> a head of
+    each other region -> the others there. Each head carries as much as its uplink can; empty if there is one region, or if not all
+    can be reached."""
+    home, *others = regions_of(nodes)
+    if not others:
+        return ()
+    below = len(home) - 1 + len(others)  # a head's children, in the seed's region
+    uplinks = sum(nodes[head].up for head in home)
+    relayed = min(1.0, uplinks * (below + 1) / ((nodes[0].up + uplinks) * below))
+    heads = [[(relayed * nodes[head].up / uplinks, head) for head in home] + [(1.0 - relayed, 0)]]
+    for members in others:
+        reachable = [member for member in members if nodes[member].addresses] or members[:1]
+        total = sum(nodes[head].up for head in reachable)
+        heads.append([(nodes[head].up / total, head) for head in reachable])
+    ends = [list(itertools.accumulate(share for share, _ in shares)) for shares in heads]
+    cuts = [0.0, *sorted({end for of_region in ends for end in of_region if end < 1.0 - WEIGHT_MIN}), 1.0]
+    trees = []
+    for begin, end in itertools.pairwise(cuts):
+        if end - begin > 1e-9:
+            at = [bisect.bisect(of_region, (begin + end) / 2) for of_region in ends]
+            chosen = [shares[min(i, len(shares) - 1)][1] for shares, i in zip(heads, at, strict=True)]
+            trees.append(Tree(end - begin, _through(nodes, (home, *others), chosen)))
+    return tuple(trees) if is_sound(nodes, trees) else ()
+
+
+def _through(nodes: Sequence[NodeLink], regions: Sequence[Sequence[int]], heads: Sequence[int]) -> tuple[int, ...]:
+    parents = [0] * (len(nodes) - 1)
+    for members, head in zip(regions, heads, strict=True):
+        for member in members:
+            parents[member - 1] = head if member != head else 0 if head == heads[0] else heads[0]
+    return tuple(parents)
 
 
 GIB = float(1 << 30)
@@ -553,7 +604,7 @@ def weighted_plan(
         return for_all
     needed = [node for number, node in enumerate(nodes) if number not in late]
     degree_max = DEGREE_MAX - (0 if len(nodes) <= DEGREE_MAX + 1 else HOSTS)
-    first = plan(needed, epoch, artifact_bytes, chunk_bytes, degree_max, usd_per_s)
+    first = plan(needed, epoch, artifact_bytes, chunk_bytes, degree_max, usd_per_s, are_all_needed=False)
     alike_s = needs.needed_s(for_all.predicted_s)
     if first.predicted_all_s * GAIN_MIN > alike_s:
         return for_all

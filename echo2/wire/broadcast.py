@@ -252,18 +252,18 @@ def _key(data: bytes) -> ArtifactKey:
 
 def plan_to_message(plan: BroadcastPlan) -> pb.BroadcastPlan:
     nodes = [message_of(node, pb.PlanNode, access=access_to_message(node.access)) for node in plan.nodes]
-    trees = [message_of(tree, pb.PlanTree) for tree in plan.trees]
-    return message_of(plan, pb.BroadcastPlan, nodes=nodes, trees=trees)
+    trees, others = ([message_of(tree, pb.PlanTree) for tree in given] for given in (plan.trees, plan.others))
+    return message_of(plan, pb.BroadcastPlan, nodes=nodes, trees=trees, others=others)
 
 
 def plan_from_message(message: pb.BroadcastPlan) -> BroadcastPlan:
     """Parses a plan; MalformedMessage if its trees do not match its nodes."""
     nodes = tuple(core_of(node, NodeLink, access=access_from_message(node.access)) for node in message.nodes)
-    for tree in message.trees:
+    for tree in (*message.trees, *message.others):
         if len(tree.parents) != len(nodes) - 1 or any(parent >= len(nodes) for parent in tree.parents):
             raise MalformedMessage(f"plan: expected trees over {len(nodes)} nodes, got one of {len(tree.parents) + 1}")
-    trees = tuple(core_of(tree, Tree) for tree in message.trees)
-    return core_of(message, BroadcastPlan, nodes=nodes, trees=trees)
+    trees, others = (tuple(core_of(tree, Tree) for tree in given) for given in (message.trees, message.others))
+    return core_of(message, BroadcastPlan, nodes=nodes, trees=trees, others=others)
 
 
 def access_to_message(access: Access) -> pb.PeerAccess | None:

@@ -125,7 +125,7 @@ def test_a_worker_is_late_if_the_others_would_wait_for_it(
     nodes[3] = replace(nodes[3], **{field: mbit * MBIT})  # type: ignore[arg-type]
     made = weighted_plan(nodes, Needs(weights, 0.9), 1)
     assert made.late == ({nodes[3].peer_id} if is_late else set())
-    assert not is_late or made.predicted_needed_s <= plan([*nodes[:3], *nodes[4:]], 1).predicted_all_s
+    assert not is_late or made.predicted_needed_s <= 1.01 * plan([*nodes[:3], *nodes[4:]], 1).predicted_all_s
 
 
 def test_a_plan_stays_while_its_late_workers_can_be_spared_and_others_would_hardly_be_better() -> None:

@@ -10,8 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.broadcast_model.network import KEY, BroadcastNetwork
 from echo2.base.ids import PeerId
+from echo2.broadcast.events import (
+    ChunkSeen,
+    ChunkSent,
+    Event,
+    Have,
+    HeaderSeen,
+    PeerUp,
+    PlanSet,
+    RelayAck,
+    Request,
+    Route,
+    SendChunk,
+    Woken,
+)
 from echo2.broadcast.plan import NodeLink, Tree, degree_of, fluid_bound, is_sound
+from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.trees import GIB, Needs, egress_usd, is_crossing, plan, regional, weighted_plan
 
 MBIT = 1e6 / 8
@@ -117,3 +133,129 @@ def test_regional_trees_reach_everybody_or_are_none(
     assert not trees or is_sound(nodes, trees)
     if trees:
         assert all(times <= 1.0 + 1e-9 for region, times in crossings(nodes, trees).items() if region)
+
+
+def two_regions(near: int = 4, far: int = 4, is_named: bool = False) -> list[NodeLink]:
+    """The seed's, and one across an ocean: by name, or by round trips alone."""
+    nodes = [replace(node(0, "use"), rtt_s=0.02)]
+    for number in range(1, near + far + 1):
+        region, rtt_s = ("use", 0.02) if number <= near else ("eu", 0.08)
+        nodes.append(replace(node(number, region, 500 * MBIT, 0.0), rtt_s=0.05 if is_named else rtt_s))
+    return nodes if is_named else [replace(one, region="") for one in nodes]
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_chunk_crosses_the_ocean_once_where_that_takes_no_longer(is_named: bool) -> None:
+    nodes, named = two_regions(is_named=is_named), two_regions(is_named=True)
+    made = plan(nodes, 1, SIZE)
+    assert made.topology == "by_region" and is_sound(nodes, made.trees)
+    assert crossings(named, made.trees) == {"eu": pytest.approx(1.0)}
+    assert made.predicted_all_s <= 1.06 * SIZE / fluid_bound(nodes).rate_bytes_per_s
+    relaying = {parent for tree in made.trees for parent in tree.parents}
+    assert relaying == set(range(9)), "every uplink helps"
+
+
+def test_where_one_region_could_not_keep_up_or_there_is_but_one_nothing_is_by_region() -> None:
+    weak = [replace(one, uplink_bytes_per_s=50 * MBIT) if i > 4 else one for i, one in enumerate(two_regions())]
+    alone = [replace(one, rtt_s=0.05 + 0.001 * i) for i, one in enumerate(two_regions())]
+    assert {plan(nodes, 1, SIZE).topology for nodes in (weak, alone)} == {"multi_tree"}
+
+
+@pytest.mark.parametrize("lost", [2, 6])
+def test_by_region_all_are_done_near_the_bound_and_survive_a_head(lost: int) -> None:
+    nodes = two_regions()
+    bound_s = SIZE / fluid_bound(nodes).rate_bytes_per_s
+    for is_killed in (False, True):
+        net = BroadcastNetwork(plan(nodes, 1, SIZE, 256 << 10))
+        net.connect_all()
+        net.publish(SIZE, 256 << 10)
+        if is_killed:
+            net.at(bound_s / 2, lambda net=net: net.kill(nodes[lost].peer_id))  # type: ignore[misc]
+        net.run(60)
+        times = [time_s for name, time_s in net.worker_times().items() if name != nodes[lost].name or not is_killed]
+        assert all(time_s is not None and time_s < (2.0 if is_killed else 1.1) * bound_s for time_s in times)
+
+
+def member_of(nodes: list[NodeLink], number: int) -> BroadcastSession:
+    session = BroadcastSession(nodes[number].peer_id)
+    session.handle(PlanSet(plan(nodes, 1, SIZE)), 0.0)
+    for peer in nodes:
+        if peer is not nodes[number]:
+            session.handle(PeerUp(peer.peer_id), 0.0)
+    session.handle(HeaderSeen(nodes[1].peer_id, KEY, is_wanted=True), 0.0)
+    return session
+
+
+def test_one_member_of_a_region_asks_afar_for_a_chunk_and_the_others_ask_that_one() -> None:
+    nodes, asked_by = two_regions(), dict[PeerId, set[tuple[PeerId, int]]]()
+    for number in range(5, 9):
+        session, me = member_of(nodes, number), nodes[number].peer_id
+        session.handle(Have(nodes[1].peer_id, KEY, 0b1111, False), 0.0)
+        for tick in range(80):
+            now = 0.1 * tick
+            events: list[Event] = [ChunkSeen(nodes[2].peer_id, KEY, 100 + tick, 1000)]  # pushes go on
+            if tick == 40:
+                mate = nodes[5 if number != 5 else 6].peer_id
+                events.append(Have(mate, KEY, 0b0001, False))
+            for event in events:
+                for action in session.handle(event, now):
+                    if isinstance(action, Request):
+                        asked_by.setdefault(me, set()).update((action.peer, index) for index in action.indices)
+    afar = [index for asked in asked_by.values() for peer, index in asked if peer == nodes[1].peer_id]
+    assert sorted(afar) == [0, 1, 2, 3], "each of them once"
+    assert sum((nodes[5].peer_id, 0) in asked or (nodes[6].peer_id, 0) in asked for asked in asked_by.values()) >= 3
+
+
+def test_a_relay_says_what_waits_before_the_head_of_another_region_and_at_it() -> None:
+    nodes = two_regions()
+    made, session = plan(nodes, 1, SIZE), member_of(nodes, 1)
+    tree = next(n for n, tree in enumerate(made.trees) if tree.parents[0] == 0 and 1 in tree.parents[4:])
+    head = nodes[5 + made.trees[tree].parents[4:].index(1)].peer_id
+    session.handle(RelayAck(head, KEY, 999, 7), 0.0)
+    acks: list[RelayAck] = []
+    sent = list(session.handle(ChunkSeen(nodes[0].peer_id, KEY, 0, 1000, route=Route(1, tree)), 0.1))
+    for _ in range(20):
+        sent += session.handle(Woken(), 0.2)
+        chunks = [action for action in sent if isinstance(action, SendChunk)]
+        acks += [action for action in sent if isinstance(action, RelayAck)]
+        sent = [a for chunk in chunks for a in session.handle(ChunkSent(chunk.peer, KEY, chunk.index), 0.2)]
+    assert [ack.backlog for ack in acks] == [7]
+
+
+def test_trees_by_region_give_way_where_no_pipe_is_thin_and_come_back_for_good_where_one_is() -> None:
+    nodes = two_regions()
+    made = plan(nodes, 1, SIZE)
+    session, size = BroadcastSession(nodes[0].peer_id), 1 << 20
+    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
+    for event in (PlanSet(made), *(PeerUp(node.peer_id) for node in nodes[1:])):
+        session.handle(event, 0.0)
+    bound_per_tick = 0.05 * fluid_bound(nodes).rate_bytes_per_s / size
+    published, credit, now, owed = 0, 0.0, 0.0, list[tuple[PeerId, int]]()
+
+    def trees_used(seconds: float, share: float) -> set[bool]:
+        """Relays pass on `share` of what uplinks could: whether the plan's others, of the last second's chunks."""
+        nonlocal published, credit, now
+        used: list[tuple[float, bool]] = []
+        until = now + seconds
+        while now < until:
+            now, credit = now + 0.05, min(20.0, credit + share * bound_per_tick)
+            events: list[Event] = [Woken()]
+            events += [ChunkSeen(None, KEY, published + i, size, is_fresh=True) for i in range(8)]
+            published += 8
+            while owed and credit >= 1:
+                peer, index = owed.pop(0)
+                events.append(RelayAck(peer, KEY, index, 1))
+                credit -= 1
+            while events:
+                for action in session.handle(events.pop(), now):
+                    if isinstance(action, SendChunk):
+                        events.append(ChunkSent(action.peer, KEY, action.index))
+                        if action.route is not None:
+                            owed.append((action.peer, action.index))
+                            used.append((now, action.route.tree >= len(made.trees)))
+        return {is_other for at, is_other in used if at > until - 1}
+
+    assert trees_used(6.0, 0.7) == {False}
+    assert trees_used(6.0, 1.0) == {True}
+    assert trees_used(6.0, 0.3) == {False}
+    assert trees_used(6.0, 1.0) == {False}, "the pipe has been seen"

@@ -148,7 +148,7 @@ class WidthWish(_message.Message):
     def __init__(self, connections: _Optional[int] = ...) -> None: ...
 
 class BroadcastPlan(_message.Message):
-    __slots__ = ("epoch", "nodes", "topology", "trees", "predicted_s", "predicted_bytes", "reason")
+    __slots__ = ("epoch", "nodes", "topology", "trees", "predicted_s", "predicted_bytes", "reason", "others")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,7 @@ class BroadcastPlan(_message.Message):
     PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     nodes: _containers.RepeatedCompositeFieldContainer[PlanNode]
     topology: str
@@ -163,10 +164,11 @@ class BroadcastPlan(_message.Message):
     predicted_s: _containers.RepeatedScalarFieldContainer[float]
     predicted_bytes: int
     reason: str
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[PlanNode, _Mapping]]] = ..., topology: _Optional[str] = ..., trees: _Optional[_Iterable[_Union[PlanTree, _Mapping]]] = ..., predicted_s: _Optional[_Iterable[float]] = ..., predicted_bytes: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    others: _containers.RepeatedCompositeFieldContainer[PlanTree]
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[PlanNode, _Mapping]]] = ..., topology: _Optional[str] = ..., trees: _Optional[_Iterable[_Union[PlanTree, _Mapping]]] = ..., predicted_s: _Optional[_Iterable[float]] = ..., predicted_bytes: _Optional[int] = ..., reason: _Optional[str] = ..., others: _Optional[_Iterable[_Union[PlanTree, _Mapping]]] = ...) -> None: ...
 
 class PlanNode(_message.Message):
-    __slots__ = ("peer_id", "name", "addresses", "uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s", "access", "is_late")
+    __slots__ = ("peer_id", "name", "addresses", "uplink_bytes_per_s", "downlink_bytes_per_s", "rtt_s", "access", "is_late", "region")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +177,7 @@ class PlanNode(_message.Message):
     RTT_S_FIELD_NUMBER: _ClassVar[int]
     ACCESS_FIELD_NUMBER: _ClassVar[int]
     IS_LATE_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
@@ -183,7 +186,8 @@ class PlanNode(_message.Message):
     rtt_s: float
     access: PeerAccess
     is_late: bool
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., uplink_bytes_per_s: _Optional[float] = ..., downlink_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., access: _Optional[_Union[PeerAccess, _Mapping]] = ..., is_late: _Optional[bool] = ...) -> None: ...
+    region: str
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., uplink_bytes_per_s: _Optional[float] = ..., downlink_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., access: _Optional[_Union[PeerAccess, _Mapping]] = ..., is_late: _Optional[bool] = ..., region: _Optional[str] = ...) -> None: ...
 
 class PeerAccess(_message.Message):
     __slots__ = ("lan_addresses", "public_host", "relays", "met")
