@@ -85,9 +85,21 @@ _FRACTIONS = {  # Unicode's own
     "⅙": (1, 6), "⅚": (5, 6), "⅛": (1, 8), "⅜": (3, 8), "⅝": (5, 8), "⅞": (7, 8),
 }  # fmt: skip
 # What models write instead of TeX.
-_SIGNS = {"−": "-", "∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap "}
+_SIGNS = {
+    "−": "-",
+    "∞": r"\infty ",
+    "≤": r"\leq ",
+    "≥": r"\geq ",
+    "≠": r"\neq ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∅": r"\emptyset ",
+}
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")  # superscripts
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"</?answer>"), " "),
+    (re.compile(r"\\varnothing"), r"\\emptyset"),
+    (re.compile(r"(?<=\d)\.(?=\})"), ""),
     (re.compile(r"\\\$(?=\s*[\d.])|[€£¥](?=\s*[\d.])"), ""),
     (re.compile(r"(?<![\w)}\]])[–‒](?=\s*[\d.\\])"), "-"),
     (re.compile(r"√\s*\(([^()]{1,60})\)"), r"\\sqrt{\1}"),
@@ -96,7 +108,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<![\w.\\])(\d{1,30}(?:\.\d{1,30})?)[eE]([+-]?\d{1,3})(?!\w)"), r"\1\\times 10^{\2}"),
     (re.compile(r"(?<=\d)\s*(?:dollars?|euros?|cents?|km/h|m/s|km/s|kg/m\^3|g/cm\^3)(?![\w/])"), ""),
 )
-"""What the parser does not know, as what it knows: currencies, dashes for a sign, roots, mixed numbers, powers of ten, units."""
+"""What the parser does not know, as what it knows: tags, stops, currencies, dashes, roots, mixed numbers, powers of ten, units."""
 _GROUPED = (
     re.compile(r"(?<![\w.,])\d{1,3}(?:(?:\\[,! ]|[ \u00a0\u2009\u202f])\d{3})+(?![\w])"),
     re.compile(r"(?<![\w.,])\d{1,3}(?:\.\d{3}){2,}(?![\w])"),
@@ -146,8 +158,9 @@ def _number(parsed: Any) -> float | None:
 
 def _final(completion_text: str) -> str:
     """Drops the text before the last box: the parser would take all boxes together, so a completion could list many answers."""
-    start = completion_text.rfind("\\boxed")
-    return completion_text[start:] if start >= 0 else completion_text
+    text = completion_text.replace("\\fbox{", "\\boxed{")
+    start = text.rfind("\\boxed")
+    return text[start:] if start >= 0 else text
 
 
 def _as_latex(reference: str) -> str:
