@@ -98,18 +98,18 @@ class PoolMachine(RuleBasedStateMachine):
                 "it is on the disk first"
             )
 
-    @rule(pick=st.integers(0, 1000), again=st.integers(0, 11))
-    def finish(self, pick: int, again: int) -> None:
-        """All of a group comes, with its later turns, and what the world has to answer."""
-        groups = dict(self.stage.pool.groups.groups)
-        root = root_of([*groups][pick % len(groups)])
-        for name, index in [
-            (n, i) for n, group in groups.items() if root_of(n) == root for i in range(len(group.rollouts))
-        ]:
-            names = self.all_names()
-            self.report(names.index(name) + again * len(names), index, STOP, [], attempt=2, is_exact=True, back=0)
-        for number in range(len(self.stage.prompts.due)):
-            self.stage.reward(number % 2)
+    @rule(pick=st.integers(0, 1000), again=st.integers(0, 11), turns=st.integers(1, 3))
+    def finish(self, pick: int, again: int, turns: int) -> None:
+        """All of a group comes, and what the world has to answer: later turns first, then rewards."""
+        root = root_of([*self.stage.pool.groups.groups][pick % len(self.stage.pool.groups.groups)])
+        for turn in range(turns):
+            family = [group for name, group in self.stage.pool.groups.groups.items() if root_of(name) == root]
+            for name, index in [(group.spec.group_id, i) for group in family for i in range(len(group.rollouts))]:
+                names = self.all_names()
+                number = names.index(name) + again * len(names)
+                self.report(number, index, STOP, [], attempt=2, is_exact=True, back=0)
+            for number in range(len(self.stage.prompts.due)):
+                self.stage.reward(number % 2, (7,) if turn + 1 < turns else ())
 
     def all_names(self) -> list[GroupId]:
         """Of the groups so far, closed ones too."""
