@@ -17,32 +17,26 @@ from echo2.worker.links import CoordinatorCommands, CoordinatorLink
 from echo2.worker.options import WorkerLimits
 from echo2.worker.reports import Reports
 from tests.contract.fleet import Member, fleet, until
-from tests.unit.coordinator.test_daemon import Node, options, play, running
+from tests.unit.coordinator.test_daemon import Node, options, running
 
 
-def test_all_workers_and_the_learner_hear_of_a_ban_and_of_its_end_and_newcomers_at_once(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            learner, bad = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-            worker, late = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
-            await learner.hello()
-            await bad.hello()
-            assert not (await worker.hello()).welcome.banned_peer_ids
-            hub, name = daemon.hub, bad.credentials.peer_id
-            assert hub is not None
-            hub.set_worker(name, OperatorSetting.BANNED, "it lies")
-            assert (await worker.until("banned")) == pb.BannedPeer(peer_id=name)
-            told = await learner.until("banned")
-            assert (told.peer_id, told.is_banned, told.is_lifted) == (name, True, False)
-            assert list((await late.hello()).welcome.banned_peer_ids) == [name]
-            hub.set_worker(name, OperatorSetting.QUARANTINED, "it may have lied")
-            assert (await worker.until("banned")) == pb.BannedPeer(peer_id=name, is_lifted=True)
-            told = await learner.until("banned")
-            assert (told.peer_id, told.is_banned, told.is_lifted) == (name, False, False)
-            for node in (learner, bad, worker, late):
-                await node.close()
-
-    play(scene)
+async def test_all_workers_and_the_learner_hear_of_a_ban_and_of_its_end_and_newcomers_at_once(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        learner, bad = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+        worker, late = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
+        await learner.hello()
+        await bad.hello()
+        assert not (await worker.hello()).welcome.banned_peer_ids
+        hub, name = daemon.hub, bad.credentials.peer_id
+        hub.set_worker(name, OperatorSetting.BANNED, "it lies")
+        assert (await worker.until("banned")) == pb.BannedPeer(peer_id=name)
+        told = await learner.until("banned")
+        assert (told.peer_id, told.is_banned, told.is_lifted) == (name, True, False)
+        assert list((await late.hello()).welcome.banned_peer_ids) == [name]
+        hub.set_worker(name, OperatorSetting.QUARANTINED, "it may have lied")
+        assert (await worker.until("banned")) == pb.BannedPeer(peer_id=name, is_lifted=True)
+        told = await learner.until("banned")
+        assert (told.peer_id, told.is_banned, told.is_lifted) == (name, False, False)
 
 
 def orders_of(member: Member) -> CoordinatorCommands:
@@ -54,20 +48,17 @@ def orders_of(member: Member) -> CoordinatorCommands:
     return CoordinatorCommands(link, leases, reports, member.node, clock, lambda finding: None)
 
 
-def test_a_worker_that_is_told_of_a_ban_cuts_the_peer_off_and_takes_it_back_when_told_so(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, 2) as f:
-            _, one, other = f.members
-            orders, banned = orders_of(one), other.node.peer_id
-            orders.on_order(pb.WorkerOrder(banned=pb.BannedPeer(peer_id=banned)))
-            assert banned not in one.node.session.peers
-            await asyncio.sleep(1.5)  # either side would have dialled again by now
-            assert banned not in one.node.session.peers
-            orders.on_order(pb.WorkerOrder(banned=pb.BannedPeer(peer_id=banned, is_lifted=True)))
-            await until(lambda: banned in one.node.session.peers, "they have met again")
-            orders.on_welcome(pb.WorkerWelcome(banned_peer_ids=[banned], report_interval_s=1.0))
-            assert banned not in one.node.session.peers
-            orders.on_welcome(pb.WorkerWelcome(report_interval_s=1.0))
-            await until(lambda: banned in one.node.session.peers, "a welcome names all that are banned")
-
-    asyncio.run(scene())
+async def test_a_worker_that_is_told_of_a_ban_cuts_the_peer_off_and_takes_it_back_when_told_so(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2) as f:
+        _, one, other = f.members
+        orders, banned = orders_of(one), other.node.peer_id
+        orders.on_order(pb.WorkerOrder(banned=pb.BannedPeer(peer_id=banned)))
+        assert banned not in one.node.session.peers
+        await asyncio.sleep(1.5)  # either side would have dialled again by now
+        assert banned not in one.node.session.peers
+        orders.on_order(pb.WorkerOrder(banned=pb.BannedPeer(peer_id=banned, is_lifted=True)))
+        await until(lambda: banned in one.node.session.peers, "they have met again")
+        orders.on_welcome(pb.WorkerWelcome(banned_peer_ids=[banned], report_interval_s=1.0))
+        assert banned not in one.node.session.peers
+        orders.on_welcome(pb.WorkerWelcome(report_interval_s=1.0))
+        await until(lambda: banned in one.node.session.peers, "a welcome names all that are banned")

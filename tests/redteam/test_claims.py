@@ -37,7 +37,6 @@ class Fleet:
     """A learner that tells what came, and workers of which the honest deliver what they are given."""
 
     def __init__(self, daemon: CoordinatorDaemon, learner: Node) -> None:
-        assert daemon.hub is not None
         self.daemon, self.hub, self.learner = daemon, daemon.hub, learner
         self.admitted: dict[str, float] = {}
         self.done = self.offered = 0
@@ -156,8 +155,6 @@ async def fleet(folder: Path, **more: Any) -> AsyncIterator[Fleet]:
                 task.cancel()
             with contextlib.suppress(Exception):
                 await asyncio.gather(*made.tasks, return_exceptions=True)
-            for node in made.nodes:
-                await node.close()
 
 
 def beat(rollouts_per_s: float) -> pb.Heartbeat:
@@ -167,26 +164,22 @@ def beat(rollouts_per_s: float) -> pb.Heartbeat:
     )  # fmt: skip
 
 
-def test_workers_that_ask_for_everything_and_deliver_nothing_starve_nobody(tmp_path: Path) -> None:
+async def test_workers_that_ask_for_everything_and_deliver_nothing_starve_nobody(tmp_path: Path) -> None:
     """Three of them, there from the start, and one that comes later; they get a group each now and then."""
-
-    async def scene() -> None:
-        async with fleet(tmp_path) as run:
-            run.tasks.append(asyncio.create_task(run.keep_offered(4)))
-            for number in range(3):
-                run.hogs(await run.worker(name=f"hog{number}", slot_count=ROOM))
-            honest = await run.worker(name="honest")
-            run.works(honest)
-            await run.until(lambda: run.done >= 48)
-            run.hogs(await run.worker(name="late", slot_count=ROOM))
-            before = run.done
-            await run.until(lambda: run.done >= before + 48)
-            records, name = run.hub.book.records, honest.credentials.peer_id
-            hogs = [record for peer, record in records.workers.items() if peer != name]
-            assert any(record.bars for record in hogs) and all(sum(record.held.values()) <= GROUP for record in hogs)
-            assert records.proven == {name}
-
-    play(scene)
+    async with fleet(tmp_path) as run:
+        run.tasks.append(asyncio.create_task(run.keep_offered(4)))
+        for number in range(3):
+            run.hogs(await run.worker(name=f"hog{number}", slot_count=ROOM))
+        honest = await run.worker(name="honest")
+        run.works(honest)
+        await run.until(lambda: run.done >= 48)
+        run.hogs(await run.worker(name="late", slot_count=ROOM))
+        before = run.done
+        await run.until(lambda: run.done >= before + 48)
+        records, name = run.hub.book.records, honest.credentials.peer_id
+        hogs = [record for peer, record in records.workers.items() if peer != name]
+        assert any(record.bars for record in hogs) and all(sum(record.held.values()) <= GROUP for record in hogs)
+        assert records.proven == {name}
 
 
 def test_leases_that_are_only_said_to_be_finished_bring_no_more_of_them(tmp_path: Path) -> None:
@@ -217,88 +210,75 @@ def test_leases_that_are_only_said_to_be_finished_bring_no_more_of_them(tmp_path
     play(scene)
 
 
-def test_a_speed_that_is_only_claimed_sends_nobody_to_standby(tmp_path: Path) -> None:
+async def test_a_speed_that_is_only_claimed_sends_nobody_to_standby(tmp_path: Path) -> None:
     """40 rollouts a second for nothing, and all else that would make it the only worker worth having."""
-
-    async def scene() -> None:
-        async with fleet(tmp_path, heartbeat_interval=0.05) as run:
-            honest = await run.worker(beat(20.0), name="honest", price_usd_per_hour=1.0)
-            run.delivered(honest, 200.0)
-            await run.until(lambda: run.hub.plan is not None and honest.credentials.peer_id in run.hub.plan.pool)
-            liar = await run.worker(beat(40.0), name="liar", price_usd_per_hour=0.0)
-            await run.until(lambda: run.member(liar).is_on_trial)
-            await run.stays(lambda: run.is_active(honest), 3.0)
-            assert run.hub.plan is not None and liar.credentials.peer_id not in run.hub.plan.pool
-            run.delivered(liar, 1.0)  # a little buys a little
-            await run.until(lambda: run.member(liar).record.is_proven)
-            await run.stays(lambda: run.is_active(honest), 3.0)
-            run.delivered(liar, 1000.0)  # as fast as it says, and for less: now it is worth it
-            await run.until(lambda: not run.is_active(honest) and run.is_active(liar))
-
-    play(scene)
+    async with fleet(tmp_path, heartbeat_interval=0.05) as run:
+        honest = await run.worker(beat(20.0), name="honest", price_usd_per_hour=1.0)
+        run.delivered(honest, 200.0)
+        await run.until(lambda: run.hub.plan is not None and honest.credentials.peer_id in run.hub.plan.pool)
+        liar = await run.worker(beat(40.0), name="liar", price_usd_per_hour=0.0)
+        await run.until(lambda: run.member(liar).is_on_trial)
+        await run.stays(lambda: run.is_active(honest), 3.0)
+        assert run.hub.plan is not None and liar.credentials.peer_id not in run.hub.plan.pool
+        run.delivered(liar, 1.0)  # a little buys a little
+        await run.until(lambda: run.member(liar).record.is_proven)
+        await run.stays(lambda: run.is_active(honest), 3.0)
+        run.delivered(liar, 1000.0)  # as fast as it says, and for less: now it is worth it
+        await run.until(lambda: not run.is_active(honest) and run.is_active(liar))
 
 
-def test_what_a_newcomer_claims_of_its_link_and_its_rollouts_spoils_no_plan(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path) as run:
-            honest = await run.worker(beat(20.0), name="honest")
-            run.delivered(honest, 200.0)
-            await run.until(lambda: run.hub.plan is not None and run.member(honest).record.is_proven)
-            plan = run.hub.plan
-            assert plan is not None
-            slow = pb.Heartbeat(
-                has_version=True, rollouts_per_s=1e-3, tokens_per_s=1.0, rollout_s_mean=1e9, rollout_s_p95=1e9,
-                apply_s=1e9, swap_s=1e9, link=pb.Link(uplink_bytes_per_s=1e-3, downlink_bytes_per_s=1e-3),
-            )  # fmt: skip
-            liar = await run.worker(slow, name="liar", price_usd_per_hour=0.0)
-            await run.until(lambda: run.member(liar).is_on_trial)
-            await run.until(lambda: run.hub.plan is not plan)
-            now = run.hub.plan
-            assert now is not None
-            assert (now.kappa, now.pool) == (plan.kappa, plan.pool)
-            assert now.predicted_utilisation >= plan.predicted_utilisation - 0.05
-
-    play(scene)
+async def test_what_a_newcomer_claims_of_its_link_and_its_rollouts_spoils_no_plan(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as run:
+        honest = await run.worker(beat(20.0), name="honest")
+        run.delivered(honest, 200.0)
+        await run.until(lambda: run.hub.plan is not None and run.member(honest).record.is_proven)
+        plan = run.hub.plan
+        assert plan is not None
+        slow = pb.Heartbeat(
+            has_version=True, rollouts_per_s=1e-3, tokens_per_s=1.0, rollout_s_mean=1e9, rollout_s_p95=1e9,
+            apply_s=1e9, swap_s=1e9, link=pb.Link(uplink_bytes_per_s=1e-3, downlink_bytes_per_s=1e-3),
+        )  # fmt: skip
+        liar = await run.worker(slow, name="liar", price_usd_per_hour=0.0)
+        await run.until(lambda: run.member(liar).is_on_trial)
+        await run.until(lambda: run.hub.plan is not plan)
+        now = run.hub.plan
+        assert now is not None
+        assert (now.kappa, now.pool) == (plan.kappa, plan.pool)
+        assert now.predicted_utilisation >= plan.predicted_utilisation - 0.05
 
 
-def test_newcomers_are_paid_from_the_room_under_the_cap_and_as_many_as_have_delivered(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, usd_per_hour_cap=5.0) as run:
-            honest = await run.worker(beat(20.0), name="honest", price_usd_per_hour=1.0)
-            run.delivered(honest, 200.0)
-            await run.until(lambda: run.hub.plan is not None)
-            crowd = [await run.worker(name=f"new{number}", price_usd_per_hour=3.0) for number in range(8)]
-            await run.until(lambda: any(run.is_active(one) for one in crowd))
-            await run.stays(lambda: sum(run.is_active(one) for one in crowd) <= 1 and run.is_active(honest), 2.0)
-            assert run.hub.money.sums().usd_chosen_per_hour <= 5.0
-
-    play(scene)
+async def test_newcomers_are_paid_from_the_room_under_the_cap_and_as_many_as_have_delivered(tmp_path: Path) -> None:
+    async with fleet(tmp_path, usd_per_hour_cap=5.0) as run:
+        honest = await run.worker(beat(20.0), name="honest", price_usd_per_hour=1.0)
+        run.delivered(honest, 200.0)
+        await run.until(lambda: run.hub.plan is not None)
+        crowd = [await run.worker(name=f"new{number}", price_usd_per_hour=3.0) for number in range(8)]
+        await run.until(lambda: any(run.is_active(one) for one in crowd))
+        await run.stays(lambda: sum(run.is_active(one) for one in crowd) <= 1 and run.is_active(honest), 2.0)
+        assert run.hub.money.sums().usd_chosen_per_hour <= 5.0
 
 
-def test_a_worker_that_hands_back_hard_prompts_gets_none_for_a_while_and_others_draw_them_by_the_same_seeds(
+async def test_a_worker_that_hands_back_hard_prompts_gets_none_for_a_while_and_others_draw_them_by_the_same_seeds(
     tmp_path: Path,
 ) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path) as run:
-            honest, picky = await run.worker(name="honest"), await run.worker(name="picky")
-            for node in (honest, picky):
-                run.delivered(node, 64)
-            await run.until(lambda: len(run.hub.book.records.proven) == 2)
-            run.works(picky, 4 * GROUP, is_picky=True)
-            run.tasks.append(asyncio.create_task(run.keep_offered(16)))
-            await run.until(lambda: len(run.handed_back) > 0)
-            run.works(honest, 4 * GROUP)
-            record = run.hub.book.records.of(picky.credentials.peer_id)
-            await run.until(lambda: record.barred_until > run.hub.clock.now())
-            assert "handed back" in record.why
-            held_back, before = sum(record.ways.values()), run.done
-            await run.until(lambda: run.done >= before + 48)
-            assert sum(record.ways.values()) == held_back <= 6 * PICKS_MAX, "it was given nothing since"
-            told = [what for what, _ in waits(run.hub.book, run.hub.clock.now())]
-            assert any(f"{picky.credentials.peer_id} is given no leases for" in what for what in told), told
-            assert run.hub.book.records.of(honest.credentials.peer_id).picks == 0
-            assert all(run.made_by[name] is honest for name in run.handed_back)
-            assert all(len(set(seeds)) == 1 for seeds in run.seeds.values())
-            assert any(len(run.seeds[name]) > 1 for name in run.handed_back)
-
-    play(scene, 150.0)
+    async with fleet(tmp_path) as run:
+        honest, picky = await run.worker(name="honest"), await run.worker(name="picky")
+        for node in (honest, picky):
+            run.delivered(node, 64)
+        await run.until(lambda: len(run.hub.book.records.proven) == 2)
+        run.works(picky, 4 * GROUP, is_picky=True)
+        run.tasks.append(asyncio.create_task(run.keep_offered(16)))
+        await run.until(lambda: len(run.handed_back) > 0)
+        run.works(honest, 4 * GROUP)
+        record = run.hub.book.records.of(picky.credentials.peer_id)
+        await run.until(lambda: record.barred_until > run.hub.clock.now())
+        assert "handed back" in record.why
+        held_back, before = sum(record.ways.values()), run.done
+        await run.until(lambda: run.done >= before + 48)
+        assert sum(record.ways.values()) == held_back <= 6 * PICKS_MAX, "it was given nothing since"
+        told = [what for what, _ in waits(run.hub.book, run.hub.clock.now())]
+        assert any(f"{picky.credentials.peer_id} is given no leases for" in what for what in told), told
+        assert run.hub.book.records.of(honest.credentials.peer_id).picks == 0
+        assert all(run.made_by[name] is honest for name in run.handed_back)
+        assert all(len(set(seeds)) == 1 for seeds in run.seeds.values())
+        assert any(len(run.seeds[name]) > 1 for name in run.handed_back)

@@ -16,7 +16,7 @@ from echo2.trust.identity import Identity, Role
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from echo2.wire.gen.echo2.v1 import rollout_pb2
 from echo2.wire.rollout import Ticket, sign_ticket
-from tests.unit.coordinator.test_daemon import RUN, Node, group, options, play, running
+from tests.unit.coordinator.test_daemon import RUN, Node, group, options, running
 
 TICKS_S = 1.2
 
@@ -56,62 +56,51 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {
 
 
 def coordinator_of(daemon: CoordinatorDaemon) -> Identity:
-    assert daemon.hub is not None
     return daemon.hub.identity
 
 
 def group_state(daemon: CoordinatorDaemon) -> tuple[GroupPhase, int]:
-    assert daemon.hub is not None
     opened = daemon.hub.book.groups[GroupId("g1")]
     return opened.phase, opened.attempts
 
 
-def test_a_hello_with_a_ticket_that_is_not_its_own_takes_no_lease_and_ends_nobody(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            learner = await Node.join(daemon, Role.LEARNER)
-            await learner.hello(open_groups=[group("g1")])
-            for name, (forge, expected) in FORGERIES.items():
-                worker = await Node.join(daemon, Role.WORKER)
-                answer = await worker.hello(held_tickets=forge(worker, coordinator_of(daemon)))
-                assert answer.refusal.code == expected, (name, answer)
-                await worker.close()
-            await asyncio.sleep(TICKS_S)  # the daemon's own clock has looked at what is there since
-            assert group_state(daemon) == (GroupPhase.QUEUED, 0)
-            assert (await learner.hello(open_groups=[group("g1")])).WhichOneof("kind") == "welcome"
-            await learner.close()
-        async with running(options(tmp_path)) as daemon:  # what they said ends no later start either
-            await asyncio.sleep(TICKS_S)
-            assert group_state(daemon) == (GroupPhase.QUEUED, 0)
-
-    play(scene)
+async def test_a_hello_with_a_ticket_that_is_not_its_own_takes_no_lease_and_ends_nobody(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        learner = await Node.join(daemon, Role.LEARNER)
+        await learner.hello(open_groups=[group("g1")])
+        for name, (forge, expected) in FORGERIES.items():
+            worker = await Node.join(daemon, Role.WORKER)
+            answer = await worker.hello(held_tickets=forge(worker, coordinator_of(daemon)))
+            assert answer.refusal.code == expected, (name, answer)
+            await worker.close()
+        await asyncio.sleep(TICKS_S)  # the daemon's own clock has looked at what is there since
+        assert group_state(daemon) == (GroupPhase.QUEUED, 0)
+        assert (await learner.hello(open_groups=[group("g1")])).WhichOneof("kind") == "welcome"
+        await learner.close()
+    async with running(options(tmp_path)) as daemon:  # what they said ends no later start either
+        await asyncio.sleep(TICKS_S)
+        assert group_state(daemon) == (GroupPhase.QUEUED, 0)
 
 
-def test_a_lease_of_another_worker_is_not_taken_over_nor_an_old_ticket_adopted(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            learner = await Node.join(daemon, Role.LEARNER)
-            honest, thief = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
-            await learner.hello(open_groups=[group("g1"), group("g2")])
-            await honest.hello(slot_count=8)
-            await honest.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            grant = await honest.until("lease_grant")
-            stolen = grant.ticket
-            # Signed by the coordinator for the honest one, said by another; and an old ticket of the thief's own.
-            assert (await thief.hello(held_tickets=[stolen])).refusal.code == "NotAllowed"
-            old = ticket_of(thief, group_id=GroupId("g2"), lease_id=lease_id_of(GroupId("g2"), 7), deadline_unix_s=9.0)
-            wrong = replace(old, lease_id=LeaseId(stolen.lease_id), deadline_unix_s=time.time() + 60)
-            for ticket in (old, wrong):
-                await thief.hello(held_tickets=[sign_ticket(ticket, coordinator_of(daemon))])
-                assert (await thief.until("lease_revoke")).lease_id == ticket.lease_id
-            assert daemon.hub is not None
-            lease = daemon.hub.book.leases[LeaseId(stolen.lease_id)]
-            assert (lease.worker_id, lease.group_id) == (honest.credentials.peer_id, "g1")
-            assert daemon.hub.book.groups[GroupId("g2")].phase is GroupPhase.QUEUED
-            for node in (learner, honest, thief):
-                await node.close()
-
-    play(scene)
+async def test_a_lease_of_another_worker_is_not_taken_over_nor_an_old_ticket_adopted(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        learner = await Node.join(daemon, Role.LEARNER)
+        honest, thief = await Node.join(daemon, Role.WORKER), await Node.join(daemon, Role.WORKER)
+        await learner.hello(open_groups=[group("g1"), group("g2")])
+        await honest.hello(slot_count=8)
+        await honest.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        grant = await honest.until("lease_grant")
+        stolen = grant.ticket
+        # Signed by the coordinator for the honest one, said by another; and an old ticket of the thief's own.
+        assert (await thief.hello(held_tickets=[stolen])).refusal.code == "NotAllowed"
+        old = ticket_of(thief, group_id=GroupId("g2"), lease_id=lease_id_of(GroupId("g2"), 7), deadline_unix_s=9.0)
+        wrong = replace(old, lease_id=LeaseId(stolen.lease_id), deadline_unix_s=time.time() + 60)
+        for ticket in (old, wrong):
+            await thief.hello(held_tickets=[sign_ticket(ticket, coordinator_of(daemon))])
+            assert (await thief.until("lease_revoke")).lease_id == ticket.lease_id
+        lease = daemon.hub.book.leases[LeaseId(stolen.lease_id)]
+        assert (lease.worker_id, lease.group_id) == (honest.credentials.peer_id, "g1")
+        assert daemon.hub.book.groups[GroupId("g2")].phase is GroupPhase.QUEUED
 
 
 BEYOND: tuple[dict[str, int], ...] = (
@@ -121,37 +110,26 @@ BEYOND: tuple[dict[str, int], ...] = (
 )
 
 
-def test_its_own_ticket_keeps_a_lease_and_numbers_beyond_any_groups_end_the_session_and_are_not_kept(
+async def test_its_own_ticket_keeps_a_lease_and_numbers_beyond_any_groups_end_the_session_and_are_not_kept(
     tmp_path: Path,
 ) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-            await learner.hello(open_groups=[group("g1")])
-            for numbers in BEYOND:
-                await worker.hello(held_tickets=[sign_ticket(ticket_of(worker), coordinator_of(daemon))])
-                ticket = (await worker.until("lease_grant")).ticket
-                assert ticket.attempt == 7 and group_state(daemon) == (GroupPhase.LEASED, 7)
-                await worker.say(lease_progress=pb.LeaseProgress(lease_id=ticket.lease_id, **numbers))
-                refusal = await worker.until("refusal")
-                assert (refusal.code, next(iter(numbers)) in refusal.message) == ("MalformedMessage", True)
-                assert daemon.hub is not None
-                daemon.hub.flush_now()  # every row of it can be written
-            for node in (learner, worker):
-                await node.close()
-
-    play(scene)
+    async with running(options(tmp_path)) as daemon:
+        learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+        await learner.hello(open_groups=[group("g1")])
+        for numbers in BEYOND:
+            await worker.hello(held_tickets=[sign_ticket(ticket_of(worker), coordinator_of(daemon))])
+            ticket = (await worker.until("lease_grant")).ticket
+            assert ticket.attempt == 7 and group_state(daemon) == (GroupPhase.LEASED, 7)
+            await worker.say(lease_progress=pb.LeaseProgress(lease_id=ticket.lease_id, **numbers))
+            refusal = await worker.until("refusal")
+            assert (refusal.code, next(iter(numbers)) in refusal.message) == ("MalformedMessage", True)
+            daemon.hub.flush_now()  # every row of it can be written
 
 
-def test_a_peer_that_says_hello_again_and_again_is_slowed_down_and_fills_no_log(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            worker = await Node.join(daemon, Role.WORKER)
-            answers = [(await worker.hello()).WhichOneof("kind") for _ in range(60)]
-            assert answers[0] == "welcome"
-            assert answers[-1] == "refusal"
-            assert daemon.hub is not None
-            assert sum("is back" in event.text for event in daemon.hub.state.events) <= 40
-            await worker.close()
-
-    play(scene)
+async def test_a_peer_that_says_hello_again_and_again_is_slowed_down_and_fills_no_log(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        worker = await Node.join(daemon, Role.WORKER)
+        answers = [(await worker.hello()).WhichOneof("kind") for _ in range(60)]
+        assert answers[0] == "welcome"
+        assert answers[-1] == "refusal"
+        assert sum("is back" in event.text for event in daemon.hub.state.events) <= 40

@@ -130,34 +130,26 @@ def test_refused_calls_go_at_a_pace_and_fill_no_log(
             assert all(isinstance(answer, grpc.aio.AioRpcError) for answer in answers)
             honest = operator.channel.unary_unary("/echo2.v1.Operator/GetStatus")
             assert await honest(pb.GetStatusRequest().SerializeToString(), timeout=WAIT_S)
-            for node in (worker, operator):
-                await node.close()
 
     with caplog.at_level(logging.WARNING):
         play(scene)
     assert len([record for record in caplog.records if "refused" in record.message]) < 30
 
 
-def test_newcomers_of_a_link_share_what_one_may_take_and_who_has_delivered_has_its_own(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            assert daemon.hub is not None
-            service = CoordinatorService(daemon.hub)
-            a, b, c = (
-                PeerIdentity(PeerId(name), Role.WORKER, link) for name, link in (("a", "x"), ("b", "x"), ("c", "y"))
-            )
-            own = FairShare()
-            assert service._share_of(a, own) is own, "while none has delivered, each has its own"
-            daemon.hub.book.records.proven.add(PeerId("a"))
-            of_link = service._share_of(b, own)
-            assert of_link is service._share_of(PeerIdentity(PeerId("b2"), Role.WORKER, "x"), own)
-            assert (
-                service._share_of(a, own) is own
-                and len({id(one) for one in (own, of_link, service._share_of(c, own))}) == 3
-            )
-            assert service._share_of(PeerIdentity(PeerId("learner"), Role.LEARNER, "x"), own) is own
-
-    play(scene)
+async def test_newcomers_of_a_link_share_what_one_may_take_and_who_has_delivered_has_its_own(tmp_path: Path) -> None:
+    async with running(options(tmp_path)) as daemon:
+        service = CoordinatorService(daemon.hub)
+        a, b, c = (PeerIdentity(PeerId(name), Role.WORKER, link) for name, link in (("a", "x"), ("b", "x"), ("c", "y")))
+        own = FairShare()
+        assert service._share_of(a, own) is own, "while none has delivered, each has its own"
+        daemon.hub.book.records.proven.add(PeerId("a"))
+        of_link = service._share_of(b, own)
+        assert of_link is service._share_of(PeerIdentity(PeerId("b2"), Role.WORKER, "x"), own)
+        assert (
+            service._share_of(a, own) is own
+            and len({id(one) for one in (own, of_link, service._share_of(c, own))}) == 3
+        )
+        assert service._share_of(PeerIdentity(PeerId("learner"), Role.LEARNER, "x"), own) is own
 
 
 def test_who_asks_for_the_tokens_held_again_and_again_takes_its_share_and_no_more(
@@ -219,7 +211,7 @@ def test_parsing_is_within_the_callers_share_though_its_messages_are_refused(mon
     play_ingest(scene)
 
 
-def test_a_member_has_so_many_calls_at_a_time_and_others_are_served() -> None:
+async def test_a_member_has_so_many_calls_at_a_time_and_others_are_served() -> None:
     may_end, running = asyncio.Event(), 0
 
     async def wait(request: ProbeBlock, context: object) -> ProbeBlock:
@@ -228,43 +220,37 @@ def test_a_member_has_so_many_calls_at_a_time_and_others_are_served() -> None:
         await may_end.wait()
         return request
 
-    async def scene() -> None:
-        method = grpc.unary_unary_rpc_method_handler(wait, ProbeBlock.FromString, ProbeBlock.SerializeToString)
-        async with served(replace(LEARNER, streams=2 * calls.CALLS_PER_CALLER), method) as channel:
-            async with channel() as first, channel() as second:
-                held = [first.unary_unary("/test.Service/Call")(b"") for _ in range(calls.CALLS_PER_CALLER)]
-                await until(lambda: running == calls.CALLS_PER_CALLER, "as many calls as it may have")
-                with pytest.raises(grpc.aio.AioRpcError, match="calls at a time"):
-                    await first.unary_unary("/test.Service/Call")(b"", timeout=WAIT_S)
-                neighbours = second.unary_unary("/test.Service/Call")(b"")
-                await until(lambda: running == calls.CALLS_PER_CALLER + 1, "another member's call")
-                may_end.set()
-                await asyncio.gather(*held, neighbours)
-                assert await first.unary_unary("/test.Service/Call")(b"") == b"", "a call that has ended makes room"
-
-    asyncio.run(scene())
+    method = grpc.unary_unary_rpc_method_handler(wait, ProbeBlock.FromString, ProbeBlock.SerializeToString)
+    async with served(replace(LEARNER, streams=2 * calls.CALLS_PER_CALLER), method) as channel:
+        async with channel() as first, channel() as second:
+            held = [first.unary_unary("/test.Service/Call")(b"") for _ in range(calls.CALLS_PER_CALLER)]
+            await until(lambda: running == calls.CALLS_PER_CALLER, "as many calls as it may have")
+            with pytest.raises(grpc.aio.AioRpcError, match="calls at a time"):
+                await first.unary_unary("/test.Service/Call")(b"", timeout=WAIT_S)
+            neighbours = second.unary_unary("/test.Service/Call")(b"")
+            await until(lambda: running == calls.CALLS_PER_CALLER + 1, "another member's call")
+            may_end.set()
+            await asyncio.gather(*held, neighbours)
+            assert await first.unary_unary("/test.Service/Call")(b"") == b"", "a call that has ended makes room"
 
 
-def test_a_members_connection_without_a_call_ends_and_is_made_anew() -> None:
+async def test_a_members_connection_without_a_call_ends_and_is_made_anew() -> None:
     assert LEARNER.idle_s <= 30 and SERVICES.idle_s <= 60, "each keeps memory"
 
     async def echo(messages: object, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
         await context.write(await context.read())
 
-    async def scene() -> None:
-        method = grpc.stream_stream_rpc_method_handler(echo, ProbeBlock.FromString, ProbeBlock.SerializeToString)
-        async with served(replace(LEARNER, idle_s=1.0), method) as open_channel, open_channel() as channel:
-            for _ in range(2):
-                call = channel.stream_stream("/test.Service/Call")()
-                said = ProbeBlock(data=b"x").SerializeToString()
-                await call.write(said)
-                assert await call.read() == said
-                await call.done_writing()
-                async with asyncio.timeout(WAIT_S):
-                    while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
-                        await channel.wait_for_state_change(state)
-
-    asyncio.run(scene())
+    method = grpc.stream_stream_rpc_method_handler(echo, ProbeBlock.FromString, ProbeBlock.SerializeToString)
+    async with served(replace(LEARNER, idle_s=1.0), method) as open_channel, open_channel() as channel:
+        for _ in range(2):
+            call = channel.stream_stream("/test.Service/Call")()
+            said = ProbeBlock(data=b"x").SerializeToString()
+            await call.write(said)
+            assert await call.read() == said
+            await call.done_writing()
+            async with asyncio.timeout(WAIT_S):
+                while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
+                    await channel.wait_for_state_change(state)
 
 
 def test_headers_of_one_peer_leave_room_for_those_of_others_while_no_publisher_is_known(tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ def test_an_error_in_a_message_a_tick_a_plan_or_a_call_costs_its_sender_a_stream
     async def scene() -> None:
         async with running(options(tmp_path)) as daemon:
             hub = daemon.hub
-            assert hub is not None
             learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
             operator = await Node.join(daemon, Role.OPERATOR)
             await learner.hello(open_groups=[group("g1")])
@@ -65,13 +64,13 @@ def test_an_error_in_a_message_a_tick_a_plan_or_a_call_costs_its_sender_a_stream
             assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
             for node in (learner, worker):
                 assert (await node.hello()).WhichOneof("kind") == "welcome"
-            for node in (learner, worker, operator):
-                await node.close()
 
     play(scene)
 
 
-def test_a_caller_that_goes_while_it_is_being_answered_is_no_error_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_caller_that_goes_while_it_is_being_answered_is_no_error_of_ours(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Gone:
         """gRPC's context of a call that is over: nothing can be sent."""
 
@@ -97,35 +96,29 @@ def test_a_caller_that_goes_while_it_is_being_answered_is_no_error_of_ours(caplo
     async def malformed(request: object, context: Gone) -> None:
         raise MalformedMessage("nobody hears of it")
 
-    async def scene() -> None:
-        noted, gate = MISHAPS.count, _Gate(lambda context: ("w1", FairShare.SHARE))
-        parse = pb.Heartbeat.FromString
-        for serve in (unary, malformed):
-            handler = gate.gated("/s/m", grpc.unary_unary_rpc_method_handler(serve, parse))
-            with pytest.raises(asyncio.CancelledError):
-                await handler.stream_unary(None, Gone())
-        handler = gate.gated("/s/m", grpc.unary_stream_rpc_method_handler(stream, parse))
+    noted, gate = MISHAPS.count, _Gate(lambda context: ("w1", FairShare.SHARE))
+    parse = pb.Heartbeat.FromString
+    for serve in (unary, malformed):
+        handler = gate.gated("/s/m", grpc.unary_unary_rpc_method_handler(serve, parse))
         with pytest.raises(asyncio.CancelledError):
-            async for _ in handler.stream_stream(None, Gone()):
-                pass
-        assert MISHAPS.count == noted
-        assert not [record for record in caplog.records if record.levelno > logging.WARNING]
+            await handler.stream_unary(None, Gone())
+    handler = gate.gated("/s/m", grpc.unary_stream_rpc_method_handler(stream, parse))
+    with pytest.raises(asyncio.CancelledError):
+        async for _ in handler.stream_stream(None, Gone()):
+            pass
+    assert MISHAPS.count == noted
+    assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
-    asyncio.run(scene())
 
-
-def test_an_error_over_what_a_dialled_peer_sent_ends_that_link_and_not_the_node(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with fleet(tmp_path, 1) as f:
-            learner, worker = (member.node for member in f.members)
-            worker.exchange._on_message = broken  # type: ignore[method-assign]
-            await learner.publish(ArtifactId(Version(0)), iter([b"x" * 1000]), lambda: "p", 1 << 20)
-            await until(lambda: not worker.stats().links or worker._dialling.targets != {}, "the link has ended")
-            await asyncio.sleep(0.5)
-            assert worker.exchange.error is None
-            assert not worker.stats().banned, "what nobody foresaw is no guilt"
-
-    asyncio.run(scene())
+async def test_an_error_over_what_a_dialled_peer_sent_ends_that_link_and_not_the_node(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as f:
+        learner, worker = (member.node for member in f.members)
+        worker.exchange._on_message = broken  # type: ignore[method-assign]
+        await learner.publish(ArtifactId(Version(0)), iter([b"x" * 1000]), lambda: "p", 1 << 20)
+        await until(lambda: not worker.stats().links or worker._dialling.targets != {}, "the link has ended")
+        await asyncio.sleep(0.5)
+        assert worker.exchange.error is None
+        assert not worker.stats().banned, "what nobody foresaw is no guilt"
 
 
 def test_an_unforeseen_error_is_its_senders_and_foreseen_ones_stay_what_they_are() -> None:

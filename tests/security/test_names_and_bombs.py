@@ -16,7 +16,7 @@ from echo2.trust.identity import JoinLink, Role
 from echo2.weights import ContainerDecoder, DeltaHeader, HostWeights, encode_keyframe
 from echo2.weights.container import Method, container_id_of, encode_block_frame
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
-from tests.unit.coordinator.test_daemon import Node, group, options, play, running
+from tests.unit.coordinator.test_daemon import Node, group, options, running
 
 ELEMENTS = 1000
 BOMB_BYTES = 1 << 28
@@ -62,42 +62,31 @@ def test_a_compressed_block_that_would_grow_past_its_tensor_is_refused_before_it
         tracemalloc.stop()
 
 
-def test_what_peers_call_themselves_makes_no_file_outside_the_folder(tmp_path: Path) -> None:
+async def test_what_peers_call_themselves_makes_no_file_outside_the_folder(tmp_path: Path) -> None:
     """Names with paths in them: of a worker, of its engine and card, of a model, of groups and reasons."""
     home = tmp_path / "a" / "b" / "run"
     hostile = "../../../../escaped"
-
-    async def scene() -> None:
-        async with running(options(home, suspect_after=30.0, gone_after=60.0)) as daemon:
-            learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
-            await learner.hello(model_name=hostile, address=f"{hostile}:9", open_groups=[group(hostile)])
-            answer = await worker.hello(name=hostile, gpu=hostile, engine=hostile)
-            assert answer.WhichOneof("kind") in ("welcome", "refusal")
-            await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
-            await worker.until("lease_grant")
-            await worker.say(leaving=pb.WorkerLeaving(reason=hostile))
-            await learner.say(leaving=pb.LearnerLeaving(reason=hostile))
-            for node in (learner, worker):
-                await node.close()
-
-    play(scene)
+    async with running(options(home, suspect_after=30.0, gone_after=60.0)) as daemon:
+        learner, worker = await Node.join(daemon, Role.LEARNER), await Node.join(daemon, Role.WORKER)
+        await learner.hello(model_name=hostile, address=f"{hostile}:9", open_groups=[group(hostile)])
+        answer = await worker.hello(name=hostile, gpu=hostile, engine=hostile)
+        assert answer.WhichOneof("kind") in ("welcome", "refusal")
+        await worker.say(lease_request=pb.LeaseRequest(free_rollouts=8, version=0))
+        await worker.until("lease_grant")
+        await worker.say(leaving=pb.WorkerLeaving(reason=hostile))
+        await learner.say(leaving=pb.LearnerLeaving(reason=hostile))
     outside = [path for path in tmp_path.rglob("*") if path.is_file() and home not in path.parents]
     assert not outside, outside
     assert not [path for path in home.rglob("*") if "escaped" in path.name]
 
 
-def test_a_join_token_is_in_no_file_but_the_link_and_that_is_its_owners_alone(tmp_path: Path) -> None:
+async def test_a_join_token_is_in_no_file_but_the_link_and_that_is_its_owners_alone(tmp_path: Path) -> None:
     secrets: list[bytes] = []
-
-    async def scene() -> None:
-        async with running(options(tmp_path)) as daemon:
-            for role in (Role.LEARNER, Role.WORKER):
-                secrets.append(JoinLink.parse(daemon.links[role.value]).token.encode())
-                node = await Node.join(daemon, role)
-                await node.hello()
-                await node.close()
-
-    play(scene)
+    async with running(options(tmp_path)) as daemon:
+        for role in (Role.LEARNER, Role.WORKER):
+            secrets.append(JoinLink.parse(daemon.links[role.value]).token.encode())
+            node = await Node.join(daemon, role)
+            await node.hello()
     holders = [path for path in tmp_path.rglob("*") if path.is_file() and any(s in path.read_bytes() for s in secrets)]
     assert holders and all(path.suffix == ".link" for path in holders), holders
     assert all(path.stat().st_mode & 0o077 == 0 for path in holders)

@@ -9,35 +9,27 @@ from pathlib import Path
 from echo2.cli.operator import OperatorClient
 from echo2.trust.identity import JoinLink, Role
 from tests.patience import WAIT_S
-from tests.unit.coordinator.test_daemon import Node, options, play, running
+from tests.unit.coordinator.test_daemon import Node, options, running
 
 
-def test_a_link_that_is_made_has_what_was_asked_for(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path / "run")) as daemon:
-            async with OperatorClient(daemon.links["operator"], tmp_path / "me") as operator:
-                made = await operator.create_link("worker", 60.0, 2, "for one")
-            assert daemon.hub is not None
-            (token,) = [one for one in daemon.hub.tokens.tokens.values() if one.label == "for one"]
-            assert (token.role, token.use_limit) == ("worker", 2)
-            assert JoinLink.parse(made).address == daemon.enrol_address
-
-    play(scene)
+async def test_a_link_that_is_made_has_what_was_asked_for(tmp_path: Path) -> None:
+    async with running(options(tmp_path / "run")) as daemon:
+        async with OperatorClient(daemon.links["operator"], tmp_path / "me") as operator:
+            made = await operator.create_link("worker", 60.0, 2, "for one")
+        (token,) = [one for one in daemon.hub.tokens.tokens.values() if one.label == "for one"]
+        assert (token.role, token.use_limit) == ("worker", 2)
+        assert JoinLink.parse(made).address == daemon.enrol_address
 
 
-def test_the_status_says_what_happened_what_is_waited_for_and_what_it_has_cost(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with running(options(tmp_path / "run")) as daemon:
-            began = time.time()
-            worker = await Node.join(daemon, Role.WORKER)
-            await worker.hello(price_usd_per_hour=36.0)
-            async with OperatorClient(daemon.links["operator"], tmp_path / "me") as operator:
-                async with asyncio.timeout(WAIT_S):
-                    while not (status := await operator.status()).workers[0].usd_spent:
-                        await asyncio.sleep(0.1)
-            assert any("joined" in event.text for event in status.events)
-            since = [wait.since_unix_s for wait in status.waits]
-            assert since and all(abs(one - began) < 60 for one in since)
-            await worker.close()
-
-    play(scene)
+async def test_the_status_says_what_happened_what_is_waited_for_and_what_it_has_cost(tmp_path: Path) -> None:
+    async with running(options(tmp_path / "run")) as daemon:
+        began = time.time()
+        worker = await Node.join(daemon, Role.WORKER)
+        await worker.hello(price_usd_per_hour=36.0)
+        async with OperatorClient(daemon.links["operator"], tmp_path / "me") as operator:
+            async with asyncio.timeout(WAIT_S):
+                while not (status := await operator.status()).workers[0].usd_spent:
+                    await asyncio.sleep(0.1)
+        assert any("joined" in event.text for event in status.events)
+        since = [wait.since_unix_s for wait in status.waits]
+        assert since and all(abs(one - began) < 60 for one in since)
