@@ -55,8 +55,8 @@ def load_whole(path: str, dtype: torch.dtype) -> Any:
             "model %s: its files hold %d tensors that a %s does not have, first %s: neither trained nor written back",
             path, len(unexpected), type(model).__name__, unexpected[0],
         )  # fmt: skip
-    if odd := next((name for name, p in model.named_parameters() if not p.detach().isfinite().all()), ""):
-        raise ConfigError(f"model {path}: expected finite weights, {odd} holds NaN or infinity: damaged files?")
+    if damaged := next((name for name, p in model.named_parameters() if not p.detach().isfinite().all()), ""):
+        raise ConfigError(f"model {path}: expected finite weights, {damaged} holds NaN or infinity: damaged files?")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and model.config.tie_word_embeddings and head.weight is not embedding.weight:
         _log.warning(
