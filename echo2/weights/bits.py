@@ -26,11 +26,9 @@ from echo2.base.errors import DeltaFormatError
 from echo2.weights.elements import Bits
 from echo2.weights.jit import (
     LISTED,
-    PLACES_OF_BYTE,
     compiled,
     count_ones,
     inlined,
-    list_byte,
 )
 
 U64 = npt.NDArray[np.uint64]
@@ -40,7 +38,6 @@ I64 = npt.NDArray[np.int64]
 Int = int | np.int64
 
 LONG = 255  # the byte of a gap that is stored in the list of long gaps
-_PLACES = PLACES_OF_BYTE.ravel()  # flat, as kernels index it
 _0 = np.uint64(0)
 _1 = np.uint64(1)
 _6 = np.uint64(6)
@@ -175,7 +172,8 @@ def places_of_gaps(gaps: tuple[U8, U64, U32], k: int, count: int, places: U32) -
 
 @inlined
 def list_few(word: np.uint64, base: np.uint64, places: U32, found: Int, usual: int) -> Int:
-    """Like `list_word`, but faster for words with at most `usual` marks (`usual` <= `LISTED`)."""
+    """Writes the places of a word's marks, each plus `base`, from index `found` on. Returns the index after; `places` must have
+    room for `LISTED` more. Fastest for words with at most `usual` marks (`usual` <= `LISTED`)."""
     # The first loop always runs its full count: a branch on the number of marks would be mispredicted at every other word,
     # which costs more than writing places that the next word overwrites.
     following = found + np.int64(count_ones(word))
@@ -190,24 +188,13 @@ def list_few(word: np.uint64, base: np.uint64, places: U32, found: Int, usual: i
     return following
 
 
-@inlined
-def list_word(word: np.uint64, base: np.uint64, places: U32, found: Int) -> Int:
-    """Writes the places of a word's marks, each plus `base`, from index `found` on. Returns the index after them;
-    `places` must have room for `LISTED` more. The time does not depend on the number of marks."""
-    for byte in range(8):
-        part = (word >> np.uint64(8 * byte)) & np.uint64(255)
-        list_byte(_PLACES, part, base + np.uint64(8 * byte), places, found)
-        found += np.int64(count_ones(part))
-    return found
-
-
 @compiled
 def places_of_marks(words: U64, count: int, places: U32) -> Int:
     """Lists the places of the marks among the first `count` bits; returns their number. `places` must have room for `LISTED`
     more."""
     found: Int = 0
     marked = places.size - LISTED
-    # With up to 64 / 24 = 2.7 marks per word on average, four are rarely exceeded; with up to 64 / 12 = 5.3, eight.
+    # With up to 64 / 24 = 2.7 marks a word on average, four are rarely exceeded; with up to 64 / 12 = 5.3, eight; with 64 / 6, 14.
     if marked * 24 < count:
         for at in range(0, count, 64):
             found = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, found, 4)
@@ -216,7 +203,7 @@ def places_of_marks(words: U64, count: int, places: U32) -> Int:
             found = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, found, 8)
     else:
         for at in range(0, count, 64):
-            found = list_word(words[at >> 6] & below(count - at), np.uint64(at), places, found)
+            found = list_few(words[at >> 6] & below(count - at), np.uint64(at), places, found, LISTED)
     return found
 
 

@@ -140,30 +140,29 @@ extract = _extract_at_once if HAS_BIT_MOVES else _extract_by_bits
 
 
 LANES = 64  # marks in a uint64
-LISTED = 8
-"""Number of places that `list_byte` writes."""
+LISTED = 14  # places that `list_few` writes at least, where marks are densest
 
 
-def _vector_at(context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int = LANES) -> Any:
-    """A pointer to `count` elements from `index` on, as one vector; LLVM splits it into the target's vectors, whatever their
+def _vector_at(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    """A pointer to 64 elements from `index` on, as one vector; LLVM splits it into the target's vectors, whatever their
     size."""
     data = context.make_array(array_type)(context, builder, array).data
-    kind = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), count)
+    kind = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), LANES)
     return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
 
 
-def _load(context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int = LANES) -> Any:
-    load = builder.load(_vector_at(context, builder, array_type, array, index, count))
+def _load(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    load = builder.load(_vector_at(context, builder, array_type, array, index))
     load.align = 1
     return load
 
 
-def _all_lanes(builder: Any, word: Any, lane_bits: int, count: int = LANES) -> Any:
+def _all_lanes(builder: Any, word: Any, lane_bits: int) -> Any:
     """A vector with the low `lane_bits` bits of a u64 in every lane."""
     number = word if lane_bits == 64 else builder.trunc(word, ir.IntType(lane_bits))
-    kind = ir.VectorType(number.type, count)
+    kind = ir.VectorType(number.type, LANES)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
-    picked = ir.Constant(ir.VectorType(ir.IntType(32), count), [0] * count)
+    picked = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
     return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), picked)
 
 
@@ -257,27 +256,3 @@ def octaves(typing_context, bits, index, shift, mask, base, out):  # type: ignor
         return context.get_dummy_value()
 
     return types.void(bits, types.int64, types.uint64, types.uint64, types.uint64, out), generate
-
-
-# Places of the set bits of each byte.
-PLACES_OF_BYTE = np.array(
-    [[*(i for i in range(8) if byte >> i & 1), *[0] * (8 - byte.bit_count())] for byte in range(256)], np.uint8
-)
-
-
-@intrinsic
-def list_byte(typing_context, table, byte, base, places, index):  # type: ignore[no-untyped-def]
-    """Writes eight places from an index on: first the positions of a byte's ones, lowest first, each plus `base`. The table is
-    `PLACES_OF_BYTE`, flattened."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        begin = builder.shl(arguments[1], ir.IntType(64)(3))
-        found = _load(context, builder, signature.args[0], arguments[0], begin, LISTED)
-        base = _all_lanes(builder, arguments[2], 32, LISTED)
-        out = builder.add(builder.zext(found, base.type), base)
-        builder.store(
-            out, _vector_at(context, builder, signature.args[3], arguments[3], arguments[4], LISTED)
-        ).align = 1
-        return context.get_dummy_value()
-
-    return types.void(table, types.uint64, types.uint64, places, types.int64), generate

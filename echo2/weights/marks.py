@@ -21,7 +21,6 @@ from echo2.weights.elements import Bits, Block
 from echo2.weights.fingerprint import ROW_ELEMENTS, ROW_MASK, ROW_SHIFT, row_coefficient
 from echo2.weights.jit import (
     LANES,
-    LISTED,
     compare,
     compiled,
     count_ones,
@@ -140,7 +139,7 @@ def places_of_larger(changed: U64, count: int, larger: U64, places: U32) -> None
     for at in range(0, count, LANES):
         word = changed[at >> 6] & below(count - at)
         lanes = deposit(bits_at(larger, rank), word)
-        found = list_few(lanes, np.uint64(at), places, found, LISTED)
+        found = list_few(lanes, np.uint64(at), places, found, 8)
         rank += np.int64(count_ones(word))
 
 
