@@ -21,7 +21,7 @@ REGIONS = ("use", "usw", "eu")
 RTT_S = {
     ("eu", "eu"): 0.02, ("use", "use"): 0.02, ("usw", "usw"): 0.02,
     ("eu", "use"): 0.08, ("eu", "usw"): 0.10, ("use", "usw"): 0.06,
-    **{tuple(sorted(("sat", region))): 0.6 for region in ("eu", "use", "usw", "sat")},
+    ("eu", "sat"): 0.6, ("sat", "sat"): 0.6, ("sat", "use"): 0.6, ("sat", "usw"): 0.6,
 }  # fmt: skip
 HETEROGENEOUS_UP = (50, 200, 75, 100, 150, 50, 100, 75)
 HETEROGENEOUS_DOWN = (150, 400, 200, 200, 300, 200, 400, 150)

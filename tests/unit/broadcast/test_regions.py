@@ -227,8 +227,9 @@ def test_trees_by_region_give_way_where_no_pipe_is_thin_and_come_back_for_good_w
     made = plan(nodes, 1, SIZE)
     session, size = BroadcastSession(nodes[0].peer_id), 1 << 20
     session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
-    for event in (PlanSet(made), *(PeerUp(node.peer_id) for node in nodes[1:])):
-        session.handle(event, 0.0)
+    session.handle(PlanSet(made), 0.0)
+    for node in nodes[1:]:
+        session.handle(PeerUp(node.peer_id), 0.0)
     bound_per_tick = 0.05 * fluid_bound(nodes).rate_bytes_per_s / size
     published, credit, now, owed = 0, 0.0, 0.0, list[tuple[PeerId, int]]()
 
