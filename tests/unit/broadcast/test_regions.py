@@ -164,11 +164,12 @@ def test_where_one_region_could_not_keep_up_or_there_is_but_one_nothing_is_by_re
 @pytest.mark.parametrize("lost", [2, 6])
 def test_by_region_all_are_done_near_the_bound_and_survive_a_head(lost: int) -> None:
     nodes = two_regions()
-    bound_s = SIZE / fluid_bound(nodes).rate_bytes_per_s
+    size = SIZE * 5 // 8
+    bound_s = size / fluid_bound(nodes).rate_bytes_per_s
     for is_killed in (False, True):
-        net = BroadcastNetwork(plan(nodes, 1, SIZE, 256 << 10))
+        net = BroadcastNetwork(plan(nodes, 1, size, 512 << 10))
         net.connect_all()
-        net.publish(SIZE, 256 << 10)
+        net.publish(size, 512 << 10)
         if is_killed:
             net.at(bound_s / 2, lambda net=net: net.kill(nodes[lost].peer_id))  # type: ignore[misc]
         net.run(60)
