@@ -34,6 +34,7 @@ RULES = """
 | what | follows from |
 |---|---|
 | LoRA's alpha; AdamW's betas and epsilon | twice the rank; 0.9, 0.99, 1e-8 |
+| largest norm of a gradient; cap of truncated weights | 1; 2 |
 | M2PO's limit; the divisor of the loss | a mean square of 0.04; the loss, as in its paper |
 | threads of the trainer; processes of rewards | `OMP_NUM_THREADS`, else all cores but one; a quarter of the cores, at least two |
 | a lost episode | restarted twice |
