@@ -8,6 +8,7 @@ left out of the snapshot. Leaves to others: planning (cost_model, broadcast).
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -260,10 +261,11 @@ def broadcast_nodes(board: LearnerBoard, members: Iterable[Member]) -> list[Node
 
 
 def region_of(member: Member) -> str:
-    """The worker's provider and region, within which traffic is free. Empty if either is not known, because traffic between regions
-    of one provider is charged."""
+    """A label of the worker's provider and region, within which traffic is free: a digest, since plans carry it to nodes, which
+    bound it. Empty if either is not known, because traffic between regions of one provider is charged."""
     hello = member.hello
-    return f"{hello.provider.lower()}/{hello.region.lower()}" if hello.provider and hello.region else ""
+    place = f"{hello.provider}/{hello.region}".lower().encode()
+    return hashlib.blake2s(place, digest_size=8).hexdigest() if hello.provider and hello.region else ""
 
 
 def pool_usd_per_s(members: Iterable[Member]) -> float:

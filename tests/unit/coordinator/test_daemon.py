@@ -347,7 +347,7 @@ async def test_refusals_name_what_was_expected_what_came_and_whose_and_change_no
         assert "expected the role worker, its certificate says learner" in found
         assert not hub.workers and hub.learner.session is None
         text = await refusal_of(worker, "VersionMismatch", protocol_version=7)
-        assert "expected protocol version 1, got 7" in text
+        assert f"expected protocol version {tls.PROTOCOL_VERSION}, got 7" in text
         assert "got 'other'" in await refusal_of(worker, "VersionMismatch", run_id="other")
         text = await refusal_of(worker, "ConfigError", quantisation="fp8")
         assert "it generates by fp8" in text and "worker.quantisation in its own file" in text

@@ -33,6 +33,8 @@ from echo2.cost_model.plan import Limit
 from echo2.cost_model.planner import plan
 from echo2.cost_model.relations import FleetModel
 from echo2.cost_model.snapshot import FleetSnapshot, LinkEstimate, PlanConfig
+from echo2.wire.bounds import check
+from echo2.wire.broadcast import plan_to_message
 from echo2.wire.gen.echo2.v1 import coordinator_pb2 as pb
 from tests.unit.cost_model.fleets import learner, snapshot, worker
 
@@ -267,18 +269,20 @@ def test_the_pools_planner_and_the_broadcast_plan_predict_the_same_for_a_pool_be
 
 
 def test_the_broadcasts_planner_knows_regions_what_their_traffic_costs_and_what_a_second_of_the_pool_does() -> None:
-    membership, made = fleet("A100", "A100", "A100"), board(10.0)
+    membership, made = fleet("A100", "A100", "A100", "A100", "A100"), board(10.0)
     members = membership.members
-    places = (("AWS", "us-east-1"), ("aws", ""), ("", "here"))
+    places = (("AWS", "us-east-1"), ("aws", ""), ("", "here"), ("aws", "US-EAST-1"), ("İ" * 64, "x" * 64))
     for member, (provider, region) in zip(members.values(), places, strict=True):
         member.hello.MergeFrom(pb.WorkerHello(provider=provider, region=region, price_usd_per_hour=1.2))
     nodes = broadcast_nodes(made, list(members.values()))
-    assert [(node.region, node.egress_usd_per_gib) for node in nodes] == [
-        ("", 0.0), ("aws/us-east-1", 0.09), ("", 0.09), ("", 0.0)
-    ]  # fmt: skip
+    assert [node.egress_usd_per_gib for node in nodes] == [0.0, 0.09, 0.09, 0.0, 0.09, 0.0]
+    _, east, *unknown, same, odd = [node.region for node in nodes]
+    assert unknown == ["", ""] and east and same == east and odd not in ("", east)
+    made_plan = weighted_plan(nodes, Needs((1.0,) * 5), 2, 10**8)
+    check(plan_to_message(made_plan), "no name of a worker's makes a plan that nodes refuse")
     members[PeerId("w2")].is_wanted = False
     membership.change_of(members[PeerId("w2")], 1.0)
-    assert pool_usd_per_s(members.values()) == pytest.approx(2 * 1.2 / 3600)
+    assert pool_usd_per_s(members.values()) == pytest.approx(4 * 1.2 / 3600)
 
 
 def test_a_learner_that_only_byte_pipes_reach_is_met_there_where_no_worker_can_be_dialled() -> None:
