@@ -235,7 +235,9 @@ class Seeding:
     def _is_known(self, ref: Ref, peers: Mapping[PeerId, Peer]) -> bool:
         """Whether each of the trees has a relay that holds the chunk."""
         relaying = [tree.relays for tree in self.trees if tree.relays]
-        return all(any(relay in peers and peers[relay].has(*ref) for relay in relays) for relays in relaying)
+        return bool(relaying) and all(
+            any(relay in peers and peers[relay].has(*ref) for relay in relays) for relays in relaying
+        )
 
     def _pop(self) -> None:
         key, index = self.fresh.popleft()

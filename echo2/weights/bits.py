@@ -378,13 +378,14 @@ class Reader:
         """The next `size` bytes as a run of bits."""
         return as_words(np.frombuffer(self.take(size, what), np.uint8))
 
-    def plane(self, size: int, what: str) -> U8:
-        """The next plane, whose decoded size is known."""
+    def plane(self, size: int, what: str, *, may_be_pairs: bool = True) -> U8:
+        """The next plane, whose decoded size is known. `may_be_pairs`: False for pairs themselves."""
         coding, length = _PLANE.unpack(self._next(_PLANE.size, what))
         data: bytes | memoryview = self._next(length, what)
-        if coding == _PAIRS and length >= PAIRED:
+        if coding == _PAIRS and length >= PAIRED and may_be_pairs:
             inner = Reader(memoryview(data)[PAIRED:])
-            pairs, values = inner.plane(-(-size // 2), what), np.frombuffer(data, np.uint8, PAIRED)
+            pairs = inner.plane(-(-size // 2), what, may_be_pairs=False)
+            values = np.frombuffer(data, np.uint8, PAIRED)
             inner.end()
             data = values[np.stack([pairs & 15, pairs >> 4], 1).reshape(-1)[:size]].tobytes()
         elif coding == _ZSTD:

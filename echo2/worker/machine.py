@@ -139,23 +139,26 @@ class MachinePlace:
 
 
 def place_of(declared: str, environment: Mapping[str, str]) -> MachinePlace:
-    """The declared PROVIDER/REGION; what was not declared is filled in from the variables of RunPod, Vast.ai or SkyPilot.
+    """The declared PROVIDER/REGION; if none is declared, what the variables of RunPod, Vast.ai or SkyPilot say.
 
     Each is printable and at most `CHARS_MAX` characters; empty: not known.
     """
     provider, _, region = declared.partition("/")
-    if provider:
-        pass
-    elif "RUNPOD_POD_ID" in environment:
-        provider, region = "runpod", environment.get("RUNPOD_DC_ID", "")
-    elif "VAST_CONTAINERLABEL" in environment:
-        provider = "vast.ai"
-    else:
-        with contextlib.suppress(ValueError):
-            cluster = json.loads(environment.get("SKYPILOT_CLUSTER_INFO", "{}"))
-            if isinstance(cluster, dict):
-                provider, region = str(cluster.get("cloud") or "").lower(), str(cluster.get("region") or "")
+    if not provider:
+        provider, region = _detected_place(environment)
     return MachinePlace(*("".join(c for c in text[:CHARS_MAX] if c.isprintable()) for text in (provider, region)))
+
+
+def _detected_place(environment: Mapping[str, str]) -> tuple[str, str]:
+    if "RUNPOD_POD_ID" in environment:
+        return "runpod", environment.get("RUNPOD_DC_ID", "")
+    if "VAST_CONTAINERLABEL" in environment:
+        return "vast.ai", ""
+    with contextlib.suppress(ValueError):
+        cluster = json.loads(environment.get("SKYPILOT_CLUSTER_INFO", "{}"))
+        if isinstance(cluster, dict):
+            return str(cluster.get("cloud") or "").lower(), str(cluster.get("region") or "")
+    return "", ""
 
 
 POLL_S = 2.0  # clouds give 30 s of notice or more

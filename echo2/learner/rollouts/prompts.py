@@ -379,7 +379,8 @@ class Prompts:
 
     def instance(self, index: int) -> TaskInstance:
         own_index, task = divmod(index, len(self.worlds))
-        return replace(self.worlds[task].instance(own_index), index=index)
+        found = self.worlds[task].instance(own_index)
+        return replace(found, index=index) if self.is_mixed else found
 
     def name_of(self, index: int) -> str:
         """Name of an instance's task; in a mixture, the run's name for one of several."""

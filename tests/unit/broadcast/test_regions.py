@@ -26,7 +26,7 @@ from echo2.broadcast.events import (
     SendChunk,
     Woken,
 )
-from echo2.broadcast.plan import NodeLink, Tree, degree_of, fluid_bound, is_sound
+from echo2.broadcast.plan import BY_REGION, NodeLink, Tree, degree_of, fluid_bound, is_sound
 from echo2.broadcast.session import BroadcastSession
 from echo2.broadcast.trees import GIB, Needs, egress_usd, is_crossing, plan, regional, weighted_plan
 
@@ -261,3 +261,22 @@ def test_trees_by_region_give_way_where_no_pipe_is_thin_and_come_back_for_good_w
     assert trees_used(6.0, 1.0) == {True}
     assert trees_used(6.0, 0.3) == {False}
     assert trees_used(6.0, 1.0) == {False}, "the pipe has been seen"
+
+
+def test_fresh_chunks_are_sent_by_a_plan_by_region_whose_trees_have_no_relay() -> None:
+    nodes = two_regions(near=1, far=1)
+    made = replace(plan(nodes, 1, SIZE), trees=(Tree(1.0, (0, 0)),), topology=BY_REGION, others=())
+    session, peers = BroadcastSession(nodes[0].peer_id), {one.peer_id for one in nodes[1:]}
+    session.handle(HeaderSeen(None, KEY, is_wanted=True), 0.0)
+    session.handle(PlanSet(made), 0.0)
+    for peer in sorted(peers):
+        session.handle(PeerUp(peer), 0.0)
+    actions = session.handle(ChunkSeen(None, KEY, 0, 1000, is_fresh=True), 0.1)
+    assert {action.peer for action in actions if isinstance(action, SendChunk)} == peers
+
+
+def test_where_some_come_late_the_others_trees_are_not_by_region() -> None:
+    """A late worker pulls from whoever is pushed to, wherever that is."""
+    nodes = [replace(one, downlink_bytes_per_s=5 * MBIT) if i == 8 else one for i, one in enumerate(two_regions())]
+    made = weighted_plan(nodes, Needs((1.0,) * 7 + (0.0,), 0.9), 1, SIZE)
+    assert made.late == {nodes[8].peer_id} and made.topology == "multi_tree"

@@ -19,6 +19,12 @@ from tests.unit.learner.test_trainer import PLAIN, gradient_of, new_trainer, ran
 ADAM = AdamStep(1e-3, 0.9, 0.99, 1e-8, grad_clip=1e9)
 
 
+@pytest.mark.parametrize("settings", [{"beta1": 1.0}, {"lr": -1e-3}, {"epsilon": -1.0}, {"weight_decay": -0.1}])
+def test_settings_of_adam_that_unlearn_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="adam_params: expected betas from 0"):
+        replace(ADAM, **settings)
+
+
 def examples_of(groups: tuple[TrainGroup, ...]) -> list[Example]:
     """The rollouts as a client sends them: with the advantages of the loop's own loss, divided by all tokens."""
     rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)

@@ -131,6 +131,13 @@ def test_a_prompt_on_which_the_tokenizer_breaks_is_named(tmp_path: Path, model: 
     prompts.close()
 
 
+class Hinted(TaskInstance):
+    """A user's own class, which cannot be made from its fields."""
+
+    def __init__(self, index: int) -> None:
+        TaskInstance.__init__(self, index, "3 1 2", "123")
+
+
 class Tagged(SortDigits):
     """Pays for an answer between tags."""
 
@@ -138,6 +145,9 @@ class Tagged(SortDigits):
 
     def __init__(self, seed: int) -> None:
         super().__init__(3)
+
+    def sample(self, index: int) -> TaskInstance:
+        return Hinted(index)
 
     def score(self, instance: TaskInstance, completion_text: str) -> Reward:
         return Reward(float("".join(completion_text.split()) == "<answer>4</answer>"))
@@ -157,6 +167,7 @@ def test_a_completion_ends_where_tokenizer_model_or_template_say_and_tags_stay_i
     prompts = prompts_for(options_for(tmp_path, model, task=task), 100, (end,) if is_named_by == "model" else (1,))
     assert prompts.sampling.stop_token_ids == (1, end)
     assert reward_of(prompts, [begin, four, close, end]) == 1.0
+    assert isinstance(prompts.instance(0), Hinted), "a single task's instances stay what it made"
     prompts.close()
 
 

@@ -22,7 +22,7 @@ from echo2.weights import (
     HostWeights,
     encode_delta,
 )
-from echo2.weights.block import decode_sparse
+from echo2.weights.block import decode_sparse, decode_steps
 from echo2.weights.container import (
     BlockFrame,
     Method,
@@ -153,6 +153,13 @@ def plane(coding: int, data: bytes) -> bytes:
     return struct.pack("<BI", coding, len(data)) + data
 
 
+def nested_pairs(depth: int) -> bytes:
+    data = plane(0, b"s")
+    for _ in range(depth):
+        data = plane(2, bytes(16) + data)
+    return data
+
+
 HUGE = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 24))
 GAPS = struct.pack("<I", 0) + plane(0, bytes([1, 2, 3]))
 NO_LARGER = NONE = run(0, 0, 0, b"")
@@ -179,6 +186,7 @@ NO_LARGER = NONE = run(0, 0, 0, b"")
         ),
         (head(8, 250, 3), "expected 1 or 8 classes of float8_e4m3fn, got 8 from 250"),
         (head(5, 0, 3), "expected 1 or 8 classes of float8_e4m3fn, got 5 from 0"),
+        (struct.pack("<BBI", 1, 0, 3) + nested_pairs(2000), r"signs of 1 bytes, raw or from zstd, .*coding 2"),
     ],
 )
 def test_claims_are_checked_against_what_can_be(payload: bytes, why: str) -> None:
@@ -186,6 +194,26 @@ def test_claims_are_checked_against_what_can_be(payload: bytes, why: str) -> Non
     block = blocks_of(fp8.table.specs, 2000)[0]
     with pytest.raises(DeltaFormatError, match=why):
         decode_sparse(memoryview(payload), block, fp8.segments(block))
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (struct.pack("<BBI", 1, 0, 2001), "expected at most 2000 steps, it claims 2001"),
+        (struct.pack("<BBI", 1, 0, 3) + plane(0, b"\xff" * 250), "expected 3 steps of 2000, its marks are others"),
+        (
+            struct.pack("<BBI", 1, 0, 3) + plane(0, b"\x01" + bytes(249)),
+            "expected 3 steps of 2000, its marks are others",
+        ),
+        (struct.pack("<BBI", 1, 0, 2000) + plane(0, bytes(2000)) + b"?", "bytes, got"),
+        (struct.pack("<BBI", 5, 0, 3), "expected 1 or 8 classes of float8_e4m3fn, got 5 from 0"),
+    ],
+)
+def test_claims_about_the_steps_of_all_elements_are_checked(payload: bytes, why: str) -> None:
+    old = np.zeros(2000, np.uint8)
+    fp8 = HostWeights.from_tensors({"w": torch.zeros(2000).to(torch.float8_e4m3fn)}, Version(0))
+    with pytest.raises(DeltaFormatError, match=why):
+        decode_steps(memoryview(payload), blocks_of(fp8.table.specs, 2000)[0].element, [old], np.empty_like(old))
 
 
 def test_changes_outside_of_their_block_are_refused() -> None:
