@@ -356,11 +356,6 @@ class FrameReader:
         del self._held[:at]
         return frames
 
-    @property
-    def held_bytes(self) -> int:
-        """Buffered bytes of an incomplete frame; 0 at the end of a container."""
-        return len(self._held)
-
 
 def join_frames(frames: Iterable[bytes]) -> bytes:
     """A complete container as bytes."""

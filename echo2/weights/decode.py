@@ -131,7 +131,7 @@ def _moved(held: Bits, steps: I64) -> Bits | None:
 
 
 class StagedDelta:
-    """A verified version in host memory; implements `StagedVersion`. `updates` works before and after the commit."""
+    """A verified version in host memory; implements `StagedVersion`."""
 
     def __init__(
         self, header: DeltaHeader, table: TensorTable, fingerprint: int, base: HostWeights,
@@ -139,7 +139,6 @@ class StagedDelta:
     ) -> None:  # fmt: skip
         self.header, self.table, self.fingerprint, self.whole = header, table, fingerprint, whole
         self._host, self._blocks = base, dict(sorted(blocks.items()))
-        self._is_committed = False
 
     @property
     def version(self) -> Version:
@@ -150,7 +149,8 @@ class StagedDelta:
         return self.header.parent_version
 
     def updates(self) -> Iterator[TensorUpdate]:
-        """Yields new raw bits by tensor; for a delta in parts, one per block and segment, only where something changed."""
+        """Yields new raw bits by tensor; for a delta in parts, one per block and segment, only where something changed. Not after
+        the commit."""
         if self.whole is not None:
             for spec in self.table.specs:
                 yield TensorUpdate(spec.name, spec.element.name, spec.shape, None, self.whole[spec.name])
@@ -158,18 +158,22 @@ class StagedDelta:
             yield from self._block_updates(staged)
 
     def _block_updates(self, staged: _StagedBlock) -> Iterator[TensorUpdate]:
-        block, live = staged.block, self._live(staged.block)
+        block = staged.block
+        if self._host.version != self.parent:
+            raise StateError(
+                f"staged version {self.version}: expected its host at version {self.parent}, it went on to "
+                f"{self._host.version}: stage it again"
+            )
+        live = self._host.segments(block)
         if not staged.is_sparse:
             for segment, held, steps_here in zip(block.segments, live, staged.steps(), strict=True):
-                values = held.copy() if self._is_committed else held + steps_here
-                yield _update(segment, np.arange(segment.start, segment.start + segment.count), values)
+                yield _update(segment, np.arange(segment.start, segment.start + segment.count), held + steps_here)
             return
         changes = staged.changes()
-        positions, steps = changes.positions(), None if self._is_committed else changes.steps()
+        positions, steps = changes.positions(), changes.steps()
         for segment, held, part in zip(block.segments, live, _parts(positions, block), strict=True):
             places = positions[part].astype(np.int64) - segment.base
-            # After the commit the new bits are the host's.
-            moved = held[places] if steps is None else _moved(held[places], steps[part])
+            moved = _moved(held[places], steps[part])
             if moved is None:
                 raise self._wrapped(block)
             if places.size:
@@ -180,15 +184,6 @@ class StagedDelta:
             f"{self.header.describe()}: {block.describe()}: expected changes within the range of its elements, one "
             "leaves it: the host's bits are not those of the parent"
         )
-
-    def _live(self, block: Block) -> list[Bits]:
-        expected = self.version if self._is_committed else self.parent
-        if self._host.version != expected:
-            raise StateError(
-                f"staged version {self.version}: expected its host at version {expected}, it went on to "
-                f"{self._host.version}: stage it again"
-            )
-        return self._host.segments(block)
 
     def exchange_parts(self) -> list[int]:
         return list(self._blocks)
@@ -210,10 +205,6 @@ class StagedDelta:
             changes.move(block, held, True)
             raise self._wrapped(block)
         staged.is_in_place = not staged.is_in_place
-
-    def committed(self, host: HostWeights) -> None:
-        """The host holds this version now."""
-        self._host, self._is_committed = host, True
 
 
 def _update(segment: Segment, indices: I64, bits: Bits) -> TensorUpdate:
@@ -238,11 +229,6 @@ class ContainerDecoder:
         share = int(base.total_bytes * self._limits.staging_share)
         self._staging = Staging(max(self._limits.staging_bytes_min, share), spill)
         self._whole: dict[str, Bits] | None = None
-
-    @property
-    def header(self) -> DeltaHeader | None:
-        """The container's header; None before it has arrived."""
-        return None if self._head is None else self._head.header
 
     def feed(self, frame: bytes) -> None:
         """Decodes one frame. Frames that arrive before the header are buffered, up to a limit."""
@@ -388,18 +374,13 @@ class ContainerDecoder:
         # must not count again.
         self._steps[block.index] = step % MODULUS
 
-    def missing_blocks(self) -> list[int]:
-        """The first missing blocks, at most a hundred."""
-        missing = (block.index for block in self._plan if block.index not in self._digests)
-        return [index for index, _ in zip(missing, range(100), strict=False)]
-
     def finish(self) -> StagedDelta:
         """Returns the staged version. Raises if anything is missing or the fingerprint differs from the learner's."""
         head = self._head
         if head is None or self._end is None:
             raise DeltaFormatError(f"{self._whose()}: expected a header and an end frame, one has not come")
-        if missing := self.missing_blocks():
-            raise DeltaFormatError(f"{self._whose()}: {self._plan[missing[0]].describe()} has not come")
+        if missing := [block for block in self._plan if block.index not in self._digests]:
+            raise DeltaFormatError(f"{self._whose()}: {missing[0].describe()} has not come")
         header = head.header
         if header.parent_fingerprint is None:
             start = whole_fingerprint(self._table.specs, header.fingerprint_key)

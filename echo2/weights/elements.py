@@ -171,10 +171,6 @@ class Block:
         last = self.segments[-1]
         return last.base + last.count
 
-    @property
-    def raw_bytes(self) -> int:
-        return self.element_count * self.element.bytes
-
     def describe(self) -> str:
         """Names the block and its tensors for error messages."""
         first, last = self.segments[0], self.segments[-1]

@@ -10,9 +10,10 @@ With an executor, blocks are coded on its threads, at most `ahead` of them ahead
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -36,7 +37,6 @@ from echo2.weights.elements import (
     WeightSet,
     bits_of,
     blocks_of,
-    element_type_of,
     flat_bits,
     shard_range,
 )
@@ -108,28 +108,18 @@ def in_order(
 
 
 class WeightSource:
-    """Segments of a weight set as raw bits. Contiguous tensors are not copied, and tensors on a device stay there.
+    """A shard's rows of a weight set as raw bits. Contiguous tensors are not copied, and tensors on a device stay there."""
 
-    `parts` maps names to runs of elements, each with the index of its first element in the tensor: 0 for whole tensors, more for a
-    rank's rows of a sharded one.
-    """
-
-    def __init__(self, parts: Mapping[str, tuple[torch.Tensor, int]]) -> None:
-        self._flat = {name: flat_bits(part) for name, (part, _) in parts.items()}
-        self._origins = {name: origin for name, (_, origin) in parts.items()}
-
-    @classmethod
-    def of(cls, weights: WeightSet, table: TensorTable) -> WeightSource:
-        """A source of all tensors of a set."""
-        return cls({spec.name: (weights[spec.name], 0) for spec in table.specs})
+    def __init__(self, weights: WeightSet, table: TensorTable, shard: int, shard_count: int) -> None:
+        self._rows = {spec.name: rows_of(spec, weights, shard, shard_count) for spec in table.specs}
 
     def is_on_device(self, block: Block) -> bool:
         """Whether all of a block is on a device."""
-        return all(self._flat[s.spec.name].device.type != "cpu" for s in block.segments)
+        return all(self._rows[s.spec.name][0].device.type != "cpu" for s in block.segments)
 
     def device_segments(self, block: Block) -> list[torch.Tensor]:
-        begins = [(s, s.start - self._origins[s.spec.name]) for s in block.segments]
-        return [self._flat[s.spec.name][begin : begin + s.count] for s, begin in begins]
+        parts = ((s, *self._rows[s.spec.name]) for s in block.segments)
+        return [rows[s.start - origin : s.start - origin + s.count] for s, rows, origin in parts]
 
     def segments(self, block: Block) -> list[Bits]:
         """A block's bits on the host; bits on a device are copied, one segment at a time."""
@@ -180,8 +170,6 @@ def encode_delta(
     `header.parent_version` and `parent_fingerprint` must be given: the target's fingerprint follows from the changes, so a full
     pass over the weights is needed once per run instead of once per version. `setting` overrides the header's.
     """
-    if header.parent_version is None or header.parent_fingerprint is None:
-        raise DeltaFormatError(f"{header.describe()}: expected the parent's version and fingerprint")
     header = header if setting is None else replace(header, setting=setting)
     table, before = table_of(target), table_of(parent)
     if before != table:
@@ -191,26 +179,35 @@ def encode_delta(
         raise DeltaFormatError(
             f"{header.describe()}: tensors were added, removed, reshaped or retied ({names}): send a keyframe"
         )
-    blocks = blocks_of(table.specs, header.block_elements, header.shard_count)
-    code = delta_coder(WeightSource.of(parent, table), WeightSource.of(target, table), header)
-    return encode_sections(header, table, in_order(blocks, code, executor, ahead))
+    return _encoded(parent, target, header, table, executor, ahead)
 
 
-def encode_keyframe(
-    target: WeightSet, header: DeltaHeader, executor: Executor | None = None, ahead: int = 2
-) -> Encoding:
+def encode_keyframe(target: WeightSet, header: DeltaHeader, executor: Executor | None = None) -> Encoding:
     """The frames of a whole snapshot; the header must name no parent."""
-    if header.parent_version is not None:
-        raise DeltaFormatError(f"{header.describe()}: expected no parent for a keyframe")
-    table = table_of(target)
-    blocks = blocks_of(table.specs, header.block_elements, header.shard_count)
-    code = keyframe_coder(WeightSource.of(target, table), header.fingerprint_key)
-    return encode_sections(header, table, in_order(blocks, code, executor, ahead))
+    return _encoded(None, target, header, table_of(target), executor, 2)
 
 
-def rows_of(name: str, tensor: torch.Tensor, shard: int, shard_count: int) -> tuple[torch.Tensor, int]:
+def _encoded(
+    parent: WeightSet | None,
+    target: WeightSet,
+    header: DeltaHeader,
+    table: TensorTable,
+    executor: Executor | None,
+    ahead: int,
+) -> Encoding:
+    shards = range(header.shard_count)
+    sections = [section_blocks(parent, target, header, table, shard, executor, ahead) for shard in shards]
+    return encode_sections(header, table, chain.from_iterable(sections))
+
+
+def rows_of(spec: TensorSpec, weights: WeightSet, shard: int, shard_count: int) -> tuple[torch.Tensor, int]:
     """A shard's rows of a tensor as flat bits, and the index of the first element in the whole tensor."""
-    spec = TensorSpec(name, element_type_of(name, tensor), tuple(tensor.shape))
+    tensor = weights.get(spec.name)
+    if tensor is None or (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.element.torch_dtype):
+        got = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise DeltaFormatError(
+            f"tensor {spec.name}: expected {spec.element.name} {spec.shape}, got {got}: send a keyframe"
+        )
     start, stop = shard_range(spec, shard, shard_count)
     local = flat_bits(local_of(tensor))
     placed = _split(tensor)
@@ -219,7 +216,7 @@ def rows_of(name: str, tensor: torch.Tensor, shard: int, shard_count: int) -> tu
     is_by_rows = len(placed) == 1 and placed[0][0].is_shard(0) and placed[0][1:] == (shard, shard_count)
     if not is_by_rows or local.numel() != stop - start:
         raise DeltaFormatError(
-            f"tensor {name}: expected elements {start} to {stop} of it, part {shard} of {shard_count} of dimension 0; "
+            f"tensor {spec.name}: expected elements {start} to {stop} of it, part {shard} of {shard_count} of dimension 0; "
             f"got {local.numel()} elements, split as {placed}"
         )
     return local, start
@@ -235,22 +232,11 @@ def _split(tensor: Any) -> list[tuple[Placement, int, int]]:
     return [(placement, part, parts) for placement, part, parts in parts_of_mesh if not placement.is_replicate()]
 
 
-def _source(weights: WeightSet, table: TensorTable, shard: int, shard_count: int) -> WeightSource:
-    for spec in table.specs:
-        tensor = weights.get(spec.name)
-        if tensor is None or (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.element.torch_dtype):
-            got = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise DeltaFormatError(
-                f"tensor {spec.name}: expected {spec.element.name} {spec.shape}, got {got}: send a keyframe"
-            )
-    return WeightSource({spec.name: rows_of(spec.name, weights[spec.name], shard, shard_count) for spec in table.specs})
-
-
 def section_fingerprint(weights: WeightSet, table: TensorTable, shard: int, shard_count: int, key: int) -> int:
     """A shard's contribution to the fingerprint; `whole_fingerprint` adds up those of all shards."""
     total = 0
     for spec in table.specs:
-        rows, start = rows_of(spec.name, weights[spec.name], shard, shard_count)
+        rows, start = rows_of(spec, weights, shard, shard_count)
         total += fingerprint_part(spec.name, rows, spec.element, key, start)
     return total % MODULUS
 
@@ -270,11 +256,11 @@ def section_blocks(
     count = header.shard_count
     if not 0 <= shard < count:
         raise DeltaFormatError(f"{header.describe()}: expected a shard below {count}, got {shard}")
-    new = _source(target, table, shard, count)
+    new = WeightSource(target, table, shard, count)
     if parent is None:
         code = keyframe_coder(new, header.fingerprint_key)
     else:
-        code = delta_coder(_source(parent, table, shard, count), new, header)
+        code = delta_coder(WeightSource(parent, table, shard, count), new, header)
     blocks = tuple(b for b in blocks_of(table.specs, header.block_elements, count) if b.shard == shard)
     return in_order(blocks, code, executor, ahead)
 

@@ -32,7 +32,7 @@ from echo2.weights.elements import (
     flat_bits,
     untied,
 )  # fmt: skip
-from echo2.weights.jit import compiled, inlined
+from echo2.weights.jit import LANES, compiled, inlined
 
 ROW_ELEMENTS = 4096  # the table of column numbers is 32 KiB: it stays in a core's first cache
 ROW_SHIFT = 12  # log2(ROW_ELEMENTS)
@@ -57,10 +57,10 @@ def key_of_run(run_id: str) -> int:
 
 @lru_cache(maxsize=8)
 def column_coefficients(key: int) -> U64:
-    """T: the 4096 odd coefficients within a row. Drawing them takes as long as comparing 200 KiB of weights, so those of
-    the latest keys are cached; do not write to them."""
+    """T: the 4096 odd coefficients within a row, then as many as are loaded at once, of any value. Drawing them takes as long as
+    comparing 200 KiB of weights, so those of the latest keys are cached; do not write to them."""
     stream = hashlib.shake_256(b"echo2 fingerprint columns" + struct.pack("<Q", key % MODULUS))
-    return np.frombuffer(stream.digest(8 * ROW_ELEMENTS), "<u8").astype(np.uint64) | _1
+    return np.frombuffer(stream.digest(8 * (ROW_ELEMENTS + LANES)), "<u8").astype(np.uint64) | _1
 
 
 @lru_cache(maxsize=1 << 14)
@@ -131,7 +131,7 @@ def sum_steps(name: str, indices: U64, steps: U64, key: int) -> int:
 
 def _sum_on_device(name: str, bits: torch.Tensor, element: ElementType, key: int, first_row: int = 0) -> int:
     """`sum_bits` in torch on the tensor's device, starting at `first_row`; int64 arithmetic wraps like uint64."""
-    columns = torch.from_numpy(column_coefficients(key).view(np.int64)).to(bits.device)
+    columns = torch.from_numpy(column_coefficients(key)[:ROW_ELEMENTS].view(np.int64)).to(bits.device)
     mask = (1 << (8 * element.bytes)) - 1 if element.bytes < 8 else -1
     total = 0
     step = _DEVICE_ROWS * ROW_ELEMENTS

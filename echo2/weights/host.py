@@ -79,11 +79,6 @@ class HostWeights:
         return cls(table, {name: b.copy() for name, b in bits.items()} if copy else bits, version, key, set_name)
 
     @property
-    def aliases(self) -> dict[str, str]:
-        """Maps other names of tied tensors to the name that holds their bits."""
-        return dict(self.table.aliases)
-
-    @property
     def total_bytes(self) -> int:
         return sum(bits.nbytes for bits in self._bits.values())
 
@@ -112,15 +107,6 @@ class HostWeights:
         parts = (sum_bits(spec.name, self._bits[spec.name], key) for spec in self.table.specs)
         return whole_fingerprint(self.table.specs, key, parts)
 
-    def verify(self) -> None:
-        """Recomputes the fingerprint from all bits; raises if memory differs from the version claimed."""
-        expected = self.fingerprint()
-        computed = self._computed(self.key)
-        if computed != expected:
-            raise FingerprintMismatch(
-                f"host weights of version {self.version}: expected fingerprint {expected:016x}, got {computed:016x}"
-            )
-
     def commit(self, staged: StagedDelta) -> None:
         """Moves to a staged version, entirely or not at all. Committing the held version again does nothing."""
         has_same_tensors = staged.table is self.table or staged.table.digest() == self.table_digest
@@ -134,7 +120,6 @@ class HostWeights:
             self._check_parent(staged, has_same_tensors)
             self._exchange_all(staged)
         self.version, self.key, self._fingerprint = staged.version, key, staged.fingerprint
-        staged.committed(self)
 
     def _check_parent(self, staged: StagedDelta, has_same_tensors: bool) -> None:
         if staged.parent != self.version:

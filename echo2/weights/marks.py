@@ -38,10 +38,9 @@ _6 = np.uint64(6)
 _63 = np.uint64(63)
 _ROW = np.uint64(ROW_SHIFT)  # typed for the kernels
 _COLUMN = np.uint64(ROW_MASK)  # as above
-_LAST_WHOLE = ROW_ELEMENTS - LANES  # from here on 64 elements reach into the next row
 _LARGER_SHARE = 8  # nearly all changes are of one unit, or every step is sent
 
-Found = tuple[U64, U64, U32, U32, Bits, U64]
+Found = tuple[U64, U64, U32, U32, Bits, U64, Bits]
 
 
 def larger_max(block_elements: int) -> int:
@@ -51,14 +50,15 @@ def larger_max(block_elements: int) -> int:
 
 class Finds:
     """One thread's working memory for the changes of blocks of the given one's type, and of at most its size: two bits per
-    element, and room for `larger_max` larger changes."""
+    element, room for `larger_max` larger changes, and for the last elements of a segment beside themselves."""
 
     def __init__(self, block: Block) -> None:
         self.size = size = block.element_count
         self.changed, self.signs = (np.empty(word_count(size), np.uint64) for _ in range(2))
         self.larger, self.places = (np.empty(larger_max(size), np.uint32) for _ in range(2))
         self.excess: Bits = np.empty(self.larger.size, block.element.bits_dtype)
-        self._work = np.zeros(4, np.uint64)
+        self._work = np.zeros(3, np.uint64)
+        self._rest: Bits = np.zeros((2, LANES), block.element.bits_dtype)
 
     def fits(self, block: Block) -> bool:
         return self.size >= block.element_count and self.excess.dtype == block.element.bits_dtype
@@ -67,34 +67,7 @@ class Finds:
         """Resets the memory for another block, as `survey` takes it."""
         self.changed[0] = self.signs[0] = 0
         room = slice(larger_max(block_elements))
-        return self.changed, self.signs, self.larger[room], self.places[room], self.excess[room], self._work
-
-
-@inlined
-def compare_tail(old: Bits, new: Bits, start: Int, out: U64) -> None:
-    """Like `lanes.compare`, for fewer than 64 elements."""
-    width = 8 * old.itemsize
-    half = _1 << np.uint64(width - 1)
-    out[0] = out[1] = out[2] = _0
-    for i in range(start, old.size):
-        bit = _1 << np.uint64(i - start)
-        before, after = np.uint64(old[i]), np.uint64(new[i])
-        if before == after:
-            continue
-        out[0] |= bit
-        # Below 64 bits the numbers themselves show the sign; with 64 bits only the wrapped difference does.
-        down = after - before >= half if width == 64 else after < before
-        if down:
-            out[1] |= bit
-        magnitude = before - after if down else after - before
-        if magnitude != _1:
-            out[2] |= bit
-
-
-@inlined
-def _excess_of(old: Bits, new: Bits, i: Int) -> np.uint64:
-    step = np.uint64(new[i]) - np.uint64(old[i])
-    return min(step, _0 - step) - _1
+        return self.changed, self.signs, self.larger[room], self.places[room], self.excess[room], self._work, self._rest
 
 
 @compiled
@@ -104,14 +77,18 @@ def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
     `at` = number of elements, changes and larger changes so far; `finds` = changed, signs; ranks among the changes, places and
     excess of as many larger changes as there is room for; working memory. Ends early if there are more.
     """
-    changed, signs, larger, places, excess, out = finds
+    changed, signs, larger, places, excess, out, rest = finds
     bits, rank, found = at[0], at[1], at[2]
     for start in range(0, old.size, LANES):
         left = old.size - start
         if left >= LANES:
             compare(old, new, start, out)
         else:
-            compare_tail(old, new, start, out)
+            for i in range(LANES):
+                rest[0, i] = rest[1, i] = old[min(start + i, old.size - 1)]
+            for i in range(left):
+                rest[1, i] = new[start + i]
+            compare(rest[0], rest[1], 0, out)
         word, lanes = out[0], out[2]
         while lanes:
             bit = lanes & (_0 - lanes)
@@ -122,7 +99,8 @@ def survey(old: Bits, new: Bits, at: I64, finds: Found) -> None:
             lane = np.int64(trailing_zeros(bit))
             larger[found] = rank + np.int64(count_ones(word & (bit - _1)))
             places[found] = bits + lane
-            excess[found] = _excess_of(old, new, start + lane)
+            step = np.uint64(new[start + lane]) - np.uint64(old[start + lane])
+            excess[found] = min(step, _0 - step) - _1
             found += 1
         # Signs are kept only for changed elements: `extract` closes the gaps between their bits.
         bits = put(changed, bits, word, min(left, LANES))
@@ -177,18 +155,6 @@ def settle_larger(
     return total + row_sum * row_coefficient(seed, row), np.int64(i)
 
 
-@inlined
-def _sum_lanes(word: np.uint64, down: np.uint64, column: Int, columns: U64) -> np.uint64:
-    """The fingerprint term of changes by one, at the end of a row."""
-    total = _0
-    while word:
-        lane = trailing_zeros(word)
-        word &= word - _1
-        number = columns[column + np.int64(lane)]
-        total += _0 - number if (down >> lane) & _1 else number
-    return total
-
-
 @compiled
 def settle_marks(
     base: int, count: int, marks: tuple[U64, U64], rank: Int, print_at: tuple[int, np.uint64, U64]
@@ -207,11 +173,7 @@ def settle_marks(
         for at in range(0, size, LANES):
             word = bits_at(changed, base + start + at) & below(size - at)
             down = deposit(bits_at(signs, so_far), word)
-            # The table of coefficients has one row: near its end, 64 of them cannot be loaded.
-            if column + at <= _LAST_WHOLE:
-                row_sum += sum_marked(columns, column + at, word, down)
-            else:
-                row_sum += _sum_lanes(word, down, column + at, columns)
+            row_sum += sum_marked(columns, column + at, word, down)
             so_far += np.int64(count_ones(word))
         total += row_sum * row_coefficient(seed, np.uint64((offset + start) >> ROW_SHIFT))
         start += size

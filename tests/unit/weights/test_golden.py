@@ -68,7 +68,7 @@ def test_golden_containers_decode(name: str) -> None:
     host.commit(decoded(host, FrameReader().feed((GOLDEN / f"{name}.bin").read_bytes())))
     again = HostWeights.from_tensors(new, Version(7), KEY)
     assert host.fingerprint() == again.fingerprint()
-    assert host.aliases == again.aliases
+    assert host.table.aliases == again.table.aliases
 
 
 def test_a_new_container_format_is_a_new_protocol() -> None:

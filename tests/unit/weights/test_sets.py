@@ -51,7 +51,6 @@ def test_an_adapter_travels_beside_the_base_weights() -> None:
             following = trained(versions[name], step)
             header = delta_header(host, step, set_name=name)
             host.commit(decoded(host, list(encode_delta(versions[name], following, header, CodecSetting.DENSE))))
-            host.verify()
             versions[name] = following
     base.commit(decoded(base, list(encode_delta(old, new, delta_header(base, 1)))))
     assert (base.version, *(host.version for host in hosts.values())) == (1, 2, 2)

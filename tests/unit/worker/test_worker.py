@@ -18,6 +18,7 @@ from echo2.base.errors import BadToken, NotAllowed, ProtocolError, StateError, V
 from echo2.base.ids import GroupId
 from echo2.base.rollout import GroupSpec, Rollout, SamplingParams
 from echo2.config.run import RunConfig
+from echo2.weights import fingerprint
 from echo2.wire.gen.echo2.v1 import coordinator_pb2
 from echo2.worker.control import ask
 from echo2.worker.generation import Generation
@@ -25,7 +26,7 @@ from echo2.worker.options import WorkerLimits, WorkerOptions
 from echo2.worker.weights import model_digest
 from echo2.worker.worker import Worker, WorkerDaemon
 from tests.contract.engine_rig import make_versions, tiny_config
-from tests.unit.worker.peers import SmallRun
+from tests.unit.worker.peers import KEY, SmallRun
 
 CONFIG = tiny_config("qwen3")
 LIMITS = WorkerLimits(reconnect_s_max=0.3)
@@ -351,7 +352,8 @@ def test_a_newcomer_with_the_base_fetches_one_merged_delta_and_with_another_mode
                     lambda it: it.heartbeats and it.heartbeats[-1].has_version and it.heartbeats[-1].version == 8
                 )
                 assert run.published is not None and worker_of(daemon).weights is not None
-                worker_of(daemon).weights.host.verify()
+                host = worker_of(daemon).weights.host
+                assert fingerprint(host.tensors(), KEY) == host.fingerprint()
                 beat = run.coordinator.heartbeats[-1]
                 assert beat.fingerprint == f"{run.published.fingerprint():016x}"
             sizes = [left.stat().st_size for left in (tmp_path / "w1" / "chunks").glob("*.artifact")]
