@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from echo2.base.errors import ConfigError, MalformedMessage, PortBusy
 from echo2.base.hosts import joined
 from echo2.gateway.access import MASTER, AccessCheck, Bodies, error_response, key_of
-from echo2.gateway.episodes import LABEL_CHARS_MAX, REWARD_MAX, Call, CallRefused, Choice, Episodes, Session, is_reward
+from echo2.gateway.episodes import LABEL_CHARS_MAX, REWARD_MAX, Call, CallRefused, Episodes, Session, is_reward
 from echo2.gateway.replies import BytesOf, error_body, piece_of, pieces_of, reply_of
 from echo2.gateway.requests import CallRequest, body_of, chat_call, text_call
 from echo2.outside import unix_now
@@ -78,30 +78,15 @@ class GatewayApp:
         call = self._episodes.begin_call(session, parsed)
         if parsed.is_streamed and not call.answer.done():
             return StreamingResponse(self._streamed(call), media_type="text/event-stream", headers=headers)
-        choices = await self._waited(request, call)
+        try:
+            choices = await answered(request, call.answer)
+        finally:
+            self._episodes.leave(call)
         now_s = int(unix_now())
         if parsed.is_streamed:
             body = "".join(pieces_of(call, choices, self._model, now_s, self._bytes_of))
             return Response(body, media_type="text/event-stream", headers=headers)
         return JSONResponse(reply_of(call, choices, self._model, now_s, self._bytes_of), headers=headers)
-
-    async def _waited(self, request: Request, call: Call) -> tuple[Choice, ...]:
-        """Returns the completions. Raises ClientDisconnect if the client hangs up first; its call stays open for a retry."""
-
-        async def end_of_connection() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        hung_up = asyncio.ensure_future(end_of_connection())
-        try:
-            both: list[asyncio.Future[Any]] = [call.answer, hung_up]
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not call.answer.done():
-                raise ClientDisconnect
-            return call.answer.result()
-        finally:
-            hung_up.cancel()
-            self._episodes.leave(call)
 
     async def _streamed(self, call: Call) -> AsyncIterator[str]:
         now_s, sent, answer, pieces = int(unix_now()), "", call.answer, call.pieces
@@ -131,9 +116,7 @@ class GatewayApp:
 
     async def _models(self, request: Request) -> Response:
         self._session_of(request)
-        return JSONResponse({
-            "object": "list", "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "echo2"}],
-        })  # fmt: skip
+        return models_answer(self._model)
 
     # ---- sessions
 
@@ -202,6 +185,29 @@ class GatewayApp:
     def _check_master(self, request: Request) -> None:
         if self._caller_of(key_of(request)) != MASTER:
             raise CallRefused(401, "invalid_api_key", "expected the gateway's key")
+
+
+async def answered(request: Request, answer: asyncio.Future[T]) -> T:
+    """Returns the answer. Raises ClientDisconnect if the client hangs up first."""
+
+    async def end_of_connection() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    hung_up = asyncio.ensure_future(end_of_connection())
+    try:
+        both: list[asyncio.Future[Any]] = [answer, hung_up]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ClientDisconnect
+        return answer.result()
+    finally:
+        hung_up.cancel()
+
+
+def models_answer(model: str, **more: object) -> Response:
+    card = {"id": model, "object": "model", "created": 0, "owned_by": "echo2", **more}
+    return JSONResponse({"object": "list", "data": [card]})
 
 
 async def error_answer(request: Request, error: Exception) -> Response:

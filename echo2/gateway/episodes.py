@@ -21,6 +21,7 @@ import math
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -336,7 +337,8 @@ class Episodes:
         if place.wording.size > self.limits.encoded_at_once_max:
             self._spawn(self._encode_aside(session, call))
         else:
-            self._guard(session, call, lambda: self._lease(session, call, place.wording.tokens(self.codec)))
+            with self._answering(session, call):
+                self._lease(session, call, place.wording.tokens(self.codec))
         return call
 
     def leave(self, call: Call) -> None:
@@ -455,17 +457,16 @@ class Episodes:
         return CallRefused(400, "context_length_exceeded", text)
 
     async def _encode_aside(self, session: Session, call: Call) -> None:
-        try:
+        with self._answering(session, call):
             token_ids = await self.long_work.run(session.session_id, lambda: call.place.wording.tokens(self.codec))
-        except Exception as error:  # noqa: BLE001 - a tokenizer raises what it likes
-            return self._refuse(session, call, error)
-        if call in session.calls:  # the episode may have ended in the meantime
-            self._guard(session, call, lambda: self._lease(session, call, token_ids))
+            if call in session.calls:  # the episode may have ended in the meantime
+                self._lease(session, call, token_ids)
 
-    def _guard(self, session: Session, call: Call, work: Callable[[], None]) -> None:
-        """Any error becomes the client's answer."""
+    @contextmanager
+    def _answering(self, session: Session, call: Call) -> Iterator[None]:
+        """Any error becomes the client's answer: a tokenizer raises what it likes."""
         try:
-            work()
+            yield
         except Exception as error:  # noqa: BLE001
             self._refuse(session, call, error)
 

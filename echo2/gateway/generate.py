@@ -26,7 +26,7 @@ from echo2.base.errors import EchoError, MalformedMessage
 from echo2.base.rollout import Rollout
 from echo2.base.routing import RoutingShape, unpacked
 from echo2.gateway.access import MASTER, AccessCheck, Bodies
-from echo2.gateway.app import KEEP_ALIVE_S, PARSED_AT_ONCE_BYTES_MAX, error_answer
+from echo2.gateway.app import KEEP_ALIVE_S, PARSED_AT_ONCE_BYTES_MAX, answered, error_answer, models_answer
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.replies import error_body
 from echo2.gateway.requests import CHOICES_MAX, body_of, shown, stop_texts, whole_number
@@ -155,19 +155,9 @@ class GenerateApp:
         answer = self._sampler.generate(asked)
         if asked.is_streamed:
             return StreamingResponse(self._streamed(answer), media_type="text/event-stream")
-
-        async def hung_up() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        leaving = asyncio.ensure_future(hung_up())
         try:
-            await asyncio.wait({answer.whole, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.whole.done():
-                raise ClientDisconnect
-            answer.whole.result()
+            await answered(request, answer.whole)
         finally:
-            leaving.cancel()
             self._sampler.leave(answer)
         if sum(len(rollout.token_ids) for rollout in answer.rollouts) <= WRITTEN_AT_ONCE_TOKENS_MAX:
             return self._whole(answer)
@@ -250,10 +240,7 @@ class GenerateApp:
         return JSONResponse(self._sampler.status())
 
     async def _models(self, request: Request) -> Response:
-        card = {
-            "id": self._model, "object": "model", "created": 0, "owned_by": "echo2", "max_model_len": self._context_tokens
-        }  # fmt: skip
-        return JSONResponse({"object": "list", "data": [card]})
+        return models_answer(self._model, max_model_len=self._context_tokens)
 
 
 def _event(body: Mapping[str, object]) -> str:

@@ -71,10 +71,10 @@ class Operations:
 
 
 class InOrder:
-    """The turns of a client's operations, numbered from `first` on without gaps."""
+    """The turns of a client's operations, numbered from 1 on without gaps."""
 
-    def __init__(self, first: int = 1) -> None:
-        self._next = first
+    def __init__(self) -> None:
+        self._next = 1
         self._waiting: dict[int, asyncio.Event] = {}
 
     def check(self, number: int) -> None:

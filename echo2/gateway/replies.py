@@ -27,8 +27,7 @@ def reply_of(call: Call, answers: Sequence[Choice], model: str, now_s: int, byte
         if request.wants_ids:
             reply |= {"token_ids": list(choice.sampled.token_ids), "versions": list(choice.sampled.versions)}
         choices.append(reply)
-    whole = _head(call, model, now_s, "chat.completion" if is_chat else "text_completion")
-    whole |= {"choices": choices, "usage": _usage(call, answers)}
+    whole = _head(call, model, now_s) | {"choices": choices, "usage": _usage(call, answers)}
     if request.wants_ids:
         whole["prompt_token_ids"] = list(call.prompt_token_ids)
     return whole
@@ -55,7 +54,7 @@ def pieces_of(
         end: Json = {"delta": {}} if is_chat else {"text": ""}
         yield _piece(call, model, now_s, number, end, None, choice.finish_reason)
     if request.wants_usage:
-        yield _event(_piece_head(call, model, now_s) | {"choices": [], "usage": _usage(call, answers)})
+        yield _event(_head(call, model, now_s, ".chunk") | {"choices": [], "usage": _usage(call, answers)})
     yield "data: [DONE]\n\n"
 
 
@@ -74,16 +73,14 @@ def _piece(
     call: Call, model: str, now_s: int, number: int, content: Json, logprobs: Json | None = None, reason: str | None = None
 ) -> str:  # fmt: skip
     choice: Json = {"index": number, **content, "logprobs": logprobs, "finish_reason": reason}
-    return _event(_piece_head(call, model, now_s) | {"choices": [choice]})
+    return _event(_head(call, model, now_s, ".chunk") | {"choices": [choice]})
 
 
-def _piece_head(call: Call, model: str, now_s: int) -> Json:
-    kind = "chat.completion.chunk" if call.request.prompt is None else "text_completion"
-    return _head(call, model, now_s, kind)
-
-
-def _head(call: Call, model: str, now_s: int, kind: str) -> Json:
-    prefix = "chatcmpl" if call.request.prompt is None else "cmpl"
+def _head(call: Call, model: str, now_s: int, of_chat: str = "") -> Json:
+    """`of_chat`: behind the kind of a chat's answer."""
+    prefix, kind = (
+        ("cmpl", "text_completion") if call.request.prompt is not None else ("chatcmpl", "chat.completion" + of_chat)
+    )
     return {"id": f"{prefix}-{call.name}", "object": kind, "created": now_s, "model": model}
 
 

@@ -137,8 +137,10 @@ class TinkerApi:
 
     def routes(self) -> list[Route]:
         posts: list[tuple[str, type[BaseModel], Callable[[Any], BaseModel]]] = [
-            ("client/config", types.ClientConfigRequest, self._client_config),
-            ("client/dynamic_config", types.ClientConfigRequest, _dynamic_config),
+            ("client/config", types.ClientConfigRequest, lambda _: types.ClientConfigResponse(
+                fwdbwd_max_chunk_bytes_count=CHUNK_BYTES, fwdbwd_max_chunk_len=CHUNK_EXAMPLES)),
+            ("client/dynamic_config", types.ClientConfigRequest,
+             lambda _: types.ClientDynamicConfigResponse(sample_cancel_enabled=True)),
             ("create_session", types.CreateSessionRequest, self._create_session),
             ("session_heartbeat", SessionHeartbeatRequest, self._heartbeat),
             ("create_model", types.CreateModelRequest, self._create_model),
@@ -185,9 +187,6 @@ class TinkerApi:
             model_name=terms.model, max_context_length=terms.context_tokens, trainable=True, sampleable=True
         )
         return _json(types.GetServerCapabilitiesResponse(supported_models=[model]))
-
-    def _client_config(self, _: types.ClientConfigRequest) -> BaseModel:
-        return types.ClientConfigResponse(fwdbwd_max_chunk_bytes_count=CHUNK_BYTES, fwdbwd_max_chunk_len=CHUNK_EXAMPLES)
 
     def _create_session(self, _: types.CreateSessionRequest) -> BaseModel:
         terms, session_id = self._driven.terms, here().rng.randbytes(12).hex()
@@ -482,10 +481,6 @@ def _parsed(kind: type[Kind], body: Mapping[str, object]) -> Kind:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise MalformedMessage(f"{where}: {first['msg']}, got {shown(first['input'])}") from None
-
-
-def _dynamic_config(_: types.ClientConfigRequest) -> BaseModel:
-    return types.ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
 
 def _refused(text: str) -> CallRefused:
