@@ -33,7 +33,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -174,36 +174,20 @@ def _uniforms_of(rollout: Rollout, seed: int, insertions: Sequence[Insertion]) -
     return np.concatenate([uniforms(own, stop - start) for own, (start, stop) in turns])
 
 
-class _Runs(Generic[T]):
-    """Run-length encoding: maps a token index to the value of its run. `starts`: where runs begin; `end`: total tokens."""
-
-    def __init__(self, counted: Iterable[tuple[T, int]]) -> None:
-        self.starts: list[int] = []
-        self.end = 0
-        self._values: list[T] = []
-        for value, count in counted:
-            if count and (not self._values or value != self._values[-1]):
-                self.starts.append(self.end)
-                self._values.append(value)
-            self.end += count
-
-    def at(self, token: int) -> T:
-        return self._values[bisect_right(self.starts, token) - 1]
-
-
 def pieces_of(group: TrainGroup, member: int, habits_of: Callable[[PeerId], Habits]) -> tuple[Piece, ...]:
     """Cuts rollout `member` wherever its version, its worker or its turn changes."""
-    versions = _Runs((span.version, span.count) for span in group.rollouts[member].version_spans)
-    peers = _Runs((sent.peer_id, sent.token_count) for sent in group.senders[member])
+    versions = [(span.count, span.version) for span in group.rollouts[member].version_spans]
+    peers = [(sent.token_count, sent.peer_id) for sent in group.senders[member]]
+    version_ends, peer_ends = (list(itertools.accumulate(count for count, _ in runs)) for runs in (versions, peers))
     turns = [insertion.position for insertion in (group.insertions[member] if group.insertions else ())]
-    end = min(versions.end, peers.end)
-    cuts = sorted(cut for cut in {*versions.starts, *peers.starts, *turns} if 0 < cut < end)
-    pieces = []
+    end = min(version_ends[-1], peer_ends[-1]) if versions and peers else 0
+    cuts = sorted(cut for cut in {*version_ends, *peer_ends, *turns} if 0 < cut < end)
+    pieces: list[Piece] = []
     for start, stop in itertools.pairwise([0, *cuts, end] if end else [0]):
-        peer = peers.at(start)
-        goes_on = start > 0 and start not in turns and peer == peers.at(start - 1)
+        (_, version), (_, peer) = versions[bisect_right(version_ends, start)], peers[bisect_right(peer_ends, start)]
+        goes_on = start > 0 and start not in turns and pieces[-1].worker == peer
         keeps = goes_on and habits_of(peer).keeps_cache
-        pieces.append(Piece(peer, versions.at(start), start, stop, keeps, habits_of(peer).draws_by_seed))
+        pieces.append(Piece(peer, version, start, stop, keeps, habits_of(peer).draws_by_seed))
     return tuple(pieces)
 
 
@@ -339,10 +323,10 @@ class AuditDraw:
         return {worker: 1.0 - account.audited / account.seen for worker, account in known.items()}
 
     def _account(self, worker: PeerId) -> _Account:
-        return _bounded(self._accounts, worker, _Account)
+        return bounded_entry(self._accounts, worker, _Account)
 
 
-def _bounded(table: dict[PeerId, T], worker: PeerId, make: Callable[[], T]) -> T:
+def bounded_entry(table: dict[PeerId, T], worker: PeerId, make: Callable[[], T]) -> T:
     """The worker's entry; a new one takes the place of the oldest where the table is full."""
     if worker not in table:
         if len(table) >= WORKERS_MAX:
@@ -391,7 +375,7 @@ class KindNoise:
     _workers: dict[PeerId, _Measured] = field(default_factory=dict)
 
     def observe(self, worker: PeerId, kind: str, differences: Column) -> None:
-        measured = _bounded(self._workers, worker, lambda: _Measured(kind))
+        measured = bounded_entry(self._workers, worker, lambda: _Measured(kind))
         if measured.kind != kind:
             measured = self._workers[worker] = _Measured(kind)
         capped = np.minimum(np.abs(differences), NOISE_CAP * noise_prior(kind))

@@ -23,7 +23,6 @@ from torch import Tensor
 from echo2.base.ids import PeerId, Version
 from echo2.cost_model.memory import audit_versions
 from echo2.learner.audit import (
-    WORKERS_MAX,
     Accusation,
     AuditDraw,
     Bets,
@@ -32,6 +31,7 @@ from echo2.learner.audit import (
     KindNoise,
     Passage,
     Scorer,
+    bounded_entry,
     examine,
     passage_of,
 )
@@ -112,7 +112,7 @@ class Auditor:
     def keep(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         """Keeps a published version for scoring; its `tensors` must never change in place. Returns at once."""
         if self._scorer is not None:
-            self._begin(self._in_thread(self._thread, self._scorer.keep, version, tensors))
+            self._begin(asyncio.get_running_loop().run_in_executor(self._thread, self._scorer.keep, version, tensors))
 
     def consider(self, groups: Sequence[TrainGroup]) -> None:
         """Draws rollouts to audit from groups that were trained on or used in an evaluation. Returns at once."""
@@ -136,9 +136,10 @@ class Auditor:
         thread = self._trainer_thread if scorer.is_of_trainer else self._thread
         try:
             while drawn := self.draw.take(self._turn_tokens(scorer)):
-                found, took_s = await self._in_thread(thread, self._score, scorer, [passage for _, passage in drawn])
+                passages = [passage for _, passage in drawn]
+                found, took_s = await asyncio.get_running_loop().run_in_executor(thread, _score, scorer, passages)
                 self.counts.s += took_s
-                self.counts.read_tokens += sum(len(passage.token_ids) for _, passage in drawn)
+                self.counts.read_tokens += sum(len(passage.token_ids) for passage in passages)
                 for (worker, _), evidence in zip(drawn, found, strict=True):
                     self._weigh(worker, evidence, unix_now())
                 if scorer.is_of_trainer:
@@ -171,20 +172,11 @@ class Auditor:
             self._noise.observe(worker, kind, evidence.claimed - evidence.exact.logprobs)
         for worker in {evidence.piece.worker for evidence in found}:
             accusation = self._of(worker, now).accusation
-            if accusation is not None:
-                self._accuse(worker, accusation)
-
-    # ---- in the thread that scores
-
-    def _score(self, scorer: Scorer, passages: Sequence[Passage]) -> tuple[list[list[Evidence]], float]:
-        """Returns the evidence of each rollout, and the seconds that took."""
-        begun = monotonic()
-        with scorer.turn():
-            found = examine(passages, scorer)
-        return found, monotonic() - begun
-
-    def _in_thread(self, thread: Executor, call: Callable[..., Any], *arguments: object) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(thread, call, *arguments)
+            if accusation is not None and worker not in self.accused:
+                self.accused[worker] = accusation
+                self.counts.accused += 1
+                _log.warning("audit of %s: %s", worker, accusation.text)
+                self._workers.accuse(worker, f"audit: {accusation.text}", is_certain=accusation.is_certain)
 
     def _begin(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -200,19 +192,9 @@ class Auditor:
     # ---- verdicts
 
     def _of(self, worker: PeerId, now: float) -> Bets:
-        if worker not in self._bets and len(self._bets) >= WORKERS_MAX:
-            del self._bets[next(iter(self._bets))]
-        bets = self._bets.setdefault(worker, Bets(now, worker in self._excused))
+        bets = bounded_entry(self._bets, worker, lambda: Bets(now, worker in self._excused))
         bets.expire(now)
         return bets
-
-    def _accuse(self, worker: PeerId, accusation: Accusation) -> None:
-        if worker in self.accused:
-            return
-        self.accused[worker] = accusation
-        self.counts.accused += 1
-        _log.warning("audit of %s: %s", worker, accusation.text)
-        self._workers.accuse(worker, f"audit: {accusation.text}", is_certain=accusation.is_certain)
 
     def release(self, worker: PeerId) -> None:
         """Takes a worker back on the operator's order and watches it afresh; an accusation of noise alone is not repeated."""
@@ -228,6 +210,14 @@ class Auditor:
         for task in list(self._tasks):
             task.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _score(scorer: Scorer, passages: Sequence[Passage]) -> tuple[list[list[Evidence]], float]:
+    """Returns the evidence of each rollout, and the seconds that took."""
+    begun = monotonic()
+    with scorer.turn():
+        found = examine(passages, scorer)
+    return found, monotonic() - begun
 
 
 def auditor_of(

@@ -28,7 +28,8 @@ from echo2.config.run import AgentSection
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.tinker import Terms, TinkerApi
 from echo2.learner.options import LearnerLimits, LearnerOptions
-from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back, state_of, take
+from echo2.learner.own_trainer import take_published
+from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, put_back, take
 from echo2.learner.rollouts.prompts import PromptSource, load_tokenizer
 from echo2.learner.rollouts.request_pool import RequestPool
 from echo2.learner.run_folder import RunFolder
@@ -76,10 +77,7 @@ class DrivenTeam(Team):
         self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
     ) -> Checkpoint:
         """Takes what a restart needs so that versions go on; what the client wants to go on from it has saved."""
-        step = Step(version)
-        checkpoint = Checkpoint(step, {}, published, version, state_of(state, step, version))
-        store.begin(checkpoint)
-        return checkpoint
+        return take_published(store, Step(version), published, version, state)
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
         newest = store.newest()
@@ -133,10 +131,8 @@ class DrivenTeam(Team):
 
     def take_named(self, version: Version) -> tuple[CheckpointStore, Checkpoint]:
         """Takes the newest version, as it trains now, for as long as a client may score by it."""
-        store, step = CheckpointStore(self._saved / "versions", _ALL_KEPT), Step(version)
-        checkpoint = Checkpoint(step, {}, self.snapshot(), version, state_of({"journal_from": 0}, step, version))
-        store.begin(checkpoint)
-        return store, checkpoint
+        store = CheckpointStore(self._saved / "versions", _ALL_KEPT)
+        return store, take_published(store, Step(version), self.snapshot(), version, {"journal_from": 0})
 
     def _store(self, saved: str) -> CheckpointStore:
         if not _SAVED.fullmatch(saved):
@@ -245,7 +241,7 @@ class DrivenLoop(ServingLoop):
             if self.team.is_changed:
                 weights = await self._in_trainer(self.team.snapshot)
                 version = Version(self.team.trainer.step_count + 1)
-                await self.hand_in(HandedIn(version, weights, False, asyncio.get_running_loop().create_future()))
+                await self.hand_in(HandedIn(version, weights))
                 self.team.is_changed = False  # the client's next operation waits for this one
             if is_named and self.newest_version:
                 store, checkpoint = await self._in_trainer(lambda: self.team.take_named(Version(self.newest_version)))

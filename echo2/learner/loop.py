@@ -94,7 +94,6 @@ class TrainingLoop:
         self.is_exported = False  # after the last step, its evaluations and the finished model
         self._is_stopped = False
         self._is_warm = False
-        self._ended_at: deque[tuple[int, float]] = deque(maxlen=20)  # step and time of the newest steps
         self.recent = RecentRollouts()
 
     @property
@@ -328,17 +327,15 @@ class TrainingLoop:
     def _log_step(self, row: Mapping[str, object]) -> None:
         """`step 12/200  reward 0.413  8,200 tokens/s  2.1 s a step (10 % waiting)  6.6 min left`."""
         step, steps = self.step, self.steps
-        self._ended_at.append((step, monotonic()))
         busy, wait = number_in(row, "step_s"), number_in(row, "phase/wait_s")
-        (first, began), (last, ended) = self._ended_at[0], self._ended_at[-1]
-        step_s = (ended - began) / (last - first) if last > first else busy + wait
+        step_s = self.utilisation.means_s[1]
         parts = [
             f"step {step}/{steps}",
             f"reward {number_in(row, 'reward/mean'):.3f}",
             f"{number_in(row, 'tokens') / step_s if step_s > 0 else 0.0:,.0f} tokens/s",
             f"{format_seconds(step_s)} a step ({wait / (busy + wait) if busy + wait > 0 else 0.0:.0%} waiting)",
         ]
-        if last > first and step < steps:
+        if step < steps:
             parts.append(f"{format_seconds((steps - step) * step_s)} left")
         _log.info("%s", "  ".join(parts))
 

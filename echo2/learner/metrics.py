@@ -7,11 +7,9 @@ compares.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import re
-import socket
 import statistics
 import threading
 from collections import Counter, deque
@@ -380,41 +378,16 @@ def gauge_name(name: str) -> str:
     return "echo2_learner_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
-class _BoundedServer(ThreadingMixIn, WSGIServer):
-    """A thread a connection, 16 at most, each ended after 10 s: prometheus_client's own server lets whoever connects and stays
-    silent, or sends a byte now and then, hold a thread for ever."""
-
+class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-
-    def __init__(self, *arguments: Any) -> None:
-        self._free = threading.BoundedSemaphore(16)
-        super().__init__(*arguments)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        def end() -> None:
-            with contextlib.suppress(OSError):  # already closed
-                request.shutdown(socket.SHUT_RDWR)
-
-        timer = threading.Timer(10.0, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            timer.cancel()
-            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing: a request that ended early is the client's affair."""
 
 
-class _QuietHandler(WSGIRequestHandler):
+class _Handler(WSGIRequestHandler):
+    timeout = 10.0  # seconds: prometheus_client's own server lets whoever stays silent hold a thread for ever
+
     def log_message(self, format: str, *arguments: object) -> None:
         """Logs nothing: scrapes are too frequent to log."""
 
@@ -428,7 +401,7 @@ class PrometheusEndpoint(Collector):
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
-            self._server = make_server("127.0.0.1", port, make_wsgi_app(registry), _BoundedServer, _QuietHandler)
+            self._server = make_server("127.0.0.1", port, make_wsgi_app(registry), _Server, _Handler)
         except OSError as error:
             raise PortBusy(f"learner.metrics_port: expected 127.0.0.1:{port} to be free, got {error}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)

@@ -264,11 +264,8 @@ class OwnTrainer:
     def take(
         self, store: CheckpointStore, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
     ) -> Checkpoint:
-        """Takes a checkpoint of ledger and published weights; the user's own checkpoint of this step has masters and optimiser."""
-        step = Step(self.step_count)
-        checkpoint = Checkpoint(step, {}, published, version, state_of(state, step, version))
-        store.begin(checkpoint)
-        return checkpoint
+        """The user's own checkpoint of this step has masters and optimiser."""
+        return take_published(store, Step(self.step_count), published, version, state)
 
     def load_newest(self, store: CheckpointStore) -> Checkpoint | None:
         """Loads the newest checkpoint. Raises `ConfigError` unless the user began with that step's weights, bit for bit if they
@@ -300,6 +297,15 @@ class OwnTrainer:
     def stop(self) -> None:
         """Ends the other ranks' wait for batches."""
         self.ranks.tell({"is_over": True})
+
+
+def take_published(
+    store: CheckpointStore, step: Step, published: Mapping[str, Tensor], version: Version, state: Mapping[str, Any]
+) -> Checkpoint:
+    """Begins a checkpoint of published weights and `state` alone, without masters and optimiser."""
+    checkpoint = Checkpoint(step, {}, published, version, state_of(state, step, version))
+    store.begin(checkpoint)
+    return checkpoint
 
 
 class OwnTrainerFollower:

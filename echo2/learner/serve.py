@@ -15,7 +15,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -91,10 +91,11 @@ class ServedWeights(OwnTrainer):
     """The training side without training: holds the newest weights. `step_count` is their version. `door`: where it listens."""
 
     starts_from_base = True
+    model: ServedModel
 
     def __init__(self, model: ServedModel, door: AgentSection) -> None:
         super().__init__(model)
-        self.door, self.step_count = door, 0
+        self.door = door
         self._weights = model.read(model.path)
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -119,8 +120,8 @@ class HandedIn:
 
     version: Version
     weights: dict[str, Tensor]
-    is_last: bool
-    is_begun: asyncio.Future[None]
+    is_last: bool = False
+    is_begun: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class ServingLoop(TrainingLoop):
@@ -134,7 +135,6 @@ class ServingLoop(TrainingLoop):
         self.weights: ServedWeights = self.p.team  # type: ignore[assignment]
         self._handed_in: asyncio.Queue[HandedIn | None] = asyncio.Queue()
         self._is_last = False
-        self.waiting, self._checkpointed = ("", 0.0), self.p.checkpoint_step
         self._publishing = asyncio.Lock()
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._began = monotonic()
@@ -226,9 +226,7 @@ class ServingLoop(TrainingLoop):
 
     @property
     def routing_shape(self) -> RoutingShape | None:
-        model = self.weights.model
-        assert isinstance(model, ServedModel), "made so"
-        return model.routing
+        return self.weights.model.routing
 
     def generate(self, request: TokenRequest) -> TokenAnswer:
         return self.pool.generate(request)
@@ -252,10 +250,9 @@ class ServingLoop(TrainingLoop):
                 )
             if self._is_last or self._is_stopped:
                 raise CallRefused(410, "run_ended", "this run has had its last version")
-            model = self.weights.model
-            assert isinstance(model, ServedModel), "made so"
-            weights = await asyncio.get_running_loop().run_in_executor(self._reading, model.read, folder)
-            await self.hand_in(HandedIn(Version(version), weights, is_last, asyncio.get_running_loop().create_future()))
+            read = self.weights.model.read
+            weights = await asyncio.get_running_loop().run_in_executor(self._reading, read, folder)
+            await self.hand_in(HandedIn(Version(version), weights, is_last))
 
     async def hand_in(self, handed: HandedIn) -> None:
         """Returns once the version is on its way."""

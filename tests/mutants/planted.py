@@ -255,7 +255,7 @@ MUTANTS: tuple[Mutant, ...] = (
            '        self.journal.append(VersionPublished(version, ""))\n        await self.journal.commit()\n',
            '        self.journal.append(VersionPublished(version, ""))\n', (_UNIT + "learner/test_publisher.py",)),
     Mutant("a report brings rollouts of groups that are not its ticket's", "learner/rollouts/ingest.py",
-           "[segment for segment in segments if segment.group_id == ticket.group_id]", "list(segments)", (_UNIT + "learner/test_ingest.py",)),
+           "        if foreign:\n", "        if False:\n", (_UNIT + "learner/test_ingest.py",)),
     Mutant("a relay serves workers that are banned", "coordinator/coordinator.py", "is_barred=hub.membership.banned.__contains__,", "is_barred=lambda peer_id: False,",
            (_UNIT + "coordinator/test_learner_reachability.py",)),
     # records, and messages that are not made by keywords
@@ -312,8 +312,6 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("gateway: a client's token ids are not compared with the vocabulary", _EPISODES,
            "if isinstance(request.prompt, tuple) and max(request.prompt) >= limits.vocabulary_size:", "if False:",
            (_UNIT + "gateway/test_episodes.py",)),
-    Mutant("gateway: the learner opens a call whose tokens the model lacks", _ADMISSION,
-           "        if not prompt or min(prompt) < 0 or max(prompt) >= self.rules.vocabulary_size:", "        if False:", (_UNIT + "learner/test_agent_groups.py",)),
     Mutant("gateway: a stranger's body is waited for before its key is looked at", "gateway/access.py",
            "        refused = _refusal(request, is_known=caller is not None)\n",
            "        await receive()\n        refused = _refusal(request, is_known=caller is not None)\n", (_UNIT + "gateway/test_port.py",)),

@@ -7,7 +7,7 @@ is offered again under another id, a limited number of times; replacements of gr
 is too easy or too hard slows a run down but never stops it. Leaves to others: telling anyone (pool; once the run has begun, no
 other code changes the groups), whether tokens and log-probabilities come from the version named (audit).
 
-Sources. Dynamic sampling: Yu et al. (DAPO), arXiv 2503.14476. Pruning: the idea is ARRoL's; the two rules here are our own.
+Sources. Dynamic sampling: Yu et al. (DAPO), arXiv 2503.14476.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from echo2.base.errors import MalformedMessage
 from echo2.base.ids import GroupId, PeerId, Step, Version
 from echo2.base.rng import turn_seed
 from echo2.base.rollout import (
@@ -252,13 +251,8 @@ class OpenGroups:
         """Opens an agent's next call, after the last call of `chain`, which must have ended; `chain` None starts a chain. Length
         and stops come from `sampling`; temperature, top-p and top-k from the problem, but an evaluation may choose `temperature`.
 
-        Returns None if the episode's group is gone. Raises `MalformedMessage` if the model lacks a token of the prompt.
+        Returns None if the episode's group is gone. The gateway has checked the prompt: one token or more, all the model's.
         """
-        if not prompt or min(prompt) < 0 or max(prompt) >= self.rules.vocabulary_size:
-            raise MalformedMessage(
-                f"prompt of a call of {root}: expected 1 or more token ids below {self.rules.vocabulary_size}, got "
-                f"{len(prompt)} from {min(prompt, default=0)!r:.40} to {max(prompt, default=0)!r:.40}"
-            )
         group = self.groups.get(root)
         if group is None or not is_driven_root(root):
             return None
@@ -297,7 +291,7 @@ class OpenGroups:
             text = f"attempt {attempt} was superseded by attempt {group.lease_attempt}"
             return self._answer(segment, Verdict.CLOSED, text)
         exact = group.spec.exact_version
-        published = self.published if exact is None else [exact]
+        published = [known for known in self.published if known >= group.min_version] if exact is None else [exact]
         problem = problem_of_segment(segment, group.spec, self.rules.vocabulary_size, published)
         if problem is not None:
             return self.refuse(segment, problem, sender)
@@ -522,7 +516,7 @@ def problem_of_segment(
         return f"expected versions that never go back, got {versions[:8]}"
     unknown = [version for version in dict.fromkeys(versions) if version not in published]
     if unknown:
-        return f"expected published versions up to {max(published)}, got {unknown[0]}"
+        return f"expected published versions {min(published)} to {max(published)}, got {unknown[0]}"
     if segment.is_final and segment.offset == 0 and not segment.token_ids:
         return "expected at least one token in a finished rollout, got none"
     if spec.sampling.temperature != 1.0:

@@ -108,7 +108,7 @@ class Agents:
         if world is None and prompts.is_mixed:
             description["task"] = prompts.name_of(instance.index)
         if is_evaluation:
-            description["evaluation"] = self._pool.evaluations.set_of(draw.cursor).name
+            description["evaluation"] = self._pool.evaluations.rules.at(draw.cursor)[0].name
         self.episodes.open_problem(spec.group_id, spec.rollout_count, description, is_evaluation=is_evaluation)
 
     def on_sampled(self, rollout: Rollout) -> None:
@@ -147,11 +147,7 @@ class Agents:
             run, max_new_tokens=max_tokens, stop_strings=tuple(text.encode() for text in texts),
             stop_piece_ids=piece_ids, stop_pieces=pieces,
         )  # fmt: skip
-        try:
-            group_id = self._pool.open_call(GroupId(root), chain, prompt, sampling, temperature)
-        except EchoError as error:
-            self._refusals.warn("a call of group %s is refused: %s", root, error)
-            return None
+        group_id = self._pool.open_call(GroupId(root), chain, prompt, sampling, temperature)
         return None if group_id is None else (group_id, turn_of(group_id, 0).index)
 
     def end_episode(self, root: str, chains: Mapping[int, int], outcome: Scored | str, *, is_final: bool) -> None:

@@ -48,11 +48,15 @@ Sample = tuple[float, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class QuestionSet:
-    """A set of `questions` prompts with `samples` completions each. `name`: as in the metrics."""
+    """A set of `questions` prompts with `samples` completions each. `name`: as in the metrics. `world`: gives and scores them;
+    None: they are the run's own held-out prompts, from position `first` on."""
 
     name: str
     questions: int
     samples: int
+    temperature: float = 0.0
+    world: PromptWorld | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +71,11 @@ class EvaluationRules:
     def questions(self) -> int:
         return sum(each.questions for each in self.sets)
 
-    def at(self, number: int) -> tuple[int, int]:
-        """Position of the set that has question `number` (counted over all sets), and the question's position in it."""
-        for position, each in enumerate(self.sets):
+    def at(self, number: int) -> tuple[QuestionSet, int]:
+        """The set that has question `number` (counted over all sets), and the question's position in it."""
+        for each in self.sets:
             if number < each.questions:
-                return position, number
+                return each, number
             number -= each.questions
         raise IndexError(f"question {number} after the last")
 
@@ -320,18 +324,16 @@ class Evaluations:
         self._newest_due = max(self.rewards, default=-1)
         self._due_at: dict[Version, float] = {}
         sets: list[QuestionSet] = []
-        # By set: the temperature, and the set's world; of the run's own held-out prompts the position of the first.
-        self._sources: list[tuple[float, PromptWorld | int]] = []
         first = 0
         for name, count in prompts.held_out_counts:
             if count:
-                sets.append(QuestionSet(name or OWN, count, task.eval_samples))
-                self._sources.append((_temperature(config, task.eval_samples), first))
+                temperature = _temperature(config, task.eval_samples)
+                sets.append(QuestionSet(name or OWN, count, task.eval_samples, temperature, first=first))
             first += count
         for name, further in task.eval_sets.items():
             world = prompts.make_world(TaskSpec(further.task, further.args, prompts.seed))
-            sets.append(QuestionSet(name, _count(name, further.prompts, world), further.samples))
-            self._sources.append((_temperature(config, further.samples), world))
+            count, temperature = _count(name, further.prompts, world), _temperature(config, further.samples)
+            sets.append(QuestionSet(name, count, further.samples, temperature, world))
         names = [each.name for each in sets]
         if len(set(names)) != len(names):
             others = f"none called {OWN} or as a task of the mixture"
@@ -360,7 +362,7 @@ class Evaluations:
     def draw(self, version: Version, number: int) -> Draw:
         prompts = self._prompts
         seed = prompts.secret_seed(f"{prompts.seed}/evaluation/{version}/{number}")
-        temperature, _ = self._sources[self.rules.at(number)[0]]
+        temperature = self.rules.at(number)[0].temperature
         sampling = replace(prompts.sampling, temperature=temperature, seed=seed)
         if temperature == 0:
             sampling = replace(sampling, top_p=1.0, top_k=0)
@@ -370,32 +372,28 @@ class Evaluations:
 
     def problem(self, number: int) -> tuple[TaskInstance, PromptWorld | None]:
         """A question, and the world that scores its answer; None for the run's own world."""
-        position, place = self.rules.at(number)
-        _, source = self._sources[position]
-        if isinstance(source, int):
-            return self._prompts.held_out(source + place), None
-        size = source.size
-        seed = derived_seed(self._prompts.seed, self.rules.sets[position].name)
-        return source.instance(place if size is None else permuted(place, size, seed)), source
+        asked, place = self.rules.at(number)
+        if asked.world is None:
+            return self._prompts.held_out(asked.first + place), None
+        size, seed = asked.world.size, derived_seed(self._prompts.seed, asked.name)
+        return asked.world.instance(place if size is None else permuted(place, size, seed)), asked.world
 
     async def answer(self, number: int, turns: Sequence[Sequence[int]], context_tokens: int, sender: str) -> TurnAnswer:
         """Answers a finished turn of a question."""
         instance, world = self.problem(number)
         return await self._prompts.answer_instance(instance.index, turns, context_tokens, sender, world)
 
-    def set_of(self, number: int) -> QuestionSet:
-        return self.rules.sets[self.rules.at(number)[0]]
-
     # ---- files
 
     def write_samples(self, group: TrainGroup) -> None:
         """Appends the first few answers of each set to samples.jsonl."""
-        if self.rules.at(group.cursor)[1] >= EXAMPLES_KEPT:
+        asked, place = self.rules.at(group.cursor)
+        if place >= EXAMPLES_KEPT:
             return
         text_of = self._prompts.text_of
         head = {
             "step": evaluated_version(group.spec.group_id),
-            "set": self.set_of(group.cursor).name,
+            "set": asked.name,
             "prompt": text_of(group.spec.prompt_token_ids),
             "answer": self.problem(group.cursor)[0].answer,
         }
@@ -421,9 +419,9 @@ class Evaluations:
         return row
 
     def close(self) -> None:
-        for _, source in self._sources:
-            if not isinstance(source, int):
-                source.close()
+        for each in self.rules.sets:
+            if each.world is not None:
+                each.world.close()
 
 
 def _temperature(config: RunConfig, samples: int) -> float:

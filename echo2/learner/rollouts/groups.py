@@ -225,7 +225,7 @@ class Group:
 
     `rollouts`: one entry per index, empty at first. `rewards`: by index, once known; None if scoring failed. `senders`: by index,
     which worker reported which tokens. `seats_open`: number of agents' episodes that have not ended; in a group of agents each
-    rollout is one chain of calls and has no tokens.
+    rollout is one chain of calls and has no tokens. `min_version`: the oldest that may have sampled its tokens.
     """
 
     spec: GroupSpec
@@ -235,6 +235,7 @@ class Group:
     lease_attempt: int = 0
     senders: dict[int, tuple[SentTokens, ...]] = field(default_factory=dict)
     seats_open: int = 0
+    min_version: int = 0
 
     @classmethod
     def opened(cls, spec: GroupSpec, draw: Draw) -> Group:

@@ -21,7 +21,7 @@ import grpc
 from echo2.base.errors import EchoError, LimitExceeded, MalformedMessage, NotAllowed
 from echo2.base.hosts import joined
 from echo2.base.ids import LeaseId, PeerId, RunId
-from echo2.base.rollout import SegmentVerdict, Verdict
+from echo2.base.rollout import Verdict
 from echo2.base.routing import NO_ROUTING
 from echo2.broadcast.nat.reach import loopback_of, outward_host
 from echo2.learner.audit import Habits
@@ -95,11 +95,13 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         segments = segments_from_report(report)
         worked_s = 2 * (monotonic() - begun)  # the rest takes about as long again
         await call.pause(worked_s)
-        own = [segment for segment in segments if segment.group_id == ticket.group_id]
+        foreign = [segment.group_id for segment in segments if segment.group_id != ticket.group_id]
+        if foreign:
+            raise NotAllowed(f"{peer_id}: lease {ticket.lease_id} is of group {ticket.group_id}, not of {foreign[0]}")
         self.pool.note_habits(peer_id, Habits(report.draws_by_seed, report.keeps_cache, report.engine_kind))
         before = self.pool.held_tokens(ticket.group_id)
         try:
-            verdicts = await self.pool.report(own, ticket.attempt, peer_id)
+            verdicts = await self.pool.report(segments, ticket.attempt, peer_id)
         except EchoError as error:  # the learner's own: the worker has done nothing wrong
             self._fail(error)
             await call.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
@@ -108,15 +110,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         new = sum(max(0, one.held_tokens - before.get(one.index, 0)) for one in useful)
         told = sum(len(segment.token_ids) for segment in segments)
         call.share.repay((worked_s + charged_s) * min(1.0, new / max(1, told)))
-        text = f"lease {ticket.lease_id} is of group {ticket.group_id}, of no other"
-        answered = iter(verdicts)
-        everything = (
-            next(answered)
-            if segment.group_id == ticket.group_id
-            else SegmentVerdict(segment.group_id, segment.index, Verdict.REFUSED, 0, text)
-            for segment in segments
-        )
-        return ingest_pb2.RolloutVerdict(sequence=report.sequence, segments=map(verdict_to_message, everything))
+        return ingest_pb2.RolloutVerdict(sequence=report.sequence, segments=map(verdict_to_message, verdicts))
 
     async def GetPartials(self, request: ingest_pb2.GetPartialsRequest, context: Any) -> ingest_pb2.GetPartialsReply:
         """The rollouts of a group so far. A small request gets a large reply, so replies are made one at a time per peer and within
@@ -125,7 +119,7 @@ class IngestService(ingest_pb2_grpc.IngestServicer):
         self._check_barred(peer_id)
         ticket = self._verified(request.ticket, peer_id)
         async with self._turns.setdefault(peer_id, asyncio.Lock()):
-            held = self.pool.take_over(ticket.group_id, ticket.attempt)
+            held = self.pool.groups.take_over(ticket.group_id, ticket.attempt)
             if held is None:
                 text = f"group {ticket.group_id} is closed or was taken over"
                 await context.abort(grpc.StatusCode.NOT_FOUND, text)

@@ -92,9 +92,8 @@ REWARDS_KEPT = 256  # the mean of a reward's time, which often varies as much as
 
 @dataclass(slots=True)
 class RewardSums:
-    """Counts and seconds of the rewards computed since the start, for the metrics; seconds of the newest, for the planner."""
+    """Failed rewards and seconds since the start, for the metrics; seconds of the newest, for the planner."""
 
-    scored: int = 0
     failed: int = 0
     seconds: float = 0.0
     _newest: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=REWARDS_KEPT))
@@ -190,25 +189,21 @@ class RolloutPool:
             group = self.groups.groups.get(verdict.group_id)
             if group is None or verdict.verdict not in (Verdict.ADMITTED, Verdict.HELD):
                 continue  # None: a later segment of this report made the group stale
-            rollout = group.rollouts[verdict.index]
-            is_admitted = verdict.verdict is Verdict.ADMITTED
-            if is_admitted:
-                self.journal.append(Finished(rollout, group.senders.get(verdict.index, ())))
-                if not is_driven(verdict.group_id):
-                    self._begin_scoring(rollout)
-            # HELD and finished: a later segment of this report has finished it.
-            if is_driven(verdict.group_id) and self.agents is not None and rollout.is_finished == is_admitted:
-                (self.agents.on_sampled if is_admitted else self.agents.on_tokens)(rollout)
+            self._on_tokens(group, group.rollouts[verdict.index], verdict.verdict is Verdict.ADMITTED)
         self._settle()
         # A duplicate is synced too: if the first acknowledgement was lost, the first copy may not be on disk yet.
         if any(verdict.verdict in (Verdict.ADMITTED, Verdict.DUPLICATE) for verdict in verdicts):
             await self.journal.commit()
         return verdicts
 
-    def take_over(self, group_id: GroupId, attempt: int) -> Sequence[Rollout] | None:
-        """The rollouts of a group so far, for the worker that continues it as `attempt`; None if the group is closed or another
-        worker has taken it over."""
-        return self.groups.take_over(group_id, attempt)
+    def _on_tokens(self, group: Group, rollout: Rollout, is_admitted: bool) -> None:
+        if is_admitted:
+            self.journal.append(Finished(rollout, group.senders.get(rollout.index, ())))
+            if not is_driven(rollout.group_id):
+                self._begin_scoring(rollout)
+        # Not admitted but finished: a later segment of this report has finished it.
+        if is_driven(rollout.group_id) and self.agents is not None and rollout.is_finished == is_admitted:
+            (self.agents.on_sampled if is_admitted else self.agents.on_tokens)(rollout)
 
     def _begin_scoring(self, rollout: Rollout) -> None:
         task = asyncio.get_running_loop().create_task(self._score(rollout))
@@ -252,7 +247,6 @@ class RolloutPool:
     def _reward(self, at: TurnOf, scored: Scored, sender: PeerId) -> None:
         reward = scored.reward
         self.rewards.failed += reward is None
-        self.rewards.scored += reward is not None
         if reward is not None:
             self.failures.on_success(sender)
         else:
@@ -476,7 +470,7 @@ class RolloutPool:
         if self._evaluation is not None and self._is_offering:
             version = self._evaluation.version
             self._evaluation.asked = max(self._evaluation.asked, draw.cursor + 1)
-            self._offer(self.groups.open_question(draw, version, self.evaluations.set_of(draw.cursor).samples))
+            self._offer(self.groups.open_question(draw, version, self.evaluations.rules.at(draw.cursor)[0].samples))
 
     def _settle_evaluation(self) -> None:
         while (evaluation := self._evaluation) is not None:

@@ -14,16 +14,15 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from echo2.base.errors import EchoError
-from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import GroupSpec, RolloutSegment, SamplingParams, SegmentVerdict, Verdict, Work
+from echo2.base.ids import GroupId, Step, Version
+from echo2.base.rollout import GroupSpec, Rollout, SamplingParams, Work
 from echo2.gateway.episodes import CallRefused
 from echo2.gateway.generate import TokenAnswer, TokenRequest
 from echo2.learner.rollouts.admission import STEPS_REMEMBERED
-from echo2.learner.rollouts.groups import NOBODY, Draw, TrainGroup, empty_rollout
+from echo2.learner.rollouts.groups import Draw, Group, TrainGroup, empty_rollout
 from echo2.learner.rollouts.pool import RolloutPool
 from echo2.outside import monotonic, unix_now
 
@@ -157,32 +156,14 @@ class RequestPool(RolloutPool):
 
     # ---- as the pool of the ingest port
 
-    async def report(
-        self, segments: Sequence[RolloutSegment], attempt: int, sender: PeerId = NOBODY
-    ) -> tuple[SegmentVerdict, ...]:
-        verdicts = tuple(self._received(segment, attempt, sender) for segment in segments)
-        for verdict in verdicts:
-            group, asked = self.groups.groups.get(verdict.group_id), self._asked.get(verdict.group_id)
-            if group is None or asked is None or verdict.verdict not in (Verdict.ADMITTED, Verdict.HELD):
-                continue
-            asked.answer.rollouts[:] = group.rollouts  # all: later verdicts of this report may have ended others
-            asked.answer.grew.set()
-            if group.is_sampled:
-                self._answer(asked)
-        self._settle()
-        return verdicts
+    def _on_tokens(self, group: Group, rollout: Rollout, is_admitted: bool) -> None:
+        asked = self._asked[rollout.group_id]
+        asked.answer.rollouts[:] = group.rollouts  # all: later segments of this report may have ended others
+        asked.answer.grew.set()
+        if group.is_sampled:
+            self._answer(asked, group)
 
-    def _received(self, segment: RolloutSegment, attempt: int, sender: PeerId) -> SegmentVerdict:
-        asked, oldest = self._asked.get(segment.group_id), min((s.version for s in segment.version_spans), default=None)
-        least = asked.answer.request.min_version if asked is not None else None
-        if (
-            least is not None and oldest is not None and oldest < least
-        ):  # no worker with an older version is given the lease
-            return self.groups.refuse(segment, f"expected version {least} or newer, got {oldest}", sender)
-        return self.groups.receive(segment, attempt, sender)
-
-    def _answer(self, asked: Asked) -> None:
-        group = self.groups.groups[asked.group_id]
+    def _answer(self, asked: Asked, group: Group) -> None:
         group.rewards = dict.fromkeys(range(len(group.rollouts)), 0.0)
         whole = self.groups.train_group(group)
         spans = [span for rollout in whole.rollouts for span in rollout.version_spans]
@@ -244,15 +225,15 @@ class RequestPool(RolloutPool):
             request, name = asked.answer.request, asked.group_id
             work = Work.TRAIN if request.exact_version is None else Work.EVALUATE
             # A worker may begin with versions from `consume_step - S` on.
-            step = self.groups.next_step
-            if request.min_version is not None:
-                step = Step(max(step, request.min_version + self.groups.rules.staleness_bound))
+            least = request.min_version or 0
+            step = Step(max(self.groups.next_step, least + self.groups.rules.staleness_bound if least else 0))
             exact = None if request.exact_version is None else Version(request.exact_version)
             spec = GroupSpec(name, request.token_ids, request.choices, asked.sampling, step, work, exact)
             self._asked[name] = asked
             offered += request.choices
             draw = Draw(asked.number, asked.retry, request.token_ids, asked.sampling)
             self.groups.open(spec, draw)
+            self.groups.groups[name].min_version = least
             self._coordinator.offer([spec])
 
     @property

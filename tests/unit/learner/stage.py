@@ -120,9 +120,6 @@ class Evaluations:
     def draw(self, version: Version, number: int) -> Draw:
         return Draw(number, 0, (5, 6), replace(GREEDY if self.rules.is_driven else SAMPLING, seed=number))
 
-    def set_of(self, number: int) -> QuestionSet:
-        return self.rules.sets[self.rules.at(number)[0]]
-
     def write_samples(self, group: TrainGroup) -> None: ...
 
     def record(self, result: EvaluationResult) -> Mapping[str, object] | None:

@@ -134,9 +134,7 @@ def test_pieces_are_cut_wherever_a_token_differs_from_the_one_before(
         assert {versions[n] for n in own} == {piece.version} and {peers[n] for n in own} == {piece.worker}
         assert not set(turns) & set(own[1:]) and piece.draws_by_seed == (piece.worker == B)
     for before, piece in itertools.pairwise(pieces):
-        is_turn, is_other = piece.start in turns, before.worker != piece.worker
-        assert is_turn or is_other or before.version != piece.version, "cut for a reason"
-        assert piece.keeps_cache == (keeps and not is_turn and not is_other)
+        assert piece.keeps_cache == (keeps and piece.start not in turns and before.worker == piece.worker)
 
 
 # ---- which rollouts

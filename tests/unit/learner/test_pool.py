@@ -152,7 +152,7 @@ class PoolMachine(RuleBasedStateMachine):
     def take_over(self, pick: int, attempt: int) -> None:
         names = list(self.stage.pool.groups.groups)
         group_id = names[pick % len(names)]
-        held = self.stage.tell(self.stage.pool.take_over, group_id, attempt)
+        held = self.stage.tell(self.stage.pool.groups.take_over, group_id, attempt)
         assert (held is None) == (attempt < self.attempts.get(group_id, 0))
         if held is not None:
             self.attempts[group_id] = attempt
