@@ -292,7 +292,8 @@ def options_for(
         "model": {"path": str(model)},
         "learner": {"steps": 6, "prompts_per_step": 2, "rollouts_per_prompt": 4, "checkpoint_every_steps": 2, "audit_share": 0},
         "staleness": {"bound": 2},
-        "task": {"name": "tests.unit.learner.worlds:DigitShare", "eval_prompts": 4, "eval_every_steps": 3},
+        # Trusted: scored in this process. The first contained reward of a run waits 1.5 s for its process.
+        "task": {"name": "tests.unit.learner.worlds:DigitShare", "eval_prompts": 4, "eval_every_steps": 3, "trusted_rewards": True},
         "sampling": {"max_new_tokens": 6},
     }  # fmt: skip
     both = {name: given.get(name, {}) | sections.get(name, {}) for name in given | sections}

@@ -441,7 +441,7 @@ def test_a_checkpoint_is_taken_as_often_as_its_cost_allows(
 def test_a_reward_that_always_raises_ends_the_run_with_its_cause_and_nobody_is_paid_to_wait(
     model_path: Path, tmp_path: Path
 ) -> None:
-    task = {"name": "tests.unit.tasks.naughty:Always", "eval_prompts": 0}
+    task = {"name": "tests.unit.tasks.naughty:Always", "eval_prompts": 0, "trusted_rewards": False}
     run = Run(options_for(tmp_path / "run", model_path, task=task))
     waits: list[str] = []
 
