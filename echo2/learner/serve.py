@@ -95,7 +95,7 @@ class ServedWeights(OwnTrainer):
 
     def __init__(self, model: ServedModel, door: AgentSection) -> None:
         super().__init__(model)
-        self.door = door
+        self.door, self.step_count = door, 0
         self._weights = model.read(model.path)
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -135,6 +135,7 @@ class ServingLoop(TrainingLoop):
         self.weights: ServedWeights = self.p.team  # type: ignore[assignment]
         self._handed_in: asyncio.Queue[HandedIn | None] = asyncio.Queue()
         self._is_last = False
+        self.waiting, self._checkpointed = ("", 0.0), self.p.checkpoint_step
         self._publishing = asyncio.Lock()
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._began = monotonic()
