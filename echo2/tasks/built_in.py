@@ -148,17 +148,8 @@ def _created(dataset: str, seed: int, size: int, args: dict[str, object]) -> _Da
 
 
 EXECUTING_DATA_SETS = frozenset({
-    "binary_matrix",
-    "bitwise_arithmetic",
-    "countdown",
-    "intermediate_integration",
-    "n_queens",
-    "number_sorting",
-    "polynomial_multiplication",
-    "puzzle24",
-    "simple_integration",
-    "spiral_matrix",
-    "string_insertion",
+    "binary_matrix", "bitwise_arithmetic", "countdown", "intermediate_integration", "n_queens", "number_sorting",
+    "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix", "string_insertion",
 })  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import urllib.parse
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
+import base58
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
@@ -412,28 +413,8 @@ class RunAuthority:
 # protobuf PublicKey{Type: Ed25519, Data: 32 bytes}, and that wrapped in the identity multihash (code 0, length 36).
 _KEY_PREFIX = bytes.fromhex("08011220")
 _MULTIHASH_PREFIX = bytes.fromhex("0024")  # identity hash of 36 bytes: ed25519 peer IDs hold the key itself
-_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"  # base58 of Bitcoin, as libp2p writes peer IDs
 _DNS_SUFFIX = ".peer.echo2"  # a name that no DNS has; a certificate is checked against it
 PEER_ID_CHARACTERS_MAX = 64  # ed25519 peer IDs have 52
-
-
-def _base58_encode(data: bytes) -> str:
-    number, text = int.from_bytes(data, "big"), ""
-    while number:
-        number, digit = divmod(number, 58)
-        text = _ALPHABET[digit] + text
-    return "1" * (len(data) - len(data.lstrip(b"\0"))) + text
-
-
-def _base58_decode(text: str) -> bytes:
-    number = 0
-    for character in text:
-        digit = _ALPHABET.find(character)
-        if digit < 0:
-            raise TrustError(f"peer ID: expected base58, got {character!r} in {text!r}")
-        number = number * 58 + digit
-    zeros = len(text) - len(text.lstrip("1"))
-    return b"\0" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
 
 
 def marshalled_public_key(raw_public_key: bytes) -> bytes:
@@ -451,14 +432,17 @@ def unmarshalled_public_key(data: bytes) -> bytes:
 
 def peer_id_of(raw_public_key: bytes) -> PeerId:
     """The peer ID of a raw ed25519 public key."""
-    return PeerId(_base58_encode(_MULTIHASH_PREFIX + marshalled_public_key(raw_public_key)))
+    return PeerId(base58.b58encode(_MULTIHASH_PREFIX + marshalled_public_key(raw_public_key)).decode())
 
 
 def public_key_of(peer_id: str) -> bytes:
     """The raw ed25519 public key inside a peer ID."""
     if not 0 < len(peer_id) <= PEER_ID_CHARACTERS_MAX:
         raise TrustError(f"peer ID: expected 1 to {PEER_ID_CHARACTERS_MAX} characters, got {len(peer_id)}")
-    data = _base58_decode(peer_id)
+    try:
+        data = base58.b58decode(peer_id)
+    except ValueError:
+        raise TrustError(f"peer ID: expected base58, got {peer_id!r}") from None
     if not data.startswith(_MULTIHASH_PREFIX):
         raise TrustError(f"peer ID: expected one of an ed25519 key (12D3KooW...), got {peer_id!r}")
     return unmarshalled_public_key(data[len(_MULTIHASH_PREFIX) :])

@@ -303,7 +303,7 @@ def _problem(data: bytes, shape: _Shape, fields_max: int) -> str:
             tag = data[at]
             at += 1
             if tag >= 0x80:
-                tag, at = _varint(data, at - 1)
+                tag, at = read_varint(data, at - 1)
             field = shape.get(tag)
             if field is None:
                 return f"of this release, got its field {tag >> 3} in encoding {tag & 7}: use one release of echo2 everywhere"
@@ -315,7 +315,7 @@ def _problem(data: bytes, shape: _Shape, fields_max: int) -> str:
                 value = data[at]
                 at += 1
                 if value >= 0x80:
-                    value, at = _varint(data, at - 1)
+                    value, at = read_varint(data, at - 1)
                 if kind == _VARINT:
                     continue
                 if field.inner is None:
@@ -329,7 +329,8 @@ def _problem(data: bytes, shape: _Shape, fields_max: int) -> str:
         return ""
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and where it ends. IndexError beyond the data, or for one of more than ten bytes."""
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1

@@ -28,7 +28,7 @@ from echo2.broadcast.events import Route
 from echo2.broadcast.pace import LINK_CONNECTIONS
 from echo2.broadcast.plan import BroadcastPlan, NodeLink, Tree
 from echo2.broadcast.reachability import Access
-from echo2.wire.bounds import PEER_FRAME, parsed
+from echo2.wire.bounds import PEER_FRAME, parsed, read_varint
 from echo2.wire.by_name import core_of, message_of
 from echo2.wire.gen.echo2.v1 import broadcast_pb2 as pb
 
@@ -134,7 +134,7 @@ def chunk_in(frame: bytes, whose: str) -> ChunkIn | None:
         begin = 0 if frame[0] == _CHUNK else _after_beside(frame)
         if frame[begin] != _CHUNK:
             return None
-        size, at = _read_varint(frame, begin + 1)
+        size, at = read_varint(frame, begin + 1)
         end = at + size
         if not at < end <= len(frame) or begin + len(frame) - end > BESIDE_BYTES_MAX:
             return None
@@ -168,7 +168,7 @@ def _chunk(frame: bytes, at: int, end: int) -> Chunk | None:
     key, at = ArtifactKey(frame[at + 2 : at + 2 + KEY_BYTES]), at + 2 + KEY_BYTES
     index, ends_block, payload = 0, False, memoryview(b"")
     if frame[at] == _INDEX:
-        index, at = _read_varint(frame, at + 1)
+        index, at = read_varint(frame, at + 1)
     if frame[at] == _ENDS_BLOCK:
         if frame[at + 1] != 1:
             return None
@@ -179,20 +179,9 @@ def _chunk(frame: bytes, at: int, end: int) -> Chunk | None:
     if at < end:
         if frame[at] != _PAYLOAD:
             return None
-        size, at = _read_varint(frame, at + 1)
+        size, at = read_varint(frame, at + 1)
         payload, at = memoryview(frame)[at : at + size], at + size
     return Chunk(key, index, ends_block, payload, signature) if at == end else None
-
-
-def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
-    """Reads a varint of at most four bytes, which is enough for sizes and indices of chunks."""
-    value = 0
-    for place in range(4):
-        byte = frame[at + place]
-        value |= (byte & 0x7F) << (7 * place)
-        if byte < 0x80:
-            return value, at + place + 1
-    raise IndexError("a number of more than four bytes")
 
 
 def seal_to_bytes(seal: Seal) -> bytes:

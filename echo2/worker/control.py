@@ -104,9 +104,9 @@ async def _is_answered(path: Path) -> bool:
     return True
 
 
-async def ask(folder: Path, command: str, within_s: float = ANSWER_S) -> CommandAnswer:
+async def ask(folder: Path, command: str) -> CommandAnswer:
     """Sends one command to the worker of `folder` and returns its answer."""
-    return await ask_at(socket_path(folder), command, f"worker of {folder}", within_s)
+    return await ask_at(socket_path(folder), command, f"worker of {folder}")
 
 
 async def ask_at(path: Path, command: str, whose: str, within_s: float = ANSWER_S) -> CommandAnswer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Protocol, TextIO, TypeVar
 
 from rich.console import Console
@@ -52,13 +52,12 @@ async def shown(progress: ShowsProgress, what: str, work: Awaitable[T]) -> T:
 class ProgressLines:
     """Progress as log lines."""
 
-    def __init__(self, now: Callable[[], float] = monotonic) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._told_at: dict[str, float] = {}
         self._began: dict[str, float] = {}
 
     def at(self, what: str, done_bytes: int, whole_bytes: int) -> None:
-        now = self._now()
+        now = monotonic()
         began_at = self._began.setdefault(what, now)
         if now < self._told_at.setdefault(what, now) + LINE_EVERY_S:
             return

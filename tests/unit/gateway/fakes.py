@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from echo2.gateway.app import GatewayApp, GatewayPort
 from echo2.gateway.episodes import Call, CallRefused, Choice, Completion, Episodes, GatewayLimits, Scored, Session
-from echo2.gateway.harness import Episode
+from echo2.gateway.harness import Episode, make_harness
 from echo2.gateway.requests import CallRequest, chat_call
+from echo2.gateway.tree import ChatCodec
+from echo2.trust.ports import GATEWAY, HttpLimits
 
 
 class LetterCodec:
@@ -93,6 +98,35 @@ class RecordingFleet:
 
     async def score(self, root: str, token_ids: tuple[int, ...]) -> Scored | str:
         return self.score_answer
+
+
+@contextlib.asynccontextmanager
+async def on_port(
+    fleet: RecordingFleet,
+    codec: ChatCodec | None = None,
+    harness: str = "",
+    port_limits: HttpLimits = GATEWAY,
+    **limits: Any,
+) -> AsyncIterator[tuple[Episodes, GatewayPort]]:
+    """A gateway on a real port of loopback. `harness`: plays its episodes; else outside ones do, with the key `master`."""
+    given = {
+        "context_tokens": 100_000,
+        "max_new_tokens": 64,
+        "vocabulary_size": 200_000,
+        "token_bytes_max": 4,
+        **limits,
+    }
+    port, clock = GatewayPort("", limits=port_limits), asyncio.get_running_loop().time
+    episodes = Episodes(
+        GatewayLimits(**given), codec or LetterCodec(), fleet, clock, lambda: os.urandom(8).hex(),
+        make_harness(harness, 1), f"{port.url}/v1",
+    )  # fmt: skip
+    serving = asyncio.create_task(port.run(GatewayApp(episodes, "policy", "master", letter_bytes).application()))
+    try:
+        yield episodes, port
+    finally:
+        await episodes.close()
+        await port.stop(serving)
 
 
 class PlayedByHand:

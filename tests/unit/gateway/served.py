@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from echo2.gateway.app import GatewayApp, GatewayPort
-from echo2.gateway.episodes import Episodes, GatewayLimits, Session
+from echo2.gateway.episodes import Episodes, Session
 from echo2.gateway.tree import ChatCodec
 from echo2.trust.ports import GATEWAY, HttpLimits
-from tests.unit.gateway.fakes import LetterCodec, RecordingFleet, completion, letter_bytes
+from tests.unit.gateway.fakes import LetterCodec, RecordingFleet, completion, on_port
 
 TICK_S = 0.005
 
@@ -73,33 +72,21 @@ def answer_of(connection: socket.socket) -> tuple[int, Any]:
 def served(
     codec: Callable[[], ChatCodec] = LetterCodec, port_limits: HttpLimits = GATEWAY, **limits: Any
 ) -> Iterator[Served]:
-    given: dict[str, Any] = {
-        "context_tokens": 400,
-        "max_new_tokens": 50,
-        "vocabulary_size": 200_000,
-        "token_bytes_max": 4,
-        **limits,
-    }
     found: list[Served] = []
     is_ready, loop = threading.Event(), asyncio.new_event_loop()
 
     async def serve() -> None:
         fleet = RecordingFleet()
-        episodes = Episodes(GatewayLimits(**given), codec(), fleet, loop.time, lambda: "secret")
-        fleet.on_lease = lambda group_id: loop.call_soon(episodes.on_completion, group_id, completion("ok"))
-        port = GatewayPort("", limits=port_limits)
-        serving = asyncio.create_task(port.run(GatewayApp(episodes, "policy", "master", letter_bytes).application()))
-        episodes.open_problem("a1", 1, {})
-        found.append(Served(episodes, fleet, int(port.url.rpartition(":")[2]), episodes.take_seat("")))
-        is_ready.set()
-        try:
+        given = {"context_tokens": 400, "max_new_tokens": 50, **limits}
+        async with on_port(fleet, codec(), "", port_limits, **given) as (episodes, port):
+            fleet.on_lease = lambda group_id: loop.call_soon(episodes.on_completion, group_id, completion("ok"))
+            episodes.open_problem("a1", 1, {})
+            found.append(Served(episodes, fleet, int(port.url.rpartition(":")[2]), episodes.take_seat("")))
+            is_ready.set()
             while not is_over.is_set():
                 before = time.monotonic()
                 await asyncio.sleep(TICK_S)
                 found[0].longest_hold_s = max(found[0].longest_hold_s, time.monotonic() - before - TICK_S)
-        finally:
-            await episodes.close()
-            await port.stop(serving)
 
     is_over = threading.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)

@@ -40,30 +40,32 @@ async def settle() -> None:
 
 
 @in_loop
-async def test_a_history_that_differs_begins_a_chain_of_its_own_and_is_counted() -> None:
-    world, session = begun()
-    leases = world.fleet.leases
-    world.ask(session, "hi", answer="yo")
-    (other,) = world.ask(session, "hi", "YO", "so?")
-    assert leases[other].chain is None and world.episodes.counts.branches == 1
-    (again,) = world.ask(session, "hi", "yo", "so?", answer="one")
-    (twice,) = world.ask(session, "hi", "yo", "and?", answer="two")
-    assert leases[again].chain == 0 and leases[twice].chain is None, "two continue one answer: the second branches"
-    assert leases[twice].prompt_token_ids[:8] == leases[again].prompt_token_ids[:8]
-    world.episodes.reward(session, 1.0, {})
-    assert world.last_end.chains == {0: 2, 1: 1, 2: 1} and world.last_end.reward == 1.0 and world.last_end.is_final
-
-
-@in_loop
-async def test_choices_are_chains_and_each_may_be_continued() -> None:
-    world, session = begun()
-    call, groups = world.begin(session, chat("hi", n=3))
-    for number, group_id in enumerate(groups):
-        assert not call.answer.done()
-        world.sample(group_id, f"yo{number}")
-    assert texts_of(call) == ["yo0", "yo1", "yo2"]
-    (second,) = world.ask(session, "hi", "yo2", "so?")
-    assert world.fleet.leases[second].chain == 2
+async def test_any_history_goes_on_token_for_token_or_begins_a_chain_that_is_counted() -> None:
+    """Only the first call that continues the end of a chain goes on with it; further choices are chains of their own."""
+    rng = random.Random(5)
+    for _ in range(60):
+        world, session = begun(context_tokens=4000)
+        known: dict[tuple[str, ...], tuple[int | None, int, tuple[int, ...]]] = {(): (None, 0, ())}  # chain, depth, ids
+        lengths: dict[int, int] = {}
+        for number in range(12):
+            history = (*rng.choice(list(known)), f"q{rng.randrange(3)}")
+            chain, depth, before = known[history[:-1]]
+            goes_on = chain if chain is not None and lengths[chain] == depth else None
+            call, groups = world.begin(session, chat(*history, n=rng.choice((1, 1, 3))))
+            texts = [f"a{number}.{choice}" for choice in range(len(groups))]
+            for group_id, text in zip(groups, texts, strict=True):
+                assert not call.answer.done()
+                lease, own = world.fleet.leases[group_id], int(group_id.split(".")[1])
+                assert lease.chain == (goes_on if text == texts[0] else None)
+                assert lease.prompt_token_ids[: len(before)] == before, "what was sampled is not encoded again"
+                lengths[own] = lengths.get(own, 0) + 1
+                ids = (*lease.prompt_token_ids, *(ord(c) + 1000 for c in text))
+                known[*history, text] = (own, lengths[own], ids)
+                world.sample(group_id, text)
+            assert texts_of(call) == texts
+        assert world.episodes.counts.branches == len(lengths) - 1
+        world.episodes.reward(session, 1.0, {})
+        assert (world.last_end.chains, world.last_end.reward, world.last_end.is_final) == (lengths, 1.0, True)
 
 
 @in_loop
@@ -416,26 +418,6 @@ async def test_calls_of_all_episodes_together_have_a_limit() -> None:
 def test_what_is_not_of_the_api_is_refused_by_name(body: dict[str, Any], text: str) -> None:
     with pytest.raises(MalformedMessage, match=text):
         chat_call(body)
-
-
-@in_loop
-async def test_random_histories_never_encode_again_what_was_sampled() -> None:
-    rng = random.Random(5)
-    for _ in range(60):
-        world, session = begun(context_tokens=4000)
-        known: list[tuple[str, ...]] = [()]
-        ids: dict[tuple[str, ...], tuple[int, ...]] = {}
-        for number in range(12):
-            history = (*rng.choice(known), f"q{rng.randrange(3)}")
-            (group_id,) = world.ask(session, *history, answer=f"a{number}")
-            prompt = world.fleet.leases[group_id].prompt_token_ids
-            before = ids.get(history[:-1], ())
-            assert prompt[: len(before)] == before
-            answered = (*history, f"a{number}")
-            ids[answered] = (*prompt, *(ord(c) + 1000 for c in f"a{number}"))
-            known.append(answered)
-        world.episodes.reward(session, 1.0, {})
-        assert sum(world.last_end.chains.values()) == 12
 
 
 @in_loop

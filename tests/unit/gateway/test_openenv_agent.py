@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import socket
 import subprocess
 import sys
@@ -14,16 +13,15 @@ from contextlib import contextmanager
 import pytest
 
 from echo2.base.errors import ConfigError, TaskError
-from echo2.gateway.app import GatewayApp, GatewayPort
-from echo2.gateway.episodes import Episodes, GatewayLimits
-from echo2.gateway.harness import Episode, make_harness
+from echo2.gateway.episodes import GatewayLimits
+from echo2.gateway.harness import Episode
 from echo2.gateway.openenv_agent import OPENINGS_MAX, ActionRefused, OpenEnvServer, play
 from echo2.tasks.openenv_task import OPENENV_PLAYER, TURNS_MAX
 from echo2.tasks.registry import make_task
 from echo2.tasks.task import TaskSpec
 from tests.e2e.cluster import ROOT
 from tests.patience import WAIT_S
-from tests.unit.gateway.fakes import End, LetterCodec, RecordingFleet, completion, letter_bytes
+from tests.unit.gateway.fakes import End, RecordingFleet, completion, on_port
 
 pytest.importorskip("websockets")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
@@ -71,25 +69,13 @@ def played(port: int, seed: int, said: list[str], turns: int = 8, at_call: Calla
             at_call()
             loop.call_soon(episodes.on_completion, group_id, completion(texts.pop(0)))
 
-        fleet, gateway = RecordingFleet(sample), GatewayPort("")
-        limits = GatewayLimits(100_000, 64, 200_000, 4, episode_s=120.0)
-        harness = make_harness(OPENENV_PLAYER, 1)
-        assert harness is not None
-        episodes = Episodes(
-            limits, LetterCodec(), fleet, loop.time, lambda: os.urandom(8).hex(), harness, f"{gateway.url}/v1"
-        )
-        app = GatewayApp(episodes, "policy", "master", letter_bytes)
-        serving = asyncio.create_task(gateway.run(app.application()))
+        fleet = RecordingFleet(sample)
         args = {"url": f"ws://127.0.0.1:{port}", "turns": turns, "size": 100}
-        instance = make_task(TaskSpec("openenv", args)).sample(seed)
-        try:
-            problem = {"index": seed, "messages": [], "answer": "", "metadata": dict(instance.metadata)}
-            episodes.open_problem("a", 1, problem)
+        metadata = dict(make_task(TaskSpec("openenv", args)).sample(seed).metadata)
+        async with on_port(fleet, harness=OPENENV_PLAYER, episode_s=120.0) as (episodes, _):
+            episodes.open_problem("a", 1, {"index": seed, "messages": [], "answer": "", "metadata": metadata})
             while not fleet.ends:
                 await asyncio.sleep(0.02)
-        finally:
-            await episodes.close()
-            await gateway.stop(serving)
         told.append(read(fleet) if fleet.leases else "")
         return fleet.ends[0]
 

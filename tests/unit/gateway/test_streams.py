@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from echo2.gateway.app import GatewayApp, GatewayPort
-from echo2.gateway.episodes import PIECES_S, Call, Choice, Completion, Episodes, GatewayLimits
+from echo2.gateway.episodes import PIECES_S, Call, Choice, Completion, Episodes
 from echo2.gateway.replies import reply_of
 from echo2.gateway.requests import chat_call, text_call
 from echo2.gateway.tree import TreePlace, Wording
 from tests.patience import WAIT_S
-from tests.unit.gateway.fakes import LetterCodec, RecordingFleet, completion, letter_bytes
+from tests.unit.gateway.fakes import RecordingFleet, completion, on_port
 
 openai = pytest.importorskip("openai")
 
@@ -33,32 +32,19 @@ def read(whole: str, is_chat: bool) -> tuple[list[str], list[str | None]]:
     async def scene() -> tuple[list[str], list[str | None]]:
         loop, sampling = asyncio.get_running_loop(), list[asyncio.Task[None]]()
         fleet = RecordingFleet(lambda group_id: sampling.append(loop.create_task(sample(episodes, group_id, whole))))
-        episodes = Episodes(GatewayLimits(10_000, 64, 2048, 1), LetterCodec(), fleet, loop.time, lambda: "k")
-        port = GatewayPort("")
-        serving = asyncio.create_task(port.run(GatewayApp(episodes, "policy", "master", letter_bytes).application()))
-        client = None
-        try:
+        async with on_port(fleet) as (episodes, port):
             episodes.open_problem("a1", 1, {})
             key = episodes.take_seat("").key
             client = openai.AsyncOpenAI(base_url=f"{port.url}/v1", api_key=key, timeout=WAIT_S, max_retries=0)
             texts, reasons = list[str](), list[str | None]()
-            stream: Any
-            if is_chat:
-                stream = await client.chat.completions.create(
-                    model="policy", messages=[{"role": "user", "content": "hi"}], stream=True
-                )
-            else:
-                stream = await client.completions.create(model="policy", prompt="hi", stream=True)
-            async for piece in stream:
-                for choice in piece.choices:
-                    texts.append((choice.delta.content if is_chat else choice.text) or "")
-                    reasons.append(choice.finish_reason)
+            async with client:
+                made = client.chat.completions if is_chat else client.completions
+                asked = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
+                async for piece in await made.create(model="policy", stream=True, **asked):
+                    for choice in piece.choices:
+                        texts.append((choice.delta.content if is_chat else choice.text) or "")
+                        reasons.append(choice.finish_reason)
             return [text for text in texts if text], reasons
-        finally:
-            if client is not None:
-                await client.close()
-            await episodes.close()
-            await port.stop(serving)
 
     return asyncio.run(scene())
 

@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 
-from echo2.gateway.app import GatewayApp, GatewayPort
-from echo2.gateway.episodes import Episodes, GatewayLimits
-from echo2.gateway.harness import make_harness
 from echo2.tasks.registry import make_task
 from echo2.tasks.task import TaskSpec
 from echo2.tasks.verifiers_task import PLAYER
 from tests.patience import WAIT_S
-from tests.unit.gateway.fakes import LetterCodec, RecordingFleet, completion, letter_bytes
+from tests.unit.gateway.fakes import LetterCodec, RecordingFleet, completion, on_port
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
 TOOLS = """
@@ -118,22 +115,12 @@ def test_a_taskset_with_tools_is_played_as_it_is_and_its_rewards_are_its_own() -
             loop.call_later(0.05, episodes.on_completion, group_id, completion(text))
 
         fleet = RecordingFleet(sample)
-        port = GatewayPort("")
-        limits = GatewayLimits(100_000, 64, 200_000, 4, episode_s=120.0)
-        harness = make_harness(PLAYER, 1)
-        assert harness is not None
-        episodes = Episodes(limits, Script(), fleet, loop.time, lambda: os.urandom(8).hex(), harness, f"{port.url}/v1")
-        app = GatewayApp(episodes, "policy", "master", letter_bytes)
-        serving = asyncio.create_task(port.run(app.application()))
-        try:
+        async with on_port(fleet, Script(), PLAYER, episode_s=120.0) as (episodes, _):
             for number in range(2):
                 episodes.open_problem(f"a{number}", 1, told_of(spec, 1))
                 async with asyncio.timeout(WAIT_S):
                     while len(fleet.ends) <= number:
                         await asyncio.sleep(0.05)
-        finally:
-            await episodes.close()
-            await port.stop(serving)
         return fleet
 
     fleet = asyncio.run(scene())

@@ -134,19 +134,6 @@ def listening():  # type: ignore[no-untyped-def]
         yield listener
 
 
-def test_each_connection_is_handed_over_with_the_host_it_comes_from() -> None:
-    async def scene() -> None:
-        with listening() as listener:
-            for _ in range(3):
-                with socket.create_connection(listener.getsockname()) as caller:
-                    taken, host = await accepted(listener)
-                    with taken:
-                        assert host == "127.0.0.1" and taken.getpeername() == caller.getsockname()
-                        assert not taken.getblocking()
-
-    asyncio.run(scene())
-
-
 def test_one_that_comes_in_the_turn_in_which_the_accepting_ends_is_left_to_the_listener() -> None:
     async def scene() -> None:
         for turns in range(5):

@@ -38,15 +38,6 @@ def test_device_and_cpu_code_a_block_to_the_same_bytes(types, seed, share, setti
         assert found == expected
 
 
-def test_updates_scatter_into_live_tensors() -> None:
-    old, new = gaussian_pair()
-    host = HostWeights.from_tensors(old, Version(0), KEY)
-    live = {name: tensor.clone() for name, tensor in old.items() if name != "lm_head.weight"}
-    staged = decoded(host, list(encode_delta(old, new, delta_header(host, 1), CodecSetting.DENSE)))
-    apply_updates(live, staged.updates())
-    assert fingerprint(live, KEY) == fingerprint(new, KEY)
-
-
 def test_an_index_out_of_range_is_refused_before_writing() -> None:
     live = {"w": torch.zeros(4).bfloat16()}
     update = TensorUpdate("w", "bfloat16", (4,), np.array([1, 4]), np.array([7, 7], np.uint16))

@@ -9,15 +9,13 @@ import torch
 from echo2.base.errors import DeltaFormatError
 from echo2.base.ids import Version
 from echo2.weights import (
-    CodecSetting,
     DeltaHeader,
     HostWeights,
     compose,
     encode_delta,
     encode_keyframe,
-    fingerprint,
 )  # fmt: skip
-from tests.unit.weights.models import KEY, Weights, decoded, delta_header, gaussian_pair, same_bits
+from tests.unit.weights.models import KEY, Weights, decoded, delta_header
 
 
 def adapter(seed: int) -> Weights:
@@ -39,30 +37,11 @@ def keyframe(weights: Weights, version: int, set_name: str) -> list[bytes]:
     return list(encode_keyframe(weights, header))
 
 
-def test_an_adapter_travels_beside_the_base_weights() -> None:
-    old, new = gaussian_pair()
-    base = HostWeights.from_tensors(old, Version(0), KEY)
-    hosts = {name: HostWeights.empty(KEY, name) for name in ("maths", "poker")}
-    versions = {name: adapter(seed) for seed, name in enumerate(hosts)}
-    for name, host in hosts.items():
-        host.commit(decoded(host, keyframe(versions[name], 0, name)))
-    for step in range(1, 3):
-        for name, host in hosts.items():
-            following = trained(versions[name], step)
-            header = delta_header(host, step, set_name=name)
-            host.commit(decoded(host, list(encode_delta(versions[name], following, header, CodecSetting.DENSE))))
-            versions[name] = following
-    base.commit(decoded(base, list(encode_delta(old, new, delta_header(base, 1)))))
-    assert (base.version, *(host.version for host in hosts.values())) == (1, 2, 2)
-    assert fingerprint(base.tensors(), KEY) == fingerprint(new, KEY)
-    for name, host in hosts.items():
-        assert all(same_bits(host.tensors()[tensor], value) for tensor, value in versions[name].items())
-
-
 def test_a_set_takes_no_version_of_another() -> None:
     """Adapters of one shape differ in nothing but their names."""
     weights = adapter(0)
-    maths = HostWeights.from_tensors(weights, Version(0), KEY, "maths")
+    maths = HostWeights.empty(KEY, "maths")
+    maths.commit(decoded(maths, keyframe(weights, 0, "maths")))
     with pytest.raises(DeltaFormatError, match="to version 1 of set poker: expected a version of set 'maths'"):
         decoded(maths, keyframe(weights, 1, "poker"))
     with pytest.raises(DeltaFormatError, match="keyframe to version 1: expected a version of set 'maths'"):

@@ -58,13 +58,6 @@ def test_the_folder_changes_with_the_codecs_sources(tmp_path: Path, monkeypatch:
     assert jit.kernel_folder() != before
 
 
-def test_kernels_lie_beside_the_sources_where_these_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert jit.kernel_folder().parent == jit.CODEC / "__pycache__", "an empty home compiles nothing anew"
-
-
 if __name__ == "__main__":
     warm_up(torch.bfloat16)
     before = compiled_forms()

@@ -34,7 +34,6 @@ from echo2.trust.identity import Identity
 from echo2.wire import broadcast as bw
 from echo2.wire import coordinator as cw
 from echo2.wire import rollout as rw
-from echo2.wire.bounds import check
 from echo2.wire.gen.echo2.v1 import broadcast_pb2, coordinator_pb2, ingest_pb2, rollout_pb2
 from echo2.wire.rollout import Ticket, sign_ticket, verify_ticket
 from tests.contract.test_golden import filled
@@ -186,7 +185,6 @@ def broken(made: RolloutSegment | GroupSpec, **fields: object) -> Callable[[], o
             setattr(message, name, value)
 
     def decode() -> object:
-        check(message, "w")
         return (rw.segment_from_message if isinstance(made, RolloutSegment) else rw.group_from_message)(message)
 
     return decode
@@ -199,28 +197,17 @@ SPAN = rollout_pb2.VersionSpan
     ("decode", "words"),
     [
         (broken(SEGMENT, group_id=""), "group_id: expected one, got none"),
-        (broken(SEGMENT, group_id="x" * 200), "group_id of w: expected up to 128"),
-        (broken(SEGMENT, group_id="a\nb"), "group_id of w: expected up to 128 printable"),
-        (broken(SEGMENT, index=5000), "index of w: expected 0 to 4095, got 5000"),
         (broken(SEGMENT, offset=1 << 20), "end of rollout 3 of group g-17"),
-        (broken(SEGMENT, token_ids=[1, 2**32 - 1, 3]), "token_ids of w: expected 0 to 2147483647"),
         (broken(SEGMENT, token_ids=[1] * (rw.SEGMENT_TOKENS_MAX + 1)), "number of token_ids"),
         (broken(SEGMENT, logprobs=[-0.5]), "expected 3 log-probabilities, one a token, got 1"),
-        (broken(SEGMENT, raw_logprobs=[-0.5, 1.0, -0.5]), "raw_logprobs of w: expected"),
-        (broken(SEGMENT, logprobs=[-0.5, float("nan"), -0.5]), "logprobs of w: expected finite"),
         (broken(SEGMENT, version_spans=[SPAN(version=1, count=1)]), "version spans that cover 3 tokens, got 1"),
         (broken(SEGMENT, version_spans=[SPAN(version=1, count=0)]), "count of a version span"),
         (broken(SEGMENT, version_spans=[SPAN(version=1, count=1)] * 4), "number of version_spans"),
-        (broken(SEGMENT, version_spans=[SPAN(version=1 << 60, count=3)]), "version of w: expected 0 to"),
-        (broken(SEGMENT, finish_reason=17), "finish_reason of w: expected a known one, got 17"),
         (broken(GROUP, prompt_token_ids=[]), "number of prompt_token_ids of group g-17: expected 1"),
         (broken(GROUP, rollout_count=0), "rollout_count of group g-17: expected 1 or more, got 0"),
         (broken(GROUP, sampling=None), "sampling of group g-17: expected sampling parameters, got none"),
-        (broken(GROUP, consume_step=1 << 60), "consume_step of w: expected 0 to"),
-        (broken(GROUP, work=9), "work of w: expected a known one, got 9"),
         (broken(GROUP, work=1), "exact_version of group g-17: expected one for work to evaluate, got None"),
         (broken(GROUP, exact_version=3), "exact_version of group g-17: expected none for work to train, got 3"),
-        (broken(GROUP, work=1, exact_version=1 << 60), "exact_version of w: expected 0 to"),
     ],
 )
 def test_a_malformed_message_is_refused_by_field(decode: Callable[[], object], words: str) -> None:

@@ -482,30 +482,6 @@ def test_a_worker_killed_at_any_moment_costs_at_most_one_report_interval_of_toke
         assert sum(map(len, it.held.values())) >= safe, "held by the learner, so another worker goes on behind them"
 
 
-def test_a_closed_group_is_stopped_and_a_stale_rollout_alone() -> None:
-    it, l2 = Surroundings().begin(), LeaseId("l2")
-    for lease_id, name in ((L1, "g1"), (l2, "g2")):
-        it.grant(lease_id, group(name))
-    it.leases.on_verdicts(L1, [SegmentVerdict(GroupId("g1"), 0, Verdict.CLOSED, 0)])
-    assert set(it.running) == {"l2/0", "l2/1"}
-    it.leases.on_verdicts(l2, [SegmentVerdict(GroupId("g2"), 0, Verdict.STALE, 0)])
-    assert set(it.running) == {"l2/1"} and it.leases.lease_ids == (l2,)
-
-
-def test_what_holds_a_version_up_too_long_is_handed_back_without_a_token_of_another_version() -> None:
-    it = Surroundings().begin()
-    it.exact.add("e1")
-    it.grant(L1, group("e1", 1, version=3))
-    it.sample("l1/0", 5)
-    it.leases.on_version_arrived()
-    it.at(HOLD_S_MAX - 1)
-    it.judge(L1)
-    assert not it.admitted_at
-    it.at(HOLD_S_MAX)
-    assert it.admitted_at and it.held[("e1", 0)] == [5]
-    assert it.ended[L1][0] is EndReason.HANDED_BACK
-
-
 def test_a_drain_without_a_learner_ends_in_time_and_counts_what_is_lost() -> None:
     it = Surroundings().begin(has_learner=False)
     it.grant(L1, group("g1", 1))
