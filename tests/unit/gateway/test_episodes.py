@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import random
 import tracemalloc
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -22,24 +20,12 @@ from tests.patience import WAIT_S
 from tests.unit.gateway.fakes import LetterCodec, PlayedByHand, World, begun, chat, texts_of
 
 
-def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*arguments: Any, **named: Any) -> None:
-        async def whole() -> None:
-            await test(*arguments, **named)
-
-        asyncio.run(whole())
-
-    return run
-
-
 async def settle() -> None:
     """Lets the tasks under way go on, as far as they can without time."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
-@in_loop
 async def test_any_history_goes_on_token_for_token_or_begins_a_chain_that_is_counted() -> None:
     """Only the first call that continues the end of a chain goes on with it; further choices are chains of their own."""
     rng = random.Random(5)
@@ -68,7 +54,6 @@ async def test_any_history_goes_on_token_for_token_or_begins_a_chain_that_is_cou
         assert (world.last_end.chains, world.last_end.reward, world.last_end.is_final) == (lengths, 1.0, True)
 
 
-@in_loop
 async def test_token_ids_that_the_model_does_not_have_are_refused() -> None:
     world, session = begun(vocabulary_size=2000)
     for tokens in ([2000], [1, 2, 10**12], [10**4000]):
@@ -80,7 +65,6 @@ async def test_token_ids_that_the_model_does_not_have_are_refused() -> None:
             text_call({"prompt": tokens})
 
 
-@in_loop
 async def test_a_retry_takes_the_answer_whose_client_disconnected() -> None:
     world, session = begun()
     for is_sampled_before in (True, False):
@@ -102,7 +86,6 @@ async def test_a_retry_takes_the_answer_whose_client_disconnected() -> None:
     assert world.last_end.chains == {0: 1, 1: 1, 2: 0}, "a completion that no client received does not count"
 
 
-@in_loop
 async def test_a_lost_episode_restarts_then_is_dropped_and_never_scored_0() -> None:
     harness = PlayedByHand()
     world = World(harness, restarts_max=1)
@@ -119,7 +102,6 @@ async def test_a_lost_episode_restarts_then_is_dropped_and_never_scored_0() -> N
     await world.episodes.close()
 
 
-@in_loop
 async def test_an_episode_that_ends_makes_room_for_the_next_and_its_program_is_ended() -> None:
     harness = PlayedByHand()
     world = World(harness, harnesses_max=1)
@@ -139,7 +121,6 @@ async def test_an_episode_that_ends_makes_room_for_the_next_and_its_program_is_e
     await world.episodes.close()
 
 
-@in_loop
 async def test_a_harness_gives_the_reward_or_leaves_it_to_the_task_or_breaks() -> None:
     world = World()
     plays: list[Any] = [0.25, None, None, OSError("no such tool")]
@@ -166,7 +147,6 @@ async def test_a_harness_gives_the_reward_or_leaves_it_to_the_task_or_breaks() -
 
 
 @pytest.mark.parametrize("is_part", [False, True])
-@in_loop
 async def test_a_reward_that_cannot_be_averaged_loses_the_episode(
     is_part: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,7 +161,6 @@ async def test_a_reward_that_cannot_be_averaged_loses_the_episode(
         assert (world.episodes.counts.rewarded, world.episodes.counts.dropped) == (0, 1)
 
 
-@in_loop
 async def test_an_idle_outside_harness_is_lost_but_not_one_that_waits_for_the_fleet() -> None:
     world, session = begun(idle_s=10.0, episode_s=100.0)
     _, (group_id,) = world.begin(session, chat("hi"))
@@ -200,7 +179,6 @@ async def test_an_idle_outside_harness_is_lost_but_not_one_that_waits_for_the_fl
 
 
 @pytest.mark.parametrize("is_played", [True, False])
-@in_loop
 async def test_an_episode_whose_own_time_is_up_is_scored_and_waiting_for_workers_takes_none(is_played: bool) -> None:
     world = World(PlayedByHand() if is_played else None, idle_s=80.0, episode_s=100.0)
     world.fleet.score_answer = (0.25, {"exact": 0.0})
@@ -225,7 +203,6 @@ async def test_an_episode_whose_own_time_is_up_is_scored_and_waiting_for_workers
     await world.episodes.close()
 
 
-@in_loop
 async def test_an_episode_whose_time_is_up_before_the_model_said_anything_is_lost() -> None:
     world, _ = begun(episode_s=100.0, idle_s=1e9)
     world.now = 101.0
@@ -233,7 +210,6 @@ async def test_an_episode_whose_time_is_up_before_the_model_said_anything_is_los
     assert (world.last_end.reward, world.last_end.is_final) == (None, False)
 
 
-@in_loop
 async def test_seats_are_given_by_label_and_the_surplus_is_told_when_to_retry() -> None:
     world = World()
     for root in ("a1", "a2"):
@@ -247,7 +223,6 @@ async def test_seats_are_given_by_label_and_the_surplus_is_told_when_to_retry() 
     assert world.refusal(seated[0], chat("hi")).status == 410
 
 
-@in_loop
 async def test_limits_hold_and_say_so() -> None:
     world, session = begun(calls_max=3, calls_at_once_max=1, context_tokens=40)
     _, (group_id,) = world.begin(session, chat("hi"))
@@ -261,7 +236,6 @@ async def test_limits_hold_and_say_so() -> None:
     assert world.refusal(session, chat("hi")).code == "too_many_calls"
 
 
-@in_loop
 async def test_a_text_without_room_is_refused_before_it_is_encoded_and_counts_as_a_call() -> None:
     encoded: list[str] = []
 
@@ -292,7 +266,6 @@ async def leased(call: Call) -> None:
             await asyncio.sleep(0.001)  # a real thread encodes it
 
 
-@in_loop
 async def test_a_long_text_is_encoded_in_a_thread_and_its_call_is_like_any_other_meanwhile() -> None:
     world, session = begun(encoded_at_once_max=100, calls_at_once_max=2, episode_s=1e9, vocabulary_size=2048)
     long = chat("x" * 120)
@@ -315,7 +288,6 @@ async def test_a_long_text_is_encoded_in_a_thread_and_its_call_is_like_any_other
     await world.episodes.close()
 
 
-@in_loop
 async def test_a_text_that_cannot_be_encoded_is_refused_by_what_the_codec_says() -> None:
     class Codec(LetterCodec):
         error: Exception = MalformedMessage("no template")
@@ -336,7 +308,6 @@ async def test_a_text_that_cannot_be_encoded_is_refused_by_what_the_codec_says()
     await world.episodes.close()
 
 
-@in_loop
 async def test_an_episode_keeps_each_token_once() -> None:
     world, session = begun(context_tokens=40_000)
     rng = random.Random(1)
@@ -356,7 +327,6 @@ async def test_an_episode_keeps_each_token_once() -> None:
     assert kept < 800_000 and 4 * 8_000 < session.kept_bytes < 80_000, (kept, session.kept_bytes)
 
 
-@in_loop
 async def test_an_episode_that_keeps_too_much_is_told_so_and_may_end() -> None:
     world, session = begun(session_bytes_max=20_000, context_tokens=4000)
     for number in range(3):
@@ -367,7 +337,6 @@ async def test_an_episode_that_keeps_too_much_is_told_so_and_may_end() -> None:
     assert world.last_end.reward == 1.0
 
 
-@in_loop
 async def test_texts_and_ids_continue_the_longest_beginning_that_is_known() -> None:
     rng = random.Random(3)
     for _ in range(40):
@@ -387,7 +356,6 @@ async def test_texts_and_ids_continue_the_longest_beginning_that_is_known() -> N
                 texts.setdefault(prompt + "a", (*ids, 1000 + ord("a")))
 
 
-@in_loop
 async def test_calls_of_all_episodes_together_have_a_limit() -> None:
     world, first = begun(calls_in_flight_max=3)
     second = world.episodes.take_seat("")
@@ -420,7 +388,6 @@ def test_what_is_not_of_the_api_is_refused_by_name(body: dict[str, Any], text: s
         chat_call(body)
 
 
-@in_loop
 async def test_evaluations_are_seated_first_but_never_under_a_label() -> None:
     """Rewards of one label are compared, so its seats are those of one problem to train on."""
     world = World()
@@ -446,7 +413,6 @@ async def test_evaluations_are_seated_first_but_never_under_a_label() -> None:
     await own.episodes.close()
 
 
-@in_loop
 async def test_the_temperature_of_a_request_counts_only_in_evaluations_and_what_is_ignored_is_named() -> None:
     world = World()
     world.episodes.open_problem("x1", 1, {"index": 9}, is_evaluation=True)
@@ -483,7 +449,6 @@ def pieces_of(world: World, call: Call, group_id: str, *texts: str) -> list[str]
     return [call.pieces.get_nowait() for _ in range(call.pieces.qsize())]
 
 
-@in_loop
 async def test_a_stream_sends_only_new_and_certain_text() -> None:
     world, session = begun()
     call, (group,) = world.begin(session, chat("hi", stream=True, stop=["END"]))
@@ -499,14 +464,12 @@ async def test_a_stream_sends_only_new_and_certain_text() -> None:
     "options",
     [{"stream": False}, {"n": 2}, {"logprobs": True}, {"return_token_ids": True}, {"tools": [{"type": "function"}]}],
 )
-@in_loop
 async def test_what_is_read_from_the_whole_is_not_sent_in_pieces(options: dict[str, Any]) -> None:
     world, session = begun()
     call, (first, *_) = world.begin(session, chat("hi", **{"stream": True, **options}))
     assert not pieces_of(world, call, first, "hello")
 
 
-@in_loop
 async def test_a_retry_reads_the_stream_from_its_beginning() -> None:
     world, session = begun()
     request = chat("hi", stream=True)

@@ -62,23 +62,19 @@ async def whole(answer: TokenAnswer) -> None:
     answer.whole.set_result(None)
 
 
-def asked(sampler: PlayedSampler, method: str, path: str, body: Any = None, **named: Any) -> httpx.Response:
+async def asked(sampler: PlayedSampler, method: str, path: str, body: Any = None, **named: Any) -> httpx.Response:
     app = GenerateApp(sampler, "policy", 64, "secret").application()
-
-    async def ask() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
-            return await client.request(method, path, json=body, **{"headers": KEY, **named})
-
-    return asyncio.run(ask())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        return await client.request(method, path, json=body, **{"headers": KEY, **named})
 
 
-def generate(body: Mapping[str, Any], plays: Callable[[TokenAnswer], Any] = whole) -> httpx.Response:
-    return asked(PlayedSampler(plays), "POST", "/inference/v1/generate", {"token_ids": [1, 2], **body})
+async def generate(body: Mapping[str, Any], plays: Callable[[TokenAnswer], Any] = whole) -> httpx.Response:
+    return await asked(PlayedSampler(plays), "POST", "/inference/v1/generate", {"token_ids": [1, 2], **body})
 
 
-def test_an_answer_is_what_a_token_level_client_reads() -> None:
+async def test_an_answer_is_what_a_token_level_client_reads() -> None:
     body = {"sampling_params": {"n": 2, "logprobs": 1, "max_tokens": 3}, "request_id": "r7"}
-    told = generate(body).json()
+    told = (await generate(body)).json()
     assert (told["request_id"], told["newest_version"]) == ("r7", 4)
     assert told["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
     for index, choice in enumerate(told["choices"]):
@@ -86,10 +82,10 @@ def test_an_answer_is_what_a_token_level_client_reads() -> None:
         assert choice["versions"] == [3, 4, 4], "the version of each token"
         said = [(entry["token"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
         assert said == [("token_id:7", -0.25), ("token_id:8", -0.5), ("token_id:9", -0.75)]
-    assert generate({"sampling_params": {}}).json()["choices"][0]["logprobs"] is None
+    assert (await generate({"sampling_params": {}})).json()["choices"][0]["logprobs"] is None
 
 
-def test_a_stream_tells_each_token_once_and_ends_where_a_completion_came_out_otherwise() -> None:
+async def test_a_stream_tells_each_token_once_and_ends_where_a_completion_came_out_otherwise() -> None:
     async def grows(answer: TokenAnswer) -> None:
         for tokens in ((7, 8), (7, 8, 9)):
             answer.rollouts = [rollout(0, tokens, is_whole=len(tokens) == 3)]
@@ -103,30 +99,32 @@ def test_a_stream_tells_each_token_once_and_ends_where_a_completion_came_out_oth
             answer.grew.set()
             await asyncio.sleep(0.01)
 
-    events = [line[6:] for line in generate({"stream": True}, grows).text.splitlines() if line.startswith("data: ")]
+    events = [
+        line[6:] for line in (await generate({"stream": True}, grows)).text.splitlines() if line.startswith("data: ")
+    ]
     assert events[-1] == "[DONE]"
     choices = [json.loads(event)["choices"][0] for event in events[:-1]]
     assert [token for choice in choices for token in choice["token_ids"]] == [7, 8, 9]
     assert [version for choice in choices for version in choice["versions"]] == [3, 4, 4]
     assert [choice["finish_reason"] for choice in choices][-1] == "stop"
-    assert '"sampled_anew"' in generate({"stream": True}, turns).text.splitlines()[-2]
+    assert '"sampled_anew"' in (await generate({"stream": True}, turns)).text.splitlines()[-2]
 
 
-def test_a_refusal_says_when_to_come_again() -> None:
-    refused = generate({"min_version": 5})
+async def test_a_refusal_says_when_to_come_again() -> None:
+    refused = await generate({"min_version": 5})
     assert refused.status_code == 409 and refused.headers["retry-after"] == "1"
     assert refused.json()["error"]["message"] == "expected a version up to 4"
 
     async def fails(answer: TokenAnswer) -> None:
         answer.whole.set_exception(CallRefused(503, "not_sampled", "ask again", 1.0))
 
-    assert generate({}, fails).status_code == 503
-    assert asked(PlayedSampler(whole), "GET", "/v1/versions", headers={}).status_code == 401
+    assert (await generate({}, fails)).status_code == 503
+    assert (await asked(PlayedSampler(whole), "GET", "/v1/versions", headers={})).status_code == 401
 
 
-def test_weights_are_handed_in_by_the_path_of_a_folder() -> None:
+async def test_weights_are_handed_in_by_the_path_of_a_folder() -> None:
     sampler = PlayedSampler(whole)
-    taken = asked(sampler, "POST", "/v1/versions", {"version": 5, "folder": "/models/5", "is_last": True})
+    taken = await asked(sampler, "POST", "/v1/versions", {"version": 5, "folder": "/models/5", "is_last": True})
     assert taken.status_code == 201 and sampler.published == [(5, "/models/5", True)]
     for body, told in (
         ({"version": 5, "folder": "models"}, "expected the absolute path"),
@@ -134,7 +132,7 @@ def test_weights_are_handed_in_by_the_path_of_a_folder() -> None:
         ({"version": 5, "folder": "/m", "is_last": 1}, "expected true or false"),
         ({"version": 5, "folder": "/none"}, "model /none: expected a folder"),
     ):
-        refused = asked(sampler, "POST", "/v1/versions", body)
+        refused = await asked(sampler, "POST", "/v1/versions", body)
         assert refused.status_code == 400 and told in refused.json()["error"]["message"]
 
 
@@ -180,7 +178,7 @@ def test_values_that_change_nothing_are_taken() -> None:
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(8, "uint8"), (300, "int16")])
-def test_routes_are_written_as_their_clients_read_them(count: int, dtype: str) -> None:
+async def test_routes_are_written_as_their_clients_read_them(count: int, dtype: str) -> None:
     import base64
 
     shape, experts = RoutingShape(2, 2, count), (np.arange(4 * 2 * 2).reshape(4, 2, 2) + count - 16) % count
@@ -190,18 +188,18 @@ def test_routes_are_written_as_their_clients_read_them(count: int, dtype: str) -
         answer.rollouts = [rollout(0, (7, 8, 9), routing=routes)]
         answer.whole.set_result(None)
 
-    def told(start: int) -> tuple[int, Any]:
+    async def told(start: int) -> tuple[int, Any]:
         sampler = PlayedSampler(routed)
         sampler.routing_shape = shape
         body = {"token_ids": [1, 2], "sampling_params": {"routed_experts_prompt_start": start}}
-        choice = asked(sampler, "POST", "/inference/v1/generate", body).json()["choices"][0]
+        choice = (await asked(sampler, "POST", "/inference/v1/generate", body)).json()["choices"][0]
         payload = choice["routed_experts"]
         assert payload["dtype"] == dtype
         rows = np.frombuffer(base64.b64decode(payload["data"]), payload["dtype"]).reshape(payload["shape"])
         assert (rows == experts[payload["start"] :]).all()
         return payload["start"], len(rows)
 
-    assert told(0) == (0, 4), "one row for each position that was read"
-    assert told(1) == (1, 3), "a client has the routes of the turns before"
+    assert await told(0) == (0, 4), "one row for each position that was read"
+    assert await told(1) == (1, 3), "a client has the routes of the turns before"
     routes = Routing(b"", packed(experts[1:], shape))
-    assert told(0) == told(1) == (1, 3), "those of the prompt are not known"
+    assert await told(0) == await told(1) == (1, 3), "those of the prompt are not known"

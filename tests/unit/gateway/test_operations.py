@@ -9,72 +9,64 @@ from echo2.gateway.episodes import CallRefused
 from echo2.gateway.operations import InOrder, Operations
 
 
-def test_operations_run_in_the_order_of_their_numbers_one_at_a_time_and_a_failed_one_ends_its_turn() -> None:
+async def test_operations_run_in_the_order_of_their_numbers_one_at_a_time_and_a_failed_one_ends_its_turn() -> None:
     ran: list[str] = []
+    order, asked = InOrder(), Operations()
 
-    async def run() -> None:
-        order, asked = InOrder(), Operations()
-
-        async def work(number: int) -> int:
-            async with order.turn(number):
-                ran.append(f"{number} begins")
-                await asyncio.sleep(0)
-                ran.append(f"{number} ends")
-                if number == 2:
-                    raise CallRefused(400, "bad", "the second is wrong")
-                return number
-
-        for number in (3, 2, 4, 1):
-            asked.begin(f"c:{number}", lambda number=number: work(number))
+    async def work(number: int) -> int:
+        async with order.turn(number):
+            ran.append(f"{number} begins")
             await asyncio.sleep(0)
-        asked.begin("c:1", lambda: work(1))  # its answer was lost: it runs once
-        results = [await asked.result(f"c:{number}", 10.0) for number in (1, 3, 4)]
-        assert results == [1, 3, 4]
-        with pytest.raises(CallRefused, match="the second is wrong"):
-            await asked.result("c:2", 10.0)
-        for number in (4, 5 + operations.AHEAD_MAX):
-            with pytest.raises(CallRefused, match="seq_id: expected 5, the next"):
-                order.check(number)
+            ran.append(f"{number} ends")
+            if number == 2:
+                raise CallRefused(400, "bad", "the second is wrong")
+            return number
 
-    asyncio.run(run())
+    for number in (3, 2, 4, 1):
+        asked.begin(f"c:{number}", lambda number=number: work(number))
+        await asyncio.sleep(0)
+    asked.begin("c:1", lambda: work(1))  # its answer was lost: it runs once
+    results = [await asked.result(f"c:{number}", 10.0) for number in (1, 3, 4)]
+    assert results == [1, 3, 4]
+    with pytest.raises(CallRefused, match="the second is wrong"):
+        await asked.result("c:2", 10.0)
+    for number in (4, 5 + operations.AHEAD_MAX):
+        with pytest.raises(CallRefused, match="seq_id: expected 5, the next"):
+            order.check(number)
     assert ran == [f"{number} {what}" for number in (1, 2, 3, 4) for what in ("begins", "ends")]
 
 
-def test_a_result_is_waited_for_kept_for_a_second_poll_and_forgotten_when_newer_ones_need_its_place(
+async def test_a_result_is_waited_for_kept_for_a_second_poll_and_forgotten_when_newer_ones_need_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(operations, "RESULTS_MAX", 2)
     monkeypatch.setattr(operations, "READ_MAX", 2)
+    asked, going_on = Operations(), asyncio.Event()
 
-    async def run() -> None:
-        asked, going_on = Operations(), asyncio.Event()
+    async def waits() -> str:
+        await going_on.wait()
+        return "done"
 
-        async def waits() -> str:
-            await going_on.wait()
-            return "done"
+    async def at_once() -> str:
+        return "at once"
 
-        async def at_once() -> str:
-            return "at once"
-
-        asked.begin("slow", waits)
-        assert await asked.result("slow", 0.0) is None
-        asked.begin("first", at_once)
-        assert [await asked.result("first", 10.0) for _ in range(2)] == ["at once"] * 2
-        asked.begin("second", at_once)
-        assert await asked.result("second", 10.0) == "at once"
-        with pytest.raises(CallRefused, match="got 'first'"):
-            await asked.result("first", 0.0)
-        asked.begin("third", waits)
-        with pytest.raises(CallRefused, match="at most 2 operations under way"):
-            asked.begin("fourth", waits)
-        asked.cancel("third")
-        with pytest.raises(CallRefused, match="got 'third'"):
-            await asked.result("third", 10.0)
-        going_on.set()
-        assert await asked.result("slow", 10.0) == "done"
-        asked.begin("fourth", at_once)
-        assert await asked.result("fourth", 10.0) == "at once"
-        assert "second" not in asked, "two newer ones were read"
-        await asked.close()
-
-    asyncio.run(run())
+    asked.begin("slow", waits)
+    assert await asked.result("slow", 0.0) is None
+    asked.begin("first", at_once)
+    assert [await asked.result("first", 10.0) for _ in range(2)] == ["at once"] * 2
+    asked.begin("second", at_once)
+    assert await asked.result("second", 10.0) == "at once"
+    with pytest.raises(CallRefused, match="got 'first'"):
+        await asked.result("first", 0.0)
+    asked.begin("third", waits)
+    with pytest.raises(CallRefused, match="at most 2 operations under way"):
+        asked.begin("fourth", waits)
+    asked.cancel("third")
+    with pytest.raises(CallRefused, match="got 'third'"):
+        await asked.result("third", 10.0)
+    going_on.set()
+    assert await asked.result("slow", 10.0) == "done"
+    asked.begin("fourth", at_once)
+    assert await asked.result("fourth", 10.0) == "at once"
+    assert "second" not in asked, "two newer ones were read"
+    await asked.close()

@@ -83,7 +83,9 @@ def test_silence_and_heads_in_drips_end(gateway: Served) -> None:
 def test_a_crowd_of_strangers_keeps_its_share_and_hurts_nobody_of_its_own_address(gateway: Served) -> None:
     with contextlib.ExitStack() as held:
         known = []
-        for _ in range(40):  # each shows its key before the next comes: none is one of the crowd, however slow the machine
+        for _ in range(
+            40
+        ):  # each shows its key before the next comes: none is one of the crowd, however slow the machine
             known.append(one := held.enter_context(gateway.connect(ELSEWHERE)))
             one.sendall(f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.key}\r\n\r\n".encode())
             assert answer_of(one)[0] == 200
@@ -207,7 +209,7 @@ class Parts:
             yield part
 
 
-def test_bodies_take_time_by_their_length_alone_and_together_and_of_one_episode_hold_so_much(
+async def test_bodies_take_time_by_their_length_alone_and_together_and_of_one_episode_hold_so_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def read(bodies: Bodies, caller: str, *parts: bytes) -> int:
@@ -216,18 +218,14 @@ def test_bodies_take_time_by_their_length_alone_and_together_and_of_one_episode_
             return len(data)
 
     began = time.process_time()
-    assert asyncio.run(read(Bodies(), "a1", *[b"x" * 1000] * 8000)) == 8_000_000
+    assert await read(Bodies(), "a1", *[b"x" * 1000] * 8000) == 8_000_000
     assert time.process_time() - began < 0.5
     monkeypatch.setattr(access, "BODIES_BYTES_MAX", 500)
     monkeypatch.setattr(access, "BODIES_OF_ONE_BYTES_MAX", 200)
-
-    async def scene() -> None:
-        bodies = Bodies()
-        for callers, refused in (("aaa", 1), ("abcdef", 1), ("abcde", 0)):
-            ends = await asyncio.gather(*(read(bodies, one, b"x" * 100) for one in callers), return_exceptions=True)
-            assert sum(isinstance(end, CallRefused) for end in ends) == refused, callers
-
-    asyncio.run(scene())
+    bodies = Bodies()
+    for callers, refused in (("aaa", 1), ("abcdef", 1), ("abcde", 0)):
+        ends = await asyncio.gather(*(read(bodies, one, b"x" * 100) for one in callers), return_exceptions=True)
+        assert sum(isinstance(end, CallRefused) for end in ends) == refused, callers
 
 
 def test_a_large_body_is_parsed_beside_the_loop(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,16 +277,13 @@ def test_calls_that_are_none_use_up_an_episodes_calls() -> None:
             assert status == 400 and told["error"]["code"] == "too_many_calls"
 
 
-def test_long_work_of_one_caller_leaves_a_thread_to_others() -> None:
-    async def scene() -> list[str]:
-        work, order = LongWork(), list[str]()
+async def test_long_work_of_one_caller_leaves_a_thread_to_others() -> None:
+    work, order = LongWork(), list[str]()
 
-        async def asked(caller: str) -> None:
-            await work.run(caller, lambda: time.sleep(0.03))
-            order.append(caller)
+    async def asked(caller: str) -> None:
+        await work.run(caller, lambda: time.sleep(0.03))
+        order.append(caller)
 
-        await asyncio.gather(*(asked(caller) for caller in ("greedy",) * 6 + ("honest",)))
-        work.close()
-        return order
-
-    assert asyncio.run(scene()).index("honest") <= 2
+    await asyncio.gather(*(asked(caller) for caller in ("greedy",) * 6 + ("honest",)))
+    work.close()
+    assert order.index("honest") <= 2

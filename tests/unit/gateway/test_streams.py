@@ -26,43 +26,39 @@ async def sample(episodes: Episodes, group_id: str, whole: str) -> None:
     episodes.on_completion(group_id, completion(whole))
 
 
-def read(whole: str, is_chat: bool) -> tuple[list[str], list[str | None]]:
+async def read(whole: str, is_chat: bool) -> tuple[list[str], list[str | None]]:
     """The texts of the stream's pieces, and why they ended."""
-
-    async def scene() -> tuple[list[str], list[str | None]]:
-        loop, sampling = asyncio.get_running_loop(), list[asyncio.Task[None]]()
-        fleet = RecordingFleet(lambda group_id: sampling.append(loop.create_task(sample(episodes, group_id, whole))))
-        async with on_port(fleet) as (episodes, port):
-            episodes.open_problem("a1", 1, {})
-            key = episodes.take_seat("").key
-            client = openai.AsyncOpenAI(base_url=f"{port.url}/v1", api_key=key, timeout=WAIT_S, max_retries=0)
-            texts, reasons = list[str](), list[str | None]()
-            async with client:
-                made = client.chat.completions if is_chat else client.completions
-                asked = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
-                async for piece in await made.create(model="policy", stream=True, **asked):
-                    for choice in piece.choices:
-                        texts.append((choice.delta.content if is_chat else choice.text) or "")
-                        reasons.append(choice.finish_reason)
-            return [text for text in texts if text], reasons
-
-    return asyncio.run(scene())
+    loop, sampling = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+    fleet = RecordingFleet(lambda group_id: sampling.append(loop.create_task(sample(episodes, group_id, whole))))
+    async with on_port(fleet) as (episodes, port):
+        episodes.open_problem("a1", 1, {})
+        key = episodes.take_seat("").key
+        client = openai.AsyncOpenAI(base_url=f"{port.url}/v1", api_key=key, timeout=WAIT_S, max_retries=0)
+        texts, reasons = list[str](), list[str | None]()
+        async with client:
+            made = client.chat.completions if is_chat else client.completions
+            asked = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
+            async for piece in await made.create(model="policy", stream=True, **asked):
+                for choice in piece.choices:
+                    texts.append((choice.delta.content if is_chat else choice.text) or "")
+                    reasons.append(choice.finish_reason)
+        return [text for text in texts if text], reasons
 
 
 @pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "text"])
-def test_pieces_come_as_they_are_sampled_and_make_the_whole(is_chat: bool) -> None:
-    texts, reasons = read("hello world", is_chat)
+async def test_pieces_come_as_they_are_sampled_and_make_the_whole(is_chat: bool) -> None:
+    texts, reasons = await read("hello world", is_chat)
     assert texts == ["hel", "lo w", "orld"]
     assert [reason for reason in reasons if reason] == ["stop"]
 
 
-def test_a_completion_that_another_worker_began_anew_ends_the_stream_with_an_error() -> None:
+async def test_a_completion_that_another_worker_began_anew_ends_the_stream_with_an_error() -> None:
     with pytest.raises(openai.APIError, match="began this completion anew"):
-        read("other words", is_chat=True)
+        await read("other words", is_chat=True)
 
 
 @pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "text"])
-def test_the_bytes_of_tokens_add_up_to_the_text_where_a_character_has_several_tokens(is_chat: bool) -> None:
+async def test_the_bytes_of_tokens_add_up_to_the_text_where_a_character_has_several_tokens(is_chat: bool) -> None:
     text = "a\U0001f600b"
     pieces = (b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b", b"")  # the last one is an end token
     sampled = Completion(tuple(range(6)), (-0.5,) * 6, (0,) * 6, is_cut=False)
@@ -73,12 +69,9 @@ def test_the_bytes_of_tokens_add_up_to_the_text_where_a_character_has_several_to
     )
     place = TreePlace(Wording(), None, b"")
 
-    async def replied() -> Any:
-        request = chat_call(body) if is_chat else text_call(body)
-        call = Call(1, "a1", request, place, asyncio.get_running_loop().create_future())
-        return reply_of(call, [Choice(text, (), sampled, "stop")], "policy", 0, lambda token: pieces[token])
-
-    reply = asyncio.run(replied())
+    request = chat_call(body) if is_chat else text_call(body)
+    call = Call(1, "a1", request, place, asyncio.get_running_loop().create_future())
+    reply: Any = reply_of(call, [Choice(text, (), sampled, "stop")], "policy", 0, lambda token: pieces[token])
     logprobs = reply["choices"][0]["logprobs"]
     if is_chat:
         assert b"".join(bytes(token["bytes"]) for token in logprobs["content"]).decode() == text

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -66,23 +67,20 @@ class Recorder:
         self.told.append("left")
 
 
-def played(script: Callable[[Post, Recorder], Awaitable[None]]) -> None:
-    """Runs a script against the routes; `post` takes a path and JSON or the SDK's protobuf."""
+@asynccontextmanager
+async def played() -> AsyncIterator[tuple[Post, Recorder]]:
+    """The routes over their trainer; `post` takes a path and JSON or the SDK's protobuf."""
+    driven = Recorder()
+    api = TinkerApi(driven)  # type: ignore[arg-type]
+    app = Starlette(routes=api.routes(), exception_handlers={Exception: error_answer, 500: error_answer})
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway/api/v1/") as client:
 
-    async def run() -> None:
-        driven = Recorder()
-        api = TinkerApi(driven)  # type: ignore[arg-type]
-        app = Starlette(routes=api.routes(), exception_handlers={Exception: error_answer, 500: error_answer})
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway/api/v1/") as client:
+        async def post(path: str, body: Any) -> httpx.Response:
+            return await client.post(path, **({"content": body} if isinstance(body, bytes) else {"json": body}))
 
-            async def post(path: str, body: Any) -> httpx.Response:
-                return await client.post(path, **({"content": body} if isinstance(body, bytes) else {"json": body}))
-
-            await script(post, driven)
-        await api.operations.close()
-
-    asyncio.run(run())
+        yield post, driven
+    await api.operations.close()
 
 
 async def model_of(post: Post, rank: int = 4) -> str:
@@ -113,13 +111,13 @@ def datum(tokens: list[int], **inputs: Any) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
 
 
-def test_chunks_in_any_order_reach_the_trainer_in_order_and_come_back_with_their_shapes() -> None:
+async def test_chunks_in_any_order_reach_the_trainer_in_order_and_come_back_with_their_shapes() -> None:
     dense = datum([5, 6, 7], target_tokens=[6, 7, 8], logprobs=[-1.0, -2.0, -3.0], advantages=[0.0, 1.0, 0.5])
     wide = torch.zeros(4, 6, dtype=torch.int64)
     wide[2, 1], wide[3, 5] = 9, 11  # which the SDK sends as a sparse tensor
     sparse = datum([5, 6, 7, 8], target_tokens=wide, weights=(wide > 0).float())
 
-    async def script(post: Post, driven: Recorder) -> None:
+    async with played() as (post, driven):
         model_id = await model_of(post)
         await post("optim_step", {"adam_params": {"learning_rate": 0.1}, "model_id": model_id, "seq_id": 3})
         await post("forward_backward", passed(model_id, 2, [sparse]))
@@ -138,8 +136,6 @@ def test_chunks_in_any_order_reach_the_trainer_in_order_and_come_back_with_their
         ]
         assert (second.loss_fn_outputs[0]["logprobs"].to_numpy() == -wide.numpy()).all()
 
-    played(script)
-
 
 @pytest.mark.parametrize(
     ("changed", "told"),
@@ -153,7 +149,7 @@ def test_chunks_in_any_order_reach_the_trainer_in_order_and_come_back_with_their
         ({"num_samples": 3 * CHOICES_MAX}, "too many"),
     ],
 )
-def test_a_sampling_that_cannot_be_is_refused_before_anything_is_made(changed: dict[str, Any], told: str) -> None:
+async def test_a_sampling_that_cannot_be_is_refused_before_anything_is_made(changed: dict[str, Any], told: str) -> None:
     asked = {
         "num_samples": 1,
         "prompt": tokens([5]),
@@ -161,23 +157,19 @@ def test_a_sampling_that_cannot_be_is_refused_before_anything_is_made(changed: d
         "sampling_session_id": "a@7",
     }
 
-    async def script(post: Post, driven: Recorder) -> None:
+    async with played() as (post, driven):
         answer = await post("asample", {**asked, **changed})
         assert answer.status_code in (400, 429) and told in answer.json()["error"]["message"]
         assert driven.told == ["asked", "asked", "left", "left"][: 4 * (answer.status_code == 429)]
 
-    played(script)
 
-
-def test_a_training_client_whose_place_was_taken_is_not_made_again_under_its_number() -> None:
-    async def script(post: Post, driven: Recorder) -> None:
+async def test_a_training_client_whose_place_was_taken_is_not_made_again_under_its_number() -> None:
+    async with played() as (post, _):
         first = await model_of(post)
         asked = {"session_id": first.split(":")[0], "base_model": "tiny", "lora_config": {"rank": 4}}
         assert (await post("create_model", {**asked, "model_seq_id": 1})).status_code == 200
         again = await post("create_model", {**asked, "model_seq_id": 0})
         assert again.status_code == 400 and "a new model_seq_id" in again.json()["error"]["message"]
-
-    played(script)
 
 
 @pytest.mark.parametrize(
@@ -192,10 +184,10 @@ def test_a_training_client_whose_place_was_taken_is_not_made_again_under_its_num
         (datum([5, 6], target_tokens=[1, 2]), "custom", "loss_fn: expected one of cross_entropy"),
     ],
 )  # fmt: skip
-def test_a_wrong_example_is_refused_by_name_and_no_step_is_made_of_what_is_left(
+async def test_a_wrong_example_is_refused_by_name_and_no_step_is_made_of_what_is_left(
     example: types.Datum, loss: str, told: str
 ) -> None:
-    async def script(post: Post, driven: Recorder) -> None:
+    async with played() as (post, driven):
         model_id = await model_of(post)
         await post("forward_backward", passed(model_id, 1, [datum([5, 6], target_tokens=[1, 2])]))
         await post("forward_backward", passed(model_id, 2, [example], loss))
@@ -205,11 +197,9 @@ def test_a_wrong_example_is_refused_by_name_and_no_step_is_made_of_what_is_left(
         assert "no step is made" in answers[1]["error"] and told in answers[1]["error"]
         assert len(driven.told) == 3 and driven.told[-1] == "forgotten"
 
-    played(script)
 
-
-def test_what_is_not_done_here_is_refused_at_the_first_request_that_asks_for_it() -> None:
-    async def script(post: Post, driven: Recorder) -> None:
+async def test_what_is_not_done_here_is_refused_at_the_first_request_that_asks_for_it() -> None:
+    async with played() as (post, driven):
         session = {"session_id": "a", "model_seq_id": 0, "base_model": "tiny"}
         rank = await post("create_model", session | {"lora_config": {"rank": 8}})
         part = await post("create_model", session | {"lora_config": {"rank": 4, "train_attn": False}})
@@ -221,5 +211,3 @@ def test_what_is_not_done_here_is_refused_at_the_first_request_that_asks_for_it(
         assert "lora_config.rank: expected 4" in texts[0] and "an adapter on attention and MLP layers" in texts[1]
         assert "expected adamw, got 'dimuon'" in texts[2] and "echo2 has no such one" in texts[3]
         assert "topk_sample_logprobs: expected none" in texts[4] and driven.told == []
-
-    played(script)

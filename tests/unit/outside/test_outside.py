@@ -41,21 +41,17 @@ def outside_at(now: float) -> Machine:
     return machine
 
 
-def test_tasks_timers_and_threads_have_the_outside_of_who_started_them() -> None:
+async def test_tasks_timers_and_threads_have_the_outside_of_who_started_them() -> None:
     async def told() -> list[float]:
         later: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(0.001, lambda: later.set_result(unix_now()))
         return [unix_now(), monotonic(), await asyncio.to_thread(unix_now), await later]
 
-    async def play() -> list[list[float]]:
-        tasks = []
-        for now in (1.0, 2.0):
-            with entered(outside_at(now)):
-                tasks.append(asyncio.create_task(told()))
-        assert here() is MACHINE
-        return await asyncio.gather(*tasks)
-
-    assert asyncio.run(play()) == [[1.0] * 4, [2.0] * 4]
+    tasks = []
+    for now in (1.0, 2.0):
+        with entered(outside_at(now)):
+            tasks.append(asyncio.create_task(told()))
+    assert here() is MACHINE and await asyncio.gather(*tasks) == [[1.0] * 4, [2.0] * 4]
 
 
 def test_keys_follow_from_the_randomness_that_is_handed_in(tmp_path: Path) -> None:

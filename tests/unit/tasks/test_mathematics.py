@@ -14,33 +14,6 @@ pytest.importorskip("math_verify")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.mark.parametrize(
-    ("reference", "completion", "is_right"),
-    [
-        ("\\frac{1}{2}", "Therefore \\boxed{0.5}.", True),
-        ("$\\frac{1}{2}$", "Therefore \\boxed{1/3}.", False),
-        ("42", "The answer is 42.", True),
-        ("42", "First \\boxed{41}, no: \\boxed{42}", True),
-        ("42", "Perhaps \\boxed{42}, perhaps \\boxed{43}", False),
-        ("42", "I do not know", False),
-        ("\\{1, 2\\}", "\\boxed{\\{2, 1\\}}", True),
-        ("x^2+2x+1", "\\boxed{(x+1)^2}", True),
-        ("42", "", False),
-        ("\\frac{1}{2^{99}}", "\\boxed{\\frac{1}{2^{98}}}", False),
-        ("\\frac{1}{2^{99}}", "\\boxed{2^{-99}}", True),
-        ("1.5 \\times 10^{-5}", "\\boxed{0.000015}", True),
-        ("0.\\overline{3}", "\\boxed{\\frac{1}{3}}", True),
-        ("0.1\\overline{6}", "\\boxed{1/6}", True),
-        ("0.\\overline{3}", "\\boxed{0.3}", False),
-        ("\\$18", "\\boxed{18}", True),
-        ("\\$18", "\\boxed{19}", False),
-        ("0.45", "\\boxed{45\\%}", True),
-    ],
-)
-def test_answers_are_compared_as_mathematics(reference: str, completion: str, is_right: bool) -> None:
-    assert is_equal_answer(reference, completion) is is_right
-
-
 def test_a_row_becomes_an_instance_and_a_reference_that_means_nothing_is_an_error() -> None:
     task = MathTask([MathRow("1+1?", "2", "gsm8k"), MathRow("?", " ")], "math/x")
     instance = task.sample(0)

@@ -162,12 +162,12 @@ def nested_pairs(depth: int) -> bytes:
 
 HUGE = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 24))
 GAPS = struct.pack("<I", 0) + plane(0, bytes([1, 2, 3]))
+FAR = struct.pack("<I", 1) + plane(0, bytes([1, 255, 3])) + struct.pack("<I", 1995)
 NO_LARGER = NONE = run(0, 0, 0, b"")
 
 
-@pytest.mark.parametrize(
-    ("payload", "why"),
-    [
+CLAIMS = {
+    "changes": [
         (struct.pack("<BBI", 1, 0, 2001), "expected 1 to 2000 changes, it claims 2001"),
         (head(1, 0, 3) + run(2, 0, 2001, GAPS), "at most 2000 changes, it claims 2001"),
         (head(1, 0, 3) + run(2, 0, 3, struct.pack("<I", 4)), "at most 3 long gaps, it claims 4"),
@@ -187,18 +187,9 @@ NO_LARGER = NONE = run(0, 0, 0, b"")
         (head(8, 250, 3), "expected 1 or 8 classes of float8_e4m3fn, got 8 from 250"),
         (head(5, 0, 3), "expected 1 or 8 classes of float8_e4m3fn, got 5 from 0"),
         (struct.pack("<BBI", 1, 0, 3) + nested_pairs(2000), r"signs of 1 bytes, raw or from zstd, .*coding 2"),
+        (head(1, 0, 3) + run(2, 0, 3, FAR) + NO_LARGER, "expected 3 changes at gaps within 2000 places"),
     ],
-)
-def test_claims_are_checked_against_what_can_be(payload: bytes, why: str) -> None:
-    fp8 = HostWeights.from_tensors({"w": torch.zeros(2000).to(torch.float8_e4m3fn)}, Version(0))
-    block = blocks_of(fp8.table.specs, 2000)[0]
-    with pytest.raises(DeltaFormatError, match=why):
-        decode_sparse(memoryview(payload), block, fp8.segments(block))
-
-
-@pytest.mark.parametrize(
-    ("payload", "why"),
-    [
+    "steps of all elements": [
         (struct.pack("<BBI", 1, 0, 2001), "expected at most 2000 steps, it claims 2001"),
         (struct.pack("<BBI", 1, 0, 3) + plane(0, b"\xff" * 250), "expected 3 steps of 2000, its marks are others"),
         (
@@ -208,24 +199,19 @@ def test_claims_are_checked_against_what_can_be(payload: bytes, why: str) -> Non
         (struct.pack("<BBI", 1, 0, 2000) + plane(0, bytes(2000)) + b"?", "bytes, got"),
         (struct.pack("<BBI", 5, 0, 3), "expected 1 or 8 classes of float8_e4m3fn, got 5 from 0"),
     ],
-)
-def test_claims_about_the_steps_of_all_elements_are_checked(payload: bytes, why: str) -> None:
-    old = np.zeros(2000, np.uint8)
-    fp8 = HostWeights.from_tensors({"w": torch.zeros(2000).to(torch.float8_e4m3fn)}, Version(0))
-    with pytest.raises(DeltaFormatError, match=why):
-        decode_steps(memoryview(payload), blocks_of(fp8.table.specs, 2000)[0].element, [old], np.empty_like(old))
+}
 
 
-def test_changes_outside_of_their_block_are_refused() -> None:
+@pytest.mark.parametrize(("of", "payload", "why"), [(of, *claim) for of, claims in CLAIMS.items() for claim in claims])
+def test_claims_are_checked_against_what_can_be(of: str, payload: bytes, why: str) -> None:
     fp8 = HostWeights.from_tensors({"w": torch.zeros(2000).to(torch.float8_e4m3fn)}, Version(0))
     block = blocks_of(fp8.table.specs, 2000)[0]
-    far = struct.pack("<I", 1) + plane(0, bytes([1, 255, 3])) + struct.pack("<I", 1995)
-    payload = head(1, 0, 3) + run(2, 0, 3, far) + NO_LARGER
-    with pytest.raises(DeltaFormatError, match="expected 3 changes at gaps within 2000 places"):
-        decode_sparse(memoryview(payload), block, fp8.segments(block))
-    near = payload.replace(struct.pack("<I", 1995), struct.pack("<I", 1992))
-    positions = decode_sparse(memoryview(near), block, fp8.segments(block)).positions()
-    assert positions.tolist() == [1, 1994, 1998]
+    old = fp8.segments(block)
+    with pytest.raises(DeltaFormatError, match=why):
+        if of == "changes":
+            decode_sparse(memoryview(payload), block, old)
+        else:
+            decode_steps(memoryview(payload), block.element, old, np.empty_like(old[0]))
 
 
 def test_a_host_whose_bits_are_not_the_parents_is_told_and_left_alone() -> None:

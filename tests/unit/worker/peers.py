@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,12 @@ def issued(authority: RunAuthority, role: Role, coordinator_address: str) -> tls
         identity, key.to_pem(), certificate, authority.certificate_pem, RUN, authority.identity.peer_id,
         coordinator_address,
     )  # fmt: skip
+
+
+async def until(is_so: Callable[[], object], within_s: float = 60.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not is_so():
+            await asyncio.sleep(0.005)
 
 
 def weights_of(model: torch.nn.Module, version: int) -> HostWeights:

@@ -81,57 +81,45 @@ async def offered(loader: BaseCheckpointLoader) -> Node:
     return node
 
 
-def test_weights_are_in_memory_only_until_another_way_is_taken(
+async def test_weights_are_in_memory_only_until_another_way_is_taken(
     folder: Path, loads: list[weakref.ref[HostWeights]]
 ) -> None:
-    async def scene() -> None:
-        ended, mismatched, given = (BaseCheckpointLoader(RUN, str(folder), "m") for _ in range(3))
-        for loader in (ended, mismatched, given):
-            assert (await offered(loader)).told[-1] == BaseCheckpoint(Version(0), 0.0)
-        fingerprint = given._fingerprint
-        ended.end()
-        assert mismatched.proven(Version(3), "0" * 16) is None
-        assert sum(map(is_gone, loads)) == 2, "given up, or no keyframe's"
-        weights = given.proven(Version(0), fingerprint)
-        assert weights is not None and given.proven(Version(0), fingerprint) is None, "given once"
-        del weights
-        assert all(map(is_gone, loads)), "the loader keeps nothing of what it gave"
-        again = await mismatched.candidate()
-        assert again is not None and f"{again.fingerprint():016x}" == fingerprint, "a delta from the base may come yet"
-        assert await ended.candidate() is None
-
-    asyncio.run(scene())
+    ended, mismatched, given = (BaseCheckpointLoader(RUN, str(folder), "m") for _ in range(3))
+    for loader in (ended, mismatched, given):
+        assert (await offered(loader)).told[-1] == BaseCheckpoint(Version(0), 0.0)
+    fingerprint = given._fingerprint
+    ended.end()
+    assert mismatched.proven(Version(3), "0" * 16) is None
+    assert sum(map(is_gone, loads)) == 2, "given up, or no keyframe's"
+    weights = given.proven(Version(0), fingerprint)
+    assert weights is not None and given.proven(Version(0), fingerprint) is None, "given once"
+    del weights
+    assert all(map(is_gone, loads)), "the loader keeps nothing of what it gave"
+    again = await mismatched.candidate()
+    assert again is not None and f"{again.fingerprint():016x}" == fingerprint, "a delta from the base may come yet"
+    assert await ended.candidate() is None
 
 
-def test_where_memory_is_short_or_the_store_has_a_version_only_a_delta_from_the_base_has_it_loaded(
+async def test_where_memory_is_short_or_the_store_has_a_version_only_a_delta_from_the_base_has_it_loaded(
     folder: Path, loads: list[weakref.ref[HostWeights]]
 ) -> None:
-    async def scene() -> None:
-        loader = BaseCheckpointLoader(RUN, str(folder), "m", loads_ahead=False)
-        assert (await offered(loader)).told[-1] == BaseCheckpoint(Version(0), 0.0) and not loads
-        assert loader.proven(Version(0), "0" * 16) is None and not loads
-        weights = await loader.candidate()
-        assert weights is not None and weights.version == 0 and len(loads) == 1
-
-    asyncio.run(scene())
+    loader = BaseCheckpointLoader(RUN, str(folder), "m", loads_ahead=False)
+    assert (await offered(loader)).told[-1] == BaseCheckpoint(Version(0), 0.0) and not loads
+    assert loader.proven(Version(0), "0" * 16) is None and not loads
+    weights = await loader.candidate()
+    assert weights is not None and weights.version == 0 and len(loads) == 1
 
 
-def test_what_cannot_be_searched_or_read_counts_as_absent_and_peers_have_it(
+async def test_what_cannot_be_searched_or_read_counts_as_absent_and_peers_have_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*names: str) -> None:
         raise PermissionError("hub: permission denied")
 
-    def told(path: Path) -> list[BaseCheckpoint | None]:
-        async def scene() -> list[BaseCheckpoint | None]:
-            return (await offered(BaseCheckpointLoader(RUN, str(path), "m"))).told
-
-        return asyncio.run(scene())
-
     (folder / "2.safetensors").symlink_to(folder / "pruned from the cache")
-    assert told(folder) == [None, None]
+    assert (await offered(BaseCheckpointLoader(RUN, str(folder), "m"))).told == [None, None]
     monkeypatch.setattr(base_checkpoint, "find_base", refuse)
-    assert told(folder) == [None, None]
+    assert (await offered(BaseCheckpointLoader(RUN, str(folder), "m"))).told == [None, None]
     for text in ("cannot be used", "cannot be searched for it (hub: permission denied); peers have it"):
         assert text in caplog.text
 
@@ -156,7 +144,7 @@ def test_a_download_that_was_given_up_half_way_is_no_checkpoint(tmp_path: Path) 
     assert find_base(str(tmp_path), "m") == tmp_path
 
 
-def test_the_hub_is_waited_for_as_long_as_it_is_worth_it_and_let_go_with_the_base(
+async def test_the_hub_is_waited_for_as_long_as_it_is_worth_it_and_let_go_with_the_base(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     """However long that is: a large model over a usual link takes more than ten minutes."""
@@ -171,23 +159,20 @@ def test_the_hub_is_waited_for_as_long_as_it_is_worth_it_and_let_go_with_the_bas
             ended.append(model_id)
         return None
 
-    async def scene() -> None:
-        monkeypatch.setattr(base_checkpoint, "download", download)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        loader = BaseCheckpointLoader(RUN, "nobody/at-all", "m", keyframe_s=lambda: 7.0)
-        node = Node()
-        offering = asyncio.create_task(loader.offer_to(node))  # type: ignore[arg-type]
-        async with asyncio.timeout(20):
-            while not asked:
-                await asyncio.sleep(0.01)
-        assert node.is_sought == [True], "nothing is fetched beside it"
-        loader.end()
-        await asyncio.wait_for(offering, 10)
-        assert node.told[-1] is None and ended == ["nobody/at-all"] and asked == [7.0]
-        here = BaseCheckpointLoader(RUN, "nobody/at-all", "m")
-        assert (await offered(here)).told[-1] is None and len(asked) == 1, "a worker with a version asks no hub"
-
-    asyncio.run(scene())
+    monkeypatch.setattr(base_checkpoint, "download", download)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    loader = BaseCheckpointLoader(RUN, "nobody/at-all", "m", keyframe_s=lambda: 7.0)
+    node = Node()
+    offering = asyncio.create_task(loader.offer_to(node))  # type: ignore[arg-type]
+    async with asyncio.timeout(20):
+        while not asked:
+            await asyncio.sleep(0.01)
+    assert node.is_sought == [True], "nothing is fetched beside it"
+    loader.end()
+    await asyncio.wait_for(offering, 10)
+    assert node.told[-1] is None and ended == ["nobody/at-all"] and asked == [7.0]
+    here = BaseCheckpointLoader(RUN, "nobody/at-all", "m")
+    assert (await offered(here)).told[-1] is None and len(asked) == 1, "a worker with a version asks no hub"
 
 
 OF_32B = 65_500_000_000
@@ -283,38 +268,34 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub
         server.shutdown()
 
 
-def test_weights_and_config_alone_are_brought_and_what_is_there_is_not_brought_twice(served: type[Hub]) -> None:
-    folder = asyncio.run(download("a/b", lambda: math.inf))
+async def test_weights_and_config_alone_are_brought_and_what_is_there_is_not_brought_twice(served: type[Hub]) -> None:
+    folder = await download("a/b", lambda: math.inf)
     assert folder is not None
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert (folder / "model.safetensors").read_bytes() == served.files["model.safetensors"]
-    assert asyncio.run(download("a/b", lambda: math.inf)) == folder and served.sent == 20
+    assert await download("a/b", lambda: math.inf) == folder and served.sent == 20
 
 
-def test_a_download_that_is_not_wanted_any_more_ends_with_the_piece_on_its_way(served: type[Hub]) -> None:
+async def test_a_download_that_is_not_wanted_any_more_ends_with_the_piece_on_its_way(served: type[Hub]) -> None:
     served.pause_s = 0.05
-
-    async def scene() -> None:
-        task = asyncio.create_task(download("a/b", lambda: math.inf))
-        async with asyncio.timeout(60):
-            while served.sent < 2:
-                await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await asyncio.to_thread(served.is_cut.wait, 30)
-        assert served.sent < 20
-
-    asyncio.run(scene())
+    task = asyncio.create_task(download("a/b", lambda: math.inf))
+    async with asyncio.timeout(60):
+        while served.sent < 2:
+            await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(served.is_cut.wait, 30)
+    assert served.sent < 20
 
 
-def test_a_download_much_slower_than_a_keyframe_and_what_the_hub_does_not_have_are_left_to_peers(
+async def test_a_download_much_slower_than_a_keyframe_and_what_the_hub_does_not_have_are_left_to_peers(
     served: type[Hub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(base_checkpoint, "JUDGED_FROM_S", 0.3)
     served.pause_s = 0.2
     with caplog.at_level("INFO", "echo2.worker"):
-        assert asyncio.run(download("a/b", lambda: 0.01)) is None
-        assert asyncio.run(download("a/none", lambda: math.inf)) is None
+        assert await download("a/b", lambda: 0.01) is None
+        assert await download("a/none", lambda: math.inf) is None
     assert "download of a/b from the hub is given up: it would take" in caplog.text and served.sent < 20
     assert "a/none cannot be had from the hub" in caplog.text

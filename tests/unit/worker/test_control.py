@@ -6,8 +6,8 @@ import asyncio
 import os
 import shlex
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -34,26 +34,22 @@ async def answered(command: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("depth", [1, 12])
-def test_a_running_worker_answers_its_owner_however_deep_its_folder(tmp_path: Path, depth: int) -> None:
+async def test_a_running_worker_answers_its_owner_however_deep_its_folder(tmp_path: Path, depth: int) -> None:
     folder = tmp_path.joinpath(*["a-rather-long-name"] * depth)
     folder.mkdir(parents=True)
-
-    async def scene() -> None:
-        socket_path(folder).touch()  # left by a killed worker
-        server = ControlServer(folder, "w0", answered)
-        await server.start()
-        assert await ask(folder, "status") == {"version": 3}
-        with pytest.raises(ProtocolError, match="expected status, got dance"):
-            await ask(folder, "dance")
-        with pytest.raises(StateError, match="another worker runs in this folder"):
-            await ControlServer(folder, "w0", answered).start()
-        assert socket_path(folder).stat().st_mode & 0o077 == 0
-        await server.stop()
-        with pytest.raises(Unreachable, match="expected one to answer"):
-            await ask(folder, "status")
-
-    asyncio.run(scene())
-    assert worker.main(["status", "--folder", str(folder)]) == 10
+    socket_path(folder).touch()  # left by a killed worker
+    server = ControlServer(folder, "w0", answered)
+    await server.start()
+    assert await ask(folder, "status") == {"version": 3}
+    with pytest.raises(ProtocolError, match="expected status, got dance"):
+        await ask(folder, "dance")
+    with pytest.raises(StateError, match="another worker runs in this folder"):
+        await ControlServer(folder, "w0", answered).start()
+    assert socket_path(folder).stat().st_mode & 0o077 == 0
+    await server.stop()
+    with pytest.raises(Unreachable, match="expected one to answer"):
+        await ask(folder, "status")
+    assert await run(f"echo-worker status --folder '{folder}'") == 10
 
 
 @pytest.fixture(autouse=True)
@@ -70,17 +66,15 @@ def only_workers_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(running, "TABLE", Own())
 
 
-def with_workers(folders: dict[str, Path], scene: Callable[[], Awaitable[None]]) -> None:
-    async def play() -> None:
-        async with AsyncExitStack() as stack:
-            for name, folder in folders.items():
-                folder.mkdir(parents=True)
-                server = ControlServer(folder, name.split("@")[0], answered)
-                await server.start()
-                stack.push_async_callback(server.stop)
-            await scene()
-
-    asyncio.run(play())
+@asynccontextmanager
+async def workers(folders: dict[str, Path]) -> AsyncIterator[None]:
+    async with AsyncExitStack() as stack:
+        for name, folder in folders.items():
+            folder.mkdir(parents=True)
+            server = ControlServer(folder, name.split("@")[0], answered)
+            await server.start()
+            stack.push_async_callback(server.stop)
+        yield
 
 
 async def run(line: str) -> int:
@@ -90,21 +84,18 @@ async def run(line: str) -> int:
 
 
 @pytest.mark.parametrize("depth", [1, 12])
-def test_the_only_worker_is_found_wherever_its_folder_is(
+async def test_the_only_worker_is_found_wherever_its_folder_is(
     tmp_path: Path, depth: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def scene() -> None:
+    async with workers({"berlin": tmp_path.joinpath("runs", *["a rather long name"] * depth)}):
         for line in ("echo-worker status", "echo-worker drain", "echo-worker leave"):
             assert await run(line) == 0
-
-    with_workers({"berlin": tmp_path.joinpath("runs", *["a rather long name"] * depth)}, scene)
     assert capsys.readouterr().out.splitlines() == ["version  3", "drain begins", "leave begins"]
 
 
-def test_of_several_one_is_chosen_by_name_or_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_of_several_one_is_chosen_by_name_or_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = {"berlin": tmp_path / "one", "oslo": tmp_path / "two", "oslo@other": tmp_path / "three"}
-
-    async def scene() -> None:
+    async with workers(folders):
         assert await run("echo-worker status") == 2
         told = capsys.readouterr().err
         assert "expected one, found 3: berlin in " in told and "choose by --name or --folder" in told
@@ -114,8 +105,6 @@ def test_of_several_one_is_chosen_by_name_or_folder(tmp_path: Path, capsys: pyte
         assert await run(f"echo-worker status --folder '{folders['oslo']}'") == 0
         assert await run("echo-worker status --name rome") == 10
         assert "found none; others run: berlin in " in capsys.readouterr().err
-
-    with_workers(folders, scene)
 
 
 def test_a_socket_that_a_killed_worker_left_is_not_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,24 +84,21 @@ def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
     assert set(found) == {"GPU", "memory", "disk"} and not found["disk"].is_good
 
 
-def test_an_address_that_nobody_answers_at_is_found_out_and_named_with_the_reason(
+async def test_an_address_that_nobody_answers_at_is_found_out_and_named_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def silent(host: str, port: int) -> None:
         raise TimeoutError
 
-    async def scene() -> None:
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        assert (await reach([address])).is_good and not (await reach([])).is_good
-        server.close()
-        await server.wait_closed()
-        closed = await reach([address])
-        assert not closed.is_good and f"{address} (" in closed.text
-        monkeypatch.setattr(asyncio, "open_connection", silent)
-        assert f"{address} (no answer)" in (await reach([address])).text
-
-    asyncio.run(scene())
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    assert (await reach([address])).is_good and not (await reach([])).is_good
+    server.close()
+    await server.wait_closed()
+    closed = await reach([address])
+    assert not closed.is_good and f"{address} (" in closed.text
+    monkeypatch.setattr(asyncio, "open_connection", silent)
+    assert f"{address} (no answer)" in (await reach([address])).text
 
 
 def test_memory_counts_the_processes_of_an_engine_and_theirs() -> None:
@@ -212,22 +209,18 @@ def service() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", ["status", "word", "token"])
-def test_a_notice_is_told_once_it_is_there_and_not_before(service: str, kind: str) -> None:
+async def test_a_notice_is_told_once_it_is_there_and_not_before(service: str, kind: str) -> None:
     source = {
         "status": NoticeSource(f"{service}/action"),
         "word": NoticeSource(f"{service}/word", word="TRUE"),
         "token": NoticeSource(f"{service}/needs-token", token_url=f"{service}/token", token_header="X-Token"),
     }[kind]
-
-    async def scene() -> None:
-        told: asyncio.Queue[str] = asyncio.Queue()
-        watching = asyncio.create_task(watch(source, told.put_nowait, poll_s=0.01))
-        assert await asyncio.wait_for(told.get(), 10) == "preemption notice"
-        assert Metadata.looks == 3
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-
-    asyncio.run(scene())
+    told: asyncio.Queue[str] = asyncio.Queue()
+    watching = asyncio.create_task(watch(source, told.put_nowait, poll_s=0.01))
+    assert await asyncio.wait_for(told.get(), 10) == "preemption notice"
+    assert Metadata.looks == 3
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
 
 
 def test_a_source_is_a_cloud_or_an_address() -> None:

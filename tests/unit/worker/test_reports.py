@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from echo2.worker.generation import Generation
 from echo2.worker.links import CoordinatorCommands, CoordinatorLink
 from echo2.worker.options import WorkerLimits
 from echo2.worker.reports import Reports
-from tests.unit.worker.peers import RUN, SmallRun, issued
+from tests.unit.worker.peers import RUN, SmallRun, issued, until
 
 STOP = 9
 
@@ -98,26 +99,18 @@ class Bench:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-def play(folder: Path, scene: Callable[[SmallRun, Bench], Awaitable[None]]) -> None:
-    async def body() -> None:
-        async with SmallRun() as run:
-            bench = Bench(run, folder)
-            await scene(run, bench)
-            await bench.close()
-
-    asyncio.run(body())
+@asynccontextmanager
+async def working(folder: Path) -> AsyncIterator[tuple[SmallRun, Bench]]:
+    async with SmallRun() as run:
+        bench = Bench(run, folder)
+        yield run, bench
+        await bench.close()
 
 
-async def until(is_so: Callable[[], object], within_s: float = 30.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not is_so():
-            await asyncio.sleep(0.005)
-
-
-def test_tokens_reach_the_learner_and_another_worker_goes_on_with_them_until_the_group_is_finished(
+async def test_tokens_reach_the_learner_and_another_worker_goes_on_with_them_until_the_group_is_finished(
     tmp_path: Path,
 ) -> None:
-    async def scene(run: SmallRun, bench: Bench) -> None:
+    async with working(tmp_path) as (run, bench):
         bench.grant("1", 2)
         bench.sample("l1/0", 3, 4)
         await run.learner.until(lambda it: ("g1", 0) in it.held)
@@ -136,13 +129,11 @@ def test_tokens_reach_the_learner_and_another_worker_goes_on_with_them_until_the
         await until(lambda: not second.leases.lease_ids)
         await second.close()
 
-    play(tmp_path, scene)
 
-
-def test_nothing_is_lost_while_the_learner_is_away_or_forgets_and_nothing_doubled_when_it_is_back(
+async def test_nothing_is_lost_while_the_learner_is_away_or_forgets_and_nothing_doubled_when_it_is_back(
     tmp_path: Path,
 ) -> None:
-    async def scene(run: SmallRun, bench: Bench) -> None:
+    async with working(tmp_path) as (run, bench):
         bench.grant("1", 1)
         bench.sample("l1/0", 3)
         await run.learner.until(lambda it: ("g1", 0) in it.held)
@@ -158,11 +149,9 @@ def test_nothing_is_lost_while_the_learner_is_away_or_forgets_and_nothing_double
         assert run.learner.finished[("g1", 0)].token_ids == (3, 4, 5, STOP)
         assert run.learner.finished[("g2", 0)].token_ids == (6, STOP)
 
-    play(tmp_path, scene)
 
-
-def test_a_report_that_the_learner_refuses_costs_its_lease_and_no_other(tmp_path: Path) -> None:
-    async def scene(run: SmallRun, bench: Bench) -> None:
+async def test_a_report_that_the_learner_refuses_costs_its_lease_and_no_other(tmp_path: Path) -> None:
+    async with working(tmp_path) as (run, bench):
         run.learner.refuses = {"g1"}
         bench.grant("1", 1)
         bench.grant("2", 1)
@@ -172,15 +161,13 @@ def test_a_report_that_the_learner_refuses_costs_its_lease_and_no_other(tmp_path
         await until(lambda: not bench.leases.lease_ids)
         assert ("g1", 0) not in run.learner.held
 
-    play(tmp_path, scene)
 
-
-def test_a_report_that_gets_no_verdict_is_sent_again_on_another_stream(
+async def test_a_report_that_gets_no_verdict_is_sent_again_on_another_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reports_module, "VERDICT_S", 0.2)
 
-    async def scene(run: SmallRun, bench: Bench) -> None:
+    async with working(tmp_path) as (run, bench):
         run.learner.is_silent = True
         bench.grant("1", 1)
         bench.sample("l1/0", 3, STOP)
@@ -189,15 +176,13 @@ def test_a_report_that_gets_no_verdict_is_sent_again_on_another_stream(
         await run.learner.until(lambda it: it.finished)
         assert run.learner.finished[("g1", 0)].token_ids == (3, STOP)
 
-    play(tmp_path, scene)
 
-
-def test_a_lease_under_anothers_ticket_is_refused_and_a_renewal_of_one_that_has_ended_leaves_nothing_behind(
+async def test_a_lease_under_anothers_ticket_is_refused_and_a_renewal_of_one_that_has_ended_leaves_nothing_behind(
     tmp_path: Path,
 ) -> None:
     """The coordinator renewed it before it had heard of the end."""
 
-    async def scene(run: SmallRun, bench: Bench) -> None:
+    async with working(tmp_path) as (_, bench):
         bench.grant("0", 1, worker="another")
         bench.grant("0", 1, ticket_of="g2")
         assert not bench.holds(LeaseId("l0")) and bench.ended == [(LeaseId("l0"), EndReason.REFUSED)] * 2
@@ -208,11 +193,10 @@ def test_a_lease_under_anothers_ticket_is_refused_and_a_renewal_of_one_that_has_
         bench.grant("1", 1, is_renewal=True)
         assert not bench.holds(LeaseId("l1"))
 
-    play(tmp_path, scene)
 
+async def test_a_worker_ends_when_the_learner_comes_back_with_another_model_or_longer_sequences(tmp_path: Path) -> None:
+    async with working(tmp_path) as (_, bench):
 
-def test_a_worker_ends_when_the_learner_comes_back_with_another_model_or_longer_sequences(tmp_path: Path) -> None:
-    async def scene(run: SmallRun, bench: Bench) -> None:
         def tell(digest: str, tokens: int) -> None:
             learner = pb.LearnerWhereabouts(
                 peer_id=bench.peer_id, address="h:1", chunk_address="h:2", model_digest=digest,
@@ -226,5 +210,3 @@ def test_a_worker_ends_when_the_learner_comes_back_with_another_model_or_longer_
             tell("a" * 64, 41)
         with pytest.raises(VersionMismatch, match="the learner's model: expected .* it now trains .*ffff"):
             tell("f" * 64, 40)
-
-    play(tmp_path, scene)

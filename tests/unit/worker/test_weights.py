@@ -186,80 +186,63 @@ TestWeights = WeightRules.TestCase
 TestWeights.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
 
 
-def test_overtaken_versions_stay_off_the_engine_but_not_for_ever(tmp_path: Path) -> None:
-    async def scene() -> None:
-        bench = Bench(tmp_path)
-        await bench.take(artifact(0, None))
-        for version in range(1, SKIPS_MAX + 1):
-            await bench.take(artifact(version, version - 1), more_is_here=True)
-            assert (bench.weights.version, bench.weights.live) == (version, 0)
-        await bench.take(artifact(SKIPS_MAX + 1, SKIPS_MAX), more_is_here=True)
-        assert bench.engine.swaps == [(0, None), (SKIPS_MAX + 1, None)], (
-            "the host's whole weights: the delta does not fit"
-        )
-        assert await bench.weights.next_live() == bench.weights.live == SKIPS_MAX + 1
-
-    asyncio.run(scene())
+async def test_overtaken_versions_stay_off_the_engine_but_not_for_ever(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.take(artifact(0, None))
+    for version in range(1, SKIPS_MAX + 1):
+        await bench.take(artifact(version, version - 1), more_is_here=True)
+        assert (bench.weights.version, bench.weights.live) == (version, 0)
+    await bench.take(artifact(SKIPS_MAX + 1, SKIPS_MAX), more_is_here=True)
+    assert bench.engine.swaps == [(0, None), (SKIPS_MAX + 1, None)], "the host's whole weights: the delta does not fit"
+    assert await bench.weights.next_live() == bench.weights.live == SKIPS_MAX + 1
 
 
-def test_it_gives_up_after_several_failures_in_a_row_and_says_why(tmp_path: Path) -> None:
-    async def scene() -> None:
-        bench = Bench(tmp_path)
-        bench.engine.outcomes = ["fails"] * FAILURES_MAX
-        with pytest.raises(IntegrityError, match="5 times in a row; the last time: no room"):
-            await bench.take(artifact(1, None))
-        assert bench.engine.version is None is bench.weights.live
-
-    asyncio.run(scene())
+async def test_it_gives_up_after_several_failures_in_a_row_and_says_why(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.engine.outcomes = ["fails"] * FAILURES_MAX
+    with pytest.raises(IntegrityError, match="5 times in a row; the last time: no room"):
+        await bench.take(artifact(1, None))
+    assert bench.engine.version is None is bench.weights.live
 
 
-def test_a_delta_upon_an_unproven_base_that_is_another_model_asks_for_a_keyframe_at_once(tmp_path: Path) -> None:
-    async def scene() -> None:
-        bench = Bench(tmp_path)
-        bench.weights.host = published(99)
-        bench.weights.host.version = Version(0)
-        await bench.take(artifact(4, 0))
-        assert bench.refetches == [None] and bench.weights.host.version is None
-
-    asyncio.run(scene())
+async def test_a_delta_upon_an_unproven_base_that_is_another_model_asks_for_a_keyframe_at_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.weights.host = published(99)
+    bench.weights.host.version = Version(0)
+    await bench.take(artifact(4, 0))
+    assert bench.refetches == [None] and bench.weights.host.version is None
 
 
 @pytest.mark.parametrize("outcomes", list(itertools.product(["good", "wrong"], repeat=2)))
-def test_adopted_weights_go_live_by_the_same_proof_and_no_token_of_wrong_weights_passes(
+async def test_adopted_weights_go_live_by_the_same_proof_and_no_token_of_wrong_weights_passes(
     tmp_path: Path, outcomes: tuple[str, ...]
 ) -> None:
-    async def scene() -> None:
-        bench = Bench(tmp_path)
-        bench.engine.outcomes = list(outcomes)
-        original, count = bench.engine.swap, itertools.count()
+    bench = Bench(tmp_path)
+    bench.engine.outcomes = list(outcomes)
+    original, count = bench.engine.swap, itertools.count()
 
-        async def sampling(staged: StagedVersion, mode: SwapMode) -> float:
-            paused_s = await original(staged, mode)
-            chunk = TokenChunk(f"l/{next(count)}", (1,), (-1.0,), (-1.0,), staged.version, FinishReason.UNFINISHED)
-            bench.gate.take([chunk])
-            return paused_s
+    async def sampling(staged: StagedVersion, mode: SwapMode) -> float:
+        paused_s = await original(staged, mode)
+        chunk = TokenChunk(f"l/{next(count)}", (1,), (-1.0,), (-1.0,), staged.version, FinishReason.UNFINISHED)
+        bench.gate.take([chunk])
+        return paused_s
 
-        bench.engine.swap = sampling  # type: ignore[method-assign]
-        await bench.weights.adopt(published(0))
-        wrong = 0 if outcomes[0] == "good" else outcomes.count("wrong")
-        assert bench.weights.live == 0 and [chunk.request_id for chunk in bench.passed] == [f"l/{wrong}"]
-        assert bench.spoiled == ["l"] * wrong
-
-    asyncio.run(scene())
+    bench.engine.swap = sampling  # type: ignore[method-assign]
+    await bench.weights.adopt(published(0))
+    wrong = 0 if outcomes[0] == "good" else outcomes.count("wrong")
+    assert bench.weights.live == 0 and [chunk.request_id for chunk in bench.passed] == [f"l/{wrong}"]
+    assert bench.spoiled == ["l"] * wrong
 
 
-def test_weights_of_another_model_than_the_one_announced_are_refused(tmp_path: Path) -> None:
-    async def scene() -> None:
-        bench = Bench(tmp_path)
-        tensors = {"w": torch.zeros(8, 4).bfloat16()}
-        other = HostWeights.from_tensors(tensors, Version(0), KEY)
-        data = b"".join(encode_keyframe(other.tensors(), DeltaHeader(Version(0), fingerprint_key=KEY)))
-        with pytest.raises(VersionMismatch, match="names, shapes or types of its tensors differ"):
-            await bench.take(data)
-        assert (
-            model_digest(CONFIG, [("w", (8, 4), "bfloat16")])
-            != MODEL[0]
-            != model_digest(b"{ }", [("w", SHAPE, "bfloat16")])
-        )
-
-    asyncio.run(scene())
+async def test_weights_of_another_model_than_the_one_announced_are_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    tensors = {"w": torch.zeros(8, 4).bfloat16()}
+    other = HostWeights.from_tensors(tensors, Version(0), KEY)
+    data = b"".join(encode_keyframe(other.tensors(), DeltaHeader(Version(0), fingerprint_key=KEY)))
+    with pytest.raises(VersionMismatch, match="names, shapes or types of its tensors differ"):
+        await bench.take(data)
+    assert (
+        model_digest(CONFIG, [("w", (8, 4), "bfloat16")])
+        != MODEL[0]
+        != model_digest(b"{ }", [("w", SHAPE, "bfloat16")])
+    )

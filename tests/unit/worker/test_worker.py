@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from echo2.worker.options import WorkerLimits, WorkerOptions
 from echo2.worker.weights import model_digest
 from echo2.worker.worker import Worker, WorkerDaemon
 from tests.contract.engine_rig import make_versions, tiny_config
-from tests.unit.worker.peers import KEY, SmallRun
+from tests.unit.worker.peers import KEY, SmallRun, until
 
 CONFIG = tiny_config("qwen3")
 LIMITS = WorkerLimits(reconnect_s_max=0.3)
@@ -87,234 +87,198 @@ def judged(models: list[torch.nn.Module], prompt: tuple[int, ...], rollout: Roll
     return worst
 
 
-async def until(is_so: Callable[[], object], within_s: float = 60.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not is_so():
-            await asyncio.sleep(0.01)
-
-
-def test_a_worker_joins_gets_weights_measures_its_rate_generates_and_delivers_whole_groups(
+async def test_a_worker_joins_gets_weights_measures_its_rate_generates_and_delivers_whole_groups(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "echo2.worker")
-
-    async def scene() -> None:
-        async with SmallRun(tmp_path / "run") as run:
-            models = await prepared(run)
-            run.coordinator.learner.longest_sequence_tokens = 40
-            run.coordinator.clock_ahead_s = 3600.0
-            run.coordinator.lease_s = 3630.0  # by the coordinator's clock in half a minute
-            async with working(run, tmp_path / "w") as daemon:
-                await run.coordinator.until(lambda it: it.requests)
-                declared = [beat for beat in run.coordinator.heartbeats if beat.tokens_per_s > 0]
-                assert declared and declared[0].sampled_tokens == 0, "what the probe samples is nobody's"
-                status = await ask(daemon.folder, "status")
-                assert "measured before the first lease" in str(status["rate"])
-                assert "behind the coordinator's" in str(status["clock"]) and "synchronised" in str(status["clock"])
-                assert (status["price_usd_per_hour"], status["slots"], status["version"]) == (0.5, 8, 0)
-                run.coordinator.groups = [group(f"g{i}") for i in range(4)]
-                await run.learner.until(lambda it: len(it.finished) == 16)
-                await run.coordinator.until(lambda it: len(it.ended) == 4)
-                assert {e.reason for e in run.coordinator.ended} == {coordinator_pb2.LeaseEnded.REASON_FINISHED}
-                await run.coordinator.until(lambda it: it.heartbeats[-1].finished_rollouts == 16)
-                beat = run.coordinator.heartbeats[-1]
-                assert run.published is not None
-                assert (beat.version, beat.fingerprint) == (0, f"{run.published.fingerprint():016x}")
-                assert 16 <= beat.sampled_tokens <= 16 * 24
-            assert run.coordinator.leavings == ["the test ends"]
-            hello = run.coordinator.hellos[0]
-            assert (hello.name, hello.price_usd_per_hour, hello.slot_count, hello.engine) == ("w1", 0.5, 8, "embedded")
-            assert hello.quantisation == "" and "8 sequences of up to 40 tokens" in caplog.text
-            for key, rollout in run.learner.finished.items():
-                assert judged(models, (5, 6, 7), rollout) < 1e-4, key
-
-    asyncio.run(scene())
+    async with SmallRun(tmp_path / "run") as run:
+        models = await prepared(run)
+        run.coordinator.learner.longest_sequence_tokens = 40
+        run.coordinator.clock_ahead_s = 3600.0
+        run.coordinator.lease_s = 3630.0  # by the coordinator's clock in half a minute
+        async with working(run, tmp_path / "w") as daemon:
+            await run.coordinator.until(lambda it: it.requests)
+            declared = [beat for beat in run.coordinator.heartbeats if beat.tokens_per_s > 0]
+            assert declared and declared[0].sampled_tokens == 0, "what the probe samples is nobody's"
+            status = await ask(daemon.folder, "status")
+            assert "measured before the first lease" in str(status["rate"])
+            assert "behind the coordinator's" in str(status["clock"]) and "synchronised" in str(status["clock"])
+            assert (status["price_usd_per_hour"], status["slots"], status["version"]) == (0.5, 8, 0)
+            run.coordinator.groups = [group(f"g{i}") for i in range(4)]
+            await run.learner.until(lambda it: len(it.finished) == 16)
+            await run.coordinator.until(lambda it: len(it.ended) == 4)
+            assert {e.reason for e in run.coordinator.ended} == {coordinator_pb2.LeaseEnded.REASON_FINISHED}
+            await run.coordinator.until(lambda it: it.heartbeats[-1].finished_rollouts == 16)
+            beat = run.coordinator.heartbeats[-1]
+            assert run.published is not None
+            assert (beat.version, beat.fingerprint) == (0, f"{run.published.fingerprint():016x}")
+            assert 16 <= beat.sampled_tokens <= 16 * 24
+        assert run.coordinator.leavings == ["the test ends"]
+        hello = run.coordinator.hellos[0]
+        assert (hello.name, hello.price_usd_per_hour, hello.slot_count, hello.engine) == ("w1", 0.5, 8, "embedded")
+        assert hello.quantisation == "" and "8 sequences of up to 40 tokens" in caplog.text
+        for key, rollout in run.learner.finished.items():
+            assert judged(models, (5, 6, 7), rollout) < 1e-4, key
 
 
-def test_a_version_that_comes_midway_is_swapped_in_and_tokens_say_who_sampled_them(
+async def test_a_version_that_comes_midway_is_swapped_in_and_tokens_say_who_sampled_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene() -> None:
-        async with SmallRun(tmp_path / "run") as run:
-            models = await prepared(run)
-            run.coordinator.groups = [group(f"g{i}", 4, 200) for i in range(200)]  # work until the version is here
-            async with working(run, tmp_path / "w", slowdown=12.0) as daemon:
-                await run.learner.until(lambda it: len(it.held) == 4)
-                fingerprint = await run.publish(1, models[1])
-                await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
-                run.coordinator.groups.clear()
-                assert run.coordinator.heartbeats[-1].fingerprint == fingerprint
-                await until(lambda: daemon.worker is not None and not daemon.worker.leases.lease_ids)
-            assert "the engine kept version" not in caplog.text, "the delta itself was put in place"
-            mixed = [r for r in run.learner.finished.values() if len(r.version_spans) == 2]
-            assert mixed, "some rollout spans both versions"
-            for rollout in run.learner.finished.values():
-                assert judged(models, (5, 6, 7), rollout) < 1e-4
-
-    asyncio.run(scene())
+    async with SmallRun(tmp_path / "run") as run:
+        models = await prepared(run)
+        run.coordinator.groups = [group(f"g{i}", 4, 200) for i in range(200)]  # work until the version is here
+        async with working(run, tmp_path / "w", slowdown=12.0) as daemon:
+            await run.learner.until(lambda it: len(it.held) == 4)
+            fingerprint = await run.publish(1, models[1])
+            await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
+            run.coordinator.groups.clear()
+            assert run.coordinator.heartbeats[-1].fingerprint == fingerprint
+            await until(lambda: daemon.worker is not None and not daemon.worker.leases.lease_ids)
+        assert "the engine kept version" not in caplog.text, "the delta itself was put in place"
+        mixed = [r for r in run.learner.finished.values() if len(r.version_spans) == 2]
+        assert mixed, "some rollout spans both versions"
+        for rollout in run.learner.finished.values():
+            assert judged(models, (5, 6, 7), rollout) < 1e-4
 
 
-def test_work_is_asked_for_under_the_version_that_is_live_when_the_rate_is_known(
+async def test_work_is_asked_for_under_the_version_that_is_live_when_the_rate_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene() -> None:
-        async with SmallRun(tmp_path / "run") as run:
-            models = await prepared(run)
+    async with SmallRun(tmp_path / "run") as run:
+        models = await prepared(run)
 
-            async def measured(generation: Generation, engine: object) -> float:
-                await run.publish(1, models[1])
-                await until(lambda: worker_of(daemon).weights.live == 1)  # type: ignore[union-attr]
-                return 100.0
+        async def measured(generation: Generation, engine: object) -> float:
+            await run.publish(1, models[1])
+            await until(lambda: worker_of(daemon).weights.live == 1)  # type: ignore[union-attr]
+            return 100.0
 
-            monkeypatch.setattr(Generation, "measure_rate", measured)
-            async with working(run, tmp_path / "w") as daemon:
-                await run.coordinator.until(lambda it: it.requests)
-                assert {request.version for request in run.coordinator.requests} == {1}
-
-    asyncio.run(scene())
+        monkeypatch.setattr(Generation, "measure_rate", measured)
+        async with working(run, tmp_path / "w") as daemon:
+            await run.coordinator.until(lambda it: it.requests)
+            assert {request.version for request in run.coordinator.requests} == {1}
 
 
-def test_a_drain_hands_partials_back_at_once_and_another_worker_goes_on(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with SmallRun(tmp_path / "run") as run:
-            models = await prepared(run)
-            run.coordinator.groups = [group("g1", 4, 200)]
-            run.coordinator.report_interval_s = 60.0  # nothing but the drain reports
-            async with working(run, tmp_path / "w1", slowdown=6.0) as daemon:
-                await until(lambda: daemon.worker is not None and daemon.worker.leases.rates.sampled_tokens > 40)
-                assert not run.learner.held
-                begun = time.monotonic()
-                daemon.stop("preempted")
-                await run.coordinator.until(lambda it: it.ended)
-                assert time.monotonic() - begun < 20.0, "no report was due for a minute; benchmarks tell how long"
-                assert worker_of(daemon).generation.unheld_tokens == 0
-            assert run.coordinator.ended[0].reason == coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
-            sampled = worker_of(daemon).leases.rates.sampled_tokens
-            assert sum(len(run.learner.rollout_of(key).token_ids) for key in run.learner.held) == sampled
-            partials = {key: run.learner.rollout_of(key).token_ids for key in run.learner.held}
-            run.coordinator.groups = [group("g1", 4, 200)]
-            run.coordinator.continues = {"g1"}
-            async with working(run, tmp_path / "w2") as second:
-                await run.learner.until(lambda it: len(it.finished) == 4)
-            assert worker_of(second).leases.rates.sampled_tokens == 4 * 200 - sampled
-            for key, rollout in run.learner.finished.items():
-                assert rollout.token_ids[: len(partials[key])] == partials[key]
-                assert judged(models, (5, 6, 7), rollout) < 1e-4
-
-    asyncio.run(scene())
+async def test_a_drain_hands_partials_back_at_once_and_another_worker_goes_on(tmp_path: Path) -> None:
+    async with SmallRun(tmp_path / "run") as run:
+        models = await prepared(run)
+        run.coordinator.groups = [group("g1", 4, 200)]
+        run.coordinator.report_interval_s = 60.0  # nothing but the drain reports
+        async with working(run, tmp_path / "w1", slowdown=6.0) as daemon:
+            await until(lambda: daemon.worker is not None and daemon.worker.leases.rates.sampled_tokens > 40)
+            assert not run.learner.held
+            begun = time.monotonic()
+            daemon.stop("preempted")
+            await run.coordinator.until(lambda it: it.ended)
+            assert time.monotonic() - begun < 20.0, "no report was due for a minute; benchmarks tell how long"
+            assert worker_of(daemon).generation.unheld_tokens == 0
+        assert run.coordinator.ended[0].reason == coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
+        sampled = worker_of(daemon).leases.rates.sampled_tokens
+        assert sum(len(run.learner.rollout_of(key).token_ids) for key in run.learner.held) == sampled
+        partials = {key: run.learner.rollout_of(key).token_ids for key in run.learner.held}
+        run.coordinator.groups = [group("g1", 4, 200)]
+        run.coordinator.continues = {"g1"}
+        async with working(run, tmp_path / "w2") as second:
+            await run.learner.until(lambda it: len(it.finished) == 4)
+        assert worker_of(second).leases.rates.sampled_tokens == 4 * 200 - sampled
+        for key, rollout in run.learner.finished.items():
+            assert rollout.token_ids[: len(partials[key])] == partials[key]
+            assert judged(models, (5, 6, 7), rollout) < 1e-4
 
 
-def test_the_owner_can_let_it_finish_or_send_it_away(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with SmallRun(tmp_path / "run") as run:
-            await prepared(run)
-            run.coordinator.groups = [group("g1", 4, 200)]
-            daemon = WorkerDaemon(options(run, tmp_path / "w", slowdown=12.0))
-            task = asyncio.create_task(daemon.run())
-            await run.learner.until(lambda it: it.held)
-            assert await ask(daemon.folder, "drain") == {"text": "finishing 1 leases, then leaving"}
-            await asyncio.wait_for(task, 30)
-            assert len(run.learner.finished) == 4
-            assert run.coordinator.leavings == ["drained"]
-            run.coordinator.groups = [group("g2", 4, 200)]
-            task = asyncio.create_task(WorkerDaemon(options(run, tmp_path / "w", slowdown=12.0)).run())
-            await run.learner.until(lambda it: ("g2", 0) in it.held)
-            await ask(daemon.folder, "leave")
-            await asyncio.wait_for(task, 10)
-            assert run.coordinator.ended[-1].reason == coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
-
-    asyncio.run(scene())
+async def test_the_owner_can_let_it_finish_or_send_it_away(tmp_path: Path) -> None:
+    async with SmallRun(tmp_path / "run") as run:
+        await prepared(run)
+        run.coordinator.groups = [group("g1", 4, 200)]
+        daemon = WorkerDaemon(options(run, tmp_path / "w", slowdown=12.0))
+        task = asyncio.create_task(daemon.run())
+        await run.learner.until(lambda it: it.held)
+        assert await ask(daemon.folder, "drain") == {"text": "finishing 1 leases, then leaving"}
+        await asyncio.wait_for(task, 30)
+        assert len(run.learner.finished) == 4
+        assert run.coordinator.leavings == ["drained"]
+        run.coordinator.groups = [group("g2", 4, 200)]
+        task = asyncio.create_task(WorkerDaemon(options(run, tmp_path / "w", slowdown=12.0)).run())
+        await run.learner.until(lambda it: ("g2", 0) in it.held)
+        await ask(daemon.folder, "leave")
+        await asyncio.wait_for(task, 10)
+        assert run.coordinator.ended[-1].reason == coordinator_pb2.LeaseEnded.REASON_HANDED_BACK
 
 
-def test_generation_goes_on_while_coordinator_and_learner_are_away_and_a_moved_coordinator_is_found_by_the_link(
+async def test_generation_goes_on_while_coordinator_and_learner_are_away_and_a_moved_coordinator_is_found_by_the_link(
     tmp_path: Path,
 ) -> None:
-    async def scene() -> None:
-        async with SmallRun(tmp_path / "run") as run:
-            await prepared(run)
-            run.coordinator.groups = [group("g1", 4, 200)]
-            async with working(run, tmp_path / "w", slowdown=12.0) as daemon:
-                await run.learner.until(lambda it: it.held)
-                await run.stop("coordinator")
-                await run.stop("learner")
-                await until(lambda: worker_of(daemon).leases.rates.finished_rollouts == 4)
-                assert not run.learner.finished
-                await run.start_learner()
-                await run.learner.until(lambda it: len(it.finished) == 4)
-                run.coordinator_address = "127.0.0.1:0"  # elsewhere
-                await run.start_coordinator()
-                await run.coordinator.until(lambda it: len(it.hellos) == 2)
-                run.coordinator.groups = [group("g2", 2, 8)]
-                await run.learner.until(lambda it: len(it.finished) == 6)
-
-    asyncio.run(scene())
+    async with SmallRun(tmp_path / "run") as run:
+        await prepared(run)
+        run.coordinator.groups = [group("g1", 4, 200)]
+        async with working(run, tmp_path / "w", slowdown=12.0) as daemon:
+            await run.learner.until(lambda it: it.held)
+            await run.stop("coordinator")
+            await run.stop("learner")
+            await until(lambda: worker_of(daemon).leases.rates.finished_rollouts == 4)
+            assert not run.learner.finished
+            await run.start_learner()
+            await run.learner.until(lambda it: len(it.finished) == 4)
+            run.coordinator_address = "127.0.0.1:0"  # elsewhere
+            await run.start_coordinator()
+            await run.coordinator.until(lambda it: len(it.hellos) == 2)
+            run.coordinator.groups = [group("g2", 2, 8)]
+            await run.learner.until(lambda it: len(it.finished) == 6)
 
 
-def test_a_restart_keeps_identity_and_weights_and_needs_neither_token_nor_base(
+async def test_a_restart_keeps_identity_and_weights_and_needs_neither_token_nor_base(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "echo2.worker")
-
-    async def scene() -> None:
-        async with SmallRun(tmp_path / "run") as run:
-            models = await prepared(run)
-            async with working(run, tmp_path / "w"):
-                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
-            base = await asyncio.to_thread(saved, tmp_path / "base", models[0])
-            run.coordinator.heartbeats.clear()
-            async with working(run, tmp_path / "w", join_link=run.link("spent"), model_path=base):
-                await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
-            assert "base checkpoint in" not in caplog.text, "its store has the version"
-
-    asyncio.run(scene())
+    async with SmallRun(tmp_path / "run") as run:
+        models = await prepared(run)
+        async with working(run, tmp_path / "w"):
+            await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+        base = await asyncio.to_thread(saved, tmp_path / "base", models[0])
+        run.coordinator.heartbeats.clear()
+        async with working(run, tmp_path / "w", join_link=run.link("spent"), model_path=base):
+            await run.coordinator.until(lambda it: it.heartbeats and it.heartbeats[-1].has_version)
+        assert "base checkpoint in" not in caplog.text, "its store has the version"
 
 
-def test_refusals_end_the_worker_with_the_error_that_they_name(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with SmallRun(tmp_path / "run") as run:
-            with pytest.raises(BadToken, match="expected one that is known"):
-                await WorkerDaemon(options(run, tmp_path / "w", join_link=run.link("bad"))).run()
-            for code, error in (
-                ("NotAllowed", NotAllowed), ("VersionMismatch", VersionMismatch), ("Nonsense", ProtocolError)
-            ):  # fmt: skip
-                run.coordinator.refusal = coordinator_pb2.Refusal(code=code, message="protocol 2, not 1")
-                with pytest.raises(error, match="protocol 2, not 1"):
-                    await WorkerDaemon(options(run, tmp_path / "w")).run()
-            run.coordinator.refusal, run.coordinator.run_id = None, "another-run"
-            with pytest.raises(StateError, match="expected run small-run, got another-run"):
+async def test_refusals_end_the_worker_with_the_error_that_they_name(tmp_path: Path) -> None:
+    async with SmallRun(tmp_path / "run") as run:
+        with pytest.raises(BadToken, match="expected one that is known"):
+            await WorkerDaemon(options(run, tmp_path / "w", join_link=run.link("bad"))).run()
+        for code, error in (
+            ("NotAllowed", NotAllowed), ("VersionMismatch", VersionMismatch), ("Nonsense", ProtocolError)
+        ):  # fmt: skip
+            run.coordinator.refusal = coordinator_pb2.Refusal(code=code, message="protocol 2, not 1")
+            with pytest.raises(error, match="protocol 2, not 1"):
                 await WorkerDaemon(options(run, tmp_path / "w")).run()
-        async with SmallRun(tmp_path / "other") as other:
-            with pytest.raises(StateError, match="give this run a folder of its own"):
-                await WorkerDaemon(options(other, tmp_path / "w")).run()
+        run.coordinator.refusal, run.coordinator.run_id = None, "another-run"
+        with pytest.raises(StateError, match="expected run small-run, got another-run"):
+            await WorkerDaemon(options(run, tmp_path / "w")).run()
+    async with SmallRun(tmp_path / "other") as other:
+        with pytest.raises(StateError, match="give this run a folder of its own"):
+            await WorkerDaemon(options(other, tmp_path / "w")).run()
 
-    asyncio.run(scene())
 
-
-def test_the_base_checkpoint_of_this_machine_goes_live_once_its_fingerprint_is_the_signed_one(
+async def test_the_base_checkpoint_of_this_machine_goes_live_once_its_fingerprint_is_the_signed_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "echo2.worker")
-
-    async def scene() -> None:
-        async with SmallRun(tmp_path / "run") as run:
-            models = await prepared(run)
-            for name, model in (("base", models[0]), ("another", models[1])):
-                await asyncio.to_thread(saved, tmp_path / name, model)
-            run.coordinator.groups = [group("g1")]
-            async with working(run, tmp_path / "w1", model_path=str(tmp_path / "base")):
-                await run.learner.until(lambda it: len(it.finished) == 4)
-                assert "nothing to fetch" in caplog.text
-                await run.publish(1, models[1])
-                await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
-            caplog.clear()
-            run.coordinator.groups = [group("g2")]
-            async with working(run, tmp_path / "w2", model_path=str(tmp_path / "another")):
-                await run.learner.until(lambda it: len(it.finished) == 8)
-            assert "base checkpoint in" in caplog.text and "nothing to fetch" not in caplog.text
-            for rollout in run.learner.finished.values():
-                assert judged(models, (5, 6, 7), rollout) < 1e-4
-
-    asyncio.run(scene())
+    async with SmallRun(tmp_path / "run") as run:
+        models = await prepared(run)
+        for name, model in (("base", models[0]), ("another", models[1])):
+            await asyncio.to_thread(saved, tmp_path / name, model)
+        run.coordinator.groups = [group("g1")]
+        async with working(run, tmp_path / "w1", model_path=str(tmp_path / "base")):
+            await run.learner.until(lambda it: len(it.finished) == 4)
+            assert "nothing to fetch" in caplog.text
+            await run.publish(1, models[1])
+            await run.coordinator.until(lambda it: it.heartbeats[-1].version == 1)
+        caplog.clear()
+        run.coordinator.groups = [group("g2")]
+        async with working(run, tmp_path / "w2", model_path=str(tmp_path / "another")):
+            await run.learner.until(lambda it: len(it.finished) == 8)
+        assert "base checkpoint in" in caplog.text and "nothing to fetch" not in caplog.text
+        for rollout in run.learner.finished.values():
+            assert judged(models, (5, 6, 7), rollout) < 1e-4
 
 
 def saved(folder: Path, model: torch.nn.Module) -> str:
@@ -334,33 +298,29 @@ def moved(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("is_base", [True, False])
-def test_a_newcomer_with_the_base_fetches_one_merged_delta_and_with_another_models_a_keyframe(
+async def test_a_newcomer_with_the_base_fetches_one_merged_delta_and_with_another_models_a_keyframe(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_base: bool
 ) -> None:
     caplog.set_level("INFO", "echo2")
-
-    async def scene() -> None:
-        async with SmallRun(tmp_path / "run") as run:
-            models = await prepared(run)
-            later = moved(models[0])
-            await run.publish(7, later, base=models[0])
-            run.coordinator.learner.newest_version = 7
-            await run.publish(8, moved(later))
-            base = await asyncio.to_thread(saved, tmp_path / "base", models[0 if is_base else 1])
-            async with working(run, tmp_path / "w1", model_path=base) as daemon:
-                await run.coordinator.until(
-                    lambda it: it.heartbeats and it.heartbeats[-1].has_version and it.heartbeats[-1].version == 8
-                )
-                assert run.published is not None and worker_of(daemon).weights is not None
-                host = worker_of(daemon).weights.host
-                assert fingerprint(host.tensors(), KEY) == host.fingerprint()
-                beat = run.coordinator.heartbeats[-1]
-                assert beat.fingerprint == f"{run.published.fingerprint():016x}"
-            sizes = [left.stat().st_size for left in (tmp_path / "w1" / "chunks").glob("*.artifact")]
-            if is_base:
-                assert "catching up by base" in caplog.text and "base checkpoint and delta 0->7" in caplog.text
-                assert sum(sizes) < run.published.total_bytes / 3, "no keyframe was fetched"
-            else:
-                assert "parent's fingerprint" in caplog.text
-
-    asyncio.run(scene())
+    async with SmallRun(tmp_path / "run") as run:
+        models = await prepared(run)
+        later = moved(models[0])
+        await run.publish(7, later, base=models[0])
+        run.coordinator.learner.newest_version = 7
+        await run.publish(8, moved(later))
+        base = await asyncio.to_thread(saved, tmp_path / "base", models[0 if is_base else 1])
+        async with working(run, tmp_path / "w1", model_path=base) as daemon:
+            await run.coordinator.until(
+                lambda it: it.heartbeats and it.heartbeats[-1].has_version and it.heartbeats[-1].version == 8
+            )
+            assert run.published is not None and worker_of(daemon).weights is not None
+            host = worker_of(daemon).weights.host
+            assert fingerprint(host.tensors(), KEY) == host.fingerprint()
+            beat = run.coordinator.heartbeats[-1]
+            assert beat.fingerprint == f"{run.published.fingerprint():016x}"
+        sizes = [left.stat().st_size for left in (tmp_path / "w1" / "chunks").glob("*.artifact")]
+        if is_base:
+            assert "catching up by base" in caplog.text and "base checkpoint and delta 0->7" in caplog.text
+            assert sum(sizes) < run.published.total_bytes / 3, "no keyframe was fetched"
+        else:
+            assert "parent's fingerprint" in caplog.text
