@@ -7,6 +7,7 @@ pydantic's own texts are never shown, and a bound without an obvious reason come
 from __future__ import annotations
 
 import json
+import logging
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "wan": {"coordinator": {"host": "::"}},  # rented machines across the Internet
 }
 """What differs from the defaults."""
+FORMER = {
+    "agent.restarts": "an episode that is lost begins again twice",
+    "coordinator.relay_port": "the relay listens beside coordinator.port",
+}
+"""Options that run files may still set, and what holds instead: nothing that would make another run of theirs."""
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -39,6 +45,7 @@ _KINDS = {
     "dict": "a table, such as { name = 1 }",
     "tuple": "a list, such as [\"one\", \"two\"]",
 }  # fmt: skip
+_log = logging.getLogger("echo2.config")
 _OWN_WORDS = ("value_error", "assertion_error")  # pydantic's types of errors whose text is ours
 
 
@@ -59,6 +66,10 @@ def load_config(
         tree = base
     for name, text in (overrides or {}).items():
         _set_dotted(tree, name, _value_of(text))
+    for name, instead in FORMER.items():
+        section, _, own = name.partition(".")
+        if isinstance(tree.get(section), dict) and own in tree[section]:
+            _log.warning("%s = %s: no longer an option and left out: %s", name, tree[section].pop(own), instead)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

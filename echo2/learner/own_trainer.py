@@ -26,6 +26,7 @@ from echo2.learner.publishing.checkpoint import Checkpoint, CheckpointStore, sta
 from echo2.learner.publishing.publisher import LocalCoder, VersionCoder
 from echo2.learner.rollouts.groups import Batch
 from echo2.learner.training.loading import (
+    as_base_holds,
     config_json_of,
     digest_of,
     read_config,
@@ -120,9 +121,10 @@ class DeclaredModel:
         return copies
 
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
-        """Writes `policy` in Hugging Face layout."""
+        """Writes `policy` in Hugging Face layout, in the base's dtype if that holds it."""
         from transformers import AutoModelForCausalLM
 
+        policy, _ = as_base_holds(self.path, policy, self.dtype)
         model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
         with torch.no_grad():
             for name, tensor in published_tensors(model).items():

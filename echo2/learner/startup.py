@@ -318,7 +318,7 @@ def follow(options: LearnerOptions, ranks: Ranks) -> None:
 
 
 def export(model: PublishedModel, policy: Mapping[str, Tensor], tokenizer: object, folder: Path) -> None:
-    """Writes `policy`, a whole snapshot of `model`, as a Hugging Face folder in the published dtype; replaces `folder`."""
+    """Writes `policy`, a whole snapshot of `model`, as a Hugging Face folder in its base's dtype; replaces `folder`."""
     partial = folder.with_name(folder.name + ".partial")
     model.save(policy, partial)
     tokenizer.save_pretrained(partial)  # type: ignore[attr-defined]

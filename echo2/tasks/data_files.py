@@ -1,4 +1,4 @@
-"""Reads problems from local files: JSON lines, a JSON array, parquet, or a folder in Hugging Face layout.
+"""Reads problems from local files: JSON lines or a JSON array, by gzip too, parquet, or a folder in Hugging Face layout.
 
 Guarantees: rows come in a fixed order (files by name, rows in file order); a missing column, an empty cell or a broken line raises
 a `TaskError` that names the file, the row and what was found; a prompt that comes again is left out, so that no problem is both
@@ -11,13 +11,17 @@ worked answer that ends in `#### 42`, only the part after the mark counts. `data
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import json
 import logging
 import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from io import BufferedIOBase
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -29,7 +33,7 @@ from echo2.tasks.task import ChatMessage, Prompt
 PROMPT_COLUMNS = ("prompt", "problem", "question")  # names in common data sets, most specific first
 # As above; `reward_model.ground_truth` is verl's.
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "target")
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")  # the hub's parquet, what `save_to_disk` writes, and plain text
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".arrow")  # the hub's, `save_to_disk`'s, text
 ROWS_MAX = 5_000_000  # some GB as Python objects: the learner keeps all rows
 LINE_BYTES_MAX = 16 << 20  # a prompt of a million tokens, four times
 ARRAY_BYTES_MAX = 1 << 30  # it is read whole, which takes ten times as much memory
@@ -81,7 +85,7 @@ def read_math_rows(
 def data_files(path: Path, split: str, subset: str = "") -> list[Path]:
     """Returns the file itself, or the folder's files of `split` (`train-00000-of-00002.parquet`, `train/*.arrow`, ...)."""
     if path.is_file():
-        if path.suffix not in SUFFIXES:
+        if not path.name.endswith(SUFFIXES):
             raise TaskError(f"data set {path}: expected one of {', '.join(SUFFIXES)}, got {path.suffix or 'no suffix'}")
         return [path]
     if not path.is_dir():
@@ -126,35 +130,43 @@ def _rows_of(file: Path) -> Iterator[Row]:
             raise TaskError(
                 f"data file {file}: expected its content, got the pointer that Git LFS leaves in its place; `git lfs pull`"
             )
-    return _json_rows(file) if file.suffix in (".jsonl", ".json") else _columnar_rows(file)
-
-
-def _json_lines(file: Path) -> Iterator[Row]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(LINE_BYTES_MAX + 1), b""), start=1):
-            if len(line) > LINE_BYTES_MAX:
-                raise TaskError(f"{file.name} line {number}: expected at most {LINE_BYTES_MAX} bytes")
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise TaskError(f"{file.name} line {number}: expected a JSON object, got {error}") from error
-            if not isinstance(row, dict):
-                raise TaskError(f"{file.name} line {number}: expected a JSON object, got {type(row).__name__}")
-            yield row
+    return _columnar_rows(file) if file.suffix in (".parquet", ".arrow") else _json_rows(file)
 
 
 def _json_rows(file: Path) -> Iterator[Row]:
-    """The rows of JSON lines or of one array, whatever the file is called."""
-    with file.open("rb") as stream:
-        if stream.read(1 << 10).lstrip()[:1] != b"[":
-            yield from _json_lines(file)
-            return
-    if file.stat().st_size > ARRAY_BYTES_MAX:
+    """The rows of JSON lines or of one array, whatever the file is called; compressed or not."""
+    with file.open("rb") as start:
+        is_compressed = start.read(2) == b"\x1f\x8b"
+    try:
+        with gzip.open(file) if is_compressed else file.open("rb") as stream:
+            is_array = stream.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+            stream.seek(0)
+            yield from (_array_rows if is_array else _json_lines)(file, stream)
+    except (EOFError, OSError, zlib.error) as error:
+        raise TaskError(f"data file {file}: expected it whole, got: {error}") from error
+
+
+def _json_lines(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
+    for number, line in enumerate(iter(lambda: stream.readline(LINE_BYTES_MAX + 1), b""), start=1):
+        if len(line) > LINE_BYTES_MAX:
+            raise TaskError(f"{file.name} line {number}: expected at most {LINE_BYTES_MAX} bytes")
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise TaskError(f"{file.name} line {number}: expected a JSON object, got {error}") from error
+        if not isinstance(row, dict):
+            raise TaskError(f"{file.name} line {number}: expected a JSON object, got {type(row).__name__}")
+        yield row
+
+
+def _array_rows(file: Path, stream: BufferedIOBase) -> Iterator[Row]:
+    text = stream.read(ARRAY_BYTES_MAX + 1)
+    if len(text) > ARRAY_BYTES_MAX:
         raise TaskError(f"{file.name}: expected an array of at most {ARRAY_BYTES_MAX} bytes; write it as JSON lines")
     try:
-        rows = json.loads(file.read_bytes())
+        rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TaskError(f"{file.name}: expected a JSON array of objects, got {error}") from error
     for number, row in enumerate(rows, start=1):

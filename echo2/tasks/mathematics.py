@@ -98,6 +98,7 @@ _SIGNS = {
 _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")  # superscripts
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"</?answer>"), " "),
+    (re.compile(r"(?<!text\{)\b(true|false)\b", re.IGNORECASE), r"\\text{\1}"),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
     (re.compile(r"(?<=\d)\.(?=\})"), ""),
     (re.compile(r"\\\$(?=\s*[\d.])|[€£¥](?=\s*[\d.])"), ""),
@@ -108,7 +109,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<![\w.\\])(\d{1,30}(?:\.\d{1,30})?)[eE]([+-]?\d{1,3})(?!\w)"), r"\1\\times 10^{\2}"),
     (re.compile(r"(?<=\d)\s*(?:dollars?|euros?|cents?|km/h|m/s|km/s|kg/m\^3|g/cm\^3)(?![\w/])"), ""),
 )
-"""What the parser does not know, as what it knows: tags, stops, currencies, dashes, roots, mixed numbers, powers of ten, units."""
+"""What the parser does not know, as what it knows: tags, truth, currencies, dashes, mixed numbers, powers of ten, units."""
 _GROUPED = (
     re.compile(r"(?<![\w.,])\d{1,3}(?:(?:\\[,! ]|[ \u00a0\u2009\u202f])\d{3})+(?![\w])"),
     re.compile(r"(?<![\w.,])\d{1,3}(?:\.\d{3}){2,}(?![\w])"),

@@ -69,6 +69,7 @@ SHELL_FILES = {
         "harness",
         "openenv_agent",
         "operations",
+        "runtime",
         "tinker",
         "verifiers_agent",
     )

@@ -102,6 +102,19 @@ def read_generation_config(path: str) -> Any:
         return None
 
 
+def as_base_holds(path: str, policy: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[str, Tensor], torch.dtype]:
+    """A policy of this dtype in the dtype of its base, and which that is; in its own if the base's would lose values. Tensors of
+    other dtypes, kept beside the weights, stay."""
+    wanted = read_config(path).dtype or dtype
+    most = torch.finfo(wanted).max
+    large = [name for name, tensor in policy.items() if tensor.dtype == dtype and bool((tensor.abs() > most).any())]
+    if large and dtype != torch.float32:
+        _log.warning("model %s: %s has grown beyond %s, so it is written as %s", path, large[0], wanted, dtype)
+    if large or dtype == torch.float32:
+        return dict(policy), dtype
+    return {name: t.to(wanted) if t.dtype == dtype else t for name, t in policy.items()}, wanted
+
+
 def read_ends(path: str) -> tuple[int, ...]:
     """Tokens that end a completion, by the generation config and the model's config."""
     return stop_tokens_of(read_generation_config(path), read_config(path))
@@ -294,11 +307,11 @@ def digest_of(config_json: bytes, table: Iterable[tuple[str, Sequence[int]]], dt
 
 def stop_tokens_of(generation_config: Any, config: Any) -> tuple[int, ...]:
     """Tokens that end a completion: those of the generation config and of the model's config."""
-    found: dict[int, None] = {}
+    found: list[Any] = []
     for ends in (getattr(generation_config, "eos_token_id", None), getattr(config, "eos_token_id", None)):
-        found |= dict.fromkeys(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        found += ends if isinstance(ends, list) else [] if ends is None else [ends]
     if odd := [end for end in found if not isinstance(end, int)]:
         raise ConfigError(
             f"eos_token_id: expected token ids in the model's config and generation config, got {odd[0]!r}"
         )
-    return tuple(found)
+    return tuple(dict.fromkeys(found))

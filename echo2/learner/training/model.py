@@ -30,6 +30,7 @@ from echo2.learner.training import unit_attention
 from echo2.learner.training.adapter import CONFIG_KEY, AdapterOptions, merge_into, published_name, put_on_adapter
 from echo2.learner.training.loading import (
     Skeleton,
+    as_base_holds,
     config_json_of,
     digest_of,
     load_whole,
@@ -426,20 +427,21 @@ class PolicyModel:
         return (dict(zip(self.published_names, self.masters, strict=True)) | self.kept).get(published_name)
 
     def save(self, policy: Mapping[str, Tensor], folder: Path) -> None:
-        """Writes the snapshot `policy` in Hugging Face layout, in the published dtype; an adapter is merged into its base weights.
-        Tied tensors are written once."""
+        """Writes the snapshot `policy` in Hugging Face layout, in the base's dtype if that holds it; an adapter is merged into its
+        base weights. Tied tensors are written once."""
         if self.adapter is not None:
             base = load_whole(self.path, torch.float32)
             merge_into(base, policy, self.adapter, self.weights_dtype)
-            base.save_pretrained(folder)
+            base.to(as_base_holds(self.path, base.state_dict(), self.published_dtype)[1]).save_pretrained(folder)
             return
+        policy, dtype = as_base_holds(self.path, policy, self.published_dtype)
         parameters = dict(self.hf_model.named_parameters(remove_duplicate=False))
         buffers = {name: tensor for name, tensor in self.hf_model.state_dict().items() if name not in parameters}
         trained = {name: tensor.contiguous() for name, tensor in policy.items()}
         self.hf_model.save_pretrained(folder, state_dict={**buffers, **trained})
         # It wrote the dtype that this process computes with, which on a CPU is not that of the tensors.
         config = copy.deepcopy(self.config)
-        config.dtype = self.published_dtype
+        config.dtype = dtype
         config.save_pretrained(folder)
 
     @property

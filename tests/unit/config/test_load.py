@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import ConfigError
 from echo2.base.link_shape import LinkShape
-from echo2.config.load import PRESETS, load_config, option_names, parse_overrides, to_toml
+from echo2.config.load import FORMER, PRESETS, load_config, option_names, parse_overrides, to_toml
 from echo2.config.run import RunConfig
 
 OPTIONS = Path(__file__).with_name("options.txt")
@@ -78,6 +78,17 @@ def test_override_beats_file_beats_preset(tmp_path: Path) -> None:
 def test_bad_value_is_refused_by_name(name: str, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config((), None, {name: text})
+
+
+def test_a_file_with_an_option_that_became_a_rule_loads_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[coordinator]\nport = 7\nrelay_port = 0\n[agent]\nrestarts = 0\n")
+    config = load_config([file])
+    assert config.coordinator.relay_port == 11 and config.agent == load_config().agent
+    for name in FORMER:
+        assert f"{name} = 0: no longer an option" in caplog.text and name not in option_names()
 
 
 def test_a_bound_that_no_arithmetic_explains_has_its_reason() -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from echo2.base.errors import ConfigError
+from echo2.learner.own_trainer import DeclaredModel
 from echo2.learner.rollouts.prompts import load_tokenizer
 from echo2.learner.startup import export
 from echo2.learner.training.adapter import AdapterOptions
@@ -38,12 +39,15 @@ def changed(folder: Path, **fields: object) -> Path:
 
 
 @pytest.mark.parametrize("adapter", [None, AdapterOptions(2, 4)], ids=["whole", "adapter"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_an_exported_model_has_the_tensors_the_dtype_and_the_size_of_its_base(
     tmp_path: Path, dtype: str, adapter: AdapterOptions | None
 ) -> None:
     base = base_of(tmp_path / "base", getattr(torch, dtype))
-    model = PolicyModel(str(base), dtype, CPU, 1.0, adapter=adapter)
+    if dtype == "float16":  # what a policy in bf16 can hold as well
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).half().save_pretrained(base)
+    precision = "float32" if dtype == "float32" else "bfloat16"
+    model = PolicyModel(str(base), precision, CPU, 1.0, adapter=adapter)
     export(model, model.snapshot(), load_tokenizer(str(base)), tmp_path / "out")
     of_base, of_export = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
     assert {name: (t.shape, t.dtype) for name, t in of_export.items()} == {
@@ -57,6 +61,35 @@ def test_an_exported_model_has_the_tensors_the_dtype_and_the_size_of_its_base(
     with torch.no_grad():
         logits = [AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (base, tmp_path / "out")]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("precision", "value", "dtype"),
+    [("bfloat16", 3.0, torch.float16), ("bfloat16", 7e4, torch.bfloat16), ("float32", 1 + 2**-20, torch.float32)],
+    ids=["fits", "too large", "too precise"],
+)
+@pytest.mark.parametrize("model_class", [PolicyModel, DeclaredModel])
+def test_a_base_in_float16_stays_so_unless_that_would_change_the_policy(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    precision: str,
+    value: float,
+    dtype: torch.dtype,
+    model_class: type,
+) -> None:
+    base, name = base_of(tmp_path / "base", torch.float16), "model.norm.weight"
+    policy = PolicyModel(str(base), precision, CPU, 1.0).snapshot()
+    policy[name].fill_(value)
+    model = (
+        DeclaredModel(str(base), precision)
+        if model_class is DeclaredModel
+        else PolicyModel(str(base), precision, CPU, 1.0)
+    )
+    export(model, policy, load_tokenizer(str(base)), tmp_path / "out")
+    assert {t.dtype for t in load_file(tmp_path / "out" / WEIGHTS).values()} == {dtype}
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert found.dtype == dtype and torch.equal(found.model.norm.weight.float(), policy[name].float())
+    assert (f"{name} has grown beyond torch.float16" in caplog.text) == (value > 6e4)
 
 
 def test_a_head_that_differs_from_the_embedding_is_read_as_the_files_say(
@@ -165,6 +198,7 @@ BY_LOADING: list[tuple[Callable[[Path], object], str]] = [
     (rope(type="yarn"), "cannot be loaded as a causal LM: .*factor"),
     (rope(factor=4.0), "rope_scaling: expected a type beside the factor"),
     (written("generation_config.json", '{"eos_token_id": "</s>"}'), "eos_token_id: expected token ids .* got '</s>'"),
+    (written("generation_config.json", '{"eos_token_id": [[1], 5]}'), r"eos_token_id: expected token ids .* got \[1\]"),
 ]  # fmt: skip
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,27 @@ def test_content_in_parts_and_a_list_of_one_answer_are_read_as_what_they_mean(tm
         write_jsonl(tmp_path / "x.jsonl", [{"prompt": [{"role": "user", "content": parts}], "final_answer": ["$4$"]}])
     )
     assert row.prompt == (ChatMessage("user", "How much is 2+2?"),) and row.answer == "$4$"
+
+
+LINES, ARRAY = "".join(json.dumps(row) + "\n" for row in ROWS).encode(), json.dumps(ROWS, indent=1).encode()
+
+
+@pytest.mark.parametrize("content", [LINES, LINES.replace(b"\n", b"\r\n"), ARRAY], ids=["lines", "CRLF", "array"])
+@pytest.mark.parametrize("ending", ["x.jsonl", "x.json", "x.jsonl.gz", "folder/train.json.gz"])
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8], ids=["", "BOM"])
+def test_text_is_read_however_it_was_written(tmp_path: Path, content: bytes, ending: str, mark: bytes) -> None:
+    file = tmp_path / ending
+    file.parent.mkdir(exist_ok=True)
+    packed: Callable[[bytes], bytes] = gzip.compress if ending.endswith("gz") else bytes
+    file.write_bytes(packed(mark + content))
+    path = file if file.parent == tmp_path else file.parent
+    assert [row.answer for row in read_math_rows(path)] == ["2", "4", "6"]
+
+
+def test_half_of_a_compressed_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(LINES)[:-20])
+    with pytest.raises(TaskError, match=r"x\.jsonl\.gz: expected it whole"):
+        read_math_rows(tmp_path / "x.jsonl.gz")
 
 
 def test_a_problem_that_comes_again_is_read_once_so_that_none_is_held_out_and_trained_on(

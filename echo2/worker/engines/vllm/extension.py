@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import vllm._custom_ops as vllm_ops
+from vllm.config import set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod, OnlineLinearBase
@@ -304,7 +305,8 @@ class WorkerExtension:
             model = self.model_runner.model
             config = Path(self.model_runner.model_config.model)  # the folder that the engine wrote
             found: WeightMap | RoundedMap
-            with without_adapters(model):
+            # Some models' loaders ask for vLLM's config, which is set only while it makes a model.
+            with without_adapters(model), set_current_vllm_config(self.model_runner.vllm_config):
                 if layers := rounded_layers(model):
                     found = map_rounded(model, _shapes(shapes), layers, config)
                 else:
