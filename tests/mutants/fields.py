@@ -29,7 +29,7 @@ TESTS: dict[str, tuple[str, ...]] = {  # by the beginning of the path, the most 
     "learner/rollouts/journal.py": ("tests/unit/learner/test_journal.py",),
     "learner/rollouts/ingest.py": ("tests/unit/learner/test_ingest.py",),
     "learner/recent.py": ("tests/unit/learner/test_recent.py",),
-    "learner/": ("tests/unit/learner/test_session.py",),
+    "learner/": ("tests/unit/learner/test_daemon.py",),
     "coordinator/operator.py": (
         "tests/unit/coordinator/test_web.py",
         "tests/unit/cli/test_operator.py",

@@ -68,55 +68,6 @@ async def leaves_it_to_the_task(episode: Episode) -> None:
     await three_turns(episode)
 
 
-async def asks_everything(episode: Episode) -> float:
-    """Streams, texts, choices, models, refusals: notes what differs from the API."""
-    try:
-        await _asked_everything(episode)
-        NOTES.append("as OpenAI's")
-    except AssertionError as error:
-        NOTES.append(repr(error))
-    return 1.0
-
-
-async def _asked_everything(episode: Episode) -> None:
-    import openai
-
-    client = client_of(episode)
-    messages: list[Any] = [{"role": "user", "content": "hi"}]
-    said, reasons = "", []
-    stream = await client.chat.completions.create(
-        model="policy", messages=messages, stream=True, n=2, stream_options={"include_usage": True}
-    )
-    async for piece in stream:
-        for choice in piece.choices:
-            said += choice.delta.content or ""
-            reasons += [choice.finish_reason] if choice.finish_reason else []
-    assert len(reasons) == 2 and piece.usage.completion_tokens > 0, "a stream ends with what it cost"
-    text = await client.completions.create(model="policy", prompt="abc", logprobs=0, max_tokens=5)
-    assert text.choices[0].logprobs.token_logprobs and text.usage.completion_tokens <= 5
-    assert [model.id for model in (await client.models.list()).data] == ["test-run"]
-    raw = await client.chat.completions.with_raw_response.create(
-        model="policy", messages=messages, temperature=0.3, seed=1
-    )
-    assert raw.headers["x-echo2-ignored"] == "seed, temperature", "what is not obeyed is named"
-    for wrong, kind in (
-        (client.with_options(api_key="guessed").models.list(), openai.AuthenticationError),
-        (
-            client.chat.completions.create(model="policy", messages=[{"role": "king", "content": ""}]),
-            openai.BadRequestError,
-        ),
-        (
-            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 999}]),
-            openai.BadRequestError,
-        ),
-    ):
-        try:
-            await wrong
-        except kind:
-            continue
-        raise AssertionError(f"expected {kind.__name__}")
-
-
 async def notes_its_problem(episode: Episode) -> float:
     NOTES.append(episode.problem)
     return await three_turns(episode)

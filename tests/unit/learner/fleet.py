@@ -325,7 +325,7 @@ class Run:
         self.authority = new_authority()
         self.coordinator = Coordinator(self.authority, plan)
         self.follower = FollowerBroadcaster()
-        self.daemon = LearnerDaemon(options, **(made or {"make_broadcaster": self.follower.made}))
+        self.daemon = LearnerDaemon(options, **{"make_broadcaster": self.follower.made, **made})
         self.workers: list[RandomWorker] = []
         self.at_step: dict[int, Any] = {}
 

@@ -215,11 +215,6 @@ def test_the_same_agents_play_held_out_problems_of_each_task_and_none_of_them_is
     assert {one["set"] for one in samples} == {"share", "digits"}
 
 
-def test_the_api_answers_as_openais_does_and_refuses_by_name(model_path: Path, tmp_path: Path) -> None:
-    summary, _ = played(agents(tmp_path / "run", model_path, "asks_everything"))
-    assert summary.is_finished and players.NOTES and set(players.NOTES) == {"as OpenAI's"}
-
-
 def test_a_harness_whose_every_episode_is_lost_ends_the_run_with_the_cause(model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(
         TaskError, match=r"always_breaks: .*64 episodes failed .*OSError: no tool.*PermissionError: locked"

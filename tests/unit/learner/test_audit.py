@@ -155,7 +155,7 @@ def test_every_worker_and_every_length_is_audited_also_when_the_audit_is_far_beh
         long[worker], short[worker] = trained(worker, True), trained(worker, False)
     seen: Counter[tuple[PeerId, bool]] = Counter()
     looked: Counter[tuple[PeerId, bool]] = Counter()
-    for _ in range(120):
+    for _ in range(60):
         for number in range(40):
             worker, is_long = (A if number % 8 else B), number % 20 == 0
             seen[worker, is_long] += 1

@@ -5,6 +5,8 @@ How soon, and from which size on, is measured by `benchmarks/bench_audit.py`, wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,8 +18,8 @@ from benchmarks.audit_workers import (
     OLDEST,
     PREVIOUS,
     TOKENS,
-    Alter,
     Bench,
+    Maker,
     altered,
     best_of,
     by_reward,
@@ -55,10 +57,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def test_honest_workers_of_another_dtype_and_batch_size_are_left_alone(bench: Bench) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert watched(bench, honest(bench, dtype), 6)[2] is None, dtype
-    assert watched(bench, honest(bench, siblings=1), 12)[2] is None
+    assert watched(bench, honest(bench, siblings=1), 3)[2] is None
     assert watched(bench, honest_over_a_swap(bench), 6)[2] is None
     own_numbers = best_of(bench, by_reward, tries=1)
-    assert watched(bench, own_numbers, 6, habits=Habits(False, kind="vllm none"))[2] is None
+    assert watched(bench, own_numbers, 4, habits=Habits(False, kind="vllm none"))[2] is None
 
 
 def known() -> KindNoise:
@@ -90,51 +92,48 @@ def fp8_rollouts(engine: Any, group: int) -> list[Rollout]:
     return sampled([(engine, NEWEST, TOKENS)], group, leased_numbers(group))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.soak), torch.bfloat16])
-def test_a_worker_on_the_previous_version_is_found_out(bench: Bench, dtype: torch.dtype) -> None:
-    _, rollouts, accusation = watched(bench, one_behind(bench, dtype), 20, noise=known())
-    assert accusation is not None and rollouts <= 80
+@dataclass(frozen=True, slots=True)
+class Lie:
+    """What a worker does, the bets that find it among so many rollouts, and whether for certain. `is_known`: whether noise was
+    measured of others of its kind."""
+
+    make: Callable[[Bench], Maker]
+    bets: tuple[str, ...]
+    rollouts_max: int
+    is_certain: bool | None = None
+    is_known: bool = False
 
 
-def test_a_worker_that_fabricates_its_numbers_is_found_out(bench: Bench) -> None:
-    held, _, accusation = watched(bench, fabricated(bench), 20)
-    assert accusation is not None and accusation.bet == "fabrication" and held.tokens <= 1024 and accusation.is_certain
+TOKENS_CHOSEN, ANY = ("draw", "choice"), ("numbers", "fabrication", "draw", "choice", "sums")
+LIES = {
+    "the version before": Lie(lambda bench: one_behind(bench, torch.bfloat16), ANY, 80, is_known=True),
+    "made up numbers": Lie(fabricated, ("fabrication",), 64, is_certain=True),
+    "cut short": Lie(cut_short, TOKENS_CHOSEN, 100),
+    "copies": Lie(copied, TOKENS_CHOSEN, 100),
+    "memorised": Lie(memorised, TOKENS_CHOSEN, 100),
+    "behind a version": Lie(dishonest_tail, TOKENS_CHOSEN, 100),
+    "greedy": Lie(lambda bench: altered(bench, None, coldness=8.0), TOKENS_CHOSEN, 100),
+    "best of four": Lie(lambda bench: best_of(bench, by_reward), TOKENS_CHOSEN, 100),
+    "4 bits": Lie(lambda bench: altered(bench, quantised(4)), ANY, 160, is_certain=False, is_known=True),
+    "perturbed by a tenth": Lie(lambda bench: altered(bench, perturbed(0.1)), ANY, 160, is_certain=False, is_known=True),
+    "an older version's tokens, numbers recomputed": Lie(lambda bench: others_tokens(bench, PREVIOUS), ("draw",), 160),
+    "best of four within the largest noise": Lie(lambda bench: near_misses(bench, 0.6, tries=4), ANY, 60),
+    "the same, of a known kind": Lie(lambda bench: near_misses(bench, 0.6, tries=4), ANY, 60, is_known=True),
+    "one of a token's two numbers forged": Lie(forged_raw, ("intake",), 1),
+    "one token": Lie(one_token, ("intake",), 1),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["cut short", "copies", "greedy", "memorised", "best of four", "behind a version"])
-def test_tokens_that_are_not_those_of_the_lease_are_found_whatever_they_were_chosen_by(bench: Bench, how: str) -> None:
-    """The numbers are honest, and most are draws of the version named; nothing is known of other workers."""
-    make = {
-        "cut short": cut_short, "copies": copied, "memorised": memorised, "behind a version": dishonest_tail,
-        "greedy": lambda bench: altered(bench, None, coldness=8.0), "best of four": lambda bench: best_of(bench, by_reward),
-    }[how](bench)  # fmt: skip
-    _, rollouts, accusation = watched(bench, make, 20)
-    assert accusation is not None and accusation.bet in ("draw", "choice") and rollouts <= 100
+@pytest.mark.parametrize("name", LIES)
+def test_a_worker_that_does_not_sample_from_what_it_claims_is_found_out(bench: Bench, name: str) -> None:
+    lie = LIES[name]
+    _, rollouts, accusation = watched(bench, lie.make(bench), 20, noise=known() if lie.is_known else None)
+    assert accusation is not None and accusation.bet in lie.bets and rollouts <= lie.rollouts_max
+    assert lie.is_certain in (None, accusation.is_certain)
 
 
-@pytest.mark.parametrize(("name", "alter"), [("4 bits", quantised(4)), ("perturbed by a tenth", perturbed(0.1))])
-def test_an_altered_model_is_found_out_and_set_aside(bench: Bench, name: str, alter: Alter) -> None:
-    _, _, accusation = watched(bench, altered(bench, alter), 20, noise=known())
-    assert accusation is not None and not accusation.is_certain, name
-
-
-@pytest.mark.parametrize("version", [PREVIOUS, pytest.param(OLDEST, marks=pytest.mark.soak)])
-def test_tokens_of_an_older_version_are_found_out_though_their_numbers_were_recomputed(
-    bench: Bench, version: int
-) -> None:
-    """By the tokens at which the two versions, given the lease's random numbers, part."""
-    held, rollouts, accusation = watched(bench, others_tokens(bench, version), 20)
-    assert accusation is not None and accusation.bet == "draw" and rollouts <= 160 and held.noise_nats < 1e-4
-
-
-def test_a_selection_within_the_noise_that_is_allowed_is_found_out(bench: Bench) -> None:
-    """It draws anywhere within the band of the largest noise of any kind, and keeps the best of four."""
-    for noise in (known(), KindNoise()):
-        _, rollouts, accusation = watched(bench, near_misses(bench, 0.6, tries=4), 20, noise=noise)
-        assert accusation is not None and rollouts <= 60
-
-
-def test_what_intake_refuses_is_never_audited(bench: Bench) -> None:
-    for make in (forged_raw(bench), one_token(bench)):
-        _, rollouts, accusation = watched(bench, make, 1)
-        assert accusation is not None and accusation.bet == "intake" and rollouts == 1
+@pytest.mark.soak
+def test_it_is_found_out_in_float32_and_two_versions_behind_too(bench: Bench) -> None:
+    for make in (one_behind(bench), others_tokens(bench, OLDEST)):
+        _, rollouts, accusation = watched(bench, make, 20, noise=known())
+        assert accusation is not None and rollouts <= 160

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from echo2.base.errors import ConfigError, DiskFull, EchoError, StateError, TaskError, TrainingError
-from echo2.base.ids import Version
+from echo2.base.ids import PeerId, Version
 from echo2.base.rng import derived_seed
 from echo2.cli.main import main
 from echo2.learner.learner import LearnerDaemon, RunSummary
@@ -160,8 +160,13 @@ def test_learner_and_coordinator_hear_of_groups_versions_reports_plans_and_bars(
     plan = coordinator_pb2.PlanUpdate(kappa=2, in_flight_cap_rollouts=16, predicted_utilisation=0.5)
     task = {"args": {"one_in": 4}}
     run = Run(options_for(tmp_path / "run", model_path, staleness={"bound": 4}, learner={"steps": 5}, task=task), plan)
-    order = coordinator_pb2.WorkerBanned(peer_id="liar", reason="by hand", is_banned=True)
-    run.coordinator.orders.append(coordinator_pb2.LearnerOrder(banned=order))
+    banned = [
+        coordinator_pb2.WorkerBanned(peer_id="liar", reason="by hand", is_banned=True),
+        coordinator_pb2.WorkerBanned(peer_id="slip", reason="a slip", is_banned=True),
+        coordinator_pb2.WorkerBanned(peer_id="slip", is_lifted=True),
+    ]
+    run.coordinator.orders += [coordinator_pb2.LearnerOrder(banned=order) for order in banned]
+    run.at_step[1] = lambda: run.learner.accuse(PeerId("w"), "it lies", is_certain=True)
     has_model: list[bool] = []  # at each report of a finished learner: what runs it may end it then
 
     class Reports(list[coordinator_pb2.LearnerReport]):
@@ -171,9 +176,11 @@ def test_learner_and_coordinator_hear_of_groups_versions_reports_plans_and_bars(
                 has_model.append((tmp_path / "run" / "model" / "config.json").exists())
 
     run.coordinator.reports = Reports()
-    go(run.finish())
+    summary = go(run.finish())
     coordinator = run.coordinator
-    assert has_model and all(has_model)
+    assert has_model and all(has_model) and max(summary.evaluations) == 5, (
+        "the last version is evaluated whenever it comes"
+    )
     (hello,) = coordinator.hellos
     assert hello.rollouts_per_step == 8 and hello.staleness_bound == 4 and hello.model_digest
     assert json.loads(hello.model_config_json)["model_type"] == "qwen3"
@@ -189,17 +196,36 @@ def test_learner_and_coordinator_hear_of_groups_versions_reports_plans_and_bars(
         assert report.equal_reward_steps in in_a_row[max(0, report.step - 1) : report.step + 1]
     assert coordinator.reports[-1].equal_reward_steps == in_a_row[5]
     assert rows_of(tmp_path / "run")[3]["utilisation/predicted"] == 0.5
-    assert run.learner.pool.barred == {"liar": "by hand"}, "nothing is taken from it"
+    assert run.learner.pool.barred == {"liar": "by hand"}, "nothing is taken from it, and the other is back"
+    assert coordinator.accused == [coordinator_pb2.WorkerAccused(peer_id="w", reason="it lies", is_certain=True)]
 
 
-def test_what_the_disk_lost_of_the_published_is_replaced_by_a_keyframe(model_path: Path, tmp_path: Path) -> None:
-    run = Run(options_for(tmp_path / "run", model_path, staleness={"bound": 1}))
+def test_a_run_outlives_its_coordinator_and_a_lost_delta_and_takes_checkpoints_as_their_cost_allows(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs: list[tuple[float, float, float]] = []
+    monkeypatch.setattr("echo2.learner.loop.steps_between", lambda *seconds: (costs.append(seconds), 2)[1])
+    limits, learner = LearnerLimits(8, free_bytes_min=1, linger_s=0.0), {"steps": 8, "checkpoint_every_steps": 0}
+    run = Run(options_for(tmp_path, model_path, limits=limits, staleness={"bound": 1}, learner=learner))
+    tasks = []
+
+    async def go_and_come_back() -> None:
+        port = int(run.coordinator.address.rpartition(":")[2])
+        await run.coordinator.stop()
+        await run.coordinator.start(port)
+
+    run.at_step[2] = lambda: tasks.append(asyncio.get_running_loop().create_task(go_and_come_back()))
     run.at_step[3] = lambda: run.follower.calls.lost("delta 0->1")
     summary = go(run.finish())
+    assert summary.is_finished and f"{run.follower.host.fingerprint():016x}" == summary.fingerprint
+    _, again = run.coordinator.hellos
+    assert again.step >= 2 and {group.group_id for group in again.open_groups} <= run.coordinator.groups.keys()
     keyframes = [version for version, parent in run.follower.versions if parent is None]
     assert keyframes[:2] == [0, 2], "these are due by their weight"
     assert keyframes[2] in (2, 3), "this one is due to the loss alone"
-    assert f"{run.follower.host.fingerprint():016x}" == summary.fingerprint
+    steps = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert steps[-1] == 8 and len(steps) >= 2 and min(b - a for a, b in itertools.pairwise([0, *steps[:-1]])) >= 2
+    assert all(checkpoint_s > 0 and 0 < train_s <= step_s for checkpoint_s, train_s, step_s in costs)
 
 
 # ---- kills: all of one run, whose folder is copied as a kill at that moment would leave it
@@ -307,22 +333,6 @@ def test_only_a_finished_learner_says_that_the_run_is_finished_and_a_stopped_one
         assert torch.equal(tensor, dict(exported.named_parameters())[name])
 
 
-def test_the_coordinator_may_go_and_come_back(model_path: Path, tmp_path: Path) -> None:
-    run = Run(options_for(tmp_path / "run", model_path, learner={"steps": 8}))
-    tasks = []
-
-    async def go_and_come_back() -> None:
-        port = int(run.coordinator.address.rpartition(":")[2])
-        await run.coordinator.stop()
-        await run.coordinator.start(port)
-
-    run.at_step[2] = lambda: tasks.append(asyncio.get_running_loop().create_task(go_and_come_back()))
-    assert go(run.finish()).is_finished and len(run.coordinator.hellos) == 2
-    assert run.coordinator.hellos[1].step >= 2
-    names = {spec.group_id for spec in run.coordinator.groups.values()}
-    assert {group.group_id for group in run.coordinator.hellos[1].open_groups} <= names
-
-
 # ---- refusals at the start
 
 
@@ -417,25 +427,6 @@ def test_a_loss_that_stays_without_a_finite_value_ends_the_run_and_keeps_its_bat
     assert kept == ["step-00000001.json", "step-00000002.json", "step-00000003.json"]
     assert len(wrote) == 3 and threading.main_thread() not in wrote, "the event loop serves meanwhile"
     assert [row["is_skipped"] for row in rows_of(tmp_path / "run")[1:]] == [False, True, True]
-
-
-def test_a_checkpoint_is_taken_as_often_as_its_cost_allows(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    costs: list[tuple[float, float, float]] = []
-
-    def every_other(checkpoint_s: float, train_s: float, step_s: float) -> int:
-        costs.append((checkpoint_s, train_s, step_s))
-        return 2
-
-    monkeypatch.setattr("echo2.learner.loop.steps_between", every_other)
-    limits = LearnerLimits(8, free_bytes_min=1 << 20, linger_s=0.0)
-    with caplog.at_level("INFO", "echo2.learner"):
-        go(Run(options_for(tmp_path, model_path, limits=limits, learner={"checkpoint_every_steps": 0})).finish())
-    steps = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("step-*"))
-    assert steps[-1] == 6 and len(steps) >= 2 and min(b - a for a, b in itertools.pairwise([0, *steps[:-1]])) >= 2
-    assert "a checkpoint every 2 steps" in caplog.text
-    assert all(one[0] > 0 and 0 < one[1] <= one[2] for one in costs)
 
 
 def test_a_reward_that_always_raises_ends_the_run_with_its_cause_and_nobody_is_paid_to_wait(

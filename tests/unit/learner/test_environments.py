@@ -74,7 +74,8 @@ def test_an_episode_without_room_for_another_turn_is_worth_nothing(model_path: P
     prompts.context_tokens = 256
     going_on = asyncio.run(prompts.answer(0, [(10, 11)], 20))
     assert going_on.scored is None and len(going_on.said) > 12
-    cut = asyncio.run(prompts.answer(0, [(10, 11)], 240)).scored
+    assert prompts.sampling.max_new_tokens == 6, "the room that the next turn needs"
+    cut = asyncio.run(prompts.answer(0, [(10, 11)], 256 - 6 - len(going_on.said))).scored
     assert cut is not None and cut.reward is not None and cut.reward.value == 0.0 and cut.reward.parts["cut"] == 1
     prompts.close()
 

@@ -115,6 +115,8 @@ def test_another_workers_ticket_a_forged_one_another_runs_and_a_barred_workers_a
             await refused(stub, report_of(stage, worker, ticket=ticket))
         stage.pool.barred[worker.identity.peer_id] = "its log-probabilities are made up"
         assert "its log-probabilities are made up" in await refused(stub, report_of(stage, worker))
+        with pytest.raises(grpc.aio.AioRpcError, match="its log-probabilities are made up"):
+            await stub.GetPartials(ingest_pb2.GetPartialsRequest(ticket=worker.ticket(group_id)))
         assert stage.pool.groups.counts.admitted == 0 and not stage.failures
 
     play(scene)

@@ -341,6 +341,17 @@ def test_a_full_disk_acknowledges_nothing_and_what_was_acknowledged_comes_back()
     assert stage.report(piece(second, 0, [9, STOP])) == [Verdict.ADMITTED]
 
 
+def test_a_batch_has_the_oldest_groups_and_is_on_the_disk_before_it_is_handed_out() -> None:
+    stage = Stage()
+    stage.tell(stage.pool.on_published, Version(1))
+    first, second, third, *_ = stage.offered
+    for group_id, version in ((first, 1), (second, 0), (third, 0)):
+        stage.fill(group_id, version)
+    batch = stage.next_batch()
+    assert batch is not None and [group.spec.group_id for group in batch.groups] == [second, third]
+    assert stage.journal.synced == len(stage.journal.records)
+
+
 def test_a_duplicate_is_acknowledged_once_the_first_copy_is_on_the_disk() -> None:
     """The first copy's answer may have been lost, with its worker or on the way."""
     stage = Stage()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +28,7 @@ from echo2.learner.training.team import Team
 from echo2.learner.training.trainer import StepResult, Trainer
 from echo2.weights import DeltaHeader, Encoding, HostWeights, WeightSet
 from echo2.weights.fingerprint import key_of_run
-from tests.unit.learner.fleet import RUN, Run, crash_image, go, options_for
+from tests.unit.learner.fleet import RUN, Run, crash_image, go, options_for, rows_of
 
 Killed = tuple[LearnerOptions, dict[int, str]]
 
@@ -167,17 +166,6 @@ def test_a_killed_learner_whose_replay_differs_goes_on_from_what_is_published(
         assert summary.fingerprint != before[6], "it was another device"
 
 
-def test_each_step_has_its_row_though_a_kill_came_before_it_was_written(kill: Kill, tmp_path: Path) -> None:
-    crashed, _ = kill(tmp_path, 5, kappa=2)
-    rows = crashed.folder / "metrics.jsonl"
-    kept = rows.read_text().splitlines(keepends=True)[:-2]
-    rows.write_text("".join(kept))
-    go(new_run(crashed).finish())
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert [row["step"] for row in found] == list(range(7))
-    assert all("reward/mean" in row for row in found[1:])
-
-
 def test_a_second_kill_after_a_replay_that_differed_is_survived(kill: Kill, tmp_path: Path) -> None:
     crashed, before = kill(tmp_path, 3, kappa=1)
     last = last_published(crashed)
@@ -263,18 +251,22 @@ def test_where_the_store_lost_the_published_version_the_start_says_so(kill: Kill
     folder.release()
 
 
-def test_on_the_same_device_the_store_is_not_asked(
+def test_on_the_same_device_the_store_is_not_asked_and_steps_without_a_row_get_one(
     kill: Kill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the log says how far training again is."""
+    """The kill came before the rows were written. And the log says how far training again is."""
     monkeypatch.setattr("echo2.learner.startup.TOLD_EVERY_S", 0.0)
     crashed, _ = kill(tmp_path, 5, kappa=2)
     shutil.rmtree(chunk_folder(crashed))
+    rows = crashed.folder / "metrics.jsonl"
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-2]))
     with caplog.at_level("INFO", "echo2.learner"):
         summary = go(new_run(crashed).finish())
     assert summary.is_finished and summary.version == 6
     assert "trained again on 0 recorded batches, 5 are left" in caplog.text
     assert "trained again on 4 recorded batches, 1 are left, about" in caplog.text
+    found = rows_of(crashed.folder)
+    assert [row["step"] for row in found] == list(range(7)) and all("reward/mean" in row for row in found[1:])
 
 
 def versions_from_base(options: LearnerOptions) -> set[int]:
