@@ -5,16 +5,15 @@ tensors that are whole on each rank; rank 0 gathers them. Guarantees: batches ar
 is on disk, on all ranks; after a restart the batches recorded since the last checkpoint are handed out again; weights are copied
 in the user's thread, so the trainer may change its tensors as soon as `hand_in` returns; if either side ends or fails, the other
 is woken. Waits for: the user's thread, in `step`; the learner, in `next_batch`, which ranks above 0 hear of through rank 0.
-
-The engine's collectives run in the user's thread. Rank 0's learner gathers in its own only while rank 0's user thread waits for a
-batch; the other ranks then wait for rank 0 too, so two threads never use one process group at a time.
+All collectives of the engine's tensors run in the user's threads, so two threads never use one process group at a time.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -41,6 +40,16 @@ from echo2.learner.training.trainer import StepResult
 from echo2.outside import monotonic
 from echo2.weights import fingerprint
 from echo2.weights.elements import published_tensors
+
+_GATHER = Batch(Step(-1), ())
+"""In the place of a batch: a request for a copy of the weights as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was asked for is done. `weights`: a copy of them, where one is needed."""
+
+    weights: dict[str, Tensor] | None
 
 
 class TrainerLeft(StateError):
@@ -144,16 +153,14 @@ class OwnTrainer:
         self.ranks = ranks or Ranks()
         self.coder: VersionCoder = LocalCoder()
         self.step_count = 0
-        self._changed = threading.Condition()
-        self._batch: Batch | None = None
+        self._asked: SimpleQueue[Batch | None] = SimpleQueue()  # of the user's thread; None: it is over
+        self._answers: SimpleQueue[Answer | None] = SimpleQueue()
         self._is_published = False
         self._is_trained = True
         self._weights: dict[str, Tensor] | None = None
-        self._live: Mapping[str, Tensor] = {}
-        self._is_waiting = False  # the user's thread is in `next_batch`, so `_live` does not change
+        self._live: Mapping[str, Tensor] = {}  # of the user's thread alone
         self._failure: BaseException | None = None
         self._is_failure_told = False
-        self._is_over = False
 
     @property
     def trainer(self) -> OwnTrainer:
@@ -167,58 +174,46 @@ class OwnTrainer:
     # ---- the user's thread
 
     def begin(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Sets the initial weights, which are those after `step` steps."""
-        weights = self.model.gathered(tensors, self.ranks)
-        with self._changed:
-            self.step_count, self._weights, self._live = step, weights, tensors
-            self._changed.notify_all()
+        """Sets the initial weights, which are those after `step` steps, before the learner starts."""
+        self.step_count, self._weights, self._live = step, self.model.gathered(tensors, self.ranks), tensors
 
     def next_batch(self) -> Batch | None:
         """Waits for the batch to train on; None once the run is over. Raises `StateError` if the previous batch was not handed in,
         or the learner's failure."""
-        with self._changed:
-            if not self._is_trained:
-                raise StateError(
-                    f"publish: expected it to be called after step {self.step_count + 1}, before more rollouts"
-                )
-            self._is_waiting = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_over or self._failure is not None or self._batch is not None)
-            self._is_waiting = False
-            self._raise_failure()
-            batch, self._batch = self._batch, None
-            self._is_trained = batch is None
-            return batch
+        if not self._is_trained:
+            raise StateError(
+                f"publish: expected it to be called after step {self.step_count + 1}, before more rollouts"
+            )
+        while (batch := self._asked.get()) is _GATHER:
+            self._answers.put(Answer(self.model.gathered(self._live, self.ranks)))
+        if batch is None:
+            self._asked.put(None)  # for whoever asks again
+        self._raise_failure()
+        self._is_trained = batch is None
+        return batch
 
     def hand_in(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
         """Reports that the batch was trained on and `step` steps are complete. Returns whether the weights were copied for
         publication. Raises `StateError` for any other step."""
-        with self._changed:
-            self._raise_failure()
-            if self._is_trained or step != self.step_count + 1:
-                raise StateError(
-                    f"publish: expected step {self.step_count + (0 if self._is_trained else 1)}, got {step}"
-                )
-            is_published = self._is_published
-        weights = self.model.gathered(tensors, self.ranks) if is_published else None
-        with self._changed:
-            self._weights, self._live, self._is_trained, self.step_count = weights, tensors, True, step
-            self._changed.notify_all()
-        return is_published
+        self._raise_failure()
+        if self._is_trained or step != self.step_count + 1:
+            raise StateError(f"publish: expected step {self.step_count + (0 if self._is_trained else 1)}, got {step}")
+        weights = self.model.gathered(tensors, self.ranks) if self._is_published else None
+        self._live, self._is_trained, self.step_count = tensors, True, step
+        self._answers.put(Answer(weights))
+        return weights is not None
 
     def end(self, failure: BaseException | None = None) -> None:
         """Marks the run as over or failed and wakes both sides."""
-        with self._changed:
-            self._failure = self._failure or failure
-            self._is_over = True
-            self._changed.notify_all()
+        self._failure = self._failure or failure
+        self._asked.put(None)
+        self._answers.put(None)
 
     def untold_failure(self) -> BaseException | None:
         """Returns the failure that ended the run if it has not been raised yet; at most once."""
-        with self._changed:
-            failure = None if self._is_failure_told else self._failure
-            self._is_failure_told = True
-            return failure
+        failure = None if self._is_failure_told else self._failure
+        self._is_failure_told = True
+        return failure
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -228,34 +223,34 @@ class OwnTrainer:
     # ---- the learner's trainer thread
 
     def step(self, batch: Batch, is_published: bool = False) -> StepResult:
-        began = monotonic()
+        began, wanted = monotonic(), self.step_count + 1
         if self.ranks.count > 1:
             self.ranks.tell({"is_published": is_published}, batch_to_bytes(batch))
-        with self._changed:
-            self._batch, self._is_published = batch, is_published
-            wanted = self.step_count + 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_over or self.step_count == wanted)
-            if self.step_count != wanted:
-                raise TrainerLeft(f"step {wanted}: the trainer left before it was done")
+        self._is_published = is_published
+        self._weights = self._answer(batch, f"step {wanted}: the trainer left before it was done")
         sampled = sum(len(rollout.token_ids) for group in batch.groups for rollout in group.rollouts)
         prompts = sum(len(group.spec.prompt_token_ids) * len(group.rollouts) for group in batch.groups)
         phases = {"train": monotonic() - began}
         return StepResult(wanted, phases, None, None, None, False, prompts + sampled, sampled)
 
+    def _answer(self, asked: Batch, otherwise: str) -> dict[str, Tensor] | None:
+        self._asked.put(asked)
+        answer = self._answers.get()
+        if answer is None:
+            self._answers.put(None)  # for whoever asks again
+            raise TrainerLeft(otherwise)
+        return answer.weights
+
     def cross_entropy(self, batch: Batch) -> float:
         raise StateError("a trainer of one's own makes no supervised steps")
 
     def snapshot(self) -> dict[str, Tensor]:
-        """This step's weights: those copied at `hand_in`, or a copy made now, while the user's threads wait for a batch."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._weights is not None or self._is_waiting)
-            if self._weights is None and not self._is_waiting:
-                raise TrainerLeft("the trainer left before it gave its weights")
-            if self._weights is None:
-                self.ranks.tell({"is_gathered": True})
-                self._weights = self.model.gathered(self._live, self.ranks)
-            return self._weights
+        """This step's weights: those copied at `hand_in`, or a copy that the user's thread makes once it waits for a batch."""
+        if self._weights is None:
+            self.ranks.tell({"is_gathered": True})
+            self._weights = self._answer(_GATHER, "the trainer left before it gave its weights")
+        assert self._weights is not None, "given or gathered"
+        return self._weights
 
     def whole(self, snapshot: Mapping[str, Tensor], version: Version) -> dict[str, Tensor]:
         return dict(snapshot)

@@ -58,12 +58,15 @@ def options_of(folder: Path, model: Path, rows: Path) -> LearnerOptions:
 
 
 def test_the_models_turns_are_trained_on_and_nothing_else(model_path: Path, tmp_path: Path) -> None:
-    config = RunConfig.model_validate({"sft": {"path": str(written(tmp_path / "rows.jsonl", ROWS))}})
+    rows, learner = written(tmp_path / "rows.jsonl", ROWS), {"prompts_per_step": 2, "rollouts_per_prompt": 4}
+    config = RunConfig.model_validate({"sft": {"path": str(rows)}, "learner": learner})
     tokenizer = load_tokenizer(str(model_path))
     data = Conversations(config, ChatFormat(tokenizer), 200, len(tokenizer))
     batches = [data.batch(step) for step in range(2)]
     held_out = {group.cursor for group in data.held_out().groups}
     assert len(held_out) == 3 and not any(group.cursor in held_out for batch in batches for group in batch.groups)
+    seen = [group.cursor for batch in batches for group in batch.groups]
+    assert len(seen) == len(set(seen)) == 16, "each once before any comes again"
     group = batches[0].groups[0]
     text, trained_at = group.text_of(0)
     ids = [*group.spec.prompt_token_ids, *text]

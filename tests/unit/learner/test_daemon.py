@@ -288,7 +288,9 @@ def test_after_a_kill_the_weights_are_bit_identical(model_path: Path, killed: Ki
 
 
 @pytest.mark.parametrize("at", [3, "last", "cut"])
-def test_a_killed_run_goes_on_to_its_end(model_path: Path, tmp_path: Path, killed: Killed, at: int | str) -> None:
+def test_a_killed_run_goes_on_to_its_end(
+    model_path: Path, tmp_path: Path, killed: Killed, at: int | str, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = Path(shutil.copytree(killed.folders[at], tmp_path / "crashed"))
     run = Run(options_for(folder, model_path, staleness=RESTARTS))
     if at == "cut":  # a worker has part of the delta
@@ -297,6 +299,7 @@ def test_a_killed_run_goes_on_to_its_end(model_path: Path, tmp_path: Path, kille
         version, weights = prepared.cut_off
         run.follower.host = HostWeights.from_tensors(weights, version, derived_seed(0, "fingerprint", "test-run"))
     summary = go(run.finish())
+    assert "gave version" not in caplog.text, "training again gave the same bits"
     assert summary.is_finished and summary.over_stale_tokens == 0 and summary.trained_rollouts == 6 * 8
     assert [row["step"] for row in rows_of(folder)] == list(range(7))
     assert summary.version == 6 and f"{run.follower.host.fingerprint():016x}" == summary.fingerprint

@@ -77,8 +77,6 @@ def test_a_batch_that_is_there_before_it_is_asked_for_is_taken(tmp_path: Path) -
     failures: list[BaseException] = []
     for step in range(3):
         thread = stepping(own, step, failures)
-        while own._batch is None:
-            thread.join(0.001)
         batch = own.next_batch()
         assert batch is not None and batch.step == step
         with pytest.raises(StateError, match=f"expected it to be called after step {step + 1}, before more rollouts"):
@@ -86,6 +84,8 @@ def test_a_batch_that_is_there_before_it_is_asked_for_is_taken(tmp_path: Path) -
         with pytest.raises(StateError, match=f"publish: expected step {step + 1}, got {step + 2}"):
             own.hand_in(step + 2, weights)
         assert own.hand_in(step + 1, weights)
+        with pytest.raises(StateError, match=f"publish: expected step {step + 1}, got {step + 2}"):
+            own.hand_in(step + 2, weights)
         thread.join(WAIT_S)
         assert not thread.is_alive() and not failures
 

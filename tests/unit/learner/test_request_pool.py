@@ -126,10 +126,12 @@ def test_tokens_that_cannot_be_used_are_asked_for_again_then_refused(door: Door)
     assert refusal(answer).status == 503 and refusal(answer).retry_after_s > 0 and not door.offered
 
 
-def test_a_request_that_nobody_waits_for_is_closed(door: Door) -> None:
-    answer = door.ask()
+def test_a_request_that_nobody_waits_for_is_closed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_pool, "OFFERED_MAX", 1)
+    offered, waiting = door.ask(), door.ask()
     (name,) = door.offered
-    door.tell(door.pool.leave, answer)  # type: ignore[attr-defined]
+    for answer in (waiting, offered):
+        door.tell(door.pool.leave, answer)  # type: ignore[attr-defined]
     assert (name, "unused") in door.closed and not door.offered and door.pool.rollouts_asked == 0  # type: ignore[attr-defined]
 
 
