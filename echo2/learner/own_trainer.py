@@ -46,7 +46,7 @@ _GATHER = Batch(Step(-1), ())
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TrainerReply:
     """What was asked for is done. `weights`: a copy of them, where one is needed."""
 
     weights: dict[str, Tensor] | None
@@ -154,7 +154,7 @@ class OwnTrainer:
         self.coder: VersionCoder = LocalCoder()
         self.step_count = 0
         self._asked: SimpleQueue[Batch | None] = SimpleQueue()  # of the user's thread; None: it is over
-        self._answers: SimpleQueue[Answer | None] = SimpleQueue()
+        self._answers: SimpleQueue[TrainerReply | None] = SimpleQueue()
         self._is_published = False
         self._is_trained = True
         self._weights: dict[str, Tensor] | None = None
@@ -185,7 +185,7 @@ class OwnTrainer:
                 f"publish: expected it to be called after step {self.step_count + 1}, before more rollouts"
             )
         while (batch := self._asked.get()) is _GATHER:
-            self._answers.put(Answer(self.model.gathered(self._live, self.ranks)))
+            self._answers.put(TrainerReply(self.model.gathered(self._live, self.ranks)))
         if batch is None:
             self._asked.put(None)  # for whoever asks again
         self._raise_failure()
@@ -200,7 +200,7 @@ class OwnTrainer:
             raise StateError(f"publish: expected step {self.step_count + (0 if self._is_trained else 1)}, got {step}")
         weights = self.model.gathered(tensors, self.ranks) if self._is_published else None
         self._live, self._is_trained, self.step_count = tensors, True, step
-        self._answers.put(Answer(weights))
+        self._answers.put(TrainerReply(weights))
         return weights is not None
 
     def end(self, failure: BaseException | None = None) -> None:

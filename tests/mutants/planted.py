@@ -63,7 +63,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("answers of an evaluation lose their journal segment", _POOL,
            "*(self._evaluation.group_ids if self._evaluation is not None else ())", "", (_UNIT + "learner/test_evaluation.py",)),
     Mutant("the questions of an evaluation count as prompts", _JOURNAL,
-           "                if record.spec.work is Work.TRAIN:", "                if True:", (_UNIT + "learner/test_journal.py",)),
+           "                if record.spec.work is Work.TRAIN:", "                if True:", (_UNIT + "learner/test_evaluation.py",)),
     Mutant("commit believes what was appended meanwhile", _JOURNAL,
            "        self._synced = max(self._synced, reached)", "        self._synced = self._appended + 1"),
     Mutant("commit does not wait for its sync", _JOURNAL, "            await asyncio.shield(self._sync)",

@@ -18,7 +18,6 @@ from echo2.learner.rollouts.journal import EpisodeScored
 from echo2.learner.training.team import batch_from_bytes, batch_to_bytes
 from tests.unit.learner.stage import ALICE, GREEDY, SAMPLING, STOP, Stage, piece
 from tests.unit.learner.test_trainer import new_trainer
-from tests.unit.learner.tiny import make_tiny_model
 
 ROOT = GroupId("a00000000")
 RUN = replace(SAMPLING, temperature=1.0, top_p=0.9, seed=7)
@@ -126,15 +125,14 @@ def test_a_journal_gives_the_same_batch_again_and_unfinished_episodes_are_drawn_
     assert ROOT not in stage.pool.groups.groups and f"{ROOT}r1" in stage.driven
 
 
-def test_chains_without_a_common_beginning_train(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
+def test_chains_without_a_common_beginning_train(model_path: Path) -> None:
     stage = new_stage()
     for number in range(2):
         sample(stage, call(stage, ROOT, None, (5 + number, 6, 7)), 10 + number, 11, 1)
         end(stage, ROOT, {number: 1}, float(number))
     batch = batch_of(stage)
     assert batch.groups[0].spec.prompt_token_ids == ()
-    trainer = new_trainer(make_tiny_model(tmp_path / "model"))
+    trainer = new_trainer(model_path)
     whole = torch.tensor([[6, 6, 7, 11, 11, 1]])
     with torch.no_grad():
         logits = trainer.model.hf_model(input_ids=whole).logits[0].log_softmax(-1)

@@ -12,24 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from echo2.base.errors import TaskError
 from echo2.gateway.harness import Episode, make_harness
 from echo2.learner.rollouts.groups import Batch
 from tests.unit.learner import agent_players as players
 from tests.unit.learner.fleet import RandomWorker, Run, evaluations_of, go, options_for, rows_of
-from tests.unit.learner.tiny import make_tiny_model
 
 pytest.importorskip("openai")
 ROOT = Path(__file__).resolve().parents[3]
 PLAYER = "tests.unit.learner.agent_players:"
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def agents(folder: Path, model: Path, player: str, **changes: Any) -> Run:

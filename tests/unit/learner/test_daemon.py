@@ -51,12 +51,6 @@ from tests.unit.learner.tiny import make_tiny_model
 RESTARTS = {"bound": 4, "kappa": 2}
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 # ---- to the end
 
 

@@ -32,19 +32,12 @@ from tests.unit.learner.fleet import (
     rows_of,
 )
 from tests.unit.learner.test_trainer import new_trainer
-from tests.unit.learner.tiny import make_tiny_model
 
 WORLDS = "tests.unit.learner.worlds:"
 MIXTURE: dict[str, dict[str, Any]] = {
     "echoes": {"task": f"{WORLDS}Echoes", "weight": 2.0, "eval_prompts": 3},
     "digits": {"task": "sort_digits", "args": {"digit_count": 3}, "eval_prompts": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def test_the_worlds_tokens_are_read_and_not_trained_on(model_path: Path) -> None:

@@ -64,8 +64,10 @@ def test_a_killed_learner_goes_on_with_the_answers_that_it_acknowledged() -> Non
     stage.answer(first)
     stage.report(piece(second, 0, [9, STOP]))
     stage.take_checkpoint()
+    cursor = stage.pool.cursor
     stage.start(kept=0)
     assert {second, first}.isdisjoint(stage.questions), "what is sampled is not sampled again"
+    assert stage.pool.cursor == cursor, "questions do not count as prompts"
     assert len(stage.prompts.due) == 2, "it is scored again"
     stage.reward(1.0)
     stage.reward(1.0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from echo2.base.errors import DiskFull, StateError
 from echo2.base.ids import GroupId, PeerId, Step, Version
-from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan, Work
+from echo2.base.rollout import FinishReason, GroupSpec, Rollout, SamplingParams, VersionSpan
 from echo2.learner.rollouts.admission import GroupRules, OpenGroups
 from echo2.learner.rollouts.groups import Draw, SentTokens, TurnOf
 from echo2.learner.rollouts.journal import (
@@ -211,17 +211,6 @@ def test_history_holds_what_was_neither_trained_nor_dropped_and_who_sent_it() ->
     assert history.drawn[Step(7)].rewards[0] == (0.5, None)
     assert list(groups.groups) == ["g0"] and groups.groups[GroupId("g0")].rollouts[1].is_finished
     assert groups.groups[GroupId("g0")].senders == {0: (), 1: SENDERS}
-
-
-def test_the_questions_of_an_evaluation_do_not_count_as_prompts_and_may_be_asked_again_after_they_were_dropped() -> (
-    None
-):
-    """Else a restart passes over as many prompts as the evaluation has questions."""
-    question = opened("e00000000-00031", 31, 1)
-    question = replace(question, spec=replace(question.spec, work=Work.EVALUATE, exact_version=Version(0)))
-    name = question.spec.group_id
-    groups, history = restored([opened("g4", 4), question, GroupDropped(name), question, finished(name)])
-    assert history.cursor == 5 and groups.groups[name].is_sampled
 
 
 def problem(root: GroupId, cursor: int) -> tuple[list[GroupId], list[Record]]:

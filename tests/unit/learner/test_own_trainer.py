@@ -25,7 +25,6 @@ from tests.contract.families import LATENT, save_tiny
 from tests.patience import WAIT_S
 from tests.ports import choose_ports
 from tests.unit.learner.own_two_ranks import STEPS
-from tests.unit.learner.tiny import make_tiny_model
 
 
 def trainer_of(path: Path) -> tuple[OwnTrainer, dict[str, torch.Tensor]]:
@@ -48,11 +47,10 @@ def stepping(own: OwnTrainer, step: int, failures: list[BaseException]) -> threa
     return thread
 
 
-def test_declared_model_is_told_as_the_learners_own_is(tmp_path: Path) -> None:
-    path = make_tiny_model(tmp_path / "model")
+def test_declared_model_is_told_as_the_learners_own_is(model_path: Path) -> None:
     for dtype in ("bfloat16", "float32"):
-        own = PolicyModel(str(path), dtype, torch.device("cpu"), 1.0)
-        declared = DeclaredModel(str(path), dtype)
+        own = PolicyModel(str(model_path), dtype, torch.device("cpu"), 1.0)
+        declared = DeclaredModel(str(model_path), dtype)
         assert declared.config_json() == own.config_json() and declared.digest() == own.digest()
         assert declared.stop_token_ids == own.stop_token_ids == (1,)
 
@@ -72,8 +70,8 @@ def test_buffers_of_the_models_files_are_published_in_their_own_dtype(tmp_path: 
     assert all(torch.equal(written[name], told[name]) for name in declared.kept)
 
 
-def test_a_batch_that_is_there_before_it_is_asked_for_is_taken(tmp_path: Path) -> None:
-    own, weights = trainer_of(make_tiny_model(tmp_path / "model"))
+def test_a_batch_that_is_there_before_it_is_asked_for_is_taken(model_path: Path) -> None:
+    own, weights = trainer_of(model_path)
     failures: list[BaseException] = []
     for step in range(3):
         thread = stepping(own, step, failures)
@@ -90,8 +88,8 @@ def test_a_batch_that_is_there_before_it_is_asked_for_is_taken(tmp_path: Path) -
         assert not thread.is_alive() and not failures
 
 
-def test_whoever_waits_is_woken_when_the_other_leaves(tmp_path: Path) -> None:
-    own, _ = trainer_of(make_tiny_model(tmp_path / "model"))
+def test_whoever_waits_is_woken_when_the_other_leaves(model_path: Path) -> None:
+    own, _ = trainer_of(model_path)
     failures: list[BaseException] = []
     thread = stepping(own, 0, failures)
     own.end()
@@ -99,14 +97,16 @@ def test_whoever_waits_is_woken_when_the_other_leaves(tmp_path: Path) -> None:
     assert not thread.is_alive() and isinstance(failures[0], TrainerLeft)
 
 
-def test_a_tensor_parallel_engine_on_two_ranks_publishes_bit_for_bit_and_goes_on(tmp_path: Path) -> None:
-    model, folder = make_tiny_model(tmp_path / "model"), tmp_path / "run"
+def test_a_tensor_parallel_engine_on_two_ranks_publishes_bit_for_bit_and_goes_on(
+    model_path: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
     folder.mkdir()
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(choose_ports((0,))[0]),
     }  # fmt: skip
-    command = [sys.executable, "-m", "tests.unit.learner.own_two_ranks", str(model), str(folder)]
+    command = [sys.executable, "-m", "tests.unit.learner.own_two_ranks", str(model_path), str(folder)]
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(subprocess.Popen(command, env=environment | {"RANK": rank})) for rank in "01"]
         for process in ranks:

@@ -18,20 +18,14 @@ from echo2.learner.startup import prepare
 from echo2.tasks.built_in import SortDigits
 from echo2.tasks.task import Reward, TaskInstance
 from tests.unit.learner.fleet import options_for, prompts_for
-from tests.unit.learner.tiny import make_tiny_model
 
 THREE_DIGITS = {"name": "sort_digits", "args": {"digit_count": 3}}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def model(whole: Path, tmp_path: Path) -> Path:
+def model(model_path: Path, tmp_path: Path) -> Path:
     """One that a test may change."""
-    return Path(shutil.copytree(whole, tmp_path / "model"))
+    return Path(shutil.copytree(model_path, tmp_path / "model"))
 
 
 def reward_of(prompts: Prompts, *completions: list[int]) -> float:

@@ -18,7 +18,6 @@ from echo2.learner.startup import prepare
 from echo2.learner.training import trainer as trainer_module
 from tests.unit.learner.fleet import options_for, prompts_for
 from tests.unit.learner.test_trainer import random_groups
-from tests.unit.learner.tiny import make_tiny_model
 
 WANTED = {"seed": 0, "task": "sums", "lora": [0, 0]}
 
@@ -39,18 +38,17 @@ def test_what_a_run_is_may_not_change(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_only_with_a_kind_of_optimiser_that_can_read_its_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_tiny_model(tmp_path / "model")
     monkeypatch.setattr(trainer_module, "adamw_of", lambda _, masters, *args, **how: torch.optim.AdamW(masters, **how))
 
     def begin(run: str, optimizer_state: OptimizerState) -> None:
         trainer, folder = (
-            TrainerOptions(str(model), device="cpu", optimizer_state=optimizer_state),
+            TrainerOptions(str(model_path), device="cpu", optimizer_state=optimizer_state),
             RunFolder(tmp_path / run),
         )
         try:
-            prepare(options_for(tmp_path / run, model, trainer), folder).prompts.close()
+            prepare(options_for(tmp_path / run, model_path, trainer), folder).prompts.close()
         finally:
             folder.release()
 
@@ -82,8 +80,8 @@ def test_every_flipped_bit_of_what_the_run_is_stops_the_start(tmp_path: Path) ->
     assert refused > 0.7 * len(whole)  # the rest is white space and the name of the checksum
 
 
-def test_seeds_follow_from_a_secret_of_the_run_that_is_made_once(tmp_path: Path) -> None:
-    prompts = prompts_for(options_for(tmp_path / "run", make_tiny_model(tmp_path / "model")))
+def test_seeds_follow_from_a_secret_of_the_run_that_is_made_once(model_path: Path, tmp_path: Path) -> None:
+    prompts = prompts_for(options_for(tmp_path / "run", model_path))
     seeds = []
     for name in ("one", "one", "other"):
         folder = RunFolder(tmp_path / name)
